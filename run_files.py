@@ -1,0 +1,95 @@
+"""How a run ends and what it leaves on disk: user errors, atomic files, stop requests."""
+import json
+import os
+import signal
+import tempfile
+
+import torch
+
+
+class UserError(Exception):
+    """Ends the program with one line on stderr and this exit code (see the table in README.md)."""
+
+    def __init__(self, message, code=2):
+        super().__init__(message)
+        self.code = code
+
+
+def write_atomically(path, write):
+    """write(file) into a temporary file beside path, then rename: a kill leaves the old file or the new."""
+    directory = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(directory, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=directory, prefix=os.path.basename(path), suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def write_json(path, result):
+    write_atomically(path, lambda file: file.write(json.dumps(result, indent=2, allow_nan=False).encode()))
+
+
+class StopRequest:
+    """Within, the first SIGINT or SIGTERM only asks the loop to stop; the second one acts at once."""
+
+    def __enter__(self):
+        self.signal = None
+        self.previous = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def ask(self, number, _frame):
+        self.signal = number
+        self.restore()
+
+    def restore(self):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *_):
+        self.restore()
+
+
+def require_writable(path):
+    """Raise UserError now rather than after hours of training if path cannot be written. None is fine."""
+    if path is None:
+        return
+    if os.path.isdir(path):
+        raise UserError(f"cannot write {path}: it is a directory")
+    directory = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+CHECKPOINT_FORMAT = "tiny_openfold_v2 checkpoint 1"
+
+
+def read_checkpoint(path, config):
+    """The dict in a checkpoint file; UserError if it cannot be read, is foreign or has other model sizes."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"checkpoint {path}: {error.strerror or error}") from None
+    except Exception as error:  # a damaged file raises whatever its first bad byte leads to
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise UserError(f"checkpoint {path}: damaged or not a checkpoint ({reason})") from None
+    if not isinstance(saved, dict) or saved.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"checkpoint {path}: not a checkpoint of this program")
+    different = [f"--{k.replace('_', '-')} {v}" for k, v in saved["config"].items()
+                 if k not in ("num_seqs", "seq_len", "dropout") and v != getattr(config, k, None)]
+    if different:
+        raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")
+    return saved

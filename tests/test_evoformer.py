@@ -1,0 +1,261 @@
+"""The model against an independent float64 implementation, and properties that AlphaFold 2's Evoformer has."""
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from conftest import require_shared
+
+import fusion_checks
+import tiny_openfold_v2 as tof
+from measurement import OpCounter, saved_activations
+
+COMBINATIONS = list(itertools.product([False, True], repeat=4))
+SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=2)
+
+
+def fusion(switches, **more):
+    names = ("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
+             "enable_triangle_fusion")
+    return tof.FusionConfig(**dict(zip(names, switches, strict=True)), **more)
+
+
+@pytest.fixture(scope="module", params=["evoformer_block", "evoformer_block_masked"])
+def reference(request):
+    with np.load(require_shared("reference", f"{request.param}.npz")) as data:
+        return {key: torch.tensor(data[key]).double() for key in data}
+
+
+def reference_block(reference, switches=(True,) * 4):
+    config = tof.TinyOpenFoldConfig(msa_dim=32, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
+    block = tof.FusedEvoformerBlock(config, fusion(switches)).double()
+    block.load_state_dict({k.removeprefix("param/"): v for k, v in reference.items() if k.startswith("param/")})
+    return block
+
+
+def errors(block, reference):
+    """Largest deviation of every sub-layer's update, of the block's outputs and of all its gradients."""
+    msa, pair = (reference[f"input/{name}"].clone().requires_grad_() for name in ("msa", "pair"))
+    seq_mask, row_mask = reference["input/seq_mask"], reference["input/row_mask"]
+    valid = dict(msa=(row_mask[:, :, None] * seq_mask[:, None])[..., None],
+                 pair=(seq_mask[:, :, None] * seq_mask[:, None])[..., None])
+    calls = dict(msa_row_attention=(msa, pair, seq_mask), msa_column_attention=(msa, row_mask),
+                 msa_transition=(msa,), outer_product_mean=(msa, row_mask),
+                 triangle_mult_outgoing=(pair, seq_mask), triangle_mult_incoming=(pair, seq_mask),
+                 triangle_attn_starting=(pair, seq_mask), triangle_attn_ending=(pair, seq_mask),
+                 pair_transition=(pair,))
+    found = {}
+    for name, arguments in calls.items():
+        mask = valid["msa" if name.startswith("msa") else "pair"]
+        found[name] = ((getattr(block, name)(*arguments) - reference[f"update/{name}"]) * mask).abs().max()
+    outputs = dict(zip(("msa", "pair"), block(msa, pair, seq_mask, row_mask), strict=True))
+    for name, out in outputs.items():
+        found[f"block {name}"] = ((out - reference[f"block/{name}"]) * valid[name]).abs().max()
+    loss = sum((out * reference[f"loss/{name}_weight"]).sum() for name, out in outputs.items())
+    loss.backward()
+    found["loss"] = (loss - reference["loss/value"]).abs() / reference["loss/value"].abs()
+    found["gradient msa"], found["gradient pair"] = ((x.grad - reference[f"grad/{n}"]).abs().max()
+                                                     for n, x in (("msa", msa), ("pair", pair)))
+    gradients = {name: p.grad for name, p in block.named_parameters()}
+    for name, module in block.named_modules():
+        if isinstance(module, tof.PackedProjections):
+            module.split_packed(gradients, f"{name}.")
+    for name, gradient in gradients.items():  # stored in float32: compared at its resolution
+        truth = reference[f"grad/param/{name}"]
+        found[f"gradient {name}"] = ((gradient - truth).abs().max() - 1e-7 * truth.abs().max()).clamp(min=0)
+    return {name: float(value) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("switches", COMBINATIONS)
+def test_block_matches_independent_implementation(reference, switches):
+    wrong = {name: e for name, e in errors(reference_block(reference, switches), reference).items() if not e < 1e-10}
+    assert not wrong
+
+
+def swapped_einsum(block, _monkeypatch):
+    block.triangle_mult_outgoing.outgoing = False
+
+
+def swapped_gates(block, _monkeypatch):
+    gate = block.triangle_mult_incoming.left_right_gate
+    with torch.no_grad():
+        gate.weight.copy_(torch.cat(gate.weight.chunk(2)[::-1]))
+
+
+def dropped_triangle_bias(block, monkeypatch):
+    monkeypatch.setattr(block.triangle_attn_ending.triangle_bias_proj, "weight", torch.nn.Parameter(
+        torch.zeros_like(block.triangle_attn_ending.triangle_bias_proj.weight)))
+
+
+def untransposed_ending_bias(block, _monkeypatch):
+    block.triangle_attn_ending.starting = True
+
+
+def wrong_epsilon(block, _monkeypatch):
+    block.pair_transition.layer_norm.eps = 1e-6
+
+
+def count_off_by_epsilon(block, monkeypatch):
+    original = block.outer_product_mean.forward
+    monkeypatch.setattr(block.outer_product_mean, "forward", lambda msa, mask=None: original(msa, mask) * (1 + 1e-8))
+
+
+@pytest.mark.parametrize("mutate", [swapped_einsum, swapped_gates, dropped_triangle_bias, untransposed_ending_bias,
+                                    wrong_epsilon, count_off_by_epsilon])
+def test_reference_check_catches_mutants(reference, mutate, monkeypatch):
+    block = reference_block(reference)
+    mutate(block, monkeypatch)
+    assert max(errors(block, reference).values()) > 1e-9
+
+
+def random_block(switches=(True,) * 4, **sizes):
+    torch.manual_seed(0)
+    block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(**{**SMALL, **sizes}), fusion(switches)).double()
+    fusion_checks.shake(block)
+    return block, torch.randn(2, 5, 7, 16).double(), torch.randn(2, 7, 7, 16).double()
+
+
+def test_residue_permutation_permutes_the_output():
+    block, msa, pair = random_block()
+    order = torch.randperm(7)
+    new_msa, new_pair = block(msa, pair)
+    permuted = block(msa[:, :, order], pair[:, order][:, :, order])
+    torch.testing.assert_close(permuted[0], new_msa[:, :, order], rtol=0, atol=1e-11)
+    torch.testing.assert_close(permuted[1], new_pair[:, order][:, :, order], rtol=0, atol=1e-11)
+
+
+def test_row_permutation_leaves_the_pair_representation():
+    block, msa, pair = random_block()
+    order = torch.randperm(5)
+    new_msa, new_pair = block(msa, pair)
+    permuted = block(msa[:, order], pair)
+    torch.testing.assert_close(permuted[0], new_msa[:, order], rtol=0, atol=1e-11)
+    torch.testing.assert_close(permuted[1], new_pair, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("switches", [(False,) * 4, (True,) * 4])
+def test_padding_changes_nothing_valid(switches):
+    block, msa, pair = random_block(switches)
+    expected = block(msa[:, :4, :5], pair[:, :5, :5])
+    msa[:, 4:], msa[:, :, 5:], pair[:, 5:], pair[:, :, 5:] = 1e3, -1e3, 1e3, -1e3  # garbage in the padding
+    seq_mask, row_mask = torch.tensor([1] * 5 + [0] * 2).expand(2, 7), torch.tensor([True] * 4 + [False]).expand(2, 5)
+    padded = block(msa, pair, seq_mask, row_mask)
+    torch.testing.assert_close(padded[0][:, :4, :5], expected[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(padded[1][:, :5, :5], expected[1], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fused", [False, True])
+def test_fully_masked_sample_stays_finite(dtype, fused):
+    q = torch.randn(1, 2, 2, 4, 8, dtype=dtype)
+    bias = torch.randn(1, 2, 4, 4, dtype=dtype, requires_grad=True)
+    out = tof.attend(q, q, q, bias, torch.zeros(1, 4), fused)
+    out.sum().backward()
+    assert out.isfinite().all() and bias.grad.isfinite().all()
+
+
+def model_and_batch(switches=(True,) * 4, **sizes):
+    config = tof.TinyOpenFoldConfig(**{**SMALL, "num_seqs": 6, "seq_len": 16, **sizes})
+    training = tof.TrainingConfig(batch_size=2)
+    trainer = tof.Trainer(config, fusion(switches), training, torch.device("cpu"))
+    return trainer, fusion_checks.masked_batch(config, training, torch.device("cpu"))
+
+
+def test_every_parameter_gets_a_gradient():
+    trainer, batch = model_and_batch(seq_len=40)  # longer than the clipped relative positions
+    fusion_checks.shake(trainer.model)
+    trainer.forward(batch)["loss"].backward()
+    assert [n for n, p in trainer.model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_model_output_contract():
+    trainer, batch = model_and_batch()
+    output = trainer.model(**batch)
+    assert output["distances"].shape == (2, 16, 16) and output["loss"].shape == ()
+    assert output["msa_repr"].shape == (2, 6, 16, 16) and output["pair_repr"].shape == (2, 16, 16, 16)
+    assert torch.equal(output["distances"], output["distances"].transpose(1, 2))
+    assert "loss" not in trainer.model(batch["msa_tokens"])
+    assert trainer.model.get_fusion_statistics()["kernel_reduction_percent"] == 80.0
+
+
+def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_everywhere():
+    states = {}
+    for switches in COMBINATIONS:
+        states[switches] = model_and_batch(switches)[0].model.state_dict()
+    first = states[COMBINATIONS[0]]
+    for switches, state in states.items():
+        assert state.keys() == first.keys() and all(torch.equal(state[k], first[k]) for k in first), switches
+    trainer, batch = model_and_batch()
+    expected = trainer.model(**batch)["loss"]
+    for switches in COMBINATIONS:
+        other = model_and_batch(switches)[0]
+        fusion_checks.shake(other.model)
+        other.model.load_state_dict(first)
+        torch.testing.assert_close(other.model(**batch)["loss"], expected)
+
+
+def test_packed_names_load_too_and_missing_ones_are_reported():
+    trainer, _ = model_and_batch()
+    packed = dict(trainer.model.named_parameters())
+    assert any("qkv_proj" in n for n in packed) and not any("qkv_proj" in n for n in trainer.model.state_dict())
+    model_and_batch((False,) * 4)[0].model.load_state_dict(packed)
+    state = trainer.model.state_dict()
+    del state["blocks.0.msa_row_attention.k_proj.weight"]
+    with pytest.raises(RuntimeError, match="qkv_proj"):
+        trainer.model.load_state_dict(state)
+
+
+def test_baseline_really_is_unfused():
+    for switches, gemms in (((False,) * 4, 20), ((True,) * 4, 8)):
+        model = model_and_batch(switches)[0].model
+        names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "left_proj", "right_proj", "left_gate", "right_gate",
+                 "left_right_proj", "left_right_gate")
+        layers = [n for n, m in model.blocks[0].named_modules() if n.split(".")[-1] in names
+                  and not n.startswith("outer_product_mean")]
+        assert len(layers) == gemms == model.get_fusion_statistics()["projection_gemms_per_block"]
+
+
+def test_dropout_is_shared_and_off_in_eval():
+    x = torch.ones(2, 5, 4, 3)
+    dropped = tof.shared_dropout(x, 0.5, 1, training=True)
+    assert (dropped == dropped[:, :1]).all() and 0 < (dropped == 0).sum() < x.numel()
+    assert tof.shared_dropout(x, 0.5, 1, training=False) is x
+
+
+def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
+    config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
+    arguments = (config, tof.FusionConfig(), tof.TrainingConfig(batch_size=2), torch.device("cpu"))
+    assert fusion_checks.compare_numerics(*arguments)[1] == []
+    attend, separate = tof.attend, tof.separate
+    mutants = [("attend", lambda q, k, v, bias=None, key_mask=None, fused=True:
+                attend(q, k, v, None if fused else bias, key_mask, fused)),
+               ("attend", lambda q, k, v, bias=None, key_mask=None, fused=True:
+                attend(q, k, v, bias, None if fused else key_mask, fused)),
+               ("separate", lambda outputs, n: outputs if len(outputs) == n else separate(outputs, n)[::-1]),
+               ("attend", lambda q, k, v, bias=None, key_mask=None, fused=True:  # a gradient that is lost
+                attend(q, k, v, bias.detach() if fused and bias is not None else bias, key_mask, fused)),
+               ("attend", lambda q, k, v, bias=None, key_mask=None, fused=True:  # half the precision
+                attend(q, k, v, bias, key_mask, fused) * (1 + 1e-5 * fused))]
+    for name, mutant in mutants:
+        with monkeypatch.context() as patch:
+            patch.setattr(tof, name, mutant)
+            assert fusion_checks.compare_numerics(*arguments)[1] != []
+
+
+def test_saved_activations_and_launches_against_a_hand_count():
+    layer = torch.nn.Linear(8, 4)
+    x = torch.randn(5, 8, requires_grad=True)
+    assert saved_activations(layer, [("layer", layer)], lambda: layer(x).sum()) == {"layer": 5 * 8 * 4}
+    with OpCounter() as counter:
+        y = layer(x).relu()  # addmm, relu; the transposed weight is a view
+        peak = counter.peak
+        del y
+    assert counter.launches == 2 and peak == 2 * 5 * 4 * 4 and counter.live == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", [None, "bfloat16", "float16"])
+def test_accuracy_on_gpu(amp):
+    training = tof.TrainingConfig(batch_size=2, use_amp=amp is not None, amp_dtype=amp)
+    config = tof.TinyOpenFoldConfig(num_blocks=2)
+    assert fusion_checks.compare_numerics(config, tof.FusionConfig(), training, torch.device("cuda"))[1] == []

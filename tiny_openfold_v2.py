@@ -1,0 +1,893 @@
+#!/usr/bin/env python3
+"""TinyOpenFold V2: AlphaFold 2's Evoformer in one file, with every kernel fusion as a switch.
+
+    python tiny_openfold_v2.py                                    # train on built-in synthetic proteins
+    python tiny_openfold_v2.py --disable-all-fusion               # the same model and weights, nothing fused
+    python tiny_openfold_v2.py --verify-accuracy                  # prove that fusion changes no number
+    python tiny_openfold_v2.py --data DIR --holdout-fraction 0.2  # train on your own alignments
+
+Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them, then
+PackedProjections and attend(), the two places where fused and plain code stand side by side.
+
+Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z channels of `msa` and
+`pair`, H heads, D head width, h hidden width of the outer product mean. "Alg." is an algorithm of the
+AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
+"""
+import argparse
+import contextlib
+import copy
+import functools
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from config_flags import Checked, Parser, add_config_flags, flag, option
+from measurement import (
+    OpCounter,
+    PhaseTimer,
+    Profiling,
+    choose_device,
+    gpu_kernels,
+    saved_activations,
+)
+from protein_batches import (
+    CONTACT_DISTANCE,
+    TOKENS,
+    RealProteins,
+    SyntheticProteins,
+    batches,
+    evaluate,
+    require_matplotlib,
+    to_device,
+)
+from reporting import (
+    contact_line,
+    describe_start,
+    peak_megabytes,
+    print_comparison,
+    read_summary,
+    step_line,
+    summarise,
+)
+from run_files import (
+    CHECKPOINT_FORMAT,
+    StopRequest,
+    UserError,
+    read_checkpoint,
+    require_writable,
+    write_atomically,
+    write_json,
+)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+# --------------------------------------------------------------------------------------------------------
+# Configuration. Defaults, limits and help live here alone; the command line is generated from the fields.
+# --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TinyOpenFoldConfig(Checked):
+    """Sizes of the model and of its input."""
+    msa_dim: int = option(64, "MSA channels c_m", low=1)
+    pair_dim: int = option(128, "pair channels c_z", low=1)
+    num_blocks: int = option(4, "Evoformer blocks", low=1)
+    num_seqs: int = option(16, "alignment rows N of a sample", low=1)
+    seq_len: int = option(64, "residues S of a sample (crop length)", low=1)
+    msa_heads: int = option(4, "heads of MSA attention; must divide --msa-dim", low=1)
+    pair_heads: int = option(4, "heads of triangle attention; must divide --pair-dim", low=1)
+    outer_product_dim: int = option(32, "hidden width of the outer product mean", low=1)
+    dropout: float = option(0.0, "AF2's shared dropout, one rate for all sub-layers that have it", low=0.0,
+                            below=1.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for channels, heads in (("msa_dim", "msa_heads"), ("pair_dim", "pair_heads")):
+            if getattr(self, channels) % getattr(self, heads):
+                raise ValueError(f"{heads} = {getattr(self, heads)}: must divide {channels} = "
+                                 f"{getattr(self, channels)}")
+
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass
+class FusionConfig(Checked):
+    """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair."""
+    enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA row and column attention in one GEMM")
+    enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of both triangle attentions in one GEMM")
+    enable_flash_attention: bool = option(True, "fused attention instead of matmul, softmax, matmul")
+    enable_triangle_fusion: bool = option(True, "left and right of triangle multiplication: projections in "
+                                                "one GEMM, gates in one GEMM")
+    enable_torch_compile: bool = option(False, "torch.compile, one Evoformer block at a time")
+    torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
+
+    @classmethod
+    def preset(cls, enabled):
+        """Every switch on, or every switch off (the baseline)."""
+        return cls(**{f.name: enabled for f in fields(cls) if isinstance(f.default, bool)})
+
+
+@dataclass
+class TrainingConfig(Checked):
+    """The training run, its data and its files."""
+    num_steps: int = option(50, "training steps; all are measured", low=1)
+    warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
+                               low=0)
+    batch_size: int = option(4, "samples per step", low=1)
+    learning_rate: float = option(3e-4, "AdamW's learning rate", low=0.0)
+    grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
+    use_amp: bool = option(False, "mixed precision")
+    amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
+                                  "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
+    seed: int = option(42, "seed of weights, data and dropout", low=0)
+    device: str = option("auto", "auto, cpu, cuda, cuda:N or a bare GPU index N")
+    deterministic: bool = option(False, "deterministic kernels (slower)")
+    log_every: int = option(10, "steps between log lines", low=1)
+    eval_every: int = option(100, "steps between contact evaluations; there is always one at the end", low=1)
+    data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
+                             "NAME.pdb", type=str)
+    msa: str = option(None, "alignment of one real protein", type=str)
+    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str)
+    query: str = option(None, "name of the query row in --msa; default: the first row", type=str)
+    holdout: str = option(None, "names of families kept out of training, NAME[,NAME...]", type=str)
+    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
+                                     type=float)
+    plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG)", type=str)
+    save_checkpoint: str = option(None, "checkpoint file", type=str)
+    save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
+                             type=int)
+    resume: str = option(None, "checkpoint to continue from", type=str)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.msa is None) != (self.structure is None):
+            given, missing = ("msa", "structure") if self.msa else ("structure", "msa")
+            raise ValueError(f"{given} = {getattr(self, given)!r}: must come together with --{missing}")
+        for name, needs in (("holdout", "data"), ("holdout_fraction", "data"), ("query", "msa"),
+                            ("save_every", "save_checkpoint")):
+            if getattr(self, name) is not None and getattr(self, needs) is None:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: needs --{needs.replace('_', '-')}")
+        if self.data and self.msa:
+            raise ValueError(f"msa = {self.msa!r}: allowed without --data only")
+        if self.holdout and self.holdout_fraction is not None:
+            raise ValueError(f"holdout = {self.holdout!r}: allowed without --holdout-fraction only")
+
+
+@dataclass
+class ProfilerConfig(Checked):
+    """What is recorded beside the timings, and where results go."""
+    enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto and TensorBoard")
+    enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline")
+    enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
+                                                "measured steps, for an outer profiler")
+    profile_dir: str = option("./pytorch_profiles_v2", "where results go")
+
+
+# --------------------------------------------------------------------------------------------------------
+# Primitives: packed projections and attention, fused and plain side by side
+# --------------------------------------------------------------------------------------------------------
+
+
+def linear(c_in, c_out, bias=True, init="default"):
+    """nn.Linear with AF2's initialisation (supplement 1.11.4): LeCun, He for ReLU, zeros for the last layer
+    of a residual branch, gates open."""
+    layer = nn.Linear(c_in, c_out, bias=bias)
+    if init in ("zero", "gate"):
+        nn.init.zeros_(layer.weight)
+    else:
+        gain = {"default": 1.0, "relu": 2.0}[init]
+        nn.init.trunc_normal_(layer.weight, std=(gain / c_in) ** 0.5, a=-2 * gain ** 0.5, b=2 * gain ** 0.5)
+    if bias:
+        nn.init.constant_(layer.bias, 1.0 if init == "gate" else 0.0)
+    return layer
+
+
+class PackedProjections(nn.Module):
+    """A module whose linear projections of one input are packed into one wide GEMM, or not.
+
+    Packed, x is read once and one kernel runs; unpacked, there are n layers with n parameters. State dicts
+    always hold the unpacked names, and either form loads into either, so checkpoints do not depend on
+    the switches. Both forms draw the same random numbers: same seed, same weights.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.groups = {}  # packed name -> names of its parts, for those groups that are packed
+        self._register_state_dict_hook(lambda module, state, prefix, _: module.split_packed(state, prefix))
+        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: module.adapt(state, prefix))
+
+    def add_projections(self, packed_name, names, c_in, c_out, packed, **kwargs):
+        layers = [linear(c_in, c_out, **kwargs) for _ in names]
+        if not packed:
+            for name, layer in zip(names, layers, strict=True):
+                self.add_module(name, layer)
+            self.groups[packed_name] = (names, False)
+            return
+        wide = nn.utils.skip_init(nn.Linear, c_in, c_out * len(names), bias=layers[0].bias is not None)
+        with torch.no_grad():
+            for name, parameter in wide.named_parameters():
+                parameter.copy_(torch.cat([getattr(layer, name) for layer in layers]))
+        self.add_module(packed_name, wide)
+        self.groups[packed_name] = (names, True)
+
+    def outputs(self, x, packed_name):
+        """[all n outputs side by side] when packed, else the n outputs."""
+        names, packed = self.groups[packed_name]
+        return [getattr(self, name)(x) for name in ([packed_name] if packed else names)]
+
+    def project(self, x, packed_name):
+        """The n projections of x; views of one tensor when packed."""
+        return separate(self.outputs(x, packed_name), len(self.groups[packed_name][0]))
+
+    def split_packed(self, tensors, prefix):
+        """In a dict of tensors by parameter name, replace packed entries by their parts (views)."""
+        for packed_name, (names, _) in self.groups.items():
+            for kind in ("weight", "bias"):
+                whole = tensors.pop(f"{prefix}{packed_name}.{kind}", None)
+                if whole is not None:
+                    parts = whole.chunk(len(names))
+                    tensors.update({f"{prefix}{n}.{kind}": p for n, p in zip(names, parts, strict=True)})
+
+    def adapt(self, tensors, prefix):
+        """The reverse: bring a dict in either form to the form this module has."""
+        self.split_packed(tensors, prefix)
+        for packed_name, (names, packed) in self.groups.items():
+            for kind in ("weight", "bias") if packed else ():
+                keys = [f"{prefix}{name}.{kind}" for name in names]
+                if all(key in tensors for key in keys):
+                    tensors[f"{prefix}{packed_name}.{kind}"] = torch.cat([tensors.pop(key) for key in keys])
+
+
+def separate(outputs, n):
+    return outputs if len(outputs) == n else outputs[0].chunk(n, dim=-1)
+
+
+def attention_backend(fused, q, biased):
+    """Which implementation attend() runs: "math", "sdpa" or "flex".
+
+    FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
+    bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
+    Without a trainable bias SDPA's kernels are faster. On CPU neither has a fused kernel that
+    differentiates a bias: SDPA runs its unfused math there.
+    """
+    if not fused:
+        return "math"
+    flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
+    return "flex" if biased and torch.is_grad_enabled() and flex_fits else "sdpa"
+
+
+def attend(q, k, v, bias=None, key_mask=None, fused=True):
+    """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias.
+
+    q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
+    Returns (B, R, H, L, D).
+    """
+    backend = attention_backend(fused, q, bias is not None)
+    if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
+        bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias
+        bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
+    if backend == "math":
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, R, H, L, L)
+        return (scores if bias is None else scores + bias[:, None]).softmax(dim=-1).to(v.dtype) @ v
+    if backend == "flex":
+        return flex_attend(q, k, v, bias)
+    if bias is None:  # SDPA's fused kernels take 4-D input only
+        return F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, q.shape[:2])
+    bias = bias.to(q.dtype)[:, None].expand(-1, q.shape[1], q.shape[2], q.shape[3], -1)
+    if q.is_cuda:  # sample by sample: over (B*R, ...) the expanded bias would have to be copied
+        return torch.stack([F.scaled_dot_product_attention(*x) for x in zip(q, k, v, bias, strict=True)])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+@functools.cache
+def compiled_flex_attention():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex_attend(q, k, v, bias):
+    """attend() by FlexAttention, which reads bias[b, h, i, j] inside its kernel; in float32, because the
+    gradient is summed over all rows in the dtype of the bias."""
+    rows, bias = q.shape[1], bias.float()
+
+    def add_bias(score, b, h, i, j):
+        return score + bias[b // rows, h, i, j]
+
+    kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=add_bias).unflatten(0, (-1, rows))
+
+
+# --------------------------------------------------------------------------------------------------------
+# The Evoformer's sub-layers, in the order the block calls them. Each returns its update, residual not added.
+# --------------------------------------------------------------------------------------------------------
+
+
+class GatedAttention(PackedProjections):
+    """Multi-head attention over one axis of a (B, X, Y, c) tensor, with a sigmoid gate on its output."""
+
+    def __init__(self, channels, heads, packed, fused):
+        super().__init__()
+        self.heads, self.fused = heads, fused
+        self.layer_norm = nn.LayerNorm(channels)
+        self.add_projections("qkv_proj", ("q_proj", "k_proj", "v_proj"), channels, channels, packed, bias=False)
+        self.gate_proj = linear(channels, channels, init="gate")
+        self.o_proj = linear(channels, channels, init="zero")
+
+    def attention(self, x, axis, bias=None, key_mask=None):
+        """Attention over axis 1 or 2 of the normalised x. Permuting heads, not x, spares two copies of x."""
+        to_rows, back = ((0, 2, 3, 1, 4), (0, 3, 1, 2, 4)) if axis == 1 else ((0, 1, 3, 2, 4),) * 2
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows)  # (B, rows, H, L, D)
+                   for p in self.project(x, "qkv_proj"))
+        out = attend(q, k, v, bias, key_mask, self.fused).permute(back).flatten(-2)  # (B, X, Y, c)
+        return self.o_proj(out * self.gate_proj(x).sigmoid())
+
+
+def head_bias(projection, x):
+    """One bias per head from a (B, S, S, c) tensor, made in the layout attention wants: (B, H, S, S)."""
+    return (projection.weight @ x.flatten(1, 2).transpose(1, 2)).unflatten(-1, x.shape[1:3])
+
+
+class FusedMSARowAttention(GatedAttention):
+    """Alg. 7: attention within each alignment row, biased by the pair representation."""
+
+    def __init__(self, config, fusion):
+        super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa,
+                         fusion.enable_flash_attention)
+        self.pair_norm = nn.LayerNorm(config.pair_dim)
+        self.pair_bias_proj = linear(config.pair_dim, config.msa_heads, bias=False)
+
+    def forward(self, msa, pair, seq_mask=None):
+        bias = head_bias(self.pair_bias_proj, self.pair_norm(pair))  # (B, H, S, S)
+        return self.attention(self.layer_norm(msa), 2, bias, seq_mask)  # (B, N, S, c_m)
+
+
+class FusedMSAColumnAttention(GatedAttention):
+    """Alg. 8: attention within each alignment column."""
+
+    def __init__(self, config, fusion):
+        super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa,
+                         fusion.enable_flash_attention)
+
+    def forward(self, msa, row_mask=None):
+        return self.attention(self.layer_norm(msa), 1, key_mask=row_mask)  # (B, N, S, c_m)
+
+
+class Transition(nn.Module):
+    """A two-layer perceptron on every position, four times as wide inside."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(channels)
+        self.linear1 = linear(channels, 4 * channels, init="relu")
+        self.linear2 = linear(4 * channels, channels, init="zero")
+
+    def forward(self, x):
+        return self.linear2(self.linear1(self.layer_norm(x)).relu())
+
+
+class MSATransition(Transition):
+    """Alg. 9."""
+
+
+class OuterProductMean(nn.Module):
+    """Alg. 10: how residues i and j vary together over the rows becomes an update of pair (i, j)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(config.msa_dim)
+        self.left_proj = linear(config.msa_dim, config.outer_product_dim)
+        self.right_proj = linear(config.msa_dim, config.outer_product_dim)
+        self.output_proj = linear(config.outer_product_dim ** 2, config.pair_dim, init="zero")
+
+    def forward(self, msa, row_mask=None):
+        x = self.layer_norm(msa)
+        left, right = self.left_proj(x), self.right_proj(x)  # (B, N, S, h)
+        rows = msa.shape[1]
+        if row_mask is not None:
+            left = left * row_mask[:, :, None, None].to(left.dtype)
+            rows = row_mask.to(x.dtype).sum(dim=1)[:, None, None, None]
+        outer = torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2)  # (B, S, S, h*h)
+        return self.output_proj(outer) / (rows + 1e-3)  # (B, S, S, c_z)
+
+
+class FusedTriangleMultiplication(PackedProjections):
+    """Alg. 11 (outgoing edges) and 12 (incoming): pair (i, j) sees every triangle i, j, k.
+
+    DISCREPANCY: the hidden width is pair_dim (AF2: 128, which is also its pair_dim).
+    """
+
+    def __init__(self, config, fusion, outgoing):
+        super().__init__()
+        c, packed = config.pair_dim, fusion.enable_triangle_fusion
+        self.outgoing = outgoing
+        self.layer_norm = nn.LayerNorm(c)
+        self.add_projections("left_right_proj", ("left_proj", "right_proj"), c, c, packed)
+        self.add_projections("left_right_gate", ("left_gate", "right_gate"), c, c, packed, init="gate")
+        self.center_norm = nn.LayerNorm(c)
+        self.output_proj = linear(c, c, init="zero")
+        self.output_gate = linear(c, c, init="gate")
+
+    def forward(self, pair, seq_mask=None):
+        x = self.layer_norm(pair)
+        gated = [p * g.sigmoid() for p, g in zip(self.outputs(x, "left_right_proj"),
+                                                 self.outputs(x, "left_right_gate"), strict=True)]
+        left, right = separate(gated, 2)  # (B, S, S, c_z)
+        if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
+            left = left * (seq_mask[:, None, :, None] if self.outgoing else seq_mask[:, :, None, None]).to(x.dtype)
+        equation = "bikc,bjkc->bijc" if self.outgoing else "bkic,bkjc->bijc"
+        return self.output_proj(self.center_norm(torch.einsum(equation, left, right))) * self.output_gate(x).sigmoid()
+
+
+class FusedTriangleAttention(GatedAttention):
+    """Alg. 13 (starting node) and 14 (ending node): pair (i, j) attends to (i, k), biased by (j, k); for the
+    ending node to (k, j), biased by (k, i)."""
+
+    def __init__(self, config, fusion, starting):
+        super().__init__(config.pair_dim, config.pair_heads, fusion.enable_qkv_fusion_triangle,
+                         fusion.enable_flash_attention)
+        self.starting = starting
+        self.triangle_bias_proj = linear(config.pair_dim, config.pair_heads, bias=False)
+
+    def forward(self, pair, seq_mask=None):
+        x = self.layer_norm(pair)
+        bias = head_bias(self.triangle_bias_proj, x)  # (B, H, S, S)
+        if self.starting:
+            return self.attention(x, 2, bias, seq_mask)
+        return self.attention(x, 1, bias.transpose(-1, -2), seq_mask)
+
+
+class PairTransition(Transition):
+    """Alg. 15."""
+
+
+def shared_dropout(x, rate, dim, training):
+    """AF2's dropout: one mask for all positions along dim."""
+    if not training or rate == 0.0:
+        return x
+    return x * F.dropout(torch.ones_like(x.narrow(dim, 0, 1)), rate)
+
+
+SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "outer_product_mean",
+             "triangle_mult_outgoing", "triangle_mult_incoming", "triangle_attn_starting",
+             "triangle_attn_ending", "pair_transition")
+
+
+class FusedEvoformerBlock(nn.Module):
+    """Alg. 6: one Evoformer block."""
+
+    def __init__(self, config, fusion_config=None):
+        super().__init__()
+        fusion = fusion_config or FusionConfig()
+        self.dropout = config.dropout
+        self.msa_row_attention = FusedMSARowAttention(config, fusion)
+        self.msa_column_attention = FusedMSAColumnAttention(config, fusion)
+        self.msa_transition = MSATransition(config.msa_dim)
+        self.outer_product_mean = OuterProductMean(config)
+        self.triangle_mult_outgoing = FusedTriangleMultiplication(config, fusion, outgoing=True)
+        self.triangle_mult_incoming = FusedTriangleMultiplication(config, fusion, outgoing=False)
+        self.triangle_attn_starting = FusedTriangleAttention(config, fusion, starting=True)
+        self.triangle_attn_ending = FusedTriangleAttention(config, fusion, starting=False)
+        self.pair_transition = PairTransition(config.pair_dim)
+
+    def forward(self, msa, pair, seq_mask=None, row_mask=None):
+        """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
+        def drop(x, dim):
+            return shared_dropout(x, self.dropout, dim, self.training)
+        msa = msa + drop(self.msa_row_attention(msa, pair, seq_mask), 1)
+        msa = msa + self.msa_column_attention(msa, row_mask)
+        msa = msa + self.msa_transition(msa)
+        pair = pair + self.outer_product_mean(msa, row_mask)
+        pair = pair + drop(self.triangle_mult_outgoing(pair, seq_mask), 1)
+        pair = pair + drop(self.triangle_mult_incoming(pair, seq_mask), 1)
+        pair = pair + drop(self.triangle_attn_starting(pair, seq_mask), 1)
+        pair = pair + drop(self.triangle_attn_ending(pair, seq_mask), 2)
+        pair = pair + self.pair_transition(pair)
+        return msa, pair
+
+
+# --------------------------------------------------------------------------------------------------------
+# The model: embedding, blocks, heads, losses
+# --------------------------------------------------------------------------------------------------------
+
+MAX_OFFSET = 32  # relative positions are clipped here: 65 bins
+DISTANCE_BREAKS = np.linspace(2.3125, 21.6875, 63)  # Å; 64 bins
+DISTANCE_CENTRES = np.append(DISTANCE_BREAKS - 0.15625, DISTANCE_BREAKS[-1] + 0.15625)  # Å
+MASKED_MSA_WEIGHT = 0.1
+CONTACT_BINS = int((DISTANCE_BREAKS <= CONTACT_DISTANCE).sum())  # bins that lie wholly below it
+
+
+def upcast(x):
+    """Losses are computed in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class TinyOpenFoldV2(nn.Module):
+    """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
+
+    DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module.
+    """
+
+    def __init__(self, config, fusion_config=None):
+        super().__init__()
+        self.config, self.fusion = config, fusion_config or FusionConfig()
+        self.msa_embedding = nn.Embedding(TOKENS, config.msa_dim)
+        self.target_embedding = nn.Embedding(TOKENS, config.msa_dim)
+        self.left_embedding = nn.Embedding(TOKENS, config.pair_dim)
+        self.right_embedding = nn.Embedding(TOKENS, config.pair_dim)
+        self.position_embedding = nn.Embedding(2 * MAX_OFFSET + 1, config.pair_dim)
+        self.blocks = nn.ModuleList(FusedEvoformerBlock(config, self.fusion) for _ in range(config.num_blocks))
+        self.distogram_head = linear(config.pair_dim, len(DISTANCE_CENTRES), init="zero")
+        self.masked_msa_head = linear(config.msa_dim, TOKENS, init="zero")
+        self.register_buffer("breaks", torch.tensor(DISTANCE_BREAKS, dtype=torch.float32), persistent=False)
+        self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
+        if self.fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
+            for block in self.blocks:
+                block.compile(mode=self.fusion.torch_compile_mode, fullgraph=True, dynamic=False)
+
+    def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
+                coords=None, coord_mask=None):
+        """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default: the first row; masks (B, S)
+        and (B, N), 1 = present. Targets: msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3)
+        in Å with coord_mask (B, S). Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S),
+        distogram_logits, msa_repr, pair_repr and, with targets, loss and its parts."""
+        target = msa_tokens[:, 0] if target_tokens is None else target_tokens
+        msa = self.msa_embedding(msa_tokens) + self.target_embedding(target)[:, None]  # (B, N, S, c_m)
+        place = torch.arange(target.shape[1], device=target.device)
+        offset = (place[:, None] - place[None, :]).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        pair = (self.left_embedding(target)[:, :, None] + self.right_embedding(target)[:, None, :]
+                + self.position_embedding(offset))  # (B, S, S, c_z)
+        for block in self.blocks:
+            msa, pair = block(msa, pair, seq_mask, row_mask)
+
+        logits = self.distogram_head(pair)
+        logits = upcast(logits + logits.transpose(1, 2))  # (B, S, S, 64), symmetric
+        with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
+            probability = logits.softmax(dim=-1)
+            result = dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
+                          distances=probability @ self.centres.to(probability.dtype),
+                          contact_probability=probability[..., :CONTACT_BINS].sum(dim=-1))
+        if coords is not None:
+            true_distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
+            bins = torch.bucketize(true_distances, self.breaks)  # (B, S, S)
+            known = coord_mask[:, :, None] * coord_mask[:, None, :]
+            nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
+            result["distogram_loss"] = (nll * known).sum() / known.sum().clamp(min=1)
+            result["loss"] = result["distogram_loss"]
+        if msa_targets is not None:
+            nll = F.cross_entropy(upcast(self.masked_msa_head(msa)).flatten(0, 2), msa_targets.flatten(),
+                                  reduction="sum")
+            result["masked_msa_loss"] = nll / (msa_targets >= 0).sum().clamp(min=1)
+            result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
+        return result
+
+    def sublayers(self):
+        """(name, module) of all sub-layers, for hooks. Compiled blocks have none: there, ("block", block)."""
+        if self.fusion.enable_torch_compile:
+            return [("block", block) for block in self.blocks]
+        return [(name, getattr(block, name)) for block in self.blocks for name in SUBLAYERS]
+
+    def attention_kernel(self, dtype=None):
+        """Which kernels fused attention runs in training, in words."""
+        weight = self.distogram_head.weight
+        q = torch.empty(1, 1, 1, 1, self.config.pair_dim // self.config.pair_heads, dtype=dtype or weight.dtype,
+                        device=weight.device)
+        if q.device.type == "cpu":
+            return "sdpa: math on CPU"
+        backend = attention_backend(True, q, biased=True)
+        return "flex_attention; sdpa for columns" if backend == "flex" else "sdpa"
+
+    def get_fusion_statistics(self):
+        """The switches, the nominal kernel counts of this example family, and the exact count of GEMMs."""
+        f, blocks = self.fusion, self.config.num_blocks
+        packings = f.enable_qkv_fusion_msa + f.enable_qkv_fusion_triangle + f.enable_triangle_fusion
+        return dict(qkv_fusion_msa_enabled=f.enable_qkv_fusion_msa,
+                    qkv_fusion_triangle_enabled=f.enable_qkv_fusion_triangle,
+                    flash_attention_enabled=f.enable_flash_attention,
+                    triangle_fusion_enabled=f.enable_triangle_fusion,
+                    torch_compile_enabled=f.enable_torch_compile,
+                    baseline_kernels_per_block=15, fused_kernels_per_block=15 - 4 * packings,
+                    kernel_reduction_percent=round(100 * 4 * packings / 15, 1),
+                    total_kernel_reduction=4 * packings * blocks,
+                    projection_gemms_per_block_unfused=20, projection_gemms_per_block=20 - 4 * packings)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A model with its optimizer and gradient scaler: the state of a run, and one step of it."""
+
+    def __init__(self, config, fusion, training, device):
+        torch.manual_seed(training.seed)
+        self.device, self.training = device, training
+        self.model = TinyOpenFoldV2(config, fusion).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.learning_rate, fused=True)
+        self.amp_dtype = None
+        if training.use_amp:
+            default = "float16" if device.type == "cuda" else "bfloat16"
+            self.amp_dtype = getattr(torch, training.amp_dtype or default)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
+        self.step_number = 0
+
+    def forward(self, batch):
+        with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+            return self.model(**batch)
+
+    def step(self, batch, mark=lambda: None):
+        """One optimizer step; returns the loss, still on the device. mark() is called after each phase."""
+        loss = self.forward(batch)["loss"]
+        mark()
+        self.scaler.scale(loss).backward()
+        mark()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.training.grad_clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark()
+        return loss.detach()
+
+    @contextlib.contextmanager
+    def preserved(self):
+        """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        scaler = self.scaler.state_dict()
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            yield
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(weights[name])
+        self.optimizer.load_state_dict(optimizer)
+        self.scaler.load_state_dict(scaler)
+
+    def packings(self):
+        return [(m, f"{n}.") for n, m in self.model.named_modules() if isinstance(m, PackedProjections)]
+
+    def checkpoint(self):
+        """Everything a run needs to continue, under unpacked parameter names."""
+        moments = {}
+        for kind in ("exp_avg", "exp_avg_sq") if self.optimizer.state else ():
+            moments[kind] = {n: self.optimizer.state[p][kind] for n, p in self.model.named_parameters()}
+            for module, prefix in self.packings():
+                module.split_packed(moments[kind], prefix)
+        rng = dict(cpu=torch.get_rng_state())
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        return dict(format=CHECKPOINT_FORMAT, config=asdict(self.model.config), step=self.step_number,
+                    model=self.model.state_dict(), moments=moments, scaler=self.scaler.state_dict(), rng=rng)
+
+    def load_checkpoint(self, path):
+        """Continue from a checkpoint made under any FusionConfig. Raises UserError, see read_checkpoint."""
+        saved = read_checkpoint(path, self.model.config)
+        self.model.load_state_dict(saved["model"])
+        for tensors in saved["moments"].values():
+            for module, prefix in self.packings():
+                module.adapt(tensors, prefix)
+        state = self.optimizer.state_dict()
+        if saved["moments"]:
+            state["state"] = {i: dict(step=torch.tensor(float(saved["step"])),
+                                      **{kind: tensors[name] for kind, tensors in saved["moments"].items()})
+                              for i, (name, _) in enumerate(self.model.named_parameters())}
+        self.optimizer.load_state_dict(state)
+        if saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+        torch.set_rng_state(saved["rng"]["cpu"])
+        if self.device.type == "cuda" and "cuda" in saved["rng"]:
+            torch.cuda.set_rng_state(saved["rng"]["cuda"], self.device)
+        self.step_number = saved["step"]
+
+
+def open_source(config, training):
+    return (RealProteins if training.data or training.msa else SyntheticProteins)(config, training)
+
+
+def probe(trainer, batch, count_launches=True):
+    """What one step costs beside time: bytes saved for backward by sub-layer, launches, FLOPs, and on CPU the
+    peak of live tensor bytes (a GPU's allocator knows its own). What cannot be counted is None."""
+    saved = saved_activations(trainer.model, trainer.model.sublayers(), lambda: trainer.forward(batch)["loss"])
+    with torch.device("meta"):
+        plain = TinyOpenFoldV2(trainer.model.config, FusionConfig.preset(False))
+    with FlopCounterMode(display=False) as flops:
+        plain(**{key: value.to("meta") for key, value in batch.items()})["loss"].backward()
+    found = dict(saved=saved, flops=flops.get_total_flops(), launches=None, peak=None, timeline=None)
+    if trainer.device.type == "cuda":
+        found.update(launches=len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None)
+    elif not trainer.model.fusion.enable_torch_compile:  # compiled code dispatches no operations
+        held = [*trainer.model.parameters(), *trainer.model.buffers(), *batch.values(),
+                *(t for state in trainer.optimizer.state.values() for t in state.values())]
+        with OpCounter() as counter:
+            trainer.step(batch)
+        found.update(launches=counter.launches, timeline=counter.timeline,
+                     peak=counter.peak + sum(t.numel() * t.element_size() for t in held))
+    return found
+
+
+def warm_up(trainer, source, profiler):
+    """Untimed steps, then the probe; everything is restored afterwards. Returns the probe's findings with
+    warmup_time and first_step_time (s), which holds compilation."""
+    times, batch = [], to_device(source.batch(trainer.step_number), trainer.device)
+    with trainer.preserved():
+        for _ in range(trainer.training.warmup_steps):
+            started = time.perf_counter()
+            trainer.step(batch).item()
+            times.append(time.perf_counter() - started)
+        found = probe(trainer, batch, count_launches=not profiler.enable_rocm_profiling)
+    return dict(found, warmup_time=sum(times), first_step_time=times[0] if times else None)
+
+
+def run_steps(trainer, source, profiling, found, stop):
+    """The measured steps. Returns (losses, (steps, 4) seconds for data, forward, backward, optimizer,
+    evaluations by step)."""
+    training, device = trainer.training, trainer.device
+    timer = PhaseTimer(device, ("data", "forward", "backward", "optimizer"), profiling.enter, profiling.leave)
+    losses, evaluations, checked = [], {}, 0
+    steps = range(trainer.step_number, training.num_steps)
+    supply = batches(source, steps, device)
+    with tqdm(total=training.num_steps, initial=steps.start, disable=None, unit="step", leave=False) as bar:
+        for step in steps:
+            timer.start()
+            batch = next(supply)
+            timer.mark()
+            losses.append(trainer.step(batch, timer.mark))
+            trainer.step_number = done = step + 1
+            profiling.step()
+            bar.update()
+            ending = done == steps.stop or stop.signal is not None
+            saving = training.save_checkpoint and (ending or training.save_every and done % training.save_every == 0)
+            if ending or saving or done % training.log_every == 0 or device.type == "cpu":
+                checked = require_finite(losses, checked, steps.start)
+            if ending or done % training.log_every == 0:
+                times = timer.seconds()[-training.log_every:].sum(axis=1)
+                bar.write(step_line(done, training, losses[-1].item(), float(np.median(times)),
+                                    peak_megabytes(device, found)), file=sys.stdout)
+            if saving:
+                write_atomically(training.save_checkpoint, lambda file: torch.save(trainer.checkpoint(), file))
+            if not ending and done % training.eval_every == 0:
+                evaluations[done] = evaluate(trainer.model, source, device)
+                bar.write(contact_line(evaluations[done]), file=sys.stdout)
+            if stop.signal is not None:
+                break
+    return [loss.item() for loss in losses], timer.seconds(), evaluations
+
+
+def require_finite(losses, checked, first_step):
+    """Raise UserError at the first loss that is not finite. Returns how many losses are checked now."""
+    for number in range(checked, len(losses)):
+        if not math.isfinite(losses[number].item()):
+            raise UserError(f"loss is {losses[number].item()} at step {first_step + number + 1}: nothing was saved "
+                            "since; lower --learning-rate, or use --amp-dtype bfloat16 if it is float16", code=1)
+    return len(losses)
+
+
+def train(config, fusion, training, profiler, compare_with=None):
+    """A training run from start-up lines to summary; returns its exit code."""
+    earlier = read_summary(compare_with) if compare_with else None
+    device = choose_device(training.device)
+    if training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    for path in (os.path.join(profiler.profile_dir, "x"), training.save_checkpoint):
+        require_writable(path)
+    if training.plot_contacts:
+        require_matplotlib()
+    source = open_source(config, training)
+    trainer = Trainer(config, fusion, training, device)
+    if training.resume:
+        trainer.load_checkpoint(training.resume)
+        if trainer.step_number >= training.num_steps:
+            raise UserError(f"--num-steps {training.num_steps}: {training.resume} is at step {trainer.step_number} already")
+    describe_start(trainer, source)
+    with StopRequest() as stop:
+        found = warm_up(trainer, source, profiler)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with Profiling(profiler, device, trainer.model.sublayers(), found, training.num_steps) as profiling:
+            losses, times, evaluations = run_steps(trainer, source, profiling, found, stop)
+    if stop.signal is None:
+        evaluations["final"] = evaluate(trainer.model, source, device, training.plot_contacts)
+        print(contact_line(evaluations["final"]))
+    summary = summarise(trainer, (config, fusion, profiler), found, losses, times, evaluations)
+    if earlier:
+        summary["compared_with_v1"] = print_comparison(earlier, summary)
+    write_json(os.path.join(profiler.profile_dir, "performance_summary_v2.json"), summary)
+    print(json.dumps(summary, allow_nan=False), flush=True)
+    return 128 + stop.signal if stop.signal is not None else 0
+
+
+# --------------------------------------------------------------------------------------------------------
+# Command line: every flag is generated from a config field
+# --------------------------------------------------------------------------------------------------------
+
+
+def make_parser():
+    summary, _, rest = __doc__.partition("\n")
+    parser = Parser(prog="tiny_openfold_v2.py", description=summary, epilog=rest, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    for config_class in CONFIGS:
+        add_config_flags(parser, config_class, paired=config_class is FusionConfig)
+    presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
+    presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const", const=True,
+                         help="every fusion, torch.compile included (default: off)")
+    presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const", const=False,
+                         help="the baseline, V1: no fusion at all (default: off)")
+    presets.add_argument("--enable-all-profiling", action="store_true", help="all three profilers (default: off)")
+    modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
+    for name, text in MODES.items():
+        modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
+    parser.add_argument("--compare-with-v1", metavar="FILE", default=None,
+                        help="after training, speed-up and memory against an earlier summary (default: None)")
+    return parser
+
+
+CONFIGS = (TinyOpenFoldConfig, TrainingConfig, FusionConfig, ProfilerConfig)
+MODES = {"--validate-setup": "quick check of every fusion on this machine",
+         "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
+         "--compare-fusion": "measure baseline, each fusion alone, all, and all with torch.compile"}
+
+
+def read_configs(arguments):
+    """Parsed arguments -> (model, training, fusion, profiler) configs; ValueError on impossible values."""
+    given = vars(arguments)
+    if given["enable_all_profiling"]:
+        given = {**{f.name: True for f in fields(ProfilerConfig) if f.metadata["type"] is bool}, **given}
+    fusion = FusionConfig() if given["fusion_preset"] is None else FusionConfig.preset(given["fusion_preset"])
+    defaults = {FusionConfig: asdict(fusion)}
+    return tuple(cls(**{**defaults.get(cls, {}), **{f.name: given[f.name] for f in fields(cls) if f.name in given}})
+                 for cls in CONFIGS)
+
+
+def run(argv=None):
+    """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        config, training, fusion, profiler = read_configs(arguments)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" = ")
+        parser.error(f"argument {flag(name)}: {rest}")
+    mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
+    if mode is None:
+        return train(config, fusion, training, profiler, arguments.compare_with_v1)
+    import fusion_checks
+    check = {"--validate-setup": fusion_checks.validate_setup, "--verify-accuracy": fusion_checks.verify_accuracy,
+             "--compare-fusion": fusion_checks.compare_fusion}[mode]
+    return check(config, fusion, training, profiler)
+
+
+def main(argv=None):
+    """run(), with every expected failure as one line on stderr and its exit code."""
+    try:
+        return run(argv)
+    except UserError as error:
+        message, code = str(error), error.code
+    except torch.OutOfMemoryError as error:
+        message, code = "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp " \
+                        f"({str(error).splitlines()[0]})", 1
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except BrokenPipeError:  # the reader has left; keep Python's own exit from failing on the same pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    print(f"tiny_openfold_v2.py: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    import tiny_openfold_v2  # as a module, so that every file of the project sees one set of classes
+
+    sys.exit(tiny_openfold_v2.main())
