@@ -53,17 +53,45 @@ def match_contacts(coords, priority, rounds=4):
     return partner
 
 
-def synthetic_proteins(seed, indices, num_seqs, seq_len):
-    """Proteins number `indices` of the world `seed`: alignments (B, N, S) of tokens and coordinates
-    (B, S, 3). In every row, matched residues in contact hold partner amino acids; all else is random."""
+def paired_alignment(rng, partner, num_seqs):
+    """The easy world, (N, S) tokens: in every row matched residues hold partner amino acids, by one table for
+    all proteins; all else is random."""
+    msa = rng.integers(0, 20, (num_seqs, len(partner)))
+    second = partner < np.arange(len(partner))  # of two partners, the second follows the first
+    msa[:, second] = PARTNER[msa[:, partner[second]]]
+    return msa
+
+
+def covarying_alignment(rng, partner, num_seqs, letters=4, noise=0.1, gaps=0.05):
+    """The hard world, nearer to real alignments, (N, S) tokens: each column has a few amino acids of its own,
+    matched columns choose among theirs together, rows inherit half of their choices from a clade's ancestor;
+    then noise and gaps. No table says which amino acids match: only the variation over the rows does."""
+    shape = (num_seqs, len(partner))
+    clade = rng.integers(0, math.ceil(num_seqs ** 0.5), num_seqs)
+    choice, ancestor = rng.integers(0, letters, shape), rng.integers(0, letters, shape)[clade]
+    inherited = rng.random(shape) < 0.5
+    second = partner < np.arange(len(partner))
+    for array in (choice, ancestor, inherited):
+        array[:, second] = array[:, partner[second]]
+    alphabet = rng.integers(0, 20, (len(partner), letters))
+    msa = alphabet[np.arange(len(partner)), np.where(inherited, ancestor, choice)]
+    msa = np.where(rng.random(shape) < noise, rng.integers(0, 20, shape), msa)
+    msa[1:] = np.where(rng.random(shape) < gaps, GAP, msa)[1:]
+    return msa
+
+
+ALIGNMENTS = dict(paired=paired_alignment, covarying=covarying_alignment)
+
+
+def synthetic_proteins(seed, indices, num_seqs, seq_len, world="paired"):
+    """Proteins number `indices` of the world `seed`: alignments (B, N, S) of tokens, coordinates (B, S, 3)."""
     draws = [np.random.default_rng((seed, int(index))) for index in indices]
     coords = random_chains(np.stack([rng.standard_normal((seq_len + 1, 3)) for rng in draws]))
     priority = np.stack([rng.random((seq_len, seq_len), dtype=np.float32) for rng in draws])
-    msa = np.stack([rng.integers(0, 20, (num_seqs, seq_len), dtype=np.uint8) for rng in draws])
-    partner = match_contacts(coords, priority)[:, None]  # (B, 1, S)
-    second = partner < np.arange(seq_len)  # of two partners, the second follows the first
-    msa = np.where(second, PARTNER[np.take_along_axis(msa, np.broadcast_to(partner, msa.shape), axis=2)], msa)
-    return msa.astype(np.int64), coords.astype(np.float32)
+    partners = match_contacts(coords, priority)
+    msa = np.stack([ALIGNMENTS[world](rng, partner, num_seqs)
+                    for rng, partner in zip(draws, partners, strict=True)])
+    return msa, coords.astype(np.float32)
 
 
 def corrupt(rng, msa):
@@ -96,10 +124,11 @@ class SyntheticProteins:
         self.config, self.training = config, training
 
     def describe(self):
-        return f"synthetic proteins, {len(self.HELD_OUT)} held out"
+        return f"synthetic proteins ({self.training.synthetic_world}), {len(self.HELD_OUT)} held out"
 
     def make(self, indices, rng=None, clean=False):
-        msa, coords = synthetic_proteins(self.training.seed, indices, self.config.num_seqs, self.config.seq_len)
+        msa, coords = synthetic_proteins(self.training.seed, indices, self.config.num_seqs, self.config.seq_len,
+                                         self.training.synthetic_world)
         return assemble(rng, msa, coords, np.ones(coords.shape[:2], np.float32), clean=clean)
 
     def batch(self, step):
@@ -176,11 +205,12 @@ class RealProteins:
         return assemble(rng, *(np.stack(part) for part in zip(*samples, strict=True)))
 
     def evaluation(self):
-        """As SyntheticProteins.evaluation: whole chains, --num-seqs rows, the same ones every time."""
+        """As SyntheticProteins.evaluation: whole chains, --eval-seqs rows, the same ones every time."""
         def batches(families):
             for family in families:
                 rng = np.random.default_rng((self.training.seed, 3))
-                sample = self.take(rng, family, family.length, min(self.config.num_seqs, len(family.msa)))
+                rows = min(self.training.eval_seqs or self.config.num_seqs, len(family.msa))
+                sample = self.take(rng, family, family.length, rows)
                 yield family.name, assemble(rng, *(part[None] for part in sample), clean=True)
         return {"training": batches(self.families), "held_out": batches(self.held_out)}
 

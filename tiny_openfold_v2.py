@@ -43,6 +43,7 @@ from measurement import (
     saved_activations,
 )
 from protein_batches import (
+    ALIGNMENTS,
     CONTACT_DISTANCE,
     TOKENS,
     RealProteins,
@@ -137,6 +138,10 @@ class TrainingConfig(Checked):
     deterministic: bool = option(False, "deterministic kernels (slower)")
     log_every: int = option(10, "steps between log lines", low=1)
     eval_every: int = option(100, "steps between contact evaluations; there is always one at the end", low=1)
+    eval_seqs: int = option(None, "alignment rows when real proteins are evaluated; default: --num-seqs", low=1,
+                            type=int)
+    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partner amino acids) "
+                                  "or covarying (hard, nearer to real alignments)", choices=tuple(ALIGNMENTS))
     data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
                              "NAME.pdb", type=str)
     msa: str = option(None, "alignment of one real protein", type=str)
@@ -294,6 +299,9 @@ def attend(q, k, v, bias=None, key_mask=None, fused=True):
 
 @functools.cache
 def compiled_flex_attention():
+    # One variant per shape, layout and mask; past the default limit of 8, Dynamo would run the unfused eager
+    # code instead, which is slower than what it replaces.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -573,9 +581,9 @@ class TinyOpenFoldV2(nn.Module):
         return result
 
     def sublayers(self):
-        """(name, module) of all sub-layers, for hooks. Compiled blocks have none: there, ("block", block)."""
+        """(name, module) of all sub-layers, for hooks; none where blocks are compiled and have no sub-layers."""
         if self.fusion.enable_torch_compile:
-            return [("block", block) for block in self.blocks]
+            return []
         return [(name, getattr(block, name)) for block in self.blocks for name in SUBLAYERS]
 
     def attention_kernel(self, dtype=None):

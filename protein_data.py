@@ -1,0 +1,475 @@
+"""Real proteins: a multiple sequence alignment and an experimental structure, read into arrays.
+
+    protein = load_protein("1a3a_A.a3m", "1a3a.pdb", chain="A")   # protein.msa, protein.coords
+    proteins = load_families("families/")                         # every NAME.a3m with its NAME.pdb
+
+The only file of the project that knows file formats. It needs numpy, and gemmi for structures. Whatever is
+wrong with a file ends in a DataError of one line. Reading order: tokens, alignments, structures, mapping one
+to the other, families. Letters in shapes: R alignment rows, L query residues, C residues of a chain.
+"""
+import gzip
+import itertools
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# --- Tokens ---------------------------------------------------------------------------------------------
+
+AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"  # tokens 0..19
+UNKNOWN, GAP, MASK = 20, 21, 22       # MASK is the trainer's; no file holds it
+LETTERS = AMINO_ACIDS + "X-#"
+NO_TOKEN = 255
+
+SYMBOLS = AMINO_ACIDS + "JOX?" + "-.~*" + "BZU"
+TOKEN_OF = np.full(256, NO_TOKEN, np.uint8)  # byte of an alignment -> token
+TOKEN_OF[[*SYMBOLS.lower().encode()]] = TOKEN_OF[[*SYMBOLS.encode()]] = (
+    [*range(20)] + 4 * [UNKNOWN] + 4 * [GAP] + [AMINO_ACIDS.index(letter) for letter in "DEC"])
+
+
+def _tokens(letters):
+    return TOKEN_OF[np.frombuffer(letters, np.uint8)]
+
+
+def _letters(tokens):
+    return "".join(LETTERS[token] for token in tokens)
+
+
+class DataError(ValueError):
+    """Wrong input. str(error) is one line that names the file and the way out."""
+
+
+class MissingPackageError(ImportError):
+    """An optional package is needed. str(error) is one line with the pip command."""
+
+
+@dataclass
+class Protein:
+    """One protein as the trainer wants it: row 0 of `msa` is the query, columns are its residues."""
+    name: str
+    msa: np.ndarray     # (R, L) uint8 tokens
+    coords: np.ndarray  # (L, 3) float32, CB (CA for glycine), Å; NaN where the structure has none
+    chain: str = ""     # the chain of the structure that was used
+
+    @property
+    def length(self):
+        return self.msa.shape[1]
+
+    @property
+    def sequence(self):
+        return _letters(self.msa[0])
+
+
+def _read_bytes(path):
+    """Content of a file, unzipped if it is gzip whatever its name, with \\n line ends and no BOM."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, OSError, zlib.error):
+            raise DataError(f"{path}: truncated or damaged gzip file; fetch it again") from None
+    data = re.sub(rb"\A(\xef\xbb\xbf|\xff\xfe|\xfe\xff)", b"", data)
+    # MMseqs2 servers put a NUL between the alignments of one file, and UTF-16 has one in every letter.
+    data = data.replace(b"\0", b"").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    if not data.strip():
+        raise DataError(f"{path}: the file is empty")
+    return data
+
+
+def _split_suffix(path):
+    """'dir/NAME.A3M.gz' -> ('NAME', '.a3m')."""
+    name = Path(re.sub(r"(?i)\.gz$", "", Path(path).name))
+    return name.stem, name.suffix.lower()
+
+
+# --- Alignments -----------------------------------------------------------------------------------------
+
+LOWERCASE = b"abcdefghijklmnopqrstuvwxyz"
+NOT_SEQUENCES = {"ss_pred", "ss_conf", "ss_dssp", "sa_dssp", "aa_dssp", "aa_pred"}  # HH-suite annotation
+
+
+def _first_word(name):
+    return (name.split(None, 1) or [""])[0]
+
+
+def _fasta_records(data):
+    """FASTA and A3M, wrapped or not -> (headers, rows as written). '#' lines are comments, '//' ends."""
+    data = re.split(rb"(?m)^//\s*$", re.sub(rb"(?m)^#.*$", b"", data), maxsplit=1)[0]
+    names, rows = [], []
+    for record in (b"\n" + data.lstrip()).split(b"\n>")[1:]:
+        header, _, body = record.partition(b"\n")
+        name = header.lstrip(b">").decode("utf-8", "replace").strip()
+        if _first_word(name) not in NOT_SEQUENCES:
+            names.append(name)
+            rows.append(body.translate(None, b" \t\n\v\f"))
+    return names, rows
+
+
+def _block_records(data):
+    """Stockholm and Clustal, interleaved or not -> (names, rows). Only lines with a sequence make rows, so
+    '#=GS' naming hits before the query is harmless. A name twice in one block is two rows."""
+    pieces, in_block = {}, {}
+    for line in data.split(b"\n"):
+        fields = line.split()
+        if line.startswith(b"//"):
+            break
+        if not fields:
+            in_block = {}
+        elif not line[:1].isspace() and line[:1] != b"#" and len(fields) > 1:
+            count = in_block[fields[0]] = in_block.get(fields[0], 0) + 1
+            pieces.setdefault((fields[0], count), []).append(fields[1])
+    return [name.decode("utf-8", "replace") for name, _ in pieces], [b"".join(row) for row in pieces.values()]
+
+
+def _parse_alignment(path):
+    """Any format -> (names, rows) in the file's order; rows are bytes of one length, one a column."""
+    data, suffix = _read_bytes(path), _split_suffix(path)[1]
+    first = data.lstrip().split(b"\n", 1)[0]
+    inserts = [b""]
+    if first.startswith((b"# STOCKHOLM", b"#=")):
+        names, rows = _block_records(data)
+    elif first.startswith((b"CLUSTAL", b"MUSCLE")):
+        names, rows = _block_records(data.lstrip().partition(b"\n")[2])
+    elif re.match(rb"(\s|#.*\n)*>", data):
+        names, rows = _fasta_records(data)
+        inserts = _insert_symbols(rows, suffix in (".a3m", ".a2m"))
+        rows[:1] = [row.upper() if row.islower() else row for row in rows[:1]]  # a query all in lowercase
+    elif suffix == ".aln":  # PSICOV and CCMpred: bare rows
+        rows = data.split()
+        names = [""] * len(rows)
+    else:
+        raise DataError(f"{path}: not an alignment in A3M, Stockholm, aligned FASTA or Clustal format")
+    if not rows:
+        raise DataError(f"{path}: the alignment has no sequences")
+    for deleted in inserts:
+        columns = [row.translate(None, deleted) for row in rows]
+        if len({len(row) for row in columns}) == 1:
+            return names, columns
+    lengths = [len(row.translate(None, inserts[-2:][0])) for row in rows]
+    row = next(i for i, length in enumerate(lengths) if length != lengths[0])
+    raise DataError(f"{path}: row {row} ({names[row][:60]!r}) has {lengths[row]} "
+                    f"{'match ' if inserts[-2:][0] else ''}columns, expected {lengths[0]} as in row 0; "
+                    "the file is damaged or not an alignment")
+
+
+def _insert_symbols(rows, is_a3m):
+    """Rows of a '>' file -> what to delete so that only columns remain: alternatives, first choice first.
+
+    A3M deletes lowercase letters and '.', unless '.' is its gap. A file not called A3M is one if only that
+    makes its rows equal; otherwise its rows are aligned as they stand. '*' is a column or a terminator.
+    """
+    aligned, a3m = [b"", b"*"], [LOWERCASE + b".*", LOWERCASE + b"*"]
+    if not any(row.translate(None, LOWERCASE + b".-*") for row in rows):
+        return aligned  # all in lowercase: as A3M it would have no columns
+    return a3m if is_a3m else aligned + a3m * any(row != row.upper() for row in rows)
+
+
+def _find_row(path, names, query):
+    """Index of the row that `query` names: its header, the first word, that word up to '/' or between '|', or
+    the only one to begin so. Of an exact name that occurs twice, the first."""
+    words = [_first_word(name) for name in names]
+    rows = range(len(words))
+    exact = [i for i in rows if query in (names[i], words[i])]
+    part = [i for i in rows if query == words[i].split("/")[0] or query in words[i].split("|")]
+    hits = exact[:1] or part or [i for i in rows if query and words[i].startswith(query)]
+    if len(hits) == 1:
+        return hits[0]
+    problem = "fits several rows" if hits else "is not a row of the alignment"
+    examples = ", ".join(words[i][:60] for i in (hits or rows)[:4] if words[i]) or "(no names)"
+    raise DataError(f"{path}: query {query!r} {problem}; rows are called, for instance: {examples}")
+
+
+def _query_columns(path, names, rows, number):
+    """Rows as bytes -> (R, L) tokens: row `number` moved to the front, the columns of its residues kept."""
+    msa = _tokens(b"".join(rows)).reshape(len(rows), -1)
+    if (msa == NO_TOKEN).any():
+        row, column = np.argwhere(msa == NO_TOKEN)[0]
+        raise DataError(f"{path}: row {row} ({names[row][:60]!r}) holds {chr(rows[row][column])!r}, "
+                        "which is neither an amino acid nor a gap; not an alignment of proteins")
+    residues = msa[number] != GAP
+    if not residues.any():
+        raise DataError(f"{path}: the query, row {number} ({names[number][:60]!r}), has no residues")
+    return msa[np.r_[number, 0:number, number + 1:len(rows)]][:, residues]
+
+
+def read_alignment(path, query=None):
+    """Alignment file -> (R, L) uint8 tokens; row 0 is the query, columns are its residues.
+
+    Formats, told apart by content, each also gzipped: A3M (called .a3m, or rows that only agree without their
+    lowercase), Stockholm, aligned FASTA, Clustal, and bare rows in a file called .aln. The query is the first
+    sequence, or the row that `query` names. Columns where it has a gap are dropped, and so are insertions in
+    A3M, its own included: they have no column in other rows. Every sequence stays, the query twice as well.
+    Raises DataError: file unreadable, not an alignment, rows of unequal length, unknown query.
+    """
+    names, rows = _parse_alignment(path)
+    return _query_columns(path, names, rows, 0 if query is None else _find_row(path, names, query))
+
+
+# --- Structures -----------------------------------------------------------------------------------------
+
+BROKEN = 4.5        # Å between successive CA atoms; 3.8 in a trans, 2.9 in a cis peptide
+MIN_IDENTITY = 0.9  # of two sequences said to be one: point mutants pass, homologues do not
+
+
+@dataclass
+class Chain:
+    """A protein chain: its sequence (SEQRES or mmCIF entity where the file has one) and what was observed."""
+    name: str
+    sequence: np.ndarray  # (C,) uint8 tokens
+    coords: np.ndarray    # (C, 3) float32, CB (CA for glycine), Å; NaN where there is none
+    seen: np.ndarray      # (C,) bool, residue is in the model, perhaps without its CB
+    breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
+
+
+def split_structure_argument(argument):
+    """'FILE:CHAIN' -> (FILE, CHAIN); 'FILE' -> (FILE, None). A file that has this very name is that file."""
+    path, colon, chain = str(argument).rpartition(":")
+    if not path or Path(argument).exists() or re.search(r"[./\\]", chain):
+        return str(argument), None
+    return path, chain or None
+
+
+def _parse_structure(path):
+    """PDB or mmCIF, told apart by content -> gemmi.Structure with entities and label_seq set."""
+    try:
+        import gemmi
+    except ImportError:
+        raise MissingPackageError("reading structures needs gemmi: pip install gemmi") from None
+    data = re.sub(rb"[^\n\r\t -~]", b"?", _read_bytes(path))  # PDB columns stay
+    try:
+        if re.match(rb"(\s|#.*\n)*data_", data, re.IGNORECASE):
+            blocks = list(gemmi.cif.read_string(data.decode()))
+            atoms = [block for block in blocks if block.find_values("_atom_site.Cartn_x")]
+            structure = gemmi.make_structure_from_block((atoms or blocks)[0])
+        else:
+            structure = gemmi.read_pdb_string(data)
+        structure.merge_chain_parts()
+        structure.setup_entities()
+        structure.assign_label_seq_id()
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:  # what gemmi raises on damaged files
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
+    return structure
+
+
+def read_structure(path, chain=None):
+    """PDB or mmCIF file, also gzipped -> list of Chain: the protein chains of its first model, in its order.
+
+    `chain` (auth_asym name in mmCIF) keeps that one. Ligands, nucleic acids and waters are left out; modified
+    residues count as what they were made from. Of alternate locations, and alternate residues in one place,
+    the highest occupancy is taken. A residue without CB has no coordinates; only glycine has CA instead.
+    Raises DataError (unreadable, no protein, no such chain) and MissingPackageError (gemmi).
+    """
+    structure = _parse_structure(path)
+    chains = [_read_chain(structure, model_chain) for model_chain in (structure[0] if len(structure) else [])]
+    chains = [candidate for candidate in chains if candidate is not None]
+    if not chains:
+        raise DataError(f"{path}: no protein chain; a PDB or mmCIF file with atoms is needed")
+    chosen = [candidate for candidate in chains if chain in (None, candidate.name)]
+    if not chosen:
+        listed = ", ".join(f"{c.name or '(no name)'} ({c.seen.sum()} residues)" for c in chains[:12])
+        raise DataError(f"{path}: no protein chain {chain!r}; it has {listed}{', ...' * (len(chains) > 12)}")
+    return chosen
+
+
+def _read_chain(structure, model_chain):
+    """gemmi chain -> Chain, or None where it is not a protein."""
+    import gemmi
+    peptide = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD)
+    polymer = model_chain.get_polymer()
+    if not len(polymer):
+        return None
+    entity = structure.get_entity_of(polymer)
+    stated = entity.polymer_type if entity else gemmi.PolymerType.Unknown
+    if (polymer.check_polymer_type() if stated == gemmi.PolymerType.Unknown else stated) not in peptide:
+        return None
+    parents = {modified.res_id.name: modified.parent_comp_id for modified in structure.mod_residues}
+
+    def tokens(names):
+        codes = ((gemmi.find_tabulated_residue(name).one_letter_code,
+                  gemmi.find_tabulated_residue(parents.get(name, "")).one_letter_code) for name in names)
+        return _tokens("".join(next(filter(str.isalpha, pair), "X") for pair in codes).encode())
+
+    places = itertools.groupby(polymer, key=lambda residue: (residue.seqid.num, residue.seqid.icode))
+    residues = [max(place, key=lambda r: max((atom.occ for atom in r), default=0)) for _, place in places]
+    observed = tokens([residue.name for residue in residues])
+    full = tokens([gemmi.Entity.first_mon(name) for name in (entity.full_sequence if entity else [])])
+    labels = np.array([residue.label_seq or 0 for residue in residues]) - 1
+    valid = len(full) and labels.min() >= 0 and labels.max() < len(full) and (np.diff(labels) > 0).all()
+    if not valid or (full[labels] == observed).mean() < MIN_IDENTITY:  # no SEQRES, or not of this chain
+        full, labels = observed.copy(), np.arange(len(observed))
+    full[labels] = observed
+
+    alpha = np.stack([_position(residue, "CA") for residue in residues])
+    beta = np.stack([_position(residue, "CB") for residue in residues])
+    coords = np.full((len(full), 3), np.nan, np.float32)
+    coords[labels] = np.where((observed == AMINO_ACIDS.index("G"))[:, None], alpha, beta)
+    close = np.linalg.norm(np.diff(alpha, axis=0), axis=1) < BROKEN  # False where a CA is missing
+    seen = np.isin(np.arange(len(full)), labels)
+    return Chain(model_chain.name, full, coords, seen, np.r_[True, ~close, True])
+
+
+def _position(residue, atom_name):
+    """(3,) position of the atom's alternate location with the highest occupancy, NaN if there is none."""
+    atoms = [atom for atom in residue if atom.name == atom_name]
+    return np.array(max(atoms, key=lambda atom: atom.occ).pos.tolist() if atoms else [np.nan] * 3)
+
+
+# --- Which residue has which coordinates ----------------------------------------------------------------
+
+MATCH, MISMATCH, GAP_COST = 2, -2, 6
+MIN_COVERAGE = 0.5  # of the shorter of query and chain, so that a few residues by chance do not pass
+
+
+def _align(query, chain, breaks):
+    """Overlap alignment of query (L,) with chain (C,): (L,) index into the chain, -1 where there is none.
+
+    Overhanging ends are free, a gap costs the same at any length, an unknown residue fits any at no gain.
+    Leaving out query residues is free where the chain is broken, `breaks` (C+1,): without this the residue
+    beside a missing loop lands on the wrong side of it whenever the letters allow.
+    """
+    rows, columns = len(query), len(chain)
+    known = (query[:, None] < UNKNOWN) & (chain < UNKNOWN)
+    gain = np.where(known, np.where(query[:, None] == chain, MATCH, MISMATCH), 0)  # (L, C)
+    skip_query = np.where(breaks, 0, GAP_COST)
+    skip_chain = np.where(np.arange(rows + 1) < rows, GAP_COST, 0)
+    best = np.zeros((rows + 1, columns + 1), np.int32)
+    skipped = best[0] - skip_query  # best of the rows above with the query residues since then left out
+    for i in range(1, rows + 1):
+        row = best[i]
+        row[1:] = best[i - 1, :-1] + gain[i - 1]
+        np.maximum(row, skipped, out=row)
+        row[1:] = np.maximum(row[1:], np.maximum.accumulate(row)[:-1] - skip_chain[i])
+        np.maximum(skipped, row - skip_query, out=skipped)
+
+    index = np.full(rows, -1)
+    i, j = rows, columns
+    while i and j:
+        if best[i, j] == best[i - 1, j - 1] + gain[i - 1, j - 1]:
+            i, j = i - 1, j - 1
+            index[i] = j
+        elif len(above := np.flatnonzero(best[:i, j] - skip_query[j] == best[i, j])):
+            i = above[-1]
+        else:
+            j = np.flatnonzero(best[i, :j] - skip_chain[i] == best[i, j])[-1]
+    return index
+
+
+def map_query(query, chain):
+    """Query tokens (L,) and a Chain -> (index, identical, different).
+
+    index (L,): position in chain.sequence of the observed residue, -1 where there is none; identical and
+    different count the mapped residues known on both sides. The query may be all of SEQRES, which then says
+    where missing residues go, or the observed residues only: both are tried, SEQRES wins a tie.
+    """
+    observed = np.flatnonzero(chain.seen)
+    attempts = [(observed, chain.breaks)]
+    if len(observed) < len(chain.sequence):
+        whole = np.arange(len(chain.sequence) + 1)
+        attempts.insert(0, (whole[:-1], np.isin(whole, (0, whole[-1]))))
+    results = []
+    for places, breaks in attempts:
+        aligned = _align(query, chain.sequence[places], breaks)
+        index = np.where((aligned >= 0) & chain.seen[places[aligned]], places[aligned], -1)
+        known = (index >= 0) & (query < UNKNOWN) & (chain.sequence[index] < UNKNOWN)
+        identical = int((query == chain.sequence[index])[known].sum())
+        results.append((index, identical, int(known.sum()) - identical))
+    return max(results, key=_agreement)
+
+
+def _agreement(mapping):
+    return mapping[1] - mapping[2]  # so that a short exact chain goes before a long homologue
+
+
+def _best_chain(query, chains):
+    """(chain, its map_query) of the chain that agrees best with the query; the first of equals."""
+    return max(((chain, map_query(query, chain)) for chain in chains), key=lambda pair: _agreement(pair[1]))
+
+
+def _matches(query, chain, mapping, identity=MIN_IDENTITY):
+    _, identical, different = mapping
+    enough = max(1, MIN_COVERAGE * min(len(query), chain.seen.sum()))
+    return identical >= max(enough, identity * (identical + different))
+
+
+def _row_that_matches(names, rows, chains):
+    """Name of an alignment row that is the sequence of one of the chains (95% identical), or None.
+    Shared words of four letters pick the rows worth aligning: 16,000 alignments would take minutes."""
+    def words(text):
+        return {text[i:i + 4] for i in range(len(text) - 3)}
+
+    wanted = set().union(*(words(_letters(chain.sequence)) for chain in chains))
+    residues = [_letters(_tokens(row.translate(None, b"-.~*"))) for row in rows]
+    shared = [len(words(text) & wanted) if name else 0 for name, text in zip(names, residues, strict=True)]
+    for number in sorted(range(len(rows)), key=shared.__getitem__, reverse=True)[:3]:
+        tokens = _tokens(residues[number].encode())
+        if shared[number] and _matches(tokens, *_best_chain(tokens, chains), identity=0.95):
+            return _first_word(names[number])
+    return None
+
+
+def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
+    """Alignment and structure -> Protein; the coordinates belong to the columns of the alignment.
+
+    chain: its name in the structure; without it the chain that agrees best with the query, the first of
+    equals. query: name of the query's row; without it row 0. name: without it the alignment file's own.
+    Raises DataError (also if the query is not the structure's protein) and MissingPackageError (gemmi).
+    """
+    names, rows = _parse_alignment(msa_path)
+    msa = _query_columns(msa_path, names, rows, 0 if query is None else _find_row(msa_path, names, query))
+    chains = read_structure(structure_path, chain)
+    best, mapping = _best_chain(msa[0], chains)
+    if not _matches(msa[0], best, mapping):
+        problem = (f"{msa_path}: the query ({msa.shape[1]} residues) does not match chain {best.name!r} of "
+                   f"{structure_path} ({best.seen.sum()} residues): {mapping[1]} agree, {mapping[2]} differ")
+        row = _row_that_matches(names, rows, chains)
+        if row is not None:
+            raise DataError(f"{problem}; row {row!r} of the alignment matches: use --query {row!r}")
+        other, mapping = _best_chain(msa[0], read_structure(structure_path))
+        if _matches(msa[0], other, mapping):
+            raise DataError(f"{problem}; chain {other.name!r} does: use {structure_path}:{other.name}")
+        raise DataError(f"{problem}, nor does any other row; are the two files of the same protein?")
+    mapped = mapping[0] >= 0
+    coords = np.where(mapped[:, None], best.coords[mapping[0]], np.float32(np.nan))
+    located = int(np.isfinite(coords).all(1).sum())
+    if located < 0.5 * mapped.sum():
+        raise DataError(f"{structure_path}: only {located} of {mapped.sum()} residues of chain {best.name!r} "
+                        "have a CB atom; a structure with side chains is needed")
+    return Protein(name or _split_suffix(msa_path)[0], msa, coords, best.name)
+
+
+# --- Families -------------------------------------------------------------------------------------------
+
+ALIGNMENT_SUFFIXES = (".a3m", ".a2m", ".sto", ".stk", ".fasta", ".fa", ".fas", ".afa", ".aln")
+STRUCTURE_SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
+
+
+def load_families(directory):
+    """Directory -> list of Protein sorted by name: each alignment NAME.a3m, .sto or .fasta and the structure
+    NAME.cif or NAME.pdb beside it, gzipped or not. Other files are ignored.
+    Raises DataError: no such directory, nothing in it, a file without its partner, two files for one NAME.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such directory")
+    found = {}  # NAME -> (alignments, structures)
+    for path in sorted(directory.iterdir()):
+        stem, suffix = _split_suffix(path)
+        if path.is_file() and suffix in ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES and path.name[0] != ".":
+            found.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
+    if not found:
+        raise DataError(f"{directory}: no families; needed are alignments NAME.a3m, .sto or .fasta, "
+                        "each with its structure NAME.cif or NAME.pdb beside it")
+    for stem, kinds in sorted(found.items()):
+        for paths, suffixes in zip(kinds, (".a3m, .sto or .fasta", ".cif or .pdb"), strict=True):
+            if not paths:
+                raise DataError(f"{directory}: {sum(kinds, [])[0].name} has no {stem}{suffixes} beside it")
+            if len(paths) > 1:
+                raise DataError(f"{directory}: keep one of {' and '.join(path.name for path in paths)}")
+    return [load_protein(*alignments, *structures, name=stem)
+            for stem, (alignments, structures) in sorted(found.items())]
