@@ -63,7 +63,7 @@ def main():
                 resume, steps = ["--resume", runs / f"{setting}.pt"], steps + arguments.pretrain_steps
             return train(runs / f"{setting}-{steps}-{fold}", [
                 *common, *resume, "--data", arguments.data, "--holdout", folds[fold], "--num-steps", steps,
-                "--eval-every", 500])
+                "--eval-every", 500, "--plot-contacts", arguments.out / f"contacts-{setting}"])
 
         jobs = {(setting, fold): pool.submit(fine_tune, setting, fold, arguments.steps)
                 for setting in ("scratch", *WORLDS) for fold in range(arguments.folds)}
