@@ -755,7 +755,8 @@ def run_steps(trainer, source, profiling, found, stop):
             trainer.step_number = done = step + 1
             profiling.step()
             bar.update()
-            ending = done == steps.stop or stop.signal is not None
+            stopping = stop.signal is not None  # read once: a signal may come at any moment
+            ending = stopping or done == steps.stop
             saving = training.save_checkpoint and (ending or training.save_every and done % training.save_every == 0)
             if ending or saving or done % training.log_every == 0 or device.type == "cpu":
                 checked = require_finite(losses, checked, steps.start)
@@ -768,7 +769,7 @@ def run_steps(trainer, source, profiling, found, stop):
             if not ending and done % training.eval_every == 0:
                 evaluations[done] = evaluate(trainer.model, source, device)
                 bar.write(contact_line(evaluations[done]), file=sys.stdout)
-            if stop.signal is not None:
+            if stopping:
                 break
     return [loss.item() for loss in losses], timer.seconds(), evaluations
 
@@ -880,17 +881,22 @@ def run(argv=None):
 def main(argv=None):
     """run(), with every expected failure as one line on stderr and its exit code."""
     try:
-        return run(argv)
+        code = run(argv)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         message, code = str(error), error.code
-    except torch.OutOfMemoryError as error:
-        message, code = "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp " \
-                        f"({str(error).splitlines()[0]})", 1
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate memory" not in str(error):
+            raise
+        message, code = "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", 1
     except KeyboardInterrupt:
         message, code = "interrupted", 130
-    except BrokenPipeError:  # the reader has left; keep Python's own exit from failing on the same pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OSError as error:  # what is left is stdout: its reader has gone, or its disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails on it again at exit
+        if isinstance(error, BrokenPipeError):
+            return 141
+        message, code = f"cannot write output: {error.strerror}", 1
     print(f"tiny_openfold_v2.py: error: {message}", file=sys.stderr)
     return code
 

@@ -10,6 +10,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"  # reference values and real proteins; never copied into the project
 sys.path.insert(0, str(ROOT))
+# One OpenMP thread: two that spin on a core shared with another process are a hundred times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def require_shared(*parts):
@@ -38,8 +40,8 @@ def pytest_collection_modifyitems(items):
 def run_program(program, *args, cwd=None, env=None, timeout=240):
     """Run a program of this project as a user does; returns CompletedProcess with text output."""
     command = [sys.executable, str(ROOT / program), *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **(env or {})}, timeout=timeout,
-                          capture_output=True, text=True)
+    return subprocess.run(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+                          timeout=timeout, capture_output=True, text=True, check=False)
 
 
 def last_json(result):
