@@ -1,7 +1,8 @@
-"""Dataclass fields that are command-line flags: defaults, limits and help are written once, in the dataclass."""
+"""Dataclass fields that are command-line flags, and the configs of a run. Defaults, limits and help
+are written once, in the dataclass."""
 import argparse
 import math
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 
 
 def option(default, help, low=None, choices=None, type=None, below=None):
@@ -27,6 +28,66 @@ class Checked:
                 raise ValueError(f"{f.name} = {value!r}: must be less than {meta['below']}")
             if meta["choices"] and value not in meta["choices"]:
                 raise ValueError(f"{f.name} = {value!r}: must be one of {', '.join(meta['choices'])}")
+
+
+@dataclass
+class TrainingConfig(Checked):
+    """The training run, its data and its files."""
+    num_steps: int = option(50, "training steps; all are measured", low=1)
+    warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
+                               low=0)
+    batch_size: int = option(4, "samples per step", low=1)
+    learning_rate: float = option(3e-4, "AdamW's learning rate", low=0.0)
+    grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
+    use_amp: bool = option(False, "mixed precision")
+    amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
+                                  "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
+    seed: int = option(42, "seed of weights, data and dropout", low=0)
+    device: str = option("auto", "auto, cpu, cuda, cuda:N or a bare GPU index N")
+    deterministic: bool = option(False, "deterministic kernels (slower)")
+    log_every: int = option(10, "steps between log lines", low=1)
+    eval_every: int = option(100, "steps between contact evaluations; there is always one at the end", low=1)
+    eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs",
+                            low=1, type=int)
+    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
+                                  "covarying (hard, nearer to real alignments)", choices=("paired", "covarying"))
+    data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
+                             "NAME.pdb", type=str)
+    msa: str = option(None, "alignment of one real protein", type=str)
+    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str)
+    query: str = option(None, "name of the query row in --msa; default: the first row", type=str)
+    holdout: str = option(None, "names of families kept out of training, NAME[,NAME...]", type=str)
+    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
+                                     type=float)
+    plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG)", type=str)
+    save_checkpoint: str = option(None, "checkpoint file", type=str)
+    save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
+                             type=int)
+    resume: str = option(None, "checkpoint to continue from", type=str)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.msa is None) != (self.structure is None):
+            given, missing = ("msa", "structure") if self.msa else ("structure", "msa")
+            raise ValueError(f"{given} = {getattr(self, given)!r}: must come together with --{missing}")
+        for name, needs in (("holdout", "data"), ("holdout_fraction", "data"), ("query", "msa"),
+                            ("save_every", "save_checkpoint")):
+            if getattr(self, name) is not None and getattr(self, needs) is None:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: needs --{needs.replace('_', '-')}")
+        if self.data and self.msa:
+            raise ValueError(f"msa = {self.msa!r}: allowed without --data only")
+        if self.holdout and self.holdout_fraction is not None:
+            raise ValueError(f"holdout = {self.holdout!r}: allowed without --holdout-fraction only")
+
+
+@dataclass
+class ProfilerConfig(Checked):
+    """What is recorded beside the timings, and where results go."""
+    enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto and TensorBoard")
+    enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline")
+    enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
+                                                "measured steps, for an outer profiler")
+    profile_dir: str = option("./pytorch_profiles_v2", "where results go")
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,10 +116,11 @@ def add_config_flags(parser, config_class, paired=False):
     for f in fields(config_class):
         text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")
         if f.metadata["type"] is not bool:
-            group.add_argument(flag(f.name), type=converter(f.metadata["type"]), choices=f.metadata["choices"],
-                               metavar=f.name.split("_")[-1].upper(), help=text, default=argparse.SUPPRESS)
+            group.add_argument(flag(f.name), type=converter(f.metadata["type"]),
+                               choices=f.metadata["choices"], metavar=f.name.split("_")[-1].upper(),
+                               help=text, default=argparse.SUPPRESS)
             continue
         group.add_argument(flag(f.name), action="store_true", help=text, default=argparse.SUPPRESS)
         if paired:
-            group.add_argument(flag(f.name).replace("--enable", "--disable", 1), dest=f.name, action="store_false",
-                               help="the opposite", default=argparse.SUPPRESS)
+            group.add_argument(flag(f.name).replace("--enable", "--disable", 1), dest=f.name,
+                               action="store_false", help="the opposite", default=argparse.SUPPRESS)

@@ -84,7 +84,7 @@ ALIGNMENTS = dict(paired=paired_alignment, covarying=covarying_alignment)
 
 
 def synthetic_proteins(seed, indices, num_seqs, seq_len, world="paired"):
-    """Proteins number `indices` of the world `seed`: alignments (B, N, S) of tokens, coordinates (B, S, 3)."""
+    """Proteins number `indices` of the world `seed`: alignments (B, N, S), coordinates (B, S, 3)."""
     draws = [np.random.default_rng((seed, int(index))) for index in indices]
     coords = random_chains(np.stack([rng.standard_normal((seq_len + 1, 3)) for rng in draws]))
     priority = np.stack([rng.random((seq_len, seq_len), dtype=np.float32) for rng in draws])
@@ -101,8 +101,8 @@ def corrupt(rng, msa):
     chosen, kind = rng.random(msa.shape) < 0.15, rng.random(msa.shape)
     chosen &= msa != MASK
     other_row = rng.integers(0, msa.shape[1], msa.shape)
-    replacement = np.select([kind < 0.1, kind < 0.2, kind < 0.3],
-                            [rng.integers(0, 20, msa.shape), np.take_along_axis(msa, other_row, axis=1), msa], MASK)
+    choices = [rng.integers(0, 20, msa.shape), np.take_along_axis(msa, other_row, axis=1), msa]
+    replacement = np.select([kind < 0.1, kind < 0.2, kind < 0.3], choices, MASK)
     return np.where(chosen, replacement, msa), np.where(chosen, msa, -100)
 
 
@@ -127,8 +127,8 @@ class SyntheticProteins:
         return f"synthetic proteins ({self.training.synthetic_world}), {len(self.HELD_OUT)} held out"
 
     def make(self, indices, rng=None, clean=False):
-        msa, coords = synthetic_proteins(self.training.seed, indices, self.config.num_seqs, self.config.seq_len,
-                                         self.training.synthetic_world)
+        msa, coords = synthetic_proteins(self.training.seed, indices, self.config.num_seqs,
+                                         self.config.seq_len, self.training.synthetic_world)
         return assemble(rng, msa, coords, np.ones(coords.shape[:2], np.float32), clean=clean)
 
     def batch(self, step):
@@ -143,7 +143,7 @@ class SyntheticProteins:
 
 
 class RealProteins:
-    """Alignments with structures: random families, crops and rows for training; whole chains for evaluation."""
+    """Alignments with structures: random families, crops and rows in training, whole chains in evaluation."""
 
     def __init__(self, config, training):
         import protein_data
@@ -181,7 +181,7 @@ class RealProteins:
         return f"{len(self.families)} real proteins, {len(self.held_out)} held out"
 
     def take(self, rng, family, seq_len, num_seqs):
-        """One sample, padded to (num_seqs, seq_len): a crop that has coordinates, the query and other rows."""
+        """One sample, padded to (num_seqs, seq_len): a crop with coordinates, the query and other rows."""
         start = 0
         if family.length > seq_len:  # centred on a residue with coordinates, so that no crop is empty
             centre = rng.choice(np.flatnonzero(np.isfinite(family.coords[:, 0])))
@@ -201,7 +201,8 @@ class RealProteins:
         rng = np.random.default_rng((self.training.seed, step, 1))
         chosen = rng.choice(len(self.families), self.training.batch_size,
                             replace=self.training.batch_size > len(self.families))
-        samples = [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs) for i in chosen]
+        samples = [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs)
+                   for i in chosen]
         return assemble(rng, *(np.stack(part) for part in zip(*samples, strict=True)))
 
     def evaluation(self):
@@ -247,9 +248,9 @@ def contact_precision(probability, coords, coord_mask):
 
 @torch.no_grad()
 def evaluate(model, source, device, plot_directory=None):
-    """Contact precision by protein: {"training": {name: ...}, "held_out": {name: ...}}, see contact_precision.
-    The model runs uncompiled here, since whole chains differ in length. With plot_directory, maps of the
-    held-out proteins are written there."""
+    """contact_precision() by protein: {"training": {name: ...}, "held_out": {name: ...}}. The model runs
+    uncompiled here, since whole chains differ in length. With plot_directory, maps of the held-out proteins
+    are written there."""
     was_training = model.training
     model.eval()
     results = {}
@@ -289,8 +290,8 @@ def plot_contacts(directory, name, probability, distances, coords, coord_mask, p
     true = (coords[:, None] - coords[None]).norm(dim=-1)
     true[~(coord_mask[:, None] * coord_mask[None]).bool()] = float("nan")
     figure, axes = pyplot.subplots(1, 2, figsize=(9.5, 4.2), layout="constrained")
-    panels = (("contact probability", probability, (true < CONTACT_DISTANCE).where(~true.isnan(), float("nan")),
-               dict(cmap="Greys", vmin=0, vmax=1)),
+    true_contacts = (true < CONTACT_DISTANCE).where(~true.isnan(), float("nan"))
+    panels = (("contact probability", probability, true_contacts, dict(cmap="Greys", vmin=0, vmax=1)),
               ("CB distance, Å", distances, true, dict(cmap="viridis_r", vmin=2, vmax=22)))
     for axis, (title, predicted, truth, style) in zip(axes, panels, strict=True):
         both = torch.triu(predicted.float(), 1).nan_to_num() + torch.tril(truth.float(), -1)

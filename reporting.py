@@ -1,6 +1,5 @@
 """What a run prints and writes: start-up lines, step lines, contact lines, the summary and its comparison."""
 import json
-import os
 import statistics
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -13,15 +12,16 @@ from run_files import UserError
 
 
 def peak_megabytes(device, found):
-    """Peak of tensor memory in MB (2**20 bytes): the allocator's on a GPU, the probe's count on CPU, or None."""
+    """Peak of tensor memory in MB (2**20 bytes): the allocator's on a GPU, on CPU the probe's or None."""
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else found["peak"]
     return peak / MEGABYTE if peak is not None else None
 
 
 def step_line(done, training, loss, seconds, memory):
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
-    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {training.batch_size / seconds:6.1f} "
-            f"samples/sec | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
+    speed = training.batch_size / seconds
+    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
+            f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
 
 
 def contact_line(evaluation):
@@ -29,7 +29,8 @@ def contact_line(evaluation):
     parts = []
     for group, proteins in evaluation.items():
         if proteins:
-            mean = {key: statistics.fmean(p[key] for p in proteins.values()) for key in ("p_l2", "p_l", "chance")}
+            mean = {key: statistics.fmean(p[key] for p in proteins.values())
+                    for key in ("p_l2", "p_l", "chance")}
             parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
                          f"chance {mean['chance']:.3f} ({len(proteins)} proteins)")
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
@@ -42,20 +43,24 @@ def summarise(trainer, configs, found, losses, times, evaluation):
     p20, median, p80 = (float(np.quantile(steps, q)) for q in (0.2, 0.5, 0.8))
     ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
     performance = dict(
-        total_samples=len(losses) * training.batch_size, avg_training_speed=training.batch_size / float(steps.mean()),
+        total_samples=len(losses) * training.batch_size,
+        avg_training_speed=training.batch_size / float(steps.mean()),
         avg_batch_time=float(steps.mean()), avg_data_time=float(times[:, 0].mean()),
         avg_forward_time=float(times[:, 1].mean()), avg_backward_time=float(times[:, 2].mean()),
-        avg_optimizer_time=float(times[:, 3].mean()), median_batch_time=median, p20_batch_time=p20, p80_batch_time=p80,
+        avg_optimizer_time=float(times[:, 3].mean()), median_batch_time=median, p20_batch_time=p20,
+        p80_batch_time=p80,
         warmup_time=found["warmup_time"], first_step_time=found["first_step_time"], first_loss=losses[0],
-        final_loss=losses[-1], avg_loss=statistics.fmean(losses), peak_memory_mb=peak_megabytes(device, found),
+        final_loss=losses[-1], avg_loss=statistics.fmean(losses),
+        peak_memory_mb=peak_megabytes(device, found),
         saved_activation_mb=sum(found["saved"].values()) / MEGABYTE, launches_per_step=found["launches"],
         launch_kind="gpu_kernels" if device.type == "cuda" else "cpu_ops", flops_per_step=found["flops"],
         achieved_tflops=found["flops"] / median / 1e12, matmul_ceiling_tflops=ceiling / 1e12,
         mfu=found["flops"] / median / ceiling)
     model_config, fusion, profiler = configs
-    return dict(version="v2_fused", timestamp=datetime.now(timezone.utc).isoformat(), config=asdict(model_config),
-                fusion_config=asdict(fusion), profiler_config=asdict(profiler),
-                training_params=dict(asdict(training), amp_dtype=trainer.amp_dtype and str(trainer.amp_dtype)[6:]),
+    amp_dtype = trainer.amp_dtype and str(trainer.amp_dtype).removeprefix("torch.")
+    return dict(version="v2_fused", timestamp=datetime.now(timezone.utc).isoformat(),
+                config=asdict(model_config), fusion_config=asdict(fusion), profiler_config=asdict(profiler),
+                training_params=dict(asdict(training), amp_dtype=amp_dtype),
                 performance_summary=performance, fusion_statistics=trainer.model.get_fusion_statistics(),
                 contact_precision=evaluation, system_info=system_info(device))
 
@@ -64,14 +69,15 @@ def describe_start(trainer, source):
     """The start-up lines."""
     model, device = trainer.model, trainer.device
     c, f = model.config, model.fusion
-    statistics_ = model.get_fusion_statistics()
+    counts = model.get_fusion_statistics()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     dtype = str(trainer.amp_dtype or torch.float32).removeprefix("torch.")
     on = {True: "Enabled", False: "Disabled"}
     kernel = f" ({model.attention_kernel(trainer.amp_dtype)})" if f.enable_flash_attention else ""
-    print(f"Device: {device} ({name}) | torch {torch.__version__} | dtype: {dtype} | seed: {trainer.training.seed}")
-    print(f"Model: {c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and {c.pair_heads}, "
-          f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    print(f"Device: {device} ({name}) | torch {torch.__version__} | dtype: {dtype} | "
+          f"seed: {trainer.training.seed}")
+    print(f"Model: {c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and "
+          f"{c.pair_heads}, {sum(p.numel() for p in model.parameters()):,} parameters")
     print(f"Data: {source.describe()} | B {trainer.training.batch_size}, N {c.num_seqs}, S {c.seq_len}")
     print(f"""Fusion Optimizations:
    MSA QKV Fusion: {on[f.enable_qkv_fusion_msa]}
@@ -79,7 +85,7 @@ def describe_start(trainer, source):
    Flash Attention: {on[f.enable_flash_attention]}{kernel}
    Triangle Gate/Proj Fusion: {on[f.enable_triangle_fusion]}
    Torch Compile: {on[f.enable_torch_compile]}
-   Kernel Reduction: {statistics_['kernel_reduction_percent']}% ({statistics_['total_kernel_reduction']} fewer """
+   Kernel Reduction: {counts['kernel_reduction_percent']}% ({counts['total_kernel_reduction']} fewer """
           "kernels) [nominal]", flush=True)
 
 
@@ -92,8 +98,8 @@ def read_summary(path):
     except OSError as error:
         raise UserError(f"summary {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"summary {path}: not a performance summary (no performance_summary.avg_training_speed)"
-                        ) from None
+        raise UserError(f"summary {path}: not a performance summary (it lacks "
+                        "performance_summary.avg_training_speed)") from None
     if not speed > 0:
         raise UserError(f"summary {path}: avg_training_speed = {speed}: must be positive")
     return summary
@@ -104,9 +110,9 @@ def print_comparison(earlier, now):
     figures."""
     before, after = earlier["performance_summary"], now["performance_summary"]
     speedup = after["avg_training_speed"] / before["avg_training_speed"]
-    print(f"\nAgainst {earlier.get('version', 'an earlier run')} of {earlier.get('timestamp', 'unknown date')}:")
-    print(f"   Training speed: {before['avg_training_speed']:.1f} -> {after['avg_training_speed']:.1f} samples/sec, "
-          f"{speedup:.2f}x")
+    print(f"\nAgainst {earlier.get('version', 'a run')} of {earlier.get('timestamp', 'unknown date')}:")
+    print(f"   Training speed: {before['avg_training_speed']:.1f} -> {after['avg_training_speed']:.1f} "
+          f"samples/sec, {speedup:.2f}x")
     memory = {key: run.get("peak_memory_mb") for key, run in (("before", before), ("after", after))}
     reduction = None
     if memory["before"] and memory["after"]:
@@ -115,7 +121,8 @@ def print_comparison(earlier, now):
     else:
         print("   Peak memory: not measured in both runs")
     different = [f"{key} {old} -> {new}" for section in ("config", "training_params") for key in SHAPE_KEYS
-                 if (old := earlier.get(section, {}).get(key)) != (new := now[section].get(key)) and old is not None]
+                 if (old := earlier.get(section, {}).get(key)) is not None
+                 and old != (new := now[section].get(key))]
     old_device = (earlier.get("system_info") or {}).get("gpu_name", "unknown")
     if old_device != now["system_info"]["gpu_name"]:
         different.append(f"GPU {old_device} -> {now['system_info']['gpu_name']}")

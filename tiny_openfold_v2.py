@@ -16,14 +16,14 @@ AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 import argparse
 import contextlib
 import copy
-import functools
 import importlib.util
 import json
 import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -33,7 +33,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from config_flags import Checked, Parser, add_config_flags, flag, option
+from config_flags import (
+    Checked,
+    Parser,
+    ProfilerConfig,
+    TrainingConfig,
+    add_config_flags,
+    flag,
+    option,
+)
 from measurement import (
     OpCounter,
     PhaseTimer,
@@ -43,7 +51,6 @@ from measurement import (
     saved_activations,
 )
 from protein_batches import (
-    ALIGNMENTS,
     CONTACT_DISTANCE,
     TOKENS,
     RealProteins,
@@ -119,66 +126,6 @@ class FusionConfig(Checked):
     def preset(cls, enabled):
         """Every switch on, or every switch off (the baseline)."""
         return cls(**{f.name: enabled for f in fields(cls) if isinstance(f.default, bool)})
-
-
-@dataclass
-class TrainingConfig(Checked):
-    """The training run, its data and its files."""
-    num_steps: int = option(50, "training steps; all are measured", low=1)
-    warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
-                               low=0)
-    batch_size: int = option(4, "samples per step", low=1)
-    learning_rate: float = option(3e-4, "AdamW's learning rate", low=0.0)
-    grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
-    use_amp: bool = option(False, "mixed precision")
-    amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
-                                  "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
-    seed: int = option(42, "seed of weights, data and dropout", low=0)
-    device: str = option("auto", "auto, cpu, cuda, cuda:N or a bare GPU index N")
-    deterministic: bool = option(False, "deterministic kernels (slower)")
-    log_every: int = option(10, "steps between log lines", low=1)
-    eval_every: int = option(100, "steps between contact evaluations; there is always one at the end", low=1)
-    eval_seqs: int = option(None, "alignment rows when real proteins are evaluated; default: --num-seqs", low=1,
-                            type=int)
-    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partner amino acids) "
-                                  "or covarying (hard, nearer to real alignments)", choices=tuple(ALIGNMENTS))
-    data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
-                             "NAME.pdb", type=str)
-    msa: str = option(None, "alignment of one real protein", type=str)
-    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str)
-    query: str = option(None, "name of the query row in --msa; default: the first row", type=str)
-    holdout: str = option(None, "names of families kept out of training, NAME[,NAME...]", type=str)
-    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
-                                     type=float)
-    plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG)", type=str)
-    save_checkpoint: str = option(None, "checkpoint file", type=str)
-    save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
-                             type=int)
-    resume: str = option(None, "checkpoint to continue from", type=str)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if (self.msa is None) != (self.structure is None):
-            given, missing = ("msa", "structure") if self.msa else ("structure", "msa")
-            raise ValueError(f"{given} = {getattr(self, given)!r}: must come together with --{missing}")
-        for name, needs in (("holdout", "data"), ("holdout_fraction", "data"), ("query", "msa"),
-                            ("save_every", "save_checkpoint")):
-            if getattr(self, name) is not None and getattr(self, needs) is None:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: needs --{needs.replace('_', '-')}")
-        if self.data and self.msa:
-            raise ValueError(f"msa = {self.msa!r}: allowed without --data only")
-        if self.holdout and self.holdout_fraction is not None:
-            raise ValueError(f"holdout = {self.holdout!r}: allowed without --holdout-fraction only")
-
-
-@dataclass
-class ProfilerConfig(Checked):
-    """What is recorded beside the timings, and where results go."""
-    enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto and TensorBoard")
-    enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline")
-    enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
-                                                "measured steps, for an outer profiler")
-    profile_dir: str = option("./pytorch_profiles_v2", "where results go")
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -297,7 +244,7 @@ def attend(q, k, v, bias=None, key_mask=None, fused=True):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
-@functools.cache
+@cache
 def compiled_flex_attention():
     # One variant per shape, layout and mask; past the default limit of 8, Dynamo would run the unfused eager
     # code instead, which is slower than what it replaces.
@@ -329,7 +276,8 @@ class GatedAttention(PackedProjections):
         super().__init__()
         self.heads, self.fused = heads, fused
         self.layer_norm = nn.LayerNorm(channels)
-        self.add_projections("qkv_proj", ("q_proj", "k_proj", "v_proj"), channels, channels, packed, bias=False)
+        names = ("q_proj", "k_proj", "v_proj")
+        self.add_projections("qkv_proj", names, channels, channels, packed, bias=False)
         self.gate_proj = linear(channels, channels, init="gate")
         self.o_proj = linear(channels, channels, init="zero")
 
@@ -433,9 +381,11 @@ class FusedTriangleMultiplication(PackedProjections):
                                                  self.outputs(x, "left_right_gate"), strict=True)]
         left, right = separate(gated, 2)  # (B, S, S, c_z)
         if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
-            left = left * (seq_mask[:, None, :, None] if self.outgoing else seq_mask[:, :, None, None]).to(x.dtype)
+            mask = seq_mask[:, None, :, None] if self.outgoing else seq_mask[:, :, None, None]
+            left = left * mask.to(x.dtype)
         equation = "bikc,bjkc->bijc" if self.outgoing else "bkic,bkjc->bijc"
-        return self.output_proj(self.center_norm(torch.einsum(equation, left, right))) * self.output_gate(x).sigmoid()
+        product = self.center_norm(torch.einsum(equation, left, right))  # (B, S, S, c_z)
+        return self.output_proj(product) * self.output_gate(x).sigmoid()
 
 
 class FusedTriangleAttention(GatedAttention):
@@ -535,7 +485,8 @@ class TinyOpenFoldV2(nn.Module):
         self.left_embedding = nn.Embedding(TOKENS, config.pair_dim)
         self.right_embedding = nn.Embedding(TOKENS, config.pair_dim)
         self.position_embedding = nn.Embedding(2 * MAX_OFFSET + 1, config.pair_dim)
-        self.blocks = nn.ModuleList(FusedEvoformerBlock(config, self.fusion) for _ in range(config.num_blocks))
+        blocks = (FusedEvoformerBlock(config, self.fusion) for _ in range(config.num_blocks))
+        self.blocks = nn.ModuleList(blocks)
         self.distogram_head = linear(config.pair_dim, len(DISTANCE_CENTRES), init="zero")
         self.masked_msa_head = linear(config.msa_dim, TOKENS, init="zero")
         self.register_buffer("breaks", torch.tensor(DISTANCE_BREAKS, dtype=torch.float32), persistent=False)
@@ -546,7 +497,7 @@ class TinyOpenFoldV2(nn.Module):
 
     def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
                 coords=None, coord_mask=None):
-        """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default: the first row; masks (B, S)
+        """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default the first row; masks (B, S)
         and (B, N), 1 = present. Targets: msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3)
         in Å with coord_mask (B, S). Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S),
         distogram_logits, msa_repr, pair_repr and, with targets, loss and its parts."""
@@ -581,7 +532,7 @@ class TinyOpenFoldV2(nn.Module):
         return result
 
     def sublayers(self):
-        """(name, module) of all sub-layers, for hooks; none where blocks are compiled and have no sub-layers."""
+        """(name, module) of all sub-layers, for hooks; none where blocks are compiled."""
         if self.fusion.enable_torch_compile:
             return []
         return [(name, getattr(block, name)) for block in self.blocks for name in SUBLAYERS]
@@ -589,8 +540,7 @@ class TinyOpenFoldV2(nn.Module):
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training, in words."""
         weight = self.distogram_head.weight
-        q = torch.empty(1, 1, 1, 1, self.config.pair_dim // self.config.pair_heads, dtype=dtype or weight.dtype,
-                        device=weight.device)
+        q = weight.new_empty(1, 1, 1, 1, self.config.pair_dim // self.config.pair_heads, dtype=dtype)
         if q.device.type == "cpu":
             return "sdpa: math on CPU"
         backend = attention_backend(True, q, biased=True)
@@ -707,7 +657,8 @@ def open_source(config, training):
 def probe(trainer, batch, count_launches=True):
     """What one step costs beside time: bytes saved for backward by sub-layer, launches, FLOPs, and on CPU the
     peak of live tensor bytes (a GPU's allocator knows its own). What cannot be counted is None."""
-    saved = saved_activations(trainer.model, trainer.model.sublayers(), lambda: trainer.forward(batch)["loss"])
+    model = trainer.model
+    saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
     with torch.device("meta"):
         plain = TinyOpenFoldV2(trainer.model.config, FusionConfig.preset(False))
     with FlopCounterMode(display=False) as flops:
@@ -757,7 +708,7 @@ def run_steps(trainer, source, profiling, found, stop):
             bar.update()
             stopping = stop.signal is not None  # read once: a signal may come at any moment
             ending = stopping or done == steps.stop
-            saving = training.save_checkpoint and (ending or training.save_every and done % training.save_every == 0)
+            saving = training.save_checkpoint and (ending or done % (training.save_every or math.inf) == 0)
             if ending or saving or done % training.log_every == 0 or device.type == "cpu":
                 checked = require_finite(losses, checked, steps.start)
             if ending or done % training.log_every == 0:
@@ -765,7 +716,7 @@ def run_steps(trainer, source, profiling, found, stop):
                 bar.write(step_line(done, training, losses[-1].item(), float(np.median(times)),
                                     peak_megabytes(device, found)), file=sys.stdout)
             if saving:
-                write_atomically(training.save_checkpoint, lambda file: torch.save(trainer.checkpoint(), file))
+                write_atomically(training.save_checkpoint, partial(torch.save, trainer.checkpoint()))
             if not ending and done % training.eval_every == 0:
                 evaluations[done] = evaluate(trainer.model, source, device)
                 bar.write(contact_line(evaluations[done]), file=sys.stdout)
@@ -777,9 +728,10 @@ def run_steps(trainer, source, profiling, found, stop):
 def require_finite(losses, checked, first_step):
     """Raise UserError at the first loss that is not finite. Returns how many losses are checked now."""
     for number in range(checked, len(losses)):
-        if not math.isfinite(losses[number].item()):
-            raise UserError(f"loss is {losses[number].item()} at step {first_step + number + 1}: nothing was saved "
-                            "since; lower --learning-rate, or use --amp-dtype bfloat16 if it is float16", code=1)
+        loss = losses[number].item()
+        if not math.isfinite(loss):
+            raise UserError(f"loss is {loss} at step {first_step + number + 1}: nothing was saved since; "
+                            "lower --learning-rate, or use --amp-dtype bfloat16 if it is float16", code=1)
     return len(losses)
 
 
@@ -799,7 +751,8 @@ def train(config, fusion, training, profiler, compare_with=None):
     if training.resume:
         trainer.load_checkpoint(training.resume)
         if trainer.step_number >= training.num_steps:
-            raise UserError(f"--num-steps {training.num_steps}: {training.resume} is at step {trainer.step_number} already")
+            raise UserError(f"--num-steps {training.num_steps}: {training.resume} is at step "
+                            f"{trainer.step_number} already")
     describe_start(trainer, source)
     with StopRequest() as stop:
         found = warm_up(trainer, source, profiler)
@@ -834,7 +787,8 @@ def make_parser():
                          help="every fusion, torch.compile included (default: off)")
     presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const", const=False,
                          help="the baseline, V1: no fusion at all (default: off)")
-    presets.add_argument("--enable-all-profiling", action="store_true", help="all three profilers (default: off)")
+    presets.add_argument("--enable-all-profiling", action="store_true",
+                         help="all three profilers (default: off)")
     modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
     for name, text in MODES.items():
         modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
@@ -855,9 +809,8 @@ def read_configs(arguments):
     if given["enable_all_profiling"]:
         given = {**{f.name: True for f in fields(ProfilerConfig) if f.metadata["type"] is bool}, **given}
     fusion = FusionConfig() if given["fusion_preset"] is None else FusionConfig.preset(given["fusion_preset"])
-    defaults = {FusionConfig: asdict(fusion)}
-    return tuple(cls(**{**defaults.get(cls, {}), **{f.name: given[f.name] for f in fields(cls) if f.name in given}})
-                 for cls in CONFIGS)
+    given = {**asdict(fusion), **given}
+    return tuple(cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in CONFIGS)
 
 
 def run(argv=None):
@@ -873,9 +826,10 @@ def run(argv=None):
     if mode is None:
         return train(config, fusion, training, profiler, arguments.compare_with_v1)
     import fusion_checks
-    check = {"--validate-setup": fusion_checks.validate_setup, "--verify-accuracy": fusion_checks.verify_accuracy,
-             "--compare-fusion": fusion_checks.compare_fusion}[mode]
-    return check(config, fusion, training, profiler)
+    checks = {"--validate-setup": fusion_checks.validate_setup,
+              "--verify-accuracy": fusion_checks.verify_accuracy,
+              "--compare-fusion": fusion_checks.compare_fusion}
+    return checks[mode](config, fusion, training, profiler)
 
 
 def main(argv=None):
@@ -887,7 +841,8 @@ def main(argv=None):
     except UserError as error:
         message, code = str(error), error.code
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate memory" not in str(error):
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+        if not known:
             raise
         message, code = "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", 1
     except KeyboardInterrupt:

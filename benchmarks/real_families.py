@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Contact precision on protein families never seen in training, over all folds of a data directory.
 
-    python benchmarks/real_families.py --data DIR --out OUT --steps 3000 --pretrain-steps 3000 [trainer flags]
+    python benchmarks/real_families.py --data DIR --out OUT --steps 3000 --pretrain-steps 3000 [flags]
 
 Settings: from scratch; pre-trained on each synthetic world, then real; and the pre-trained models as they are.
 Every family is held out once. Writes OUT/real_families.json and prints a table; a run that fails is an error.
 """
+
 import argparse
 import json
 import pathlib
@@ -21,7 +22,13 @@ WORLDS = ("paired", "covarying")
 def train(directory, flags):
     """Run the trainer; returns its summary."""
     directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "tiny_openfold_v2.py"), "--profile-dir", str(directory), *map(str, flags)]
+    command = [
+        sys.executable,
+        str(ROOT / "tiny_openfold_v2.py"),
+        "--profile-dir",
+        str(directory),
+        *map(str, flags),
+    ]
     with open(directory / "run.log", "w", encoding="utf-8") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     if code:
@@ -31,11 +38,16 @@ def train(directory, flags):
 
 def held_out_scores(summaries):
     """{family: P(L/2)} and the same by step, over all folds."""
-    final = {name: p["p_l2"] for s in summaries for name, p in s["contact_precision"]["final"]["held_out"].items()}
+    final = {
+        name: p["p_l2"] for s in summaries for name, p in s["contact_precision"]["final"]["held_out"].items()
+    }
     steps = sorted({int(step) for s in summaries for step in s["contact_precision"] if step != "final"})
-    by_step = {step: statistics.median(p["p_l2"] for s in summaries
-                                       for p in s["contact_precision"][str(step)]["held_out"].values())
-               for step in steps}
+    by_step = {
+        step: statistics.median(
+            p["p_l2"] for s in summaries for p in s["contact_precision"][str(step)]["held_out"].values()
+        )
+        for step in steps
+    }
     return final, by_step
 
 
@@ -49,42 +61,101 @@ def main():
     parser.add_argument("--jobs", type=int, default=6)
     arguments, common = parser.parse_known_args()
     names = sorted({path.name.split(".")[0] for path in arguments.data.iterdir()})
-    folds = [",".join(names[i::arguments.folds]) for i in range(arguments.folds)]
+    folds = [",".join(names[i :: arguments.folds]) for i in range(arguments.folds)]
     runs = arguments.out / "runs"
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        pretrained = {world: pool.submit(train, runs / world, [
-            *common, "--synthetic-world", world, "--num-steps", arguments.pretrain_steps, "--learning-rate", 1e-3,
-            "--eval-every", 1000, "--save-checkpoint", runs / f"{world}.pt"]) for world in WORLDS}
+        pretrained = {
+            world: pool.submit(
+                train,
+                runs / world,
+                [
+                    *common,
+                    "--synthetic-world",
+                    world,
+                    "--num-steps",
+                    arguments.pretrain_steps,
+                    "--learning-rate",
+                    1e-3,
+                    "--eval-every",
+                    1000,
+                    "--save-checkpoint",
+                    runs / f"{world}.pt",
+                ],
+            )
+            for world in WORLDS
+        }
 
         def fine_tune(setting, fold, steps):
             resume = []
             if setting in pretrained:
                 pretrained[setting].result()
                 resume, steps = ["--resume", runs / f"{setting}.pt"], steps + arguments.pretrain_steps
-            return train(runs / f"{setting}-{steps}-{fold}", [
-                *common, *resume, "--data", arguments.data, "--holdout", folds[fold], "--num-steps", steps,
-                "--eval-every", 500, "--plot-contacts", arguments.out / f"contacts-{setting}"])
+            return train(
+                runs / f"{setting}-{steps}-{fold}",
+                [
+                    *common,
+                    *resume,
+                    "--data",
+                    arguments.data,
+                    "--holdout",
+                    folds[fold],
+                    "--num-steps",
+                    steps,
+                    "--eval-every",
+                    500,
+                    "--plot-contacts",
+                    arguments.out / f"contacts-{setting}",
+                ],
+            )
 
-        jobs = {(setting, fold): pool.submit(fine_tune, setting, fold, arguments.steps)
-                for setting in ("scratch", *WORLDS) for fold in range(arguments.folds)}
-        jobs |= {(f"{world}, not tuned", fold): pool.submit(fine_tune, world, fold, 1)
-                 for world in WORLDS for fold in range(arguments.folds)}
+        jobs = {
+            (setting, fold): pool.submit(fine_tune, setting, fold, arguments.steps)
+            for setting in ("scratch", *WORLDS)
+            for fold in range(arguments.folds)
+        }
+        jobs |= {
+            (f"{world}, not tuned", fold): pool.submit(fine_tune, world, fold, 1)
+            for world in WORLDS
+            for fold in range(arguments.folds)
+        }
         summaries = {key: job.result() for key, job in jobs.items()}
     results = {}
     for setting in dict.fromkeys(setting for setting, _ in summaries):
         final, by_step = held_out_scores([s for (name, _), s in summaries.items() if name == setting])
-        results[setting] = dict(p_l2=final, median_by_step=by_step, median=statistics.median(final.values()),
-                                mean=statistics.fmean(final.values()))
-        print(f"{setting:22s} held-out P(L/2): median {results[setting]['median']:.3f}, "
-              f"mean {results[setting]['mean']:.3f} ({len(final)} families) by step {by_step}")
+        results[setting] = dict(
+            p_l2=final,
+            median_by_step=by_step,
+            median=statistics.median(final.values()),
+            mean=statistics.fmean(final.values()),
+        )
+        print(
+            f"{setting:22s} held-out P(L/2): median {results[setting]['median']:.3f}, "
+            f"mean {results[setting]['mean']:.3f} ({len(final)} families) by step {by_step}"
+        )
     example = next(iter(summaries.values()))
-    synthetic = {world: {k: statistics.fmean(p["p_l2"] for p in v["held_out"].values())
-                         for k, v in job.result()["contact_precision"].items()} for world, job in pretrained.items()}
+    synthetic = {
+        world: {
+            k: statistics.fmean(p["p_l2"] for p in v["held_out"].values())
+            for k, v in job.result()["contact_precision"].items()
+        }
+        for world, job in pretrained.items()
+    }
     print("synthetic held-out P(L/2), mean:", json.dumps(synthetic))
-    (arguments.out / "real_families.json").write_text(json.dumps(dict(
-        command=sys.argv, folds=folds, results=results, synthetic_held_out=synthetic, config=example["config"],
-        training_params=example["training_params"], system_info=example["system_info"],
-        timestamp=example["timestamp"]), indent=1))
+    (arguments.out / "real_families.json").write_text(
+        json.dumps(
+            dict(
+                command=sys.argv,
+                folds=folds,
+                results=results,
+                synthetic_held_out=synthetic,
+                config=example["config"],
+                training_params=example["training_params"],
+                system_info=example["system_info"],
+                timestamp=example["timestamp"],
+            ),
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

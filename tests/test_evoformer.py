@@ -1,4 +1,5 @@
-"""The model against an independent float64 implementation, and properties that AlphaFold 2's Evoformer has."""
+"""The model against an independent float64 implementation, and properties of AlphaFold 2's Evoformer."""
+
 import itertools
 
 import numpy as np
@@ -15,8 +16,12 @@ SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_d
 
 
 def fusion(switches, **more):
-    names = ("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
-             "enable_triangle_fusion")
+    names = (
+        "enable_qkv_fusion_msa",
+        "enable_qkv_fusion_triangle",
+        "enable_flash_attention",
+        "enable_triangle_fusion",
+    )
     return tof.FusionConfig(**dict(zip(names, switches, strict=True)), **more)
 
 
@@ -29,7 +34,9 @@ def reference(request):
 def reference_block(reference, switches=(True,) * 4):
     config = tof.TinyOpenFoldConfig(msa_dim=32, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
     block = tof.FusedEvoformerBlock(config, fusion(switches)).double()
-    block.load_state_dict({k.removeprefix("param/"): v for k, v in reference.items() if k.startswith("param/")})
+    block.load_state_dict(
+        {k.removeprefix("param/"): v for k, v in reference.items() if k.startswith("param/")}
+    )
     return block
 
 
@@ -37,13 +44,21 @@ def errors(block, reference):
     """Largest deviation of every sub-layer's update, of the block's outputs and of all its gradients."""
     msa, pair = (reference[f"input/{name}"].clone().requires_grad_() for name in ("msa", "pair"))
     seq_mask, row_mask = reference["input/seq_mask"], reference["input/row_mask"]
-    valid = dict(msa=(row_mask[:, :, None] * seq_mask[:, None])[..., None],
-                 pair=(seq_mask[:, :, None] * seq_mask[:, None])[..., None])
-    calls = dict(msa_row_attention=(msa, pair, seq_mask), msa_column_attention=(msa, row_mask),
-                 msa_transition=(msa,), outer_product_mean=(msa, row_mask),
-                 triangle_mult_outgoing=(pair, seq_mask), triangle_mult_incoming=(pair, seq_mask),
-                 triangle_attn_starting=(pair, seq_mask), triangle_attn_ending=(pair, seq_mask),
-                 pair_transition=(pair,))
+    valid = dict(
+        msa=(row_mask[:, :, None] * seq_mask[:, None])[..., None],
+        pair=(seq_mask[:, :, None] * seq_mask[:, None])[..., None],
+    )
+    calls = dict(
+        msa_row_attention=(msa, pair, seq_mask),
+        msa_column_attention=(msa, row_mask),
+        msa_transition=(msa,),
+        outer_product_mean=(msa, row_mask),
+        triangle_mult_outgoing=(pair, seq_mask),
+        triangle_mult_incoming=(pair, seq_mask),
+        triangle_attn_starting=(pair, seq_mask),
+        triangle_attn_ending=(pair, seq_mask),
+        pair_transition=(pair,),
+    )
     found = {}
     for name, arguments in calls.items():
         mask = valid["msa" if name.startswith("msa") else "pair"]
@@ -54,8 +69,9 @@ def errors(block, reference):
     loss = sum((out * reference[f"loss/{name}_weight"]).sum() for name, out in outputs.items())
     loss.backward()
     found["loss"] = (loss - reference["loss/value"]).abs() / reference["loss/value"].abs()
-    found["gradient msa"], found["gradient pair"] = ((x.grad - reference[f"grad/{n}"]).abs().max()
-                                                     for n, x in (("msa", msa), ("pair", pair)))
+    found["gradient msa"], found["gradient pair"] = (
+        (x.grad - reference[f"grad/{n}"]).abs().max() for n, x in (("msa", msa), ("pair", pair))
+    )
     gradients = {name: p.grad for name, p in block.named_parameters()}
     for name, module in block.named_modules():
         if isinstance(module, tof.PackedProjections):
@@ -68,7 +84,11 @@ def errors(block, reference):
 
 @pytest.mark.parametrize("switches", COMBINATIONS)
 def test_block_matches_independent_implementation(reference, switches):
-    wrong = {name: e for name, e in errors(reference_block(reference, switches), reference).items() if not e < 1e-10}
+    wrong = {
+        name: e
+        for name, e in errors(reference_block(reference, switches), reference).items()
+        if not e < 1e-10
+    }
     assert not wrong
 
 
@@ -83,8 +103,11 @@ def swapped_gates(block, _monkeypatch):
 
 
 def dropped_triangle_bias(block, monkeypatch):
-    monkeypatch.setattr(block.triangle_attn_ending.triangle_bias_proj, "weight", torch.nn.Parameter(
-        torch.zeros_like(block.triangle_attn_ending.triangle_bias_proj.weight)))
+    monkeypatch.setattr(
+        block.triangle_attn_ending.triangle_bias_proj,
+        "weight",
+        torch.nn.Parameter(torch.zeros_like(block.triangle_attn_ending.triangle_bias_proj.weight)),
+    )
 
 
 def untransposed_ending_bias(block, _monkeypatch):
@@ -97,11 +120,22 @@ def wrong_epsilon(block, _monkeypatch):
 
 def count_off_by_epsilon(block, monkeypatch):
     original = block.outer_product_mean.forward
-    monkeypatch.setattr(block.outer_product_mean, "forward", lambda msa, mask=None: original(msa, mask) * (1 + 1e-8))
+    monkeypatch.setattr(
+        block.outer_product_mean, "forward", lambda msa, mask=None: original(msa, mask) * (1 + 1e-8)
+    )
 
 
-@pytest.mark.parametrize("mutate", [swapped_einsum, swapped_gates, dropped_triangle_bias, untransposed_ending_bias,
-                                    wrong_epsilon, count_off_by_epsilon])
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        swapped_einsum,
+        swapped_gates,
+        dropped_triangle_bias,
+        untransposed_ending_bias,
+        wrong_epsilon,
+        count_off_by_epsilon,
+    ],
+)
 def test_reference_check_catches_mutants(reference, mutate, monkeypatch):
     block = reference_block(reference)
     mutate(block, monkeypatch)
@@ -138,7 +172,10 @@ def test_padding_changes_nothing_valid(switches):
     block, msa, pair = random_block(switches)
     expected = block(msa[:, :4, :5], pair[:, :5, :5])
     msa[:, 4:], msa[:, :, 5:], pair[:, 5:], pair[:, :, 5:] = 1e3, -1e3, 1e3, -1e3  # garbage in the padding
-    seq_mask, row_mask = torch.tensor([1] * 5 + [0] * 2).expand(2, 7), torch.tensor([True] * 4 + [False]).expand(2, 5)
+    seq_mask, row_mask = (
+        torch.tensor([1] * 5 + [0] * 2).expand(2, 7),
+        torch.tensor([True] * 4 + [False]).expand(2, 5),
+    )
     padded = block(msa, pair, seq_mask, row_mask)
     torch.testing.assert_close(padded[0][:, :4, :5], expected[0], rtol=0, atol=1e-11)
     torch.testing.assert_close(padded[1][:, :5, :5], expected[1], rtol=0, atol=1e-11)
@@ -197,7 +234,9 @@ def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_ev
 def test_packed_names_load_too_and_missing_ones_are_reported():
     trainer, _ = model_and_batch()
     packed = dict(trainer.model.named_parameters())
-    assert any("qkv_proj" in n for n in packed) and not any("qkv_proj" in n for n in trainer.model.state_dict())
+    assert any("qkv_proj" in n for n in packed) and not any(
+        "qkv_proj" in n for n in trainer.model.state_dict()
+    )
     model_and_batch((False,) * 4)[0].model.load_state_dict(packed)
     state = trainer.model.state_dict()
     del state["blocks.0.msa_row_attention.k_proj.weight"]
@@ -208,10 +247,23 @@ def test_packed_names_load_too_and_missing_ones_are_reported():
 def test_baseline_really_is_unfused():
     for switches, gemms in (((False,) * 4, 20), ((True,) * 4, 8)):
         model = model_and_batch(switches)[0].model
-        names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "left_proj", "right_proj", "left_gate", "right_gate",
-                 "left_right_proj", "left_right_gate")
-        layers = [n for n, m in model.blocks[0].named_modules() if n.split(".")[-1] in names
-                  and not n.startswith("outer_product_mean")]
+        names = (
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "qkv_proj",
+            "left_proj",
+            "right_proj",
+            "left_gate",
+            "right_gate",
+            "left_right_proj",
+            "left_right_gate",
+        )
+        layers = [
+            n
+            for n, m in model.blocks[0].named_modules()
+            if n.split(".")[-1] in names and not n.startswith("outer_product_mean")
+        ]
         assert len(layers) == gemms == model.get_fusion_statistics()["projection_gemms_per_block"]
 
 
@@ -227,15 +279,33 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
     arguments = (config, tof.FusionConfig(), tof.TrainingConfig(batch_size=2), torch.device("cpu"))
     assert fusion_checks.compare_numerics(*arguments)[1] == []
     attend, separate = tof.attend, tof.separate
-    mutants = [("attend", lambda q, k, v, bias=None, key_mask=None, fused=True:
-                attend(q, k, v, None if fused else bias, key_mask, fused)),
-               ("attend", lambda q, k, v, bias=None, key_mask=None, fused=True:
-                attend(q, k, v, bias, None if fused else key_mask, fused)),
-               ("separate", lambda outputs, n: outputs if len(outputs) == n else separate(outputs, n)[::-1]),
-               ("attend", lambda q, k, v, bias=None, key_mask=None, fused=True:  # a gradient that is lost
-                attend(q, k, v, bias.detach() if fused and bias is not None else bias, key_mask, fused)),
-               ("attend", lambda q, k, v, bias=None, key_mask=None, fused=True:  # half the precision
-                attend(q, k, v, bias, key_mask, fused) * (1 + 1e-5 * fused))]
+    mutants = [
+        (
+            "attend",
+            lambda q, k, v, bias=None, key_mask=None, fused=True: attend(
+                q, k, v, None if fused else bias, key_mask, fused
+            ),
+        ),
+        (
+            "attend",
+            lambda q, k, v, bias=None, key_mask=None, fused=True: attend(
+                q, k, v, bias, None if fused else key_mask, fused
+            ),
+        ),
+        ("separate", lambda outputs, n: outputs if len(outputs) == n else separate(outputs, n)[::-1]),
+        (
+            "attend",
+            lambda q, k, v, bias=None, key_mask=None, fused=True: (  # a gradient that is lost
+                attend(q, k, v, bias.detach() if fused and bias is not None else bias, key_mask, fused)
+            ),
+        ),
+        (
+            "attend",
+            lambda q, k, v, bias=None, key_mask=None, fused=True: (  # half the precision
+                attend(q, k, v, bias, key_mask, fused) * (1 + 1e-5 * fused)
+            ),
+        ),
+    ]
     for name, mutant in mutants:
         with monkeypatch.context() as patch:
             patch.setattr(tof, name, mutant)

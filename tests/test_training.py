@@ -1,4 +1,5 @@
 """The trainer as its users meet it: runs, files, signals, wrong input."""
+
 import json
 import os
 import signal
@@ -14,14 +15,37 @@ import protein_batches
 import run_files
 import tiny_openfold_v2 as tof
 
-SMALL = ["--num-blocks", "1", "--msa-dim", "8", "--pair-dim", "8", "--msa-heads", "2", "--pair-heads", "2",
-         "--outer-product-dim", "4", "--num-seqs", "6", "--seq-len", "16", "--batch-size", "2",
-         "--warmup-steps", "1", "--device", "cpu"]
+SMALL = [
+    "--num-blocks",
+    "1",
+    "--msa-dim",
+    "8",
+    "--pair-dim",
+    "8",
+    "--msa-heads",
+    "2",
+    "--pair-heads",
+    "2",
+    "--outer-product-dim",
+    "4",
+    "--num-seqs",
+    "6",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "2",
+    "--warmup-steps",
+    "1",
+    "--device",
+    "cpu",
+]
 
 
 def train(tmp_path, *flags, small=True):
     """main() in this process: as fast as a call, same exit code."""
-    return tof.main([*(SMALL if small else []), "--profile-dir", str(tmp_path / "profiles"), *map(str, flags)])
+    return tof.main(
+        [*(SMALL if small else []), "--profile-dir", str(tmp_path / "profiles"), *map(str, flags)]
+    )
 
 
 def test_training_run_as_a_subprocess(tmp_path):
@@ -29,18 +53,35 @@ def test_training_run_as_a_subprocess(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     lines = result.stdout.splitlines()
-    for line in ("Fusion Optimizations:", "   MSA QKV Fusion: Enabled", "   Triangle QKV Fusion: Enabled",
-                 "   Flash Attention: Enabled (sdpa: math on CPU)", "   Triangle Gate/Proj Fusion: Enabled",
-                 "   Torch Compile: Disabled", "   Kernel Reduction: 80.0% (12 fewer kernels) [nominal]"):
+    for line in (
+        "Fusion Optimizations:",
+        "   MSA QKV Fusion: Enabled",
+        "   Triangle QKV Fusion: Enabled",
+        "   Flash Attention: Enabled (sdpa: math on CPU)",
+        "   Triangle Gate/Proj Fusion: Enabled",
+        "   Torch Compile: Disabled",
+        "   Kernel Reduction: 80.0% (12 fewer kernels) [nominal]",
+    ):
         assert line in lines
     steps = [line for line in lines if line.startswith("Step ")]
     assert [line.split(" | ")[0] for line in steps] == ["Step   5/12", "Step  10/12", "Step  12/12"]
     summary = last_json(result)
-    assert json.loads((tmp_path / "pytorch_profiles_v2" / "performance_summary_v2.json").read_text()) == summary
+    assert (
+        json.loads((tmp_path / "pytorch_profiles_v2" / "performance_summary_v2.json").read_text()) == summary
+    )
     performance = summary["performance_summary"]
     assert performance["total_samples"] == 24 and performance["launch_kind"] == "cpu_ops"
-    assert all(performance[key] > 0 for key in ("avg_training_speed", "median_batch_time", "peak_memory_mb",
-                                                "saved_activation_mb", "launches_per_step", "flops_per_step"))
+    assert all(
+        performance[key] > 0
+        for key in (
+            "avg_training_speed",
+            "median_batch_time",
+            "peak_memory_mb",
+            "saved_activation_mb",
+            "launches_per_step",
+            "flops_per_step",
+        )
+    )
     assert performance["p20_batch_time"] <= performance["median_batch_time"] <= performance["p80_batch_time"]
     assert len(summary["contact_precision"]["final"]["held_out"]) == 16
 
@@ -66,7 +107,10 @@ def test_validation_and_accuracy_fail_with_exit_code_1(tmp_path, monkeypatch, ca
 
 def state_of(path):
     saved = torch.load(path, weights_only=True)
-    return {**saved["model"], **{f"{kind} {n}": t for kind, m in saved["moments"].items() for n, t in m.items()}}
+    return {
+        **saved["model"],
+        **{f"{kind} {n}": t for kind, m in saved["moments"].items() for n, t in m.items()},
+    }
 
 
 @pytest.mark.parametrize("amp", [[], ["--use-amp", "--amp-dtype", "float16"]])
@@ -75,8 +119,19 @@ def test_resume_continues_bit_for_bit_also_with_dropout(tmp_path, capsys, amp):
     assert train(tmp_path, "--num-steps", 6, "--save-checkpoint", tmp_path / "whole.pt", *flags) == 0
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert train(tmp_path, "--num-steps", 3, "--save-checkpoint", tmp_path / "part.pt", *flags) == 0
-    assert train(tmp_path, "--num-steps", 6, "--resume", tmp_path / "part.pt", "--save-checkpoint",
-                 tmp_path / "part.pt", *flags) == 0
+    assert (
+        train(
+            tmp_path,
+            "--num-steps",
+            6,
+            "--resume",
+            tmp_path / "part.pt",
+            "--save-checkpoint",
+            tmp_path / "part.pt",
+            *flags,
+        )
+        == 0
+    )
     resumed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert resumed["performance_summary"]["final_loss"] == whole["performance_summary"]["final_loss"]
     expected, found = state_of(tmp_path / "whole.pt"), state_of(tmp_path / "part.pt")
@@ -84,11 +139,15 @@ def test_resume_continues_bit_for_bit_also_with_dropout(tmp_path, capsys, amp):
 
 
 def test_checkpoint_with_its_optimizer_crosses_fusion_settings(tmp_path, capsys):
-    assert train(tmp_path, "--num-steps", 3, "--save-checkpoint", tmp_path / "a.pt", "--disable-all-fusion") == 0
+    assert (
+        train(tmp_path, "--num-steps", 3, "--save-checkpoint", tmp_path / "a.pt", "--disable-all-fusion") == 0
+    )
     losses = []
     for flags in (["--disable-all-fusion"], ["--enable-qkv-fusion-msa", "--enable-triangle-fusion"]):
         assert train(tmp_path, "--num-steps", 8, "--resume", tmp_path / "a.pt", *flags) == 0
-        losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["performance_summary"]["final_loss"])
+        losses.append(
+            json.loads(capsys.readouterr().out.splitlines()[-1])["performance_summary"]["final_loss"]
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert not any("qkv_proj" in name for name in state_of(tmp_path / "a.pt"))
 
@@ -121,6 +180,7 @@ run_files.write_atomically(sys.argv[1], write)
 def test_failed_write_is_one_error_and_leaves_nothing(tmp_path):
     def write(file):
         raise OSError(28, "No space left on device")
+
     with pytest.raises(run_files.UserError, match="No space left"):
         run_files.write_atomically(tmp_path / "x.json", write)
     assert list(tmp_path.iterdir()) == []
@@ -128,8 +188,20 @@ def test_failed_write_is_one_error_and_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
-    command = [sys.executable, "-u", str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--num-steps", "100000",
-               "--log-every", "1", "--profile-dir", str(tmp_path), "--save-checkpoint", str(tmp_path / "c.pt")]
+    command = [
+        sys.executable,
+        "-u",
+        str(ROOT / "tiny_openfold_v2.py"),
+        *SMALL,
+        "--num-steps",
+        "100000",
+        "--log-every",
+        "1",
+        "--profile-dir",
+        str(tmp_path),
+        "--save-checkpoint",
+        str(tmp_path / "c.pt"),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not process.stdout.readline().startswith("Step "):
             pass
@@ -144,17 +216,26 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
 
 def test_closed_pipe_and_full_disk_on_stdout():
     command = f"{sys.executable} {ROOT / 'tiny_openfold_v2.py'} --help"
-    result = subprocess.run(["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], capture_output=True,
-                            text=True, check=False)
+    result = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "Traceback" not in result.stderr
     if os.path.exists("/dev/full"):
         command = " ".join([sys.executable, str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--validate-setup"])
-        result = subprocess.run(["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            ["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True, check=False
+        )
         assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1
 
 
 def test_non_finite_loss_stops_with_exit_code_1(tmp_path, capsys):
-    assert train(tmp_path, "--num-steps", 50, "--learning-rate", 1e30, "--save-checkpoint", tmp_path / "c.pt") == 1
+    assert (
+        train(tmp_path, "--num-steps", 50, "--learning-rate", 1e30, "--save-checkpoint", tmp_path / "c.pt")
+        == 1
+    )
     error = capsys.readouterr().err
     assert "loss is nan at step" in error or "loss is inf at step" in error
     assert not (tmp_path / "c.pt").exists()
@@ -193,7 +274,9 @@ BAD_FLAGS = [
 def test_wrong_use_is_one_line_and_exit_code_2(flags, message, tmp_path, capsys):
     profile_dir = [] if "--profile-dir" in flags else ["--profile-dir", str(tmp_path)]
     try:
-        code = tof.main([*SMALL, *profile_dir, *flags] if "--device" not in flags else [*SMALL[:-2], *profile_dir, *flags])
+        code = tof.main(
+            [*SMALL, *profile_dir, *flags] if "--device" not in flags else [*SMALL[:-2], *profile_dir, *flags]
+        )
     except SystemExit as error:
         code = error.code
     captured = capsys.readouterr()
@@ -206,16 +289,23 @@ def test_missing_gpu_is_exit_code_4(tmp_path, capsys):
         assert "no such GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("package, flags", [("matplotlib", ["--plot-contacts", "maps"]),
-                                            ("gemmi", ["--msa", "{a3m}", "--structure", "{pdb}"])])
+@pytest.mark.parametrize(
+    "package, flags",
+    [("matplotlib", ["--plot-contacts", "maps"]), ("gemmi", ["--msa", "{a3m}", "--structure", "{pdb}"])],
+)
 def test_missing_optional_package_is_exit_code_3(package, flags, tmp_path):
     paths = dict(a3m=tmp_path / "x.a3m", pdb=tmp_path / "x.pdb")
     paths["a3m"].write_text(">q\nACDEF\n")
     paths["pdb"].write_text("END\n")
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise ImportError('not here')")
-    result = run_program("tiny_openfold_v2.py", *SMALL, *[f.format(**paths) for f in flags], cwd=tmp_path,
-                         env={"PYTHONPATH": str(tmp_path)})
+    result = run_program(
+        "tiny_openfold_v2.py",
+        *SMALL,
+        *[f.format(**paths) for f in flags],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
     assert result.returncode == 3 and f"pip install {package}" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
@@ -250,7 +340,9 @@ def test_resume_at_the_end_is_refused(tmp_path, capsys):
 
 def test_compare_with_an_earlier_summary(tmp_path, capsys):
     earlier = tmp_path / "v1.json"
-    earlier.write_text(json.dumps(dict(performance_summary=dict(avg_training_speed=1e-3, peak_memory_mb=1e6))))
+    earlier.write_text(
+        json.dumps(dict(performance_summary=dict(avg_training_speed=1e-3, peak_memory_mb=1e6)))
+    )
     assert train(tmp_path, "--num-steps", 2, "--compare-with-v1", earlier) == 0
     out = capsys.readouterr().out
     summary = json.loads(out.splitlines()[-1])
@@ -259,21 +351,36 @@ def test_compare_with_an_earlier_summary(tmp_path, capsys):
     assert train(tmp_path, "--num-steps", 2, "--compare-with-v1", earlier) == 2
 
 
-@pytest.mark.parametrize("flags, expected", [
-    (["--disable-all-fusion", "--enable-flash-attention"], (False, False, True, False, False)),
-    (["--enable-flash-attention", "--disable-all-fusion"], (False, False, True, False, False)),
-    (["--enable-flash-attention", "--disable-flash-attention"], (True, True, False, True, False)),
-    (["--enable-all-fusion", "--disable-torch-compile"], (True, True, True, True, False)),
-    ([], (True, True, True, True, False))])
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--disable-all-fusion", "--enable-flash-attention"], (False, False, True, False, False)),
+        (["--enable-flash-attention", "--disable-all-fusion"], (False, False, True, False, False)),
+        (["--enable-flash-attention", "--disable-flash-attention"], (True, True, False, True, False)),
+        (["--enable-all-fusion", "--disable-torch-compile"], (True, True, True, True, False)),
+        ([], (True, True, True, True, False)),
+    ],
+)
 def test_presets_and_switches(flags, expected):
     _, _, fusion, _ = tof.read_configs(tof.make_parser().parse_args(flags))
-    names = ("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
-             "enable_triangle_fusion", "enable_torch_compile")
+    names = (
+        "enable_qkv_fusion_msa",
+        "enable_qkv_fusion_triangle",
+        "enable_flash_attention",
+        "enable_triangle_fusion",
+        "enable_torch_compile",
+    )
     assert tuple(getattr(fusion, name) for name in names) == expected
 
 
 def test_impossible_config_values_raise():
-    for name, value in (("msa_dim", 0), ("msa_heads", 3), ("dropout", 1.5), ("num_blocks", 2.5), ("seq_len", "64")):
+    for name, value in (
+        ("msa_dim", 0),
+        ("msa_heads", 3),
+        ("dropout", 1.5),
+        ("num_blocks", 2.5),
+        ("seq_len", "64"),
+    ):
         with pytest.raises(ValueError, match=name):
             tof.TinyOpenFoldConfig(**{name: value})
 
@@ -292,8 +399,14 @@ def test_synthetic_proteins_are_what_they_claim():
     assert np.array_equal(msa[7], again[0])  # each depends on its own number alone
     bonds = np.linalg.norm(np.diff(coords, axis=1), axis=-1)
     assert 3.0 < bonds.mean() < 4.5
-    first, second = np.nonzero(protein_batches.PARTNER[msa[0, :, :, None].astype(int)].transpose(1, 2, 0).reshape(48, 16)
-                               [:, None].repeat(48, 1).__eq__(msa[0].T[None]).all(-1))
+    first, second = np.nonzero(
+        protein_batches.PARTNER[msa[0, :, :, None].astype(int)]
+        .transpose(1, 2, 0)
+        .reshape(48, 16)[:, None]
+        .repeat(48, 1)
+        .__eq__(msa[0].T[None])
+        .all(-1)
+    )
     assert len(first) > 5  # residues that hold partners in every row touch, and are far apart along the chain
     assert (np.linalg.norm(coords[0, first] - coords[0, second], axis=-1) < 8).all()
     assert (np.abs(first - second) >= protein_batches.SEPARATION).all()
@@ -323,13 +436,43 @@ def test_contact_precision_against_a_hand_count():
 
 
 def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
-    assert tof.main(["--device", "cpu", "--num-blocks", "1", "--msa-dim", "32", "--pair-dim", "32", "--num-seqs", "16",
-                     "--seq-len", "24", "--batch-size", "8", "--num-steps", "150", "--learning-rate", "3e-3",
-                     "--warmup-steps", "0", "--eval-every", "50", "--profile-dir", str(tmp_path)]) == 0
+    assert (
+        tof.main(
+            [
+                "--device",
+                "cpu",
+                "--num-blocks",
+                "1",
+                "--msa-dim",
+                "32",
+                "--pair-dim",
+                "32",
+                "--num-seqs",
+                "16",
+                "--seq-len",
+                "24",
+                "--batch-size",
+                "8",
+                "--num-steps",
+                "150",
+                "--learning-rate",
+                "3e-3",
+                "--warmup-steps",
+                "0",
+                "--eval-every",
+                "50",
+                "--profile-dir",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["performance_summary"]["final_loss"] < result["performance_summary"]["first_loss"] - 0.3
-    held_out = {step: np.mean([p["p_l2"] for p in groups["held_out"].values()])
-                for step, groups in result["contact_precision"].items()}
+    held_out = {
+        step: np.mean([p["p_l2"] for p in groups["held_out"].values()])
+        for step, groups in result["contact_precision"].items()
+    }
     chance = np.mean([p["chance"] for p in result["contact_precision"]["final"]["held_out"].values()])
     assert held_out["final"] > held_out["50"] and held_out["final"] > chance + 0.25
 
@@ -348,9 +491,30 @@ def test_real_families_train_and_hold_out(families_dir, tmp_path, capsys):
 
 def test_one_real_protein_by_msa_and_structure(tmp_path, capsys):
     pairs = require_shared("data", "pairs")
-    assert train(tmp_path, "--num-steps", 1, "--msa", pairs / "4CUP_A.a3m", "--structure", f"{pairs / '4CUP.cif'}:A") == 0
-    assert train(tmp_path, "--num-steps", 1, "--msa", pairs / "PF00708.align.80.fasta", "--structure",
-                 pairs / "3BR8_A.pdb") == 2  # the first row is not the query, and the error names the row that is
+    assert (
+        train(
+            tmp_path,
+            "--num-steps",
+            1,
+            "--msa",
+            pairs / "4CUP_A.a3m",
+            "--structure",
+            f"{pairs / '4CUP.cif'}:A",
+        )
+        == 0
+    )
+    assert (
+        train(
+            tmp_path,
+            "--num-steps",
+            1,
+            "--msa",
+            pairs / "PF00708.align.80.fasta",
+            "--structure",
+            pairs / "3BR8_A.pdb",
+        )
+        == 2
+    )  # the first row is not the query, and the error names the row that is
     assert "--query" in capsys.readouterr().err
 
 
