@@ -1,0 +1,40 @@
+"""What the tests of the ROCm wrappers share: start a wrapper, read what it and the stand-ins recorded."""
+import json
+import pathlib
+import subprocess
+
+from . import common
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FAKES = pathlib.Path(common.__file__).parent
+GENERATIONS = ("6.3", "7.0", "10.1")
+WRAPPERS = {"run_rocprofv3.sh": "rocprofv3", "run_rocprof_sys.sh": "rocprof-sys-python",
+            "run_rocprof_compute.sh": "rocprof-compute"}
+ODD_FLAGS = ["--data", "my files/a b", "--title=x  y", "--note", "it's \"quoted\" $HOME *", "-5",
+             "--empty", ""]
+
+
+def start(script, *arguments):
+    return subprocess.run([ROOT / script, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+
+def recorded(tmp_path):
+    """argv and cwd of every run of the stand-in for the trainer."""
+    return [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+
+
+def manifest(directory):
+    return json.loads((pathlib.Path(directory) / "manifest.json").read_text())
+
+
+def interrupt(script, number, machine, *arguments):
+    """Start, wait for the trainer's first step, send the signal; (exit code, directory)."""
+    workplace = machine("7.0", FAKE_TRAINER="hang")
+    process = subprocess.Popen([ROOT / script, "-o", "out", *arguments], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if line.startswith("step 1"):
+            break
+    process.send_signal(number)
+    output = process.communicate(timeout=20)[0]
+    return process.returncode, workplace / "out", output

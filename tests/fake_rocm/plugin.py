@@ -1,0 +1,68 @@
+"""Pytest plugin: machines for the tests of the ROCm wrappers, with a ROCm of some generation or without."""
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from .machine import FAKES, GENERATIONS, WRAPPERS
+
+
+def write_tool(path, generation):
+    """A launcher of the stand-in. Every session asks for --help, so that answer is kept in a file."""
+    python = "$PYTHON_EXECUTABLE" if "sys" in path.name else shlex.quote(sys.executable)
+    program = shlex.quote(str(FAKES / (path.name.replace("-", "_") + ".py")))
+    start = f"FAKE_ROCM={generation} exec {python} -S -E {program}"
+    question = "profile --help" if "compute" in path.name else "--help"
+    answer = subprocess.run(["sh", "-c", f"{start} {question}"], stdout=subprocess.PIPE, check=True,
+                            env={"PYTHON_EXECUTABLE": sys.executable, "COLUMNS": "200"}).stdout
+    kept = path.with_suffix(".help")
+    kept.write_bytes(answer)
+    path.write_text(f"""#!/bin/sh
+case "$FAKE_FAIL:$*" in ":{question}") exec cat {shlex.quote(str(kept))};; esac
+{start} "$@"
+""")
+    path.chmod(0o755)
+
+
+@pytest.fixture(scope="session")
+def installations(tmp_path_factory):
+    """A ROCm tree of each generation: bin/, .info/version and the Python bindings of rocprof-sys."""
+    root = tmp_path_factory.mktemp("rocm")
+    for generation in (*GENERATIONS, "next"):
+        prefix = root / f"rocm-{generation}"
+        (prefix / "bin").mkdir(parents=True)
+        (prefix / ".info").mkdir()
+        (prefix / ".info" / "version").write_text(f"{generation.replace('next', '10.2')}.0-56\n")
+        bindings = prefix / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "rocprofsys"
+        bindings.mkdir(parents=True)
+        (bindings / f"libpyrocprofsys.cpython-3{sys.version_info.minor}-x86_64-linux-gnu.so").touch()
+        for tool in WRAPPERS.values():
+            write_tool(prefix / "bin" / tool, generation)
+    return root
+
+
+@pytest.fixture
+def machine(tmp_path, installations, monkeypatch):
+    """machine(generation) prepares the environment of a machine with that ROCm; None: without any."""
+    def prepare(generation, **environment):
+        prefix = installations / f"rocm-{generation}" if generation else tmp_path / "no-rocm"
+        kfd = tmp_path / "kfd"
+        kfd.touch()
+        settings = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "ROCM_PATH": str(prefix), "KFD_DEVICE": str(kfd),
+                    "PYTHON": sys.executable, "PYTHONPATH": str(FAKES), "MIN_FREE_GB": "0",
+                    "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(installations / "pycache"),
+                    "FAKE_HIP": f"{'10.2' if generation == 'next' else generation}.1",
+                    "TINYOPENFOLD_SCRIPT": str(FAKES / "trainer.py"), "FAKE_RECORD": str(tmp_path / "record"),
+                    "PYTORCH_PROFILER_SCRIPT": str(tmp_path / "absent" / "run_pytorch_profiler.sh")}
+        for name in list(os.environ):
+            if name.startswith(("ROCP", "HSA_", "FAKE_")):
+                monkeypatch.delenv(name)
+        for name, value in {**settings, **environment}.items():
+            monkeypatch.setenv(name, value)
+        workplace = tmp_path / "work place"
+        workplace.mkdir(exist_ok=True)
+        monkeypatch.chdir(workplace)
+        return workplace
+    return prepare

@@ -1,0 +1,237 @@
+"""Summaries of profiler results: every header generation, rocpd, kinds of kernels, comparison, errors."""
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from fake_rocm import common
+
+import profile_summary
+from profile_summary import kind_of, summarize
+
+TOTALS = {"GEMM": (160, 5.074), "attention": (120, 7.41), "normalisation": (210, 1.308),
+          "elementwise": (1050, 2.34), "reduction": (75, 0.66), "copy": (42, 0.228), "other": (6, 0.006)}
+GOLDEN = pathlib.Path(common.__file__).with_name("golden_summary.txt").read_text()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A result directory as the wrapper leaves it, without the profiler's own files."""
+    steps = {"measured": 10, "warmup": 3, "selected_regions": False}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps({"steps": steps}))
+    return tmp_path / "run"
+
+
+def check_totals(summary):
+    assert summary["launches"] == sum(calls for calls, _ in TOTALS.values())
+    got = {row["kind"]: (row["launches"], round(row["time_ms"], 6)) for row in summary["by_kind"]}
+    assert got == TOTALS
+    assert sum(row["percent"] for row in summary["by_kind"]) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("write", [
+    lambda d: common.write_stats(d / "7_kernel_stats.csv"),
+    lambda d: common.write_trace(d / "7_kernel_trace.csv", "6.3"),
+    lambda d: common.write_trace(d / "7_kernel_trace.csv", "7.0"),
+    lambda d: common.write_trace(d / "out_kernel_trace.csv", "rocpd convert"),
+    lambda d: common.write_trace(d / "pmc_perf.csv", "rocprof-compute"),
+    lambda d: common.write_rocpd(d / "7_results.db"),
+    lambda d: common.write_rocpd(d / "7_results.db", dispatch_tables=False),
+], ids=["stats", "trace 6.3", "trace 7.0", "rocpd convert", "rocprof-compute", "rocpd", "rocpd view"])
+def test_every_source_gives_the_same_summary(write, run):
+    write(run)
+    summary = summarize(run)
+    check_totals(summary)
+    assert summary["launches_per_step"] == pytest.approx(1663 / 13)
+    top = summary["top_kernels"][0]
+    assert (top["calls"], top["kind"]) == (120, "GEMM") and top["average_us"] == pytest.approx(41.25)
+
+
+def test_golden_text(run):
+    common.write_stats(run / "tinyopenfold_7_kernel_stats.csv")
+    text = profile_summary.render({**summarize(run), "directory": "DIR"})
+    assert text == GOLDEN
+
+
+def test_statistics_win_over_trace_and_database(run):
+    common.write_stats(run / "7_kernel_stats.csv")
+    common.write_trace(run / "7_kernel_trace.csv", "7.0")
+    common.write_rocpd(run / "7_results.db")
+    check_totals(summarize(run))
+
+
+def test_processes_add_up_passes_do_not(run):
+    for place in ("pass_1/host/7", "pass_2/host/8"):
+        (run / place).parent.mkdir(parents=True)
+        common.write_stats(run / f"{place}_kernel_stats.csv")
+    check_totals(summarize(run))
+    other_process = run / "pass_1" / "host" / "9_kernel_stats.csv"
+    other_process.write_text('"Name","Calls","TotalDurationNs"\n"x",5,10\n')
+    assert summarize(run)["launches"] == 1668
+
+
+def test_results_set_aside_do_not_count(run):
+    for name in ("7_kernel_stats.csv", "workloads.old-20260101_000000/7_kernel_stats.csv"):
+        (run / name).parent.mkdir(exist_ok=True)
+        common.write_stats(run / name)
+    check_totals(summarize(run))
+
+
+def test_case_and_spelling_of_columns_and_a_broken_last_line(tmp_path):
+    (tmp_path / "a_kernel_trace.csv").write_text(
+        '\ufeffKERNEL_NAME,start_timestamp,End Timestamp\n"f<a, 2>(x)",100,1100\n"f<a, 2>(x)",2000,2500\n"g',
+        "utf-8")
+    summary = summarize(tmp_path)
+    assert (summary["launches"], summary["kernel_time_ms"]) == (2, 0.0015)
+    assert summary["launches_per_step"] is None and "unknown" in profile_summary.render(summary)
+
+
+def test_rocprof_compute_counts_one_pass_and_prefers_counters_to_roofline(tmp_path):
+    for place in ("workloads/x_counters/MI300X_A1", "workloads/x_roof/MI300X_A1"):
+        (tmp_path / place).mkdir(parents=True)
+        for number in (0, 1):
+            common.write_trace(tmp_path / place / f"pmc_perf_{number}.csv", "rocprof-compute")
+    summary = summarize(tmp_path)
+    check_totals(summary)
+    assert summary["files"] == ["workloads/x_counters/MI300X_A1/pmc_perf_0.csv"]
+
+
+def test_steps_from_the_trainer_and_selected_regions(tmp_path):
+    common.write_stats(tmp_path / "7_kernel_stats.csv")
+    training = {"training_params": {"num_steps": 20, "warmup_steps": 0}}
+    (tmp_path / "performance_summary_v2.json").write_text(json.dumps(training))
+    assert summarize(tmp_path)["steps"] == 20
+    steps = {"measured": 4, "warmup": 3, "selected_regions": True}
+    (tmp_path / "manifest.json").write_text(json.dumps({"steps": steps}))
+    assert summarize(tmp_path)["steps"] == 4 and "nothing else" in summarize(tmp_path)["steps_counted"]
+
+
+def test_dma_copies_and_counters(run):
+    common.write_stats(run / "7_kernel_stats.csv")
+    (run / "7_memory_copy_stats.csv").write_text(
+        '"Name","Calls","TotalDurationNs"\n"MEMORY_COPY_HOST_TO_DEVICE",4,8000\n')
+    (run / "7_counter_collection.csv").write_text(
+        '"Kernel_Name","Counter_Name","Counter_Value"\n"a,b",SQ_WAVES,32\n"c",SQ_WAVES,8\n')
+    summary = summarize(run)
+    assert summary["memory_copies"] == {"count": 4, "time_ms": 0.008}
+    assert summary["counters"] == {"SQ_WAVES": 40}
+    assert "DMA copies" in profile_summary.render(summary) and "SQ_WAVES" in profile_summary.render(summary)
+    (run / "7_memory_copy_stats.csv").unlink()
+    (run / "7_memory_copy_trace.csv").write_text(
+        "Kind,Direction,Start_Timestamp,End_Timestamp\nMEMORY_COPY,D2H,10,1010\n")
+    assert summarize(run)["memory_copies"] == {"count": 1, "time_ms": 0.001}
+
+
+@pytest.mark.parametrize("kind,names", {
+    "GEMM": """Cijk_Ailk_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT64x64x64
+        Custom_Cijk_Alik_Bljk_HHS
+        Cijk_SB_BetaOnly
+        void rocblas_gemvt_kernel<false, 256>
+        _ZN2ck16tensor_operation6device22kernel_gemm_xdl_cshuffleE
+        triton_tem_fused_addmm_4
+        triton_mm
+        ampere_sgemm_128x64_nn
+        nvjet_hsh_128x256_64x4_2x1_v
+        void cublasLt::splitKreduce_kernel<32, 16>
+        miopenSp3AsmConv_v30_3_1
+        igemm_fwd_gtcx3_nhwc_fp16""",
+    "attention": """attn_fwd
+        attn_fwd.kd
+        _attn_fwd
+        bwd_kernel_dk_dv.kd
+        bwd_kernel_dq
+        bwd_kernel_fuse
+        bwd_preprocess
+        triton_tem_fused_flex_attention_backward_2
+        triton_flex_attention
+        void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<32> >
+        fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention)
+        ck_tile::FmhaFwdKernel""",
+    "normalisation": """void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>
+        void at::native::(anonymous namespace)::layer_norm_grad_input_kernel<float>
+        GammaBetaBackwardCUDAKernelTemplate
+        (anonymous namespace)::softmax_warp_forward<float>
+        void at::native::cunn_SoftMaxForward<4>
+        triton_per_fused_native_layer_norm_backward_8
+        triton_red_fused__softmax_2
+        MIOpenBatchNormFwdTrainSpatial""",
+    "elementwise": """void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float> >
+        void at::native::elementwise_kernel_manual_unroll<128, 4, sigmoid_kernel_cuda>
+        triton_poi_fused__scaled_dot_product_flash_attention_clone_3
+        triton_poi_fused_native_layer_norm_1
+        triton_for_fused_0
+        void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>
+        void at::native::(anonymous namespace)::indexSelectLargeIndex<float>
+        void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float>""",
+    "reduction": """void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >
+        reduce_kernel<NormTwoOps<float> >
+        triton_red_fused_sum_3
+        triton_per_fused_mul_sum_5
+        void rocprim::ROCPRIM_300_NS::detail::trampoline_kernel<>
+        void cub::DeviceScanKernel<>
+        multi_tensor_apply_kernel<LpNormFunctor<float, 2> >
+        nll_loss_forward_reduce_cuda_kernel_2d""",
+    "copy": """__amd_rocclr_copyBuffer.kd
+        __amd_rocclr_fillBufferAligned.kd
+        CatArrayBatchedCopy_aligned16_contig
+        elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>
+        vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >
+        batched_transpose_32x32_dword
+        Memcpy DtoH (Device -> Pinned)""",
+    "other": "my_kernel",
+}.items())
+def test_kinds(kind, names):
+    names = [name.strip() for name in names.splitlines()]
+    assert {name: kind_of(name) for name in names} == dict.fromkeys(names, kind)
+
+
+def cli(*arguments):
+    program = pathlib.Path(profile_summary.__file__)
+    command = [sys.executable, "-S", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_command_line_prints_and_writes_nothing(run):
+    common.write_stats(run / "7_kernel_stats.csv")
+    before = sorted(run.iterdir())
+    assert cli(run).stdout == profile_summary.render(summarize(run))
+    assert json.loads(cli(run, "--json").stdout)["launches"] == 1663
+    assert sorted(run.iterdir()) == before
+
+
+def test_comparison(run, tmp_path):
+    common.write_stats(run / "7_kernel_stats.csv")
+    baseline = tmp_path / "base line"
+    baseline.mkdir()
+    kernels = [(name, calls * 4, time) for name, calls, time in common.KERNELS]
+    kernels += [("softmax_warp_forward", 52, 1000)]
+    common.write_stats(baseline / "7_kernel_stats.csv", kernels)
+    (baseline / "manifest.json").write_text(json.dumps({"steps": {"measured": 23, "warmup": 3}}))
+    done = cli(run, "--compare", baseline, "--json")
+    rows = {row["figure"]: row for row in json.loads(done.stdout)["comparison"]["rows"]}
+    assert rows["launches"]["earlier"] == pytest.approx((1663 * 4 + 52) / 26)
+    assert rows["GEMM launches"]["change_percent"] == pytest.approx(-50)
+    text = cli(run, "--compare", baseline).stdout
+    assert f"Compared with {baseline}, per step" in text and "-50.0%" in text and "Caution" not in text
+    slower = cli(baseline, "--compare", run).stdout
+    assert "+100.0%" in slower
+    (baseline / "manifest.json").write_text(
+        json.dumps({"steps": {"measured": 20, "warmup": 3, "selected_regions": True}}))
+    assert "Caution" in cli(run, "--compare", baseline).stdout
+
+
+@pytest.mark.parametrize("name,content,code,words", [
+    (None, None, 6, "no kernel records"),
+    ("a_kernel_stats.csv", "Kernel,Count\nx,1\n", 2, "no column name, calls, totaldurationns"),
+    ("a_kernel_stats.csv", "", 2, "no column"),
+    ("a_results.db", "not a database", 2, "not a rocpd database"),
+], ids=["empty", "wrong header", "empty file", "no database"])
+def test_unusable_directories(name, content, code, words, tmp_path):
+    if name:
+        (tmp_path / name).write_text(content)
+    done = cli(tmp_path)
+    assert (done.returncode, done.stdout) == (code, "") and words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert cli(tmp_path / "absent").returncode == 2

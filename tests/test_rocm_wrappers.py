@@ -1,0 +1,274 @@
+"""What the ROCm wrappers have in common: every wrapper, generation and failure, with strict stand-ins.
+
+The stand-ins (fake_rocm/) take exactly the options of a generation and repeat its traps; the program they run
+is a stand-in for the trainer, so that a session takes a fraction of a second.
+"""
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+
+import pytest
+from fake_rocm.machine import GENERATIONS, ODD_FLAGS, ROOT, WRAPPERS, interrupt, manifest, recorded, start
+
+import profiler_machine
+import profiler_session
+import rocm_profilers
+
+pytest_plugins = ("fake_rocm.plugin",)
+everywhere = pytest.mark.parametrize("generation", GENERATIONS)
+every_wrapper = pytest.mark.parametrize("script", WRAPPERS)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What works
+
+@everywhere
+@every_wrapper
+def test_session(script, generation, machine, tmp_path):
+    workplace = machine(generation)
+    done = start(script, "-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = recorded(tmp_path)
+    flags = [*ODD_FLAGS, "--num-steps", "4", "-o", "theirs"]
+    assert all(run == {"argv": run["argv"][:-len(flags)] + flags, "cwd": str(workplace)} for run in runs)
+    out = workplace / "out put"
+    assert runs[0]["argv"][:2] == ["--profile-dir", str(out)]
+    assert (out / "performance_summary_v2.json").exists() and (out / "run.log").stat().st_size
+    record = manifest(out)
+    assert (record["exit_code"], record["status"], record["rocm"]) == (0, "done", generation)
+    assert WRAPPERS[script] in (out / "command.txt").read_text()
+    assert f"# torch hip: {generation}.1" in (out / "env.txt").read_text()
+    assert {"path": "run.log", "bytes": (out / "run.log").stat().st_size} in record["files"]
+    assert not list(workplace.glob("*_profiles_v2*")) and not list(out.rglob("*.part"))
+
+
+@pytest.mark.parametrize("chosen", [None, "6.3", "10.1"])
+@every_wrapper
+def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(script, chosen, machine, tmp_path):
+    """What is printed on a machine without ROCm is run, as it is, on machines with one."""
+    workplace = machine(None)
+    done = start(script, "--dry-run", *(["--rocm", chosen] if chosen else []), *ODD_FLAGS)
+    assert done.returncode == 0 and not list(workplace.iterdir())
+    assert (f"for {WRAPPERS[script]} of ROCm {chosen}" if chosen else "is not installed") in done.stdout
+    for generation in [chosen] if chosen else GENERATIONS:
+        machine(generation)
+        copied = subprocess.run(["bash", "-e"], input=done.stdout, capture_output=True, text=True)
+        assert copied.returncode == 0, copied.stderr
+        assert recorded(tmp_path)[-1]["argv"][-len(ODD_FLAGS):] == ODD_FLAGS
+        subprocess.run(["rm", "-rf", *map(str, workplace.iterdir())], check=True)
+
+
+@every_wrapper
+def test_dry_run_shows_what_a_run_runs(script, machine):
+    workplace = machine("10.1")
+    shown = start(script, "--dry-run", "-o", "x").stdout
+    assert not list(workplace.iterdir())
+    assert start(script, "-o", "x").returncode == 0
+    assert (workplace / "x" / "command.txt").read_text() == shown
+
+
+def test_default_directory_is_set_aside_never_overwritten(machine):
+    workplace = machine("7.0")
+    assert [start("run_rocprofv3.sh").returncode for _ in range(2)] == [0, 0]
+    first, second = sorted(workplace.iterdir(), key=lambda path: -len(path.name))
+    assert re.fullmatch(rf"{second.name}\.old-\d{{8}}_\d{{6}}", first.name)
+    assert manifest(first)["status"] == manifest(second)["status"] == "done"
+
+
+@pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_rocprof_compute.sh"])
+def test_directory_of_the_user(script, machine):
+    workplace = machine("10.1")
+    (workplace / "mine").mkdir()
+    assert start(script, "-o", "mine").returncode == 0  # empty is fine
+    refused = start(script, "-o", "mine")
+    assert refused.returncode == 2 and "--force" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert start(script, "-o", "mine", "--force").returncode == 0
+    assert len(list(workplace.glob("mine.old-*"))) == 1  # the earlier results are still there
+    (workplace / "other").mkdir()
+    (workplace / "other" / "notes.txt").write_text("keep")
+    assert start(script, "-o", "other", "--force").returncode == 0
+    assert (workplace / "other" / "notes.txt").read_text() == "keep"
+    assert start(script, "-o", workplace / "other" / "notes.txt").returncode == 2
+
+
+@every_wrapper
+def test_help(script, machine):
+    machine(None)
+    done = start(script, "--help")
+    assert done.returncode == 0 and "examples:" in done.stdout and "default" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 112 and len(done.stdout.splitlines()) < 60
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What fails
+
+@pytest.mark.parametrize("behaviour,words", [("exit3", "exit code|no result|Profiling execution failed"),
+                                             ("raise", "HIP out of memory"), ("segv", "SIGSEGV|failed|segv")])
+@everywhere
+@every_wrapper
+def test_failing_program(script, generation, behaviour, words, machine):
+    if behaviour == "segv" and "sys" in script:
+        words = "SIGSEGV"  # in-process: the launcher dies as well
+    workplace = machine(generation, FAKE_TRAINER=behaviour)
+    done = start(script, "-o", "out")
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "the profiled program failed" in done.stderr and "run.log" in done.stderr
+    assert re.search(words, done.stdout + done.stderr)
+    assert manifest(workplace / "out")["exit_code"] == 5
+    assert "done in" not in done.stdout
+
+
+@everywhere
+@every_wrapper
+def test_no_data(script, generation, machine):
+    workplace = machine(generation, FAKE_FAIL="no_data")
+    done = start(script, "-o", "out")
+    assert done.returncode == 6, done.stdout + done.stderr
+    assert "no data" in done.stderr and manifest(workplace / "out")["exit_code"] == 6
+    assert not (workplace / "out" / "rocprofv3_summary.txt").exists()
+
+
+@pytest.mark.parametrize("script,trap,code,words", [
+    ("run_rocprofv3.sh", "fatal", 1, "librocprofiler-sdk-tool.so does not exist"),
+    ("run_rocprof_sys.sh", "bindings", 3, "rocprof-sys-sample"),
+    ("run_rocprof_compute.sh", "packages", 3, "pip install -r"),
+])
+@everywhere
+def test_broken_tool(script, trap, code, words, generation, machine):
+    machine(generation, FAKE_FAIL=trap)
+    done = start(script)
+    assert done.returncode == code and words in done.stderr, done.stderr
+    if code == 3:  # found by the preflight; without it, by reading the log
+        done = start(script, "--skip-preflight")
+        assert done.returncode == code and words in done.stderr
+
+
+@every_wrapper
+def test_program_that_refuses_its_flags(script, machine):
+    machine("7.0")
+    done = start(script, "--bad-flag")
+    assert done.returncode == 5 and "unrecognized arguments: --bad-flag" in done.stdout
+
+
+@every_wrapper
+def test_preflight_lists_every_problem_at_once(script, machine):
+    workplace = machine(None, KFD_DEVICE="/nonexistent/kfd", FAKE_HIP="", MIN_FREE_GB="1e9",
+                        TINYOPENFOLD_SCRIPT="absent.py")
+    done = start(script)
+    assert done.returncode == 3 and not list(workplace.iterdir())
+    for words in (f"{WRAPPERS[script]} not found", "is not a ROCm build", "no /nonexistent/kfd", "GB free",
+                  "cannot read", "5 problem(s)"):
+        assert words in done.stderr
+    assert len(done.stderr.splitlines()) < 12
+
+
+@every_wrapper
+def test_no_gpu(script, machine):
+    machine("7.0", KFD_DEVICE="/nonexistent/kfd", FAKE_GPUS="0")
+    done = start(script)
+    assert done.returncode == 4 and "sees no GPU" in done.stderr and "--device=/dev/kfd" in done.stderr
+    assert start(script, "--skip-preflight").returncode == 0
+
+
+def test_preflight_without_permission_or_torch(machine, monkeypatch, tmp_path):
+    machine("7.0")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "no permission" in next(profiler_machine.kfd_problems()).what
+    assert [problem.code for problem in profiler_machine.torch_problems({"error": "No module"})] == [3]
+
+
+def test_bindings_for_another_python(machine, tmp_path):
+    machine("7.0")
+    tool = profiler_machine.find_tool("rocprof-sys-python", "--help")
+    assert not list(profiler_machine.bindings_problems(tool))
+    prefix = tmp_path / "rocm"
+    place = prefix / "lib" / "python3.6" / "site-packages" / "rocprofsys"
+    place.mkdir(parents=True)
+    (place / "libpyrocprofsys.cpython-36-x86_64-linux-gnu.so").touch()
+    problem, = profiler_machine.bindings_problems(profiler_machine.Tool("x", str(prefix / "bin" / "x")))
+    assert "for Python 3.6" in problem.what and "rocprof-sys-sample" in problem.advice and problem.code == 3
+
+
+def test_rocm_of_torch_against_rocm_of_the_tool_and_stale_variables(machine):
+    machine("7.0", FAKE_HIP="6.3.42", ROCPROF_PRELOAD="x.so", ROCPROF_OUTPUT_FORMAT="json")
+    done = start("run_rocprofv3.sh")
+    assert done.returncode == 0
+    assert "torch is built for ROCm 6.3" in done.stdout and "belongs to ROCm 7.0" in done.stdout
+    assert "able to change the profile: ROCPROF_PRELOAD\n" in done.stdout
+
+
+def test_python_that_cannot_run_the_wrappers(machine):
+    machine(None, PYTHON="/nonexistent/python")
+    done = start("run_rocprofv3.sh", "--dry-run")
+    assert done.returncode == 3 and "set PYTHON" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Interruption
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_profile_is_flushed_and_summarised(number, machine):
+    code, out, output = interrupt("run_rocprofv3.sh", number, machine)
+    assert code == 128 + number and "1663 kernel launches" in output
+    assert manifest(out)["exit_code"] == code
+    summary = json.loads((out / "rocprofv3_summary.json").read_text())
+    assert summary["launches"] == 1663 and summary["launches_per_step"] is None  # nobody knows the steps
+
+
+@pytest.mark.parametrize("script", ["run_rocprof_sys.sh", "run_rocprof_compute.sh"])
+def test_interrupt(script, machine):
+    code, out, _ = interrupt(script, signal.SIGINT, machine)
+    assert code == 130 and manifest(out)["status"] == "interrupted"
+    assert "sys" not in script or list(out.glob("perfetto-trace-*.proto"))
+
+
+@every_wrapper
+def test_time_limit(script, machine):
+    workplace = machine("10.1", FAKE_TRAINER="hang")
+    done = start(script, "-o", "out", "--timeout", "1")
+    assert done.returncode == 124 and "--timeout" in done.stderr
+    assert "compute" in script or list((workplace / "out").glob("*-*" if "sys" in script else "*.csv"))
+
+
+def test_reader_of_the_output_goes_away(machine):
+    workplace = machine("7.0")
+    command = f"{shlex.quote(str(ROOT / 'run_rocprofv3.sh'))} -o out | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and manifest(workplace / "out")["status"] == "done"
+
+
+def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiler_session, "FLUSH_SECONDS", 0.2)
+    command = profiler_session.Command(["sh", "-c", "trap '' INT TERM; while :; do sleep 0.1; done"])
+    begin = time.monotonic()
+    ended = profiler_session.run(command, tmp_path, timeout=0.2)
+    assert ended.code == -signal.SIGKILL and ended.timed_out and time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("name,arguments,words", [
+    ("rocprofv3", ["--timeout", "soon"], "--timeout: 'soon' is not a whole number"),
+    ("rocprofv3", ["--rocm", "7"], "--rocm: '7' is not a ROCm release"),
+    ("rocprofv3", ["--rocm", "7.0"], "--rocm: chooses what --dry-run prints"),
+    ("rocprofv3", ["--pmc", "A", "--pmc", "B"], "--pmc: given twice"),
+    ("rocprofv3", ["--compare", "/nonexistent"], "--compare: /nonexistent: no such directory"),
+    ("rocprofv3", ["--hip-trace=yes"], "--hip-trace: ignored explicit argument"),
+    ("rocprof-sys", ["--modules"], "--modules: expected one argument"),
+    ("rocprof-compute", ["--mode", "all"], "--mode: invalid choice: 'all'"),
+    ("rocprof-compute", ["--device", "cpu"], "--device: 'cpu' is not a whole number"),
+    ("rocprof-compute", ["--dispatch", "-1"], "--dispatch: '-1' is not a whole number"),
+    ("rocprof-compute", ["--output-name", "a/b"], "--output-name: 'a/b'; allowed are"),
+    ("rocprof-compute", ["--no-roof", "--roof-only"], "--no-roof: contradicts"),
+    ("rocprof-compute", ["--mode", "roof", "--no-roof"], "--no-roof: contradicts"),
+    ("rocprof-compute", ["--mode", "profile", "--list-stats"], "--list-stats, --dispatch: are for"),
+    ("rocprof-compute", ["--list-stats", "--seed", "3"], "--seed 3: --mode analyze runs no trainer"),
+    ("rocprof-compute", ["-o", "a..b"], "refuses a path that contains '..'"),
+])
+def test_wrong_use_is_one_line(name, arguments, words, machine, capsys):
+    machine(None)
+    assert profiler_session.main(rocm_profilers.WRAPPERS[name], arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
