@@ -1,5 +1,4 @@
-"""Dataclass fields that are command-line flags, and the configs of a run. Defaults, limits and help
-are written once, in the dataclass."""
+"""The configs, whose fields are the command-line flags: defaults, limits and help are written once, here."""
 import argparse
 import math
 from dataclasses import dataclass, field, fields
@@ -31,6 +30,69 @@ class Checked:
 
 
 @dataclass
+class TinyOpenFoldConfig(Checked):
+    """Sizes of the model and of its input."""
+    msa_dim: int = option(64, "MSA channels c_m", low=1)
+    pair_dim: int = option(128, "pair channels c_z", low=1)
+    num_blocks: int = option(4, "Evoformer blocks", low=1)
+    num_seqs: int = option(16, "alignment rows N of a sample", low=1)
+    seq_len: int = option(64, "residues S of a sample (crop length)", low=1)
+    msa_heads: int = option(4, "heads of MSA attention; must divide --msa-dim", low=1)
+    pair_heads: int = option(4, "heads of triangle attention; must divide --pair-dim", low=1)
+    outer_product_dim: int = option(32, "hidden width of the outer product mean", low=1)
+    dropout: float = option(0.0, "AF2's shared dropout, one rate for all sub-layers that have it", low=0.0,
+                            below=1.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for channels, heads in (("msa_dim", "msa_heads"), ("pair_dim", "pair_heads")):
+            if getattr(self, channels) % getattr(self, heads):
+                raise ValueError(f"{heads} = {getattr(self, heads)}: must divide {channels} = "
+                                 f"{getattr(self, channels)}")
+
+
+BACKENDS = ("auto", "math", "sdpa", "flex")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass
+class FusionConfig(Checked):
+    """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair."""
+    enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA row and column attention in one GEMM")
+    enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of both triangle attentions in one GEMM")
+    enable_flash_attention: bool = option(True, "fused attention instead of matmul, softmax, matmul")
+    enable_triangle_fusion: bool = option(True, "left and right of triangle multiplication: projections in "
+                                                "one GEMM, gates in one GEMM")
+    enable_opm_fusion: bool = option(True, "outer product mean re-associated where that moves fewer bytes "
+                                           "(few rows, many residues), without the (S, S, h*h) tensor")
+    enable_torch_compile: bool = option(False, "torch.compile, one Evoformer block at a time")
+    enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph")
+    enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
+                                                "float32 master weights cast once a step, instead of autocast")
+    enable_activation_checkpointing: bool = option(False, "keep only the inputs of every block, recompute "
+                                                          "the rest in backward: less memory, more time")
+    torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
+    attention_backend: str = option("auto", "implementation of fused attention", choices=BACKENDS)
+    activation_memory_budget: float = option(1.0, "share of the activations that torch.compile may keep for "
+                                                  "backward; below 1 it recomputes the cheapest", low=0.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.enable_cuda_graphs and self.torch_compile_mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(f"torch_compile_mode = {self.torch_compile_mode!r}: makes CUDA graphs of its "
+                             "own; not together with --enable-cuda-graphs")
+        if self.activation_memory_budget < 1 and not self.enable_torch_compile:
+            raise ValueError(f"activation_memory_budget = {self.activation_memory_budget}: needs "
+                             "--enable-torch-compile")
+
+    @classmethod
+    def preset(cls, enabled):
+        """Everything that makes steps faster, or nothing at all (the baseline)."""
+        switches = [f.name for f in fields(cls) if isinstance(f.default, bool)]
+        return cls(**{name: enabled and name != "enable_activation_checkpointing" for name in switches})
+
+
+@dataclass
 class TrainingConfig(Checked):
     """The training run, its data and its files."""
     num_steps: int = option(50, "training steps; all are measured", low=1)
@@ -40,6 +102,7 @@ class TrainingConfig(Checked):
     learning_rate: float = option(3e-4, "AdamW's learning rate", low=0.0)
     grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
     use_amp: bool = option(False, "mixed precision")
+    use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
     amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
                                   "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
     seed: int = option(42, "seed of weights, data and dropout", low=0)
@@ -50,7 +113,8 @@ class TrainingConfig(Checked):
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs",
                             low=1, type=int)
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
-                                  "covarying (hard, nearer to real alignments)", choices=("paired", "covarying"))
+                                  "covarying (hard, nearer to real alignments)",
+                                  choices=("paired", "covarying"))
     data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
                              "NAME.pdb", type=str)
     msa: str = option(None, "alignment of one real protein", type=str)

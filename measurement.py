@@ -134,13 +134,13 @@ def ranges(named_modules, enter, leave, backward=False):
 def saved_activations(model, named_modules, compute_loss):
     """Bytes that autograd keeps for the backward pass of compute_loss(), by name of the module that saved them
     ("rest" outside all): each storage once, where it is saved first; parameters and buffers excluded."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     seen, stack, sizes = set(), ["rest"], {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage._cdata not in own and storage._cdata not in seen:
+            seen.add(storage._cdata)
             sizes[stack[-1]] = sizes.get(stack[-1], 0) + storage.nbytes()
         return tensor
 
@@ -173,13 +173,44 @@ def matmul_ceiling(device, dtype):
     return 2 * n ** 3 / timer.seconds()[1:].min()
 
 
+def copy_ceiling(device):
+    """Bytes/s (read plus written) of copying a tensor far larger than any cache: the best of five."""
+    source = torch.empty((2 ** 30 if device.type == "cuda" else 2 ** 26) // 4, device=device).zero_()
+    target = torch.empty_like(source)
+    timer = PhaseTimer(device)
+    for _ in range(6):
+        timer.start()
+        target.copy_(source)
+        timer.mark()
+    return 2 * source.numel() * 4 / timer.seconds()[1:].min()
+
+
+def dispatch_cost(device):
+    """Seconds of host time that one small operation takes, autograd apart: the best of six times 200
+    operations. On a GPU they are only launched; elsewhere they also run, which takes next to nothing."""
+    x, best = torch.zeros(8, device=device), float("inf")
+    for _ in range(6):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(200):
+            x.add_(1.0)
+        best = min(best, (time.perf_counter() - started) / 200)
+    return best
+
+
+def quantiles(times):
+    """(p20, median, p80) as floats."""
+    return tuple(float(np.quantile(times, q)) for q in (0.2, 0.5, 0.8))
+
+
 class Profiling:
     """What ProfilerConfig asks for, while the measured steps run: a PyTorch trace, NVTX/roctx ranges with
     profiler start and stop, a memory profile from the probe's findings. Results go to config.profile_dir."""
     TRACED_STEPS = 5  # a trace of 50 steps has some hundred MB
 
-    def __init__(self, config, device, named_modules, found, num_steps):
-        self.config, self.device, self.found = config, device, found
+    def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS):
+        self.config, self.device, self.found, self.traced_steps = config, device, found, traced_steps
         self.open_ranges, self.profiler = [], None
         self.outer = config.enable_rocm_profiling and device.type == "cuda"
         if config.enable_rocm_profiling and not self.outer:
@@ -191,7 +222,7 @@ class Profiling:
             warmup = min(1, num_steps - 1)
             self.profiler = torch.profiler.profile(
                 schedule=torch.profiler.schedule(wait=0, warmup=warmup, repeat=1,
-                                                 active=min(self.TRACED_STEPS, num_steps - warmup)),
+                                                 active=min(traced_steps, num_steps - warmup)),
                 on_trace_ready=torch.profiler.tensorboard_trace_handler(config.profile_dir),
                 record_shapes=True, profile_memory=config.enable_memory_profiling)
 
@@ -226,7 +257,7 @@ class Profiling:
             switch_outer_profiler(on=False)
         if self.profiler:
             self.profiler.__exit__(*error)
-            print(f"PyTorch profiler: trace of up to {self.TRACED_STEPS} steps in {self.config.profile_dir}")
+            print(f"PyTorch profiler: trace of up to {self.traced_steps} steps in {self.config.profile_dir}")
         self.hooks.__exit__(*error)
         if self.config.enable_memory_profiling and error[0] is None:
             self.write_memory_profile()

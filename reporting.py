@@ -1,20 +1,85 @@
-"""What a run prints and writes: start-up lines, step lines, contact lines, the summary and its comparison."""
+"""What a run finds out about itself, prints and writes: probe, start-up, step and contact lines, summary."""
 import json
 import statistics
+import time
 from dataclasses import asdict
 from datetime import datetime, timezone
 
 import numpy as np
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from measurement import MEGABYTE, cpu_name, matmul_ceiling, system_info
+from measurement import (
+    MEGABYTE,
+    OpCounter,
+    cpu_name,
+    gpu_kernels,
+    matmul_ceiling,
+    saved_activations,
+    system_info,
+)
+from protein_batches import to_device
 from run_files import UserError
+
+
+def probe(trainer, batch, count_launches=True):
+    """What one step costs beside time: bytes saved for backward by sub-layer, launches, FLOPs, and on CPU the
+    peak of live tensor bytes (a GPU's allocator knows its own). What cannot be counted is None."""
+    model = trainer.model
+    saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
+    with torch.device("meta"):
+        plain = type(model)(model.config, type(model.fusion).preset(False))
+    with FlopCounterMode(display=False) as flops:
+        plain(**{key: value.to("meta") for key, value in batch.items()})["loss"].backward()
+    found = dict(saved=saved, flops=flops.get_total_flops(), launches=None, peak=None, timeline=None)
+    if trainer.device.type == "cuda":
+        found.update(peak=trainer.graph.peak if trainer.graph else None,
+                     launches=len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None)
+    elif not trainer.model.fusion.enable_torch_compile:  # compiled code dispatches no operations
+        held = [*trainer.model.parameters(), *trainer.model.buffers(), *batch.values(),
+                *(t for state in trainer.optimizer.state.values() for t in state.values())]
+        with OpCounter() as counter:
+            trainer.step(batch)
+        found.update(launches=counter.launches, timeline=counter.timeline,
+                     peak=counter.peak + sum(t.numel() * t.element_size() for t in held))
+    return found
+
+
+def warm_up(trainer, source, profiler):
+    """Untimed steps, then the probe; everything is restored afterwards. Returns the probe's findings with
+    warmup_time and first_step_time (s), which holds compilation."""
+    times, batch = [], to_device(source.batch(trainer.step_number), trainer.device)
+    with trainer.preserved():
+        for _ in range(trainer.training.warmup_steps):
+            started = time.perf_counter()
+            trainer.step(batch).item()
+            times.append(time.perf_counter() - started)
+        found = probe(trainer, batch, count_launches=not profiler.enable_rocm_profiling)
+    return dict(found, warmup_time=sum(times), first_step_time=times[0] if times else None)
 
 
 def peak_megabytes(device, found):
     """Peak of tensor memory in MB (2**20 bytes): the allocator's on a GPU, on CPU the probe's or None."""
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else found["peak"]
+    peak = found["peak"]  # on a GPU: of the capture of a CUDA graph, whose replays allocate nothing
+    if device.type == "cuda":
+        peak = max(peak or 0, torch.cuda.max_memory_allocated(device))
     return peak / MEGABYTE if peak is not None else None
+
+
+def aligned(rows):
+    """Rows of cells, the header first, as text lines with columns of equal width; a short row may overhang."""
+    full = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(len(row[i]) for row in full) for i in range(len(rows[0]))]
+    widths[0] = max(len(row[0]) for row in rows)
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+            for row in rows]
+
+
+def markdown(rows):
+    """The same rows as lines of a markdown table."""
+    width = len(rows[0])
+    lines = ["| " + " | ".join([*row, *[""] * (width - len(row))]) + " |" for row in rows]
+    return [lines[0], "|" + "---|" * width, *lines[1:]]
 
 
 def step_line(done, training, loss, seconds, memory):

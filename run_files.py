@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 
 import torch
 
@@ -72,6 +73,28 @@ def require_writable(path):
             pass
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def set_aside(path):
+    """Rename what is at path, file or directory, to <path>.old-<time>; nothing there is fine."""
+    if not os.path.lexists(path):
+        return
+    target = base = f"{os.path.normpath(path)}.old-{time.strftime('%Y%m%d_%H%M%S')}"
+    again = 1
+    while os.path.lexists(target):
+        again += 1
+        target = f"{base}-{again}"
+    os.rename(path, target)
+
+
+def fresh_directory(path, named, force):
+    """Make the directory for a program's results. One that the user named and that is not empty is refused
+    unless forced; results in the default one are set aside."""
+    if os.path.isdir(path) and os.listdir(path) and not (named and force):
+        if named:
+            raise UserError(f"{path} is not empty: name a fresh directory, or add --force")
+        set_aside(path)
+    require_writable(os.path.join(path, "x"))
 
 
 CHECKPOINT_FORMAT = "tiny_openfold_v2 checkpoint 1"

@@ -15,14 +15,12 @@ AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
 import argparse
 import contextlib
-import copy
 import importlib.util
 import json
 import math
 import os
 import sys
-import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import cache, partial
 
 import numpy as np
@@ -30,25 +28,23 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from config_flags import (
-    Checked,
+    FusionConfig,
     Parser,
     ProfilerConfig,
+    TinyOpenFoldConfig,
     TrainingConfig,
     add_config_flags,
     flag,
-    option,
 )
+from cuda_graphs import GraphedStep
 from measurement import (
-    OpCounter,
     PhaseTimer,
     Profiling,
     choose_device,
-    gpu_kernels,
-    saved_activations,
 )
 from protein_batches import (
     CONTACT_DISTANCE,
@@ -58,7 +54,6 @@ from protein_batches import (
     batches,
     evaluate,
     require_matplotlib,
-    to_device,
 )
 from reporting import (
     contact_line,
@@ -68,6 +63,7 @@ from reporting import (
     read_summary,
     step_line,
     summarise,
+    warm_up,
 )
 from run_files import (
     CHECKPOINT_FORMAT,
@@ -80,53 +76,6 @@ from run_files import (
 )
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-# --------------------------------------------------------------------------------------------------------
-# Configuration. Defaults, limits and help live here alone; the command line is generated from the fields.
-# --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class TinyOpenFoldConfig(Checked):
-    """Sizes of the model and of its input."""
-    msa_dim: int = option(64, "MSA channels c_m", low=1)
-    pair_dim: int = option(128, "pair channels c_z", low=1)
-    num_blocks: int = option(4, "Evoformer blocks", low=1)
-    num_seqs: int = option(16, "alignment rows N of a sample", low=1)
-    seq_len: int = option(64, "residues S of a sample (crop length)", low=1)
-    msa_heads: int = option(4, "heads of MSA attention; must divide --msa-dim", low=1)
-    pair_heads: int = option(4, "heads of triangle attention; must divide --pair-dim", low=1)
-    outer_product_dim: int = option(32, "hidden width of the outer product mean", low=1)
-    dropout: float = option(0.0, "AF2's shared dropout, one rate for all sub-layers that have it", low=0.0,
-                            below=1.0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        for channels, heads in (("msa_dim", "msa_heads"), ("pair_dim", "pair_heads")):
-            if getattr(self, channels) % getattr(self, heads):
-                raise ValueError(f"{heads} = {getattr(self, heads)}: must divide {channels} = "
-                                 f"{getattr(self, channels)}")
-
-
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
-@dataclass
-class FusionConfig(Checked):
-    """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair."""
-    enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA row and column attention in one GEMM")
-    enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of both triangle attentions in one GEMM")
-    enable_flash_attention: bool = option(True, "fused attention instead of matmul, softmax, matmul")
-    enable_triangle_fusion: bool = option(True, "left and right of triangle multiplication: projections in "
-                                                "one GEMM, gates in one GEMM")
-    enable_torch_compile: bool = option(False, "torch.compile, one Evoformer block at a time")
-    torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
-
-    @classmethod
-    def preset(cls, enabled):
-        """Every switch on, or every switch off (the baseline)."""
-        return cls(**{f.name: enabled for f in fields(cls) if isinstance(f.default, bool)})
-
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: packed projections and attention, fused and plain side by side
@@ -207,41 +156,41 @@ def separate(outputs, n):
     return outputs if len(outputs) == n else outputs[0].chunk(n, dim=-1)
 
 
-def attention_backend(fused, q, biased):
-    """Which implementation attend() runs: "math", "sdpa" or "flex".
+def attention_backend(requested, q, biased):
+    """Which implementation attend() runs: "math" (not fused), "sdpa" or "flex".
 
     FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
     bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
     Without a trainable bias SDPA's kernels are faster. On CPU neither has a fused kernel that
     differentiates a bias: SDPA runs its unfused math there.
     """
-    if not fused:
-        return "math"
     flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
-    return "flex" if biased and torch.is_grad_enabled() and flex_fits else "sdpa"
+    if requested == "auto":
+        return "flex" if biased and torch.is_grad_enabled() and flex_fits else "sdpa"
+    return "sdpa" if requested == "flex" and not (flex_fits and torch.is_grad_enabled()) else requested
 
 
-def attend(q, k, v, bias=None, key_mask=None, fused=True):
+def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias.
 
     q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
     Returns (B, R, H, L, D).
     """
-    backend = attention_backend(fused, q, bias is not None)
+    backend = attention_backend(backend, q, bias is not None)
     if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
         bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias
         bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
     if backend == "math":
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, R, H, L, L)
-        return (scores if bias is None else scores + bias[:, None]).softmax(dim=-1).to(v.dtype) @ v
+        scores = scores if bias is None else scores + bias[:, None]
+        return scores.softmax(dim=-1, dtype=upcast(scores).dtype).to(v.dtype) @ v
     if backend == "flex":
         return flex_attend(q, k, v, bias)
     if bias is None:  # SDPA's fused kernels take 4-D input only
         return F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, q.shape[:2])
-    bias = bias.to(q.dtype)[:, None].expand(-1, q.shape[1], q.shape[2], q.shape[3], -1)
-    if q.is_cuda:  # sample by sample: over (B*R, ...) the expanded bias would have to be copied
-        return torch.stack([F.scaled_dot_product_attention(*x) for x in zip(q, k, v, bias, strict=True)])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    bias = bias.to(q.dtype)[:, None].expand(len(q), *q.shape[1:4], -1)
+    # Sample by sample, because over (B*R, ...) the expanded bias would have to be copied.
+    return torch.stack([F.scaled_dot_product_attention(*x) for x in zip(q, k, v, bias, strict=True)])
 
 
 @cache
@@ -255,13 +204,15 @@ def compiled_flex_attention():
 def flex_attend(q, k, v, bias):
     """attend() by FlexAttention, which reads bias[b, h, i, j] inside its kernel; in float32, because the
     gradient is summed over all rows in the dtype of the bias."""
-    rows, bias = q.shape[1], bias.float()
+    rows = q.shape[1]
+    bias = None if bias is None else bias.expand(-1, q.shape[2], q.shape[3], -1).float()
 
     def add_bias(score, b, h, i, j):
         return score + bias[b // rows, h, i, j]
 
     kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-    return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=add_bias).unflatten(0, (-1, rows))
+    score_mod = None if bias is None else add_bias
+    return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=score_mod).unflatten(0, (-1, rows))
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -272,9 +223,10 @@ def flex_attend(q, k, v, bias):
 class GatedAttention(PackedProjections):
     """Multi-head attention over one axis of a (B, X, Y, c) tensor, with a sigmoid gate on its output."""
 
-    def __init__(self, channels, heads, packed, fused):
+    def __init__(self, channels, heads, packed, fusion):
         super().__init__()
-        self.heads, self.fused = heads, fused
+        self.heads = heads
+        self.backend = fusion.attention_backend if fusion.enable_flash_attention else "math"
         self.layer_norm = nn.LayerNorm(channels)
         names = ("q_proj", "k_proj", "v_proj")
         self.add_projections("qkv_proj", names, channels, channels, packed, bias=False)
@@ -286,7 +238,7 @@ class GatedAttention(PackedProjections):
         to_rows, back = ((0, 2, 3, 1, 4), (0, 3, 1, 2, 4)) if axis == 1 else ((0, 1, 3, 2, 4),) * 2
         q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows)  # (B, rows, H, L, D)
                    for p in self.project(x, "qkv_proj"))
-        out = attend(q, k, v, bias, key_mask, self.fused).permute(back).flatten(-2)  # (B, X, Y, c)
+        out = attend(q, k, v, bias, key_mask, self.backend).permute(back).flatten(-2)  # (B, X, Y, c)
         return self.o_proj(out * self.gate_proj(x).sigmoid())
 
 
@@ -299,8 +251,7 @@ class FusedMSARowAttention(GatedAttention):
     """Alg. 7: attention within each alignment row, biased by the pair representation."""
 
     def __init__(self, config, fusion):
-        super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa,
-                         fusion.enable_flash_attention)
+        super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa, fusion)
         self.pair_norm = nn.LayerNorm(config.pair_dim)
         self.pair_bias_proj = linear(config.pair_dim, config.msa_heads, bias=False)
 
@@ -313,8 +264,7 @@ class FusedMSAColumnAttention(GatedAttention):
     """Alg. 8: attention within each alignment column."""
 
     def __init__(self, config, fusion):
-        super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa,
-                         fusion.enable_flash_attention)
+        super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa, fusion)
 
     def forward(self, msa, row_mask=None):
         return self.attention(self.layer_norm(msa), 1, key_mask=row_mask)  # (B, N, S, c_m)
@@ -340,8 +290,9 @@ class MSATransition(Transition):
 class OuterProductMean(nn.Module):
     """Alg. 10: how residues i and j vary together over the rows becomes an update of pair (i, j)."""
 
-    def __init__(self, config):
+    def __init__(self, config, fusion):
         super().__init__()
+        self.reassociate = fusion.enable_opm_fusion
         self.layer_norm = nn.LayerNorm(config.msa_dim)
         self.left_proj = linear(config.msa_dim, config.outer_product_dim)
         self.right_proj = linear(config.msa_dim, config.outer_product_dim)
@@ -353,9 +304,24 @@ class OuterProductMean(nn.Module):
         rows = msa.shape[1]
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
-            rows = row_mask.to(x.dtype).sum(dim=1)[:, None, None, None]
-        outer = torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2)  # (B, S, S, h*h)
-        return self.output_proj(outer) / (rows + 1e-3)  # (B, S, S, c_z)
+            rows = row_mask.sum(dim=1, dtype=upcast(x).dtype)[:, None, None, None]
+        if self.reassociate and 4 * left.shape[1] <= left.shape[2]:
+            update = self.project_right_first(left, right)
+        else:
+            update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
+        return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
+
+    def project_right_first(self, left, right):
+        """The same sums in another order: W is applied to right, (h, N, S, c_z), before left multiplies it, a
+        tensor h*N / S times the pair tensor instead of h*h / c_z times. Worth it for few rows: the rule in
+        forward keeps it at or below the (S, S, h*h) tensor for c_z up to 4 h."""
+        h, samples = left.shape[-1], []
+        weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
+        for a, b in zip(left, right, strict=True):  # (N, S, h); sample by sample no operand is copied
+            projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight)  # (h, N*S, c_z)
+            projected = projected.view(h * len(b), -1)  # (h*N, S*c_z)
+            samples.append((a.permute(1, 2, 0).flatten(1) @ projected).unflatten(1, (b.shape[1], -1)))
+        return torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
 
 
 class FusedTriangleMultiplication(PackedProjections):
@@ -393,8 +359,7 @@ class FusedTriangleAttention(GatedAttention):
     ending node to (k, j), biased by (k, i)."""
 
     def __init__(self, config, fusion, starting):
-        super().__init__(config.pair_dim, config.pair_heads, fusion.enable_qkv_fusion_triangle,
-                         fusion.enable_flash_attention)
+        super().__init__(config.pair_dim, config.pair_heads, fusion.enable_qkv_fusion_triangle, fusion)
         self.starting = starting
         self.triangle_bias_proj = linear(config.pair_dim, config.pair_heads, bias=False)
 
@@ -432,7 +397,7 @@ class FusedEvoformerBlock(nn.Module):
         self.msa_row_attention = FusedMSARowAttention(config, fusion)
         self.msa_column_attention = FusedMSAColumnAttention(config, fusion)
         self.msa_transition = MSATransition(config.msa_dim)
-        self.outer_product_mean = OuterProductMean(config)
+        self.outer_product_mean = OuterProductMean(config, fusion)
         self.triangle_mult_outgoing = FusedTriangleMultiplication(config, fusion, outgoing=True)
         self.triangle_mult_incoming = FusedTriangleMultiplication(config, fusion, outgoing=False)
         self.triangle_attn_starting = FusedTriangleAttention(config, fusion, starting=True)
@@ -492,6 +457,7 @@ class TinyOpenFoldV2(nn.Module):
         self.register_buffer("breaks", torch.tensor(DISTANCE_BREAKS, dtype=torch.float32), persistent=False)
         self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
         if self.fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
+            torch._functorch.config.activation_memory_budget = self.fusion.activation_memory_budget
             for block in self.blocks:
                 block.compile(mode=self.fusion.torch_compile_mode, fullgraph=True, dynamic=False)
 
@@ -508,6 +474,9 @@ class TinyOpenFoldV2(nn.Module):
         pair = (self.left_embedding(target)[:, :, None] + self.right_embedding(target)[:, None, :]
                 + self.position_embedding(offset))  # (B, S, S, c_z)
         for block in self.blocks:
+            if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
+                block = partial(checkpoint, block, use_reentrant=False,
+                                preserve_rng_state=self.config.dropout > 0)
             msa, pair = block(msa, pair, seq_mask, row_mask)
 
         logits = self.distogram_head(pair)
@@ -541,10 +510,12 @@ class TinyOpenFoldV2(nn.Module):
         """Which kernels fused attention runs in training, in words."""
         weight = self.distogram_head.weight
         q = weight.new_empty(1, 1, 1, 1, self.config.pair_dim // self.config.pair_heads, dtype=dtype)
-        if q.device.type == "cpu":
-            return "sdpa: math on CPU"
-        backend = attention_backend(True, q, biased=True)
-        return "flex_attention; sdpa for columns" if backend == "flex" else "sdpa"
+        with torch.enable_grad():
+            requested = self.fusion.attention_backend
+            biased, plain = (attention_backend(requested, q, biased) for biased in (True, False))
+        names = dict(flex="flex_attention", sdpa="sdpa: math on CPU" if q.device.type == "cpu" else "sdpa")
+        biased, plain = names.get(biased, biased), names.get(plain, plain)
+        return biased if biased == plain else f"{biased}; {plain} for columns"
 
     def get_fusion_statistics(self):
         """The switches, the nominal kernel counts of this example family, and the exact count of GEMMs."""
@@ -573,7 +544,20 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.device, self.training = device, training
         self.model = TinyOpenFoldV2(config, fusion).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.learning_rate, fused=True)
+        graphs = fusion.enable_cuda_graphs and device.type == "cuda"
+        lr = torch.tensor(training.learning_rate, device=device) if graphs else training.learning_rate
+        self.weights = dict(self.model.named_parameters())  # what the optimizer updates
+        self.own_masters = fusion.enable_master_weights and self.amp_dtype is not None
+        if self.own_masters:
+            self.weights = {name: p.detach().clone() for name, p in self.weights.items()}
+            for p in self.model.parameters():
+                p.data = p.data.to(self.amp_dtype)
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=lr, fused=True, capturable=graphs)
+        self.use_graph, self.graph = graphs, None
+        if fusion.enable_cuda_graphs and not graphs:
+            print(f"CUDA graphs: there are none on {device}; steps run eagerly")
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = training.use_tf32
         self.amp_dtype = None
         if training.use_amp:
             default = "float16" if device.type == "cuda" else "bfloat16"
@@ -582,65 +566,108 @@ class Trainer:
         self.step_number = 0
 
     def forward(self, batch):
-        with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+        cast = self.amp_dtype is not None and not self.own_masters
+        with torch.autocast(self.device.type, self.amp_dtype, enabled=cast):
             return self.model(**batch)
 
     def step(self, batch, mark=lambda: None):
-        """One optimizer step; returns the loss, still on the device. mark() is called after each phase."""
+        """One optimizer step; returns the loss, still on the device. mark() is called after each phase; a
+        graph has but one."""
+        if not self.use_graph:
+            return self.eager_step(batch, mark)
+        if self.graph is None:
+            self.capture(batch)
+        loss = self.graph(batch) if self.graph else self.eager_step(batch)
+        for _ in ("forward", "backward", "optimizer"):
+            mark()
+        return loss
+
+    def capture(self, batch):
+        try:
+            with self.preserved():
+                self.graph = GraphedStep(self.eager_step, batch, self.device)
+        except RuntimeError as error:
+            self.use_graph = False
+            print(f"CUDA graphs: capture failed ({str(error).splitlines()[0]}); steps run eagerly")
+
+    def eager_step(self, batch, mark=lambda: None):
         loss = self.forward(batch)["loss"]
         mark()
         self.scaler.scale(loss).backward()
         mark()
+        if self.own_masters:
+            for weight in self.weights.values():
+                weight.grad = torch.empty_like(weight)
+            torch._foreach_copy_([weight.grad for weight in self.weights.values()],
+                                 [p.grad for p in self.model.parameters()])
+            self.model.zero_grad(set_to_none=True)
         self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.training.grad_clip)
+        nn.utils.clip_grad_norm_(self.weights.values(), self.training.grad_clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self.publish_weights()
         mark()
         return loss.detach()
+
+    def publish_weights(self):
+        """Master weights -> the model's, all in a few kernels."""
+        if self.own_masters:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.model.parameters()), list(self.weights.values()))
 
     @contextlib.contextmanager
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
-        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        weights = [p.detach().clone() for p in self.weights.values()]
+        moments = {p: {key: tensor.clone() for key, tensor in state.items()}
+                   for p, state in self.optimizer.state.items()}
         scaler = self.scaler.state_dict()
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(weights[name])
-        self.optimizer.load_state_dict(optimizer)
+        with torch.no_grad():  # in place, because a captured graph knows these tensors by address
+            torch._foreach_copy_(list(self.weights.values()), weights)
+            for p, state in self.optimizer.state.items():
+                for key, tensor in state.items():
+                    tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
+        self.publish_weights()
         self.scaler.load_state_dict(scaler)
 
     def packings(self):
         return [(m, f"{n}.") for n, m in self.model.named_modules() if isinstance(m, PackedProjections)]
 
+    def unpacked(self, tensors):
+        """A dict of tensors by parameter name, under unpacked names."""
+        for module, prefix in self.packings():
+            module.split_packed(tensors, prefix)
+        return tensors
+
     def checkpoint(self):
         """Everything a run needs to continue, under unpacked parameter names."""
-        moments = {}
-        for kind in ("exp_avg", "exp_avg_sq") if self.optimizer.state else ():
-            moments[kind] = {n: self.optimizer.state[p][kind] for n, p in self.model.named_parameters()}
-            for module, prefix in self.packings():
-                module.split_packed(moments[kind], prefix)
+        moments = {kind: self.unpacked({n: self.optimizer.state[p][kind] for n, p in self.weights.items()})
+                   for kind in (("exp_avg", "exp_avg_sq") if self.optimizer.state else ())}
+        weights = self.unpacked({name: p.detach() for name, p in self.weights.items()})
         rng = dict(cpu=torch.get_rng_state())
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         return dict(format=CHECKPOINT_FORMAT, config=asdict(self.model.config), step=self.step_number,
-                    model=self.model.state_dict(), moments=moments, scaler=self.scaler.state_dict(), rng=rng)
+                    model=weights, moments=moments, scaler=self.scaler.state_dict(), rng=rng)
 
     def load_checkpoint(self, path):
         """Continue from a checkpoint made under any FusionConfig. Raises UserError, see read_checkpoint."""
         saved = read_checkpoint(path, self.model.config)
-        self.model.load_state_dict(saved["model"])
-        for tensors in saved["moments"].values():
+        self.model.load_state_dict(saved["model"])  # reports missing and unexpected names
+        for tensors in (saved["model"], *saved["moments"].values()):
             for module, prefix in self.packings():
                 module.adapt(tensors, prefix)
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(saved["model"][name])
         state = self.optimizer.state_dict()
         if saved["moments"]:
             state["state"] = {i: dict(step=torch.tensor(float(saved["step"])),
                                       **{kind: tensors[name] for kind, tensors in saved["moments"].items()})
-                              for i, (name, _) in enumerate(self.model.named_parameters())}
+                              for i, name in enumerate(self.weights)}
         self.optimizer.load_state_dict(state)
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
@@ -652,41 +679,6 @@ class Trainer:
 
 def open_source(config, training):
     return (RealProteins if training.data or training.msa else SyntheticProteins)(config, training)
-
-
-def probe(trainer, batch, count_launches=True):
-    """What one step costs beside time: bytes saved for backward by sub-layer, launches, FLOPs, and on CPU the
-    peak of live tensor bytes (a GPU's allocator knows its own). What cannot be counted is None."""
-    model = trainer.model
-    saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
-    with torch.device("meta"):
-        plain = TinyOpenFoldV2(trainer.model.config, FusionConfig.preset(False))
-    with FlopCounterMode(display=False) as flops:
-        plain(**{key: value.to("meta") for key, value in batch.items()})["loss"].backward()
-    found = dict(saved=saved, flops=flops.get_total_flops(), launches=None, peak=None, timeline=None)
-    if trainer.device.type == "cuda":
-        found.update(launches=len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None)
-    elif not trainer.model.fusion.enable_torch_compile:  # compiled code dispatches no operations
-        held = [*trainer.model.parameters(), *trainer.model.buffers(), *batch.values(),
-                *(t for state in trainer.optimizer.state.values() for t in state.values())]
-        with OpCounter() as counter:
-            trainer.step(batch)
-        found.update(launches=counter.launches, timeline=counter.timeline,
-                     peak=counter.peak + sum(t.numel() * t.element_size() for t in held))
-    return found
-
-
-def warm_up(trainer, source, profiler):
-    """Untimed steps, then the probe; everything is restored afterwards. Returns the probe's findings with
-    warmup_time and first_step_time (s), which holds compilation."""
-    times, batch = [], to_device(source.batch(trainer.step_number), trainer.device)
-    with trainer.preserved():
-        for _ in range(trainer.training.warmup_steps):
-            started = time.perf_counter()
-            trainer.step(batch).item()
-            times.append(time.perf_counter() - started)
-        found = probe(trainer, batch, count_launches=not profiler.enable_rocm_profiling)
-    return dict(found, warmup_time=sum(times), first_step_time=times[0] if times else None)
 
 
 def run_steps(trainer, source, profiling, found, stop):
@@ -792,6 +784,8 @@ def make_parser():
     modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
     for name, text in MODES.items():
         modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
+    parser.add_argument("--combinations", action="store_true", help="with --compare-fusion: all 16 "
+                        "combinations of the four switches instead (default: off)")
     parser.add_argument("--compare-with-v1", metavar="FILE", default=None,
                         help="after training, speed-up and memory against an earlier summary (default: None)")
     return parser
@@ -813,22 +807,31 @@ def read_configs(arguments):
     return tuple(cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in CONFIGS)
 
 
-def run(argv=None):
-    """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
-    parser = make_parser()
+def parse(parser, argv):
+    """(arguments, their four configs, the mode flag or None); wrong use is one line and exit code 2."""
     arguments = parser.parse_args(argv)
     try:
-        config, training, fusion, profiler = read_configs(arguments)
+        configs = read_configs(arguments)
     except ValueError as error:
         name, _, rest = str(error).partition(" = ")
         parser.error(f"argument {flag(name)}: {rest}")
     mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
+    if arguments.combinations and mode != "--compare-fusion":
+        parser.error("argument --combinations: needs --compare-fusion")
+    return arguments, configs, mode
+
+
+def run(argv=None):
+    """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
+    arguments, (config, training, fusion, profiler), mode = parse(make_parser(), argv)
     if mode is None:
         return train(config, fusion, training, profiler, arguments.compare_with_v1)
     import fusion_checks
+    import fusion_comparison
     checks = {"--validate-setup": fusion_checks.validate_setup,
               "--verify-accuracy": fusion_checks.verify_accuracy,
-              "--compare-fusion": fusion_checks.compare_fusion}
+              "--compare-fusion": partial(fusion_comparison.compare_fusion,
+                                          combinations=arguments.combinations)}
     return checks[mode](config, fusion, training, profiler)
 
 

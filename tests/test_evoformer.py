@@ -1,6 +1,7 @@
 """The model against an independent float64 implementation, and properties of AlphaFold 2's Evoformer."""
 
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -182,13 +183,59 @@ def test_padding_changes_nothing_valid(switches):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("fused", [False, True])
-def test_fully_masked_sample_stays_finite(dtype, fused):
+@pytest.mark.parametrize("backend", ["math", "auto"])
+def test_fully_masked_sample_stays_finite(dtype, backend):
     q = torch.randn(1, 2, 2, 4, 8, dtype=dtype)
     bias = torch.randn(1, 2, 4, 4, dtype=dtype, requires_grad=True)
-    out = tof.attend(q, q, q, bias, torch.zeros(1, 4), fused)
+    out = tof.attend(q, q, q, bias, torch.zeros(1, 4), backend)
     out.sum().backward()
     assert out.isfinite().all() and bias.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_reassociated_outer_product_is_exact_where_it_is_used(rows):
+    block, _, _ = random_block()
+    module, results = block.outer_product_mean, []
+    for reassociate in (False, True):
+        msa = torch.randn(2, rows, 8, 16, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "reassociate", reassociate)
+            with OpCounter() as counter:
+                update = module(msa, torch.tensor([[1.0] * rows, [1.0] + [0.0] * (rows - 1)]))
+        weight = torch.linspace(-1, 1, update.numel()).double().view_as(update)
+        gradients = torch.autograd.grad((update * weight).sum(), [msa, *module.parameters()])
+        results.append((update, *gradients, counter.peak))
+    for plain, fused in zip(results[0][:-1], results[1][:-1], strict=True):
+        torch.testing.assert_close(fused, plain, rtol=0, atol=1e-12)
+    assert results[0][-1] != results[1][-1]  # the other order of sums did run
+
+
+def test_activation_checkpointing_changes_memory_and_nothing_else():
+    results = []
+    for enabled in (False, True):
+        config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=16)
+        training = tof.TrainingConfig(batch_size=2)
+        switches = tof.FusionConfig(enable_activation_checkpointing=enabled)
+        trainer = tof.Trainer(config, switches, training, torch.device("cpu"))
+        fusion_checks.shake(trainer.model)
+        batch = fusion_checks.masked_batch(config, training, torch.device("cpu"))
+        saved = saved_activations(trainer.model, [], lambda t=trainer, b=batch: t.forward(b)["loss"])
+        trainer.forward(batch)["loss"].backward()
+        results.append((saved["rest"], [p.grad for p in trainer.model.parameters()]))
+    assert results[1][0] < 0.3 * results[0][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
+def test_compiled_blocks_share_one_graph_and_change_no_number():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = tof.TinyOpenFoldConfig(**{**SMALL, "num_blocks": 3}, num_seqs=4, seq_len=8)
+    training = tof.TrainingConfig(batch_size=2)
+    compiled = tof.FusionConfig(enable_torch_compile=True)
+    assert fusion_checks.compare_numerics(config, compiled, training, torch.device("cpu"))[1] == []
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def model_and_batch(switches=(True,) * 4, **sizes):
@@ -279,33 +326,24 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
     arguments = (config, tof.FusionConfig(), tof.TrainingConfig(batch_size=2), torch.device("cpu"))
     assert fusion_checks.compare_numerics(*arguments)[1] == []
     attend, separate = tof.attend, tof.separate
-    mutants = [
-        (
-            "attend",
-            lambda q, k, v, bias=None, key_mask=None, fused=True: attend(
-                q, k, v, None if fused else bias, key_mask, fused
-            ),
-        ),
-        (
-            "attend",
-            lambda q, k, v, bias=None, key_mask=None, fused=True: attend(
-                q, k, v, bias, None if fused else key_mask, fused
-            ),
-        ),
-        ("separate", lambda outputs, n: outputs if len(outputs) == n else separate(outputs, n)[::-1]),
-        (
-            "attend",
-            lambda q, k, v, bias=None, key_mask=None, fused=True: (  # a gradient that is lost
-                attend(q, k, v, bias.detach() if fused and bias is not None else bias, key_mask, fused)
-            ),
-        ),
-        (
-            "attend",
-            lambda q, k, v, bias=None, key_mask=None, fused=True: (  # half the precision
-                attend(q, k, v, bias, key_mask, fused) * (1 + 1e-5 * fused)
-            ),
-        ),
-    ]
+
+    def no_bias(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(q, k, v, bias if backend == "math" else None, key_mask, backend)
+
+    def no_mask(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(q, k, v, bias, key_mask if backend == "math" else None, backend)
+
+    def lost_gradient(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(q, k, v, bias if backend == "math" or bias is None else bias.detach(), key_mask, backend)
+
+    def imprecise(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(q, k, v, bias, key_mask, backend) * (1 if backend == "math" else 1 + 1e-5)
+
+    def exchanged(outputs, n):
+        return outputs if len(outputs) == n else separate(outputs, n)[::-1]
+
+    mutants = [("attend", no_bias), ("attend", no_mask), ("attend", lost_gradient), ("attend", imprecise),
+               ("separate", exchanged)]
     for name, mutant in mutants:
         with monkeypatch.context() as patch:
             patch.setattr(tof, name, mutant)
