@@ -9,6 +9,7 @@ import torch
 from conftest import require_shared
 
 import fusion_checks
+import protein_batches
 import tiny_openfold_v2 as tof
 from measurement import OpCounter, saved_activations
 
@@ -359,6 +360,62 @@ def test_saved_activations_and_launches_against_a_hand_count():
         peak = counter.peak
         del y
     assert counter.launches == 2 and peak == 2 * 5 * 4 * 4 and counter.live == 0
+
+
+def gpu_trainer(dropout=0.0, **switches):
+    config = tof.TinyOpenFoldConfig(num_blocks=2, seq_len=32, num_seqs=8, dropout=dropout)
+    training = tof.TrainingConfig(batch_size=2, use_amp=switches.pop("amp", False), amp_dtype=switches.pop("dtype", None))
+    device = torch.device("cuda")
+    source = protein_batches.SyntheticProteins(config, training)
+    batches = [protein_batches.to_device(source.batch(step), device) for step in range(6)]
+    return tof.Trainer(config, tof.FusionConfig(**switches), training, device), batches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, dict(amp=True, dtype="float16"), dict(amp=True, dtype="bfloat16",
+                                                                           enable_master_weights=True)])
+def test_graphed_steps_are_eager_steps(more):
+    losses = []
+    for graphs in (False, True):
+        trainer, batches = gpu_trainer(enable_cuda_graphs=graphs, **more)
+        losses.append([trainer.step(batch).item() for batch in batches])
+        assert (trainer.graph is not None) == graphs
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2 if more else 1e-4)
+    assert losses[0][0] > losses[0][-1] and len(set(losses[1])) == 6  # new data every step, and it learns
+
+
+@pytest.mark.gpu
+def test_graph_obeys_learning_rate_and_draws_new_dropout():
+    trainer, batches = gpu_trainer(dropout=0.3, enable_cuda_graphs=True)
+    trainer.step(batches[0])
+    fusion_checks.shake(trainer.model)
+    trainer.optimizer.param_groups[0]["lr"].zero_()
+    assert len({trainer.step(batches[0]).item() for _ in range(4)}) == 4
+    before = [p.clone() for p in trainer.model.parameters()]
+    trainer.step(batches[1])
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["math", "sdpa", "flex"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_attention_backends_agree_with_float64_on_gpu(backend, biased):
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 2, 40, 16, device="cuda", generator=generator) for _ in range(3))
+    bias = torch.randn(2, 2, 40, 40, device="cuda", generator=generator)
+    mask = torch.ones(2, 40, device="cuda")
+    mask[1, 30:] = 0
+    weight = torch.randn(2, 5, 2, 40, 16, device="cuda", generator=generator)
+
+    def run(dtype, name):
+        tensors = [t.to(dtype).requires_grad_() for t in ((q, k, v, bias) if biased else (q, k, v))]
+        out = tof.attend(*tensors[:3], tensors[3] if biased else None, mask, name)
+        return [out, *torch.autograd.grad((out * weight.to(dtype)).sum(), tensors)]
+
+    for exact, plain, found in zip(run(torch.float64, "math"), run(torch.float32, "math"),
+                                   run(torch.float32, backend), strict=True):
+        own, error = ((x - exact).abs().max().item() for x in (plain, found))
+        assert error <= 3 * own + 4e-7 * exact.abs().max().item()
 
 
 @pytest.mark.gpu

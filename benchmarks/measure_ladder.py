@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Time every rung from the unfused float32 baseline to the fastest setting, on one GPU.
+
+    python benchmarks/measure_ladder.py --out OUT [--only REGEX] [--steps 30] [--quick]
+
+Every rung is a process of its own. All of them compile and warm up at the same time; then they are timed one
+by one, alone on the GPU. Writes OUT/ladder.json: times in ms, memory in MB (2**20 bytes), the ten most
+expensive kernels, and whether outputs and all gradients pass the 3x rule (see fusion_checks.py). A rung that
+fails is a row with its reason.
+"""
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SHAPES = {
+    "B4 S64 N16": "--batch-size 4 --seq-len 64 --num-seqs 16",
+    "B1 S256 N64": "--batch-size 1 --seq-len 256 --num-seqs 64",
+    "B1 S384 N128 c_m 256": "--batch-size 1 --seq-len 384 --num-seqs 128 --msa-dim 256 --msa-heads 8",
+}
+BF16 = "--use-amp --amp-dtype bfloat16"
+BEST = f"{BF16} --enable-master-weights --enable-torch-compile --enable-cuda-graphs"
+RUNGS = {
+    "baseline fp32": "--disable-all-fusion",
+    "fused fp32": "",
+    "fused TF32": "--use-tf32",
+    "fused bf16 autocast": BF16,
+    "+ graph": f"{BF16} --enable-cuda-graphs",
+    "+ compile": f"{BF16} --enable-cuda-graphs --enable-torch-compile",
+    "+ master weights": BEST,
+    "attention math": f"{BEST} --attention-backend math",
+    "attention sdpa": f"{BEST} --attention-backend sdpa",
+    "attention flex": f"{BEST} --attention-backend flex",
+    "no OPM fusion": f"{BEST} --disable-opm-fusion",
+    "checkpointing": f"{BEST} --enable-activation-checkpointing",
+    "budget 0.5": f"{BEST} --activation-memory-budget 0.5",
+    "budget 0.2": f"{BEST} --activation-memory-budget 0.2",
+}
+
+
+def child(flags, steps):
+    """One rung: warm up, say "ready", wait for a line on stdin, time, print the result as JSON."""
+    import numpy as np
+    import torch
+
+    import tiny_openfold_v2 as tof
+    from fusion_checks import compare_numerics
+    from measurement import PhaseTimer, choose_device
+    from protein_batches import SyntheticProteins, to_device
+    from reporting import MEGABYTE
+
+    config, training, fusion, _ = tof.read_configs(tof.make_parser().parse_args(flags))
+    device = choose_device(training.device)
+    on_gpu = device.type == "cuda"
+    small = tof.TinyOpenFoldConfig(num_blocks=1, seq_len=64, num_seqs=16)
+    _, failures = compare_numerics(small, fusion, training, device)
+    trainer = tof.Trainer(config, fusion, training, device)
+    batches = [to_device(SyntheticProteins(config, training).batch(i), device) for i in range(4)]
+    started = time.perf_counter()
+    trainer.step(batches[0]).item()
+    first = time.perf_counter() - started
+    for batch in batches:
+        trainer.step(batch).item()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    timer = PhaseTimer(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    for i in range(steps + 5):
+        timer.start()
+        loss = trainer.step(batches[i % 4])
+        timer.mark()
+    ms = timer.seconds()[5:, 0] * 1e3
+    result = dict(median_ms=float(np.median(ms)), p20_ms=float(np.quantile(ms, 0.2)),
+                  p80_ms=float(np.quantile(ms, 0.8)), first_step_s=first, loss=loss.item(),
+                  kernel=trainer.model.attention_kernel(trainer.amp_dtype))
+    if on_gpu:
+        peak = max(torch.cuda.max_memory_allocated(device), trainer.graph.peak if trainer.graph else 0)
+        result["peak_mb"] = peak / MEGABYTE
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            trainer.step(batches[0])
+            torch.cuda.synchronize()
+        events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+        kernels = [e for e in events if not e.key.startswith(("Memcpy", "Memset"))]
+        result["launches"] = sum(e.count for e in kernels)
+        result["gpu_busy_ms"] = sum(e.self_device_time_total for e in events) / 1e3
+        result["top"] = [(e.key[:90], e.count, round(e.self_device_time_total / 1e3, 3)) for e in
+                         sorted(events, key=lambda e: -e.self_device_time_total)[:14]]
+    result.update(accurate=not failures, failures=failures[:3])
+    print(json.dumps(result), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--only", default="", help="regular expression over 'shape | rung'")
+    parser.add_argument("--skip", default="^$", help="the same, for rungs left out")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, to try the script on a CPU")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child is not None:
+        return child(json.loads(arguments.child), arguments.steps)
+    tiny = "--num-blocks 1 --batch-size 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16"
+    processes = {}
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    for shape, shape_flags in SHAPES.items():
+        for rung, rung_flags in RUNGS.items():
+            name = f"{shape} | {rung}"
+            if re.search(arguments.only, name) and not re.search(arguments.skip, name):
+                flags = f"{tiny if arguments.quick else shape_flags} {rung_flags}".split()
+                command = [sys.executable, __file__, "--child", json.dumps(flags), "--steps", str(arguments.steps)]
+                log = tempfile.TemporaryFile("w+")  # a pipe nobody reads would fill and block the child
+                processes[name] = flags, log, subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    for _, _, process in processes.values():
+        while (line := process.stdout.readline()) and line.strip() != "ready":
+            pass
+    rows = []
+    for name, (flags, log, process) in processes.items():
+        out, _ = process.communicate("go\n")
+        row = dict(name=name, flags=flags)
+        try:
+            row.update(json.loads(out.strip().splitlines()[-1]))
+            print(f"{name:42s} {row['median_ms']:8.2f} ms ({row['p20_ms']:.2f}, {row['p80_ms']:.2f})  "
+                  f"{row.get('peak_mb', 0):8.0f} MB  {row.get('launches', 0):5d} launches  busy "
+                  f"{row.get('gpu_busy_ms', 0):7.2f} ms  first {row['first_step_s']:5.1f} s  "
+                  f"{'ok' if row['accurate'] else 'INACCURATE ' + row['failures'][0]}", flush=True)
+        except (IndexError, ValueError):
+            log.seek(0)
+            row["failed"] = " / ".join(log.read().strip().splitlines()[-3:])[-400:]
+            print(f"{name:42s} failed: {row['failed']}", flush=True)
+        rows.append(row)
+    from measurement import choose_device, system_info
+    result = dict(command=sys.argv, rows=rows, system_info=system_info(choose_device("auto")), date=time.strftime("%F"))
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "ladder.json").write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
