@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 import weakref
 
@@ -19,7 +18,7 @@ MEGABYTE = 2 ** 20
 
 
 def choose_device(name):
-    """What --device names, as a torch.device. Raises UserError: code 2 for nonsense, 4 for a GPU not there."""
+    """What --device names, as a torch.device. Raises UserError: code 2 for nonsense, 4 for a missing GPU."""
     count = torch.cuda.device_count()
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -29,7 +28,8 @@ def choose_device(name):
     if kind != "cuda" or not (index or "0").isdecimal() or name.endswith(":"):
         raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N or N")
     if int(index or 0) >= count:
-        raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees {count}", code=4)
+        raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees {count}",
+                        code=4)
     device = torch.device("cuda", int(index or 0))
     torch.cuda.set_device(device)
     return device
@@ -110,8 +110,8 @@ class OpCounter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def ranges(named_modules, enter, leave, backward=False):
-    """Within: enter(name) and leave() run round the forward of every (name, module) and, as name + ".backward",
-    round its backward. Hooks from outside keep profiling code out of the model."""
+    """Within: enter(name) and leave() run round the forward of every (name, module) and, as
+    name + ".backward", round its backward. Hooks from outside keep profiling code out of the model."""
     def begin(name):
         return lambda *_: enter(name)
 
@@ -120,7 +120,8 @@ def ranges(named_modules, enter, leave, backward=False):
 
     handles = []
     for name, module in named_modules:
-        handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end)]
+        handles += [module.register_forward_pre_hook(begin(name)),  # recomputation may stop by an exception
+                    module.register_forward_hook(end, always_call=True)]
         if backward:
             handles += [module.register_full_backward_pre_hook(begin(name + ".backward")),
                         module.register_full_backward_hook(end)]
@@ -132,8 +133,8 @@ def ranges(named_modules, enter, leave, backward=False):
 
 
 def saved_activations(model, named_modules, compute_loss):
-    """Bytes that autograd keeps for the backward pass of compute_loss(), by name of the module that saved them
-    ("rest" outside all): each storage once, where it is saved first; parameters and buffers excluded."""
+    """Bytes that autograd keeps for the backward pass of compute_loss(), by name of the module that saved
+    them ("rest" outside all): each storage once, where it is saved first; parameters and buffers excluded."""
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     seen, stack, sizes = set(), ["rest"], {}
 
@@ -197,6 +198,24 @@ def dispatch_cost(device):
             x.add_(1.0)
         best = min(best, (time.perf_counter() - started) / 200)
     return best
+
+
+class RangeSums:
+    """enter and leave for ranges(): sums what clock() advances within each range, without the ranges nested
+    in it. relabel(name), if given, is asked for the name under which to file a range that begins."""
+
+    def __init__(self, clock, relabel=lambda name: name):
+        self.clock, self.relabel, self.sums, self.stack = clock, relabel, {}, []
+
+    def enter(self, name):
+        self.stack.append([self.relabel(name), self.clock(), 0])
+
+    def leave(self):
+        name, began, nested = self.stack.pop()
+        whole = self.clock() - began
+        self.sums[name] = self.sums.get(name, 0) + whole - nested
+        if self.stack:
+            self.stack[-1][2] += whole
 
 
 def quantiles(times):
@@ -273,8 +292,8 @@ class Profiling:
 
 
 def switch_outer_profiler(on):
-    """Tell an outer profiler that the interesting part begins or ends. rocprofv3 --selected-regions listens to
-    roctx only; on CUDA, nsys and ncu listen to cudaProfilerStart."""
+    """Tell an outer profiler that the interesting part begins or ends. rocprofv3 --selected-regions listens
+    to roctx only; on CUDA, nsys and ncu listen to cudaProfilerStart."""
     if torch.version.hip is None:
         (torch.cuda.profiler.start if on else torch.cuda.profiler.stop)()
         return
@@ -288,12 +307,13 @@ def switch_outer_profiler(on):
 def system_info(device):
     """Where a number was measured."""
     root = os.path.dirname(os.path.abspath(__file__))
-    commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False) \
-        if shutil.which("git") else None
-    return dict(device=str(device), gpu_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-                torch_version=torch.__version__, cuda_version=torch.version.cuda, hip_version=torch.version.hip,
-                host_cpu=cpu_name(), cpu_threads=torch.get_num_threads(), python_version=platform.python_version(),
-                platform=platform.platform(),
+    commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True,
+                            check=False) if shutil.which("git") else None
+    return dict(device=str(device),
+                gpu_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+                torch_version=torch.__version__, cuda_version=torch.version.cuda,
+                hip_version=torch.version.hip, host_cpu=cpu_name(), cpu_threads=torch.get_num_threads(),
+                python_version=platform.python_version(), platform=platform.platform(),
                 git_commit=commit.stdout.strip() if commit and commit.returncode == 0 else None)
 
 

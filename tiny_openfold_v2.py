@@ -324,6 +324,18 @@ class OuterProductMean(nn.Module):
         return torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
 
 
+class ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient is contiguous: written so by the kernel that makes it, not copied later."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.contiguous()
+
+
 class FusedTriangleMultiplication(PackedProjections):
     """Alg. 11 (outgoing edges) and 12 (incoming): pair (i, j) sees every triangle i, j, k.
 
@@ -345,13 +357,15 @@ class FusedTriangleMultiplication(PackedProjections):
         x = self.layer_norm(pair)
         gated = [p * g.sigmoid() for p, g in zip(self.outputs(x, "left_right_proj"),
                                                  self.outputs(x, "left_right_gate"), strict=True)]
-        left, right = separate(gated, 2)  # (B, S, S, c_z)
+        # One S x S matrix per channel, written so by the gating kernel if that is compiled: the batched GEMM
+        # would copy operands in any other layout, in forward once and in backward again.
+        left, right = (side.permute(0, 3, 1, 2).contiguous() for side in separate(gated, 2))  # (B, c_z, S, S)
         if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
-            mask = seq_mask[:, None, :, None] if self.outgoing else seq_mask[:, :, None, None]
+            mask = seq_mask[:, None, None, :] if self.outgoing else seq_mask[:, None, :, None]
             left = left * mask.to(x.dtype)
-        equation = "bikc,bjkc->bijc" if self.outgoing else "bkic,bkjc->bijc"
-        product = self.center_norm(torch.einsum(equation, left, right))  # (B, S, S, c_z)
-        return self.output_proj(product) * self.output_gate(x).sigmoid()
+        product = left @ right.transpose(2, 3) if self.outgoing else left.transpose(2, 3) @ right
+        product = ContiguousGradient.apply(product).permute(0, 2, 3, 1)  # (B, S, S, c_z)
+        return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
 
 
 class FusedTriangleAttention(GatedAttention):
@@ -544,6 +558,10 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.device, self.training = device, training
         self.model = TinyOpenFoldV2(config, fusion).to(device)
+        self.amp_dtype = None
+        if training.use_amp:
+            default = "float16" if device.type == "cuda" else "bfloat16"
+            self.amp_dtype = getattr(torch, training.amp_dtype or default)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         lr = torch.tensor(training.learning_rate, device=device) if graphs else training.learning_rate
         self.weights = dict(self.model.named_parameters())  # what the optimizer updates
@@ -558,10 +576,6 @@ class Trainer:
             print(f"CUDA graphs: there are none on {device}; steps run eagerly")
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = training.use_tf32
-        self.amp_dtype = None
-        if training.use_amp:
-            default = "float16" if device.type == "cuda" else "bfloat16"
-            self.amp_dtype = getattr(torch, training.amp_dtype or default)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.step_number = 0
 
@@ -835,7 +849,7 @@ def run(argv=None):
     return checks[mode](config, fusion, training, profiler)
 
 
-def main(argv=None):
+def main(argv=None, run=run, program="tiny_openfold_v2.py"):
     """run(), with every expected failure as one line on stderr and its exit code."""
     try:
         code = run(argv)
@@ -855,7 +869,7 @@ def main(argv=None):
         if isinstance(error, BrokenPipeError):
             return 141
         message, code = f"cannot write output: {error.strerror}", 1
-    print(f"tiny_openfold_v2.py: error: {message}", file=sys.stderr)
+    print(f"{program}: error: {message}", file=sys.stderr)
     return code
 
 

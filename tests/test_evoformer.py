@@ -231,7 +231,7 @@ def test_activation_checkpointing_changes_memory_and_nothing_else():
 def test_compiled_blocks_share_one_graph_and_change_no_number():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = tof.TinyOpenFoldConfig(**{**SMALL, "num_blocks": 3}, num_seqs=4, seq_len=8)
+    config = tof.TinyOpenFoldConfig(**{**SMALL, "num_blocks": 3}, num_seqs=8, seq_len=24)
     training = tof.TrainingConfig(batch_size=2)
     compiled = tof.FusionConfig(enable_torch_compile=True)
     assert fusion_checks.compare_numerics(config, compiled, training, torch.device("cpu"))[1] == []
@@ -349,6 +349,21 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(tof, name, mutant)
             assert fusion_checks.compare_numerics(*arguments)[1] != []
+
+
+def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
+    config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
+    training = tof.TrainingConfig(batch_size=2, use_amp=True, amp_dtype="bfloat16", learning_rate=1e-5)
+    switches = tof.FusionConfig(enable_master_weights=True)
+    assert fusion_checks.compare_numerics(config, switches, training, torch.device("cpu"))[1] == []
+    trainer = tof.Trainer(config, switches, training, torch.device("cpu"))
+    fusion_checks.shake(trainer.model)
+    batch = fusion_checks.masked_batch(config, training, torch.device("cpu"))
+    assert trainer.forward(batch)["pair_repr"].dtype == torch.bfloat16
+    before = [w.clone() for w in trainer.weights.values()]
+    trainer.step(batch)  # steps of 1e-5 are lost in bfloat16, not in the masters
+    assert all(w.dtype == torch.float32 and not torch.equal(w, b)
+               for w, b in zip(trainer.weights.values(), before, strict=True))
 
 
 def test_saved_activations_and_launches_against_a_hand_count():
