@@ -25,6 +25,7 @@ from functools import cache, partial
 
 import numpy as np
 import torch
+import torch._functorch.config
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -156,17 +157,19 @@ def separate(outputs, n):
     return outputs if len(outputs) == n else outputs[0].chunk(n, dim=-1)
 
 
-def attention_backend(requested, q, biased):
+def attention_backend(requested, q, biased, compiled):
     """Which implementation attend() runs: "math" (not fused), "sdpa" or "flex".
 
     FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
     bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
-    Without a trainable bias SDPA's kernels are faster. On CPU neither has a fused kernel that
+    Compiled, plain attention is faster up to 64 residues (benchmarks/LOG.md); without a trainable bias SDPA's
+    kernels are. On CPU neither has a fused kernel that
     differentiates a bias: SDPA runs its unfused math there.
     """
     flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
     if requested == "auto":
-        return "flex" if biased and torch.is_grad_enabled() and flex_fits else "sdpa"
+        small = compiled and q.shape[-2] <= 64
+        return ("math" if small else "flex") if biased and torch.is_grad_enabled() and flex_fits else "sdpa"
     return "sdpa" if requested == "flex" and not (flex_fits and torch.is_grad_enabled()) else requested
 
 
@@ -176,7 +179,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
     Returns (B, R, H, L, D).
     """
-    backend = attention_backend(backend, q, bias is not None)
+    backend = attention_backend(backend, q, bias is not None, torch.compiler.is_compiling())
     if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
         bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias
         bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
@@ -325,7 +328,7 @@ class OuterProductMean(nn.Module):
 
 
 class ContiguousGradient(torch.autograd.Function):
-    """The identity, whose gradient is contiguous: written so by the kernel that makes it, not copied later."""
+    """The identity, with a contiguous gradient: written so by the kernel that makes it, not copied later."""
 
     @staticmethod
     def forward(ctx, x):
@@ -523,10 +526,10 @@ class TinyOpenFoldV2(nn.Module):
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training, in words."""
         weight = self.distogram_head.weight
-        q = weight.new_empty(1, 1, 1, 1, self.config.pair_dim // self.config.pair_heads, dtype=dtype)
+        q = weight.new_empty(self.config.seq_len, self.config.pair_dim // self.config.pair_heads, dtype=dtype)
         with torch.enable_grad():
-            requested = self.fusion.attention_backend
-            biased, plain = (attention_backend(requested, q, biased) for biased in (True, False))
+            requested, compiled = self.fusion.attention_backend, self.fusion.enable_torch_compile
+            biased, plain = (attention_backend(requested, q, biased, compiled) for biased in (True, False))
         names = dict(flex="flex_attention", sdpa="sdpa: math on CPU" if q.device.type == "cpu" else "sdpa")
         biased, plain = names.get(biased, biased), names.get(plain, plain)
         return biased if biased == plain else f"{biased}; {plain} for columns"
@@ -849,6 +852,15 @@ def run(argv=None):
     return checks[mode](config, fusion, training, profiler)
 
 
+def explain(error):
+    """(message, exit code) for errors of the machine rather than of this program; (None, None) for others."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+        return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", 1
+    if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
+        return "torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)", 3
+    return None, None
+
+
 def main(argv=None, run=run, program="tiny_openfold_v2.py"):
     """run(), with every expected failure as one line on stderr and its exit code."""
     try:
@@ -857,11 +869,10 @@ def main(argv=None, run=run, program="tiny_openfold_v2.py"):
         return code
     except UserError as error:
         message, code = str(error), error.code
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-        if not known:
+    except (MemoryError, RuntimeError) as error:
+        message, code = explain(error)
+        if message is None:
             raise
-        message, code = "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", 1
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     except OSError as error:  # what is left is stdout: its reader has gone, or its disk is full

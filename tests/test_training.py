@@ -247,6 +247,15 @@ def test_out_of_memory_is_one_line(tmp_path, capsys):
     assert code == 1 and "out of memory: lower --batch-size" in error and "\n" not in error
 
 
+def test_missing_compiler_is_exit_code_3(tmp_path):
+    env = dict(CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    result = run_program(
+        "tiny_openfold_v2.py", *SMALL, "--enable-torch-compile", "--profile-dir", tmp_path, env=env
+    )
+    assert result.returncode == 3 and "needs a C++ compiler" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 BAD_FLAGS = [
     (["--num-steps", "0"], "--num-steps: 0: must be at least 1"),
     (["--num-steps", "many"], "--num-steps: 'many': must be a whole number"),
