@@ -68,7 +68,7 @@ class FusionConfig(Checked):
     enable_torch_compile: bool = option(False, "torch.compile, one Evoformer block at a time")
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph")
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
-                                                "float32 master weights cast once a step, instead of autocast")
+                                                "float32 weights cast once a step, instead of autocast")
     enable_activation_checkpointing: bool = option(False, "keep only the inputs of every block, recompute "
                                                           "the rest in backward: less memory, more time")
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)

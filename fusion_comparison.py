@@ -83,8 +83,8 @@ def cannot_run(fusion, training, device):
                                            and fusion.torch_compile_mode == "reduce-overhead")
     if graphs and device.type != "cuda":
         return "CUDA graphs need a GPU"
-    only = replace(FusionConfig.preset(False), enable_master_weights=True)
-    return "without --use-amp it changes nothing" if fusion == only and not training.use_amp else None
+    idle = [replace(f, enable_master_weights=True) for f in (FusionConfig.preset(False), FusionConfig())]
+    return "changes nothing without --use-amp" if fusion in idle and not training.use_amp else None
 
 
 @contextlib.contextmanager
@@ -158,8 +158,8 @@ def take_turn(variant, number, batch, dropout):
 
 
 def measure(variants, config, training, device, source, gate):
-    """Measure all variants; training.num_steps timed steps each, within gate. Weights, optimizers and random numbers are
-    afterwards what they were; the trainers stay in variant.trainer."""
+    """Measure all variants; training.num_steps timed steps each, within gate. Weights, optimizers and random
+    numbers are afterwards what they were; the trainers stay in variant.trainer."""
     supply = [to_device(source.batch(i), device) for i in range(min(training.num_steps, MOST_BATCHES))]
     for variant in tqdm(variants, disable=None, desc="alone", leave=False):
         measure_alone(variant, config, training, device, supply[0])

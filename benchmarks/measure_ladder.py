@@ -98,6 +98,42 @@ def child(flags, steps):
     print(json.dumps(result), flush=True)
 
 
+def start_children(arguments):
+    """Start every rung that --only and --skip leave: {name: (flags, log of its stderr, process)}."""
+    tiny = "--num-blocks 1 --batch-size 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16"
+    processes = {}
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    for shape, shape_flags in SHAPES.items():
+        for rung, rung_flags in RUNGS.items():
+            name = f"{shape} | {rung}"
+            if re.search(arguments.only, name) and not re.search(arguments.skip, name):
+                flags = f"{tiny if arguments.quick else shape_flags} {rung_flags}".split()
+                command = [sys.executable, __file__, "--child", json.dumps(flags),
+                           "--steps", str(arguments.steps)]
+                log = tempfile.TemporaryFile("w+")  # a pipe nobody reads would fill and block the child
+                pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+                processes[name] = flags, log, subprocess.Popen(command, env=environment, **pipes)
+    return processes
+
+
+def finish(name, flags, log, process):
+    """Let one waiting rung run; its result as a row, which is printed too."""
+    out, _ = process.communicate("go\n")
+    row = dict(name=name, flags=flags)
+    try:
+        row.update(json.loads(out.strip().splitlines()[-1]))
+    except (IndexError, ValueError):
+        log.seek(0)
+        row["failed"] = " / ".join(log.read().strip().splitlines()[-3:])[-400:]
+        print(f"{name:42s} failed: {row['failed']}", flush=True)
+        return row
+    print(f"{name:42s} {row['median_ms']:8.2f} ms ({row['p20_ms']:.2f}, {row['p80_ms']:.2f})  "
+          f"{row.get('peak_mb', 0):8.0f} MB  {row.get('launches', 0):5d} launches  busy "
+          f"{row.get('gpu_busy_ms', 0):7.2f} ms  first {row['first_step_s']:5.1f} s  "
+          f"{'ok' if row['accurate'] else 'INACCURATE ' + row['failures'][0]}", flush=True)
+    return row
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
@@ -109,41 +145,18 @@ def main():
     arguments = parser.parse_args()
     if arguments.child is not None:
         return child(json.loads(arguments.child), arguments.steps)
-    tiny = "--num-blocks 1 --batch-size 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16"
-    processes = {}
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-    for shape, shape_flags in SHAPES.items():
-        for rung, rung_flags in RUNGS.items():
-            name = f"{shape} | {rung}"
-            if re.search(arguments.only, name) and not re.search(arguments.skip, name):
-                flags = f"{tiny if arguments.quick else shape_flags} {rung_flags}".split()
-                command = [sys.executable, __file__, "--child", json.dumps(flags), "--steps", str(arguments.steps)]
-                log = tempfile.TemporaryFile("w+")  # a pipe nobody reads would fill and block the child
-                processes[name] = flags, log, subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    processes = start_children(arguments)
     for _, _, process in processes.values():
         while (line := process.stdout.readline()) and line.strip() != "ready":
             pass
-    rows = []
-    for name, (flags, log, process) in processes.items():
-        out, _ = process.communicate("go\n")
-        row = dict(name=name, flags=flags)
-        try:
-            row.update(json.loads(out.strip().splitlines()[-1]))
-            print(f"{name:42s} {row['median_ms']:8.2f} ms ({row['p20_ms']:.2f}, {row['p80_ms']:.2f})  "
-                  f"{row.get('peak_mb', 0):8.0f} MB  {row.get('launches', 0):5d} launches  busy "
-                  f"{row.get('gpu_busy_ms', 0):7.2f} ms  first {row['first_step_s']:5.1f} s  "
-                  f"{'ok' if row['accurate'] else 'INACCURATE ' + row['failures'][0]}", flush=True)
-        except (IndexError, ValueError):
-            log.seek(0)
-            row["failed"] = " / ".join(log.read().strip().splitlines()[-3:])[-400:]
-            print(f"{name:42s} failed: {row['failed']}", flush=True)
-        rows.append(row)
+    rows = [finish(name, *child_process) for name, child_process in processes.items()]
     from measurement import choose_device, system_info
-    result = dict(command=sys.argv, rows=rows, system_info=system_info(choose_device("auto")), date=time.strftime("%F"))
+    result = dict(command=sys.argv, rows=rows, system_info=system_info(choose_device("auto")),
+                  date=time.strftime("%F"))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "ladder.json").write_text(json.dumps(result, indent=1))
+        number = len(list(arguments.out.glob("ladder*.json")))
+        (arguments.out / f"ladder{number or ''}.json").write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Contact precision on protein families never seen in training, over all folds of a data directory.
 
-    python benchmarks/real_families.py --data DIR --out OUT --steps 3000 --pretrain-steps 3000 [flags]
+    python benchmarks/real_families.py --data DIR --out OUT --steps 1500 --pretrain-steps 1500
 
 Settings: from scratch; pre-trained on each synthetic world, then real; and the pre-trained models as they are.
 Every family is held out once. Writes OUT/real_families.json and prints a table; a run that fails is an error.

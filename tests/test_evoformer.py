@@ -198,7 +198,9 @@ def test_reassociated_outer_product_is_exact_where_it_is_used(rows):
     block, _, _ = random_block()
     module, results = block.outer_product_mean, []
     for reassociate in (False, True):
-        msa = torch.randn(2, rows, 8, 16, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+        msa = (
+            torch.randn(2, rows, 8, 16, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "reassociate", reassociate)
             with OpCounter() as counter:
@@ -335,7 +337,9 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
         return attend(q, k, v, bias, key_mask if backend == "math" else None, backend)
 
     def lost_gradient(q, k, v, bias=None, key_mask=None, backend="auto"):
-        return attend(q, k, v, bias if backend == "math" or bias is None else bias.detach(), key_mask, backend)
+        return attend(
+            q, k, v, bias if backend == "math" or bias is None else bias.detach(), key_mask, backend
+        )
 
     def imprecise(q, k, v, bias=None, key_mask=None, backend="auto"):
         return attend(q, k, v, bias, key_mask, backend) * (1 if backend == "math" else 1 + 1e-5)
@@ -343,8 +347,13 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
     def exchanged(outputs, n):
         return outputs if len(outputs) == n else separate(outputs, n)[::-1]
 
-    mutants = [("attend", no_bias), ("attend", no_mask), ("attend", lost_gradient), ("attend", imprecise),
-               ("separate", exchanged)]
+    mutants = [
+        ("attend", no_bias),
+        ("attend", no_mask),
+        ("attend", lost_gradient),
+        ("attend", imprecise),
+        ("separate", exchanged),
+    ]
     for name, mutant in mutants:
         with monkeypatch.context() as patch:
             patch.setattr(tof, name, mutant)
@@ -362,8 +371,10 @@ def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
     assert trainer.forward(batch)["pair_repr"].dtype == torch.bfloat16
     before = [w.clone() for w in trainer.weights.values()]
     trainer.step(batch)  # steps of 1e-5 are lost in bfloat16, not in the masters
-    assert all(w.dtype == torch.float32 and not torch.equal(w, b)
-               for w, b in zip(trainer.weights.values(), before, strict=True))
+    assert all(
+        w.dtype == torch.float32 and not torch.equal(w, b)
+        for w, b in zip(trainer.weights.values(), before, strict=True)
+    )
 
 
 def test_saved_activations_and_launches_against_a_hand_count():
@@ -379,7 +390,9 @@ def test_saved_activations_and_launches_against_a_hand_count():
 
 def gpu_trainer(dropout=0.0, **switches):
     config = tof.TinyOpenFoldConfig(num_blocks=2, seq_len=32, num_seqs=8, dropout=dropout)
-    training = tof.TrainingConfig(batch_size=2, use_amp=switches.pop("amp", False), amp_dtype=switches.pop("dtype", None))
+    training = tof.TrainingConfig(
+        batch_size=2, use_amp=switches.pop("amp", False), amp_dtype=switches.pop("dtype", None)
+    )
     device = torch.device("cuda")
     source = protein_batches.SyntheticProteins(config, training)
     batches = [protein_batches.to_device(source.batch(step), device) for step in range(6)]
@@ -387,8 +400,10 @@ def gpu_trainer(dropout=0.0, **switches):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, dict(amp=True, dtype="float16"), dict(amp=True, dtype="bfloat16",
-                                                                           enable_master_weights=True)])
+@pytest.mark.parametrize(
+    "more",
+    [{}, dict(amp=True, dtype="float16"), dict(amp=True, dtype="bfloat16", enable_master_weights=True)],
+)
 def test_graphed_steps_are_eager_steps(more):
     losses = []
     for graphs in (False, True):
@@ -427,8 +442,9 @@ def test_attention_backends_agree_with_float64_on_gpu(backend, biased):
         out = tof.attend(*tensors[:3], tensors[3] if biased else None, mask, name)
         return [out, *torch.autograd.grad((out * weight.to(dtype)).sum(), tensors)]
 
-    for exact, plain, found in zip(run(torch.float64, "math"), run(torch.float32, "math"),
-                                   run(torch.float32, backend), strict=True):
+    for exact, plain, found in zip(
+        run(torch.float64, "math"), run(torch.float32, "math"), run(torch.float32, backend), strict=True
+    ):
         own, error = ((x - exact).abs().max().item() for x in (plain, found))
         assert error <= 3 * own + 4e-7 * exact.abs().max().item()
 

@@ -113,7 +113,9 @@ def state_of(path):
     }
 
 
-@pytest.mark.parametrize("amp", [[], ["--use-amp", "--amp-dtype", "float16"], ["--use-amp", "--enable-master-weights"]])
+@pytest.mark.parametrize(
+    "amp", [[], ["--use-amp", "--amp-dtype", "float16"], ["--use-amp", "--enable-master-weights"]]
+)
 def test_resume_continues_bit_for_bit_also_with_dropout(tmp_path, capsys, amp):
     flags = [*amp, "--dropout", "0.2", "--save-every", "3"]
     assert train(tmp_path, "--num-steps", 6, "--save-checkpoint", tmp_path / "whole.pt", *flags) == 0
