@@ -270,6 +270,15 @@ class Profiling:
         if self.profiler:
             self.profiler.step()
 
+    @contextlib.contextmanager
+    def paused(self):
+        """Within, an outer profiler does not record: what runs there is no part of a step."""
+        if self.outer:
+            switch_outer_profiler(on=False)
+        yield
+        if self.outer:
+            switch_outer_profiler(on=True)
+
     def __exit__(self, *error):
         if self.outer:
             torch.cuda.synchronize()

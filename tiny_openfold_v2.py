@@ -727,7 +727,8 @@ def run_steps(trainer, source, profiling, found, stop):
             if saving:
                 write_atomically(training.save_checkpoint, partial(torch.save, trainer.checkpoint()))
             if not ending and done % training.eval_every == 0:
-                evaluations[done] = evaluate(trainer.model, source, device)
+                with profiling.paused():
+                    evaluations[done] = evaluate(trainer.model, source, device)
                 bar.write(contact_line(evaluations[done]), file=sys.stdout)
             if stopping:
                 break
