@@ -108,10 +108,16 @@ def release():
 
 
 def measure_alone(variant, config, training, device, batch):
-    """Fill variant.found while nothing else is on the device; on CPU the trainer is kept for the timing."""
+    """Fill variant.found while no other variant is on the device, so that its peak is that of a lone run:
+    what others may have left behind (library workspaces, CUDA graph pools) is not counted. On CPU the
+    trainer is kept for the timing."""
     variant.reason = cannot_run(variant.fusion, training, device)
     if variant.reason:
         return
+    left_behind = 0
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        left_behind = torch.cuda.memory_allocated(device) - sum(t.nbytes for t in batch.values())
     with reasons(variant):
         trainer = Trainer(config, variant.fusion, training, device)
         with trainer.preserved():
@@ -130,7 +136,9 @@ def measure_alone(variant, config, training, device, batch):
             for _ in range(2):
                 trainer.step(batch)
             torch.cuda.synchronize()
-        variant.found = dict(found, first_step_time=times[0], peak_memory_mb=peak_megabytes(device, found))
+        peak = peak_megabytes(device, found)
+        variant.found = dict(found, first_step_time=times[0],
+                             peak_memory_mb=None if peak is None else peak - left_behind / MEGABYTE)
         variant.trainer = trainer if device.type == "cpu" else None
 
 
@@ -164,10 +172,13 @@ def measure(variants, config, training, device, source, gate):
     for variant in tqdm(variants, disable=None, desc="alone", leave=False):
         measure_alone(variant, config, training, device, supply[0])
         release()
+    if device.type == "cuda" and any(variant.fusion.enable_torch_compile for variant in variants):
+        torch._dynamo.reset()  # compiled code of models that are gone would be tried first in every step
     weights = Trainer(config, variants[0].fusion, training, device).model.state_dict()
     for variant in tqdm(variants, disable=None, desc="warm-up", leave=False):
         if not variant.reason:
             bring_to_life(variant, config, training, device, weights, supply[0])
+            release()
     with gate, contextlib.ExitStack() as stack:
         for variant in variants:
             if not variant.reason:
@@ -193,7 +204,7 @@ def row(variant, baseline, training, ceiling):
     phases = variant.timer.seconds()
     steps, found = phases.sum(axis=1), variant.found
     p20, median, p80 = quantiles(steps)
-    split = [float(x) for x in np.median(phases, axis=0)] if phases.shape[1] == 3 else [None] * 3
+    split = [None] * 3 if variant.fusion.enable_cuda_graphs else np.median(phases, axis=0).tolist()
     saved = sum(found["saved"].values()) / MEGABYTE
     result.update(
         median_batch_time=median, p20_batch_time=p20, p80_batch_time=p80, median_forward_time=split[0],

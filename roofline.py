@@ -1,0 +1,193 @@
+"""What a step must cost at least: FLOPs, bytes and memory, against ceilings measured on the spot.
+
+Bytes are those of one ideal kernel for each of: layer norm with projections, the core (attention, triangle
+product), and output projection with gate and residual; transitions and the outer product keep their wide
+hidden tensors on the chip and compute them again in backward. U is one pass over the pair tensor, V over the
+MSA tensor. Real kernels move 4 to 6 times as much, which is what fusion is about. A tensor that stays in a
+cache can be faster than this bound: at small sizes, look at the launches instead.
+"""
+import contextlib
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny_openfold_v2
+from measurement import MEGABYTE, OpCounter, copy_ceiling, dispatch_cost, matmul_ceiling, saved_activations
+from tiny_openfold_v2 import SUBLAYERS, TOKENS, FusionConfig, TinyOpenFoldV2, Trainer
+
+ADAMW_BYTES = 28  # per float32 parameter: weight, gradient and two moments read, weight and moments written
+DISTANCE_BINS = 64
+
+
+def forward_flops(config, batch_size):
+    """{sub-layer or "heads": FLOPs of one forward pass of one of them}; backward takes twice as many."""
+    b, n, s = batch_size, config.num_seqs, config.seq_len
+    m, p = b * n * s, b * s * s
+    cm, cz, h = config.msa_dim, config.pair_dim, config.outer_product_dim
+    triangle = 12 * p * cz * cz + 2 * p * s * cz
+    attention = 10 * p * cz * cz + 2 * p * cz * config.pair_heads + 4 * p * s * cz
+    return dict(msa_row_attention=10 * m * cm * cm + 4 * m * s * cm + 2 * p * cz * config.msa_heads,
+                msa_column_attention=10 * m * cm * cm + 4 * m * n * cm,
+                msa_transition=16 * m * cm * cm,
+                outer_product_mean=4 * m * cm * h + 2 * p * n * h * h + 2 * p * h * h * cz,
+                triangle_mult_outgoing=triangle, triangle_mult_incoming=triangle,
+                triangle_attn_starting=attention, triangle_attn_ending=attention,
+                pair_transition=16 * p * cz * cz,
+                heads=2 * p * cz * DISTANCE_BINS + 2 * m * cm * TOKENS)
+
+
+def minimal_bytes(config, batch_size, element_bytes):
+    """{sub-layer: (forward, backward) bytes of one of them}, see the top of this file."""
+    b, n, s = batch_size, config.num_seqs, config.seq_len
+    u, v = b * s * s * config.pair_dim * element_bytes, b * n * s * config.msa_dim * element_bytes
+    row_bias, pair_bias = (b * s * s * h * element_bytes for h in (config.msa_heads, config.pair_heads))
+    hidden = b * n * s * config.outer_product_dim * element_bytes
+    triangle, attention = (9 * u, 15 * u), (11 * u + 2 * pair_bias, 18 * u + 3 * pair_bias)
+    return dict(msa_row_attention=(11 * v + u + 2 * row_bias, 18 * v + 2 * u + 3 * row_bias),
+                msa_column_attention=(11 * v, 18 * v), msa_transition=(2 * v, 3 * v),
+                outer_product_mean=(u + v + 4 * hidden, u + 3 * v + 6 * hidden),
+                triangle_mult_outgoing=triangle, triangle_mult_incoming=triangle,
+                triangle_attn_starting=attention, triangle_attn_ending=attention,
+                pair_transition=(2 * u, 3 * u))
+
+
+def counted_flops(config, batch_size):
+    """What forward_flops() predicts, counted by PyTorch's FLOP counter on the unfused model; backward too:
+    {name: (forward, backward)} for one block's sub-layers."""
+    b, n, s = batch_size, config.num_seqs, config.seq_len
+    with torch.device("meta"):
+        block = TinyOpenFoldV2(replace(config, num_blocks=1), FusionConfig.preset(False)).blocks[0]
+        msa = torch.empty(b, n, s, config.msa_dim, requires_grad=True)
+        pair = torch.empty(b, s, s, config.pair_dim, requires_grad=True)
+    found = {}
+    for name in SUBLAYERS:
+        inputs = (msa,) if name.startswith("msa") or name == "outer_product_mean" else (pair,)
+        inputs += (pair,) if name == "msa_row_attention" else ()
+        with FlopCounterMode(display=False) as forward:
+            out = getattr(block, name)(*inputs)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        found[name] = (forward.get_total_flops(), backward.get_total_flops())
+    return found
+
+
+def measure_ceilings(device, training):
+    """Copy bandwidth (bytes/s), matrix products per dtype (FLOP/s), host time of one operation (s); and
+    which of them this run's dtype is bound by."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if device.type == "cuda":
+        dtypes |= {"tf32": torch.float32, "float16": torch.float16}
+    matmul = {}
+    for name, dtype in dtypes.items():
+        with tf32(name == "tf32"):
+            matmul[name] = float(matmul_ceiling(device, dtype))
+    if training.use_amp:
+        name = training.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")
+    else:
+        name = "tf32" if training.use_tf32 and device.type == "cuda" else "float32"
+    if name not in matmul:
+        matmul[name] = float(matmul_ceiling(device, getattr(torch, name)))
+    return dict(copy_bytes_per_s=float(copy_ceiling(device)), matmul_flops_per_s=matmul, dtype=name,
+                element_bytes=2 if training.use_amp else 4, dispatch_s=dispatch_cost(device))
+
+
+@contextlib.contextmanager
+def tf32(enabled):
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def roofline_table(config, batch_size, ceilings, measured):
+    """Rows by sub-layer, forward and backward of all blocks in one step. measured: {sub-layer: dict(seconds,
+    launches or None)}. bound is what takes longest at the ceilings: compute, memory or launch; share is the
+    time at the compute and memory ceilings over the measured time."""
+    flops = forward_flops(config, batch_size)
+    sizes = minimal_bytes(config, batch_size, ceilings["element_bytes"])
+    rows = []
+    for name in SUBLAYERS:
+        work, moved = 3 * flops[name] * config.num_blocks, sum(sizes[name]) * config.num_blocks
+        entry = measured.get(name, dict(seconds=None, launches=None))
+        times = dict(compute=work / ceilings["matmul_flops_per_s"][ceilings["dtype"]],
+                     memory=moved / ceilings["copy_bytes_per_s"],
+                     launch=(entry["launches"] or 0) * ceilings["dispatch_s"])
+        floor = max(times["compute"], times["memory"])
+        rows.append(dict(name=name, flops=work, minimal_bytes=moved, flops_per_byte=work / moved,
+                         compute_s=times["compute"], memory_s=times["memory"], launch_s=times["launch"],
+                         launches=entry["launches"], measured_s=entry["seconds"],
+                         bound=max(times, key=times.get),
+                         share=floor / entry["seconds"] if entry["seconds"] else None))
+    return rows
+
+
+def step_floor(config, batch_size, ceilings, parameters, launches=None):
+    """Lower bound of a step's time in seconds: (at the device's ceilings, for the host to launch it all)."""
+    speed = ceilings["matmul_flops_per_s"][ceilings["dtype"]]
+    rows = roofline_table(config, batch_size, ceilings, {})
+    device = sum(max(row["compute_s"], row["memory_s"]) for row in rows)
+    device += 3 * forward_flops(config, batch_size)["heads"] / speed
+    device += ADAMW_BYTES * parameters / ceilings["copy_bytes_per_s"]
+    return device, (launches or 0) * ceilings["dispatch_s"]
+
+
+class FlexAttentionSizes(torch.autograd.Function):
+    """Stands in for FlexAttention, which compiles and so cannot run on fake tensors, where only sizes matter:
+    the kernel keeps q, k, v, a float32 bias, its output and one float32 per row of scores."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias):
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors[:4])
+
+
+def flex_sizes(q, k, v, bias):
+    return FlexAttentionSizes.apply(q, k, v, None if bias is None else bias.float())
+
+
+def simulate_memory(config, fusion, training, device):
+    """(peak, saved) bytes of an eager step at these sizes, without running it or allocating activations:
+    weights, optimizer state and all tensors alive at once in forward and backward, on fake tensors."""
+    fusion = replace(fusion, enable_torch_compile=False, enable_cuda_graphs=False,
+                     activation_memory_budget=1.0)
+    b, n, s = training.batch_size, config.num_seqs, config.seq_len
+    with torch.random.fork_rng():
+        trainer = Trainer(config, fusion, training, device)
+    model, fake = trainer.model, FakeTensorMode()
+    for module in model.modules():
+        module._parameters.update({k: torch.nn.Parameter(fake.from_tensor(p.detach()))
+                                   for k, p in module._parameters.items() if p is not None})
+        module._buffers.update({k: fake.from_tensor(b) for k, b in module._buffers.items()})
+    with fake, mock.patch.object(tiny_openfold_v2, "flex_attend", flex_sizes):
+        batch = dict(msa_tokens=torch.zeros(b, n, s, dtype=torch.long, device=device),
+                     target_tokens=torch.zeros(b, s, dtype=torch.long, device=device),
+                     msa_targets=torch.zeros(b, n, s, dtype=torch.long, device=device),
+                     coords=torch.zeros(b, s, 3, device=device), coord_mask=torch.zeros(b, s, device=device))
+        saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
+        with OpCounter() as counter:
+            trainer.forward(batch)["loss"].backward()
+        held = [*trainer.weights.values()] * 3 + [*model.buffers(), *batch.values()]
+        held += [*model.parameters()] if trainer.own_masters else []
+        return counter.peak + sum(t.numel() * t.element_size() for t in held), sum(saved.values())
+
+
+def predict(config, fusion, training, device, ceilings, launches=None):
+    """Lower bounds for these sizes: step time (s) and peak memory (MB). launches: kernels or operations per
+    step, which hardly depend on the sizes, or None to leave the host's part out."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in TinyOpenFoldV2(config, FusionConfig.preset(False)).parameters())
+    at_ceilings, host = step_floor(config, training.batch_size, ceilings, parameters, launches)
+    peak, saved = simulate_memory(config, fusion, training, device)
+    return dict(batch_size=training.batch_size, seq_len=config.seq_len, num_seqs=config.num_seqs,
+                device_s=at_ceilings, launch_s=host, step_s=max(at_ceilings, host),
+                peak_memory_mb=peak / MEGABYTE, saved_activation_mb=saved / MEGABYTE)
