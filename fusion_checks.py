@@ -19,7 +19,8 @@ def masked_batch(config, training, device):
     """A synthetic batch whose last sample lacks its last residues and rows, so that masks are checked too."""
     batch = SyntheticProteins(config, training).batch(0)
     samples = len(batch["coords"])
-    batch["seq_mask"], batch["row_mask"] = torch.ones(samples, config.seq_len), torch.ones(samples, config.num_seqs)
+    batch["seq_mask"] = torch.ones(samples, config.seq_len)
+    batch["row_mask"] = torch.ones(samples, config.num_seqs)
     batch["seq_mask"][-1, config.seq_len - config.seq_len // 4:] = 0
     batch["row_mask"][-1, config.num_seqs - config.num_seqs // 4:] = 0
     batch["coord_mask"] = batch["coord_mask"] * batch["seq_mask"]
@@ -67,8 +68,8 @@ def judge(fused, baseline, exact, epsilon, tolerances):
         relative.append((difference / size)[size > ATOL])
         error, own = ((x - truth).abs().max().item() for x in (fused[name], baseline[name]))
         # The floor: a few roundings of the largest element, since a small tensor's baseline can be exact by
-        # luck, and compiled code sums in a plainer order (8 roundings seen in bias gradients on CPU); and some
-        # gradients are zero in exact arithmetic (a constant added to all biases of a softmax changes nothing).
+        # luck, and compiled code sums in a plainer order (8 roundings seen in bias gradients on CPU). Some
+        # gradients are zero in exact arithmetic: a constant added to all biases of a softmax changes nothing.
         floor = (16 if epsilon < 1e-6 else 2) * epsilon * max(truth.abs().max().item(), 1e-3 * largest)
         allowed = ERROR_FACTOR * own + floor
         worst_ratio = max(worst_ratio, error / (own + floor))
@@ -109,20 +110,21 @@ def verify_accuracy(config, fusion, training, profiler):
     """--verify-accuracy: print the differences and PASS or FAIL; exit code 0 or 1."""
     device = choose_device(training.device)
     summary, failures = compare_numerics(config, fusion, training, device)
-    print(f"Fused against baseline on {device}: {summary['tensors']} tensors (outputs, loss and all gradients), "
+    print(f"Fused against baseline on {device}: {summary['tensors']} tensors (outputs, loss, all gradients), "
           f"same weights and inputs")
     print(f"   Absolute difference: max {summary['max_absolute']:.3e}, mean {summary['mean_absolute']:.3e}")
     print(f"   Relative difference: max {summary['max_relative']:.3e}, mean {summary['mean_relative']:.3e} "
           f"(of elements above {ATOL:g})")
-    print(f"   Tolerance: rtol={RTOL:g}, atol={ATOL:g}{' (float32 only, not applied)' if training.use_amp else ''}")
+    applied = " (float32 only, not applied)" if training.use_amp or training.use_tf32 else ""
+    print(f"   Tolerance: rtol={RTOL:g}, atol={ATOL:g}{applied}")
     print(f"   Error against float64: at most {summary['worst_error_ratio']:.2f}x the baseline's own, "
           f"allowed {ERROR_FACTOR:g}x")
     for line in failures[:10]:
         print(f"   {line}")
     if len(failures) > 10:
         print(f"   ... and {len(failures) - 10} more")
-    result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **summary, failures=failures,
-                  rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
+    result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **summary,
+                  failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
     write_json(os.path.join(profiler.profile_dir, "accuracy_v2.json"), result)
     print("FAIL" if failures else "PASS")
     print(json.dumps(result, allow_nan=False))
@@ -130,8 +132,8 @@ def verify_accuracy(config, fusion, training, profiler):
 
 
 def validate_setup(config, fusion, training, profiler):
-    """--validate-setup: numerics of the fusions and a few steps of training on a small model. The last line is
-    the verdict, the line before it the result as JSON; exit code 0 or 1."""
+    """--validate-setup: numerics of the fusions and five steps of training on a small model. The last line
+    is the verdict, the line before it the result as JSON; exit code 0 or 1."""
     device = choose_device(training.device)
     small = replace(config, num_blocks=1, num_seqs=8, seq_len=24)
     training = replace(training, batch_size=2)

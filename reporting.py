@@ -67,7 +67,7 @@ def peak_megabytes(device, found):
 
 
 def aligned(rows):
-    """Rows of cells, the header first, as text lines with columns of equal width; a short row may overhang."""
+    """Rows of cells, the header first, as lines of text in columns of equal width; a short row may overhang."""
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(len(row[i]) for row in full) for i in range(len(rows[0]))]
     widths[0] = max(len(row[0]) for row in rows)

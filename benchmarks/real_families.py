@@ -3,7 +3,7 @@
 
     python benchmarks/real_families.py --data DIR --out OUT --steps 1500 --pretrain-steps 1500
 
-Settings: from scratch; pre-trained on each synthetic world, then real; and the pre-trained models as they are.
+Settings: from scratch; pre-trained on each synthetic world, then real; the pre-trained models as they are.
 Every family is held out once. Writes OUT/real_families.json and prints a table; a run that fails is an error.
 """
 
