@@ -18,6 +18,10 @@ class Checked:
             value, meta = getattr(self, f.name), f.metadata
             if value is None and f.default is None:
                 continue
+            if value == "":
+                raise ValueError(f"{f.name} = '': must not be empty")
+            if meta["type"] is bool and not isinstance(value, bool):
+                raise ValueError(f"{f.name} = {value!r}: must be True or False")
             numeric = meta["low"] is not None
             if numeric and (isinstance(value, bool) or not isinstance(value, (int, meta["type"]))):
                 raise ValueError(f"{f.name} = {value!r}: must be of type {meta['type'].__name__}")
@@ -81,6 +85,8 @@ class FusionConfig(Checked):
         if self.enable_cuda_graphs and self.torch_compile_mode in ("reduce-overhead", "max-autotune"):
             raise ValueError(f"torch_compile_mode = {self.torch_compile_mode!r}: makes CUDA graphs of its "
                              "own; not together with --enable-cuda-graphs")
+        if self.activation_memory_budget > 1:
+            raise ValueError(f"activation_memory_budget = {self.activation_memory_budget}: must be at most 1")
         if self.activation_memory_budget < 1 and not self.enable_torch_compile:
             raise ValueError(f"activation_memory_budget = {self.activation_memory_budget}: needs "
                              "--enable-torch-compile")
@@ -105,7 +111,7 @@ class TrainingConfig(Checked):
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
     amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
                                   "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
-    seed: int = option(42, "seed of weights, data and dropout", low=0)
+    seed: int = option(42, "seed of weights, data and dropout", low=0, below=2 ** 63)
     device: str = option("auto", "auto, cpu, cuda, cuda:N or a bare GPU index N")
     deterministic: bool = option(False, "deterministic kernels (slower)")
     log_every: int = option(10, "steps between log lines", low=1)
@@ -138,6 +144,8 @@ class TrainingConfig(Checked):
                             ("save_every", "save_checkpoint")):
             if getattr(self, name) is not None and getattr(self, needs) is None:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: needs --{needs.replace('_', '-')}")
+        if self.amp_dtype and not self.use_amp:
+            raise ValueError(f"amp_dtype = {self.amp_dtype!r}: needs --use-amp")
         if self.data and self.msa:
             raise ValueError(f"msa = {self.msa!r}: allowed without --data only")
         if self.holdout and self.holdout_fraction is not None:

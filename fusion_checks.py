@@ -1,8 +1,10 @@
 """Does fusion change the numbers, and is the set-up right: --validate-setup, --verify-accuracy."""
 import json
+import math
 import os
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from measurement import choose_device
@@ -72,7 +74,7 @@ def judge(fused, baseline, exact, epsilon, tolerances):
         # gradients are zero in exact arithmetic: a constant added to all biases of a softmax changes nothing.
         floor = (16 if epsilon < 1e-6 else 2) * epsilon * max(truth.abs().max().item(), 1e-3 * largest)
         allowed = ERROR_FACTOR * own + floor
-        worst_ratio = max(worst_ratio, error / (own + floor))
+        worst_ratio = np.maximum(worst_ratio, error / (own + floor))  # unlike max, keeps NaN
         if not error <= allowed:  # so that NaN fails
             failures.append(f"{name}: error {error:.2e} against float64, allowed {allowed:.2e} "
                             f"(baseline's own {own:.2e})")
@@ -88,11 +90,12 @@ def judge(fused, baseline, exact, epsilon, tolerances):
 
 def compare_numerics(config, fusion, training, device):
     """Run fused, baseline and float64 baseline on the same weights and batch; returns judge()'s verdict."""
+    config = replace(config, dropout=0.0)  # three runs cannot draw the same masks
     batch = masked_batch(config, training, device)
     plain = replace(FusionConfig.preset(False), enable_master_weights=fusion.enable_master_weights)
     baseline = Trainer(config, plain, training, device)
     shake(baseline.model)
-    exact = Trainer(config, plain, replace(training, use_amp=False), device)
+    exact = Trainer(config, plain, replace(training, use_amp=False, amp_dtype=None), device)
     fused = Trainer(config, fusion, training, device)
     for trainer in (exact, fused):
         trainer.model.load_state_dict(baseline.model.state_dict())
@@ -104,6 +107,11 @@ def compare_numerics(config, fusion, training, device):
     tf32 = training.use_tf32 and dtype == torch.float32 and device.type == "cuda"
     tolerances = (RTOL, ATOL) if dtype == torch.float32 and not tf32 else None
     return judge(*runs, TF32_EPSILON if tf32 else torch.finfo(dtype).eps, tolerances)
+
+
+def finite(values):
+    """Numbers as JSON can hold them: what is not finite becomes None."""
+    return [float(value) if math.isfinite(value) else None for value in values]
 
 
 def verify_accuracy(config, fusion, training, profiler):
@@ -123,6 +131,7 @@ def verify_accuracy(config, fusion, training, profiler):
         print(f"   {line}")
     if len(failures) > 10:
         print(f"   ... and {len(failures) - 10} more")
+    summary = dict(zip(summary, finite(summary.values()), strict=True))
     result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **summary,
                   failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
     write_json(os.path.join(profiler.profile_dir, "accuracy_v2.json"), result)
@@ -149,11 +158,10 @@ def validate_setup(config, fusion, training, profiler):
     print(f"   Five training steps: loss {losses[0]:.4f} -> {losses[-1]:.4f} {'ok' if falls else 'FAIL'}")
     if not falls:
         reasons.append(f"loss did not fall in five steps on one batch: {losses[0]:.4f} -> {losses[-1]:.4f}")
-    missing = [name for name, p in trainer.model.named_parameters() if name not in {
-        n for n, q in trainer.model.named_parameters() if q in trainer.optimizer.state}]
+    missing = [name for name, weight in trainer.weights.items() if weight not in trainer.optimizer.state]
     if missing:
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
-    print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons, losses=losses,
+    print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons, losses=finite(losses),
                           device=str(device)), allow_nan=False))
     print("V2 validation successful! Fusion setup working properly." if not reasons else
           f"V2 validation failed: {'; '.join(reasons)}")

@@ -94,13 +94,14 @@ def synthetic_proteins(seed, indices, num_seqs, seq_len, world="paired"):
     return msa, coords.astype(np.float32)
 
 
-def corrupt(rng, msa):
+def corrupt(rng, msa, row_mask=None):
     """AF2's masked-MSA task (supplement 1.2.7): of 15% of the positions, 10% become a random amino acid, 10%
     one drawn from their column, 10% stay, 70% are masked. Returns (corrupted, targets), targets -100
-    elsewhere; both (B, N, S)."""
+    elsewhere; both (B, N, S). Rows that row_mask (B, N) marks as missing stand last and are not drawn."""
     chosen, kind = rng.random(msa.shape) < 0.15, rng.random(msa.shape)
     chosen &= msa != MASK
-    other_row = rng.integers(0, msa.shape[1], msa.shape)
+    rows = msa.shape[1] if row_mask is None else row_mask.sum(axis=1).astype(int)[:, None, None]
+    other_row = rng.integers(0, rows, msa.shape)
     choices = [rng.integers(0, 20, msa.shape), np.take_along_axis(msa, other_row, axis=1), msa]
     replacement = np.select([kind < 0.1, kind < 0.2, kind < 0.3], choices, MASK)
     return np.where(chosen, replacement, msa), np.where(chosen, msa, -100)
@@ -108,7 +109,7 @@ def corrupt(rng, msa):
 
 def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, clean=False):
     """Numpy arrays of one batch -> the keyword arguments of TinyOpenFoldV2.forward, as CPU tensors."""
-    corrupted, targets = (msa, None) if clean else corrupt(rng, msa)
+    corrupted, targets = (msa, None) if clean else corrupt(rng, msa, row_mask)
     if targets is not None and seq_mask is not None:
         targets = np.where(seq_mask[:, None] * row_mask[:, :, None] > 0, targets, -100)
     arrays = dict(msa_tokens=corrupted, target_tokens=msa[:, 0], seq_mask=seq_mask, row_mask=row_mask,
@@ -122,6 +123,7 @@ class SyntheticProteins:
 
     def __init__(self, config, training):
         self.config, self.training = config, training
+        self.names, self.held_out = [], [f"synthetic-{i}" for i in self.HELD_OUT]
 
     def describe(self):
         return f"synthetic proteins ({self.training.synthetic_world}), {len(self.HELD_OUT)} held out"
@@ -156,11 +158,14 @@ class RealProteins:
                 families = [protein_data.load_protein(training.msa, path, chain, training.query)]
         except protein_data.DataError as error:
             raise UserError(str(error)) from None
+        except OSError as error:
+            raise UserError(f"{error.filename}: {error.strerror}") from None
         except protein_data.MissingPackageError as error:
             raise UserError(str(error), code=3) from None
-        held_out = self.choose_held_out([family.name for family in families])
-        self.families = [family for family in families if family.name not in held_out]
-        self.held_out = [family for family in families if family.name in held_out]
+        self.held_out = self.choose_held_out([family.name for family in families])
+        self.families = [family for family in families if family.name not in self.held_out]
+        self.unseen = [family for family in families if family.name in self.held_out]
+        self.names = [family.name for family in self.families]
 
     def choose_held_out(self, names):
         if self.training.holdout:
@@ -213,7 +218,7 @@ class RealProteins:
                 rows = min(self.training.eval_seqs or self.config.num_seqs, len(family.msa))
                 sample = self.take(rng, family, family.length, rows)
                 yield family.name, assemble(rng, *(part[None] for part in sample), clean=True)
-        return {"training": batches(self.families), "held_out": batches(self.held_out)}
+        return {"training": batches(self.families), "held_out": batches(self.unseen)}
 
 
 def to_device(batch, device):
@@ -247,10 +252,10 @@ def contact_precision(probability, coords, coord_mask):
 
 
 @torch.no_grad()
-def evaluate(model, source, device, plot_directory=None):
+def evaluate(model, source, device, stop=None, plot_directory=None):
     """contact_precision() by protein: {"training": {name: ...}, "held_out": {name: ...}}. The model runs
-    uncompiled here, since whole chains differ in length. With plot_directory, maps of the held-out proteins
-    are written there."""
+    uncompiled here, since whole chains differ in length. A signal in stop ends it early. With plot_directory,
+    maps of the held-out proteins are written there."""
     was_training = model.training
     model.eval()
     results = {}
@@ -258,6 +263,8 @@ def evaluate(model, source, device, plot_directory=None):
         for group, proteins in source.evaluation().items():
             results[group] = {}
             for name, batch in proteins:
+                if stop and stop.signal is not None:
+                    break
                 batch = to_device(batch, device)
                 coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
                 if coord_mask.sum() <= SEPARATION:

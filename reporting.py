@@ -1,5 +1,7 @@
 """What a run finds out about itself, prints and writes: probe, start-up, step and contact lines, summary."""
+import contextlib
 import json
+import math
 import statistics
 import time
 from dataclasses import asdict
@@ -26,6 +28,8 @@ def probe(trainer, batch, count_launches=True):
     """What one step costs beside time: bytes saved for backward by sub-layer, launches, FLOPs, and on CPU the
     peak of live tensor bytes (a GPU's allocator knows its own). What cannot be counted is None."""
     model = trainer.model
+    if not trainer.optimizer.state:  # the very first step makes the optimizer's state, compiles, captures
+        trainer.step(batch)
     saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
     with torch.device("meta"):
         plain = type(model)(model.config, type(model.fusion).preset(False))
@@ -36,8 +40,8 @@ def probe(trainer, batch, count_launches=True):
         found.update(peak=trainer.graph.peak if trainer.graph else None,
                      launches=len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None)
     elif not trainer.model.fusion.enable_torch_compile:  # compiled code dispatches no operations
-        held = [*trainer.model.parameters(), *trainer.model.buffers(), *batch.values(),
-                *(t for state in trainer.optimizer.state.values() for t in state.values())]
+        held = [*{*trainer.model.parameters(), *trainer.weights.values()}, *trainer.model.buffers(),
+                *batch.values(), *(t for state in trainer.optimizer.state.values() for t in state.values())]
         with OpCounter() as counter:
             trainer.step(batch)
         found.update(launches=counter.launches, timeline=counter.timeline,
@@ -58,6 +62,16 @@ def warm_up(trainer, source, profiler):
     return dict(found, warmup_time=sum(times), first_step_time=times[0] if times else None)
 
 
+def require_finite(losses, checked, first_step):
+    """Raise UserError at the first loss that is not finite. Returns how many losses are checked now."""
+    for number in range(checked, len(losses)):
+        loss = losses[number].item()
+        if not math.isfinite(loss):
+            raise UserError(f"loss is {loss} at step {first_step + number + 1}: nothing was saved since; "
+                            "lower --learning-rate, or use --amp-dtype bfloat16 if it is float16", code=1)
+    return len(losses)
+
+
 def peak_megabytes(device, found):
     """Peak of tensor memory in MB (2**20 bytes): the allocator's on a GPU, on CPU the probe's or None."""
     peak = found["peak"]  # on a GPU: of the capture of a CUDA graph, whose replays allocate nothing
@@ -67,7 +81,7 @@ def peak_megabytes(device, found):
 
 
 def aligned(rows):
-    """Rows of cells, the header first, as lines of text in columns of equal width; a short row may overhang."""
+    """Rows of cells, the header first, as text in columns of equal width; a short row may overhang."""
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(len(row[i]) for row in full) for i in range(len(rows[0]))]
     widths[0] = max(len(row[0]) for row in rows)
@@ -101,22 +115,34 @@ def contact_line(evaluation):
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 
 
+@contextlib.contextmanager
+def unmeasured_memory(device, found):
+    """What runs within does not count in the peak memory of the measured steps."""
+    if device.type == "cuda":
+        found["peak"] = max(found["peak"] or 0, torch.cuda.max_memory_allocated(device))
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def summarise(trainer, configs, found, losses, times, evaluation):
     """The content of performance_summary_v2.json, see the table in README.md."""
     training, device = trainer.training, trainer.device
     steps = times.sum(axis=1)
     p20, median, p80 = (float(np.quantile(steps, q)) for q in (0.2, 0.5, 0.8))
+    forward, backward, optimizer = [None] * 3 if trainer.graph else map(float, times[:, 1:].mean(axis=0))
+    peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
     ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
     performance = dict(
         total_samples=len(losses) * training.batch_size,
         avg_training_speed=training.batch_size / float(steps.mean()),
         avg_batch_time=float(steps.mean()), avg_data_time=float(times[:, 0].mean()),
-        avg_forward_time=float(times[:, 1].mean()), avg_backward_time=float(times[:, 2].mean()),
-        avg_optimizer_time=float(times[:, 3].mean()), median_batch_time=median, p20_batch_time=p20,
-        p80_batch_time=p80,
+        avg_forward_time=forward, avg_backward_time=backward, avg_optimizer_time=optimizer,
+        median_batch_time=median, p20_batch_time=p20, p80_batch_time=p80,
         warmup_time=found["warmup_time"], first_step_time=found["first_step_time"], first_loss=losses[0],
         final_loss=losses[-1], avg_loss=statistics.fmean(losses),
-        peak_memory_mb=peak_megabytes(device, found),
+        peak_memory_mb=peak,
         saved_activation_mb=sum(found["saved"].values()) / MEGABYTE, launches_per_step=found["launches"],
         launch_kind="gpu_kernels" if device.type == "cuda" else "cpu_ops", flops_per_step=found["flops"],
         achieved_tflops=found["flops"] / median / 1e12, matmul_ceiling_tflops=ceiling / 1e12,
@@ -158,8 +184,10 @@ def read_summary(path):
     """A performance summary, of this version or an earlier one. Raises UserError naming what is wrong."""
     try:
         with open(path, encoding="utf-8") as file:
-            summary = json.load(file)
-        speed = float(summary["performance_summary"]["avg_training_speed"])
+            summary = json.load(file, parse_constant=lambda name: None)  # NaN and Infinity become null
+        figures = summary["performance_summary"]
+        speed = figures["avg_training_speed"] = float(figures["avg_training_speed"])
+        figures["peak_memory_mb"] = figures.get("peak_memory_mb") and float(figures["peak_memory_mb"])
     except OSError as error:
         raise UserError(f"summary {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -186,7 +214,7 @@ def print_comparison(earlier, now):
     else:
         print("   Peak memory: not measured in both runs")
     different = [f"{key} {old} -> {new}" for section in ("config", "training_params") for key in SHAPE_KEYS
-                 if (old := earlier.get(section, {}).get(key)) is not None
+                 if (old := (earlier.get(section) or {}).get(key)) is not None
                  and old != (new := now[section].get(key))]
     old_device = (earlier.get("system_info") or {}).get("gpu_name", "unknown")
     if old_device != now["system_info"]["gpu_name"]:

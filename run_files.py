@@ -18,7 +18,8 @@ class UserError(Exception):
 
 def write_atomically(path, write):
     """write(file) into a temporary file beside path, then rename: a kill leaves the old file or the new."""
-    directory = os.path.dirname(os.path.abspath(path))
+    path = os.path.realpath(path)  # through a symbolic link, not over it
+    directory = os.path.dirname(path)
     try:
         os.makedirs(directory, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=directory, prefix=os.path.basename(path), suffix=".part")
@@ -27,7 +28,9 @@ def write_atomically(path, write):
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -111,8 +114,20 @@ def read_checkpoint(path, config):
         raise UserError(f"checkpoint {path}: damaged or not a checkpoint ({reason})") from None
     if not isinstance(saved, dict) or saved.get("format") != CHECKPOINT_FORMAT:
         raise UserError(f"checkpoint {path}: not a checkpoint of this program")
+    needed = {"config", "step", "updates", "model", "moments", "scaler", "rng", "trained_on"}
+    if absent := needed - set(saved):
+        raise UserError(f"checkpoint {path}: it lacks {', '.join(sorted(absent))}")
     different = [f"--{k.replace('_', '-')} {v}" for k, v in saved["config"].items()
                  if k not in ("num_seqs", "seq_len", "dropout") and v != getattr(config, k, None)]
     if different:
         raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")
     return saved
+
+
+def explain(error):
+    """(message, exit code) for errors of the machine rather than of this program; (None, None) for others."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+        return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", 1
+    if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
+        return "torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)", 3
+    return None, None

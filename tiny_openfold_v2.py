@@ -62,14 +62,17 @@ from reporting import (
     peak_megabytes,
     print_comparison,
     read_summary,
+    require_finite,
     step_line,
     summarise,
+    unmeasured_memory,
     warm_up,
 )
 from run_files import (
     CHECKPOINT_FORMAT,
     StopRequest,
     UserError,
+    explain,
     read_checkpoint,
     require_writable,
     write_atomically,
@@ -90,8 +93,8 @@ def linear(c_in, c_out, bias=True, init="default"):
     if init in ("zero", "gate"):
         nn.init.zeros_(layer.weight)
     else:
-        gain = {"default": 1.0, "relu": 2.0}[init]
-        nn.init.trunc_normal_(layer.weight, std=(gain / c_in) ** 0.5, a=-2 * gain ** 0.5, b=2 * gain ** 0.5)
+        std = ({"default": 1.0, "relu": 2.0}[init] / c_in) ** 0.5 / 0.87962566  # which truncation takes away
+        nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
     if bias:
         nn.init.constant_(layer.bias, 1.0 if init == "gate" else 0.0)
     return layer
@@ -157,19 +160,22 @@ def separate(outputs, n):
     return outputs if len(outputs) == n else outputs[0].chunk(n, dim=-1)
 
 
-def attention_backend(requested, q, biased, compiled):
+def at_least_float32(dtype):
+    """The dtype of softmax, counts and losses."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attention_backend(requested, q, biased):
     """Which implementation attend() runs: "math" (not fused), "sdpa" or "flex".
 
     FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
     bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
-    Compiled, plain attention is faster up to 64 residues (benchmarks/LOG.md); without a trainable bias SDPA's
-    kernels are. On CPU neither has a fused kernel that
+    Without a trainable bias SDPA's kernels are faster. On CPU neither has a fused kernel that
     differentiates a bias: SDPA runs its unfused math there.
     """
     flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
     if requested == "auto":
-        small = compiled and q.shape[-2] <= 64
-        return ("math" if small else "flex") if biased and torch.is_grad_enabled() and flex_fits else "sdpa"
+        return "flex" if biased and torch.is_grad_enabled() and flex_fits else "sdpa"
     return "sdpa" if requested == "flex" and not (flex_fits and torch.is_grad_enabled()) else requested
 
 
@@ -179,14 +185,14 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
     Returns (B, R, H, L, D).
     """
-    backend = attention_backend(backend, q, bias is not None, torch.compiler.is_compiling())
+    backend = attention_backend(backend, q, bias is not None)
     if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
         bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias
         bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
     if backend == "math":
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, R, H, L, L)
         scores = scores if bias is None else scores + bias[:, None]
-        return scores.softmax(dim=-1, dtype=upcast(scores).dtype).to(v.dtype) @ v
+        return scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
     if backend == "flex":
         return flex_attend(q, k, v, bias)
     if bias is None:  # SDPA's fused kernels take 4-D input only
@@ -307,7 +313,7 @@ class OuterProductMean(nn.Module):
         rows = msa.shape[1]
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
-            rows = row_mask.sum(dim=1, dtype=upcast(x).dtype)[:, None, None, None]
+            rows = row_mask.sum(dim=1, dtype=at_least_float32(x.dtype))[:, None, None, None]
         if self.reassociate and 4 * left.shape[1] <= left.shape[2]:
             update = self.project_right_first(left, right)
         else:
@@ -448,11 +454,6 @@ MASKED_MSA_WEIGHT = 0.1
 CONTACT_BINS = int((DISTANCE_BREAKS <= CONTACT_DISTANCE).sum())  # bins that lie wholly below it
 
 
-def upcast(x):
-    """Losses are computed in float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class TinyOpenFoldV2(nn.Module):
     """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
 
@@ -497,7 +498,8 @@ class TinyOpenFoldV2(nn.Module):
             msa, pair = block(msa, pair, seq_mask, row_mask)
 
         logits = self.distogram_head(pair)
-        logits = upcast(logits + logits.transpose(1, 2))  # (B, S, S, 64), symmetric
+        logits = logits + logits.transpose(1, 2)
+        logits = logits.to(at_least_float32(logits.dtype))  # (B, S, S, 64), symmetric
         with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
             probability = logits.softmax(dim=-1)
             result = dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
@@ -511,8 +513,8 @@ class TinyOpenFoldV2(nn.Module):
             result["distogram_loss"] = (nll * known).sum() / known.sum().clamp(min=1)
             result["loss"] = result["distogram_loss"]
         if msa_targets is not None:
-            nll = F.cross_entropy(upcast(self.masked_msa_head(msa)).flatten(0, 2), msa_targets.flatten(),
-                                  reduction="sum")
+            letters = self.masked_msa_head(msa).flatten(0, 2)
+            nll = F.cross_entropy(letters.to(logits.dtype), msa_targets.flatten(), reduction="sum")
             result["masked_msa_loss"] = nll / (msa_targets >= 0).sum().clamp(min=1)
             result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
         return result
@@ -525,14 +527,21 @@ class TinyOpenFoldV2(nn.Module):
 
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training, in words."""
-        weight = self.distogram_head.weight
-        q = weight.new_empty(self.config.seq_len, self.config.pair_dim // self.config.pair_heads, dtype=dtype)
-        with torch.enable_grad():
-            requested, compiled = self.fusion.attention_backend, self.fusion.enable_torch_compile
-            biased, plain = (attention_backend(requested, q, biased, compiled) for biased in (True, False))
-        names = dict(flex="flex_attention", sdpa="sdpa: math on CPU" if q.device.type == "cpu" else "sdpa")
-        biased, plain = names.get(biased, biased), names.get(plain, plain)
-        return biased if biased == plain else f"{biased}; {plain} for columns"
+        c, requested, weight = self.config, self.fusion.attention_backend, self.distogram_head.weight
+        on_cpu = weight.device.type == "cpu"
+
+        def name(width, biased):
+            q = weight.new_empty(c.seq_len, width, dtype=dtype)
+            with torch.enable_grad():
+                backend = attention_backend(requested, q, biased)
+            words = dict(flex="flex_attention", math="math", sdpa="sdpa")
+            if on_cpu:
+                words["sdpa"] = "sdpa: math on CPU" if biased else "sdpa: flash on CPU"
+            return words[backend]
+        parts = dict(pair=name(c.pair_dim // c.pair_heads, True), rows=name(c.msa_dim // c.msa_heads, True),
+                     columns=name(c.msa_dim // c.msa_heads, False))
+        first = parts["pair"]
+        return "; ".join([first, *(f"{key}: {kernel}" for key, kernel in parts.items() if kernel != first)])
 
     def get_fusion_statistics(self):
         """The switches, the nominal kernel counts of this example family, and the exact count of GEMMs."""
@@ -580,7 +589,7 @@ class Trainer:
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = training.use_tf32
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
-        self.step_number = 0
+        self.step_number, self.trained_on = 0, set()  # names of real proteins
 
     def forward(self, batch):
         cast = self.amp_dtype is not None and not self.own_masters
@@ -594,18 +603,19 @@ class Trainer:
             return self.eager_step(batch, mark)
         if self.graph is None:
             self.capture(batch)
-        loss = self.graph(batch) if self.graph else self.eager_step(batch)
+        loss = self.graph(batch)
         for _ in ("forward", "backward", "optimizer"):
             mark()
         return loss
 
     def capture(self, batch):
+        """A failed capture leaves CUDA's random generator unusable, so there is nothing to fall back to."""
         try:
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
         except RuntimeError as error:
-            self.use_graph = False
-            print(f"CUDA graphs: capture failed ({str(error).splitlines()[0]}); steps run eagerly")
+            raise UserError(f"CUDA graphs: this step cannot be captured ({str(error).splitlines()[0]}); use "
+                            "--disable-cuda-graphs", code=1) from None
 
     def eager_step(self, batch, mark=lambda: None):
         loss = self.forward(batch)["loss"]
@@ -640,15 +650,17 @@ class Trainer:
         moments = {p: {key: tensor.clone() for key, tensor in state.items()}
                    for p, state in self.optimizer.state.items()}
         scaler = self.scaler.state_dict()
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            yield
-        with torch.no_grad():  # in place, because a captured graph knows these tensors by address
-            torch._foreach_copy_(list(self.weights.values()), weights)
-            for p, state in self.optimizer.state.items():
-                for key, tensor in state.items():
-                    tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
-        self.publish_weights()
-        self.scaler.load_state_dict(scaler)
+        try:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                yield
+        finally:
+            with torch.no_grad():  # in place, because a captured graph knows these tensors by address
+                torch._foreach_copy_(list(self.weights.values()), weights)
+                for p, state in self.optimizer.state.items():
+                    for key, tensor in state.items():
+                        tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
+            self.publish_weights()
+            self.scaler.load_state_dict(scaler)
 
     def packings(self):
         return [(m, f"{n}.") for n, m in self.model.named_modules() if isinstance(m, PackedProjections)]
@@ -664,16 +676,24 @@ class Trainer:
         moments = {kind: self.unpacked({n: self.optimizer.state[p][kind] for n, p in self.weights.items()})
                    for kind in (("exp_avg", "exp_avg_sq") if self.optimizer.state else ())}
         weights = self.unpacked({name: p.detach() for name, p in self.weights.items()})
+        if not all(weight.isfinite().all() for weight in weights.values()):
+            raise UserError(f"weights are not finite at step {self.step_number}: not saved", code=1)
+        updates = next((s["step"].item() for s in self.optimizer.state.values()), 0.0)  # a scaler skips some
         rng = dict(cpu=torch.get_rng_state())
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         return dict(format=CHECKPOINT_FORMAT, config=asdict(self.model.config), step=self.step_number,
-                    model=weights, moments=moments, scaler=self.scaler.state_dict(), rng=rng)
+                    updates=updates, model=weights, moments=moments, scaler=self.scaler.state_dict(), rng=rng,
+                    trained_on=sorted(self.trained_on))
 
     def load_checkpoint(self, path):
         """Continue from a checkpoint made under any FusionConfig. Raises UserError, see read_checkpoint."""
         saved = read_checkpoint(path, self.model.config)
-        self.model.load_state_dict(saved["model"])  # reports missing and unexpected names
+        try:
+            self.model.load_state_dict(saved["model"])
+        except RuntimeError as error:
+            lines = str(error).splitlines()
+            raise UserError(f"checkpoint {path}: {lines[min(1, len(lines) - 1)].strip()[:200]}") from None
         for tensors in (saved["model"], *saved["moments"].values()):
             for module, prefix in self.packings():
                 module.adapt(tensors, prefix)
@@ -682,7 +702,7 @@ class Trainer:
                 weight.copy_(saved["model"][name])
         state = self.optimizer.state_dict()
         if saved["moments"]:
-            state["state"] = {i: dict(step=torch.tensor(float(saved["step"])),
+            state["state"] = {i: dict(step=torch.tensor(saved["updates"]),
                                       **{kind: tensors[name] for kind, tensors in saved["moments"].items()})
                               for i, name in enumerate(self.weights)}
         self.optimizer.load_state_dict(state)
@@ -691,7 +711,7 @@ class Trainer:
         torch.set_rng_state(saved["rng"]["cpu"])
         if self.device.type == "cuda" and "cuda" in saved["rng"]:
             torch.cuda.set_rng_state(saved["rng"]["cuda"], self.device)
-        self.step_number = saved["step"]
+        self.step_number, self.trained_on = saved["step"], set(saved["trained_on"])
 
 
 def open_source(config, training):
@@ -727,22 +747,12 @@ def run_steps(trainer, source, profiling, found, stop):
             if saving:
                 write_atomically(training.save_checkpoint, partial(torch.save, trainer.checkpoint()))
             if not ending and done % training.eval_every == 0:
-                with profiling.paused():
-                    evaluations[done] = evaluate(trainer.model, source, device)
+                with profiling.paused(), unmeasured_memory(device, found):
+                    evaluations[done] = evaluate(trainer.model, source, device, stop)
                 bar.write(contact_line(evaluations[done]), file=sys.stdout)
             if stopping:
                 break
     return [loss.item() for loss in losses], timer.seconds(), evaluations
-
-
-def require_finite(losses, checked, first_step):
-    """Raise UserError at the first loss that is not finite. Returns how many losses are checked now."""
-    for number in range(checked, len(losses)):
-        loss = losses[number].item()
-        if not math.isfinite(loss):
-            raise UserError(f"loss is {loss} at step {first_step + number + 1}: nothing was saved since; "
-                            "lower --learning-rate, or use --amp-dtype bfloat16 if it is float16", code=1)
-    return len(losses)
 
 
 def train(config, fusion, training, profiler, compare_with=None):
@@ -754,29 +764,37 @@ def train(config, fusion, training, profiler, compare_with=None):
         torch.use_deterministic_algorithms(True)
     for path in (os.path.join(profiler.profile_dir, "x"), training.save_checkpoint):
         require_writable(path)
+    source = open_source(config, training)
     if training.plot_contacts:
         require_matplotlib()
-    source = open_source(config, training)
+        require_writable(os.path.join(training.plot_contacts, "x"))
+        if not source.held_out:
+            raise UserError(f"--plot-contacts {training.plot_contacts}: no protein is held out")
     trainer = Trainer(config, fusion, training, device)
     if training.resume:
         trainer.load_checkpoint(training.resume)
         if trainer.step_number >= training.num_steps:
             raise UserError(f"--num-steps {training.num_steps}: {training.resume} is at step "
                             f"{trainer.step_number} already")
+        if leaked := sorted(trainer.trained_on.intersection(source.held_out)):
+            raise UserError(f"--resume {training.resume}: was trained on {', '.join(leaked)}, held out now")
+    trainer.trained_on.update(source.names)
     describe_start(trainer, source)
     with StopRequest() as stop:
         found = warm_up(trainer, source, profiler)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        with Profiling(profiler, device, trainer.model.sublayers(), found, training.num_steps) as profiling:
+        left = training.num_steps - trainer.step_number
+        with Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop)
-    if stop.signal is None:
-        evaluations["final"] = evaluate(trainer.model, source, device, training.plot_contacts)
-        print(contact_line(evaluations["final"]))
-    summary = summarise(trainer, (config, fusion, profiler), found, losses, times, evaluations)
-    if earlier:
-        summary["compared_with_v1"] = print_comparison(earlier, summary)
-    write_json(os.path.join(profiler.profile_dir, "performance_summary_v2.json"), summary)
+        with unmeasured_memory(device, found):
+            if stop.signal is None:
+                evaluations["final"] = evaluate(trainer.model, source, device, stop, training.plot_contacts)
+                print(contact_line(evaluations["final"]))
+        summary = summarise(trainer, (config, fusion, profiler), found, losses, times, evaluations)
+        if earlier:
+            summary["compared_with_v1"] = print_comparison(earlier, summary)
+        write_json(os.path.join(profiler.profile_dir, "performance_summary_v2.json"), summary)
     print(json.dumps(summary, allow_nan=False), flush=True)
     return 128 + stop.signal if stop.signal is not None else 0
 
@@ -853,15 +871,6 @@ def run(argv=None):
     return checks[mode](config, fusion, training, profiler)
 
 
-def explain(error):
-    """(message, exit code) for errors of the machine rather than of this program; (None, None) for others."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
-        return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", 1
-    if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
-        return "torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)", 3
-    return None, None
-
-
 def main(argv=None, run=run, program="tiny_openfold_v2.py"):
     """run(), with every expected failure as one line on stderr and its exit code."""
     try:
@@ -876,11 +885,11 @@ def main(argv=None, run=run, program="tiny_openfold_v2.py"):
             raise
     except KeyboardInterrupt:
         message, code = "interrupted", 130
-    except OSError as error:  # what is left is stdout: its reader has gone, or its disk is full
+    except OSError as error:  # without a file name it is stdout: its reader has gone, or its disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails on it again at exit
         if isinstance(error, BrokenPipeError):
             return 141
-        message, code = f"cannot write output: {error.strerror}", 1
+        message, code = f"{error.filename or 'standard output'}: {error.strerror}", 2 if error.filename else 1
     print(f"{program}: error: {message}", file=sys.stderr)
     return code
 

@@ -57,7 +57,7 @@ def test_training_run_as_a_subprocess(tmp_path):
         "Fusion Optimizations:",
         "   MSA QKV Fusion: Enabled",
         "   Triangle QKV Fusion: Enabled",
-        "   Flash Attention: Enabled (sdpa: math on CPU)",
+        "   Flash Attention: Enabled (sdpa: math on CPU; columns: sdpa: flash on CPU)",
         "   Triangle Gate/Proj Fusion: Enabled",
         "   Torch Compile: Disabled",
         "   Kernel Reduction: 80.0% (12 fewer kernels) [nominal]",
@@ -152,6 +152,35 @@ def test_checkpoint_with_its_optimizer_crosses_fusion_settings(tmp_path, capsys)
         )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert not any("qkv_proj" in name for name in state_of(tmp_path / "a.pt"))
+
+
+def test_preserved_restores_also_when_its_body_fails():
+    config = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=8, num_seqs=4, seq_len=8)
+    training = tof.TrainingConfig(batch_size=1)
+    trainer = tof.Trainer(config, tof.FusionConfig(), training, torch.device("cpu"))
+    before = [w.detach().clone() for w in trainer.weights.values()]
+    with pytest.raises(KeyError), trainer.preserved():
+        trainer.step(protein_batches.SyntheticProteins(config, training).batch(0))
+        raise KeyError("within")
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.weights.values(), strict=True))
+    assert all(not t.any() for state in trainer.optimizer.state.values() for t in state.values())
+
+
+def test_resume_does_not_pass_off_trained_families_as_unseen(families_dir, tmp_path, capsys):
+    flags = ["--data", families_dir, "--resume", tmp_path / "c.pt", "--num-steps", "2"]
+    first = [*flags[:2], "--holdout", "2PPN_A", "--num-steps", "1", "--save-checkpoint", tmp_path / "c.pt"]
+    assert train(tmp_path, *first) == 0
+    assert train(tmp_path, *flags, "--holdout", "1CTF_A") == 2
+    assert "was trained on 1CTF_A, held out now" in capsys.readouterr().err
+    assert train(tmp_path, *flags, "--holdout", "2PPN_A") == 0
+
+
+def test_accuracy_mode_with_dropout_and_with_nan(tmp_path, capsys, monkeypatch):
+    assert train(tmp_path, "--verify-accuracy", "--dropout", "0.2") == 0
+    attend = tof.attend
+    monkeypatch.setattr(tof, "attend", lambda *a: attend(*a) * (1 if a[-1] == "math" else float("nan")))
+    assert train(tmp_path, "--verify-accuracy") == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["max_absolute"] is None
 
 
 def test_warmup_and_measurement_leave_no_trace(tmp_path, capsys):
@@ -271,6 +300,9 @@ BAD_FLAGS = [
     (["--num-step", "3"], "--num-step"),  # no abbreviations
     (["--msa", "x.a3m"], "--msa: 'x.a3m': must come together with --structure"),
     (["--holdout", "A"], "--holdout: 'A': needs --data"),
+    (["--data", ""], "--data: '': must not be empty"),
+    (["--amp-dtype", "bfloat16"], "--amp-dtype: 'bfloat16': needs --use-amp"),
+    (["--data", "x" * 5000], "File name too long"),
     (["--data", "/no/such/dir"], "/no/such/dir"),
     (["--msa", "/no/such.a3m", "--structure", "/no/such.pdb"], "/no/such"),
     (["--resume", "/no/such.pt"], "/no/such.pt"),

@@ -1,0 +1,330 @@
+"""Runs the points of a study, each in its own process, and keeps results.jsonl."""
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime, timezone
+
+from tqdm import tqdm
+
+from run_files import UserError
+from study_design import ROOT, TRAINER, Point, parse_setting, point_flags
+
+FIGURES = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_training_speed", "peak_memory_mb",
+           "saved_activation_mb", "launches_per_step", "flops_per_step", "mfu", "first_step_time")
+SYSTEM = ("gpu_name", "host_cpu", "torch_version", "cuda_version", "hip_version", "git_commit")
+OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|allocate memory", re.IGNORECASE)
+SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
+START_SECONDS, COMPILE_SECONDS = 6, 60  # guesses, until a run of the setting is done
+
+
+class Stopped(BaseException):
+    """SIGINT or SIGTERM."""
+
+
+def raise_stopped(number, _frame):
+    raise Stopped(number)
+
+
+class Results:
+    """results.jsonl: one row per finished run, on disk before the next one counts as started."""
+
+    def __init__(self, directory):
+        self.path = os.path.join(directory, "results.jsonl")
+        self.rows = []
+
+    def load(self, mend=True):
+        """Read what is there. A last line that a kill cut short is taken off, with mend from the file too."""
+        if not os.path.exists(self.path):
+            return
+        with open(self.path, "rb") as file:
+            content = file.read()
+        whole = content[:content.rfind(b"\n") + 1]
+        if mend and whole != content:
+            os.truncate(self.path, len(whole))
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                Point.of(row), row["status"]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{self.path}: line {number} is not the result of a run; mend or delete it"
+                                ) from None
+            self.rows.append(row)
+
+    def append(self, row):
+        try:
+            with open(self.path, "ab") as file:
+                file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+        self.rows.append(row)
+
+    def forget_failures(self):
+        """Drop failed rows, so that these points run again; returns how many there were."""
+        kept = [row for row in self.rows if row["status"] == "ok"]
+        dropped = len(self.rows) - len(kept)
+        if dropped:
+            temporary = self.path + ".part"
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in kept)
+            os.replace(temporary, self.path)
+            self.rows = kept
+        return dropped
+
+    def find(self, point):
+        return next((row for row in self.rows if Point.of(row) == point), None)
+
+
+class Turns:
+    """At most one process measures at a time, and all other ones are stopped while it does."""
+
+    def __init__(self):
+        self.lock, self.processes, self.holder = threading.Lock(), [], None
+
+    def start(self, *args, **kwargs):
+        with self.lock:  # not while another one measures: importing torch keeps a core busy
+            process = subprocess.Popen(*args, start_new_session=True, **kwargs)
+            self.processes.append(process)
+        return process
+
+    @contextlib.contextmanager
+    def alone(self, process):
+        with self.lock:
+            others = [p for p in self.processes if p is not process]
+            self.holder = process
+            try:
+                for other in others:
+                    self.signal(other, signal.SIGSTOP)
+                if others:
+                    time.sleep(SETTLE_SECONDS)
+                yield
+            finally:
+                self.holder = None
+                for other in others:
+                    self.signal(other, signal.SIGCONT)
+
+    def holds_up(self, process):
+        """Whether another process is measuring, so that this one's clock must stand."""
+        return self.holder not in (None, process)
+
+    @staticmethod
+    def signal(process, number):
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def end(self, process):
+        self.signal(process, signal.SIGKILL)
+        process.wait()
+        with contextlib.suppress(ValueError):
+            self.processes.remove(process)
+
+
+class Runner:
+    """Runs points. `script` may be another trainer with the same command line, for tests."""
+
+    def __init__(self, study, directory, timeout, jobs=1):
+        self.study, self.directory, self.timeout, self.jobs = study, directory, timeout, jobs
+        self.script = os.environ.get("TINYOPENFOLD_SCRIPT") or os.path.join(ROOT, TRAINER)
+        self.turns, self.stopping = Turns(), False
+        self.environment = dict(os.environ)
+        if jobs > 1:  # or every process starts as many compilers as there are cores
+            self.environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+    def measure(self, point):
+        """The row of one run of the trainer; None if the study is being stopped."""
+        if self.stopping:
+            return None
+        started = time.monotonic()
+        with self.folder(point.file_name()) as folder:
+            code = self.run_trainer(point_flags(self.study, point.shape, point.setting), folder)
+            row = dict(dataclasses.asdict(point.shape), setting=point.setting, run=point.run,
+                       **self.outcome(folder, code), exit_code=code,
+                       seconds=round(time.monotonic() - started, 3),
+                       timestamp=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+            if row["status"] != "ok" and not self.stopping:
+                self.keep_log(folder, point.file_name())
+        return None if self.stopping else row
+
+    @contextlib.contextmanager
+    def folder(self, name):
+        """A directory for one process, below the study's own, since /tmp may be small."""
+        path = os.path.join(self.directory, "running", name)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
+        yield path
+        shutil.rmtree(path, ignore_errors=True)
+
+    def keep_log(self, folder, name):
+        logs = os.path.join(self.directory, "logs")
+        with contextlib.suppress(OSError):  # the row, which must be written, has the reason too
+            os.makedirs(logs, exist_ok=True)
+            with open(os.path.join(logs, f"{name}.txt"), "wb") as target:
+                for part in ("stdout.txt", "stderr.txt"):
+                    with open(os.path.join(folder, part), "rb") as source:
+                        shutil.copyfileobj(source, target)
+
+    def run_trainer(self, flags, folder):
+        """Exit code of the trainer, or "timeout"; its output is in stdout.txt and stderr.txt in folder."""
+        reader, writer = os.pipe()
+        command = [sys.executable, os.path.join(ROOT, "study_turn.py"), str(writer), self.script, *flags,
+                   "--profile-dir", folder]
+        try:
+            with open(os.path.join(folder, "stdout.txt"), "wb") as output, \
+                    open(os.path.join(folder, "stderr.txt"), "wb") as errors:
+                process = self.turns.start(command, stdin=subprocess.PIPE, stdout=output, stderr=errors,
+                                           pass_fds=[writer], env=self.environment)
+        finally:
+            os.close(writer)
+        try:
+            return self.follow(process, reader)
+        finally:
+            self.turns.end(process)
+            process.stdin.close()
+            os.close(reader)
+
+    def follow(self, process, reader):
+        """Give the process its turn when it asks for it, until it ends: its exit code, or "timeout"."""
+        left, turn = self.timeout, contextlib.ExitStack()
+        with turn:
+            while process.poll() is None and not self.stopping:
+                before = time.monotonic()
+                readable, _, _ = select.select([reader], [], [], 0.05)
+                message = os.read(reader, 100) if readable else b""
+                if not self.turns.holds_up(process):
+                    left -= time.monotonic() - before
+                if left < 0:
+                    return "timeout"
+                if b"ready" in message:
+                    turn.enter_context(self.turns.alone(process))
+                    with contextlib.suppress(BrokenPipeError):  # it ended while it waited
+                        process.stdin.write(b"go\n")
+                        process.stdin.flush()
+                if b"done" in message:
+                    turn.close()
+                if readable and not message:  # it closed the pipe: all that is left is its end
+                    time.sleep(0.05)
+        return process.returncode
+
+    def stop(self):
+        self.stopping = True
+        for process in list(self.turns.processes):
+            self.turns.signal(process, signal.SIGKILL)
+
+    def measure_all(self, points, record):
+        """Measure points, `jobs` at a time, and hand each row to record(). A point that ran out of memory
+        while others were on the device has its say only after a second try without them."""
+        again = []
+
+        def record_or_repeat(row):
+            if self.jobs > 1 and row["status"] == "out of memory":
+                again.append(Point.of(row))
+            else:
+                record(row)
+        self.measure_some(points, self.jobs, record_or_repeat)
+        self.measure_some(again, 1, record)
+
+    def measure_some(self, points, jobs, record):
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            try:
+                futures = [pool.submit(self.measure, point) for point in points]
+                for future in concurrent.futures.as_completed(futures):
+                    if (row := future.result()) is not None:
+                        record(row)
+            except BaseException:
+                self.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def outcome(self, folder, code):
+        """Status, reason and figures of a run that has ended."""
+        empty = dict(dict.fromkeys(FIGURES), system=None)
+        if code == 0:
+            try:
+                with open(os.path.join(folder, "performance_summary_v2.json"), encoding="utf-8") as file:
+                    summary = json.load(file)
+                figures = {name: summary["performance_summary"][name] for name in FIGURES}
+                if not figures["median_batch_time"] > 0:
+                    raise ValueError
+                system = {name: summary["system_info"].get(name) for name in SYSTEM}
+                return dict(status="ok", reason=None, **figures, system=system)
+            except (OSError, ValueError, KeyError, TypeError):
+                return dict(status="failed", reason="ended well but left no readable summary", **empty)
+        if code == "timeout":
+            return dict(status="timeout", reason=f"not done after {self.timeout:g} s", **empty)
+        if code == -signal.SIGKILL:
+            return dict(status="out of memory", **empty,
+                        reason="killed (SIGKILL), as the kernel does when the host is out of memory")
+        reason = last_words(os.path.join(folder, "stderr.txt")) or f"exit code {code}, nothing on stderr"
+        status = "out of memory" if OUT_OF_MEMORY.search(reason) else "failed"
+        return dict(status=status, reason=reason, **empty)
+
+
+def last_words(log):
+    """The last line of a log that is not blank, without the program's name."""
+    with open(log, encoding="utf-8", errors="replace") as file:
+        lines = [line.strip() for line in file.read()[-20000:].splitlines() if line.strip()]
+    return lines[-1].removeprefix(f"{TRAINER}: error: ")[:300] if lines else ""
+
+
+def seconds_left(points, rows, jobs):
+    """Estimate for the points yet to run: the mean of the finished runs of their setting, else a guess."""
+    known = {}
+    for row in rows:
+        known.setdefault(row["setting"], []).append(row["seconds"])
+    total = 0.0
+    for setting, count in collections.Counter(point.setting for point in points).items():
+        guess = START_SECONDS + COMPILE_SECONDS * ("torch-compile" in parse_setting(setting))
+        seconds = known.get(setting, [guess])
+        total += count * sum(seconds) / len(seconds)
+    return total / jobs
+
+
+def duration(seconds):
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 \
+        else f"{seconds / 3600:.1f} h"
+
+
+def run_points(runner, results, points):
+    """Measure the points that have no row yet: a line each, and on a terminal a progress bar."""
+    done = {Point.of(row) for row in results.rows}
+    todo = [point for point in points if point not in done]
+    pending = set(todo)
+    with tqdm(total=len(points), initial=len(points) - len(todo), disable=None, leave=False,
+              bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}") as bar:
+        def record(row):
+            results.append(row)
+            pending.discard(Point.of(row))
+            left = f"left {duration(seconds_left(pending, results.rows, runner.jobs))}"
+            place = f"{len(points) - len(pending):{len(str(len(points)))}}/{len(points)}"
+            bar.update()
+            bar.set_postfix_str(left)
+            bar.write(f"[{place}] {Point.of(row)}: {figures_line(row)} | {left}", file=sys.stdout)
+            sys.stdout.flush()
+        runner.measure_all(todo, record)
+
+
+def reason_of(row):
+    """Why a run failed, beginning with its status."""
+    return f"{row['status']}: {row['reason'].removeprefix(row['status'] + ': ')}"
+
+
+def figures_line(row):
+    if row["status"] != "ok":
+        return reason_of(row)
+    memory = "n/a" if row["peak_memory_mb"] is None else f"{row['peak_memory_mb']:.1f} MB"
+    return f"{row['median_batch_time'] * 1e3:.2f} ms, {memory}"

@@ -1,0 +1,519 @@
+"""launch_performance_study.sh: the study end to end, its statistics, its verdicts, its page."""
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import performance_study
+import study_design as design
+import study_report
+import study_statistics as stats
+import study_summary
+from run_files import UserError
+
+FAKE = str(pathlib.Path(__file__).with_name("fake_trainer.py"))
+TINY = ["--num-blocks", "1", "--msa-dim", "8", "--pair-dim", "8", "--msa-heads", "2", "--pair-heads", "2",
+        "--outer-product-dim", "4"]
+SMALL = ["--batch-sizes", "2", "--seq-lens", "32", "--num-runs", "2", "--no-plots"]
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """study(*flags, **knobs) runs a study of the fake trainer in tmp_path; returns its exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINYOPENFOLD_SCRIPT", FAKE)
+
+    def study(*flags, name="s", **knobs):
+        monkeypatch.setenv("FAKE_TRAINER", json.dumps(knobs))
+        return performance_study.main(["--study-name", name, *map(str, flags)])
+    return study
+
+
+def rows_of(directory="s"):
+    lines = pathlib.Path(directory, "results.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def summary_of(directory="s"):
+    return json.loads(pathlib.Path(directory, "results_summary.json").read_text())
+
+
+def start(*flags, **knobs):
+    """A study of the fake trainer in a process of its own, in the current directory."""
+    return subprocess.Popen([sys.executable, ROOT / "performance_study.py", *flags], text=True,
+                            env={**os.environ, "FAKE_TRAINER": json.dumps(knobs)},
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "this should have happened by now"
+        time.sleep(0.02)
+
+
+def count_lines(path):
+    return pathlib.Path(path).read_bytes().count(b"\n") if os.path.exists(path) else 0
+
+
+def gone(pid):
+    """Whether a process has ended; a zombie that nobody has reaped yet has."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+# The whole thing
+
+def test_real_study(tmp_path):
+    """Two shapes, two settings, two runs with the real trainer, through the shell script."""
+    out = tmp_path / "study"
+    done = subprocess.run(
+        [ROOT / "launch_performance_study.sh", "--batch-sizes", "1 2", "--seq-lens", "8", "--num-seqs", "4",
+         "--num-runs", "2", "--num-steps", "3", "--warmup-steps", "1", "--jobs", "2", "--study-name", out,
+         "--", *TINY],
+        env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary, rows = summary_of(out), rows_of(out)
+    assert len(rows) == 8 and all(row["status"] == "ok" for row in rows)
+    assert [(p["batch_size"], p["setting"], p["n"]) for p in summary["points"]] == [
+        (1, "baseline", 2), (1, "fused", 2), (2, "baseline", 2), (2, "fused", 2)]
+    for point in summary["points"]:
+        assert point["peak_memory_mb"] > 0 and point["launches_per_step"] > 100
+        assert point["speedup_low"] <= point["speedup"] <= point["speedup_high"]
+    assert {"config.json", "results.csv", "report.html", "pareto.png"} <= set(os.listdir(out))
+    assert not (out / "running").exists()
+    assert (out / "results.csv").read_text().count("\n") == 5
+    assert "[8/8]" in done.stdout and "left 0 s" in done.stdout
+
+
+def test_point_that_fails(fake, capsys):
+    flags = [*SMALL, "--settings", "baseline fused only-flash-attention"]
+    assert fake(*flags, crash=["--enable-flash-attention"], memory_mb=17) == 0
+    assert "n/a" not in capsys.readouterr().out
+    by_setting = {point["setting"]: point for point in summary_of()["points"]}
+    assert by_setting["only-flash-attention"]["reason"] == "failed: broken on purpose"
+    assert by_setting["baseline"]["reason"] == "out of memory: lower --batch-size"
+    assert by_setting["fused"]["n"] == 2 and by_setting["fused"]["speedup"] is None
+    assert "broken on purpose" in pathlib.Path("s/report.html").read_text()
+    assert len(list(pathlib.Path("s/logs").iterdir())) == 4
+    assert fake(*flags) == 0 and len(rows_of()) == 6  # failed points are finished too
+    assert fake(*flags, "--retry-failed") == 0
+    assert all(row["status"] == "ok" for row in rows_of()) and len(rows_of()) == 6
+
+
+def test_all_points_fail(fake, capsys):
+    assert fake(*SMALL, "--settings", "fused", crash=["defaults"]) == 1
+    assert capsys.readouterr().err.strip().endswith("no point could be measured: failed: broken on purpose")
+
+
+def test_timeout(fake):
+    assert fake(*SMALL, "--num-runs", 1, "--settings", "fused", "--timeout", "0.5", seconds=60) == 1
+    assert rows_of()[0]["status"] == "timeout" and rows_of()[0]["reason"] == "not done after 0.5 s"
+
+
+def test_one_measures_at_a_time(fake, tmp_path):
+    log = tmp_path / "log"
+    assert fake(*SMALL, "--num-runs", 3, "--jobs", 3, seconds=0.15, log=str(log)) == 0
+    events = [line.split() for line in log.read_text().splitlines()]
+    assert len(events) == 12
+    for (word, pid, _), (next_word, next_pid, _) in zip(events[::2], events[1::2], strict=True):
+        assert (word, next_word) == ("begin", "end") and pid == next_pid
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_out_of_memory_beside_others_gets_a_second_try(fake, tmp_path, jobs):
+    log = tmp_path / "log"
+    assert fake(*SMALL, "--jobs", jobs, memory_mb=1, log=str(log)) == 1
+    assert log.read_text().count("full") == 4 * jobs and len(rows_of()) == 4
+
+
+# Interruption
+
+def test_interrupt_keeps_results_and_resumes(fake, tmp_path):
+    study = start(*SMALL, "--num-runs", "4", "--study-name", "s", seconds=0.3)
+    wait_for(lambda: count_lines("s/results.jsonl") >= 2)
+    study.send_signal(signal.SIGINT)
+    output, errors = study.communicate(timeout=20)
+    assert study.returncode == 130 and "continues" in errors and errors.count("\n") == 1
+    before = rows_of()
+    assert 2 <= len(before) < 8
+    assert fake(*SMALL, "--num-runs", 4) == 0
+    assert rows_of()[:len(before)] == before and len(rows_of()) == 8
+
+
+def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
+    log = tmp_path / "log"
+    study = start(*SMALL, "--num-runs", "3", "--jobs", "2", "--study-name", "s", seconds=0.5, log=str(log))
+    wait_for(lambda: count_lines("s/results.jsonl") >= 1 and count_lines(log) >= 3)
+    study.kill()
+    study.communicate(timeout=20)
+    wait_for(lambda: all(gone(line.split()[1]) for line in log.read_text().splitlines()), 10)
+    before = rows_of()
+    with open("s/results.jsonl", "ab") as file:
+        file.write(b'{"batch_size": 2, "seq_len": 3')  # what a kill in the middle of a write leaves
+    assert fake(*SMALL, "--num-runs", 3) == 0
+    assert rows_of()[:len(before)] == before and len(rows_of()) == 6
+
+
+def test_directories(fake, capsys):
+    assert fake(*SMALL) == 0
+    assert fake(*SMALL, "--seq-lens", "64") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "seq_lens [32] there, [64] now" in error
+    os.makedirs("other")
+    pathlib.Path("other/precious").touch()
+    assert fake(*SMALL, name="other") == 2 and os.listdir("other") == ["precious"]
+    pathlib.Path("s/results_summary.json").unlink()
+    assert fake("--report-only", "--no-plots") == 0 and len(summary_of()["points"]) == 2
+    with open("s/results.jsonl", "r+b") as file:
+        file.write(b"nonsense")
+    assert fake(*SMALL) == 2 and "line 1 is not the result of a run" in capsys.readouterr().err
+
+
+def test_default_directory_is_moved_aside(fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(performance_study.time, "strftime",
+                        lambda form: form.replace("%Y%m%d_%H%M%S", "now"))
+    for _ in range(2):
+        assert performance_study.main([*SMALL, "--num-runs", "1"]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["performance_study_now", "performance_study_now.old-now"]
+
+
+def test_full_disk(fake, capsys, monkeypatch):
+    fake(*SMALL)
+    os.unlink("s/results.jsonl")
+    os.symlink("/dev/full", "s/results.jsonl")
+    capsys.readouterr()
+    monkeypatch.setattr(performance_study.Results, "load", lambda self, mend=True: None)
+    assert fake(*SMALL) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "No space left on device" in error
+    monkeypatch.setattr(performance_study, "SPARE_BYTES", 2 ** 62)
+    assert fake(*SMALL) == 2 and "disk full" in capsys.readouterr().err
+
+
+# Wrong use
+
+@pytest.mark.parametrize("flags, words", [
+    (["--batch-sizes", "2 x"], "--batch-sizes: '2 x'"),
+    (["--seq-lens", "0"], "--seq-lens: '0'"),
+    (["--seq-lens", " "], "--seq-lens: ' '"),
+    (["--settings", "fussed"], "'fussed' is no setting"),
+    (["--settings", "baseline", "--no-baseline"], "zero points"),
+    (["--switches", "speed"], "--switches: 'speed'"),
+    (["--num-runs", "0"], "--num-runs: '0'"),
+    (["--max-regression", "5x"], "--max-regression: '5x'"),
+    (["--target-memory-usage", "1.5"], "--target-memory-usage: '1.5'"),
+    (["--find-batch-size"], "without a GPU needs --memory-limit-mb"),
+    (["--min-speedup", "1.3"], "needs --check-against"),
+    (["--check-against", "nowhere.json"], "nowhere.json: No such file"),
+    (["--device", "cuda:77"], "--device cuda:77: there is no such GPU"),
+    (["--report-only"], "--report-only: needs --study-name"),
+    (["--frobnicate"], "--frobnicate"),
+    (["--", "--pair-dim", "7"], "--pair-heads: 4: must divide"),
+    (["--", "--batch-size", "7"], "--batch-size after --: the study sets it"),
+    (["--", "--disable-flash-attention"], "the study sets it"),
+    (["--", "--frobnicate"], "--frobnicate")])
+def test_wrong_use(flags, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = performance_study.main(flags)
+    except SystemExit as error:
+        code = error.code
+    error = capsys.readouterr().err
+    assert code == (4 if "no such GPU" in words else 2)
+    assert words in error and error.count("\n") == 1 and not os.listdir(tmp_path)
+
+
+def test_without_matplotlib(fake, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert fake("--seq-lens", "32") == 3
+    assert "--no-plots" in capsys.readouterr().err and not os.path.exists("s")
+
+
+def test_dry_run(fake, capsys):
+    assert fake(*SMALL, "--dry-run", "--", *TINY) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and lines[-1].startswith("4 points to run, 0 finished; about 24 s")
+    assert any("--disable-all-fusion" in line and "--num-blocks 1" in line for line in lines)
+    assert not os.path.exists("s")
+
+
+# Settings
+
+def test_settings_have_one_name():
+    every = design.combinations([name for name in design.SWITCHES if name in design.ALL][:5])
+    names = [design.setting_name(on) for on in every]
+    assert len(set(names)) == len(every) == 32
+    assert [design.parse_setting(name) for name in names] == every
+    assert design.setting_name(design.parse_setting("without-flash-attention")) in (
+        "without-flash-attention", *design.NAMED)
+
+
+def test_setting_flags_mean_their_switches():
+    import tiny_openfold_v2 as trainer
+    parser = trainer.make_parser()
+    for name in (*design.NAMED, "only-flash-attention", "without-flash-attention"):
+        on = design.parse_setting(name)
+        fusion = trainer.read_configs(parser.parse_args(design.setting_flags(on)))[2]
+        assert design.switches_of(fusion) == on, name
+
+
+def test_random_order_is_stored():
+    study = dict(batch_sizes=[1, 2, 4], seq_lens=[8, 16], num_seqs=[4], settings=["baseline", "fused"],
+                 num_runs=2, seed=1)
+    order = design.points(study)
+    assert order == design.points(study) != design.points(dict(study, seed=2))
+    assert len(set(order)) == 24 and {point.run for point in order[:12]} == {1}
+
+
+# Statistics, against values from tables and by hand
+
+@pytest.mark.parametrize("df, t", [(1, 12.7062), (2, 4.3027), (5, 2.5706), (30, 2.0423)])
+def test_t_quantile(df, t):
+    assert stats.t_quantile(df) == pytest.approx(t, abs=2e-4)
+
+
+def test_pooled_deviation():
+    assert stats.pooled_deviation([[1, 3], [2, 2, 2]]) == (pytest.approx((2 / 3) ** 0.5), 3)
+    assert stats.pooled_deviation([[1], [2]]) == (None, 0)
+
+
+def test_ratio_interval():
+    """Two runs each, spread 0.1 with 3 degrees of freedom: half width 3.1824 * 0.1 * sqrt(1/2 + 1/2)."""
+    spread = (0.1, 3)
+    ratio, low, high = stats.ratio_interval([2.0, 4.0], [1.0, 2.0], spread, spread)
+    assert ratio == 2.0
+    assert np.log([low, high]) == pytest.approx([np.log(2) - 0.31824, np.log(2) + 0.31824], abs=1e-4)
+    # Welch, three runs each, variances 0.01 and 0.04 of one run: df = 5^2 / (1/2 + 16/2) = 50/17
+    ratio, low, high = stats.ratio_interval([1.0] * 3, [1.0] * 3, (0.1, 2), (0.2, 2))
+    half = stats.t_quantile(50 / 17) * np.sqrt(0.05 * np.pi / 2 / 3)
+    assert np.log(high) == pytest.approx(half) and np.log(low) == pytest.approx(-half)
+    assert stats.ratio_interval([2.0], [1.0], (None, 0), (None, 0)) == (2.0, None, None)
+
+
+def test_interval_covers():
+    """The 95% interval of a ratio of medians of three runs holds the truth about 95 times of 100."""
+    generator, hits = np.random.default_rng(0), 0
+    for _ in range(400):
+        a, b = np.exp(0.05 * generator.standard_normal((2, 3)))
+        spread = stats.pooled_deviation(np.log([a, b]))
+        _, low, high = stats.ratio_interval(a, b, spread, spread)
+        hits += low <= 1 <= high
+    assert 0.93 <= hits / 400 <= 0.99
+
+
+def test_fit_exponent():
+    assert stats.fit_exponent([1, 2, 4, 8], [5, 20, 80, 320]) == pytest.approx((2, 0), abs=1e-9)
+    exponent, error = stats.fit_exponent([1, np.e, np.e ** 2], [1, np.e ** 2, np.e ** 2])
+    assert exponent == pytest.approx(1) and error == pytest.approx((2 / 3) ** 0.5 / 2 ** 0.5)
+    assert stats.fit_exponent([1, 2], [1, 8]) == (pytest.approx(3), None)
+
+
+def test_pareto():
+    assert stats.pareto([(3, 1), (1, 3), (2, 2), (3, 3), (2, 2.5)]) == [1, 2, 0]
+
+
+def test_effects_of_constructed_data():
+    """a makes steps 2x faster, b 1.25x, c nothing; a and b together another 1.2x; runs differ by +-1%."""
+    names = ["a", "b", "c"]
+    levels = [[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)]
+    times = [100 / (2 ** a * 1.25 ** b * 1.2 ** (a * b)) for a, b, _ in levels]
+    effects = stats.factor_effects(names, levels, [[t * 1.01, t / 1.01] for t in times])
+    main = {name: effect[0] for name, effect in effects["main"].items()}
+    assert main == pytest.approx(dict(a=2 * 1.2 ** 0.5, b=1.25 * 1.2 ** 0.5, c=1))
+    together = {pair: effect[0] for pair, effect in effects["interaction"].items()}
+    assert together == pytest.approx({("a", "b"): 1.2, ("a", "c"): 1, ("b", "c"): 1})
+    _, low, high = effects["interaction"]["a", "b"]
+    # one run: sd sqrt(2) log 1.01, 8 degrees of freedom; a contrast of 8 means of 2 runs, times 4
+    half = 2.306 * 2 ** 0.5 * np.log(1.01) * 4 / 8 * (8 / 2) ** 0.5
+    assert np.log(high / low) / 2 == pytest.approx(half, rel=1e-3)
+    assert stats.factor_effects(names, levels[:6], [[t] for t in times[:6]]) is None
+    single = stats.factor_effects(names, levels[:7], [[t] for t in times[:7]])  # and one point has failed
+    assert single["interaction"]["a", "b"] == (pytest.approx(1.2), None, None)
+
+
+def test_effects_of_a_study(fake):
+    faster = {"--enable-qkv-fusion-msa": 2.0, "--enable-flash-attention": 1.25}
+    assert fake(*SMALL, "--all-combinations", "--ablation", "--switches", "qkv-fusion-msa flash-attention",
+                "--settings", "baseline", faster=faster, both=1.2, noise=0.001) == 0
+    summary = summary_of()
+    effects, = summary["effects"]
+    assert effects["points"] == effects["of"] == 4
+    together, = effects["interaction"]
+    assert together["factor"] == pytest.approx(1.2, rel=0.02) and together["low"] < 1.2 < together["high"]
+    first = summary["ablation"][0]
+    assert first["switch"] == "qkv-fusion-msa"
+    assert first["alone"]["factor"] == pytest.approx(2.0, rel=0.01)
+    assert first["last"]["factor"] == pytest.approx(2.4, rel=0.01)
+    assert first["alone_saves_mb"] > 0
+
+
+# Decisions
+
+def test_check_against(fake, capsys):
+    flags = [*SMALL, "--num-runs", 3]
+    assert fake(*flags, name="then", noise=0.003) == 0
+    against = ["--check-against", "then/results_summary.json"]
+    assert fake(*flags, *against, "--min-speedup", 1.3, noise=0.003) == 0
+    assert "PASS: 5 pass" in capsys.readouterr().out
+    assert fake(*flags, *against, "--min-speedup", 1.6, "--max-regression", "40%", noise=0.003) == 1
+    assert "FAIL      B 2 S 32 N 16 fused: speed-up 1." in capsys.readouterr().out
+    slow = dict(defaults=1.3)  # 8% more time, 4% more memory
+    assert fake(*flags, *against, name="slow", faster=slow, noise=0.003) == 1
+    output = capsys.readouterr().out
+    assert output.count("FAIL ") == 1 and "FAIL      B 2 S 32 N 16 fused: step time 1.0" in output
+    assert fake(*flags, *against, "--max-regression", "0.2", name="slow") == 0
+    assert fake(*flags, *against, name="broken", crash=["defaults"]) == 1
+    assert "fused: failed: broken on purpose" in capsys.readouterr().out
+    assert fake(*flags, *against, "--seq-lens", 64, name="elsewhere") == 2
+    assert "no point in common" in capsys.readouterr().err
+    assert fake(*SMALL, "--num-runs", 1, *against, name="single") == 2
+    assert "at least two runs" in capsys.readouterr().err
+
+
+def test_noise_makes_undecided():
+    import study_decisions as decisions
+    assert decisions.judged(0.9, 1.2, passes_below=1.05) == "UNDECIDED"
+    assert decisions.judged(1.06, 1.2, passes_below=1.05) == "FAIL"
+    assert decisions.judged(0.9, 1.04, passes_below=1.05) == "PASS"
+    assert decisions.judged(1.2, 1.4, passes_above=1.3) == "UNDECIDED"
+    assert decisions.judged(1.0, 1.2, passes_above=1.3) == "FAIL"
+    now, then = (dict(speedup=s, speedup_low=s / 1.1, speedup_high=s * 1.1) for s in (1.0, 2.0))
+    factor, low, high = decisions.slowdown(now, then, on_same_machine=False)
+    assert factor == 2 and np.log(high / low) / 2 == pytest.approx(2 ** 0.5 * np.log(1.1))
+
+
+def test_recommend(fake, capsys):
+    faster = {"defaults": 1.4, "--enable-torch-compile": 1.5, "--enable-flash-attention": 1.2}
+    flags = [*SMALL, "--settings", "baseline fused compiled only-flash-attention", "--recommend"]
+    assert fake(*flags, "--memory-limit-mb", 18.5, faster=faster, inaccurate=["--enable-torch-compile"]) == 0
+    entry, = summary_of()["recommendation"]["shapes"]
+    assert entry["setting"] == "fused"
+    assert entry["command"] == ("python tiny_openfold_v2.py --batch-size 2 --seq-len 32 --num-seqs 16 "
+                                "--device auto")
+    assert entry["passed_over"] == ["compiled: accuracy failed: distances: off by 1"]
+    assert entry["command"] in capsys.readouterr().out
+    assert fake(*flags, "--memory-limit-mb", 1, faster=faster) == 0
+    entry, = summary_of()["recommendation"]["shapes"]
+    assert entry["setting"] is None and "over the limit of 1 MB" in entry["passed_over"][0]
+
+
+@pytest.mark.parametrize("optimize, batch", [("memory", 31), ("throughput", 8)])
+def test_find_batch_size(fake, optimize, batch, capsys):
+    """Fused at S 64, the fake needs 6.9 B + 13.5 MB, which for B 31 is 228 of the 230 MB there are; its
+    samples/s are B / (0.71 + 3.86 B) thousand, at B 8 within 2% of those at B 31 and at B 4 not."""
+    flags = ["--find-batch-size", "--seq-lens", "64", "--memory-limit-mb", 300, "--optimize", optimize]
+    assert fake(*flags, memory_mb=230, noise=0) == 0
+    found, = json.loads(pathlib.Path("s/batch_size.json").read_text())["found"]
+    assert found["batch_size"] == batch, found
+    assert found["peak_memory_mb"] <= 230 and "(does not fit)" in capsys.readouterr().out
+    rows = len(rows_of())
+    assert fake(*flags) == 0 and len(rows_of()) == rows  # trials are not repeated
+    assert fake("--find-batch-size", "--memory-limit-mb", 1, name="none") == 1
+
+
+# The page
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A study with every section, made from constructed rows."""
+    directory = tmp_path_factory.mktemp("page")
+    study = dict(batch_sizes=[1, 2], seq_lens=[32, 64, 128], num_seqs=[8, 16], num_runs=2, num_steps=5,
+                 warmup_steps=1, device="cpu", amp_dtype=None, trainer_flags=[], seed=1, mode="study",
+                 switches=["qkv-fusion-msa", "flash-attention"])
+    settings = [design.setting_name(on) for on in design.combinations(study["switches"])]
+    study["settings"] = [*settings, "fused"]
+    rows, noise = [], np.random.default_rng(0)
+    for point in design.points(study):
+        seconds = 1e-5 * point.shape.batch_size * point.shape.seq_len ** 1.5 * point.shape.num_seqs ** 0.5
+        seconds /= 1.3 ** len(design.parse_setting(point.setting)) * np.exp(0.01 * noise.standard_normal())
+        row = dict(vars(point.shape), setting=point.setting, run=point.run, status="ok", reason=None,
+                   seconds=1, median_batch_time=seconds, p20_batch_time=0.95 * seconds,
+                   p80_batch_time=1.1 * seconds, peak_memory_mb=1e3 * seconds + 20, saved_activation_mb=5,
+                   launches_per_step=9, mfu=0.5,
+                   system=dict(gpu_name=None, host_cpu="<CPU>", torch_version="2", git_commit=None))
+        rows.append(row)
+    rows[3] = dict(rows[3], status="failed", reason="<script>alert(1)</script>")
+    config = dict(study=study, command="./launch_performance_study.sh", created="2026-01-01T00:00:00")
+    summary = study_summary.summarise(config, rows)
+    summary["recommendation"] = dict(memory_limit_mb=None, shapes=[
+        dict(batch_size=1, seq_len=32, num_seqs=8, setting="fused", median_ms=1.0, peak_memory_mb=1.0,
+             speedup=1.5, speedup_low=1.4, speedup_high=1.6, command="python x", passed_over=[])])
+    performance_study.write_json(str(directory / "config.json"), config)
+    performance_study.write_results(str(directory), summary, plots=True)
+    return directory
+
+
+PICTURES = ["speedup_heat_map", "scaling", "memory", "depth", "ablation", "interactions", "pareto"]
+TABLES = ["points", "failures", "ablation-table", "effects", "exponents", "settings", "recommended"]
+
+
+def test_page_is_self_contained(page):
+    text = (page / "report.html").read_text()
+    for name in PICTURES:
+        assert f'<figure id="{name}">' in text and (page / f"{name}.png").stat().st_size > 5000
+    for name in TABLES:
+        assert f'<table id="{name}">' in text
+    assert "<script" not in text and "alert" in text and "&lt;CPU&gt;" in text
+    assert 'src="' not in text and "@import" not in text and 'href="http' not in text
+    assert len(text) < 2 ** 20
+    ids = [part.split('"')[0] for part in text.split(' id="')[1:]]
+    assert len(ids) == len(set(ids))
+
+
+def test_exponents_of_the_page(page):
+    found = {(e["axis"], e["figure"]): e for e in summary_of(page)["scaling"] if e["setting"] == "baseline"}
+    assert found["seq_len", "median_ms"]["exponent"] == pytest.approx(1.5, abs=0.05)
+    assert found["num_seqs", "median_ms"]["exponent"] == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("width", [1200, 420])
+def test_page_in_a_browser(page, tmp_path, width):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    from matplotlib import image
+    shot, url = tmp_path / "shot.png", (page / "report.html").as_uri()
+    common = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+              "--disable-background-networking", "--disable-component-update", "--disable-sync",
+              f"--user-data-dir={tmp_path / 'profile'}", "--hide-scrollbars", "--enable-logging=stderr"]
+    done = subprocess.run([*common, f"--window-size={width},3000", f"--screenshot={shot}", url], timeout=60,
+                          capture_output=True, text=True, check=True)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    pixels = image.imread(shot)[..., :3]
+    assert pixels.shape[:2] == (3000, max(width, 500)) or pixels.shape[:2] == (3000, width)
+    coloured = (pixels.max(axis=2) - pixels.min(axis=2) > 0.2).any(axis=1)  # rows with the plots' colours
+    assert coloured.mean() > 0.1 and (pixels.min(axis=2) < 0.5).any(axis=1).mean() > 0.25
+    if width == 1200:
+        dom = subprocess.run([*common, "--dump-dom", url], timeout=60, capture_output=True, text=True,
+                             check=True).stdout
+        assert dom.count("<table") == len(TABLES) and dom.count("<svg") == len(PICTURES)
+
+
+def test_page_of_nothing_but_failures():
+    study = dict(batch_sizes=[1], seq_lens=[32], num_seqs=[8], num_runs=1, num_steps=5, warmup_steps=1,
+                 amp_dtype=None, seed=1, settings=["baseline"], switches=["flash-attention"])
+    config = dict(study=study, command="x", created="2026-01-01")
+    row = dict(batch_size=1, seq_len=32, num_seqs=8, setting="baseline", run=1, status="failed",
+               reason="broken", seconds=1)
+    text = study_report.report(study_summary.summarise(config, [row]), config, [])
+    assert "failed: broken" in text
+
+
+def test_reads_only_summaries_of_studies(tmp_path):
+    import study_decisions as decisions
+    path = tmp_path / "x.json"
+    for content in ("", "[]", "{}", '{"format": "else", "points": [], "study": {}}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match="not the results_summary.json"):
+            decisions.read_reference(str(path), {})
