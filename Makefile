@@ -9,7 +9,7 @@ train: $(VENV)/core
 	$(VENV)/bin/python tiny_openfold_v2.py $(ARGS)
 
 test: $(VENV)/dev
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/dev
 	$(VENV)/bin/python -m ruff check .
