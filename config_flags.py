@@ -186,7 +186,10 @@ def add_config_flags(parser, config_class, paired=False):
     later one on the command line wins. A flag that is not given leaves no trace in the parsed arguments."""
     group = parser.add_argument_group(config_class.__doc__.strip().rstrip("."))
     for f in fields(config_class):
-        text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")
+        words = {True: "on", False: "off", None: "none"}
+        allowed = f"; {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
+        default = words.get(f.default, f.default) if isinstance(f.default, (bool, type(None))) else f.default
+        text = f"{f.metadata['help']}{allowed} (default: {default})".replace("%", "%%")
         if f.metadata["type"] is not bool:
             group.add_argument(flag(f.name), type=converter(f.metadata["type"]),
                                choices=f.metadata["choices"], metavar=f.name.split("_")[-1].upper(),

@@ -10,7 +10,7 @@ import torch
 from measurement import choose_device
 from protein_batches import SyntheticProteins, to_device
 from run_files import write_json
-from tiny_openfold_v2 import FusionConfig, PackedProjections, Trainer
+from tiny_openfold_v2 import FusionConfig, PackedProjections, Trainer, Transition
 
 RTOL, ATOL = 1e-3, 1e-4  # fused against baseline in float32, as users know it from this example family
 TF32_EPSILON = 2.0 ** -10  # ten bits of mantissa
@@ -32,12 +32,17 @@ def masked_batch(config, training, device):
 
 def shake(model):
     """Add noise to every weight: at initialisation the last layer of every branch is zero, which would hide
-    any mistake behind it."""
+    any mistake behind it. The inputs of ReLUs are moved away from zero, half of the channels to either side:
+    one that changes sign by rounding alone would change gradients by far more than rounding."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter))
+        for module in model.modules():
+            if isinstance(module, Transition):
+                module.linear1.bias[::2] += 8  # five standard deviations of the input
+                module.linear1.bias[1::2] -= 8
 
 
 def results_and_gradients(trainer, batch):
@@ -74,7 +79,7 @@ def judge(fused, baseline, exact, epsilon, tolerances):
         # gradients are zero in exact arithmetic: a constant added to all biases of a softmax changes nothing.
         floor = (16 if epsilon < 1e-6 else 2) * epsilon * max(truth.abs().max().item(), 1e-3 * largest)
         allowed = ERROR_FACTOR * own + floor
-        worst_ratio = np.maximum(worst_ratio, error / (own + floor))  # unlike max, keeps NaN
+        worst_ratio = float(np.maximum(worst_ratio, error / (own + floor)))  # unlike max, keeps NaN
         if not error <= allowed:  # so that NaN fails
             failures.append(f"{name}: error {error:.2e} against float64, allowed {allowed:.2e} "
                             f"(baseline's own {own:.2e})")
@@ -111,7 +116,7 @@ def compare_numerics(config, fusion, training, device):
 
 def finite(values):
     """Numbers as JSON can hold them: what is not finite becomes None."""
-    return [float(value) if math.isfinite(value) else None for value in values]
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def verify_accuracy(config, fusion, training, profiler):

@@ -49,12 +49,15 @@ def probe(trainer, batch, count_launches=True):
     return found
 
 
-def warm_up(trainer, source, profiler):
-    """Untimed steps, then the probe; everything is restored afterwards. Returns the probe's findings with
-    warmup_time and first_step_time (s), which holds compilation."""
+def warm_up(trainer, source, profiler, stop=None):
+    """Untimed steps until a signal, then the probe; everything is restored afterwards. Returns the probe's
+    findings with warmup_time and first_step_time (s), which holds compilation."""
     times, batch = [], to_device(source.batch(trainer.step_number), trainer.device)
+    print(f"Warming up: {trainer.training.warmup_steps} steps, then counting memory and launches", flush=True)
     with trainer.preserved():
         for _ in range(trainer.training.warmup_steps):
+            if stop and stop.signal is not None:
+                break
             started = time.perf_counter()
             trainer.step(batch).item()
             times.append(time.perf_counter() - started)

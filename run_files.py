@@ -109,9 +109,8 @@ def read_checkpoint(path, config):
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"checkpoint {path}: {error.strerror or error}") from None
-    except Exception as error:  # a damaged file raises whatever its first bad byte leads to
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        raise UserError(f"checkpoint {path}: damaged or not a checkpoint ({reason})") from None
+    except Exception:  # a damaged file raises whatever its first bad byte leads to
+        raise UserError(f"checkpoint {path}: damaged or not a checkpoint") from None
     if not isinstance(saved, dict) or saved.get("format") != CHECKPOINT_FORMAT:
         raise UserError(f"checkpoint {path}: not a checkpoint of this program")
     needed = {"config", "step", "updates", "model", "moments", "scaler", "rng", "trained_on"}

@@ -540,8 +540,7 @@ class TinyOpenFoldV2(nn.Module):
             return words[backend]
         parts = dict(pair=name(c.pair_dim // c.pair_heads, True), rows=name(c.msa_dim // c.msa_heads, True),
                      columns=name(c.msa_dim // c.msa_heads, False))
-        first = parts["pair"]
-        return "; ".join([first, *(f"{key}: {kernel}" for key, kernel in parts.items() if kernel != first)])
+        return "; ".join([parts["pair"], *(f"{k}: {v}" for k, v in parts.items() if v != parts["pair"])])
 
     def get_fusion_statistics(self):
         """The switches, the nominal kernel counts of this example family, and the exact count of GEMMs."""
@@ -781,7 +780,7 @@ def train(config, fusion, training, profiler, compare_with=None):
     trainer.trained_on.update(source.names)
     describe_start(trainer, source)
     with StopRequest() as stop:
-        found = warm_up(trainer, source, profiler)
+        found = warm_up(trainer, source, profiler, stop)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         left = training.num_steps - trainer.step_number
@@ -864,6 +863,7 @@ def run(argv=None):
         return train(config, fusion, training, profiler, arguments.compare_with_v1)
     import fusion_checks
     import fusion_comparison
+    require_writable(os.path.join(profiler.profile_dir, "x"))
     checks = {"--validate-setup": fusion_checks.validate_setup,
               "--verify-accuracy": fusion_checks.verify_accuracy,
               "--compare-fusion": partial(fusion_comparison.compare_fusion,

@@ -133,27 +133,35 @@ def lone_run(flags, out, name):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
+def lone_peak(process):
+    """Peak memory (MB) of a lone run, or None if it failed."""
+    lines = process.communicate()[0].splitlines()
+    if process.returncode or not lines:
+        return None
+    return json.loads(lines[-1])["performance_summary"]["peak_memory_mb"]
+
+
 def compare_part(shapes, options, out):
-    """{shape and precision: comparison}, each with the lone runs of the checked variants."""
-    pairs = {f"B{s[0]} S{s[1]} N{s[2]} {p}": (s, p) for s in shapes for p in options.precisions}
-    flags = {name: trainer_flags(*pair, options) for name, pair in pairs.items()}
-    files = {name: re.sub(r"\W+", "_", name) for name in pairs}
-    started = time.monotonic()
-    children = {name: Child("compare", flags[name], out, files[name]) for name in pairs}
-    alone = {(name, variant): lone_run([*flags[name], *more], out, f"{files[name]}_{variant}")
-             for name in pairs for variant, more in (("baseline", ["--disable-all-fusion"]), ("all", []))}
-    peaks = {key: json.loads((process.communicate()[0].splitlines() or ["{}"])[-1])
-             for key, process in alone.items()}
-    for child in children.values():
-        child.wait_until_ready()
-    print(f"{len(children)} processes warm after {time.monotonic() - started:.0f} s", flush=True)
+    """{shape and precision: comparison}, each with the lone runs of the checked variants. One shape at a
+    time: the variants of all shapes together would not fit on the GPU."""
     results = {}
-    for name, child in children.items():
-        results[name] = child.take_turn()
-        results[name]["lone_run_peak_mb"] = {
-            variant: peaks[name, variant].get("performance_summary", {}).get("peak_memory_mb")
-            for variant in CHECKED}
-        print_comparison(name, results[name])
+    for shape in shapes:
+        started = time.monotonic()
+        pairs = {f"B{shape[0]} S{shape[1]} N{shape[2]} {p}": trainer_flags(shape, p, options)
+                 for p in options.precisions}
+        files = {name: re.sub(r"\W+", "_", name) for name in pairs}
+        children = {name: Child("compare", flags, out, files[name]) for name, flags in pairs.items()}
+        for child in children.values():
+            child.wait_until_ready()
+        print(f"{len(children)} processes warm after {time.monotonic() - started:.0f} s", flush=True)
+        results.update({name: child.take_turn() for name, child in children.items()})
+        alone = {(name, variant): lone_run([*flags, *more], out, f"{files[name]}_{variant}")
+                 for name, flags in pairs.items()
+                 for variant, more in (("baseline", ["--disable-all-fusion"]), ("all", []))}
+        for (name, variant), process in alone.items():
+            results[name].setdefault("lone_run_peak_mb", {})[variant] = lone_peak(process)
+        for name in pairs:
+            print_comparison(name, results[name])
     return results
 
 

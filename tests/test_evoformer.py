@@ -377,6 +377,13 @@ def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
     )
 
 
+def test_accuracy_check_does_not_mistake_a_relu_at_zero_for_an_error():
+    """At these sizes an unprotected check failed: one input of a ReLU was 3.5e-7 and changed sign."""
+    config = tof.TinyOpenFoldConfig(num_blocks=1, seq_len=32, num_seqs=8)
+    training = tof.TrainingConfig(batch_size=2)
+    assert fusion_checks.compare_numerics(config, tof.FusionConfig(), training, torch.device("cpu"))[1] == []
+
+
 def test_saved_activations_and_launches_against_a_hand_count():
     layer = torch.nn.Linear(8, 4)
     x = torch.randn(5, 8, requires_grad=True)
