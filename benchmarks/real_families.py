@@ -51,6 +51,34 @@ def held_out_scores(summaries):
     return final, by_step
 
 
+def run_all(arguments, common, folds):
+    """Pre-train, then train every setting on every fold; ({world: summary}, {(setting, fold): summary})."""
+    runs = arguments.out / "runs"
+
+    def pretrain(world):
+        return train(runs / world, [
+            *common, "--synthetic-world", world, "--num-steps", arguments.pretrain_steps,
+            "--learning-rate", 1e-3, "--eval-every", 1000, "--save-checkpoint", runs / f"{world}.pt"])
+
+    def fine_tune(setting, fold, steps):
+        resume = []
+        if setting in pretrained:
+            pretrained[setting].result()
+            resume, steps = ["--resume", runs / f"{setting}.pt"], steps + arguments.pretrain_steps
+        return train(runs / f"{setting}-{steps}-{fold}", [
+            *common, *resume, "--data", arguments.data, "--holdout", folds[fold], "--num-steps", steps,
+            "--eval-every", 500, "--plot-contacts", arguments.out / f"contacts-{setting}-{steps}"])
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        pretrained = {world: pool.submit(pretrain, world) for world in WORLDS}
+        jobs = {(setting, fold): pool.submit(fine_tune, setting, fold, arguments.steps)
+                for setting in ("scratch", *WORLDS) for fold in range(len(folds))}
+        jobs |= {(f"{world}, not tuned", fold): pool.submit(fine_tune, world, fold, 1)
+                 for world in WORLDS for fold in range(len(folds))}
+        return ({world: job.result() for world, job in pretrained.items()},
+                {key: job.result() for key, job in jobs.items()})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=pathlib.Path, required=True)
@@ -61,101 +89,23 @@ def main():
     parser.add_argument("--jobs", type=int, default=6)
     arguments, common = parser.parse_known_args()
     names = sorted({path.name.split(".")[0] for path in arguments.data.iterdir()})
-    folds = [",".join(names[i :: arguments.folds]) for i in range(arguments.folds)]
-    runs = arguments.out / "runs"
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        pretrained = {
-            world: pool.submit(
-                train,
-                runs / world,
-                [
-                    *common,
-                    "--synthetic-world",
-                    world,
-                    "--num-steps",
-                    arguments.pretrain_steps,
-                    "--learning-rate",
-                    1e-3,
-                    "--eval-every",
-                    1000,
-                    "--save-checkpoint",
-                    runs / f"{world}.pt",
-                ],
-            )
-            for world in WORLDS
-        }
-
-        def fine_tune(setting, fold, steps):
-            resume = []
-            if setting in pretrained:
-                pretrained[setting].result()
-                resume, steps = ["--resume", runs / f"{setting}.pt"], steps + arguments.pretrain_steps
-            return train(
-                runs / f"{setting}-{steps}-{fold}",
-                [
-                    *common,
-                    *resume,
-                    "--data",
-                    arguments.data,
-                    "--holdout",
-                    folds[fold],
-                    "--num-steps",
-                    steps,
-                    "--eval-every",
-                    500,
-                    "--plot-contacts",
-                    arguments.out / f"contacts-{setting}",
-                ],
-            )
-
-        jobs = {
-            (setting, fold): pool.submit(fine_tune, setting, fold, arguments.steps)
-            for setting in ("scratch", *WORLDS)
-            for fold in range(arguments.folds)
-        }
-        jobs |= {
-            (f"{world}, not tuned", fold): pool.submit(fine_tune, world, fold, 1)
-            for world in WORLDS
-            for fold in range(arguments.folds)
-        }
-        summaries = {key: job.result() for key, job in jobs.items()}
+    folds = [",".join(names[i::arguments.folds]) for i in range(arguments.folds)]
+    pretrained, summaries = run_all(arguments, common, folds)
     results = {}
     for setting in dict.fromkeys(setting for setting, _ in summaries):
         final, by_step = held_out_scores([s for (name, _), s in summaries.items() if name == setting])
-        results[setting] = dict(
-            p_l2=final,
-            median_by_step=by_step,
-            median=statistics.median(final.values()),
-            mean=statistics.fmean(final.values()),
-        )
-        print(
-            f"{setting:22s} held-out P(L/2): median {results[setting]['median']:.3f}, "
-            f"mean {results[setting]['mean']:.3f} ({len(final)} families) by step {by_step}"
-        )
-    example = next(iter(summaries.values()))
-    synthetic = {
-        world: {
-            k: statistics.fmean(p["p_l2"] for p in v["held_out"].values())
-            for k, v in job.result()["contact_precision"].items()
-        }
-        for world, job in pretrained.items()
-    }
+        results[setting] = dict(p_l2=final, median_by_step=by_step, median=statistics.median(final.values()),
+                                mean=statistics.fmean(final.values()))
+        print(f"{setting:22s} held-out P(L/2): median {results[setting]['median']:.3f}, "
+              f"mean {results[setting]['mean']:.3f} ({len(final)} families) by step {by_step}")
+    synthetic = {world: {step: statistics.fmean(p["p_l2"] for p in groups["held_out"].values())
+                         for step, groups in summary["contact_precision"].items()}
+                 for world, summary in pretrained.items()}
     print("synthetic held-out P(L/2), mean:", json.dumps(synthetic))
-    (arguments.out / "real_families.json").write_text(
-        json.dumps(
-            dict(
-                command=sys.argv,
-                folds=folds,
-                results=results,
-                synthetic_held_out=synthetic,
-                config=example["config"],
-                training_params=example["training_params"],
-                system_info=example["system_info"],
-                timestamp=example["timestamp"],
-            ),
-            indent=1,
-        )
-    )
+    example = next(iter(summaries.values()))
+    kept = {key: example[key] for key in ("config", "training_params", "system_info", "timestamp")}
+    (arguments.out / "real_families.json").write_text(json.dumps(
+        dict(command=sys.argv, folds=folds, results=results, synthetic_held_out=synthetic, **kept), indent=1))
 
 
 if __name__ == "__main__":
