@@ -35,6 +35,7 @@ from study_summary import as_csv, summarise
 
 SCRIPT = "launch_performance_study.sh"
 SPARE_BYTES = 20 * 2 ** 20  # results, report and logs of a large study
+LOCK_PATIENCE_SECONDS = 5
 OWNED = {"batch_size", "seq_len", "num_seqs", "num_steps", "warmup_steps", "log_every", "use_amp",
          "amp_dtype", "device", "save_checkpoint", "resume", "plot_contacts", "compare_with_v1",
          "fusion_preset", "enable_all_profiling",
@@ -259,12 +260,22 @@ def open_directory(options, study, argv):
     if free < SPARE_BYTES:
         raise UserError(f"cannot write {path}: {free / 2 ** 20:.0f} MB free, "
                         f"{SPARE_BYTES / 2 ** 20:.0f} MB needed: disk full")
-    lock = open(config, "rb")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"{path}: this study is running already") from None
-    return path, lock
+    return path, lock_study(config, path)
+
+
+def lock_study(config, path):
+    """Take the study for this process. A killed study's lock outlives it for as long as a point that it was
+    starting just then takes from fork to exec, hence the patience."""
+    lock, deadline = open(config, "rb"), time.monotonic() + LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError:
+            if time.monotonic() > deadline:
+                lock.close()
+                raise UserError(f"{path}: this study is running already") from None
+            time.sleep(0.05)
 
 
 def require_same_study(directory, study):

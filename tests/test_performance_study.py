@@ -1,4 +1,5 @@
 """launch_performance_study.sh: the study end to end, its statistics, its verdicts, its page."""
+import fcntl
 import json
 import os
 import pathlib
@@ -6,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -163,6 +165,18 @@ def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
         file.write(b'{"batch_size": 2, "seq_len": 3')  # what a kill in the middle of a write leaves
     assert fake(*SMALL, "--num-runs", 3) == 0
     assert rows_of()[:len(before)] == before and len(rows_of()) == 6
+
+
+def test_one_study_at_a_time(fake, capsys, monkeypatch):
+    assert fake(*SMALL) == 0
+    config = pathlib.Path("s/config.json").open("rb")
+    fcntl.flock(config, fcntl.LOCK_EX)
+    monkeypatch.setattr(performance_study, "LOCK_PATIENCE_SECONDS", 0.2)
+    assert fake(*SMALL) == 2
+    assert capsys.readouterr().err.strip().endswith("s: this study is running already")
+    monkeypatch.setattr(performance_study, "LOCK_PATIENCE_SECONDS", 30)
+    threading.Timer(0.5, config.close).start()  # the killed one's last child lets go late
+    assert fake(*SMALL) == 0
 
 
 def test_directories(fake, capsys):
