@@ -73,6 +73,12 @@ class FusionConfig(Checked):
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph")
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
                                                 "float32 weights cast once a step, instead of autocast")
+    enable_projection_fusion: bool = option(False, "gates in one GEMM with the packed Q, K, V and the packed "
+                                                   "left and right; and the outer product's left with right")
+    enable_transition_fusion: bool = option(False, "bias and ReLU of the transitions in the epilogue of "
+                                                   "their GEMM")
+    enable_combo_kernels: bool = option(False, "with --enable-torch-compile on a GPU: independent small "
+                                               "kernels, such as sums for bias gradients, share launches")
     enable_activation_checkpointing: bool = option(False, "keep only the inputs of every block, recompute "
                                                           "the rest in backward: less memory, more time")
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)

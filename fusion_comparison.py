@@ -23,7 +23,7 @@ from reporting import aligned, peak_megabytes, probe
 from run_files import require_writable, set_aside, write_json
 from tiny_openfold_v2 import FusionConfig, TinyOpenFoldV2, Trainer, open_source
 
-COMPILE = "enable_torch_compile"
+COMPILE, COMBO = "enable_torch_compile", "enable_combo_kernels"
 FOUR = ("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
         "enable_triangle_fusion")
 MOST_BATCHES = 16  # alive on the device at once; longer comparisons repeat them
@@ -50,20 +50,22 @@ def switches(default):
     return [f.name for f in fields(FusionConfig) if f.default is default and f.name != COMPILE]
 
 
-def comparison_variants(fusion):
-    """Baseline, every fusion alone, all that are on by default, all with each further one, all with
-    torch.compile, everything; and the user's own switches if they are none of these."""
-    off, usual = FusionConfig.preset(False), FusionConfig()
+def comparison_variants(fusion, training, device):
+    """Baseline; every fusion alone; all that are on by default; then a ladder that adds one switch a rung and
+    leaves out what cannot run here; and the user's own switches if they are none of these."""
+    off, rung = FusionConfig.preset(False), FusionConfig()
     mode = fusion.torch_compile_mode
     settings = {"baseline": off}
     for name in switches(True) + switches(False):
-        settings[f"{short(name)} alone"] = replace(off, **{name: True})
-    settings |= {"all": usual}
-    settings |= {f"all + {short(name)}": replace(usual, **{name: True}) for name in switches(False)}
-    settings |= {"all + torch.compile": replace(usual, **{COMPILE: True, "torch_compile_mode": mode})}
-    settings |= {"all + torch.compile (CUDA graphs)":
-                 replace(usual, **{COMPILE: True, "torch_compile_mode": "reduce-overhead"})}
-    settings |= {"everything": FusionConfig.preset(True)} if switches(False) else {}
+        if name != COMBO:
+            settings[f"{short(name)} alone"] = replace(off, **{name: True})
+    settings["all"] = rung
+    for name in (COMPILE, *switches(False)):
+        higher = replace(rung, **{name: True, "torch_compile_mode": mode})
+        settings["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
+        rung = rung if cannot_run(higher, training, device) else higher
+    settings["all + torch.compile (CUDA graphs)"] = FusionConfig(enable_torch_compile=True,
+                                                                 torch_compile_mode="reduce-overhead")
     settings |= {"as given": fusion} if fusion not in settings.values() else {}
     distinct = {str(asdict(f)): (name, f) for name, f in reversed(settings.items())}
     return [Variant(name, f) for name, f in reversed(distinct.values())]
@@ -83,8 +85,11 @@ def cannot_run(fusion, training, device):
                                            and fusion.torch_compile_mode == "reduce-overhead")
     if graphs and device.type != "cuda":
         return "CUDA graphs need a GPU"
-    idle = [replace(f, enable_master_weights=True) for f in (FusionConfig.preset(False), FusionConfig())]
-    return "changes nothing without --use-amp" if fusion in idle and not training.use_amp else None
+    if fusion.enable_master_weights and not training.use_amp:
+        return "master weights change nothing without --use-amp"
+    if fusion.enable_combo_kernels and not (fusion.enable_torch_compile and device.type == "cuda"):
+        return "combo kernels need torch.compile on a GPU"
+    return None
 
 
 @contextlib.contextmanager
@@ -295,7 +300,9 @@ def compare(config, fusion, training, combinations=False, variants=None, gate=No
     """The comparison as one dict, see README.md; variants replace those that the switches suggest, gate is a
     context manager round the timed steps."""
     device = choose_device(training.device)
-    variants = variants or (combination_variants() if combinations else comparison_variants(fusion))
+    if variants is None:
+        variants = (combination_variants() if combinations
+                    else comparison_variants(fusion, training, device))
     measure(variants, config, training, device, open_source(config, training),
             gate or contextlib.nullcontext())
     amp_dtype = variants[0].trainer.amp_dtype

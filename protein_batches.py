@@ -237,6 +237,11 @@ def batches(source, steps, device):
             yield to_device(batch, device)
 
 
+def open_source(config, training):
+    """The proteins that the flags ask for."""
+    return (RealProteins if training.data or training.msa else SyntheticProteins)(config, training)
+
+
 def contact_precision(probability, coords, coord_mask):
     """Share of true contacts among the L/2 and L most probable pairs at least SEPARATION apart (L residues
     with coordinates), and among all such pairs. probability (S, S), coords (S, 3), coord_mask (S,)."""

@@ -2,6 +2,7 @@
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 
@@ -100,29 +101,6 @@ def fresh_directory(path, named, force):
     require_writable(os.path.join(path, "x"))
 
 
-CHECKPOINT_FORMAT = "tiny_openfold_v2 checkpoint 1"
-
-
-def read_checkpoint(path, config):
-    """The dict in a checkpoint file; UserError if it cannot be read, is foreign or has other model sizes."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"checkpoint {path}: {error.strerror or error}") from None
-    except Exception:  # a damaged file raises whatever its first bad byte leads to
-        raise UserError(f"checkpoint {path}: damaged or not a checkpoint") from None
-    if not isinstance(saved, dict) or saved.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(f"checkpoint {path}: not a checkpoint of this program")
-    needed = {"config", "step", "updates", "model", "moments", "scaler", "rng", "trained_on"}
-    if absent := needed - set(saved):
-        raise UserError(f"checkpoint {path}: it lacks {', '.join(sorted(absent))}")
-    different = [f"--{k.replace('_', '-')} {v}" for k, v in saved["config"].items()
-                 if k not in ("num_seqs", "seq_len", "dropout") and v != getattr(config, k, None)]
-    if different:
-        raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")
-    return saved
-
-
 def explain(error):
     """(message, exit code) for errors of the machine rather than of this program; (None, None) for others."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
@@ -130,3 +108,26 @@ def explain(error):
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
         return "torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)", 3
     return None, None
+
+
+def exit_code(run, argv, program):
+    """What run(argv) returns, with every expected failure as one line on stderr and its exit code."""
+    try:
+        code = run(argv)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        message, code = str(error), error.code
+    except (MemoryError, RuntimeError) as error:
+        message, code = explain(error)
+        if message is None:
+            raise
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except OSError as error:  # without a file name it is stdout: its reader has gone, or its disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails on it again at exit
+        if isinstance(error, BrokenPipeError):
+            return 141
+        message, code = f"{error.filename or 'standard output'}: {error.strerror}", 2 if error.filename else 1
+    print(f"{program}: error: {message}", file=sys.stderr)
+    return code

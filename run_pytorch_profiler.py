@@ -63,7 +63,7 @@ from profiling_report import (
 from protein_batches import batches, require_matplotlib, to_device
 from reporting import aligned, describe_start, markdown, peak_megabytes, warm_up
 from roofline import forward_flops, measure_ceilings, roofline_table
-from run_files import UserError, fresh_directory, write_json
+from run_files import UserError, exit_code, fresh_directory, write_json
 from tiny_openfold_v2 import SUBLAYERS, FusionConfig, ProfilerConfig, Trainer, open_source
 from trace_analysis import RECOMPUTE, TraceAnalysis, read_trace, split_name
 
@@ -439,4 +439,4 @@ def finite(value):
 
 
 if __name__ == "__main__":
-    sys.exit(tiny_openfold_v2.main(run=run, program="run_pytorch_profiler.py"))
+    sys.exit(exit_code(run, None, "run_pytorch_profiler.py"))

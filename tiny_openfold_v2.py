@@ -26,12 +26,15 @@ from functools import cache, partial
 import numpy as np
 import torch
 import torch._functorch.config
+import torch._inductor
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+import reporting
+from checkpoints import restore, snapshot
 from config_flags import (
     FusionConfig,
     Parser,
@@ -42,38 +45,12 @@ from config_flags import (
     flag,
 )
 from cuda_graphs import GraphedStep
-from measurement import (
-    PhaseTimer,
-    Profiling,
-    choose_device,
-)
-from protein_batches import (
-    CONTACT_DISTANCE,
-    TOKENS,
-    RealProteins,
-    SyntheticProteins,
-    batches,
-    evaluate,
-    require_matplotlib,
-)
-from reporting import (
-    contact_line,
-    describe_start,
-    peak_megabytes,
-    print_comparison,
-    read_summary,
-    require_finite,
-    step_line,
-    summarise,
-    unmeasured_memory,
-    warm_up,
-)
+from measurement import PhaseTimer, Profiling, choose_device
+from protein_batches import CONTACT_DISTANCE, TOKENS, batches, evaluate, open_source, require_matplotlib
 from run_files import (
-    CHECKPOINT_FORMAT,
     StopRequest,
     UserError,
-    explain,
-    read_checkpoint,
+    exit_code,
     require_writable,
     write_atomically,
     write_json,
@@ -100,59 +77,85 @@ def linear(c_in, c_out, bias=True, init="default"):
     return layer
 
 
+class WideLinear(nn.Module):
+    """Linear layers of one input as one: weights below each other. Where only the last ones have a bias, the
+    GEMM runs without and PackedProjections.project adds it."""
+
+    def __init__(self, layers):
+        super().__init__()
+        with torch.no_grad():
+            self.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]))
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            self.bias = nn.Parameter(torch.cat(biases)) if biases else None
+        self.unbiased = sum(layer.out_features for layer in layers if layer.bias is None)
+
+    def forward(self, x):
+        return F.linear(x, self.weight, None if self.unbiased else self.bias)
+
+
 class PackedProjections(nn.Module):
     """A module whose linear projections of one input are packed into one wide GEMM, or not.
 
     Packed, x is read once and one kernel runs; unpacked, there are n layers with n parameters. State dicts
-    always hold the unpacked names, and either form loads into either, so checkpoints do not depend on
-    the switches. Both forms draw the same random numbers: same seed, same weights.
+    always hold the unpacked names, and every form loads into every other, so checkpoints do not depend on
+    the switches. All forms draw the same random numbers: same seed, same weights.
     """
+    PACKINGS = {}  # packed name -> the projections that it holds; those without a bias come first
 
     def __init__(self):
         super().__init__()
-        self.groups = {}  # packed name -> names of its parts, for those groups that are packed
+        self.widths, self.active = {}, ()  # outputs of every projection; the packings in use
         self._register_state_dict_hook(lambda module, state, prefix, _: module.split_packed(state, prefix))
         self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: module.adapt(state, prefix))
 
-    def add_projections(self, packed_name, names, c_in, c_out, packed, **kwargs):
-        layers = [linear(c_in, c_out, **kwargs) for _ in names]
-        if not packed:
-            for name, layer in zip(names, layers, strict=True):
-                self.add_module(name, layer)
-            self.groups[packed_name] = (names, False)
-            return
-        wide = nn.utils.skip_init(nn.Linear, c_in, c_out * len(names), bias=layers[0].bias is not None)
-        with torch.no_grad():
-            for name, parameter in wide.named_parameters():
-                parameter.copy_(torch.cat([getattr(layer, name) for layer in layers]))
-        self.add_module(packed_name, wide)
-        self.groups[packed_name] = (names, True)
+    def add_projections(self, layers, *active):
+        """Register layers, a dict of nn.Linear by name, those of the active packings as one."""
+        self.active = active
+        self.widths = {name: layer.out_features for name, layer in layers.items()}
+        self.biased = {name for name, layer in layers.items() if layer.bias is not None}
+        for packed_name in active:
+            parts = [layers.pop(name) for name in self.PACKINGS[packed_name]]
+            layers[packed_name] = WideLinear(parts)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
 
-    def outputs(self, x, packed_name):
-        """[all n outputs side by side] when packed, else the n outputs."""
-        names, packed = self.groups[packed_name]
-        return [getattr(self, name)(x) for name in ([packed_name] if packed else names)]
-
-    def project(self, x, packed_name):
-        """The n projections of x; views of one tensor when packed."""
-        return separate(self.outputs(x, packed_name), len(self.groups[packed_name][0]))
+    def project(self, x, *groups):
+        """For each group of projection names a list: the outputs for x side by side in one tensor if one GEMM
+        makes them, else one by one."""
+        made, results = {}, []
+        for names in groups:
+            packed_name = next((p for p in self.active if names[0] in self.PACKINGS[p]), None)
+            if packed_name is None:
+                results.append([getattr(self, name)(x) for name in names])
+                continue
+            layer, order = getattr(self, packed_name), self.PACKINGS[packed_name]
+            if packed_name not in made:
+                made[packed_name] = layer(x)
+            start = sum(self.widths[name] for name in order[:order.index(names[0])])
+            width = sum(self.widths[name] for name in names)
+            part = made[packed_name].narrow(-1, start, width)
+            if names[0] in self.biased and layer.unbiased:
+                part = part + layer.bias.narrow(0, start - layer.unbiased, width)
+            results.append([part])
+        return results
 
     def split_packed(self, tensors, prefix):
         """In a dict of tensors by parameter name, replace packed entries by their parts (views)."""
-        for packed_name, (names, _) in self.groups.items():
-            for kind in ("weight", "bias"):
+        for packed_name, order in self.PACKINGS.items():
+            for kind, names in (("weight", order), ("bias", [name for name in order if name in self.biased])):
                 whole = tensors.pop(f"{prefix}{packed_name}.{kind}", None)
                 if whole is not None:
-                    parts = whole.chunk(len(names))
+                    parts = whole.split([self.widths[name] for name in names])
                     tensors.update({f"{prefix}{n}.{kind}": p for n, p in zip(names, parts, strict=True)})
 
     def adapt(self, tensors, prefix):
-        """The reverse: bring a dict in either form to the form this module has."""
+        """The reverse: bring a dict in any form to the form this module has."""
         self.split_packed(tensors, prefix)
-        for packed_name, (names, packed) in self.groups.items():
-            for kind in ("weight", "bias") if packed else ():
-                keys = [f"{prefix}{name}.{kind}" for name in names]
-                if all(key in tensors for key in keys):
+        for packed_name in self.active:
+            for kind in ("weight", "bias"):
+                keys = [f"{prefix}{name}.{kind}" for name in self.PACKINGS[packed_name]
+                        if kind == "weight" or name in self.biased]
+                if keys and all(key in tensors for key in keys):
                     tensors[f"{prefix}{packed_name}.{kind}"] = torch.cat([tensors.pop(key) for key in keys])
 
 
@@ -195,11 +198,25 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
         return scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
     if backend == "flex":
         return flex_attend(q, k, v, bias)
-    if bias is None:  # SDPA's fused kernels take 4-D input only
-        return F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, q.shape[:2])
-    bias = bias.to(q.dtype)[:, None].expand(len(q), *q.shape[1:4], -1)
+    bias = None if bias is None else bias[:, None].to(q.dtype)
+    if bias is None or bias.shape[2:4] == (1, 1):  # a mask of keys is small enough to be copied to every row
+        mask = None if bias is None else bias.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
+        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)
+        return out.unflatten(0, q.shape[:2])  # SDPA's fused kernels take 4-D input only
     # Sample by sample, because over (B*R, ...) the expanded bias would have to be copied.
+    bias = bias.expand(len(q), *q.shape[1:4], -1)
     return torch.stack([F.scaled_dot_product_attention(*x) for x in zip(q, k, v, bias, strict=True)])
+
+
+NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing
+
+
+def prepare_flex_attention(device):
+    """FlexAttention makes its default block mask anew in every call, with a sort and some twenty launches;
+    compiled code finds it here instead. Must run outside of torch.compile."""
+    if device.type == "cuda" and HAS_TRITON and device not in NO_BLOCK_MASK:
+        one, zero = (fill((1, 1, 1), dtype=torch.int32, device=device) for fill in (torch.ones, torch.zeros))
+        NO_BLOCK_MASK[device] = BlockMask.from_kv_blocks(one, zero[..., None], BLOCK_SIZE=1 << 30)
 
 
 @cache
@@ -221,7 +238,9 @@ def flex_attend(q, k, v, bias):
 
     kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     score_mod = None if bias is None else add_bias
-    return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=score_mod).unflatten(0, (-1, rows))
+    return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=score_mod,
+                  block_mask=NO_BLOCK_MASK.get(q.device),
+                  kernel_options=dict(FORCE_USE_FLEX_ATTENTION=True)).unflatten(0, (-1, rows))
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -232,23 +251,28 @@ def flex_attend(q, k, v, bias):
 class GatedAttention(PackedProjections):
     """Multi-head attention over one axis of a (B, X, Y, c) tensor, with a sigmoid gate on its output."""
 
+    QKV = ("q_proj", "k_proj", "v_proj")
+    PACKINGS = dict(qkv_proj=QKV, qkv_gate_proj=(*QKV, "gate_proj"))
+
     def __init__(self, channels, heads, packed, fusion):
         super().__init__()
         self.heads = heads
         self.backend = fusion.attention_backend if fusion.enable_flash_attention else "math"
         self.layer_norm = nn.LayerNorm(channels)
-        names = ("q_proj", "k_proj", "v_proj")
-        self.add_projections("qkv_proj", names, channels, channels, packed, bias=False)
-        self.gate_proj = linear(channels, channels, init="gate")
+        layers = {name: linear(channels, channels, bias=False) for name in self.QKV}
+        layers["gate_proj"] = linear(channels, channels, init="gate")
+        packing = "qkv_gate_proj" if fusion.enable_projection_fusion else "qkv_proj"
+        self.add_projections(layers, *[packing] * packed)
         self.o_proj = linear(channels, channels, init="zero")
 
     def attention(self, x, axis, bias=None, key_mask=None):
         """Attention over axis 1 or 2 of the normalised x. Permuting heads, not x, spares two copies of x."""
         to_rows, back = ((0, 2, 3, 1, 4), (0, 3, 1, 2, 4)) if axis == 1 else ((0, 1, 3, 2, 4),) * 2
+        qkv, [gate] = self.project(x, self.QKV, ("gate_proj",))
         q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows)  # (B, rows, H, L, D)
-                   for p in self.project(x, "qkv_proj"))
+                   for p in separate(qkv, 3))
         out = attend(q, k, v, bias, key_mask, self.backend).permute(back).flatten(-2)  # (B, X, Y, c)
-        return self.o_proj(out * self.gate_proj(x).sigmoid())
+        return self.o_proj(out * gate.sigmoid())
 
 
 def head_bias(projection, x):
@@ -279,51 +303,83 @@ class FusedMSAColumnAttention(GatedAttention):
         return self.attention(self.layer_norm(msa), 1, key_mask=row_mask)  # (B, N, S, c_m)
 
 
+class LinearReLU(torch.autograd.Function):
+    """relu(x W^T + b) with bias and ReLU in the GEMM's epilogue, where the BLAS library has one. PyTorch has
+    the kernel without its derivative; the result serves as the mask of backward, too."""
+
+    @staticmethod
+    def of(x, layer):
+        on = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
+        return LinearReLU.apply(*(t.to(dtype) for t in (x, layer.weight, layer.bias)))
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, y = ctx.saved_tensors
+        gradient = (gradient * (y > 0)).flatten(0, -2)
+        return (gradient @ weight).view(x.shape), gradient.t() @ x.flatten(0, -2), gradient.sum(0)
+
+
 class Transition(nn.Module):
     """A two-layer perceptron on every position, four times as wide inside."""
 
-    def __init__(self, channels):
+    def __init__(self, channels, fusion):
         super().__init__()
+        self.fused = fusion.enable_transition_fusion
         self.layer_norm = nn.LayerNorm(channels)
         self.linear1 = linear(channels, 4 * channels, init="relu")
         self.linear2 = linear(4 * channels, channels, init="zero")
 
     def forward(self, x):
-        return self.linear2(self.linear1(self.layer_norm(x)).relu())
+        x, layer = self.layer_norm(x), self.linear1
+        return self.linear2(LinearReLU.of(x, layer) if self.fused else layer(x).relu())
 
 
 class MSATransition(Transition):
     """Alg. 9."""
 
 
-class OuterProductMean(nn.Module):
+class OuterProductMean(PackedProjections):
     """Alg. 10: how residues i and j vary together over the rows becomes an update of pair (i, j)."""
+    SIDES = ("left_proj", "right_proj")
+    PACKINGS = dict(left_right_proj=SIDES)
 
     def __init__(self, config, fusion):
         super().__init__()
         self.reassociate = fusion.enable_opm_fusion
         self.layer_norm = nn.LayerNorm(config.msa_dim)
-        self.left_proj = linear(config.msa_dim, config.outer_product_dim)
-        self.right_proj = linear(config.msa_dim, config.outer_product_dim)
+        layers = {name: linear(config.msa_dim, config.outer_product_dim) for name in self.SIDES}
+        self.add_projections(layers, *["left_right_proj"] * fusion.enable_projection_fusion)
         self.output_proj = linear(config.outer_product_dim ** 2, config.pair_dim, init="zero")
 
     def forward(self, msa, row_mask=None):
         x = self.layer_norm(msa)
-        left, right = self.left_proj(x), self.right_proj(x)  # (B, N, S, h)
+        left, right = separate(self.project(x, self.SIDES)[0], 2)  # (B, N, S, h)
         rows = msa.shape[1]
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
             rows = row_mask.sum(dim=1, dtype=at_least_float32(x.dtype))[:, None, None, None]
-        if self.reassociate and 4 * left.shape[1] <= left.shape[2]:
+        if self.reassociates(left):
             update = self.project_right_first(left, right)
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
         return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
 
+    def reassociates(self, left):
+        """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
+        loop over samples costs launches, which small proteins do not win back (benchmarks/LOG.md)."""
+        samples, rows, residues = left.shape[:3]
+        return self.reassociate and 4 * rows <= residues and (samples == 1 or residues >= 128)
+
     def project_right_first(self, left, right):
         """The same sums in another order: W is applied to right, (h, N, S, c_z), before left multiplies it, a
-        tensor h*N / S times the pair tensor instead of h*h / c_z times. Worth it for few rows: the rule in
-        forward keeps it at or below the (S, S, h*h) tensor for c_z up to 4 h."""
+        tensor h*N / S times the pair tensor instead of h*h / c_z times."""
         h, samples = left.shape[-1], []
         weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
         for a, b in zip(left, right, strict=True):  # (N, S, h); sample by sample no operand is copied
@@ -350,22 +406,28 @@ class FusedTriangleMultiplication(PackedProjections):
 
     DISCREPANCY: the hidden width is pair_dim (AF2: 128, which is also its pair_dim).
     """
+    SIDES, GATES = ("left_proj", "right_proj"), ("left_gate", "right_gate")
+    PACKINGS = dict(left_right_proj=SIDES, left_right_gate=GATES,
+                    left_right_all=(*SIDES, *GATES, "output_gate"))
 
     def __init__(self, config, fusion, outgoing):
         super().__init__()
-        c, packed = config.pair_dim, fusion.enable_triangle_fusion
+        c = config.pair_dim
         self.outgoing = outgoing
         self.layer_norm = nn.LayerNorm(c)
-        self.add_projections("left_right_proj", ("left_proj", "right_proj"), c, c, packed)
-        self.add_projections("left_right_gate", ("left_gate", "right_gate"), c, c, packed, init="gate")
+        layers = {name: linear(c, c) for name in self.SIDES}
+        layers |= {name: linear(c, c, init="gate") for name in self.GATES}
         self.center_norm = nn.LayerNorm(c)
         self.output_proj = linear(c, c, init="zero")
-        self.output_gate = linear(c, c, init="gate")
+        layers["output_gate"] = linear(c, c, init="gate")
+        packings = ["left_right_proj", "left_right_gate"] if fusion.enable_triangle_fusion else []
+        self.add_projections(layers, *["left_right_all"] if packings and fusion.enable_projection_fusion
+                             else packings)
 
     def forward(self, pair, seq_mask=None):
         x = self.layer_norm(pair)
-        gated = [p * g.sigmoid() for p, g in zip(self.outputs(x, "left_right_proj"),
-                                                 self.outputs(x, "left_right_gate"), strict=True)]
+        sides, gates, [output_gate] = self.project(x, self.SIDES, self.GATES, ("output_gate",))
+        gated = [side * gate.sigmoid() for side, gate in zip(sides, gates, strict=True)]
         # One S x S matrix per channel, written so by the gating kernel if that is compiled: the batched GEMM
         # would copy operands in any other layout, in forward once and in backward again.
         left, right = (side.permute(0, 3, 1, 2).contiguous() for side in separate(gated, 2))  # (B, c_z, S, S)
@@ -374,7 +436,7 @@ class FusedTriangleMultiplication(PackedProjections):
             left = left * mask.to(x.dtype)
         product = left @ right.transpose(2, 3) if self.outgoing else left.transpose(2, 3) @ right
         product = ContiguousGradient.apply(product).permute(0, 2, 3, 1)  # (B, S, S, c_z)
-        return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
+        return self.output_proj(self.center_norm(product)) * output_gate.sigmoid()
 
 
 class FusedTriangleAttention(GatedAttention):
@@ -419,13 +481,13 @@ class FusedEvoformerBlock(nn.Module):
         self.dropout = config.dropout
         self.msa_row_attention = FusedMSARowAttention(config, fusion)
         self.msa_column_attention = FusedMSAColumnAttention(config, fusion)
-        self.msa_transition = MSATransition(config.msa_dim)
+        self.msa_transition = MSATransition(config.msa_dim, fusion)
         self.outer_product_mean = OuterProductMean(config, fusion)
         self.triangle_mult_outgoing = FusedTriangleMultiplication(config, fusion, outgoing=True)
         self.triangle_mult_incoming = FusedTriangleMultiplication(config, fusion, outgoing=False)
         self.triangle_attn_starting = FusedTriangleAttention(config, fusion, starting=True)
         self.triangle_attn_ending = FusedTriangleAttention(config, fusion, starting=False)
-        self.pair_transition = PairTransition(config.pair_dim)
+        self.pair_transition = PairTransition(config.pair_dim, fusion)
 
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
         """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
@@ -476,8 +538,12 @@ class TinyOpenFoldV2(nn.Module):
         self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
         if self.fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
             torch._functorch.config.activation_memory_budget = self.fusion.activation_memory_budget
+            how = dict(fullgraph=True, dynamic=False, options=dict(
+                torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
+                combo_kernels=self.fusion.enable_combo_kernels))
             for block in self.blocks:
-                block.compile(mode=self.fusion.torch_compile_mode, fullgraph=True, dynamic=False)
+                block.compile(**how)
+            self.embed, self.heads = torch.compile(self.embed, **how), torch.compile(self.heads, **how)
 
     def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
                 coords=None, coord_mask=None):
@@ -485,18 +551,26 @@ class TinyOpenFoldV2(nn.Module):
         and (B, N), 1 = present. Targets: msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3)
         in Å with coord_mask (B, S). Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S),
         distogram_logits, msa_repr, pair_repr and, with targets, loss and its parts."""
-        target = msa_tokens[:, 0] if target_tokens is None else target_tokens
-        msa = self.msa_embedding(msa_tokens) + self.target_embedding(target)[:, None]  # (B, N, S, c_m)
-        place = torch.arange(target.shape[1], device=target.device)
-        offset = (place[:, None] - place[None, :]).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        pair = (self.left_embedding(target)[:, :, None] + self.right_embedding(target)[:, None, :]
-                + self.position_embedding(offset))  # (B, S, S, c_z)
+        prepare_flex_attention(msa_tokens.device)
+        msa, pair = self.embed(msa_tokens, msa_tokens[:, 0] if target_tokens is None else target_tokens)
         for block in self.blocks:
             if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
                 block = partial(checkpoint, block, use_reentrant=False,
                                 preserve_rng_state=self.config.dropout > 0)
             msa, pair = block(msa, pair, seq_mask, row_mask)
+        return self.heads(msa, pair, msa_targets, coords, coord_mask)
 
+    def embed(self, msa_tokens, target):
+        """(B, N, S) and (B, S) tokens -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
+        msa = self.msa_embedding(msa_tokens) + self.target_embedding(target)[:, None]  # (B, N, S, c_m)
+        place = torch.arange(target.shape[1], device=target.device)
+        offset = (place[:, None] - place[None, :]).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        pair = (self.left_embedding(target)[:, :, None] + self.right_embedding(target)[:, None, :]
+                + self.position_embedding(offset))  # (B, S, S, c_z)
+        return msa, pair
+
+    def heads(self, msa, pair, msa_targets=None, coords=None, coord_mask=None):
+        """What forward returns, from the last block's output."""
         logits = self.distogram_head(pair)
         logits = logits + logits.transpose(1, 2)
         logits = logits.to(at_least_float32(logits.dtype))  # (B, S, S, 64), symmetric
@@ -528,16 +602,13 @@ class TinyOpenFoldV2(nn.Module):
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training, in words."""
         c, requested, weight = self.config, self.fusion.attention_backend, self.distogram_head.weight
-        on_cpu = weight.device.type == "cpu"
 
+        @torch.enable_grad()
         def name(width, biased):
-            q = weight.new_empty(c.seq_len, width, dtype=dtype)
-            with torch.enable_grad():
-                backend = attention_backend(requested, q, biased)
-            words = dict(flex="flex_attention", math="math", sdpa="sdpa")
-            if on_cpu:
-                words["sdpa"] = "sdpa: math on CPU" if biased else "sdpa: flash on CPU"
-            return words[backend]
+            backend = attention_backend(requested, weight.new_empty(c.seq_len, width, dtype=dtype), biased)
+            if backend == "sdpa" and not weight.is_cuda:
+                return "sdpa: math on CPU" if biased else "sdpa: flash on CPU"
+            return dict(flex="flex_attention").get(backend, backend)
         parts = dict(pair=name(c.pair_dim // c.pair_heads, True), rows=name(c.msa_dim // c.msa_heads, True),
                      columns=name(c.msa_dim // c.msa_heads, False))
         return "; ".join([parts["pair"], *(f"{k}: {v}" for k, v in parts.items() if v != parts["pair"])])
@@ -546,6 +617,7 @@ class TinyOpenFoldV2(nn.Module):
         """The switches, the nominal kernel counts of this example family, and the exact count of GEMMs."""
         f, blocks = self.fusion, self.config.num_blocks
         packings = f.enable_qkv_fusion_msa + f.enable_qkv_fusion_triangle + f.enable_triangle_fusion
+        gates_too = f.enable_triangle_fusion and f.enable_projection_fusion  # in one GEMM with left and right
         return dict(qkv_fusion_msa_enabled=f.enable_qkv_fusion_msa,
                     qkv_fusion_triangle_enabled=f.enable_qkv_fusion_triangle,
                     flash_attention_enabled=f.enable_flash_attention,
@@ -554,7 +626,8 @@ class TinyOpenFoldV2(nn.Module):
                     baseline_kernels_per_block=15, fused_kernels_per_block=15 - 4 * packings,
                     kernel_reduction_percent=round(100 * 4 * packings / 15, 1),
                     total_kernel_reduction=4 * packings * blocks,
-                    projection_gemms_per_block_unfused=20, projection_gemms_per_block=20 - 4 * packings)
+                    projection_gemms_per_block_unfused=20,
+                    projection_gemms_per_block=20 - 4 * packings - 2 * gates_too)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -661,61 +734,6 @@ class Trainer:
             self.publish_weights()
             self.scaler.load_state_dict(scaler)
 
-    def packings(self):
-        return [(m, f"{n}.") for n, m in self.model.named_modules() if isinstance(m, PackedProjections)]
-
-    def unpacked(self, tensors):
-        """A dict of tensors by parameter name, under unpacked names."""
-        for module, prefix in self.packings():
-            module.split_packed(tensors, prefix)
-        return tensors
-
-    def checkpoint(self):
-        """Everything a run needs to continue, under unpacked parameter names."""
-        moments = {kind: self.unpacked({n: self.optimizer.state[p][kind] for n, p in self.weights.items()})
-                   for kind in (("exp_avg", "exp_avg_sq") if self.optimizer.state else ())}
-        weights = self.unpacked({name: p.detach() for name, p in self.weights.items()})
-        if not all(weight.isfinite().all() for weight in weights.values()):
-            raise UserError(f"weights are not finite at step {self.step_number}: not saved", code=1)
-        updates = next((s["step"].item() for s in self.optimizer.state.values()), 0.0)  # a scaler skips some
-        rng = dict(cpu=torch.get_rng_state())
-        if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        return dict(format=CHECKPOINT_FORMAT, config=asdict(self.model.config), step=self.step_number,
-                    updates=updates, model=weights, moments=moments, scaler=self.scaler.state_dict(), rng=rng,
-                    trained_on=sorted(self.trained_on))
-
-    def load_checkpoint(self, path):
-        """Continue from a checkpoint made under any FusionConfig. Raises UserError, see read_checkpoint."""
-        saved = read_checkpoint(path, self.model.config)
-        try:
-            self.model.load_state_dict(saved["model"])
-        except RuntimeError as error:
-            lines = str(error).splitlines()
-            raise UserError(f"checkpoint {path}: {lines[min(1, len(lines) - 1)].strip()[:200]}") from None
-        for tensors in (saved["model"], *saved["moments"].values()):
-            for module, prefix in self.packings():
-                module.adapt(tensors, prefix)
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(saved["model"][name])
-        state = self.optimizer.state_dict()
-        if saved["moments"]:
-            state["state"] = {i: dict(step=torch.tensor(saved["updates"]),
-                                      **{kind: tensors[name] for kind, tensors in saved["moments"].items()})
-                              for i, name in enumerate(self.weights)}
-        self.optimizer.load_state_dict(state)
-        if saved["scaler"]:
-            self.scaler.load_state_dict(saved["scaler"])
-        torch.set_rng_state(saved["rng"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in saved["rng"]:
-            torch.cuda.set_rng_state(saved["rng"]["cuda"], self.device)
-        self.step_number, self.trained_on = saved["step"], set(saved["trained_on"])
-
-
-def open_source(config, training):
-    return (RealProteins if training.data or training.msa else SyntheticProteins)(config, training)
-
 
 def run_steps(trainer, source, profiling, found, stop):
     """The measured steps. Returns (losses, (steps, 4) seconds for data, forward, backward, optimizer,
@@ -738,17 +756,17 @@ def run_steps(trainer, source, profiling, found, stop):
             ending = stopping or done == steps.stop
             saving = training.save_checkpoint and (ending or done % (training.save_every or math.inf) == 0)
             if ending or saving or done % training.log_every == 0 or device.type == "cpu":
-                checked = require_finite(losses, checked, steps.start)
+                checked = reporting.require_finite(losses, checked, steps.start)
             if ending or done % training.log_every == 0:
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
-                bar.write(step_line(done, training, losses[-1].item(), float(np.median(times)),
-                                    peak_megabytes(device, found)), file=sys.stdout)
+                bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
+                                    reporting.peak_megabytes(device, found)), file=sys.stdout)
             if saving:
-                write_atomically(training.save_checkpoint, partial(torch.save, trainer.checkpoint()))
+                write_atomically(training.save_checkpoint, partial(torch.save, snapshot(trainer)))
             if not ending and done % training.eval_every == 0:
-                with profiling.paused(), unmeasured_memory(device, found):
+                with profiling.paused(), reporting.unmeasured_memory(device, found):
                     evaluations[done] = evaluate(trainer.model, source, device, stop)
-                bar.write(contact_line(evaluations[done]), file=sys.stdout)
+                bar.write(reporting.contact_line(evaluations[done]), file=sys.stdout)
             if stopping:
                 break
     return [loss.item() for loss in losses], timer.seconds(), evaluations
@@ -756,7 +774,7 @@ def run_steps(trainer, source, profiling, found, stop):
 
 def train(config, fusion, training, profiler, compare_with=None):
     """A training run from start-up lines to summary; returns its exit code."""
-    earlier = read_summary(compare_with) if compare_with else None
+    earlier = reporting.read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -771,28 +789,28 @@ def train(config, fusion, training, profiler, compare_with=None):
             raise UserError(f"--plot-contacts {training.plot_contacts}: no protein is held out")
     trainer = Trainer(config, fusion, training, device)
     if training.resume:
-        trainer.load_checkpoint(training.resume)
+        restore(trainer, training.resume)
         if trainer.step_number >= training.num_steps:
             raise UserError(f"--num-steps {training.num_steps}: {training.resume} is at step "
                             f"{trainer.step_number} already")
         if leaked := sorted(trainer.trained_on.intersection(source.held_out)):
             raise UserError(f"--resume {training.resume}: was trained on {', '.join(leaked)}, held out now")
     trainer.trained_on.update(source.names)
-    describe_start(trainer, source)
+    reporting.describe_start(trainer, source)
     with StopRequest() as stop:
-        found = warm_up(trainer, source, profiler, stop)
+        found = reporting.warm_up(trainer, source, profiler, stop)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         left = training.num_steps - trainer.step_number
         with Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop)
-        with unmeasured_memory(device, found):
+        with reporting.unmeasured_memory(device, found):
             if stop.signal is None:
                 evaluations["final"] = evaluate(trainer.model, source, device, stop, training.plot_contacts)
-                print(contact_line(evaluations["final"]))
-        summary = summarise(trainer, (config, fusion, profiler), found, losses, times, evaluations)
+                print(reporting.contact_line(evaluations["final"]))
+        summary = reporting.summarise(trainer, (config, fusion, profiler), found, losses, times, evaluations)
         if earlier:
-            summary["compared_with_v1"] = print_comparison(earlier, summary)
+            summary["compared_with_v1"] = reporting.print_comparison(earlier, summary)
         write_json(os.path.join(profiler.profile_dir, "performance_summary_v2.json"), summary)
     print(json.dumps(summary, allow_nan=False), flush=True)
     return 128 + stop.signal if stop.signal is not None else 0
@@ -871,27 +889,9 @@ def run(argv=None):
     return checks[mode](config, fusion, training, profiler)
 
 
-def main(argv=None, run=run, program="tiny_openfold_v2.py"):
-    """run(), with every expected failure as one line on stderr and its exit code."""
-    try:
-        code = run(argv)
-        sys.stdout.flush()
-        return code
-    except UserError as error:
-        message, code = str(error), error.code
-    except (MemoryError, RuntimeError) as error:
-        message, code = explain(error)
-        if message is None:
-            raise
-    except KeyboardInterrupt:
-        message, code = "interrupted", 130
-    except OSError as error:  # without a file name it is stdout: its reader has gone, or its disk is full
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails on it again at exit
-        if isinstance(error, BrokenPipeError):
-            return 141
-        message, code = f"{error.filename or 'standard output'}: {error.strerror}", 2 if error.filename else 1
-    print(f"{program}: error: {message}", file=sys.stderr)
-    return code
+def main(argv=None):
+    """run(), with every expected failure as one line on stderr; returns the exit code."""
+    return exit_code(run, argv, "tiny_openfold_v2.py")
 
 
 if __name__ == "__main__":

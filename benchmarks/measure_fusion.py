@@ -69,9 +69,10 @@ def compare_child(flags):
     """A comparison of all variants, with kernels counted once more, as one line of JSON."""
     import fusion_comparison
     import tiny_openfold_v2 as tof
+    from measurement import choose_device
     from protein_batches import to_device
     _, (config, training, fusion, _), _ = tof.parse(tof.make_parser(), flags)
-    variants = fusion_comparison.comparison_variants(fusion)
+    variants = fusion_comparison.comparison_variants(fusion, training, choose_device(training.device))
     result = fusion_comparison.compare(config, fusion, training, variants=variants, gate=own_turn())
     batch = to_device(tof.open_source(config, training).batch(0), variants[0].trainer.device)
     result["plain_profiler_launches"] = {v.name: count_kernels_in_a_trace(v.trainer, batch)

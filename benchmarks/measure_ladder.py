@@ -27,7 +27,8 @@ SHAPES = {
     "B1 S384 N128 c_m 256": "--batch-size 1 --seq-len 384 --num-seqs 128 --msa-dim 256 --msa-heads 8",
 }
 BF16 = "--use-amp --amp-dtype bfloat16"
-BEST = f"{BF16} --enable-master-weights --enable-torch-compile --enable-cuda-graphs"
+MASTERS = f"{BF16} --enable-master-weights --enable-torch-compile --enable-cuda-graphs"
+BEST = f"{BF16} --enable-all-fusion"
 RUNGS = {
     "baseline fp32": "--disable-all-fusion",
     "fused fp32": "",
@@ -35,7 +36,12 @@ RUNGS = {
     "fused bf16 autocast": BF16,
     "+ graph": f"{BF16} --enable-cuda-graphs",
     "+ compile": f"{BF16} --enable-cuda-graphs --enable-torch-compile",
-    "+ master weights": BEST,
+    "+ master weights": MASTERS,
+    "+ projection fusion": f"{MASTERS} --enable-projection-fusion",
+    "+ transition fusion": f"{MASTERS} --enable-projection-fusion --enable-transition-fusion",
+    "best": BEST,  # + combo kernels
+    "best, no projection fusion": f"{BEST} --disable-projection-fusion",
+    "best, no transition fusion": f"{BEST} --disable-transition-fusion",
     "attention math": f"{BEST} --attention-backend math",
     "attention sdpa": f"{BEST} --attention-backend sdpa",
     "attention flex": f"{BEST} --attention-backend flex",

@@ -13,7 +13,7 @@ import protein_batches
 import tiny_openfold_v2 as tof
 from measurement import OpCounter, saved_activations
 
-COMBINATIONS = list(itertools.product([False, True], repeat=4))
+COMBINATIONS = list(itertools.product([False, True], repeat=5))
 SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=2)
 
 
@@ -24,7 +24,9 @@ def fusion(switches, **more):
         "enable_flash_attention",
         "enable_triangle_fusion",
     )
-    return tof.FusionConfig(**dict(zip(names, switches, strict=True)), **more)
+    if len(switches) == 5:
+        more |= dict(enable_projection_fusion=switches[4], enable_transition_fusion=switches[4])
+    return tof.FusionConfig(**dict(zip(names, switches[:4], strict=True)), **more)
 
 
 @pytest.fixture(scope="module", params=["evoformer_block", "evoformer_block_masked"])
@@ -202,7 +204,7 @@ def test_reassociated_outer_product_is_exact_where_it_is_used(rows):
             torch.randn(2, rows, 8, 16, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "reassociate", reassociate)
+            patch.setattr(module, "reassociates", lambda left, answer=reassociate: answer)
             with OpCounter() as counter:
                 update = module(msa, torch.tensor([[1.0] * rows, [1.0] + [0.0] * (rows - 1)]))
         weight = torch.linspace(-1, 1, update.numel()).double().view_as(update)
@@ -238,7 +240,7 @@ def test_compiled_blocks_share_one_graph_and_change_no_number():
     compiled = tof.FusionConfig(enable_torch_compile=True)
     assert fusion_checks.compare_numerics(config, compiled, training, torch.device("cpu"))[1] == []
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]  # embedding, block, heads
 
 
 def model_and_batch(switches=(True,) * 4, **sizes):
@@ -282,20 +284,24 @@ def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_ev
 
 
 def test_packed_names_load_too_and_missing_ones_are_reported():
-    trainer, _ = model_and_batch()
-    packed = dict(trainer.model.named_parameters())
-    assert any("qkv_proj" in n for n in packed) and not any(
-        "qkv_proj" in n for n in trainer.model.state_dict()
-    )
-    model_and_batch((False,) * 4)[0].model.load_state_dict(packed)
-    state = trainer.model.state_dict()
-    del state["blocks.0.msa_row_attention.k_proj.weight"]
-    with pytest.raises(RuntimeError, match="qkv_proj"):
-        trainer.model.load_state_dict(state)
+    for switches, name in (((True,) * 4, "qkv_proj"), ((True,) * 5, "qkv_gate_proj")):
+        trainer, batch = model_and_batch(switches)
+        fusion_checks.shake(trainer.model)
+        expected = trainer.model(**batch)["loss"]
+        packed = dict(trainer.model.named_parameters())
+        assert any(name in n for n in packed) and not any(name in n for n in trainer.model.state_dict())
+        for others in ((False,) * 5, (True,) * 4, (True,) * 5):
+            other = model_and_batch(others)[0].model
+            other.load_state_dict(packed)
+            torch.testing.assert_close(other(**batch)["loss"], expected)
+        state = trainer.model.state_dict()
+        del state["blocks.0.msa_row_attention.k_proj.weight"]
+        with pytest.raises(RuntimeError, match=name):
+            trainer.model.load_state_dict(state)
 
 
 def test_baseline_really_is_unfused():
-    for switches, gemms in (((False,) * 4, 20), ((True,) * 4, 8)):
+    for switches, gemms in (((False,) * 4, 20), ((True,) * 4, 8), ((True,) * 5, 6)):
         model = model_and_batch(switches)[0].model
         names = (
             "q_proj",
@@ -308,6 +314,8 @@ def test_baseline_really_is_unfused():
             "right_gate",
             "left_right_proj",
             "left_right_gate",
+            "qkv_gate_proj",
+            "left_right_all",
         )
         layers = [
             n
@@ -375,6 +383,14 @@ def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
         w.dtype == torch.float32 and not torch.equal(w, b)
         for w, b in zip(trainer.weights.values(), before, strict=True)
     )
+
+
+@pytest.mark.parametrize("amp", [None, "bfloat16"])
+def test_wide_projections_and_transitions_pass_the_accuracy_rule(amp):
+    config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
+    training = tof.TrainingConfig(batch_size=2, use_amp=amp is not None, amp_dtype=amp)
+    switches = tof.FusionConfig(enable_projection_fusion=True, enable_transition_fusion=True)
+    assert fusion_checks.compare_numerics(config, switches, training, torch.device("cpu"))[1] == []
 
 
 def test_accuracy_check_does_not_mistake_a_relu_at_zero_for_an_error():
@@ -461,4 +477,6 @@ def test_attention_backends_agree_with_float64_on_gpu(backend, biased):
 def test_accuracy_on_gpu(amp):
     training = tof.TrainingConfig(batch_size=2, use_amp=amp is not None, amp_dtype=amp)
     config = tof.TinyOpenFoldConfig(num_blocks=2)
-    assert fusion_checks.compare_numerics(config, tof.FusionConfig(), training, torch.device("cuda"))[1] == []
+    for switches in (tof.FusionConfig(), tof.FusionConfig.preset(True)):
+        found = fusion_checks.compare_numerics(config, switches, training, torch.device("cuda"))
+        assert found[1] == []

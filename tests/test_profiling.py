@@ -15,7 +15,7 @@ import run_pytorch_profiler
 import tiny_openfold_v2 as tof
 from measurement import OpCounter, RangeSums, ranges, saved_activations
 from reporting import aligned, markdown, probe
-from run_files import UserError, fresh_directory, set_aside
+from run_files import UserError, exit_code, fresh_directory, set_aside
 from trace_analysis import RECOMPUTE, Ranges, TraceAnalysis, kind, own_times, read_trace
 
 CPU = torch.device("cpu")
@@ -176,14 +176,18 @@ def test_launch_verdict(busy, verdict):
 
 
 def test_variants_come_from_the_config_and_the_baseline_is_first():
-    variants = fusion_comparison.comparison_variants(tof.FusionConfig())
+    variants = fusion_comparison.comparison_variants(tof.FusionConfig(), tof.TrainingConfig(), CPU)
     names = [v.name for v in variants]
     assert names[0] == "baseline" and {"qkv_msa alone", "all", "all + torch.compile"} <= set(names)
     assert len(set(map(str, (v.fusion for v in variants)))) == len(variants)
     for name in fusion_comparison.switches(True) + fusion_comparison.switches(False):
-        assert any(getattr(v.fusion, name) for v in variants if v.name.endswith("alone"))
+        assert "combo" in name or any(getattr(v.fusion, name) for v in variants if v.name.endswith("alone"))
+        assert any(getattr(v.fusion, name) for v in variants if v.name.startswith("+") or v.name == "all")
+    top = next(v for v in variants if v.name == "+ transition").fusion  # what cannot run on CPU is left out
+    assert top.enable_projection_fusion and top.enable_torch_compile
+    assert not top.enable_cuda_graphs and not top.enable_master_weights
     given = tof.FusionConfig(enable_flash_attention=False)
-    assert any(v.fusion == given for v in fusion_comparison.comparison_variants(given))
+    assert any(v.fusion == given for v in fusion_comparison.comparison_variants(given, tof.TrainingConfig(), CPU))
     assert len({str(v.fusion) for v in fusion_comparison.combination_variants()}) == 16
 
 
@@ -426,7 +430,7 @@ def test_prediction_checks_cover_six_shapes_at_least():
 def test_wrong_use_is_one_line_and_exit_two(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     try:
-        code = tof.main(flags, run_pytorch_profiler.run, "run_pytorch_profiler.py")
+        code = exit_code(run_pytorch_profiler.run, flags, "run_pytorch_profiler.py")
     except SystemExit as exit_:
         code = exit_.code
     err = capsys.readouterr().err
