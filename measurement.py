@@ -23,6 +23,7 @@ def choose_device(name):
     if name == "auto":
         name = "cuda" if count else "cpu"
     if name == "cpu":
+        keep_freed_memory()
         return torch.device("cpu")
     kind, _, index = f"cuda:{name}".partition(":") if name.isdecimal() else name.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal() or name.endswith(":"):
@@ -33,6 +34,19 @@ def choose_device(name):
     device = torch.device("cuda", int(index or 0))
     torch.cuda.set_device(device)
     return device
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+
+
+def keep_freed_memory():
+    """Let the process keep the memory that a step frees for the next one, as GPUs' allocators do. glibc would
+    return large blocks to the kernel, which hands them back page by page, zeroed: a fifth of a step on CPU
+    (benchmarks/LOG.md). Other C libraries have no such setting, and nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 class PhaseTimer:

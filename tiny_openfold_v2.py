@@ -47,14 +47,7 @@ from config_flags import (
 from cuda_graphs import GraphedStep
 from measurement import PhaseTimer, Profiling, choose_device
 from protein_batches import CONTACT_DISTANCE, TOKENS, batches, evaluate, open_source, require_matplotlib
-from run_files import (
-    StopRequest,
-    UserError,
-    exit_code,
-    require_writable,
-    write_atomically,
-    write_json,
-)
+from run_files import StopRequest, UserError, exit_code, require_writable, write_atomically, write_json
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -173,12 +166,13 @@ def attention_backend(requested, q, biased):
 
     FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
     bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
-    Without a trainable bias SDPA's kernels are faster. On CPU neither has a fused kernel that
-    differentiates a bias: SDPA runs its unfused math there.
+    Without a trainable bias SDPA's kernels are faster. On CPU neither has a fused kernel that differentiates
+    a bias, and SDPA's own unfused math is slower than ours (benchmarks/LOG.md).
     """
     flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
     if requested == "auto":
-        return "flex" if biased and torch.is_grad_enabled() and flex_fits else "sdpa"
+        trained_bias = "flex" if flex_fits else "sdpa" if q.is_cuda else "math"
+        return trained_bias if biased and torch.is_grad_enabled() else "sdpa"
     return "sdpa" if requested == "flex" and not (flex_fits and torch.is_grad_enabled()) else requested
 
 
@@ -536,6 +530,7 @@ class TinyOpenFoldV2(nn.Module):
         self.masked_msa_head = linear(config.msa_dim, TOKENS, init="zero")
         self.register_buffer("breaks", torch.tensor(DISTANCE_BREAKS, dtype=torch.float32), persistent=False)
         self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
+        self.gpu_ends = self.embed, self.heads
         if self.fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
             torch._functorch.config.activation_memory_budget = self.fusion.activation_memory_budget
             how = dict(fullgraph=True, dynamic=False, options=dict(
@@ -543,7 +538,7 @@ class TinyOpenFoldV2(nn.Module):
                 combo_kernels=self.fusion.enable_combo_kernels))
             for block in self.blocks:
                 block.compile(**how)
-            self.embed, self.heads = torch.compile(self.embed, **how), torch.compile(self.heads, **how)
+            self.gpu_ends = torch.compile(self.embed, **how), torch.compile(self.heads, **how)
 
     def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
                 coords=None, coord_mask=None):
@@ -552,13 +547,14 @@ class TinyOpenFoldV2(nn.Module):
         in Å with coord_mask (B, S). Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S),
         distogram_logits, msa_repr, pair_repr and, with targets, loss and its parts."""
         prepare_flex_attention(msa_tokens.device)
-        msa, pair = self.embed(msa_tokens, msa_tokens[:, 0] if target_tokens is None else target_tokens)
+        embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
+        msa, pair = embed(msa_tokens, msa_tokens[:, 0] if target_tokens is None else target_tokens)
         for block in self.blocks:
             if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
                 block = partial(checkpoint, block, use_reentrant=False,
                                 preserve_rng_state=self.config.dropout > 0)
             msa, pair = block(msa, pair, seq_mask, row_mask)
-        return self.heads(msa, pair, msa_targets, coords, coord_mask)
+        return heads(msa, pair, msa_targets, coords, coord_mask)
 
     def embed(self, msa_tokens, target):
         """(B, N, S) and (B, S) tokens -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
@@ -569,7 +565,7 @@ class TinyOpenFoldV2(nn.Module):
                 + self.position_embedding(offset))  # (B, S, S, c_z)
         return msa, pair
 
-    def heads(self, msa, pair, msa_targets=None, coords=None, coord_mask=None):
+    def heads(self, msa, pair, msa_targets, coords, coord_mask):
         """What forward returns, from the last block's output."""
         logits = self.distogram_head(pair)
         logits = logits + logits.transpose(1, 2)

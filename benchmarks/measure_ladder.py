@@ -3,10 +3,10 @@
 
     python benchmarks/measure_ladder.py --out OUT [--only REGEX] [--steps 30] [--quick]
 
-Every rung is a process of its own. All of them compile and warm up at the same time; then they are timed one
-by one, alone on the GPU. Writes OUT/ladder.json: times in ms, memory in MB (2**20 bytes), the ten most
-expensive kernels, and whether outputs and all gradients pass the 3x rule (see fusion_checks.py). A rung that
-fails is a row with its reason.
+Every rung is a process of its own. On a GPU all of them compile and warm up at the same time and are then
+timed one by one, alone on the GPU; where there is no GPU, one follows the other on the CPU. Writes
+OUT/ladder.json: times in ms, memory in MB (2**20 bytes), the most expensive kernels, and whether outputs and
+all gradients pass the 3x rule (see fusion_checks.py). A rung that fails is a row with its reason.
 """
 import argparse
 import json
@@ -49,6 +49,23 @@ RUNGS = {
     "checkpointing": f"{BEST} --enable-activation-checkpointing",
     "budget 0.5": f"{BEST} --activation-memory-budget 0.5",
     "budget 0.2": f"{BEST} --activation-memory-budget 0.2",
+}
+
+
+CPU_SHAPES = {"CPU B4 S64 N16": SHAPES["B4 S64 N16"]}
+CPU_RUNGS = {
+    "baseline fp32": "--disable-all-fusion",
+    "fused fp32": "",
+    "fused fp32, sdpa": "--attention-backend sdpa",
+    "+ compile": "--enable-torch-compile",
+    "best fp32": "--enable-all-fusion",
+    "baseline bf16 autocast": "--disable-all-fusion --use-amp",
+    "fused bf16 autocast": "--use-amp",
+    "+ master weights": "--use-amp --enable-master-weights",
+    "+ projection fusion": "--use-amp --enable-master-weights --enable-projection-fusion",
+    "+ transition fusion": "--use-amp --enable-master-weights --enable-transition-fusion",
+    "bf16 + compile": "--use-amp --enable-master-weights --enable-torch-compile",
+    "best": "--use-amp --enable-all-fusion",
 }
 
 
@@ -104,13 +121,12 @@ def child(flags, steps):
     print(json.dumps(result), flush=True)
 
 
-def start_children(arguments):
-    """Start every rung that --only and --skip leave: {name: (flags, log of its stderr, process)}."""
+def start_children(shapes, rungs, arguments):
+    """Start every rung that --only and --skip leave; yields (name, flags, log of its stderr, process)."""
     tiny = "--num-blocks 1 --batch-size 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16"
-    processes = {}
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-    for shape, shape_flags in SHAPES.items():
-        for rung, rung_flags in RUNGS.items():
+    for shape, shape_flags in shapes.items():
+        for rung, rung_flags in rungs.items():
             name = f"{shape} | {rung}"
             if re.search(arguments.only, name) and not re.search(arguments.skip, name):
                 flags = f"{tiny if arguments.quick else shape_flags} {rung_flags}".split()
@@ -118,8 +134,13 @@ def start_children(arguments):
                            "--steps", str(arguments.steps)]
                 log = tempfile.TemporaryFile("w+")  # a pipe nobody reads would fill and block the child
                 pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-                processes[name] = flags, log, subprocess.Popen(command, env=environment, **pipes)
-    return processes
+                yield name, flags, log, subprocess.Popen(command, env=environment, **pipes)
+
+
+def wait_until_ready(name, flags, log, process):
+    while (line := process.stdout.readline()) and line.strip() != "ready":
+        pass
+    return name, flags, log, process
 
 
 def finish(name, flags, log, process):
@@ -151,12 +172,14 @@ def main():
     arguments = parser.parse_args()
     if arguments.child is not None:
         return child(json.loads(arguments.child), arguments.steps)
-    processes = start_children(arguments)
-    for _, _, process in processes.values():
-        while (line := process.stdout.readline()) and line.strip() != "ready":
-            pass
-    rows = [finish(name, *child_process) for name, child_process in processes.items()]
+    import torch
+
     from measurement import choose_device, system_info
+    on_gpu = torch.cuda.is_available()
+    children = start_children(*((SHAPES, RUNGS) if on_gpu else (CPU_SHAPES, CPU_RUNGS)), arguments)
+    if on_gpu:
+        children = [wait_until_ready(*child) for child in list(children)]
+    rows = [finish(*(child if on_gpu else wait_until_ready(*child))) for child in children]
     result = dict(command=sys.argv, rows=rows, system_info=system_info(choose_device("auto")),
                   date=time.strftime("%F"))
     if arguments.out:

@@ -187,7 +187,8 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
     assert top.enable_projection_fusion and top.enable_torch_compile
     assert not top.enable_cuda_graphs and not top.enable_master_weights
     given = tof.FusionConfig(enable_flash_attention=False)
-    assert any(v.fusion == given for v in fusion_comparison.comparison_variants(given, tof.TrainingConfig(), CPU))
+    variants = fusion_comparison.comparison_variants(given, tof.TrainingConfig(), CPU)
+    assert any(v.fusion == given for v in variants)
     assert len({str(v.fusion) for v in fusion_comparison.combination_variants()}) == 16
 
 

@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""One Evoformer block with everything on, against the same block with cuEquivariance's triangle kernels.
+
+    pip install cuequivariance-torch cuequivariance-ops-torch-cu13     # NVIDIA only; not needed otherwise
+    python benchmarks/compare_peers.py --out OUT [--steps 30]
+
+"ours" is the block under --enable-all-fusion in bfloat16. "cuEquivariance" differs in the four triangle
+sub-layers alone: their attention is cuequivariance_torch.triangle_attention, their multiplication (LayerNorms,
+projections and gates included) triangle_multiplicative_update; the rest is ours, and both are compiled.
+"plain" is the baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are
+against the plain block in float64. Writes OUT/peers.json with the kernels that took the most time, so that one sees
+whose ran. Exit code 3 where the package or a GPU for it is missing.
+"""
+import argparse
+import json
+import os
+import pathlib
+import sys
+import time
+from functools import partial
+
+os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")  # or short sequences run plain torch instead,
+os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")  # and say nothing
+
+import torch  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import tiny_openfold_v2 as tof  # noqa: E402
+from cuda_graphs import GraphedStep  # noqa: E402
+from fusion_checks import shake  # noqa: E402
+from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
+from run_files import UserError, exit_code  # noqa: E402
+
+SHAPES = {"B4 S64 N16": dict(batch=4, seq_len=64, num_seqs=16),
+          "B1 S256 N64": dict(batch=1, seq_len=256, num_seqs=64),
+          "B1 S384 N128 c_m 256": dict(batch=1, seq_len=384, num_seqs=128, msa_dim=256, msa_heads=8)}
+QUICK = {"tiny": dict(batch=2, seq_len=8, num_seqs=4, msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2)}
+
+
+class PeerTriangleAttention(tof.FusedTriangleAttention):
+    """Triangle attention whose softmax(q k^T + bias) v is cuEquivariance's."""
+
+    def attention(self, x, axis, bias=None, key_mask=None):
+        from cuequivariance_torch import triangle_attention
+        assert key_mask is None
+        to_rows, back = ((0, 2, 3, 1, 4), (0, 3, 1, 2, 4)) if axis == 1 else ((0, 1, 3, 2, 4),) * 2
+        qkv, [gate] = self.project(x, self.QKV, ("gate_proj",))
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows).contiguous()
+                   for p in tof.separate(qkv, 3))
+        out = triangle_attention(q, k, v, bias[:, None].float().contiguous())
+        return self.o_proj(out.permute(back).flatten(-2) * gate.sigmoid())
+
+
+class PeerTriangleMultiplication(tof.FusedTriangleMultiplication):
+    """Triangle multiplication that is cuEquivariance's from the first LayerNorm to the output gate."""
+
+    def forward(self, pair, seq_mask=None):
+        from cuequivariance_torch import triangle_multiplicative_update
+        assert seq_mask is None
+        parts = dict(norm_in=self.layer_norm, p_in=self.left_right_proj, g_in=self.left_right_gate,
+                     norm_out=self.center_norm, p_out=self.output_proj, g_out=self.output_gate)
+        weights = {f"{name}_{kind}": getattr(part, kind)
+                   for name, part in parts.items() for kind in ("weight", "bias")}
+        return triangle_multiplicative_update(pair, "outgoing" if self.outgoing else "incoming", **weights)
+
+
+def blocks(config, device, dtype):
+    """{name: block} with equal weights: plain, ours and with the peer's triangle sub-layers."""
+    torch.manual_seed(0)
+    plain = tof.FusedEvoformerBlock(config, tof.FusionConfig.preset(False))
+    shake(plain)
+    everything, packed = tof.FusionConfig.preset(True), tof.FusionConfig(enable_projection_fusion=False)
+    ours, peer = tof.FusedEvoformerBlock(config, everything), tof.FusedEvoformerBlock(config, everything)
+    peer.triangle_mult_outgoing = PeerTriangleMultiplication(config, packed, outgoing=True)
+    peer.triangle_mult_incoming = PeerTriangleMultiplication(config, packed, outgoing=False)
+    peer.triangle_attn_starting = PeerTriangleAttention(config, everything, starting=True)
+    peer.triangle_attn_ending = PeerTriangleAttention(config, everything, starting=False)
+    found = dict(plain=plain, ours=ours, cuEquivariance=peer)
+    for block in found.values():
+        block.load_state_dict(plain.state_dict())
+        block.to(device, dtype)
+    return found
+
+
+def gradients_step(block):
+    """run(inputs) -> [msa, pair, gradients of both inputs and of all parameters, by unpacked name]."""
+    def run(tensors):
+        msa, pair = (tensors[name].detach().requires_grad_() for name in ("msa", "pair"))
+        out = block(msa, pair)
+        loss = sum((o * tensors[f"{n}_weight"]).sum() for o, n in zip(out, ("msa", "pair"), strict=True))
+        named = dict(block.named_parameters())
+        found = torch.autograd.grad(loss, [msa, pair, *named.values()])
+        return [o.detach() for o in out], found[:2], dict(zip(named, found[2:], strict=True))
+    return run
+
+
+def flat(block, results):
+    """Results of a step by name, parameters under unpacked names, in float64."""
+    outputs, of_inputs, of_parameters = results
+    for prefix, module in block.named_modules():
+        if isinstance(module, tof.PackedProjections):
+            module.split_packed(of_parameters, f"{prefix}.")
+    found = dict(msa=outputs[0], pair=outputs[1], d_msa=of_inputs[0], d_pair=of_inputs[1], **of_parameters)
+    return {name: tensor.double() for name, tensor in found.items()}
+
+
+def worst_error(found, exact):
+    """Largest error over all tensors, each relative to its largest element (but not to a vanishing one)."""
+    top = max(tensor.abs().max().item() for tensor in exact.values())
+    return max((found[name] - truth).abs().max().item() / max(truth.abs().max().item(), 1e-3 * top)
+               for name, truth in exact.items())
+
+
+def compare(shape, steps, device, on_gpu):
+    """[row of every block], interleaved."""
+    sizes = dict(shape)
+    batch, dtype = sizes.pop("batch"), torch.bfloat16 if on_gpu else torch.float32
+    config = tof.TinyOpenFoldConfig(num_blocks=1, **sizes)
+    generator = torch.Generator(device).manual_seed(1)
+    s, n = config.seq_len, config.num_seqs
+    forms = dict(msa=(batch, n, s, config.msa_dim), pair=(batch, s, s, config.pair_dim))
+    tensors = {f"{name}{end}": torch.randn(form, device=device, generator=generator).to(dtype)
+               for name, form in forms.items() for end in ("", "_weight")}
+    found = blocks(config, device, dtype)
+    truth = blocks(config, device, torch.float64)["plain"]
+    exact = flat(truth, gradients_step(truth)({k: v.double() for k, v in tensors.items()}))
+    rows, graphs, timers = {}, {}, {}
+    for name, block in found.items():
+        if on_gpu and name != "plain":
+            block.compile(dynamic=False, options=dict(combo_kernels=True))
+        run = gradients_step(block)
+        rows[name] = dict(error=worst_error(flat(block, run(tensors)), exact))
+        graphs[name] = partial(run, tensors)
+        if on_gpu:
+            graphs[name] = GraphedStep(lambda t, run=run: run(t)[0][1].sum(), tensors, device).graph.replay
+        timers[name] = PhaseTimer(device)
+    for _ in range(steps):
+        for name in found:
+            timers[name].start()
+            graphs[name]()
+            timers[name].mark()
+    for name, row in rows.items():
+        times = quantiles(timers[name].seconds()[:, 0])
+        row["p20_ms"], row["median_ms"], row["p80_ms"] = (1e3 * t for t in times)
+        row["top"] = top_kernels(graphs[name]) if on_gpu else []
+    return rows
+
+
+def top_kernels(replay):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        replay()
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+    return [(e.key[:90], e.count, round(e.self_device_time_total / 1e3, 3)) for e in events[:12]]
+
+
+def run(argv):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, eager float32, also on a CPU")
+    arguments = parser.parse_args(argv)
+    try:
+        import cuequivariance_torch
+    except ImportError:
+        raise UserError("cuequivariance is not installed: pip install cuequivariance-torch "
+                        "cuequivariance-ops-torch-cu13 (NVIDIA only)", code=3) from None
+    on_gpu = torch.cuda.is_available() and not arguments.quick
+    if not on_gpu and not arguments.quick:
+        raise UserError("cuEquivariance's kernels need an NVIDIA GPU; there is none", code=3)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if on_gpu:
+        tof.prepare_flex_attention(torch.device("cuda", torch.cuda.current_device()))
+    results = {}
+    for name, shape in (QUICK if arguments.quick else SHAPES).items():
+        results[name] = compare(shape, arguments.steps, device, on_gpu)
+        for peer, row in results[name].items():
+            print(f"{name:22s} {peer:15s} {row['median_ms']:8.3f} ms ({row['p20_ms']:.3f}, "
+                  f"{row['p80_ms']:.3f})  worst error {row['error']:.1e}", flush=True)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        result = dict(command=" ".join(["python benchmarks/compare_peers.py", *sys.argv[1:]]),
+                      results=results, date=time.strftime("%F"), system_info=system_info(device),
+                      cuequivariance=getattr(cuequivariance_torch, "__version__", None))
+        (arguments.out / "peers.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(run, None, "compare_peers.py"))

@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Time every implementation of attention inside the model's shapes, forward and backward, on one GPU.
+
+    python benchmarks/measure_attention.py --out OUT [--only REGEX] [--steps 30] [--quick]
+
+A row is one shape, precision and backend: plain attention under torch.compile, SDPA, FlexAttention, and
+FlexAttention with other kernel options or with its bias gradient spread over several copies (sums of many
+rows into one address are what its backward may wait for). Forward and backward are one CUDA graph, so the
+host counts for nothing. Errors of outputs and gradients are judged against float64, at most three times
+those of plain attention in the same precision. Writes OUT/attention.json. With --quick, eager code on a CPU.
+"""
+import argparse
+import contextlib
+import json
+import pathlib
+import re
+import sys
+import time
+
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import tiny_openfold_v2 as tof  # noqa: E402
+from cuda_graphs import GraphedStep  # noqa: E402
+from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
+
+SHAPES = {  # B, rows, H, L, D, biased
+    "pair S64 B4": (4, 64, 4, 64, 32, True),
+    "rows S64 N16 B4": (4, 16, 4, 64, 16, True),
+    "columns S64 N16 B4": (4, 64, 4, 16, 16, False),
+    "pair S256": (1, 256, 4, 256, 32, True),
+    "rows S256 N64": (1, 64, 4, 256, 16, True),
+    "columns S256 N64": (1, 256, 4, 64, 16, False),
+    "pair S384": (1, 384, 4, 384, 32, True),
+    "rows S384 N128": (1, 128, 8, 384, 32, True),
+    "columns S384 N128": (1, 384, 8, 128, 32, False),
+}
+QUICK = {"pair": (2, 4, 2, 8, 16, True), "columns": (2, 4, 2, 8, 16, False)}
+DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+BLOCKS = {f"fwd {m}x{n} w{w}": dict(fwd_BLOCK_M=m, fwd_BLOCK_N=n, fwd_num_warps=w)
+          for m, n, w in ((128, 64, 4), (64, 64, 4), (128, 128, 8))}
+BLOCKS |= {f"bwd {m}x{n} w{w} s{s}": dict(bwd_BLOCK_M1=m, bwd_BLOCK_N1=n, bwd_BLOCK_M2=n, bwd_BLOCK_N2=m,
+                                          bwd_num_warps=w, bwd_num_stages=s)
+           for m, n, w, s in ((32, 64, 4, 3), (64, 64, 4, 2), (32, 128, 4, 3), (64, 128, 8, 2),
+                              (32, 32, 2, 3))}
+
+
+def flex_variant(copies=1, gradient=True, **options):
+    """tof.flex_attend with kernel options, the bias gradient in several copies, or none at all (not a way to
+    train: it shows what the gradient costs)."""
+    def attend(q, k, v, bias):
+        rows = q.shape[1]
+        bias = bias if gradient or bias is None else bias.detach()
+        spread = None if bias is None else bias.float()[:, None].expand(-1, copies, -1, -1, -1)
+
+        def add_bias(score, b, h, i, j):
+            return score + spread[b // rows, b % copies, h, i, j]
+        return flex_attention(*(x.flatten(0, 1) for x in (q, k, v)),
+                              score_mod=None if bias is None else add_bias,
+                              block_mask=tof.NO_BLOCK_MASK.get(q.device),
+                              kernel_options=dict(FORCE_USE_FLEX_ATTENTION=True, **options)
+                              ).unflatten(0, (-1, rows))
+    return attend
+
+
+def variants(biased):
+    """{name: (backend, replacement of flex_attend or None)}"""
+    found = {name: (name, None) for name in ("math", "sdpa", "flex")}
+    if biased:
+        found |= {f"flex, {n} bias gradients": ("flex", flex_variant(copies=n)) for n in (4, 16)}
+        found["flex, no bias gradient"] = ("flex", flex_variant(gradient=False))
+        found |= {f"flex, {name}": ("flex", flex_variant(**options)) for name, options in BLOCKS.items()}
+    return found
+
+
+def inputs(shape, dtype, device):
+    b, rows, h, length, width, biased = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size):
+        return torch.randn(*size, device=device, generator=generator).to(dtype)
+    # As in the model: q, k, v are slices of one wide tensor, its heads permuted and not copied.
+    qkv = normal(b, rows, length, 3 * h * width)
+    found = dict(qkv=qkv, weight=normal(b, rows, h, length, width))
+    return found | (dict(bias=normal(b, h, length, length)) if biased else {})
+
+
+def step_function(backend, heads, compiled):
+    """run(inputs) -> (output, gradients of qkv and bias)."""
+    def attend(qkv, bias):
+        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(2, 3) for part in qkv.chunk(3, dim=-1))
+        return tof.attend(q, k, v, bias, None, backend)
+    function = torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
+
+    def run(tensors):
+        wanted = {k: tensors[k].detach().requires_grad_() for k in ("qkv", "bias") if k in tensors}
+        out = function(wanted["qkv"], wanted.get("bias"))
+        loss = (out * tensors["weight"]).sum()
+        return [out.detach(), *torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)]
+    return run
+
+
+@contextlib.contextmanager
+def using(replacement):
+    """tof.flex_attend replaced, and no compiled code left over from before."""
+    torch._dynamo.reset()
+    original = tof.flex_attend
+    tof.flex_attend = replacement or original
+    try:
+        yield
+    finally:
+        tof.flex_attend = original
+
+
+def measure(shape, dtype, backend, replacement, steps, device):
+    """(row, results) of one variant."""
+    on_gpu = device.type == "cuda"
+    tensors = inputs(shape, dtype, device)
+    row = {}
+    with using(replacement):
+        run = step_function(backend, shape[2], compiled=on_gpu)
+        results = run(tensors)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            run(tensors)
+            row["extra_mb"] = (torch.cuda.max_memory_allocated(device) - before) / 2 ** 20
+            graphed = GraphedStep(lambda t: run(t)[0].sum(), tensors, device)
+        timer = PhaseTimer(device)
+        for _ in range(steps):
+            timer.start()
+            graphed.graph.replay() if on_gpu else run(tensors)
+            timer.mark()
+    row["p20_ms"], row["median_ms"], row["p80_ms"] = (1e3 * t for t in quantiles(timer.seconds()[:, 0]))
+    return row, results
+
+
+def errors(results, exact):
+    return [None if x is None else (x.double() - y).abs().max().item()
+            for x, y in zip(results, exact, strict=True)]
+
+
+def measure_shape(name, shape, precision, arguments, device):
+    dtype = DTYPES[precision]
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    double = {key: value.double() for key, value in inputs(shape, dtype, device).items()}
+    exact = step_function("math", shape[2], False)(double)
+    own, rows = None, []
+    for variant, (backend, replacement) in variants(shape[5] and device.type == "cuda").items():
+        label = f"{name} | {precision} | {variant}"
+        if not re.search(arguments.only, label):
+            continue
+        row = dict(name=label)
+        try:
+            found, results = measure(shape, dtype, backend, replacement, arguments.steps, device)
+            wrong = errors(results, exact)
+            own = own or wrong
+            floors = [2 * torch.finfo(dtype).eps * y.abs().max().item() for y in exact]
+            row |= found | dict(errors=wrong, accurate=all(
+                error is not None and error <= 3 * theirs + floor
+                for error, theirs, floor in zip(wrong, own, floors, strict=True)))
+            print(f"{label:58s} {row['median_ms']:8.3f} ms ({row['p20_ms']:.3f}, {row['p80_ms']:.3f})  "
+                  f"{row.get('extra_mb', 0):7.1f} MB  {'ok' if row['accurate'] else 'INACCURATE'}",
+                  flush=True)
+        except Exception as error:  # a kernel that does not compile or fit is a row with its reason
+            reason = (str(error).strip().splitlines() or ["no message"])[0]
+            row["failed"] = f"{type(error).__name__}: {reason[:160]}"
+            print(f"{label:58s} failed: {row['failed']}", flush=True)
+        rows.append(row)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--only", default="", help="regular expression over 'shape | precision | variant'")
+    parser.add_argument("--precisions", nargs="+", choices=tuple(DTYPES), default=["bf16"])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, eager, CPU: to try the script")
+    arguments = parser.parse_args()
+    device = torch.device("cpu" if arguments.quick else "cuda")
+    tof.prepare_flex_attention(torch.device("cuda", 0) if device.type == "cuda" else device)
+    rows = []
+    for name, shape in (QUICK if arguments.quick else SHAPES).items():
+        for precision in arguments.precisions:
+            if re.search(arguments.only.split("|")[0].strip(), name):
+                rows += measure_shape(name, shape, precision, arguments, device)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        result = dict(command=" ".join(["python benchmarks/measure_attention.py", *sys.argv[1:]]),
+                      date=time.strftime("%F"), rows=rows, system_info=system_info(device))
+        (arguments.out / "attention.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
