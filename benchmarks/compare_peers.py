@@ -5,11 +5,11 @@
     python benchmarks/compare_peers.py --out OUT [--steps 30]
 
 "ours" is the block under --enable-all-fusion in bfloat16. "cuEquivariance" differs in the four triangle
-sub-layers alone: their attention is cuequivariance_torch.triangle_attention, their multiplication (LayerNorms,
-projections and gates included) triangle_multiplicative_update; the rest is ours, and both are compiled.
-"plain" is the baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are
-against the plain block in float64. Writes OUT/peers.json with the kernels that took the most time, so that one sees
-whose ran. Exit code 3 where the package or a GPU for it is missing.
+sub-layers alone: attention is cuequivariance_torch.triangle_attention, multiplication (LayerNorms, projections
+and gates included) triangle_multiplicative_update; the rest is ours, and both are compiled. "plain" is the
+baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are against the
+plain block in float64. Writes OUT/peers.json with the kernels that took the most time, so that one sees whose
+ran. Exit code 3 where the package or a GPU for it is missing.
 """
 import argparse
 import json
