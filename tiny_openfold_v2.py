@@ -71,7 +71,7 @@ def linear(c_in, c_out, bias=True, init="default"):
 
 
 class WideLinear(nn.Module):
-    """Linear layers of one input as one: weights below each other. Where only the last ones have a bias, the
+    """Linear layers of one input as one: weights below each other. Where only the last one has a bias, the
     GEMM runs without and PackedProjections.project adds it."""
 
     def __init__(self, layers):
@@ -93,7 +93,7 @@ class PackedProjections(nn.Module):
     always hold the unpacked names, and every form loads into every other, so checkpoints do not depend on
     the switches. All forms draw the same random numbers: same seed, same weights.
     """
-    PACKINGS = {}  # packed name -> the projections that it holds; those without a bias come first
+    PACKINGS = {}  # packed name -> the projections that it holds; one bias, if any lack it, comes last
 
     def __init__(self):
         super().__init__()
@@ -114,23 +114,18 @@ class PackedProjections(nn.Module):
 
     def project(self, x, *groups):
         """For each group of projection names a list: the outputs for x side by side in one tensor if one GEMM
-        makes them, else one by one."""
-        made, results = {}, []
-        for names in groups:
-            packed_name = next((p for p in self.active if names[0] in self.PACKINGS[p]), None)
-            if packed_name is None:
-                results.append([getattr(self, name)(x) for name in names])
-                continue
-            layer, order = getattr(self, packed_name), self.PACKINGS[packed_name]
-            if packed_name not in made:
-                made[packed_name] = layer(x)
-            start = sum(self.widths[name] for name in order[:order.index(names[0])])
-            width = sum(self.widths[name] for name in names)
-            part = made[packed_name].narrow(-1, start, width)
-            if names[0] in self.biased and layer.unbiased:
-                part = part + layer.bias.narrow(0, start - layer.unbiased, width)
-            results.append([part])
-        return results
+        makes them, else one by one. The groups must name what is packed together in its order. One split, not
+        slices: the gradients of slices would each be padded to full width and added."""
+        made = {}
+        for packed_name in self.active:
+            layer = getattr(self, packed_name)
+            own = [names for names in groups if names[0] in self.PACKINGS[packed_name]]
+            widths = [sum(self.widths[name] for name in names) for names in own]
+            made.update(zip(own, layer(x).split(widths, dim=-1), strict=True))
+            if layer.unbiased and layer.bias is not None:
+                made[own[-1]] = made[own[-1]] + layer.bias
+        return [[made[names]] if names in made else [getattr(self, name)(x) for name in names]
+                for names in groups]
 
     def split_packed(self, tensors, prefix):
         """In a dict of tensors by parameter name, replace packed entries by their parts (views)."""
@@ -262,9 +257,8 @@ class GatedAttention(PackedProjections):
     def attention(self, x, axis, bias=None, key_mask=None):
         """Attention over axis 1 or 2 of the normalised x. Permuting heads, not x, spares two copies of x."""
         to_rows, back = ((0, 2, 3, 1, 4), (0, 3, 1, 2, 4)) if axis == 1 else ((0, 1, 3, 2, 4),) * 2
-        qkv, [gate] = self.project(x, self.QKV, ("gate_proj",))
-        q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows)  # (B, rows, H, L, D)
-                   for p in separate(qkv, 3))
+        *qkv, [gate] = self.project(x, *((name,) for name in (*self.QKV, "gate_proj")))
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows) for [p] in qkv)  # (B, rows, H, L, D)
         out = attend(q, k, v, bias, key_mask, self.backend).permute(back).flatten(-2)  # (B, X, Y, c)
         return self.o_proj(out * gate.sigmoid())
 
@@ -316,7 +310,7 @@ class LinearReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         x, weight, y = ctx.saved_tensors
-        gradient = (gradient * (y > 0)).flatten(0, -2)
+        gradient = torch.ops.aten.threshold_backward(gradient, y, 0).flatten(0, -2)
         return (gradient @ weight).view(x.shape), gradient.t() @ x.flatten(0, -2), gradient.sum(0)
 
 
@@ -602,8 +596,9 @@ class TinyOpenFoldV2(nn.Module):
         @torch.enable_grad()
         def name(width, biased):
             backend = attention_backend(requested, weight.new_empty(c.seq_len, width, dtype=dtype), biased)
-            if backend == "sdpa" and not weight.is_cuda:
-                return "sdpa: math on CPU" if biased else "sdpa: flash on CPU"
+            if not weight.is_cuda:
+                return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
+                    (backend, biased), f"{backend} on CPU")
             return dict(flex="flex_attention").get(backend, backend)
         parts = dict(pair=name(c.pair_dim // c.pair_heads, True), rows=name(c.msa_dim // c.msa_heads, True),
                      columns=name(c.msa_dim // c.msa_heads, False))

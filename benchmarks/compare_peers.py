@@ -5,8 +5,8 @@
     python benchmarks/compare_peers.py --out OUT [--steps 30]
 
 "ours" is the block under --enable-all-fusion in bfloat16. "cuEquivariance" differs in the four triangle
-sub-layers alone: attention is cuequivariance_torch.triangle_attention, multiplication (LayerNorms, projections
-and gates included) triangle_multiplicative_update; the rest is ours, and both are compiled. "plain" is the
+sub-layers alone: attention is cuequivariance_torch.triangle_attention, multiplication (LayerNorms and gates
+included) triangle_multiplicative_update; the rest is ours, and both are compiled. "plain" is the
 baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are against the
 plain block in float64. Writes OUT/peers.json with the kernels that took the most time, so that one sees whose
 ran. Exit code 3 where the package or a GPU for it is missing.
@@ -46,9 +46,8 @@ class PeerTriangleAttention(tof.FusedTriangleAttention):
         from cuequivariance_torch import triangle_attention
         assert key_mask is None
         to_rows, back = ((0, 2, 3, 1, 4), (0, 3, 1, 2, 4)) if axis == 1 else ((0, 1, 3, 2, 4),) * 2
-        qkv, [gate] = self.project(x, self.QKV, ("gate_proj",))
-        q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows).contiguous()
-                   for p in tof.separate(qkv, 3))
+        *qkv, [gate] = self.project(x, *((name,) for name in (*self.QKV, "gate_proj")))
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows).contiguous() for [p] in qkv)
         out = triangle_attention(q, k, v, bias[:, None].float().contiguous())
         return self.o_proj(out.permute(back).flatten(-2) * gate.sigmoid())
 

@@ -73,6 +73,8 @@ def compare_child(flags):
     from protein_batches import to_device
     _, (config, training, fusion, _), _ = tof.parse(tof.make_parser(), flags)
     variants = fusion_comparison.comparison_variants(fusion, training, choose_device(training.device))
+    if not training.use_amp:  # the ladder above torch.compile is for mixed precision; it takes minutes
+        variants = [v for v in variants if not v.name.startswith("+")]
     result = fusion_comparison.compare(config, fusion, training, variants=variants, gate=own_turn())
     batch = to_device(tof.open_source(config, training).batch(0), variants[0].trainer.device)
     result["plain_profiler_launches"] = {v.name: count_kernels_in_a_trace(v.trainer, batch)

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -205,6 +206,16 @@ def test_python_that_cannot_run_the_wrappers(machine):
     machine(None, PYTHON="/nonexistent/python")
     done = start("run_rocprofv3.sh", "--dry-run")
     assert done.returncode == 3 and "set PYTHON" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["launch_performance_study.sh", "run_pytorch_profiler.sh"])
+def test_python_without_torch(script, machine, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -IS "$@"\n')
+    bare.chmod(0o755)
+    machine(None, PYTHON=str(bare))
+    done = start(script, "--help")
+    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "lacks torch" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_training_run_as_a_subprocess(tmp_path):
         "Fusion Optimizations:",
         "   MSA QKV Fusion: Enabled",
         "   Triangle QKV Fusion: Enabled",
-        "   Flash Attention: Enabled (sdpa: math on CPU; columns: sdpa: flash on CPU)",
+        "   Flash Attention: Enabled (math on CPU; columns: sdpa: flash on CPU)",
         "   Triangle Gate/Proj Fusion: Enabled",
         "   Torch Compile: Disabled",
         "   Kernel Reduction: 80.0% (12 fewer kernels) [nominal]",
