@@ -97,6 +97,16 @@ class FusionConfig(Checked):
             raise ValueError(f"activation_memory_budget = {self.activation_memory_budget}: needs "
                              "--enable-torch-compile")
 
+    def idle(self, use_amp, on_gpu):
+        """Why switches that are on change nothing here, a sentence for each."""
+        graphs = self.enable_cuda_graphs or (self.enable_torch_compile
+                                             and self.torch_compile_mode == "reduce-overhead")
+        combo = self.enable_combo_kernels and not (self.enable_torch_compile and on_gpu)
+        return [text for text, holds in (
+            ("CUDA graphs need a GPU", graphs and not on_gpu),
+            ("combo kernels need torch.compile on a GPU", combo),
+            ("master weights need --use-amp", self.enable_master_weights and not use_amp)) if holds]
+
     @classmethod
     def preset(cls, enabled):
         """Everything that makes steps faster, or nothing at all (the baseline)."""

@@ -63,7 +63,7 @@ def comparison_variants(fusion, training, device):
     for name in (COMPILE, *switches(False)):
         higher = replace(rung, **{name: True, "torch_compile_mode": mode})
         settings["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
-        rung = rung if cannot_run(higher, training, device) else higher
+        rung = rung if higher.idle(training.use_amp, device.type == "cuda") else higher
     settings["all + torch.compile (CUDA graphs)"] = FusionConfig(enable_torch_compile=True,
                                                                  torch_compile_mode="reduce-overhead")
     settings |= {"as given": fusion} if fusion not in settings.values() else {}
@@ -77,19 +77,6 @@ def combination_variants():
     return [Variant("+".join(short(n) for n, on in zip(FOUR, chosen, strict=True) if on) or "baseline",
                     replace(off, **dict(zip(FOUR, chosen, strict=True))))
             for chosen in itertools.product((False, True), repeat=len(FOUR))]
-
-
-def cannot_run(fusion, training, device):
-    """Why these switches are not worth trying on this device, or None."""
-    graphs = fusion.enable_cuda_graphs or (fusion.enable_torch_compile
-                                           and fusion.torch_compile_mode == "reduce-overhead")
-    if graphs and device.type != "cuda":
-        return "CUDA graphs need a GPU"
-    if fusion.enable_master_weights and not training.use_amp:
-        return "master weights change nothing without --use-amp"
-    if fusion.enable_combo_kernels and not (fusion.enable_torch_compile and device.type == "cuda"):
-        return "combo kernels need torch.compile on a GPU"
-    return None
 
 
 @contextlib.contextmanager
@@ -116,8 +103,8 @@ def measure_alone(variant, config, training, device, batch):
     """Fill variant.found while no other variant is on the device, so that its peak is that of a lone run:
     what others may have left behind (library workspaces, CUDA graph pools) is not counted. On CPU the
     trainer is kept for the timing."""
-    variant.reason = cannot_run(variant.fusion, training, device)
-    if variant.reason:
+    if idle := variant.fusion.idle(training.use_amp, device.type == "cuda"):
+        variant.reason = "; ".join(idle)
         return
     left_behind = 0
     if device.type == "cuda":

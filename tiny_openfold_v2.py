@@ -653,8 +653,8 @@ class Trainer:
                 p.data = p.data.to(self.amp_dtype)
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=lr, fused=True, capturable=graphs)
         self.use_graph, self.graph = graphs, None
-        if fusion.enable_cuda_graphs and not graphs:
-            print(f"CUDA graphs: there are none on {device}; steps run eagerly")
+        if idle := fusion.idle(training.use_amp, device.type == "cuda"):
+            print(f"Not used here: {'; '.join(idle)}")
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = training.use_tf32
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
