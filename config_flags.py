@@ -57,6 +57,7 @@ class TinyOpenFoldConfig(Checked):
 
 BACKENDS = ("auto", "math", "sdpa", "flex")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes CUDA graphs of its own
 
 
 @dataclass
@@ -69,12 +70,14 @@ class FusionConfig(Checked):
                                                 "one GEMM, gates in one GEMM")
     enable_opm_fusion: bool = option(True, "outer product mean re-associated where that moves fewer bytes "
                                            "(few rows, many residues), without the (S, S, h*h) tensor")
-    enable_torch_compile: bool = option(False, "torch.compile, one Evoformer block at a time")
+    enable_torch_compile: bool = option(False, "torch.compile: one Evoformer block for all; on a GPU also "
+                                               "the embedding and the heads")
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph")
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
                                                 "float32 weights cast once a step, instead of autocast")
-    enable_projection_fusion: bool = option(False, "gates in one GEMM with the packed Q, K, V and the packed "
-                                                   "left and right; and the outer product's left with right")
+    enable_projection_fusion: bool = option(False, "gates in one GEMM with Q, K, V and with left and right, "
+                                                   "where those are packed; and the outer product's left "
+                                                   "with right")
     enable_transition_fusion: bool = option(False, "bias and ReLU of the transitions in the epilogue of "
                                                    "their GEMM")
     enable_combo_kernels: bool = option(False, "with --enable-torch-compile on a GPU: independent small "
@@ -88,7 +91,7 @@ class FusionConfig(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.enable_cuda_graphs and self.torch_compile_mode in ("reduce-overhead", "max-autotune"):
+        if self.enable_cuda_graphs and self.torch_compile_mode in MODES_WITH_GRAPHS:
             raise ValueError(f"torch_compile_mode = {self.torch_compile_mode!r}: makes CUDA graphs of its "
                              "own; not together with --enable-cuda-graphs")
         if self.activation_memory_budget > 1:
@@ -100,7 +103,7 @@ class FusionConfig(Checked):
     def idle(self, use_amp, on_gpu):
         """Why switches that are on change nothing here, a sentence for each."""
         graphs = self.enable_cuda_graphs or (self.enable_torch_compile
-                                             and self.torch_compile_mode == "reduce-overhead")
+                                             and self.torch_compile_mode in MODES_WITH_GRAPHS)
         combo = self.enable_combo_kernels and not (self.enable_torch_compile and on_gpu)
         return [text for text, holds in (
             ("CUDA graphs need a GPU", graphs and not on_gpu),

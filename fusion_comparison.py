@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from config_flags import MODES_WITH_GRAPHS
 from measurement import MEGABYTE, PhaseTimer, choose_device, matmul_ceiling, quantiles, system_info
 from protein_batches import to_device
 from reporting import aligned, peak_megabytes, probe
@@ -61,6 +62,8 @@ def comparison_variants(fusion, training, device):
             settings[f"{short(name)} alone"] = replace(off, **{name: True})
     settings["all"] = rung
     for name in (COMPILE, *switches(False)):
+        if name == "enable_cuda_graphs" and mode in MODES_WITH_GRAPHS:
+            continue
         higher = replace(rung, **{name: True, "torch_compile_mode": mode})
         settings["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
         rung = rung if higher.idle(training.use_amp, device.type == "cuda") else higher
@@ -103,7 +106,8 @@ def measure_alone(variant, config, training, device, batch):
     """Fill variant.found while no other variant is on the device, so that its peak is that of a lone run:
     what others may have left behind (library workspaces, CUDA graph pools) is not counted. On CPU the
     trainer is kept for the timing."""
-    if idle := variant.fusion.idle(training.use_amp, device.type == "cuda"):
+    idle = variant.fusion.idle(training.use_amp, device.type == "cuda")
+    if idle and variant.name != "as given":
         variant.reason = "; ".join(idle)
         return
     left_behind = 0

@@ -181,6 +181,8 @@ def describe_start(trainer, source):
    Torch Compile: {on[f.enable_torch_compile]}
    Kernel Reduction: {counts['kernel_reduction_percent']}% ({counts['total_kernel_reduction']} fewer """
           "kernels) [nominal]", flush=True)
+    if idle := f.idle(trainer.training.use_amp, device.type == "cuda"):
+        print(f"Not used here: {'; '.join(idle)}", flush=True)
 
 
 def read_summary(path):

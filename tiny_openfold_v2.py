@@ -129,7 +129,7 @@ class PackedProjections(nn.Module):
             widths = [sum(self.widths[name] for name in names) for names in own]
             made.update(zip(own, split(layer(x), widths, dim=-1), strict=True))
             if layer.unbiased and layer.bias is not None:
-                made[own[-1]] = made[own[-1]] + layer.bias
+                made[own[-1]] = made[own[-1]] + layer.bias.to(made[own[-1]].dtype)
         return [[made[names]] if names in made else [getattr(self, name)(x) for name in names]
                 for names in groups]
 
@@ -611,7 +611,8 @@ class TinyOpenFoldV2(nn.Module):
         return "; ".join([parts["pair"], *(f"{k}: {v}" for k, v in parts.items() if v != parts["pair"])])
 
     def get_fusion_statistics(self):
-        """The switches, the nominal kernel counts of this example family, and the exact count of GEMMs."""
+        """The switches, the nominal kernel counts of this example family, and the exact number of GEMMs for
+        its 20 projections a block: Q, K, V; left, right and their gates."""
         f, blocks = self.fusion, self.config.num_blocks
         packings = f.enable_qkv_fusion_msa + f.enable_qkv_fusion_triangle + f.enable_triangle_fusion
         gates_too = f.enable_triangle_fusion and f.enable_projection_fusion  # in one GEMM with left and right
@@ -653,8 +654,6 @@ class Trainer:
                 p.data = p.data.to(self.amp_dtype)
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=lr, fused=True, capturable=graphs)
         self.use_graph, self.graph = graphs, None
-        if idle := fusion.idle(training.use_amp, device.type == "cuda"):
-            print(f"Not used here: {'; '.join(idle)}")
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = training.use_tf32
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
@@ -703,8 +702,9 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.publish_weights()
+        loss = loss.detach().clone()  # CUDA graphs of torch.compile's own overwrite what they returned
         mark()
-        return loss.detach()
+        return loss
 
     def publish_weights(self):
         """Master weights -> the model's, all in a few kernels."""
@@ -844,7 +844,7 @@ def make_parser():
 CONFIGS = (TinyOpenFoldConfig, TrainingConfig, FusionConfig, ProfilerConfig)
 MODES = {"--validate-setup": "quick check of every fusion on this machine",
          "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
-         "--compare-fusion": "measure baseline, each fusion alone, all, and all with torch.compile"}
+         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything"}
 
 
 def read_configs(arguments):

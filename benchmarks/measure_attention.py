@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time every implementation of attention inside the model's shapes, forward and backward, on one GPU.
 
-    python benchmarks/measure_attention.py --out OUT [--only REGEX] [--steps 30] [--quick]
+    python benchmarks/measure_attention.py --out OUT [--shapes REGEX] [--variants REGEX] [--steps 30]
 
 A row is one shape, precision and backend: plain attention under torch.compile, SDPA, FlexAttention, and
 FlexAttention with other kernel options or with its bias gradient spread over several copies (sums of many
@@ -148,16 +148,15 @@ def measure_shape(name, shape, precision, arguments, device):
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     double = {key: value.double() for key, value in inputs(shape, dtype, device).items()}
     exact = step_function("math", shape[2], False)(double)
-    own, rows = None, []
+    own, rows = errors(step_function("math", shape[2], False)(inputs(shape, dtype, device)), exact), []
     for variant, (backend, replacement) in variants(shape[5] and device.type == "cuda").items():
         label = f"{name} | {precision} | {variant}"
-        if not re.search(arguments.only, label):
+        if not re.search(arguments.variants, variant):
             continue
         row = dict(name=label)
         try:
             found, results = measure(shape, dtype, backend, replacement, arguments.steps, device)
             wrong = errors(results, exact)
-            own = own or wrong
             floors = [2 * torch.finfo(dtype).eps * y.abs().max().item() for y in exact]
             row |= found | dict(errors=wrong, accurate=all(
                 error is not None and error <= 3 * theirs + floor
@@ -177,17 +176,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--only", default="", help="regular expression over 'shape | precision | variant'")
+    parser.add_argument("--shapes", default="", help="regular expression over their names")
+    parser.add_argument("--variants", default="", help="the same")
     parser.add_argument("--precisions", nargs="+", choices=tuple(DTYPES), default=["bf16"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, eager, CPU: to try the script")
     arguments = parser.parse_args()
+    if not (arguments.quick or torch.cuda.is_available()):
+        parser.exit(3, "measure_attention.py: error: needs a GPU; --quick tries the script on a CPU\n")
     device = torch.device("cpu" if arguments.quick else "cuda")
     tof.prepare_flex_attention(torch.device("cuda", 0) if device.type == "cuda" else device)
     rows = []
     for name, shape in (QUICK if arguments.quick else SHAPES).items():
         for precision in arguments.precisions:
-            if re.search(arguments.only.split("|")[0].strip(), name):
+            if re.search(arguments.shapes, name):
                 rows += measure_shape(name, shape, precision, arguments, device)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -216,6 +216,25 @@ def test_reassociated_outer_product_is_exact_where_it_is_used(rows):
     assert results[0][-1] != results[1][-1]  # the other order of sums did run
 
 
+def test_outer_product_is_reassociated_where_the_rule_says():
+    module = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig()).outer_product_mean
+    sizes = {(1, 32, 128): True, (1, 33, 128): False, (2, 32, 128): True, (2, 16, 64): False}
+    for (samples, rows, residues), expected in sizes.items():
+        assert module.reassociates(torch.empty(samples, rows, residues, 4)) is expected
+    assert module.reassociates(torch.empty(1, 16, 64, 4))
+    module.reassociate = False
+    assert not module.reassociates(torch.empty(1, 16, 64, 4))
+
+
+def test_packed_gate_keeps_autocast_low():
+    block, msa, _ = random_block((True,) * 5)
+    seen = []
+    block.msa_column_attention.float().o_proj.register_forward_pre_hook(lambda _, x: seen.append(x[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        block.msa_column_attention(msa.float())
+    assert seen == [torch.bfloat16]
+
+
 def test_activation_checkpointing_changes_memory_and_nothing_else():
     results = []
     for enabled in (False, True):

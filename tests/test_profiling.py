@@ -13,6 +13,7 @@ import profiling_report
 import roofline
 import run_pytorch_profiler
 import tiny_openfold_v2 as tof
+from config_flags import COMPILE_MODES
 from measurement import OpCounter, RangeSums, ranges, saved_activations
 from reporting import aligned, markdown, probe
 from run_files import UserError, exit_code, fresh_directory, set_aside
@@ -186,9 +187,11 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
     top = next(v for v in variants if v.name == "+ transition").fusion  # what cannot run on CPU is left out
     assert top.enable_projection_fusion and top.enable_torch_compile
     assert not top.enable_cuda_graphs and not top.enable_master_weights
-    given = tof.FusionConfig(enable_flash_attention=False)
-    variants = fusion_comparison.comparison_variants(given, tof.TrainingConfig(), CPU)
-    assert any(v.fusion == given for v in variants)
+    for given in (tof.FusionConfig(enable_flash_attention=False),
+                  *(tof.FusionConfig(enable_torch_compile=True, torch_compile_mode=mode)
+                    for mode in COMPILE_MODES)):
+        variants = fusion_comparison.comparison_variants(given, tof.TrainingConfig(), CPU)
+        assert any(v.fusion == given for v in variants)
     assert len({str(v.fusion) for v in fusion_comparison.combination_variants()}) == 16
 
 
