@@ -21,12 +21,11 @@ def test_attention(tmp_path):
 
 
 def test_ladder(tmp_path):
-    done = run("measure_ladder.py", "--quick", "--only", "baseline fp32|master", "--steps", 2,
-               "--out", tmp_path)
+    done = run("measure_ladder.py", "--quick", "--only", "master", "--steps", 2, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "ladder.json").read_text())["rows"]
-    assert [row["name"].split(" | ")[1] for row in rows] == ["baseline fp32", "+ master weights"]
-    assert all(row["accurate"] and row["median_ms"] > 0 for row in rows)
+    assert [row["name"].split(" | ")[1] for row in rows] == ["+ master weights"]
+    assert rows[0]["accurate"] and rows[0]["median_ms"] > 0
 
 
 def test_peers(tmp_path):
@@ -49,7 +48,7 @@ def test_peers_that_are_not_installed():
 def test_loss_curves(tmp_path):
     tiny = "--num-blocks 1 --seq-len 16 --num-seqs 4 --batch-size 2 --msa-dim 16 --pair-dim 16 --device cpu"
     done = run("loss_curves.py", "--steps", 10, "--seeds", 1, "--out", tmp_path, "--", *tiny.split(),
-               "--disable-torch-compile")
+               "--disable-torch-compile", "--eval-every", 10, "--warmup-steps", 1)
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "loss_curves.json").read_text())["runs"]
     assert len(runs) == 3 and all(len(r["losses"]) == 2 and "10" in r["p_l2"] for r in runs)
