@@ -8,6 +8,7 @@ FlexAttention with other kernel options or with its bias gradient spread over se
 rows into one address are what its backward may wait for). Forward and backward are one CUDA graph, so the
 host counts for nothing. Errors of outputs and gradients are judged against float64, at most three times
 those of plain attention in the same precision. Writes OUT/attention.json. With --quick, eager code on a CPU.
+Exit code 1 if math, SDPA or FlexAttention as the model uses it fails or is not accurate.
 """
 import argparse
 import contextlib
@@ -196,7 +197,9 @@ def main():
         result = dict(command=" ".join(["python benchmarks/measure_attention.py", *sys.argv[1:]]),
                       date=time.strftime("%F"), rows=rows, system_info=system_info(device))
         (arguments.out / "attention.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    judged = [row for row in rows if row["name"].split(" | ")[2] in ("math", "sdpa", "flex")]
+    return int(not rows or not all(row.get("accurate") for row in judged))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

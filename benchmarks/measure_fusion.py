@@ -312,7 +312,11 @@ def main():
     finally:
         (options.out / "fusion.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(f"\n{options.out / 'fusion.json'}: {(options.out / 'fusion.json').stat().st_size / 1024:.0f} KB")
+    failed = any("error" in part for kind in ("compare", "roofline") for part in result[kind].values())
+    disagree = any(row["verdict"] == "DISAGREE" for part in result["compare"].values() if "error" not in part
+                   for row in agreement(part))
+    return int(failed or disagree)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,8 @@
 Every rung is a process of its own. On a GPU all of them compile and warm up at the same time and are then
 timed one by one, alone on the GPU; where there is no GPU, one follows the other on the CPU. Writes
 OUT/ladder.json: times in ms, memory in MB (2**20 bytes), the most expensive kernels, and whether outputs and
-all gradients pass the 3x rule (see fusion_checks.py). A rung that fails is a row with its reason.
+all gradients pass the 3x rule (see fusion_checks.py). A rung that fails is a row
+with its reason; exit code 1 if one fails or is not accurate.
 """
 import argparse
 import json
@@ -186,7 +187,8 @@ def main():
         arguments.out.mkdir(parents=True, exist_ok=True)
         number = len(list(arguments.out.glob("ladder*.json")))
         (arguments.out / f"ladder{number or ''}.json").write_text(json.dumps(result, indent=1))
+    return int(not rows or not all(row.get("accurate") for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

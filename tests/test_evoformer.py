@@ -478,6 +478,13 @@ def test_graphed_steps_are_eager_steps(more):
 
 
 @pytest.mark.gpu
+def test_losses_outlive_the_graphs_of_torch_compile():
+    trainer, batches = gpu_trainer(enable_torch_compile=True, torch_compile_mode="reduce-overhead")
+    losses = [trainer.step(batch) for batch in batches]
+    assert len({loss.item() for loss in losses}) == 6  # read only now, as run_steps does
+
+
+@pytest.mark.gpu
 def test_graph_obeys_learning_rate_and_draws_new_dropout():
     trainer, batches = gpu_trainer(dropout=0.3, enable_cuda_graphs=True)
     trainer.step(batches[0])

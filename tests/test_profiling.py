@@ -195,6 +195,16 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
     assert len({str(v.fusion) for v in fusion_comparison.combination_variants()}) == 16
 
 
+def test_idle_switches_are_named_and_only_the_users_own_are_measured():
+    assert len(tof.FusionConfig.preset(True).idle(use_amp=False, on_gpu=False)) == 3
+    assert tof.FusionConfig.preset(True).idle(use_amp=True, on_gpu=True) == []
+    trainer, batch = setup(PLAIN)
+    for name, measured in (("as given", True), ("+ master_weights", False)):
+        variant = fusion_comparison.Variant(name, tof.FusionConfig(enable_master_weights=True))
+        fusion_comparison.measure_alone(variant, trainer.model.config, trainer.training, CPU, batch)
+        assert (variant.found is not None) == measured and (variant.reason is None) == measured
+
+
 class SlowTrainer(tof.Trainer):
     """A step with the triangle fusion takes 30 ms more, and notes whose turn it is."""
     turns = []
