@@ -20,10 +20,18 @@ def unpacked(model, tensors):
     return tensors
 
 
+def optimizer_state(trainer, kind):
+    """{parameter name: its tensor of this kind in the optimizer}, of those that have been updated."""
+    state = trainer.optimizer.state
+    if trainer.masters:
+        return trainer.masters.views(state[trainer.masters.flat][kind]) if state else {}
+    return {name: state[p][kind] for name, p in trainer.weights.items() if p in state}
+
+
 def snapshot(trainer):
     """Everything a run needs to continue. Raises UserError if a weight is not finite."""
     state = trainer.optimizer.state
-    moments = {kind: unpacked(trainer.model, {name: state[p][kind] for name, p in trainer.weights.items()})
+    moments = {kind: unpacked(trainer.model, optimizer_state(trainer, kind))
                for kind in (("exp_avg", "exp_avg_sq") if state else ())}
     weights = unpacked(trainer.model, {name: p.detach() for name, p in trainer.weights.items()})
     if not all(weight.isfinite().all() for weight in weights.values()):
@@ -73,9 +81,14 @@ def restore(trainer, path):
             weight.copy_(saved["model"][name])
     state = trainer.optimizer.state_dict()
     if saved["moments"]:
+        moments = {kind: [tensors[name] for name in trainer.weights]
+                   for kind, tensors in saved["moments"].items()}
+        if trainer.masters:
+            moments = {kind: [trainer.masters.join(tensors, torch.zeros_like(trainer.masters.flat))]
+                       for kind, tensors in saved["moments"].items()}
         state["state"] = {i: dict(step=torch.tensor(saved["updates"]),
-                                  **{kind: tensors[name] for kind, tensors in saved["moments"].items()})
-                          for i, name in enumerate(trainer.weights)}
+                                  **{kind: tensors[i] for kind, tensors in moments.items()})
+                          for i in range(len(trainer.updated))}
     trainer.optimizer.load_state_dict(state)
     if saved["scaler"]:
         trainer.scaler.load_state_dict(saved["scaler"])

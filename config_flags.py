@@ -57,6 +57,7 @@ class TinyOpenFoldConfig(Checked):
 
 BACKENDS = ("auto", "math", "sdpa", "flex")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMBO_KERNELS_UP_TO = 128  # residues: gained 4% at 64, lost 1% at 256 and 2% at 384 (benchmarks/LOG.md)
 MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes CUDA graphs of its own
 
 
@@ -80,8 +81,9 @@ class FusionConfig(Checked):
                                                    "with right")
     enable_transition_fusion: bool = option(False, "bias and ReLU of the transitions in the epilogue of "
                                                    "their GEMM")
-    enable_combo_kernels: bool = option(False, "with --enable-torch-compile on a GPU: independent small "
-                                               "kernels, such as sums for bias gradients, share launches")
+    enable_combo_kernels: bool = option(False, "with --enable-torch-compile on a GPU, up to "
+                                               f"{COMBO_KERNELS_UP_TO} residues: independent small kernels, "
+                                               "such as sums for bias gradients, share launches")
     enable_activation_checkpointing: bool = option(False, "keep only the inputs of every block, recompute "
                                                           "the rest in backward: less memory, more time")
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
@@ -100,7 +102,7 @@ class FusionConfig(Checked):
             raise ValueError(f"activation_memory_budget = {self.activation_memory_budget}: needs "
                              "--enable-torch-compile")
 
-    def idle(self, use_amp, on_gpu):
+    def idle(self, use_amp, on_gpu, seq_len):
         """Why switches that are on change nothing here, a sentence for each."""
         graphs = self.enable_cuda_graphs or (self.enable_torch_compile
                                              and self.torch_compile_mode in MODES_WITH_GRAPHS)
@@ -108,6 +110,8 @@ class FusionConfig(Checked):
         return [text for text, holds in (
             ("CUDA graphs need a GPU", graphs and not on_gpu),
             ("combo kernels need torch.compile on a GPU", combo),
+            (f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues",
+             self.enable_combo_kernels and not combo and seq_len > COMBO_KERNELS_UP_TO),
             ("master weights need --use-amp", self.enable_master_weights and not use_amp)) if holds]
 
     @classmethod

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from checkpoints import optimizer_state
 from measurement import choose_device
 from protein_batches import SyntheticProteins, to_device
 from run_files import write_json
@@ -163,7 +164,7 @@ def validate_setup(config, fusion, training, profiler):
     print(f"   Five training steps: loss {losses[0]:.4f} -> {losses[-1]:.4f} {'ok' if falls else 'FAIL'}")
     if not falls:
         reasons.append(f"loss did not fall in five steps on one batch: {losses[0]:.4f} -> {losses[-1]:.4f}")
-    missing = [name for name, weight in trainer.weights.items() if weight not in trainer.optimizer.state]
+    missing = sorted(set(trainer.weights) - set(optimizer_state(trainer, "exp_avg")))
     if missing:
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
     print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons, losses=finite(losses),

@@ -51,7 +51,7 @@ def switches(default):
     return [f.name for f in fields(FusionConfig) if f.default is default and f.name != COMPILE]
 
 
-def comparison_variants(fusion, training, device):
+def comparison_variants(config, fusion, training, device):
     """Baseline; every fusion alone; all that are on by default; then a ladder that adds one switch a rung and
     leaves out what cannot run here; and the user's own switches if they are none of these."""
     off, rung = FusionConfig.preset(False), FusionConfig()
@@ -66,9 +66,7 @@ def comparison_variants(fusion, training, device):
             continue
         higher = replace(rung, **{name: True, "torch_compile_mode": mode})
         settings["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
-        rung = rung if higher.idle(training.use_amp, device.type == "cuda") else higher
-    settings["all + torch.compile (CUDA graphs)"] = FusionConfig(enable_torch_compile=True,
-                                                                 torch_compile_mode="reduce-overhead")
+        rung = rung if higher.idle(training.use_amp, device.type == "cuda", config.seq_len) else higher
     settings |= {"as given": fusion} if fusion not in settings.values() else {}
     distinct = {str(asdict(f)): (name, f) for name, f in reversed(settings.items())}
     return [Variant(name, f) for name, f in reversed(distinct.values())]
@@ -106,7 +104,7 @@ def measure_alone(variant, config, training, device, batch):
     """Fill variant.found while no other variant is on the device, so that its peak is that of a lone run:
     what others may have left behind (library workspaces, CUDA graph pools) is not counted. On CPU the
     trainer is kept for the timing."""
-    idle = variant.fusion.idle(training.use_amp, device.type == "cuda")
+    idle = variant.fusion.idle(training.use_amp, device.type == "cuda", config.seq_len)
     if idle and variant.name != "as given":
         variant.reason = "; ".join(idle)
         return
@@ -293,7 +291,7 @@ def compare(config, fusion, training, combinations=False, variants=None, gate=No
     device = choose_device(training.device)
     if variants is None:
         variants = (combination_variants() if combinations
-                    else comparison_variants(fusion, training, device))
+                    else comparison_variants(config, fusion, training, device))
     measure(variants, config, training, device, open_source(config, training),
             gate or contextlib.nullcontext())
     amp_dtype = variants[0].trainer.amp_dtype

@@ -144,6 +144,9 @@ def make_parser():
     add("--jobs", type=whole(1), default=1, metavar="N",
         help="points that start, compile and warm up at the same time; while one measures, the others are "
              "stopped (default: %(default)s)")
+    add("--gpus", type=whole(1), default=1, metavar="N",
+        help="with --jobs, spread their processes over the first N GPUs, which must be alike; still one at a "
+             "time measures (default: %(default)s)")
     add("--timeout", type=positive(), default=900.0, metavar="SECONDS",
         help="per point (default: %(default)g)")
     add("--retry-failed", action="store_true", help="when continuing, run failed points again (default: off)")
@@ -345,13 +348,25 @@ def print_table(summary):
     print("", *aligned(rows), sep="\n")
 
 
+def first_gpus(number):
+    """Names of the first GPUs that this process sees; none if one is enough. UserError if there are fewer."""
+    import torch
+    if number == 1:
+        return []
+    found = torch.cuda.device_count()
+    if number > found:
+        raise UserError(f"--gpus {number}: there are {found}", code=4)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",") if visible else [str(i) for i in range(found)])[:number]
+
+
 def run_study(options, study, directory):
     reference = decisions.read_reference(options.check_against, study) if options.check_against else None
     results = Results(directory)
     results.load()
     if options.retry_failed and (dropped := results.forget_failures()):
         print(f"{dropped} failed runs are run again")
-    runner = Runner(study, directory, options.timeout, options.jobs)
+    runner = Runner(study, directory, options.timeout, options.jobs, first_gpus(options.gpus))
     print(f"Study in {directory}; to continue it if interrupted: --study-name {shlex.quote(directory)}")
     if study["mode"] == "find-batch-size":
         return decisions.find_batch_sizes(runner, results, options.memory_limit_mb,

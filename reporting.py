@@ -40,7 +40,7 @@ def probe(trainer, batch, count_launches=True):
         found.update(peak=trainer.graph.peak if trainer.graph else None,
                      launches=len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None)
     elif not trainer.model.fusion.enable_torch_compile:  # compiled code dispatches no operations
-        held = [*{*trainer.model.parameters(), *trainer.weights.values()}, *trainer.model.buffers(),
+        held = [*{*trainer.model.parameters(), *trainer.updated}, *trainer.model.buffers(),
                 *batch.values(), *(t for state in trainer.optimizer.state.values() for t in state.values())]
         with OpCounter() as counter:
             trainer.step(batch)
@@ -181,7 +181,8 @@ def describe_start(trainer, source):
    Torch Compile: {on[f.enable_torch_compile]}
    Kernel Reduction: {counts['kernel_reduction_percent']}% ({counts['total_kernel_reduction']} fewer """
           "kernels) [nominal]", flush=True)
-    if idle := f.idle(trainer.training.use_amp, device.type == "cuda"):
+    if idle := f.idle(trainer.training.use_amp, device.type == "cuda",
+                     trainer.model.config.seq_len):
         print(f"Not used here: {'; '.join(idle)}", flush=True)
 
 

@@ -177,7 +177,7 @@ def simulate_memory(config, fusion, training, device):
         with OpCounter() as counter:
             trainer.forward(batch)["loss"].backward()
         held = [*trainer.weights.values()] * 3 + [*model.buffers(), *batch.values()]
-        held += [*model.parameters()] if trainer.own_masters else []
+        held += [*model.parameters()] if trainer.masters else []
         return counter.peak + sum(t.numel() * t.element_size() for t in held), sum(saved.values())
 
 

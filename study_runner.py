@@ -133,12 +133,14 @@ class Turns:
 
 
 class Runner:
-    """Runs points. `script` may be another trainer with the same command line, for tests."""
+    """Runs points. `script` may be another trainer with the same command line, for tests. gpus names those
+    that processes are spread over, as CUDA_VISIBLE_DEVICES does; with none they see what this one sees."""
 
-    def __init__(self, study, directory, timeout, jobs=1):
+    def __init__(self, study, directory, timeout, jobs=1, gpus=()):
         self.study, self.directory, self.timeout, self.jobs = study, directory, timeout, jobs
         self.script = os.environ.get("TINYOPENFOLD_SCRIPT") or os.path.join(ROOT, TRAINER)
         self.turns, self.stopping = Turns(), False
+        self.on_gpu, self.gpu_lock = dict.fromkeys(gpus, 0), threading.Lock()
         self.environment = dict(os.environ)
         if jobs > 1:  # or every process starts as many compilers as there are cores
             self.environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -157,6 +159,21 @@ class Runner:
             if row["status"] != "ok" and not self.stopping:
                 self.keep_log(folder, point.file_name())
         return None if self.stopping else row
+
+    @contextlib.contextmanager
+    def place(self):
+        """The environment of a process, on the GPU that has the fewest of them."""
+        if not self.on_gpu:
+            yield self.environment
+            return
+        with self.gpu_lock:
+            gpu = min(self.on_gpu, key=self.on_gpu.get)
+            self.on_gpu[gpu] += 1
+        try:
+            yield self.environment | {"CUDA_VISIBLE_DEVICES": gpu}
+        finally:
+            with self.gpu_lock:
+                self.on_gpu[gpu] -= 1
 
     @contextlib.contextmanager
     def folder(self, name):
@@ -183,19 +200,20 @@ class Runner:
         reader, writer = os.pipe()
         command = [sys.executable, os.path.join(ROOT, "study_turn.py"), str(writer), self.script, *flags,
                    "--profile-dir", folder]
-        try:
-            with open(os.path.join(folder, "stdout.txt"), "wb") as output, \
-                    open(os.path.join(folder, "stderr.txt"), "wb") as errors:
-                process = self.turns.start(command, stdin=subprocess.PIPE, stdout=output, stderr=errors,
-                                           pass_fds=[writer], env=self.environment)
-        finally:
-            os.close(writer)
-        try:
-            return self.follow(process, reader)
-        finally:
-            self.turns.end(process)
-            process.stdin.close()
-            os.close(reader)
+        with self.place() as environment:
+            try:
+                with open(os.path.join(folder, "stdout.txt"), "wb") as output, \
+                        open(os.path.join(folder, "stderr.txt"), "wb") as errors:
+                    process = self.turns.start(command, stdin=subprocess.PIPE, stdout=output, stderr=errors,
+                                               pass_fds=[writer], env=environment)
+            finally:
+                os.close(writer)
+            try:
+                return self.follow(process, reader)
+            finally:
+                self.turns.end(process)
+                process.stdin.close()
+                os.close(reader)
 
     def follow(self, process, reader):
         """Give the process its turn when it asks for it, until it ends: its exit code, or "timeout"."""

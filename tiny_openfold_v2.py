@@ -36,6 +36,7 @@ from tqdm import tqdm
 import reporting
 from checkpoints import restore, snapshot
 from config_flags import (
+    COMBO_KERNELS_UP_TO,
     FusionConfig,
     Parser,
     ProfilerConfig,
@@ -45,6 +46,8 @@ from config_flags import (
     flag,
 )
 from cuda_graphs import GraphedStep
+from custom_gradients import ChannelBias, LinearReLU, TriangleProduct, at_least_float32
+from master_weights import MasterWeights
 from measurement import PhaseTimer, Profiling, choose_device
 from protein_batches import CONTACT_DISTANCE, TOKENS, batches, evaluate, open_source, require_matplotlib
 from run_files import StopRequest, UserError, exit_code, require_writable, write_atomically, write_json
@@ -86,6 +89,12 @@ class WideLinear(nn.Module):
         return F.linear(x, self.weight, None if self.unbiased else self.bias)
 
 
+def channels_first(layer, x):
+    """layer(x) as (c_out, B, S, S) for x (B, S, S, c_in): the same GEMM writes it so at no cost."""
+    y = (layer.weight @ x.flatten(0, -2).t()).unflatten(1, x.shape[:-1])
+    return ChannelBias.apply(y, layer.bias.to(y.dtype))
+
+
 def slices(x, widths, dim):
     """torch.split, by slices."""
     return [x.narrow(dim, sum(widths[:i]), width) for i, width in enumerate(widths)]
@@ -117,20 +126,22 @@ class PackedProjections(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
 
-    def project(self, x, *groups):
+    def project(self, x, *groups, dim=-1):
         """For each group of projection names a list: the outputs for x side by side in one tensor if one GEMM
-        makes them, else one by one. The groups must name what is packed together in its order. One split in
-        eager code, where gradients of slices would each be padded to full width and added; slices for the
-        compiler, which fuses that and saves fewer activations (counted in its output, not timed)."""
+        makes them, else one by one; channels are dimension dim, -1 or 0. The groups must name what is packed
+        together in its order. One split in eager code, where gradients of slices would each be padded to full
+        width and added; slices for the compiler, which fuses that and saves fewer activations (counted in its
+        output, not timed)."""
         made, split = {}, slices if torch.compiler.is_compiling() else torch.Tensor.split
+        run = channels_first if dim == 0 else nn.Module.__call__
         for packed_name in self.active:
             layer = getattr(self, packed_name)
             own = [names for names in groups if names[0] in self.PACKINGS[packed_name]]
             widths = [sum(self.widths[name] for name in names) for names in own]
-            made.update(zip(own, split(layer(x), widths, dim=-1), strict=True))
+            made.update(zip(own, split(run(layer, x), widths, dim=dim), strict=True))
             if layer.unbiased and layer.bias is not None:
                 made[own[-1]] = made[own[-1]] + layer.bias.to(made[own[-1]].dtype)
-        return [[made[names]] if names in made else [getattr(self, name)(x) for name in names]
+        return [[made[names]] if names in made else [run(getattr(self, name), x) for name in names]
                 for names in groups]
 
     def split_packed(self, tensors, prefix):
@@ -153,13 +164,8 @@ class PackedProjections(nn.Module):
                     tensors[f"{prefix}{packed_name}.{kind}"] = torch.cat([tensors.pop(key) for key in keys])
 
 
-def separate(outputs, n):
-    return outputs if len(outputs) == n else outputs[0].chunk(n, dim=-1)
-
-
-def at_least_float32(dtype):
-    """The dtype of softmax, counts and losses."""
-    return torch.promote_types(dtype, torch.float32)
+def separate(outputs, n, dim=-1):
+    return outputs if len(outputs) == n else outputs[0].chunk(n, dim=dim)
 
 
 def attention_backend(requested, q, biased):
@@ -167,13 +173,14 @@ def attention_backend(requested, q, biased):
 
     FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
     bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
-    Without a trainable bias SDPA's kernels are faster. On CPU neither has a fused kernel that differentiates
-    a bias, and SDPA's own unfused math is slower than ours (benchmarks/LOG.md).
+    Without a trainable bias SDPA's kernels are faster for long sequences. On CPU neither has a fused kernel
+    that differentiates a bias, and SDPA's own unfused math is slower than ours (benchmarks/LOG.md).
     """
     flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
+    if requested == "auto" and biased and torch.is_grad_enabled():
+        return "flex" if flex_fits else "sdpa" if q.is_cuda else "math"
     if requested == "auto":
-        trained_bias = "flex" if flex_fits else "sdpa" if q.is_cuda else "math"
-        return trained_bias if biased and torch.is_grad_enabled() else "sdpa"
+        return "flex" if flex_fits and torch.is_grad_enabled() and q.shape[-2] <= 64 else "sdpa"
     return "sdpa" if requested == "flex" and not (flex_fits and torch.is_grad_enabled()) else requested
 
 
@@ -204,6 +211,8 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
 
 
 NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing
+BACKWARD_TILES = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
+                      bwd_num_stages=2)  # the fastest of six on an H200 (benchmarks/LOG.md); unknown on AMD
 
 
 def prepare_flex_attention(device):
@@ -231,11 +240,13 @@ def flex_attend(q, k, v, bias):
     def add_bias(score, b, h, i, j):
         return score + bias[b // rows, h, i, j]
 
+    options = dict(FORCE_USE_FLEX_ATTENTION=True)
+    if q.element_size() == 2 and q.shape[-1] <= 32 and not torch.version.hip:
+        options |= BACKWARD_TILES
     kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     score_mod = None if bias is None else add_bias
     return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=score_mod,
-                  block_mask=NO_BLOCK_MASK.get(q.device),
-                  kernel_options=dict(FORCE_USE_FLEX_ATTENTION=True)).unflatten(0, (-1, rows))
+                  block_mask=NO_BLOCK_MASK.get(q.device), kernel_options=options).unflatten(0, (-1, rows))
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -295,29 +306,6 @@ class FusedMSAColumnAttention(GatedAttention):
 
     def forward(self, msa, row_mask=None):
         return self.attention(self.layer_norm(msa), 1, key_mask=row_mask)  # (B, N, S, c_m)
-
-
-class LinearReLU(torch.autograd.Function):
-    """relu(x W^T + b) with bias and ReLU in the GEMM's epilogue, where the BLAS library has one. PyTorch has
-    the kernel without its derivative; the result serves as the mask of backward, too."""
-
-    @staticmethod
-    def of(x, layer):
-        on = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
-        return LinearReLU.apply(*(t.to(dtype) for t in (x, layer.weight, layer.bias)))
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
-        ctx.save_for_backward(x, weight, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight, y = ctx.saved_tensors
-        gradient = torch.ops.aten.threshold_backward(gradient, y, 0).flatten(0, -2)
-        return (gradient @ weight).view(x.shape), gradient.t() @ x.flatten(0, -2), gradient.sum(0)
 
 
 class Transition(nn.Module):
@@ -383,26 +371,13 @@ class OuterProductMean(PackedProjections):
         return torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
 
 
-class ContiguousGradient(torch.autograd.Function):
-    """The identity, with a contiguous gradient: written so by the kernel that makes it, not copied later."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.contiguous()
-
-
 class FusedTriangleMultiplication(PackedProjections):
     """Alg. 11 (outgoing edges) and 12 (incoming): pair (i, j) sees every triangle i, j, k.
 
     DISCREPANCY: the hidden width is pair_dim (AF2: 128, which is also its pair_dim).
     """
     SIDES, GATES = ("left_proj", "right_proj"), ("left_gate", "right_gate")
-    PACKINGS = dict(left_right_proj=SIDES, left_right_gate=GATES,
-                    left_right_all=(*SIDES, *GATES, "output_gate"))
+    PACKINGS = dict(left_right_proj=SIDES, left_right_gate=GATES, left_right_all=(*SIDES, *GATES))
 
     def __init__(self, config, fusion, outgoing):
         super().__init__()
@@ -413,24 +388,23 @@ class FusedTriangleMultiplication(PackedProjections):
         layers |= {name: linear(c, c, init="gate") for name in self.GATES}
         self.center_norm = nn.LayerNorm(c)
         self.output_proj = linear(c, c, init="zero")
-        layers["output_gate"] = linear(c, c, init="gate")
+        self.output_gate = linear(c, c, init="gate")
         packings = ["left_right_proj", "left_right_gate"] if fusion.enable_triangle_fusion else []
         self.add_projections(layers, *["left_right_all"] if packings and fusion.enable_projection_fusion
                              else packings)
 
     def forward(self, pair, seq_mask=None):
         x = self.layer_norm(pair)
-        sides, gates, [output_gate] = self.project(x, self.SIDES, self.GATES, ("output_gate",))
+        # One S x S matrix per channel, written so by the projections: batched GEMMs would copy operands in
+        # any other layout, in forward once and in backward again.
+        sides, gates = self.project(x, self.SIDES, self.GATES, dim=0)
         gated = [side * gate.sigmoid() for side, gate in zip(sides, gates, strict=True)]
-        # One S x S matrix per channel, written so by the gating kernel if that is compiled: the batched GEMM
-        # would copy operands in any other layout, in forward once and in backward again.
-        left, right = (side.permute(0, 3, 1, 2).contiguous() for side in separate(gated, 2))  # (B, c_z, S, S)
+        left, right = separate(gated, 2, dim=0)  # (c_z, B, S, S)
         if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
-            mask = seq_mask[:, None, None, :] if self.outgoing else seq_mask[:, None, :, None]
-            left = left * mask.to(x.dtype)
-        product = left @ right.transpose(2, 3) if self.outgoing else left.transpose(2, 3) @ right
-        product = ContiguousGradient.apply(product).permute(0, 2, 3, 1)  # (B, S, S, c_z)
-        return self.output_proj(self.center_norm(product)) * output_gate.sigmoid()
+            mask = seq_mask[:, None, :] if self.outgoing else seq_mask[:, :, None]
+            left = left * mask.to(left.dtype)
+        product = TriangleProduct.apply(left, right, self.outgoing).permute(1, 2, 3, 0)  # (B, S, S, c_z)
+        return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
 
 
 class FusedTriangleAttention(GatedAttention):
@@ -535,7 +509,7 @@ class TinyOpenFoldV2(nn.Module):
             torch._functorch.config.activation_memory_budget = self.fusion.activation_memory_budget
             how = dict(fullgraph=True, dynamic=False, options=dict(
                 torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
-                combo_kernels=self.fusion.enable_combo_kernels))
+                combo_kernels=self.fusion.enable_combo_kernels and config.seq_len <= COMBO_KERNELS_UP_TO))
             for block in self.blocks:
                 block.compile(**how)
             self.gpu_ends = torch.compile(self.embed, **how), torch.compile(self.heads, **how)
@@ -600,14 +574,15 @@ class TinyOpenFoldV2(nn.Module):
         c, requested, weight = self.config, self.fusion.attention_backend, self.distogram_head.weight
 
         @torch.enable_grad()
-        def name(width, biased):
-            backend = attention_backend(requested, weight.new_empty(c.seq_len, width, dtype=dtype), biased)
+        def name(length, width, biased):
+            backend = attention_backend(requested, weight.new_empty(length, width, dtype=dtype), biased)
             if not weight.is_cuda:
                 return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
                     (backend, biased), f"{backend} on CPU")
             return dict(flex="flex_attention").get(backend, backend)
-        parts = dict(pair=name(c.pair_dim // c.pair_heads, True), rows=name(c.msa_dim // c.msa_heads, True),
-                     columns=name(c.msa_dim // c.msa_heads, False))
+        msa_width = c.msa_dim // c.msa_heads
+        parts = dict(pair=name(c.seq_len, c.pair_dim // c.pair_heads, True),
+                     rows=name(c.seq_len, msa_width, True), columns=name(c.num_seqs, msa_width, False))
         return "; ".join([parts["pair"], *(f"{k}: {v}" for k, v in parts.items() if v != parts["pair"])])
 
     def get_fusion_statistics(self):
@@ -646,13 +621,12 @@ class Trainer:
             self.amp_dtype = getattr(torch, training.amp_dtype or default)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         lr = torch.tensor(training.learning_rate, device=device) if graphs else training.learning_rate
-        self.weights = dict(self.model.named_parameters())  # what the optimizer updates
-        self.own_masters = fusion.enable_master_weights and self.amp_dtype is not None
-        if self.own_masters:
-            self.weights = {name: p.detach().clone() for name, p in self.weights.items()}
-            for p in self.model.parameters():
-                p.data = p.data.to(self.amp_dtype)
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=lr, fused=True, capturable=graphs)
+        self.weights, self.masters = dict(self.model.named_parameters()), None
+        if fusion.enable_master_weights and self.amp_dtype is not None:
+            self.masters = MasterWeights(self.model, self.amp_dtype)
+            self.weights = self.masters.views(self.masters.flat)
+        self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
+        self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs)
         self.use_graph, self.graph = graphs, None
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = training.use_tf32
@@ -660,7 +634,7 @@ class Trainer:
         self.step_number, self.trained_on = 0, set()  # names of real proteins
 
     def forward(self, batch):
-        cast = self.amp_dtype is not None and not self.own_masters
+        cast = self.amp_dtype is not None and self.masters is None
         with torch.autocast(self.device.type, self.amp_dtype, enabled=cast):
             return self.model(**batch)
 
@@ -690,32 +664,23 @@ class Trainer:
         mark()
         self.scaler.scale(loss).backward()
         mark()
-        if self.own_masters:
-            for weight in self.weights.values():
-                weight.grad = torch.empty_like(weight)
-            torch._foreach_copy_([weight.grad for weight in self.weights.values()],
-                                 [p.grad for p in self.model.parameters()])
-            self.model.zero_grad(set_to_none=True)
+        if self.masters:
+            self.masters.take_gradients()
         self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.weights.values(), self.training.grad_clip)
+        nn.utils.clip_grad_norm_(self.updated, self.training.grad_clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.publish_weights()
+        if self.masters:
+            self.masters.publish()
         loss = loss.detach().clone()  # CUDA graphs of torch.compile's own overwrite what they returned
         mark()
         return loss
 
-    def publish_weights(self):
-        """Master weights -> the model's, all in a few kernels."""
-        if self.own_masters:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.model.parameters()), list(self.weights.values()))
-
     @contextlib.contextmanager
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
-        weights = [p.detach().clone() for p in self.weights.values()]
+        weights = [p.detach().clone() for p in self.updated]
         moments = {p: {key: tensor.clone() for key, tensor in state.items()}
                    for p, state in self.optimizer.state.items()}
         scaler = self.scaler.state_dict()
@@ -724,11 +689,12 @@ class Trainer:
                 yield
         finally:
             with torch.no_grad():  # in place, because a captured graph knows these tensors by address
-                torch._foreach_copy_(list(self.weights.values()), weights)
+                torch._foreach_copy_(self.updated, weights)
                 for p, state in self.optimizer.state.items():
                     for key, tensor in state.items():
                         tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
-            self.publish_weights()
+            if self.masters:
+                self.masters.publish()
             self.scaler.load_state_dict(scaler)
 
 

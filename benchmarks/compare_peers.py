@@ -2,20 +2,21 @@
 """One Evoformer block with everything on, against the same block with cuEquivariance's triangle kernels.
 
     pip install cuequivariance-torch cuequivariance-ops-torch-cu13     # NVIDIA only; not needed otherwise
-    python benchmarks/compare_peers.py --out OUT [--steps 30]
+    python benchmarks/compare_peers.py --out OUT [--shapes S64] [--no-graphs] [--steps 30]
 
 "ours" is the block under --enable-all-fusion in bfloat16. "cuEquivariance" differs in the four triangle
 sub-layers alone: attention is cuequivariance_torch.triangle_attention, multiplication (LayerNorms and gates
 included) triangle_multiplicative_update; the rest is ours, and both are compiled. "plain" is the
-baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are against the
-plain block in float64. Writes OUT/peers.json with the kernels that took the most time, so that one sees whose
-ran. Exit code 1 if an error is above three times the plain block's, 3 where the package or a GPU for
-it is missing.
+baseline block. Forward and backward of each are one CUDA graph (--no-graphs: they are not); replays
+alternate. Errors are against the plain block in float64. Writes OUT/peers.json with the kernels that took
+the most time, so that one sees whose ran. Exit code 1 if an error is above three times the plain block's,
+3 where the package or a GPU for it is missing.
 """
 import argparse
 import json
 import os
 import pathlib
+import re
 import sys
 import time
 from functools import partial
@@ -113,8 +114,8 @@ def worst_error(found, exact):
                for name, truth in exact.items())
 
 
-def compare(shape, steps, device, on_gpu):
-    """[row of every block], interleaved."""
+def compare(shape, steps, device, on_gpu, graphed):
+    """{block: row}, interleaved."""
     sizes = dict(shape)
     batch, dtype = sizes.pop("batch"), torch.bfloat16 if on_gpu else torch.float32
     config = tof.TinyOpenFoldConfig(num_blocks=1, **sizes)
@@ -126,25 +127,29 @@ def compare(shape, steps, device, on_gpu):
     found = blocks(config, device, dtype)
     truth = blocks(config, device, torch.float64)["plain"]
     exact = flat(truth, gradients_step(truth)({k: v.double() for k, v in tensors.items()}))
-    rows, graphs, timers = {}, {}, {}
+    rows, runs, graphs, timers = {}, {}, {}, {}
     for name, block in found.items():
         if on_gpu and name != "plain":
-            block.compile(dynamic=False, options=dict(combo_kernels=True))
+            combo = config.seq_len <= tof.COMBO_KERNELS_UP_TO
+            block.compile(dynamic=False, options=dict(combo_kernels=combo))
         run = gradients_step(block)
         rows[name] = dict(error=worst_error(flat(block, run(tensors)), exact))
-        graphs[name] = partial(run, tensors)
-        if on_gpu:
-            graphs[name] = GraphedStep(lambda t, run=run: run(t)[0][1].sum(), tensors, device).graph.replay
+        runs[name] = partial(run, tensors)
+        if graphed:  # graphs keeps what is captured alive, its inputs above all
+            graphs[name] = GraphedStep(lambda t, run=run: run(t)[0][1].sum(), tensors, device)
+            runs[name] = graphs[name].graph.replay
         timers[name] = PhaseTimer(device)
     for _ in range(steps):
         for name in found:
+            if not graphed:
+                runs[name]()  # keeps the queue full, so that the host's part does not count
             timers[name].start()
-            graphs[name]()
+            runs[name]()
             timers[name].mark()
     for name, row in rows.items():
         times = quantiles(timers[name].seconds()[:, 0])
         row["p20_ms"], row["median_ms"], row["p80_ms"] = (1e3 * t for t in times)
-        row["top"] = top_kernels(graphs[name]) if on_gpu else []
+        row["top"] = top_kernels(runs[name]) if on_gpu else []
     return rows
 
 
@@ -161,6 +166,8 @@ def run(argv):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--shapes", default="", help="regular expression over their names")
+    parser.add_argument("--no-graphs", action="store_true", help="see above (default: off)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, eager float32, also on a CPU")
     arguments = parser.parse_args(argv)
     try:
@@ -176,7 +183,9 @@ def run(argv):
         tof.prepare_flex_attention(torch.device("cuda", torch.cuda.current_device()))
     results = {}
     for name, shape in (QUICK if arguments.quick else SHAPES).items():
-        results[name] = compare(shape, arguments.steps, device, on_gpu)
+        if not re.search(arguments.shapes, name):
+            continue
+        results[name] = compare(shape, arguments.steps, device, on_gpu, on_gpu and not arguments.no_graphs)
         for peer, row in results[name].items():
             row["accurate"] = row["error"] <= 3 * results[name]["plain"]["error"] + 2e-6
             print(f"{name:22s} {peer:15s} {row['median_ms']:8.3f} ms ({row['p20_ms']:.3f}, "
@@ -187,7 +196,7 @@ def run(argv):
                       results=results, date=time.strftime("%F"), system_info=system_info(device),
                       cuequivariance=getattr(cuequivariance_torch, "__version__", None))
         (arguments.out / "peers.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    return int(not all(row["accurate"] for rows in results.values() for row in rows.values()))
+    return int(not results or not all(row["accurate"] for rows in results.values() for row in rows.values()))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def compare_child(flags):
     from measurement import choose_device
     from protein_batches import to_device
     _, (config, training, fusion, _), _ = tof.parse(tof.make_parser(), flags)
-    variants = fusion_comparison.comparison_variants(fusion, training, choose_device(training.device))
+    variants = fusion_comparison.comparison_variants(config, fusion, training, choose_device(training.device))
     if not training.use_amp:  # the ladder above torch.compile is for mixed precision; it takes minutes
         variants = [v for v in variants if not v.name.startswith("+")]
     result = fusion_comparison.compare(config, fusion, training, variants=variants, gate=own_turn())

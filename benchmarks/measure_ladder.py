@@ -43,6 +43,8 @@ RUNGS = {
     "best": BEST,  # + combo kernels
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
     "best, no transition fusion": f"{BEST} --disable-transition-fusion",
+    "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes
+    "best, no combo kernels": f"{BEST} --disable-combo-kernels",
     "attention math": f"{BEST} --attention-backend math",
     "attention sdpa": f"{BEST} --attention-backend sdpa",
     "attention flex": f"{BEST} --attention-backend flex",
@@ -125,7 +127,7 @@ def child(flags, steps):
 def start_children(shapes, rungs, arguments):
     """Start every rung that --only and --skip leave; yields (name, flags, log of its stderr, process)."""
     tiny = "--num-blocks 1 --batch-size 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16"
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
     for shape, shape_flags in shapes.items():
         for rung, rung_flags in rungs.items():
             name = f"{shape} | {rung}"

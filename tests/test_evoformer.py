@@ -392,8 +392,8 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
     def imprecise(q, k, v, bias=None, key_mask=None, backend="auto"):
         return attend(q, k, v, bias, key_mask, backend) * (1 if backend == "math" else 1 + 1e-5)
 
-    def exchanged(outputs, n):
-        return outputs if len(outputs) == n else separate(outputs, n)[::-1]
+    def exchanged(outputs, n, **kwargs):
+        return outputs if len(outputs) == n else separate(outputs, n, **kwargs)[::-1]
 
     mutants = [
         ("attend", no_bias),

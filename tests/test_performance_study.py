@@ -123,13 +123,16 @@ def test_timeout(fake):
     assert rows_of()[0]["status"] == "timeout" and rows_of()[0]["reason"] == "not done after 0.5 s"
 
 
-def test_one_measures_at_a_time(fake, tmp_path):
+def test_one_measures_at_a_time_also_on_several_gpus(fake, tmp_path, monkeypatch):
     log = tmp_path / "log"
-    assert fake(*SMALL, "--num-runs", 3, "--jobs", 3, seconds=0.15, log=str(log)) == 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert fake(*SMALL, "--num-runs", 3, "--jobs", 3, "--gpus", 2, seconds=0.15, log=str(log)) == 0
     events = [line.split() for line in log.read_text().splitlines()]
-    assert len(events) == 12
+    assert len(events) == 12 and {gpu for *_, gpu in events} == {"4", "6"}
     for (word, pid, _), (next_word, next_pid, _) in zip(events[::2], events[1::2], strict=True):
         assert (word, next_word) == ("begin", "end") and pid == next_pid
+    assert fake(*SMALL, "--num-runs", 3, "--jobs", 3, "--gpus", 4) == 4
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -177,7 +177,8 @@ def test_launch_verdict(busy, verdict):
 
 
 def test_variants_come_from_the_config_and_the_baseline_is_first():
-    variants = fusion_comparison.comparison_variants(tof.FusionConfig(), tof.TrainingConfig(), CPU)
+    variants = fusion_comparison.comparison_variants(
+        tof.TinyOpenFoldConfig(), tof.FusionConfig(), tof.TrainingConfig(), CPU)
     names = [v.name for v in variants]
     assert names[0] == "baseline" and {"qkv_msa alone", "all", "all + torch.compile"} <= set(names)
     assert len(set(map(str, (v.fusion for v in variants)))) == len(variants)
@@ -190,14 +191,18 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
     for given in (tof.FusionConfig(enable_flash_attention=False),
                   *(tof.FusionConfig(enable_torch_compile=True, torch_compile_mode=mode)
                     for mode in COMPILE_MODES)):
-        variants = fusion_comparison.comparison_variants(given, tof.TrainingConfig(), CPU)
+        variants = fusion_comparison.comparison_variants(
+            tof.TinyOpenFoldConfig(), given, tof.TrainingConfig(), CPU)
         assert any(v.fusion == given for v in variants)
     assert len({str(v.fusion) for v in fusion_comparison.combination_variants()}) == 16
 
 
 def test_idle_switches_are_named_and_only_the_users_own_are_measured():
-    assert len(tof.FusionConfig.preset(True).idle(use_amp=False, on_gpu=False)) == 3
-    assert tof.FusionConfig.preset(True).idle(use_amp=True, on_gpu=True) == []
+    everything = tof.FusionConfig.preset(True)
+    assert len(everything.idle(use_amp=False, on_gpu=False, seq_len=256)) == 3
+    assert everything.idle(use_amp=True, on_gpu=True, seq_len=64) == []
+    assert everything.idle(use_amp=True, on_gpu=True, seq_len=256) == [
+        "combo kernels cost time above 128 residues"]
     trainer, batch = setup(PLAIN)
     for name, measured in (("as given", True), ("+ master_weights", False)):
         variant = fusion_comparison.Variant(name, tof.FusionConfig(enable_master_weights=True))

@@ -98,7 +98,8 @@ def test_modes_exit_codes_and_json(tmp_path):
 
 def test_validation_and_accuracy_fail_with_exit_code_1(tmp_path, monkeypatch, capsys):
     separate = tof.separate
-    monkeypatch.setattr(tof, "separate", lambda outs, n: outs if len(outs) == n else separate(outs, n)[::-1])
+    monkeypatch.setattr(tof, "separate", lambda outs, n, dim=-1: outs if len(outs) == n else
+                        separate(outs, n, dim)[::-1])
     assert train(tmp_path, "--verify-accuracy") == 1
     assert "\nFAIL\n" in capsys.readouterr().out
     assert train(tmp_path, "--validate-setup") == 1
