@@ -3,6 +3,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -244,8 +245,9 @@ class Runner:
             self.turns.signal(process, signal.SIGKILL)
 
     def measure_all(self, points, record):
-        """Measure points, `jobs` at a time, and hand each row to record(). A point that ran out of memory
-        while others were on the device has its say only after a second try without them."""
+        """Measure points, `jobs` at a time, and hand each row to record(); the first runs of all points come
+        before the second ones. A point that ran out of memory while others were on the device has its say
+        only after a second try, one process on a GPU."""
         again = []
 
         def record_or_repeat(row):
@@ -253,8 +255,10 @@ class Runner:
                 again.append(Point.of(row))
             else:
                 record(row)
-        self.measure_some(points, self.jobs, record_or_repeat)
-        self.measure_some(again, 1, record)
+        for _, run in itertools.groupby(points, key=lambda point: point.run):
+            self.measure_some(list(run), self.jobs, record_or_repeat)
+            self.measure_some(again, max(1, len(self.on_gpu)), record)
+            again.clear()
 
     def measure_some(self, points, jobs, record):
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

@@ -111,7 +111,7 @@ class Child:
         command = [sys.executable, os.path.abspath(__file__), "--child", mode, *flags]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=self.log, text=True,
-                                        env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"})
+                                        env={"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ})
 
     def wait_until_ready(self):
         for line in self.process.stdout:
@@ -144,28 +144,30 @@ def lone_peak(process):
     return json.loads(lines[-1])["performance_summary"]["peak_memory_mb"]
 
 
-def compare_part(shapes, options, out):
-    """{shape and precision: comparison}, each with the lone runs of the checked variants. One shape at a
-    time: the variants of all shapes together would not fit on the GPU."""
-    results = {}
-    for shape in shapes:
+def compare_part(options, out, results, save):
+    """Fill results, {shape and precision: comparison}, each with the lone runs of the checked variants, and
+    save() after each. One shape at a time unless asked: the variants of all might not fit on the GPU."""
+    shapes = options.shapes
+    for group in [shapes] if options.together else [[shape] for shape in shapes]:
         started = time.monotonic()
-        pairs = {f"B{shape[0]} S{shape[1]} N{shape[2]} {p}": trainer_flags(shape, p, options)
-                 for p in options.precisions}
+        pairs = {f"B{b} S{s} N{n} {p}": trainer_flags((b, s, n), p, options)
+                 for b, s, n in group for p in options.precisions}
         files = {name: re.sub(r"\W+", "_", name) for name in pairs}
         children = {name: Child("compare", flags, out, files[name]) for name, flags in pairs.items()}
         for child in children.values():
             child.wait_until_ready()
         print(f"{len(children)} processes warm after {time.monotonic() - started:.0f} s", flush=True)
-        results.update({name: child.take_turn() for name, child in children.items()})
+        for name, child in children.items():
+            results[name] = child.take_turn()
+            save()
         alone = {(name, variant): lone_run([*flags, *more], out, f"{files[name]}_{variant}")
                  for name, flags in pairs.items()
                  for variant, more in (("baseline", ["--disable-all-fusion"]), ("all", []))}
         for (name, variant), process in alone.items():
             results[name].setdefault("lone_run_peak_mb", {})[variant] = lone_peak(process)
+        save()
         for name in pairs:
             print_comparison(name, results[name])
-    return results
 
 
 def print_comparison(name, result):
@@ -175,7 +177,7 @@ def print_comparison(name, result):
     if "error" in result:
         print(result["error"])
         return
-    print("\n".join(aligned(table(result["variants"]))))
+    print("\n".join(aligned(table(result["variants"]))), flush=True)
     for row in agreement(result):
         print(f"   {row['variant']}: launches {row['launches']}, plain profiler {row['plain_launches']}; "
               f"peak {row['peak_mb']} MB, lone run {row['lone_peak_mb']} MB: {row['verdict']}")
@@ -188,7 +190,7 @@ def agreement(result):
         if entry["name"] not in CHECKED or not entry["measured"]:
             continue
         launches, plain = entry["launches_per_step"], result["plain_profiler_launches"].get(entry["name"])
-        peak, lone = entry["peak_memory_mb"], result["lone_run_peak_mb"].get(entry["name"])
+        peak, lone = entry["peak_memory_mb"], result.get("lone_run_peak_mb", {}).get(entry["name"])
         same = [abs(a / b - 1) <= limit for a, b, limit in ((launches, plain, 0.02), (peak, lone, 0.01))
                 if a and b]
         rows.append(dict(variant=entry["name"], launches=launches, plain_launches=plain,
@@ -198,11 +200,12 @@ def agreement(result):
     return rows
 
 
-def roofline_part(shapes, options, out):
-    """{shape and precision: session with roofline and predictions} for the first and last shape."""
+def roofline_part(options, out, results, save):
+    """Fill results, {shape and precision: session with roofline and predictions}, for the first and the last
+    shape, and save() after each."""
     from profiling_report import ceiling_line, prediction_rows, roofline_rows
     from reporting import aligned
-    results = {}
+    shapes = options.shapes
     chosen = {f"B{s[0]} S{s[1]} N{s[2]} {p}": (s, p) for s in (shapes[0], shapes[-1])
               for p in (options.precisions[0], options.precisions[-1])}
     for name, pair in chosen.items():
@@ -212,13 +215,13 @@ def roofline_part(shapes, options, out):
         child = Child("roofline", trainer_flags(*pair, options), out, label)
         child.wait_until_ready()
         results[name] = result = child.take_turn()
+        save()
         print(f"\n{name}: roofline and predictions")
         if "error" in result:
             print(result["error"])
             continue
         print("\n".join([ceiling_line(result["ceilings"]), *aligned(roofline_rows(result["roofline"])),
                          *aligned(prediction_rows(result["checks"])), result["launch"]["text"]]), flush=True)
-    return results
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -293,6 +296,8 @@ def main():
     parser.add_argument("--part", choices=("all", "compare", "roofline"), default="all")
     parser.add_argument("--shapes", type=parse_shapes, default=parse_shapes(SHAPES), metavar='"B,S,N ..."')
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument("--together", action="store_true", help="the comparisons of all shapes get ready at "
+                        "the same time (default: those of one shape)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of every variant")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
     options = parser.parse_args()
@@ -304,14 +309,15 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     result = dict(command=" ".join(["python benchmarks/measure_fusion.py", *sys.argv[1:]]),
                   timestamp=time.strftime("%Y-%m-%d"), compare={}, roofline={})
-    try:
-        if options.part in ("all", "compare"):
-            result["compare"] = compare_part(options.shapes, options, options.out)
-        if options.part in ("all", "roofline"):
-            result["roofline"] = roofline_part(options.shapes, options, options.out)
-    finally:
-        (options.out / "fusion.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(f"\n{options.out / 'fusion.json'}: {(options.out / 'fusion.json').stat().st_size / 1024:.0f} KB")
+    path = options.out / "fusion.json"
+
+    def save():
+        path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    if options.part in ("all", "compare"):
+        compare_part(options, options.out, result["compare"], save)
+    if options.part in ("all", "roofline"):
+        roofline_part(options, options.out, result["roofline"], save)
+    print(f"\n{path}: {path.stat().st_size / 1024:.0f} KB")
     failed = any("error" in part for kind in ("compare", "roofline") for part in result[kind].values())
     disagree = any(row["verdict"] == "DISAGREE" for part in result["compare"].values() if "error" not in part
                    for row in agreement(part))
