@@ -157,7 +157,7 @@ def saved_activations(model, named_modules, compute_loss):
         if storage._cdata not in own and storage._cdata not in seen:
             seen.add(storage._cdata)
             sizes[stack[-1]] = sizes.get(stack[-1], 0) + storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node keeps would keep the graph alive, in a cycle
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with ranges(named_modules, stack.append, stack.pop):

@@ -1,6 +1,7 @@
 """How a run ends and what it leaves on disk: user errors, atomic files, stop requests."""
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -101,9 +102,12 @@ def fresh_directory(path, named, force):
     require_writable(os.path.join(path, "x"))
 
 
+OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|allocate memory", re.IGNORECASE)
+
+
 def explain(error):
     """(message, exit code) for errors of the machine rather than of this program; (None, None) for others."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or OUT_OF_MEMORY.search(str(error)):
         return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", 1
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
         return "torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)", 3

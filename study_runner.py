@@ -18,13 +18,13 @@ from datetime import datetime, timezone
 
 from tqdm import tqdm
 
-from run_files import UserError
+from run_files import OUT_OF_MEMORY, UserError
 from study_design import ROOT, TRAINER, Point, parse_setting, point_flags
 
 FIGURES = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_training_speed", "peak_memory_mb",
            "saved_activation_mb", "launches_per_step", "flops_per_step", "mfu", "first_step_time")
 SYSTEM = ("gpu_name", "host_cpu", "torch_version", "cuda_version", "hip_version", "git_commit")
-OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|allocate memory", re.IGNORECASE)
+ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
 SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
 START_SECONDS, COMPILE_SECONDS = 6, 60  # guesses, until a run of the setting is done
 
@@ -297,9 +297,10 @@ class Runner:
 
 
 def last_words(log):
-    """The last line of a log that is not blank, without the program's name."""
+    """The last line of a log that names an error, or else that is not blank, without the program's name."""
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = [line.strip() for line in file.read()[-20000:].splitlines() if line.strip()]
+    lines = [line for line in lines if ERROR_LINE.match(line)] or lines
     return lines[-1].removeprefix(f"{TRAINER}: error: ")[:300] if lines else ""
 
 

@@ -173,15 +173,18 @@ def attention_backend(requested, q, biased):
 
     FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
     bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
-    Without a trainable bias SDPA's kernels are faster for long sequences. On CPU neither has a fused kernel
-    that differentiates a bias, and SDPA's own unfused math is slower than ours (benchmarks/LOG.md).
+    "auto" goes by measurements (benchmarks/LOG.md): without a trainable bias SDPA's kernels are faster for
+    long sequences; with one, plain attention beats all else on CPU, and in float32 without TF32 on NVIDIA.
     """
     flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
-    if requested == "auto" and biased and torch.is_grad_enabled():
-        return "flex" if flex_fits else "sdpa" if q.is_cuda else "math"
-    if requested == "auto":
-        return "flex" if flex_fits and torch.is_grad_enabled() and q.shape[-2] <= 64 else "sdpa"
-    return "sdpa" if requested == "flex" and not (flex_fits and torch.is_grad_enabled()) else requested
+    if not torch.is_grad_enabled() and requested in ("auto", "flex") or requested == "flex" and not flex_fits:
+        return "sdpa"
+    if requested != "auto":
+        return requested
+    strict = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    if biased and (not q.is_cuda or strict and not torch.version.hip):
+        return "math"
+    return "flex" if flex_fits and (biased or not strict and q.shape[-2] <= 64) else "sdpa"
 
 
 def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
@@ -655,6 +658,8 @@ class Trainer:
         try:
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise UserError(f"CUDA graphs: this step cannot be captured ({str(error).splitlines()[0]}); use "
                             "--disable-cuda-graphs", code=1) from None

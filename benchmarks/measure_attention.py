@@ -173,6 +173,15 @@ def measure_shape(name, shape, precision, arguments, device):
     return rows
 
 
+def save(rows, out, device):
+    """Write what is known so far to OUT/attention.json."""
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        result = dict(command=" ".join(["python benchmarks/measure_attention.py", *sys.argv[1:]]),
+                      date=time.strftime("%F"), rows=rows, system_info=system_info(device))
+        (out / "attention.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,11 +201,7 @@ def main():
         for precision in arguments.precisions:
             if re.search(arguments.shapes, name):
                 rows += measure_shape(name, shape, precision, arguments, device)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        result = dict(command=" ".join(["python benchmarks/measure_attention.py", *sys.argv[1:]]),
-                      date=time.strftime("%F"), rows=rows, system_info=system_info(device))
-        (arguments.out / "attention.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+                save(rows, arguments.out, device)
     judged = [row for row in rows if row["name"].split(" | ")[2] in ("math", "sdpa", "flex")]
     return int(not rows or not all(row.get("accurate") for row in judged))
 

@@ -5,10 +5,10 @@
     python benchmarks/measure_fusion.py --out OUT --part compare --shapes "4,64,16" --precisions fp32
     python benchmarks/measure_fusion.py --render benchmarks/results/fusion.json   # tables into README.md
 
-Every pair of shape and precision is a process of its own. All compile, warm up and count at the same time,
-then they are timed one by one, alone on the GPU, the variants of a process interleaved. Writes
-OUT/fusion.json; --render puts its tables, and those of further files, between the markers of
-benchmarks/README.md, so that no table is typed by hand.
+Every pair of shape and precision is a process of its own; its variants are interleaved. With --jobs N, N of
+them compile, warm up and count at the same time, and are then timed one by one, alone on the GPU, whose
+memory they share until then. Writes OUT/fusion.json after each; --render puts its tables, and those of
+further files, between the markers of benchmarks/README.md, so that no table is typed by hand.
 """
 import argparse
 import contextlib
@@ -146,12 +146,11 @@ def lone_peak(process):
 
 def compare_part(options, out, results, save):
     """Fill results, {shape and precision: comparison}, each with the lone runs of the checked variants, and
-    save() after each. One shape at a time unless asked: the variants of all might not fit on the GPU."""
-    shapes = options.shapes
-    for group in [shapes] if options.together else [[shape] for shape in shapes]:
-        started = time.monotonic()
-        pairs = {f"B{b} S{s} N{n} {p}": trainer_flags((b, s, n), p, options)
-                 for b, s, n in group for p in options.precisions}
+    save() after each."""
+    todo = [(f"B{b} S{s} N{n} {p}", trainer_flags((b, s, n), p, options))
+            for b, s, n in options.shapes for p in options.precisions]
+    for first in range(0, len(todo), options.jobs):
+        started, pairs = time.monotonic(), dict(todo[first:first + options.jobs])
         files = {name: re.sub(r"\W+", "_", name) for name in pairs}
         children = {name: Child("compare", flags, out, files[name]) for name, flags in pairs.items()}
         for child in children.values():
@@ -296,8 +295,8 @@ def main():
     parser.add_argument("--part", choices=("all", "compare", "roofline"), default="all")
     parser.add_argument("--shapes", type=parse_shapes, default=parse_shapes(SHAPES), metavar='"B,S,N ..."')
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--together", action="store_true", help="the comparisons of all shapes get ready at "
-                        "the same time (default: those of one shape)")
+    parser.add_argument("--jobs", type=int, default=1, help="comparisons that get ready at the same time "
+                        "(default: 1)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of every variant")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
     options = parser.parse_args()

@@ -8,6 +8,10 @@ timed one by one, alone on the GPU; where there is no GPU, one follows the other
 OUT/ladder.json: times in ms, memory in MB (2**20 bytes), the most expensive kernels, and whether outputs and
 all gradients pass the 3x rule (see fusion_checks.py). A rung that fails is a row
 with its reason; exit code 1 if one fails or is not accurate.
+
+    python benchmarks/measure_ladder.py --plot memory.png OUT/ladder.json ...
+
+draws time against peak memory, a panel for each shape of these results.
 """
 import argparse
 import json
@@ -164,8 +168,40 @@ def finish(name, flags, log, process):
     return row
 
 
+def plot(paths, picture):
+    """Time against peak memory of every rung but the baseline, and the curve of those that no other beats in
+    both. Of rungs that lie on each other, one has its name written beside it."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    rows, panels = [], {}
+    for path in paths:
+        rows += json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        shape, rung = row["name"].split(" | ")
+        if row.get("peak_mb") and not rung.startswith("baseline"):
+            panels.setdefault(shape, []).append((row["median_ms"], row["peak_mb"], rung))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.6), layout="constrained",
+                                   squeeze=False)
+    for axis, (shape, points) in zip(axes[0], panels.items(), strict=True):
+        best = [p for p in sorted(points) if not any(q[0] < p[0] and q[1] <= p[1] for q in points)]
+        times, memory, _ = zip(*points, strict=True)
+        axis.plot(times, memory, "o", color="0.6", ms=4)
+        axis.plot(*list(zip(*best, strict=True))[:2], "o-", color="C0", ms=5)
+        width, height, named = max(times) - min(times), max(memory), []
+        for ms, mb, rung in [*best, *points]:
+            if all(abs(ms - x) > 0.3 * width or abs(mb - y) > 0.09 * height for x, y in named):
+                named.append((ms, mb))
+                axis.annotate(rung, (ms, mb), xytext=(4, 5), textcoords="offset points", fontsize=7)
+        axis.set(title=shape, xlabel="ms per step", ylabel="peak memory, MB", ylim=(0, 1.1 * height))
+        axis.margins(x=0.3)
+    figure.savefig(picture, dpi=110)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="*", help="ladder.json files for --plot")
+    parser.add_argument("--plot", metavar="PNG", help="draw results instead of measuring")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--only", default="", help="regular expression over 'shape | rung'")
     parser.add_argument("--skip", default="^$", help="the same, for rungs left out")
@@ -175,6 +211,8 @@ def main():
     arguments = parser.parse_args()
     if arguments.child is not None:
         return child(json.loads(arguments.child), arguments.steps)
+    if arguments.plot:
+        return plot(arguments.results, arguments.plot)
     import torch
 
     from measurement import choose_device, system_info

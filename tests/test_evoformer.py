@@ -1,7 +1,10 @@
 """The model against an independent float64 implementation, and properties of AlphaFold 2's Evoformer."""
 
+import gc
 import itertools
 import shutil
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -440,6 +443,21 @@ def test_accuracy_check_does_not_mistake_a_relu_at_zero_for_an_error():
     assert fusion_checks.compare_numerics(config, tof.FusionConfig(), training, torch.device("cpu"))[1] == []
 
 
+def test_counting_saved_activations_leaves_no_graph_behind():
+    x, kept = torch.randn(3, requires_grad=True), []
+
+    def loss():
+        y = x.exp()  # saves its own output
+        kept.append(weakref.ref(y))
+        return y.sum()
+
+    gc.disable()
+    try:
+        assert saved_activations(torch.nn.Identity(), [], loss) == {"rest": 12} and kept[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_saved_activations_and_launches_against_a_hand_count():
     layer = torch.nn.Linear(8, 4)
     x = torch.randn(5, 8, requires_grad=True)
@@ -449,6 +467,23 @@ def test_saved_activations_and_launches_against_a_hand_count():
         peak = counter.peak
         del y
     assert counter.launches == 2 and peak == 2 * 5 * 4 * 4 and counter.live == 0
+
+
+def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
+    def backend(dtype, length, biased, cuda=True, requested="auto"):
+        q = SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(1, 2, 4, length, 32))
+        return tof.attention_backend(requested, q, biased)
+
+    monkeypatch.setattr(tof, "HAS_TRITON", True)
+    half, single = torch.bfloat16, torch.float32
+    assert [backend(half, length, biased) for length in (64, 128) for biased in (True, False)] == [
+        "flex", "flex", "flex", "sdpa"]
+    assert [backend(single, 64, biased) for biased in (True, False)] == ["math", "sdpa"]
+    assert backend(half, 64, True, cuda=False) == "math" and backend(half, 64, False, cuda=False) == "sdpa"
+    assert backend(single, 64, True, requested="flex") == "flex"
+    assert backend(half, 64, True, cuda=False, requested="flex") == "sdpa"
+    with torch.no_grad():
+        assert backend(half, 64, True) == backend(half, 64, True, requested="flex") == "sdpa"
 
 
 def gpu_trainer(dropout=0.0, **switches):

@@ -17,6 +17,7 @@ from conftest import ROOT
 import performance_study
 import study_design as design
 import study_report
+import study_runner
 import study_statistics as stats
 import study_summary
 from run_files import UserError
@@ -116,6 +117,14 @@ def test_point_that_fails(fake, capsys):
 def test_all_points_fail(fake, capsys):
     assert fake(*SMALL, "--settings", "fused", crash=["defaults"]) == 1
     assert capsys.readouterr().err.strip().endswith("no point could be measured: failed: broken on purpose")
+
+
+def test_reason_is_the_error_and_not_the_advice_after_it(tmp_path):
+    log = tmp_path / "stderr.txt"
+    log.write_text("Traceback\n  File\ntorch.AcceleratorError: CUDA error: out of memory\nSearch for it.\n")
+    assert study_runner.last_words(log) == "torch.AcceleratorError: CUDA error: out of memory"
+    log.write_text("tiny_openfold_v2.py: error: out of memory: lower --batch-size\n\n")
+    assert study_runner.last_words(log) == "out of memory: lower --batch-size"
 
 
 def test_timeout(fake):

@@ -279,6 +279,14 @@ def test_out_of_memory_is_one_line(tmp_path, capsys):
     assert code == 1 and "out of memory: lower --batch-size" in error and "\n" not in error
 
 
+@pytest.mark.parametrize("text", ["CUDA error: out of memory\nSearch for it", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_out_of_memory_in_other_words_is_one_line_too(text, capsys):
+    def run(_argv):
+        raise RuntimeError(text)
+    assert run_files.exit_code(run, [], "p") == 1
+    assert capsys.readouterr().err.startswith("p: error: out of memory: lower --batch-size")
+
+
 def test_missing_compiler_is_exit_code_3(tmp_path):
     env = dict(CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     result = run_program(
