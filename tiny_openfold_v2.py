@@ -236,9 +236,10 @@ def compiled_flex_attention():
 
 def flex_attend(q, k, v, bias):
     """attend() by FlexAttention, which reads bias[b, h, i, j] inside its kernel; in float32, because the
-    gradient is summed over all rows in the dtype of the bias."""
+    gradient is summed over all rows in the dtype of the bias; contiguous, because neighbouring threads read
+    neighbours along j, which the ending node's transposed bias would keep far apart."""
     rows = q.shape[1]
-    bias = None if bias is None else bias.expand(-1, q.shape[2], q.shape[3], -1).float()
+    bias = None if bias is None else bias.expand(-1, q.shape[2], q.shape[3], -1).float().contiguous()
 
     def add_bias(score, b, h, i, j):
         return score + bias[b // rows, h, i, j]

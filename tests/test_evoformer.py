@@ -14,6 +14,7 @@ from conftest import require_shared
 import fusion_checks
 import protein_batches
 import tiny_openfold_v2 as tof
+from custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from measurement import OpCounter, saved_activations
 
 COMBINATIONS = list(itertools.product([False, True], repeat=5))
@@ -368,6 +369,19 @@ def test_baseline_really_is_unfused():
         assert len(layers) == gemms == model.get_fusion_statistics()["projection_gemms_per_block"]
 
 
+@pytest.mark.parametrize("outgoing", [True, False])
+def test_derivatives_written_by_hand(outgoing):
+    def tensor(*size):
+        return torch.randn(*size, dtype=torch.float64, requires_grad=True)
+
+    left, right = tensor(2, 3, 4, 4), tensor(2, 3, 4, 4)
+    assert torch.autograd.gradcheck(lambda a, b: TriangleProduct.apply(a, b, outgoing), (left, right))
+    term = "cbik,cbjk->cbij" if outgoing else "cbki,cbkj->cbij"
+    torch.testing.assert_close(TriangleProduct.apply(left, right, outgoing), torch.einsum(term, left, right))
+    assert torch.autograd.gradcheck(ChannelBias.apply, (tensor(3, 2, 4, 4), tensor(3)))
+    assert torch.autograd.gradcheck(LinearReLU.apply, (tensor(2, 3, 4), tensor(5, 4), tensor(5)))
+
+
 def test_dropout_is_shared_and_off_in_eval():
     x = torch.ones(2, 5, 4, 3)
     dropped = tof.shared_dropout(x, 0.5, 1, training=True)
@@ -420,6 +434,7 @@ def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
     fusion_checks.shake(trainer.model)
     batch = fusion_checks.masked_batch(config, training, torch.device("cpu"))
     assert trainer.forward(batch)["pair_repr"].dtype == torch.bfloat16
+    assert all(p.data_ptr() % 16 == 0 for p in trainer.model.parameters())  # as GEMMs want them
     before = [w.clone() for w in trainer.weights.values()]
     trainer.step(batch)  # steps of 1e-5 are lost in bfloat16, not in the masters
     assert all(
