@@ -21,11 +21,12 @@ def unpacked(model, tensors):
 
 
 def optimizer_state(trainer, kind):
-    """{parameter name: its tensor of this kind in the optimizer}, of those that have been updated."""
+    """{parameter name: its tensor of this kind in the optimizer}, zeros where there was no gradient yet."""
     state = trainer.optimizer.state
-    if trainer.masters:
-        return trainer.masters.views(state[trainer.masters.flat][kind]) if state else {}
-    return {name: state[p][kind] for name, p in trainer.weights.items() if p in state}
+    if trainer.masters and state:
+        return trainer.masters.views(state[trainer.masters.flat][kind])
+    return {name: state[p][kind] if p in state else torch.zeros_like(p)
+            for name, p in trainer.weights.items()}
 
 
 def snapshot(trainer):

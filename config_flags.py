@@ -57,7 +57,7 @@ class TinyOpenFoldConfig(Checked):
 
 BACKENDS = ("auto", "math", "sdpa", "flex")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-COMBO_KERNELS_UP_TO = 128  # residues: gained 4% at 64, lost 1% at 256 and 2% at 384 (benchmarks/LOG.md)
+COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/LOG.md)
 MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes CUDA graphs of its own
 
 

@@ -164,7 +164,7 @@ def validate_setup(config, fusion, training, profiler):
     print(f"   Five training steps: loss {losses[0]:.4f} -> {losses[-1]:.4f} {'ok' if falls else 'FAIL'}")
     if not falls:
         reasons.append(f"loss did not fall in five steps on one batch: {losses[0]:.4f} -> {losses[-1]:.4f}")
-    missing = sorted(set(trainer.weights) - set(optimizer_state(trainer, "exp_avg")))
+    missing = [name for name, square in optimizer_state(trainer, "exp_avg_sq").items() if not square.any()]
     if missing:
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
     print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons, losses=finite(losses),

@@ -67,7 +67,9 @@ def comparison_variants(config, fusion, training, device):
         higher = replace(rung, **{name: True, "torch_compile_mode": mode})
         settings["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
         rung = rung if higher.idle(training.use_amp, device.type == "cuda", config.seq_len) else higher
-    settings |= {"as given": fusion} if fusion not in settings.values() else {}
+    idle = fusion.idle(training.use_amp, device.type == "cuda", config.seq_len)
+    if idle or fusion not in settings.values():  # a rung with idle switches is only named, not measured
+        settings = {**{name: f for name, f in settings.items() if f != fusion}, "as given": fusion}
     distinct = {str(asdict(f)): (name, f) for name, f in reversed(settings.items())}
     return [Variant(name, f) for name, f in reversed(distinct.values())]
 

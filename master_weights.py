@@ -29,13 +29,14 @@ class MasterWeights:
 
     def join(self, tensors, flat):
         """The reverse: tensors by parameter name -> flat, in place."""
+        views = self.views(flat)
         with torch.no_grad():
-            torch._foreach_copy_(list(self.views(flat).values()), [tensors[name] for name in self.parameters])
+            torch._foreach_copy_([views[name] for name in tensors], list(tensors.values()))
         return flat
 
     def take_gradients(self):
-        """Move the parameters' gradients to flat.grad, in float32."""
-        gradients = {name: p.grad for name, p in self.parameters.items()}
+        """Move the gradients there are to flat.grad, in float32."""
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.flat.grad = self.join(gradients, torch.zeros_like(self.flat))
         for p in self.parameters.values():
             p.grad = None

@@ -30,7 +30,16 @@ from reporting import aligned
 from run_files import UserError, write_atomically, write_json
 from study_plots import draw
 from study_report import report
-from study_runner import Results, Runner, Stopped, duration, raise_stopped, run_points, seconds_left
+from study_runner import (
+    VISIBLE_GPUS,
+    Results,
+    Runner,
+    Stopped,
+    duration,
+    raise_stopped,
+    run_points,
+    seconds_left,
+)
 from study_summary import as_csv, summarise
 
 SCRIPT = "launch_performance_study.sh"
@@ -222,6 +231,8 @@ def check_combinations(parser, options, study):
         parser.error("argument --find-batch-size: not with --check-against, --recommend or --dry-run")
     if options.report_only and (not options.study_name or options.check_against or options.recommend):
         parser.error("argument --report-only: needs --study-name, not with --check-against or --recommend")
+    if options.gpus > 1 and options.device not in ("auto", "cuda"):
+        parser.error(f"argument --gpus: not with --device {options.device}")
     if options.device not in ("auto", "cpu"):
         choose_device(options.device)
 
@@ -350,23 +361,22 @@ def print_table(summary):
 
 def first_gpus(number):
     """Names of the first GPUs that this process sees; none if one is enough. UserError if there are fewer."""
-    import torch
     if number == 1:
         return []
     found = torch.cuda.device_count()
     if number > found:
         raise UserError(f"--gpus {number}: there are {found}", code=4)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")  # ROCm obeys both
     return (visible.split(",") if visible else [str(i) for i in range(found)])[:number]
 
 
-def run_study(options, study, directory):
+def run_study(options, study, directory, gpus):
     reference = decisions.read_reference(options.check_against, study) if options.check_against else None
     results = Results(directory)
     results.load()
     if options.retry_failed and (dropped := results.forget_failures()):
         print(f"{dropped} failed runs are run again")
-    runner = Runner(study, directory, options.timeout, options.jobs, first_gpus(options.gpus))
+    runner = Runner(study, directory, options.timeout, options.jobs, gpus)
     print(f"Study in {directory}; to continue it if interrupted: --study-name {shlex.quote(directory)}")
     if study["mode"] == "find-batch-size":
         return decisions.find_batch_sizes(runner, results, options.memory_limit_mb,
@@ -412,10 +422,11 @@ def run(argv):
         return report_only(options)
     if options.check_against:
         decisions.read_reference(options.check_against, study)
+    gpus = first_gpus(options.gpus)
     directory, lock = open_directory(options, study, argv)
     with contextlib.closing(lock):
         try:
-            return run_study(options, study, directory)
+            return run_study(options, study, directory, gpus)
         finally:
             shutil.rmtree(os.path.join(directory, "running"), ignore_errors=True)
 

@@ -16,6 +16,7 @@ import threading
 import time
 from datetime import datetime, timezone
 
+import torch
 from tqdm import tqdm
 
 from run_files import OUT_OF_MEMORY, UserError
@@ -25,6 +26,7 @@ FIGURES = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_trainin
            "saved_activation_mb", "launches_per_step", "flops_per_step", "mfu", "first_step_time")
 SYSTEM = ("gpu_name", "host_cpu", "torch_version", "cuda_version", "hip_version", "git_commit")
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
+VISIBLE_GPUS = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
 SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
 START_SECONDS, COMPILE_SECONDS = 6, 60  # guesses, until a run of the setting is done
 
@@ -135,7 +137,7 @@ class Turns:
 
 class Runner:
     """Runs points. `script` may be another trainer with the same command line, for tests. gpus names those
-    that processes are spread over, as CUDA_VISIBLE_DEVICES does; with none they see what this one sees."""
+    that processes are spread over, as VISIBLE_GPUS does; with none they see what this one sees."""
 
     def __init__(self, study, directory, timeout, jobs=1, gpus=()):
         self.study, self.directory, self.timeout, self.jobs = study, directory, timeout, jobs
@@ -171,7 +173,7 @@ class Runner:
             gpu = min(self.on_gpu, key=self.on_gpu.get)
             self.on_gpu[gpu] += 1
         try:
-            yield self.environment | {"CUDA_VISIBLE_DEVICES": gpu}
+            yield self.environment | {VISIBLE_GPUS: gpu}
         finally:
             with self.gpu_lock:
                 self.on_gpu[gpu] -= 1
@@ -246,19 +248,19 @@ class Runner:
 
     def measure_all(self, points, record):
         """Measure points, `jobs` at a time, and hand each row to record(); the first runs of all points come
-        before the second ones. A point that ran out of memory while others were on the device has its say
-        only after a second try, one process on a GPU."""
-        again = []
-
-        def record_or_repeat(row):
-            if self.jobs > 1 and row["status"] == "out of memory":
-                again.append(Point.of(row))
-            else:
-                record(row)
+        before the second ones. A point that ran out of memory while others were running has its say only
+        after a second try: one process on a GPU, or if it was the host's memory, one alone."""
         for _, run in itertools.groupby(points, key=lambda point: point.run):
+            again = {True: [], False: []}
+
+            def record_or_repeat(row, again=again):
+                if self.jobs > 1 and row["status"] == "out of memory":
+                    again[row["exit_code"] == -signal.SIGKILL].append(Point.of(row))
+                else:
+                    record(row)
             self.measure_some(list(run), self.jobs, record_or_repeat)
-            self.measure_some(again, max(1, len(self.on_gpu)), record)
-            again.clear()
+            self.measure_some(again[False], min(self.jobs, max(1, len(self.on_gpu))), record)
+            self.measure_some(again[True], 1, record)
 
     def measure_some(self, points, jobs, record):
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -297,10 +299,12 @@ class Runner:
 
 
 def last_words(log):
-    """The last line of a log that names an error, or else that is not blank, without the program's name."""
+    """The last line of a log if it is the trainer's own, without its name; else the last one that names an
+    error, or that is not blank."""
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = [line.strip() for line in file.read()[-20000:].splitlines() if line.strip()]
-    lines = [line for line in lines if ERROR_LINE.match(line)] or lines
+    if lines and not lines[-1].startswith(TRAINER):
+        lines = [line for line in lines if ERROR_LINE.match(line)] or lines
     return lines[-1].removeprefix(f"{TRAINER}: error: ")[:300] if lines else ""
 
 

@@ -50,7 +50,15 @@ from custom_gradients import ChannelBias, LinearReLU, TriangleProduct, at_least_
 from master_weights import MasterWeights
 from measurement import PhaseTimer, Profiling, choose_device
 from protein_batches import CONTACT_DISTANCE, TOKENS, batches, evaluate, open_source, require_matplotlib
-from run_files import StopRequest, UserError, exit_code, require_writable, write_atomically, write_json
+from run_files import (
+    OUT_OF_MEMORY,
+    StopRequest,
+    UserError,
+    exit_code,
+    require_writable,
+    write_atomically,
+    write_json,
+)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -659,9 +667,9 @@ class Trainer:
         try:
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if OUT_OF_MEMORY.search(str(error)):
+                raise
             raise UserError(f"CUDA graphs: this step cannot be captured ({str(error).splitlines()[0]}); use "
                             "--disable-cuda-graphs", code=1) from None
 

@@ -7,13 +7,13 @@
 "ours" is the block under --enable-all-fusion in bfloat16. "cuEquivariance" differs in the four triangle
 sub-layers alone: attention is cuequivariance_torch.triangle_attention, multiplication (LayerNorms and gates
 included) triangle_multiplicative_update; the rest is ours, and both are compiled. "plain" is the
-baseline block. Forward and backward of each are one CUDA graph (--no-graphs: they are not); replays
-alternate. Errors are against the plain block in float64. Writes OUT/peers.json with the kernels that took
-the most time, so that one sees whose ran. Exit code 1 if an error is above three times the plain block's,
-3 where the package or a GPU for it is missing.
+baseline block. Forward and backward of each are one CUDA graph (--no-graphs: they are not, and where the
+host is slower than the GPU its time is what counts); replays alternate. Errors are against the plain block in
+float64. Writes OUT/peers.json after each shape, with the kernels that took the most time, so that one sees
+whose ran. Exit code 1 if an error is above three times the plain block's, 3 where the package or a GPU for it
+is missing.
 """
 import argparse
-import json
 import os
 import pathlib
 import re
@@ -33,7 +33,7 @@ import tiny_openfold_v2 as tof  # noqa: E402
 from cuda_graphs import GraphedStep  # noqa: E402
 from fusion_checks import shake  # noqa: E402
 from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
-from run_files import UserError, exit_code  # noqa: E402
+from run_files import UserError, exit_code, write_json  # noqa: E402
 
 SHAPES = {"B4 S64 N16": dict(batch=4, seq_len=64, num_seqs=16),
           "B1 S256 N64": dict(batch=1, seq_len=256, num_seqs=64),
@@ -190,12 +190,11 @@ def run(argv):
             row["accurate"] = row["error"] <= 3 * results[name]["plain"]["error"] + 2e-6
             print(f"{name:22s} {peer:15s} {row['median_ms']:8.3f} ms ({row['p20_ms']:.3f}, "
                   f"{row['p80_ms']:.3f})  worst error {row['error']:.1e}", flush=True)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        result = dict(command=" ".join(["python benchmarks/compare_peers.py", *sys.argv[1:]]),
-                      results=results, date=time.strftime("%F"), system_info=system_info(device),
-                      cuequivariance=getattr(cuequivariance_torch, "__version__", None))
-        (arguments.out / "peers.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        if arguments.out:
+            write_json(arguments.out / "peers.json", dict(
+                command=" ".join(["python benchmarks/compare_peers.py", *sys.argv[1:]]), results=results,
+                date=time.strftime("%F"), system_info=system_info(device),
+                cuequivariance=getattr(cuequivariance_torch, "__version__", None)))
     return int(not results or not all(row["accurate"] for rows in results.values() for row in rows.values()))
 
 

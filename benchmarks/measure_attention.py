@@ -12,7 +12,6 @@ Exit code 1 if math, SDPA or FlexAttention as the model uses it fails or is not 
 """
 import argparse
 import contextlib
-import json
 import pathlib
 import re
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import tiny_openfold_v2 as tof  # noqa: E402
 from cuda_graphs import GraphedStep  # noqa: E402
 from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
+from run_files import write_json  # noqa: E402
 
 SHAPES = {  # B, rows, H, L, D, biased
     "pair S64 B4": (4, 64, 4, 64, 32, True),
@@ -176,10 +176,9 @@ def measure_shape(name, shape, precision, arguments, device):
 def save(rows, out, device):
     """Write what is known so far to OUT/attention.json."""
     if out:
-        out.mkdir(parents=True, exist_ok=True)
         result = dict(command=" ".join(["python benchmarks/measure_attention.py", *sys.argv[1:]]),
                       date=time.strftime("%F"), rows=rows, system_info=system_info(device))
-        (out / "attention.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_json(out / "attention.json", result)
 
 
 def main():

@@ -276,6 +276,12 @@ def render(paths):
     readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 
 
+def whole(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
 def parse_shapes(text):
     shapes = [tuple(map(int, word.split(","))) for word in text.split()]
     if not shapes or any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
@@ -295,9 +301,9 @@ def main():
     parser.add_argument("--part", choices=("all", "compare", "roofline"), default="all")
     parser.add_argument("--shapes", type=parse_shapes, default=parse_shapes(SHAPES), metavar='"B,S,N ..."')
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--jobs", type=int, default=1, help="comparisons that get ready at the same time "
+    parser.add_argument("--jobs", type=whole, default=1, help="comparisons that get ready at the same time "
                         "(default: 1)")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of every variant")
+    parser.add_argument("--steps", type=whole, default=10, help="timed steps of every variant")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
     options = parser.parse_args()
     if options.render:
@@ -308,10 +314,11 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     result = dict(command=" ".join(["python benchmarks/measure_fusion.py", *sys.argv[1:]]),
                   timestamp=time.strftime("%Y-%m-%d"), compare={}, roofline={})
+    from run_files import write_json
     path = options.out / "fusion.json"
 
     def save():
-        path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_json(path, result)
     if options.part in ("all", "compare"):
         compare_part(options, options.out, result["compare"], save)
     if options.part in ("all", "roofline"):

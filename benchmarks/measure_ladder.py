@@ -171,16 +171,21 @@ def finish(name, flags, log, process):
 def plot(paths, picture):
     """Time against peak memory of every rung but the baseline, and the curve of those that no other beats in
     both. Of rungs that lie on each other, one has its name written beside it."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    rows, panels = [], {}
+    from protein_batches import require_matplotlib
+    from run_files import UserError, require_writable
+    pyplot, rows, panels = require_matplotlib(), [], {}
+    require_writable(picture)
     for path in paths:
-        rows += json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["rows"]
+        try:
+            rows += json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["rows"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: no result of this program") from None
     for row in rows:
         shape, rung = row["name"].split(" | ")
         if row.get("peak_mb") and not rung.startswith("baseline"):
             panels.setdefault(shape, []).append((row["median_ms"], row["peak_mb"], rung))
+    if not panels:
+        raise UserError(f"--plot {picture}: no result with a memory figure was named")
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.6), layout="constrained",
                                    squeeze=False)
     for axis, (shape, points) in zip(axes[0], panels.items(), strict=True):
@@ -198,7 +203,15 @@ def plot(paths, picture):
     figure.savefig(picture, dpi=110)
 
 
-def main():
+def save(rows, path):
+    """Write what is known so far."""
+    from measurement import choose_device, system_info
+    from run_files import write_json
+    write_json(path, dict(command=sys.argv, rows=rows, system_info=system_info(choose_device("auto")),
+                          date=time.strftime("%F")))
+
+
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="*", help="ladder.json files for --plot")
     parser.add_argument("--plot", metavar="PNG", help="draw results instead of measuring")
@@ -208,27 +221,29 @@ def main():
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to try the script on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if arguments.results and not arguments.plot:
+        parser.error("results are for --plot")
     if arguments.child is not None:
         return child(json.loads(arguments.child), arguments.steps)
     if arguments.plot:
         return plot(arguments.results, arguments.plot)
     import torch
-
-    from measurement import choose_device, system_info
-    on_gpu = torch.cuda.is_available()
-    children = start_children(*((SHAPES, RUNGS) if on_gpu else (CPU_SHAPES, CPU_RUNGS)), arguments)
-    if on_gpu:
-        children = [wait_until_ready(*child) for child in list(children)]
-    rows = [finish(*(child if on_gpu else wait_until_ready(*child))) for child in children]
-    result = dict(command=sys.argv, rows=rows, system_info=system_info(choose_device("auto")),
-                  date=time.strftime("%F"))
+    on_gpu, rows, path = torch.cuda.is_available(), [], None
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         number = len(list(arguments.out.glob("ladder*.json")))
-        (arguments.out / f"ladder{number or ''}.json").write_text(json.dumps(result, indent=1))
+        path = arguments.out / f"ladder{number or ''}.json"
+    children = start_children(*((SHAPES, RUNGS) if on_gpu else (CPU_SHAPES, CPU_RUNGS)), arguments)
+    if on_gpu:
+        children = [wait_until_ready(*child) for child in list(children)]
+    for started in children:
+        rows.append(finish(*(started if on_gpu else wait_until_ready(*started))))
+        if path:
+            save(rows, path)
     return int(not rows or not all(row.get("accurate") for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from run_files import exit_code
+    sys.exit(exit_code(main, None, "measure_ladder.py"))

@@ -25,6 +25,9 @@ def test_ladder(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "ladder.json").read_text())["rows"]
     assert [row["name"].split(" | ")[1] for row in rows] == ["+ master weights"]
+    for wrong in (tmp_path / "ladder.json", tmp_path / "absent.json"):  # a CPU's rows have no memory figure
+        done = run("measure_ladder.py", "--plot", tmp_path / "x.png", wrong)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "x.png").exists()
     assert rows[0]["accurate"] and rows[0]["median_ms"] > 0
 
 

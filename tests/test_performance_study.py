@@ -123,7 +123,7 @@ def test_reason_is_the_error_and_not_the_advice_after_it(tmp_path):
     log = tmp_path / "stderr.txt"
     log.write_text("Traceback\n  File\ntorch.AcceleratorError: CUDA error: out of memory\nSearch for it.\n")
     assert study_runner.last_words(log) == "torch.AcceleratorError: CUDA error: out of memory"
-    log.write_text("tiny_openfold_v2.py: error: out of memory: lower --batch-size\n\n")
+    log.write_text("AttributeError: early\ntiny_openfold_v2.py: error: out of memory: lower --batch-size\n\n")
     assert study_runner.last_words(log) == "out of memory: lower --batch-size"
 
 
@@ -141,7 +141,9 @@ def test_one_measures_at_a_time_also_on_several_gpus(fake, tmp_path, monkeypatch
     assert len(events) == 12 and {gpu for *_, gpu in events} == {"4", "6"}
     for (word, pid, _), (next_word, next_pid, _) in zip(events[::2], events[1::2], strict=True):
         assert (word, next_word) == ("begin", "end") and pid == next_pid
-    assert fake(*SMALL, "--num-runs", 3, "--jobs", 3, "--gpus", 4) == 4
+    assert fake(*SMALL, "--jobs", 3, "--gpus", 4, name="t") == 4 and not os.path.exists("t")
+    with pytest.raises(SystemExit, match="2"):
+        fake(*SMALL, "--jobs", 3, "--gpus", 2, "--device", "cuda:1", name="t")
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
