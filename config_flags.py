@@ -1,6 +1,7 @@
 """The configs, whose fields are the command-line flags: defaults, limits and help are written once, here."""
 import argparse
 import math
+import re
 from dataclasses import dataclass, field, fields
 
 
@@ -188,6 +189,22 @@ class ProfilerConfig(Checked):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def whole_number(text):
+    """For argparse: a whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def regular_expression(text):
+    """For argparse: text, if re can compile it."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: no regular expression ({error})") from None
+    return text
 
 
 def flag(name):

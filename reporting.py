@@ -130,7 +130,7 @@ def unmeasured_memory(device, found):
 
 
 def summarise(trainer, configs, found, losses, times, evaluation):
-    """The content of performance_summary_v2.json, see the table in README.md."""
+    """The content of performance_summary_v2.json."""
     training, device = trainer.training, trainer.device
     steps = times.sum(axis=1)
     p20, median, p80 = (float(np.quantile(steps, q)) for q in (0.2, 0.5, 0.8))

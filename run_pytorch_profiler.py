@@ -7,7 +7,8 @@
     python run_pytorch_profiler.py --predict 1 256 64           # least time and memory of another size
     ./run_pytorch_profiler.sh --ablation                        # every fusion alone and left out
 
-Takes every flag of tiny_openfold_v2.py that is not a mode. Results go to --profile-dir; README.md lists them.
+Takes the flags of tiny_openfold_v2.py but its modes and the files that only training reads or writes. Results
+go to --profile-dir: a trace, fusion_analysis.json, comprehensive_profiling_report.md and plots.
 """
 import argparse
 import contextlib
@@ -409,8 +410,9 @@ def run(argv=None):
     parser = make_parser()
     options, configs, mode = tiny_openfold_v2.parse(parser, argv)
     config, training, fusion, profiler = configs
-    if mode or options.compare_with_v1:
-        parser.error(f"argument {mode or '--compare-with-v1'}: belongs to tiny_openfold_v2.py")
+    if mode:
+        parser.error(f"argument {mode}: belongs to tiny_openfold_v2.py")
+    tiny_openfold_v2.needs_training(parser, options, "a profiler session")
     if options.baseline:
         configs = (config, training, FusionConfig.preset(False), profiler)
     compared = (options.compare_with, read_analysis(options.compare_with)) if options.compare_with else None

@@ -806,7 +806,7 @@ def make_parser():
         add_config_flags(parser, config_class, paired=config_class is FusionConfig)
     presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
     presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const", const=True,
-                         help="every fusion, torch.compile included (default: off)")
+                         help="everything that makes steps faster, torch.compile included (default: off)")
     presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const", const=False,
                          help="the baseline, V1: no fusion at all (default: off)")
     presets.add_argument("--enable-all-profiling", action="store_true",
@@ -815,14 +815,14 @@ def make_parser():
     for name, text in MODES.items():
         modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
     parser.add_argument("--combinations", action="store_true", help="with --compare-fusion: all 16 "
-                        "combinations of the four switches instead (default: off)")
+                        "combinations of the four of qkv, flash-attention and triangle-fusion (default: off)")
     parser.add_argument("--compare-with-v1", metavar="FILE", default=None,
                         help="after training, speed-up and memory against an earlier summary (default: None)")
     return parser
 
 
 CONFIGS = (TinyOpenFoldConfig, TrainingConfig, FusionConfig, ProfilerConfig)
-MODES = {"--validate-setup": "quick check of every fusion on this machine",
+MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
          "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
          "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything"}
 
@@ -837,6 +837,13 @@ def read_configs(arguments):
     return tuple(cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in CONFIGS)
 
 
+def needs_training(parser, arguments, instead):
+    """End the program if a file is named that only training reads or writes."""
+    for name in ("resume", "save_checkpoint", "plot_contacts", "compare_with_v1"):
+        if getattr(arguments, name, None) is not None:
+            parser.error(f"argument {flag(name)}: belongs to training, not to {instead}")
+
+
 def parse(parser, argv):
     """(arguments, their four configs, the mode flag or None); wrong use is one line and exit code 2."""
     arguments = parser.parse_args(argv)
@@ -848,6 +855,8 @@ def parse(parser, argv):
     mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
     if arguments.combinations and mode != "--compare-fusion":
         parser.error("argument --combinations: needs --compare-fusion")
+    if mode is not None:
+        needs_training(parser, arguments, mode)
     return arguments, configs, mode
 
 

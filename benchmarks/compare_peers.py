@@ -30,6 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tiny_openfold_v2 as tof  # noqa: E402
+from config_flags import Parser, regular_expression, whole_number  # noqa: E402
 from cuda_graphs import GraphedStep  # noqa: E402
 from fusion_checks import shake  # noqa: E402
 from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
@@ -162,11 +163,12 @@ def top_kernels(replay):
 
 
 def run(argv):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="compare_peers.py", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--shapes", default="", help="regular expression over their names")
+    parser.add_argument("--steps", type=whole_number, default=30)
+    parser.add_argument("--shapes", default="", type=regular_expression,
+                        help="regular expression over their names")
     parser.add_argument("--no-graphs", action="store_true", help="see above (default: off)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, eager float32, also on a CPU")
     arguments = parser.parse_args(argv)
@@ -195,7 +197,9 @@ def run(argv):
                 command=" ".join(["python benchmarks/compare_peers.py", *sys.argv[1:]]), results=results,
                 date=time.strftime("%F"), system_info=system_info(device),
                 cuequivariance=getattr(cuequivariance_torch, "__version__", None)))
-    return int(not results or not all(row["accurate"] for rows in results.values() for row in rows.values()))
+    if not results:
+        parser.error(f"no shape is left by --shapes {arguments.shapes!r}")
+    return int(not all(row["accurate"] for rows in results.values() for row in rows.values()))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from config_flags import Parser, whole_number  # noqa: E402
+from run_files import UserError, exit_code  # noqa: E402
+
 SETTINGS = {
     "baseline fp32": "--disable-all-fusion",
     "baseline bf16": "--disable-all-fusion --use-amp --amp-dtype bfloat16",
     "everything bf16": "--enable-all-fusion --use-amp --amp-dtype bfloat16",
 }
+OWN = {"--seed", "--num-steps", "--log-every", "--profile-dir"}
 STEP_LINE = re.compile(r"^Step +(\d+)/\d+ \| Loss: +([-\d.naif]+)", re.MULTILINE)
 
 
@@ -35,7 +40,8 @@ def train(name, seed, arguments):
     done = subprocess.run([sys.executable, ROOT / "tiny_openfold_v2.py", *map(str, flags)],
                           capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{name}, seed {seed}: exit {done.returncode}\n{done.stderr[-1500:]}")
+        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
+        raise UserError(f"{name}, seed {seed}: exit {done.returncode}: {last}", code=done.returncode)
     summary = json.loads((directory / "performance_summary_v2.json").read_text(encoding="utf-8"))
     evaluations = {str(arguments.steps) if step == "final" else step: statistics.fmean(
         protein["p_l2"] for protein in groups["held_out"].values())
@@ -65,14 +71,16 @@ def draw(runs, path):
     figure.savefig(path, dpi=110)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv=None):
+    parser = Parser(prog="loss_curves.py", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=whole_number, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43])
     parser.add_argument("flags", nargs="*", help="flags of the trainer for every run, after --")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if own := OWN.intersection(word.partition("=")[0] for word in arguments.flags):
+        parser.error(f"flag {min(own)} after --: this program sets it itself")
     import torch
     with ThreadPoolExecutor(8 if torch.cuda.is_available() else 1) as pool:
         runs = list(pool.map(lambda job: train(*job, arguments),
@@ -92,4 +100,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main, None, "loss_curves.py"))

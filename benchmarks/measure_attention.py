@@ -24,9 +24,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tiny_openfold_v2 as tof  # noqa: E402
+from config_flags import Parser, regular_expression, whole_number  # noqa: E402
 from cuda_graphs import GraphedStep  # noqa: E402
 from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
-from run_files import write_json  # noqa: E402
+from run_files import exit_code, write_json  # noqa: E402
 
 SHAPES = {  # B, rows, H, L, D, biased
     "pair S64 B4": (4, 64, 4, 64, 32, True),
@@ -181,16 +182,17 @@ def save(rows, out, device):
         write_json(out / "attention.json", result)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv=None):
+    parser = Parser(prog="measure_attention.py", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--shapes", default="", help="regular expression over their names")
-    parser.add_argument("--variants", default="", help="the same")
+    parser.add_argument("--shapes", default="", type=regular_expression,
+                        help="regular expression over their names")
+    parser.add_argument("--variants", default="", type=regular_expression, help="the same")
     parser.add_argument("--precisions", nargs="+", choices=tuple(DTYPES), default=["bf16"])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=whole_number, default=30)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, eager, CPU: to try the script")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not (arguments.quick or torch.cuda.is_available()):
         parser.exit(3, "measure_attention.py: error: needs a GPU; --quick tries the script on a CPU\n")
     device = torch.device("cpu" if arguments.quick else "cuda")
@@ -201,9 +203,11 @@ def main():
             if re.search(arguments.shapes, name):
                 rows += measure_shape(name, shape, precision, arguments, device)
                 save(rows, arguments.out, device)
+    if not rows:
+        parser.error("no shape and variant is left")
     judged = [row for row in rows if row["name"].split(" | ")[2] in ("math", "sdpa", "flex")]
-    return int(not rows or not all(row.get("accurate") for row in judged))
+    return int(not all(row.get("accurate") for row in judged))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main, None, "measure_attention.py"))

@@ -276,36 +276,32 @@ def render(paths):
     readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 
 
-def whole(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
-
-
 def parse_shapes(text):
-    shapes = [tuple(map(int, word.split(","))) for word in text.split()]
-    if not shapes or any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
+    words = [word.split(",") for word in text.split()]
+    shapes = [tuple(map(int, word)) for word in words if len(word) == 3 and all(map(str.isdecimal, word))]
+    if not words or len(shapes) < len(words) or any(min(shape) < 1 for shape in shapes):
         raise argparse.ArgumentTypeError(f'{text!r}: must be "B,S,N B,S,N ..."')
     return shapes
 
 
-def main():
+def main(argv=None):
     if sys.argv[1:2] == ["--child"]:
         {"compare": compare_child, "roofline": roofline_child}[sys.argv[2]](sys.argv[3:])
         return
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    from config_flags import Parser, whole_number
+    parser = Parser(prog="measure_fusion.py", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="directory for fusion.json and logs")
     parser.add_argument("--render", metavar="JSON", nargs="+",
                         help="write the tables of these results into benchmarks/README.md")
     parser.add_argument("--part", choices=("all", "compare", "roofline"), default="all")
     parser.add_argument("--shapes", type=parse_shapes, default=parse_shapes(SHAPES), metavar='"B,S,N ..."')
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--jobs", type=whole, default=1, help="comparisons that get ready at the same time "
-                        "(default: 1)")
-    parser.add_argument("--steps", type=whole, default=10, help="timed steps of every variant")
+    parser.add_argument("--jobs", type=whole_number, default=1,
+                        help="comparisons that get ready at the same time (default: 1)")
+    parser.add_argument("--steps", type=whole_number, default=10, help="timed steps of every variant")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.render:
         render(options.render)
         return
@@ -331,4 +327,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from run_files import exit_code
+    sys.exit(exit_code(main, None, "measure_fusion.py"))

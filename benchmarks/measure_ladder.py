@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time every rung from the unfused float32 baseline to the fastest setting, on one GPU.
+"""Time every rung from the unfused float32 baseline to the fastest setting, on one GPU or on the CPU.
 
     python benchmarks/measure_ladder.py --out OUT [--only REGEX] [--steps 30] [--quick]
 
@@ -11,7 +11,7 @@ with its reason; exit code 1 if one fails or is not accurate.
 
     python benchmarks/measure_ladder.py --plot memory.png OUT/ladder.json ...
 
-draws time against peak memory, a panel for each shape of these results.
+draws time against peak memory, a panel for each shape of these results, which must be a GPU's.
 """
 import argparse
 import json
@@ -128,20 +128,25 @@ def child(flags, steps):
     print(json.dumps(result), flush=True)
 
 
-def start_children(shapes, rungs, arguments):
-    """Start every rung that --only and --skip leave; yields (name, flags, log of its stderr, process)."""
+def rungs_of(shapes, rungs, arguments):
+    """{name: flags} of every rung that --only and --skip leave."""
     tiny = "--num-blocks 1 --batch-size 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16"
+    if arguments.quick:
+        shapes = {f"quick, not {shape}": tiny for shape in shapes}
+    found = {f"{shape} | {rung}": f"{shape_flags} {rung_flags}".split()
+             for shape, shape_flags in shapes.items() for rung, rung_flags in rungs.items()}
+    return {name: flags for name, flags in found.items()
+            if re.search(arguments.only, name) and not re.search(arguments.skip, name)}
+
+
+def start_children(rungs, steps):
+    """Start every rung; yields (name, flags, log of its stderr, process)."""
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
-    for shape, shape_flags in shapes.items():
-        for rung, rung_flags in rungs.items():
-            name = f"{shape} | {rung}"
-            if re.search(arguments.only, name) and not re.search(arguments.skip, name):
-                flags = f"{tiny if arguments.quick else shape_flags} {rung_flags}".split()
-                command = [sys.executable, __file__, "--child", json.dumps(flags),
-                           "--steps", str(arguments.steps)]
-                log = tempfile.TemporaryFile("w+")  # a pipe nobody reads would fill and block the child
-                pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-                yield name, flags, log, subprocess.Popen(command, env=environment, **pipes)
+    for name, flags in rungs.items():
+        command = [sys.executable, __file__, "--child", json.dumps(flags), "--steps", str(steps)]
+        log = tempfile.TemporaryFile("w+")  # a pipe nobody reads would fill and block the child
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        yield name, flags, log, subprocess.Popen(command, env=environment, **pipes)
 
 
 def wait_until_ready(name, flags, log, process):
@@ -161,9 +166,10 @@ def finish(name, flags, log, process):
         row["failed"] = " / ".join(log.read().strip().splitlines()[-3:])[-400:]
         print(f"{name:42s} failed: {row['failed']}", flush=True)
         return row
-    print(f"{name:42s} {row['median_ms']:8.2f} ms ({row['p20_ms']:.2f}, {row['p80_ms']:.2f})  "
-          f"{row.get('peak_mb', 0):8.0f} MB  {row.get('launches', 0):5d} launches  busy "
-          f"{row.get('gpu_busy_ms', 0):7.2f} ms  first {row['first_step_s']:5.1f} s  "
+    gpu = (f"{row['peak_mb']:8.0f} MB  {row['launches']:5d} launches  busy {row['gpu_busy_ms']:7.2f} ms  "
+           if "launches" in row else "")
+    print(f"{name:42s} {row['median_ms']:8.2f} ms ({row['p20_ms']:.2f}, {row['p80_ms']:.2f})  {gpu}"
+          f"first {row['first_step_s']:5.1f} s  "
           f"{'ok' if row['accurate'] else 'INACCURATE ' + row['failures'][0]}", flush=True)
     return row
 
@@ -212,13 +218,17 @@ def save(rows, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    from config_flags import Parser, regular_expression, whole_number
+    parser = Parser(prog="measure_ladder.py", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", help="ladder.json files for --plot")
     parser.add_argument("--plot", metavar="PNG", help="draw results instead of measuring")
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--only", default="", help="regular expression over 'shape | rung'")
-    parser.add_argument("--skip", default="^$", help="the same, for rungs left out")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=pathlib.Path, help="directory for the results (default: none)")
+    parser.add_argument("--only", default="", type=regular_expression,
+                        help="regular expression over 'shape | rung' (default: all)")
+    parser.add_argument("--skip", default="^$", type=regular_expression,
+                        help="the same, for rungs left out (default: none)")
+    parser.add_argument("--steps", type=whole_number, default=30, help="timed (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to try the script on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -230,18 +240,21 @@ def main(argv=None):
         return plot(arguments.results, arguments.plot)
     import torch
     on_gpu, rows, path = torch.cuda.is_available(), [], None
+    rungs = rungs_of(*((SHAPES, RUNGS) if on_gpu else (CPU_SHAPES, CPU_RUNGS)), arguments)
+    if not rungs:
+        parser.error(f"no rung is left by --only {arguments.only!r} and --skip {arguments.skip!r}")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         number = len(list(arguments.out.glob("ladder*.json")))
         path = arguments.out / f"ladder{number or ''}.json"
-    children = start_children(*((SHAPES, RUNGS) if on_gpu else (CPU_SHAPES, CPU_RUNGS)), arguments)
+    children = start_children(rungs, arguments.steps)
     if on_gpu:
         children = [wait_until_ready(*child) for child in list(children)]
     for started in children:
         rows.append(finish(*(started if on_gpu else wait_until_ready(*started))))
         if path:
             save(rows, path)
-    return int(not rows or not all(row.get("accurate") for row in rows))
+    return int(not all(row.get("accurate") for row in rows))
 
 
 if __name__ == "__main__":

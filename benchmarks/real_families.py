@@ -7,7 +7,6 @@ Settings: from scratch; pre-trained on each synthetic world, then real; the pre-
 Every family is held out once. Writes OUT/real_families.json and prints a table; a run that fails is an error.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
@@ -16,6 +15,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config_flags import Parser, whole_number  # noqa: E402
+from run_files import exit_code  # noqa: E402
+
 WORLDS = ("paired", "covarying")
 
 
@@ -79,16 +83,19 @@ def run_all(arguments, common, folds):
                 {key: job.result() for key, job in jobs.items()})
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=pathlib.Path, required=True)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--pretrain-steps", type=int, default=3000)
-    parser.add_argument("--folds", type=int, default=4)
-    parser.add_argument("--jobs", type=int, default=6)
-    arguments, common = parser.parse_known_args()
+def main(argv=None):
+    parser = Parser(prog="real_families.py", description=__doc__.splitlines()[0],
+                    epilog="All other flags go to the trainer.")
+    parser.add_argument("--data", type=pathlib.Path, required=True, help="directory of families")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for results")
+    parser.add_argument("--steps", type=whole_number, default=3000, help="(default: %(default)s)")
+    parser.add_argument("--pretrain-steps", type=whole_number, default=3000, help="(default: %(default)s)")
+    parser.add_argument("--folds", type=whole_number, default=4, help="(default: %(default)s)")
+    parser.add_argument("--jobs", type=whole_number, default=6, help="trainings at a time (default: 6)")
+    arguments, common = parser.parse_known_args(argv)
     names = sorted({path.name.split(".")[0] for path in arguments.data.iterdir()})
+    if len(names) < arguments.folds:
+        parser.error(f"--data {arguments.data}: {len(names)} families, fewer than --folds {arguments.folds}")
     folds = [",".join(names[i::arguments.folds]) for i in range(arguments.folds)]
     pretrained, summaries = run_all(arguments, common, folds)
     results = {}
@@ -109,4 +116,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main, None, "real_families.py"))

@@ -316,6 +316,7 @@ BAD_FLAGS = [
     (["--msa", "/no/such.a3m", "--structure", "/no/such.pdb"], "/no/such"),
     (["--resume", "/no/such.pt"], "/no/such.pt"),
     (["--compare-with-v1", "/no/such.json"], "/no/such.json"),
+    (["--verify-accuracy", "--resume", "c.pt"], "--resume: belongs to training"),
     (["--save-checkpoint", "/proc/no/c.pt"], "/proc/no/c.pt"),
     (["--profile-dir", "/proc/no"], "/proc/no"),
     (["--validate-setup", "--verify-accuracy"], "not allowed with"),
