@@ -138,7 +138,7 @@ class PackedProjections(nn.Module):
         """For each group of projection names a list: the outputs for x side by side in one tensor if one GEMM
         makes them, else one by one; channels are dimension dim, -1 or 0. The groups must name what is packed
         together in its order. One split in eager code, where gradients of slices would each be padded to full
-        width and added; slices for the compiler, which fuses that and saves fewer activations than for a split
+        width and added; slices for the compiler, which fuses that and saves fewer activations for them
         (benchmarks/LOG.md)."""
         made, split = {}, slices if torch.compiler.is_compiling() else torch.Tensor.split
         run = channels_first if dim == 0 else nn.Module.__call__
