@@ -103,6 +103,9 @@ class FusionConfig(Checked):
             raise ValueError(f"activation_memory_budget = {self.activation_memory_budget}: needs "
                              "--enable-torch-compile")
 
+    def combo_kernels_at(self, seq_len):
+        return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
+
     def idle(self, use_amp, on_gpu, seq_len):
         """Why switches that are on change nothing here, a sentence for each."""
         graphs = self.enable_cuda_graphs or (self.enable_torch_compile
@@ -112,7 +115,7 @@ class FusionConfig(Checked):
             ("CUDA graphs need a GPU", graphs and not on_gpu),
             ("combo kernels need torch.compile on a GPU", combo),
             (f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues",
-             self.enable_combo_kernels and not combo and seq_len > COMBO_KERNELS_UP_TO),
+             self.enable_combo_kernels and not combo and not self.combo_kernels_at(seq_len)),
             ("master weights need --use-amp", self.enable_master_weights and not use_amp)) if holds]
 
     @classmethod

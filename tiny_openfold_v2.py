@@ -36,7 +36,6 @@ from tqdm import tqdm
 import reporting
 from checkpoints import restore, snapshot
 from config_flags import (
-    COMBO_KERNELS_UP_TO,
     FusionConfig,
     Parser,
     ProfilerConfig,
@@ -521,7 +520,7 @@ class TinyOpenFoldV2(nn.Module):
             torch._functorch.config.activation_memory_budget = self.fusion.activation_memory_budget
             how = dict(fullgraph=True, dynamic=False, options=dict(
                 torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
-                combo_kernels=self.fusion.enable_combo_kernels and config.seq_len <= COMBO_KERNELS_UP_TO))
+                combo_kernels=self.fusion.combo_kernels_at(config.seq_len)))
             for block in self.blocks:
                 block.compile(**how)
             self.gpu_ends = torch.compile(self.embed, **how), torch.compile(self.heads, **how)

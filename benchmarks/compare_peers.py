@@ -2,16 +2,15 @@
 """One Evoformer block with everything on, against the same block with cuEquivariance's triangle kernels.
 
     pip install cuequivariance-torch cuequivariance-ops-torch-cu13     # NVIDIA only; not needed otherwise
-    python benchmarks/compare_peers.py --out OUT [--shapes S64] [--no-graphs] [--steps 30]
+    python benchmarks/compare_peers.py --out OUT [--shapes S64] [--steps 30]
 
 "ours" is the block under --enable-all-fusion in bfloat16. "cuEquivariance" differs in the four triangle
 sub-layers alone: attention is cuequivariance_torch.triangle_attention, multiplication (LayerNorms and gates
 included) triangle_multiplicative_update; the rest is ours, and both are compiled. "plain" is the
-baseline block. Forward and backward of each are one CUDA graph (--no-graphs: they are not, and where the
-host is slower than the GPU its time is what counts); replays alternate. Errors are against the plain block in
-float64. Writes OUT/peers.json after each shape, with the kernels that took the most time, so that one sees
-whose ran. Exit code 1 if an error is above three times the plain block's, 3 where the package or a GPU for it
-is missing.
+baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are against the
+plain block in float64. Writes OUT/peers.json after each shape, with the kernels that took the most time, so
+that one sees whose ran. Exit code 1 if an error is above three times the plain block's, 3 where the package
+or a GPU for it is missing.
 """
 import argparse
 import os
@@ -115,7 +114,7 @@ def worst_error(found, exact):
                for name, truth in exact.items())
 
 
-def compare(shape, steps, device, on_gpu, graphed):
+def compare(shape, steps, device, on_gpu):
     """{block: row}, interleaved."""
     sizes = dict(shape)
     batch, dtype = sizes.pop("batch"), torch.bfloat16 if on_gpu else torch.float32
@@ -131,19 +130,17 @@ def compare(shape, steps, device, on_gpu, graphed):
     rows, runs, graphs, timers = {}, {}, {}, {}
     for name, block in found.items():
         if on_gpu and name != "plain":
-            combo = config.seq_len <= tof.COMBO_KERNELS_UP_TO
+            combo = tof.FusionConfig.preset(True).combo_kernels_at(config.seq_len)
             block.compile(dynamic=False, options=dict(combo_kernels=combo))
         run = gradients_step(block)
         rows[name] = dict(error=worst_error(flat(block, run(tensors)), exact))
         runs[name] = partial(run, tensors)
-        if graphed:  # graphs keeps what is captured alive, its inputs above all
+        if on_gpu:  # graphs keeps what is captured alive, its inputs above all
             graphs[name] = GraphedStep(lambda t, run=run: run(t)[0][1].sum(), tensors, device)
             runs[name] = graphs[name].graph.replay
         timers[name] = PhaseTimer(device)
     for _ in range(steps):
         for name in found:
-            if not graphed:
-                runs[name]()  # keeps the queue full, so that the host's part does not count
             timers[name].start()
             runs[name]()
             timers[name].mark()
@@ -169,7 +166,6 @@ def run(argv):
     parser.add_argument("--steps", type=whole_number, default=30)
     parser.add_argument("--shapes", default="", type=regular_expression,
                         help="regular expression over their names")
-    parser.add_argument("--no-graphs", action="store_true", help="see above (default: off)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, eager float32, also on a CPU")
     arguments = parser.parse_args(argv)
     try:
@@ -187,7 +183,7 @@ def run(argv):
     for name, shape in (QUICK if arguments.quick else SHAPES).items():
         if not re.search(arguments.shapes, name):
             continue
-        results[name] = compare(shape, arguments.steps, device, on_gpu, on_gpu and not arguments.no_graphs)
+        results[name] = compare(shape, arguments.steps, device, on_gpu)
         for peer, row in results[name].items():
             row["accurate"] = row["error"] <= 3 * results[name]["plain"]["error"] + 2e-6
             print(f"{name:22s} {peer:15s} {row['median_ms']:8.3f} ms ({row['p20_ms']:.3f}, "

@@ -6,8 +6,8 @@
 Every rung is a process of its own. On a GPU all of them compile and warm up at the same time and are then
 timed one by one, alone on the GPU; where there is no GPU, one follows the other on the CPU. Writes
 OUT/ladder.json: times in ms, memory in MB (2**20 bytes), the most expensive kernels, and whether outputs and
-all gradients pass the 3x rule (see fusion_checks.py). A rung that fails is a row
-with its reason; exit code 1 if one fails or is not accurate.
+all gradients pass the 3x rule (see fusion_checks.py). A rung that fails is a row with its reason; exit code
+1 if one fails or is not accurate.
 
     python benchmarks/measure_ladder.py --plot memory.png OUT/ladder.json ...
 
@@ -184,7 +184,7 @@ def plot(paths, picture):
     for path in paths:
         try:
             rows += json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["rows"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: no result of this program") from None
     for row in rows:
         shape, rung = row["name"].split(" | ")
@@ -206,7 +206,10 @@ def plot(paths, picture):
                 axis.annotate(rung, (ms, mb), xytext=(4, 5), textcoords="offset points", fontsize=7)
         axis.set(title=shape, xlabel="ms per step", ylabel="peak memory, MB", ylim=(0, 1.1 * height))
         axis.margins(x=0.3)
-    figure.savefig(picture, dpi=110)
+    try:
+        figure.savefig(picture, dpi=110)
+    except ValueError as error:  # no picture format that matplotlib knows
+        raise UserError(f"--plot {picture}: {str(error).splitlines()[0]}") from None
 
 
 def save(rows, path):
