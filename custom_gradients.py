@@ -1,10 +1,7 @@
 """Operations of the model whose gradients are written by hand, each for a layout or an epilogue."""
 import torch
 
-
-def at_least_float32(dtype):
-    """The dtype of softmax, sums, counts and losses."""
-    return torch.promote_types(dtype, torch.float32)
+from precision import at_least_float32
 
 
 class ChannelBias(torch.autograd.Function):

@@ -45,9 +45,10 @@ from config_flags import (
     flag,
 )
 from cuda_graphs import GraphedStep
-from custom_gradients import ChannelBias, LinearReLU, TriangleProduct, at_least_float32
+from custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from master_weights import MasterWeights
 from measurement import PhaseTimer, Profiling, choose_device
+from precision import at_least_float32, has_tensor_float32, strict_float32, three_products
 from protein_batches import CONTACT_DISTANCE, TOKENS, batches, evaluate, open_source, require_matplotlib
 from run_files import (
     OUT_OF_MEMORY,
@@ -175,23 +176,25 @@ def separate(outputs, n, dim=-1):
     return outputs if len(outputs) == n else outputs[0].chunk(n, dim=dim)
 
 
-def attention_backend(requested, q, biased):
-    """Which implementation attend() runs: "math" (not fused), "sdpa" or "flex".
+def attention_backend(requested, q, biased, compiled):
+    """Which implementation attend() runs: "math" (not fused), "sdpa" or "flex"; compiled: by torch.compile.
 
     FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
     bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
     "auto" goes by measurements (benchmarks/LOG.md): without a trainable bias SDPA's kernels are faster for
-    long sequences; with one, plain attention beats all else on CPU, and in float32 without TF32 on NVIDIA.
+    long sequences; with one, plain attention beats all else on CPU. In strict float32 on NVIDIA FlexAttention
+    wins in three products only, and in eager code, which starts it slowly, only for long sequences.
     """
     flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
     if not torch.is_grad_enabled() and requested in ("auto", "flex") or requested == "flex" and not flex_fits:
         return "sdpa"
     if requested != "auto":
         return requested
-    strict = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    if biased and (not q.is_cuda or strict and not torch.version.hip):
-        return "math"
-    return "flex" if flex_fits and (biased or not strict and q.shape[-2] <= 64) else "sdpa"
+    strict, three, length = strict_float32(q) and not torch.version.hip, three_products(q), q.shape[-2]
+    flex_fits = flex_fits and (not strict or three and (compiled or length > 128))
+    if flex_fits and (biased or length <= (128 if three else 64)):
+        return "flex"
+    return "math" if biased and (strict or not q.is_cuda) else "sdpa"
 
 
 def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
@@ -200,7 +203,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
     Returns (B, R, H, L, D).
     """
-    backend = attention_backend(backend, q, bias is not None)
+    backend = attention_backend(backend, q, bias is not None, torch.compiler.is_compiling())
     if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
         bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias
         bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
@@ -252,8 +255,10 @@ def flex_attend(q, k, v, bias):
         return score + bias[b // rows, h, i, j]
 
     options = dict(FORCE_USE_FLEX_ATTENTION=True)
-    if q.element_size() == 2 and q.shape[-1] <= 32 and not torch.version.hip:
+    if q.shape[-1] <= 32 and not torch.version.hip:
         options |= BACKWARD_TILES
+    if three_products(q):
+        options["FLOAT32_PRECISION"] = "'tf32x3'"  # quotes and all: it is pasted into the kernel's source
     kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     score_mod = None if bias is None else add_bias
     return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=score_mod,
@@ -366,9 +371,12 @@ class OuterProductMean(PackedProjections):
 
     def reassociates(self, left):
         """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
-        loop over samples costs launches, which small proteins do not win back (benchmarks/LOG.md)."""
-        samples, rows, residues = left.shape[:3]
-        return self.reassociate and 4 * rows <= residues and (samples == 1 or residues >= 128)
+        loop over samples costs launches, which small proteins do not win back; strict float32 on a GPU is
+        bound by multiplications, of which N = h / 2 halves the number (benchmarks/LOG.md)."""
+        samples, rows, residues, h = left.shape
+        multiplications_count = left.is_cuda and strict_float32(left)
+        return (self.reassociate and 4 * rows <= residues and (samples == 1 or residues >= 128)
+                and not (multiplications_count and 2 * rows > h))
 
     def project_right_first(self, left, right):
         """The same sums in another order: W is applied to right, (h, N, S, c_z), before left multiplies it, a
@@ -586,7 +594,8 @@ class TinyOpenFoldV2(nn.Module):
 
         @torch.enable_grad()
         def name(length, width, biased):
-            backend = attention_backend(requested, weight.new_empty(length, width, dtype=dtype), biased)
+            backend = attention_backend(requested, weight.new_empty(length, width, dtype=dtype), biased,
+                                        self.fusion.enable_torch_compile)
             if not weight.is_cuda:
                 return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
                     (backend, biased), f"{backend} on CPU")
@@ -640,7 +649,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs)
         self.use_graph, self.graph = graphs, None
         if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = training.use_tf32
+            torch.backends.cuda.matmul.allow_tf32 = training.use_tf32 and has_tensor_float32(device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.step_number, self.trained_on = 0, set()  # names of real proteins
 

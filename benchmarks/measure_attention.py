@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import tiny_openfold_v2 as tof  # noqa: E402
 from config_flags import Parser, regular_expression, whole_number  # noqa: E402
 from cuda_graphs import GraphedStep  # noqa: E402
+from fusion_checks import TF32_EPSILON  # noqa: E402
 from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
 from run_files import exit_code, write_json  # noqa: E402
 
@@ -43,11 +44,12 @@ SHAPES = {  # B, rows, H, L, D, biased
 QUICK = {"pair": (2, 4, 2, 8, 16, True), "columns": (2, 4, 2, 8, 16, False)}
 DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 BLOCKS = {f"fwd {m}x{n} w{w}": dict(fwd_BLOCK_M=m, fwd_BLOCK_N=n, fwd_num_warps=w)
-          for m, n, w in ((128, 64, 4), (64, 64, 4), (128, 128, 8))}
+          for m, n, w in ((128, 64, 4), (64, 64, 4), (128, 128, 8), (64, 32, 4))}
 BLOCKS |= {f"bwd {m}x{n} w{w} s{s}": dict(bwd_BLOCK_M1=m, bwd_BLOCK_N1=n, bwd_BLOCK_M2=n, bwd_BLOCK_N2=m,
                                           bwd_num_warps=w, bwd_num_stages=s)
            for m, n, w, s in ((32, 64, 4, 3), (64, 64, 4, 2), (32, 128, 4, 3), (64, 128, 8, 2),
-                              (32, 32, 2, 3))}
+                              (32, 32, 2, 3), (32, 32, 4, 2))}
+THREE_PRODUCTS = dict(FLOAT32_PRECISION="'tf32x3'")  # each float32 product as three in TF32
 
 
 def flex_variant(copies=1, gradient=True, **options):
@@ -68,13 +70,19 @@ def flex_variant(copies=1, gradient=True, **options):
     return attend
 
 
-def variants(biased):
+def variants(biased, precision, on_gpu):
     """{name: (backend, replacement of flex_attend or None)}"""
     found = {name: (name, None) for name in ("math", "sdpa", "flex")}
+    if not on_gpu:
+        return found
     if biased:
         found |= {f"flex, {n} bias gradients": ("flex", flex_variant(copies=n)) for n in (4, 16)}
         found["flex, no bias gradient"] = ("flex", flex_variant(gradient=False))
-        found |= {f"flex, {name}": ("flex", flex_variant(**options)) for name, options in BLOCKS.items()}
+    found |= {f"flex, {name}": ("flex", flex_variant(**options)) for name, options in BLOCKS.items()}
+    if precision == "fp32":
+        found["flex, tf32x3"] = ("flex", flex_variant(**THREE_PRODUCTS))
+        found |= {f"flex, tf32x3, {name}": ("flex", flex_variant(**THREE_PRODUCTS, **options))
+                  for name, options in BLOCKS.items()}
     return found
 
 
@@ -147,11 +155,12 @@ def errors(results, exact):
 
 def measure_shape(name, shape, precision, arguments, device):
     dtype = DTYPES[precision]
+    epsilon = TF32_EPSILON if precision == "tf32" else torch.finfo(dtype).eps
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     double = {key: value.double() for key, value in inputs(shape, dtype, device).items()}
     exact = step_function("math", shape[2], False)(double)
     own, rows = errors(step_function("math", shape[2], False)(inputs(shape, dtype, device)), exact), []
-    for variant, (backend, replacement) in variants(shape[5] and device.type == "cuda").items():
+    for variant, (backend, replacement) in variants(shape[5], precision, device.type == "cuda").items():
         label = f"{name} | {precision} | {variant}"
         if not re.search(arguments.variants, variant):
             continue
@@ -159,7 +168,7 @@ def measure_shape(name, shape, precision, arguments, device):
         try:
             found, results = measure(shape, dtype, backend, replacement, arguments.steps, device)
             wrong = errors(results, exact)
-            floors = [2 * torch.finfo(dtype).eps * y.abs().max().item() for y in exact]
+            floors = [2 * epsilon * y.abs().max().item() for y in exact]
             row |= found | dict(errors=wrong, accurate=all(
                 error is not None and error <= 3 * theirs + floor
                 for error, theirs, floor in zip(wrong, own, floors, strict=True)))
