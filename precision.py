@@ -15,8 +15,3 @@ def strict_float32(x):
 def has_tensor_float32(device):
     """Whether TF32 means something on this GPU: on NVIDIA from Ampere on. AMD's numbers begin at 9."""
     return torch.cuda.get_device_properties(device).major >= 8
-
-
-def three_products(x):
-    """Whether Triton makes strict float32 products of three in TF32, which are as accurate: not on AMD."""
-    return strict_float32(x) and x.is_cuda and not torch.version.hip and has_tensor_float32(x.device)

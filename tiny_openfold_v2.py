@@ -48,7 +48,7 @@ from cuda_graphs import GraphedStep
 from custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from master_weights import MasterWeights
 from measurement import PhaseTimer, Profiling, choose_device
-from precision import at_least_float32, has_tensor_float32, strict_float32, three_products
+from precision import at_least_float32, has_tensor_float32, strict_float32
 from protein_batches import CONTACT_DISTANCE, TOKENS, batches, evaluate, open_source, require_matplotlib
 from run_files import (
     OUT_OF_MEMORY,
@@ -176,25 +176,23 @@ def separate(outputs, n, dim=-1):
     return outputs if len(outputs) == n else outputs[0].chunk(n, dim=dim)
 
 
-def attention_backend(requested, q, biased, compiled):
-    """Which implementation attend() runs: "math" (not fused), "sdpa" or "flex"; compiled: by torch.compile.
+def attention_backend(requested, q, biased):
+    """Which implementation attend() runs: "math" (not fused), "sdpa" or "flex".
 
     FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
     bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
     "auto" goes by measurements (benchmarks/LOG.md): without a trainable bias SDPA's kernels are faster for
-    long sequences; with one, plain attention beats all else on CPU. In strict float32 on NVIDIA FlexAttention
-    wins in three products only, and in eager code, which starts it slowly, only for long sequences.
+    long sequences; with one, plain attention beats all else on CPU, and in float32 without TF32 on NVIDIA.
     """
     flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
     if not torch.is_grad_enabled() and requested in ("auto", "flex") or requested == "flex" and not flex_fits:
         return "sdpa"
     if requested != "auto":
         return requested
-    strict, three, length = strict_float32(q) and not torch.version.hip, three_products(q), q.shape[-2]
-    flex_fits = flex_fits and (not strict or three and (compiled or length > 128))
-    if flex_fits and (biased or length <= (128 if three else 64)):
-        return "flex"
-    return "math" if biased and (strict or not q.is_cuda) else "sdpa"
+    strict = strict_float32(q)
+    if biased and (not q.is_cuda or strict and not torch.version.hip):
+        return "math"
+    return "flex" if flex_fits and (biased or not strict and q.shape[-2] <= 64) else "sdpa"
 
 
 def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
@@ -203,7 +201,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
     Returns (B, R, H, L, D).
     """
-    backend = attention_backend(backend, q, bias is not None, torch.compiler.is_compiling())
+    backend = attention_backend(backend, q, bias is not None)
     if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
         bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias
         bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
@@ -225,7 +223,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
 
 NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing
 BACKWARD_TILES = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
-                      bwd_num_stages=2)  # the fastest of six on an H200 (benchmarks/LOG.md); unknown on AMD
+                      bwd_num_stages=2)  # fastest of seven on an H200 (benchmarks/LOG.md); unknown on AMD
 
 
 def prepare_flex_attention(device):
@@ -257,8 +255,6 @@ def flex_attend(q, k, v, bias):
     options = dict(FORCE_USE_FLEX_ATTENTION=True)
     if q.shape[-1] <= 32 and not torch.version.hip:
         options |= BACKWARD_TILES
-    if three_products(q):
-        options["FLOAT32_PRECISION"] = "'tf32x3'"  # quotes and all: it is pasted into the kernel's source
     kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     score_mod = None if bias is None else add_bias
     return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=score_mod,
@@ -594,8 +590,7 @@ class TinyOpenFoldV2(nn.Module):
 
         @torch.enable_grad()
         def name(length, width, biased):
-            backend = attention_backend(requested, weight.new_empty(length, width, dtype=dtype), biased,
-                                        self.fusion.enable_torch_compile)
+            backend = attention_backend(requested, weight.new_empty(length, width, dtype=dtype), biased)
             if not weight.is_cuda:
                 return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
                     (backend, biased), f"{backend} on CPU")

@@ -490,21 +490,15 @@ def test_saved_activations_and_launches_against_a_hand_count():
 
 
 def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
-    def backend(dtype, length, biased, cuda=True, requested="auto", compiled=False):
-        q = SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(1, 2, 4, length, 32), device=0)
-        return tof.attention_backend(requested, q, biased, compiled)
+    def backend(dtype, length, biased, cuda=True, requested="auto"):
+        q = SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(1, 2, 4, length, 32))
+        return tof.attention_backend(requested, q, biased)
 
-    gpu = SimpleNamespace(major=8)
     monkeypatch.setattr(tof, "HAS_TRITON", True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     half, single = torch.bfloat16, torch.float32
     assert [backend(half, length, biased) for length in (64, 128) for biased in (True, False)] == [
         "flex", "flex", "flex", "sdpa"]
-    assert [backend(single, 128, biased) for biased in (True, False)] == ["math", "sdpa"]  # eager
-    assert [backend(single, 256, biased) for biased in (True, False)] == ["flex", "sdpa"]
-    assert {backend(single, 128, biased, compiled=True) for biased in (True, False)} == {"flex"}
-    gpu.major = 7
-    assert [backend(single, 256, biased, compiled=True) for biased in (True, False)] == ["math", "sdpa"]
+    assert [backend(single, 64, biased) for biased in (True, False)] == ["math", "sdpa"]
     assert backend(half, 64, True, cuda=False) == "math" and backend(half, 64, False, cuda=False) == "sdpa"
     assert backend(single, 64, True, requested="flex") == "flex"
     assert backend(half, 64, True, cuda=False, requested="flex") == "sdpa"
