@@ -49,7 +49,10 @@ def parse(arguments):
     options.names = [name for name in options.only or NAMES if name not in options.skip]
     if not options.names:
         raise Stop(USAGE, "--only, --skip: nothing is left to run")
-    return options, (QUICK if options.quick else []) + trainer_flags
+    trainer_flags = (QUICK if options.quick else []) + trainer_flags
+    if options.names != ["pytorch"]:  # which has more flags than the trainer, and judges them itself
+        session.judge_flags(SCRIPT, trainer_flags)
+    return options, trainer_flags
 
 
 def run_pytorch(options, directory, trainer_flags):

@@ -1,8 +1,9 @@
-"""The configs, whose fields are the command-line flags: defaults, limits and help are written once, here."""
+"""The configs, whose fields are the command-line flags, and the command line made of them: defaults, limits
+and help are written once, here. Needs no torch, so that a command line can be judged anywhere."""
 import argparse
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 
 
 def option(default, help, low=None, choices=None, type=None, below=None):
@@ -70,7 +71,7 @@ class FusionConfig(Checked):
     enable_flash_attention: bool = option(True, "fused attention instead of matmul, softmax, matmul")
     enable_triangle_fusion: bool = option(True, "left and right of triangle multiplication: projections in "
                                                 "one GEMM, gates in one GEMM")
-    enable_opm_fusion: bool = option(True, "outer product mean re-associated where that moves fewer bytes "
+    enable_opm_fusion: bool = option(True, "outer product mean re-associated where that is cheaper "
                                            "(few rows, many residues), without the (S, S, h*h) tensor")
     enable_torch_compile: bool = option(False, "torch.compile: one Evoformer block for all; on a GPU also "
                                                "the embedding and the heads")
@@ -242,3 +243,66 @@ def add_config_flags(parser, config_class, paired=False):
         if paired:
             group.add_argument(flag(f.name).replace("--enable", "--disable", 1), dest=f.name,
                                action="store_false", help="the opposite", default=argparse.SUPPRESS)
+
+
+CONFIGS = (TinyOpenFoldConfig, TrainingConfig, FusionConfig, ProfilerConfig)
+MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
+         "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
+         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything"}
+
+
+def make_parser(about="", prog="tiny_openfold_v2.py"):
+    """The trainer's command line; about is the text of --help."""
+    summary, _, rest = about.partition("\n")
+    parser = Parser(prog=prog, description=summary, epilog=rest, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    for config_class in CONFIGS:
+        add_config_flags(parser, config_class, paired=config_class is FusionConfig)
+    presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
+    presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const", const=True,
+                         help="everything that makes steps faster, torch.compile included (default: off)")
+    presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const", const=False,
+                         help="the baseline, V1: no fusion at all (default: off)")
+    presets.add_argument("--enable-all-profiling", action="store_true",
+                         help="all three profilers (default: off)")
+    modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
+    for name, text in MODES.items():
+        modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
+    parser.add_argument("--combinations", action="store_true", help="with --compare-fusion: all 16 "
+                        "combinations of the four of qkv, flash-attention and triangle-fusion (default: off)")
+    parser.add_argument("--compare-with-v1", metavar="FILE", default=None,
+                        help="after training, speed-up and memory against an earlier summary (default: None)")
+    return parser
+
+
+def read_configs(arguments):
+    """Parsed arguments -> (model, training, fusion, profiler) configs; ValueError on impossible values."""
+    given = vars(arguments)
+    if given["enable_all_profiling"]:
+        given = {**{f.name: True for f in fields(ProfilerConfig) if f.metadata["type"] is bool}, **given}
+    fusion = FusionConfig() if given["fusion_preset"] is None else FusionConfig.preset(given["fusion_preset"])
+    given = {**asdict(fusion), **given}
+    return tuple(cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in CONFIGS)
+
+
+def needs_training(parser, arguments, instead):
+    """End the program if a file is named that only training reads or writes."""
+    for name in ("resume", "save_checkpoint", "plot_contacts", "compare_with_v1"):
+        if getattr(arguments, name, None) is not None:
+            parser.error(f"argument {flag(name)}: belongs to training, not to {instead}")
+
+
+def parse(parser, argv):
+    """(arguments, their four configs, the mode flag or None); wrong use is one line and exit code 2."""
+    arguments = parser.parse_args(argv)
+    try:
+        configs = read_configs(arguments)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" = ")
+        parser.error(f"argument {flag(name)}: {rest}")
+    mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
+    if arguments.combinations and mode != "--compare-fusion":
+        parser.error("argument --combinations: needs --compare-fusion")
+    if mode is not None:
+        needs_training(parser, arguments, mode)
+    return arguments, configs, mode

@@ -9,6 +9,7 @@ import torch
 
 from checkpoints import optimizer_state
 from measurement import choose_device
+from precision import runs_in_tf32
 from protein_batches import SyntheticProteins, to_device
 from run_files import write_json
 from tiny_openfold_v2 import FusionConfig, PackedProjections, Trainer, Transition
@@ -110,7 +111,7 @@ def compare_numerics(config, fusion, training, device):
     runs = [results_and_gradients(fused, batch), results_and_gradients(baseline, batch),
             results_and_gradients(exact, double)]
     dtype = baseline.amp_dtype or torch.float32
-    tf32 = training.use_tf32 and dtype == torch.float32 and device.type == "cuda"
+    tf32 = dtype == torch.float32 and runs_in_tf32(training, device)
     tolerances = (RTOL, ATOL) if dtype == torch.float32 and not tf32 else None
     return judge(*runs, TF32_EPSILON if tf32 else torch.finfo(dtype).eps, tolerances)
 
@@ -129,7 +130,7 @@ def verify_accuracy(config, fusion, training, profiler):
     print(f"   Absolute difference: max {summary['max_absolute']:.3e}, mean {summary['mean_absolute']:.3e}")
     print(f"   Relative difference: max {summary['max_relative']:.3e}, mean {summary['mean_relative']:.3e} "
           f"(of elements above {ATOL:g})")
-    applied = " (float32 only, not applied)" if training.use_amp or training.use_tf32 else ""
+    applied = " (float32 only, not applied)" if training.use_amp or runs_in_tf32(training, device) else ""
     print(f"   Tolerance: rtol={RTOL:g}, atol={ATOL:g}{applied}")
     print(f"   Error against float64: at most {summary['worst_error_ratio']:.2f}x the baseline's own, "
           f"allowed {ERROR_FACTOR:g}x")

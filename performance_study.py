@@ -22,8 +22,8 @@ import torch
 
 import study_decisions as decisions
 import study_design as design
-import tiny_openfold_v2 as trainer
-from config_flags import Parser, flag
+from config_flags import MODES, Parser, ProfilerConfig, flag, read_configs
+from config_flags import make_parser as trainer_parser
 from measurement import choose_device, cpu_name
 from protein_batches import require_matplotlib
 from reporting import aligned
@@ -48,8 +48,8 @@ LOCK_PATIENCE_SECONDS = 5
 OWNED = {"batch_size", "seq_len", "num_seqs", "num_steps", "warmup_steps", "log_every", "use_amp",
          "amp_dtype", "device", "save_checkpoint", "resume", "plot_contacts", "compare_with_v1",
          "fusion_preset", "enable_all_profiling",
-         *(f.name for f in dataclasses.fields(trainer.ProfilerConfig)),
-         *design.SWITCHES.values(), *(name[2:].replace("-", "_") for name in trainer.MODES)}
+         *(f.name for f in dataclasses.fields(ProfilerConfig)),
+         *design.SWITCHES.values(), *(name[2:].replace("-", "_") for name in MODES)}
 EPILOG = f"""Everything after -- goes to tiny_openfold_v2.py for every point, model sizes for instance.
 
 settings: {', '.join(design.NAMED)}, only-X, without-X, X+Y; baseline is no fusion, fused the defaults,
@@ -239,7 +239,7 @@ def check_combinations(parser, options, study):
 
 def check_trainer_flags(parser, study):
     """Let the trainer's own parser and configs judge every point before the first one runs."""
-    theirs = trainer.make_parser()
+    theirs = trainer_parser()
     theirs.prog = f"{SCRIPT}: flags after --"
     plain, given = vars(theirs.parse_args([])), vars(theirs.parse_args(study["trainer_flags"]))
     for name, value in given.items():
@@ -249,7 +249,7 @@ def check_trainer_flags(parser, study):
     for shape, setting in [*((shape, study["settings"][0]) for shape in shapes),
                            *((shapes[0], setting) for setting in study["settings"])]:
         try:
-            trainer.read_configs(theirs.parse_args(design.point_flags(study, shape, setting)))
+            read_configs(theirs.parse_args(design.point_flags(study, shape, setting)))
         except ValueError as error:
             name, _, rest = str(error).partition(" = ")
             parser.error(f"argument {flag(name)}: {rest}")

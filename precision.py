@@ -8,10 +8,11 @@ def at_least_float32(dtype):
 
 
 def strict_float32(x):
-    """Whether products of x are float32 throughout, so that arithmetic costs more than memory traffic."""
+    """Whether matrix products of x are float32 throughout, without TF32."""
     return x.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
 
 
-def has_tensor_float32(device):
-    """Whether TF32 means something on this GPU: on NVIDIA from Ampere on. AMD's numbers begin at 9."""
-    return torch.cuda.get_device_properties(device).major >= 8
+def runs_in_tf32(training, device):
+    """Whether --use-tf32 has effect: NVIDIA from Ampere on. On AMD, numbered from 9 on, torch decides."""
+    return (training.use_tf32 and device.type == "cuda"
+            and torch.cuda.get_device_properties(device).major >= 8)

@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import config_flags
 import profiler_machine as machine
 from profiler_machine import FAILED, MEANING, MISSING, OK, PROGRAM_FAILED, TIMEOUT, USAGE, Problem, Stop
 
@@ -71,6 +72,12 @@ class Parser(argparse.ArgumentParser):
         cut = arguments.index("--") if "--" in arguments else len(arguments)
         options, unknown = self.parse_known_args(arguments[:cut])
         return options, unknown + arguments[cut + 1:]
+
+
+def judge_flags(script, trainer_flags):
+    """Stop where the trainer would: one line, exit code 2. A program of the user's own knows its own."""
+    if "TINYOPENFOLD_SCRIPT" not in os.environ:
+        config_flags.parse(config_flags.make_parser(prog=script), trainer_flags)
 
 
 def at_least(smallest):
@@ -131,7 +138,9 @@ class Wrapper:
         parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
                             help="with --dry-run: print for this release, not for the installed tool")
         cls.add_options(parser)
-        return cls(*parser.split(arguments))
+        options, trainer_flags = parser.split(arguments)
+        judge_flags(cls.script, trainer_flags)
+        return cls(options, trainer_flags)
 
     def extra_flags(self):
         return []

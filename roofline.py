@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_openfold_v2
 from measurement import MEGABYTE, OpCounter, copy_ceiling, dispatch_cost, matmul_ceiling, saved_activations
+from precision import runs_in_tf32
 from tiny_openfold_v2 import SUBLAYERS, TOKENS, FusionConfig, TinyOpenFoldV2, Trainer
 
 ADAMW_BYTES = 28  # per float32 parameter: weight, gradient and two moments read, weight and moments written
@@ -87,7 +88,7 @@ def measure_ceilings(device, training):
     if training.use_amp:
         name = training.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")
     else:
-        name = "tf32" if training.use_tf32 and device.type == "cuda" else "float32"
+        name = "tf32" if runs_in_tf32(training, device) else "float32"
     if name not in matmul:
         matmul[name] = float(matmul_ceiling(device, getattr(torch, name)))
     return dict(copy_bytes_per_s=float(copy_ceiling(device)), matmul_flops_per_s=matmul, dtype=name,

@@ -24,8 +24,7 @@ from datetime import datetime, timezone
 import numpy as np
 import torch
 
-import tiny_openfold_v2
-from config_flags import converter
+import config_flags
 from fusion_comparison import (
     COMPILE,
     Variant,
@@ -360,16 +359,14 @@ def lengths(text):
 
 
 def positive(text):
-    value = converter(int)(text)
+    value = config_flags.converter(int)(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1")
     return value
 
 
 def make_parser():
-    parser = tiny_openfold_v2.make_parser()
-    parser.prog = "run_pytorch_profiler.py"
-    parser.description, _, parser.epilog = __doc__.partition("\n")
+    parser = config_flags.make_parser(__doc__, "run_pytorch_profiler.py")
     own = parser.add_argument_group("Profiler session")
     own.add_argument("--profile-steps", type=positive, default=5, metavar="N",
                      help="steps timed, and then traced (default: 5)")
@@ -408,11 +405,11 @@ def results_directory(options, profiler):
 
 def run(argv=None):
     parser = make_parser()
-    options, configs, mode = tiny_openfold_v2.parse(parser, argv)
+    options, configs, mode = config_flags.parse(parser, argv)
     config, training, fusion, profiler = configs
     if mode:
         parser.error(f"argument {mode}: belongs to tiny_openfold_v2.py")
-    tiny_openfold_v2.needs_training(parser, options, "a profiler session")
+    config_flags.needs_training(parser, options, "a profiler session")
     if options.baseline:
         configs = (config, training, FusionConfig.preset(False), profiler)
     compared = (options.compare_with, read_analysis(options.compare_with)) if options.compare_with else None

@@ -121,7 +121,7 @@ def speedup_heat_map(pyplot, summary):
         axis.set_yticks(range(len(batches)), labels=batches)
         axis.spines[:].set_visible(False)
     bar = figure.colorbar(picture, ax=axes, shrink=0.85)
-    marks = [f for f in (1.2, 1.5, 2, 3, 5, 10, 20, 50) if np.log2(f) <= reach][-3:]
+    marks = [f for f in (1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if np.log2(f) <= reach][-4:]
     factors = [*(1 / f for f in marks), 1, *marks]
     bar.set_ticks(np.log2(factors), labels=[f"{factor:.3g}×" for factor in factors])
     return figure, ("Step time of the baseline over step time of the setting, same shape. Blue is faster, "

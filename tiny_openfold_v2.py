@@ -13,14 +13,12 @@ Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z 
 `pair`, H heads, D head width, h hidden width of the outer product mean. "Alg." is an algorithm of the
 AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
-import argparse
 import contextlib
 import importlib.util
 import json
 import math
 import os
 import sys
-from dataclasses import asdict, fields
 from functools import cache, partial
 
 import numpy as np
@@ -35,20 +33,19 @@ from tqdm import tqdm
 
 import reporting
 from checkpoints import restore, snapshot
-from config_flags import (
+from config_flags import (  # noqa: F401  who imports the model finds its configs here
     FusionConfig,
-    Parser,
     ProfilerConfig,
     TinyOpenFoldConfig,
     TrainingConfig,
-    add_config_flags,
-    flag,
+    make_parser,
+    parse,
 )
 from cuda_graphs import GraphedStep
 from custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from master_weights import MasterWeights
 from measurement import PhaseTimer, Profiling, choose_device
-from precision import at_least_float32, has_tensor_float32, strict_float32
+from precision import at_least_float32, runs_in_tf32, strict_float32
 from protein_batches import CONTACT_DISTANCE, TOKENS, batches, evaluate, open_source, require_matplotlib
 from run_files import (
     OUT_OF_MEMORY,
@@ -223,7 +220,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
 
 NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing
 BACKWARD_TILES = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
-                      bwd_num_stages=2)  # fastest of seven on an H200 (benchmarks/LOG.md); unknown on AMD
+                      bwd_num_stages=2)  # within 4% of the fastest of six on an H200 (benchmarks/LOG.md)
 
 
 def prepare_flex_attention(device):
@@ -253,7 +250,8 @@ def flex_attend(q, k, v, bias):
         return score + bias[b // rows, h, i, j]
 
     options = dict(FORCE_USE_FLEX_ATTENTION=True)
-    if q.shape[-1] <= 32 and not torch.version.hip:
+    measured = q.element_size() == 2 or bias is not None
+    if q.shape[-1] <= 32 and measured and not torch.version.hip:
         options |= BACKWARD_TILES
     kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     score_mod = None if bias is None else add_bias
@@ -368,7 +366,7 @@ class OuterProductMean(PackedProjections):
     def reassociates(self, left):
         """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
         loop over samples costs launches, which small proteins do not win back; strict float32 on a GPU is
-        bound by multiplications, of which N = h / 2 halves the number (benchmarks/LOG.md)."""
+        bound by multiplications, of which N = h / 2 saves about half (LOG.md; not tried on AMD)."""
         samples, rows, residues, h = left.shape
         multiplications_count = left.is_cuda and strict_float32(left)
         return (self.reassociate and 4 * rows <= residues and (samples == 1 or residues >= 128)
@@ -644,7 +642,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs)
         self.use_graph, self.graph = graphs, None
         if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = training.use_tf32 and has_tensor_float32(device)
+            torch.backends.cuda.matmul.allow_tf32 = runs_in_tf32(training, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.step_number, self.trained_on = 0, set()  # names of real proteins
 
@@ -797,75 +795,13 @@ def train(config, fusion, training, profiler, compare_with=None):
 
 
 # --------------------------------------------------------------------------------------------------------
-# Command line: every flag is generated from a config field
+# Command line; its flags are the fields of the configs
 # --------------------------------------------------------------------------------------------------------
-
-
-def make_parser():
-    summary, _, rest = __doc__.partition("\n")
-    parser = Parser(prog="tiny_openfold_v2.py", description=summary, epilog=rest, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    for config_class in CONFIGS:
-        add_config_flags(parser, config_class, paired=config_class is FusionConfig)
-    presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
-    presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const", const=True,
-                         help="everything that makes steps faster, torch.compile included (default: off)")
-    presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const", const=False,
-                         help="the baseline, V1: no fusion at all (default: off)")
-    presets.add_argument("--enable-all-profiling", action="store_true",
-                         help="all three profilers (default: off)")
-    modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
-    for name, text in MODES.items():
-        modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
-    parser.add_argument("--combinations", action="store_true", help="with --compare-fusion: all 16 "
-                        "combinations of the four of qkv, flash-attention and triangle-fusion (default: off)")
-    parser.add_argument("--compare-with-v1", metavar="FILE", default=None,
-                        help="after training, speed-up and memory against an earlier summary (default: None)")
-    return parser
-
-
-CONFIGS = (TinyOpenFoldConfig, TrainingConfig, FusionConfig, ProfilerConfig)
-MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
-         "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
-         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything"}
-
-
-def read_configs(arguments):
-    """Parsed arguments -> (model, training, fusion, profiler) configs; ValueError on impossible values."""
-    given = vars(arguments)
-    if given["enable_all_profiling"]:
-        given = {**{f.name: True for f in fields(ProfilerConfig) if f.metadata["type"] is bool}, **given}
-    fusion = FusionConfig() if given["fusion_preset"] is None else FusionConfig.preset(given["fusion_preset"])
-    given = {**asdict(fusion), **given}
-    return tuple(cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in CONFIGS)
-
-
-def needs_training(parser, arguments, instead):
-    """End the program if a file is named that only training reads or writes."""
-    for name in ("resume", "save_checkpoint", "plot_contacts", "compare_with_v1"):
-        if getattr(arguments, name, None) is not None:
-            parser.error(f"argument {flag(name)}: belongs to training, not to {instead}")
-
-
-def parse(parser, argv):
-    """(arguments, their four configs, the mode flag or None); wrong use is one line and exit code 2."""
-    arguments = parser.parse_args(argv)
-    try:
-        configs = read_configs(arguments)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" = ")
-        parser.error(f"argument {flag(name)}: {rest}")
-    mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
-    if arguments.combinations and mode != "--compare-fusion":
-        parser.error("argument --combinations: needs --compare-fusion")
-    if mode is not None:
-        needs_training(parser, arguments, mode)
-    return arguments, configs, mode
 
 
 def run(argv=None):
     """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
-    arguments, (config, training, fusion, profiler), mode = parse(make_parser(), argv)
+    arguments, (config, training, fusion, profiler), mode = parse(make_parser(__doc__), argv)
     if mode is None:
         return train(config, fusion, training, profiler, arguments.compare_with_v1)
     import fusion_checks

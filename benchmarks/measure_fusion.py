@@ -67,16 +67,16 @@ def count_kernels_in_a_trace(trainer, batch):
 
 def compare_child(flags):
     """A comparison of all variants, with kernels counted once more, as one line of JSON."""
+    import config_flags
     import fusion_comparison
-    import tiny_openfold_v2 as tof
     from measurement import choose_device
-    from protein_batches import to_device
-    _, (config, training, fusion, _), _ = tof.parse(tof.make_parser(), flags)
+    from protein_batches import open_source, to_device
+    _, (config, training, fusion, _), _ = config_flags.parse(config_flags.make_parser(), flags)
     variants = fusion_comparison.comparison_variants(config, fusion, training, choose_device(training.device))
     if not training.use_amp:  # the ladder above torch.compile is for mixed precision; it takes minutes
         variants = [v for v in variants if not v.name.startswith("+")]
     result = fusion_comparison.compare(config, fusion, training, variants=variants, gate=own_turn())
-    batch = to_device(tof.open_source(config, training).batch(0), variants[0].trainer.device)
+    batch = to_device(open_source(config, training).batch(0), variants[0].trainer.device)
     result["plain_profiler_launches"] = {v.name: count_kernels_in_a_trace(v.trainer, batch)
                                          for v in variants if v.name in CHECKED and v.reason is None}
     print(json.dumps(result), flush=True)
@@ -84,10 +84,10 @@ def compare_child(flags):
 
 def roofline_child(flags):
     """A session with roofline, and predictions against measurement, as one line of JSON."""
+    import config_flags
     import run_pytorch_profiler as profiler
-    import tiny_openfold_v2 as tof
     with own_turn(), tempfile.TemporaryDirectory() as directory:
-        options, configs, _ = tof.parse(profiler.make_parser(), flags)
+        options, configs, _ = config_flags.parse(profiler.make_parser(), flags)
         options.roofline = options.check_prediction = True
         analysis = profiler.run_session(configs, directory, options)
         checks = profiler.predict_mode(configs, options)["checks"]

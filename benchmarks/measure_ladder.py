@@ -81,13 +81,14 @@ def child(flags, steps):
     import numpy as np
     import torch
 
+    import config_flags
     import tiny_openfold_v2 as tof
     from fusion_checks import compare_numerics
     from measurement import PhaseTimer, choose_device
     from protein_batches import SyntheticProteins, to_device
     from reporting import MEGABYTE
 
-    config, training, fusion, _ = tof.read_configs(tof.make_parser().parse_args(flags))
+    config, training, fusion, _ = config_flags.read_configs(config_flags.make_parser().parse_args(flags))
     device = choose_device(training.device)
     on_gpu = device.type == "cuda"
     small = tof.TinyOpenFoldConfig(num_blocks=1, seq_len=64, num_seqs=16)

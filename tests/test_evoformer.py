@@ -16,6 +16,7 @@ import protein_batches
 import tiny_openfold_v2 as tof
 from custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from measurement import OpCounter, saved_activations
+from precision import runs_in_tf32
 
 COMBINATIONS = list(itertools.product([False, True], repeat=5))
 SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=2)
@@ -220,17 +221,17 @@ def test_reassociated_outer_product_is_exact_where_it_is_used(rows):
     assert results[0][-1] != results[1][-1]  # the other order of sums did run
 
 
-def test_outer_product_is_reassociated_where_the_rule_says():
+def test_outer_product_is_reassociated_where_the_rule_says(monkeypatch):
     module = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig()).outer_product_mean
     sizes = {(1, 32, 128): True, (1, 33, 128): False, (2, 32, 128): True, (2, 16, 64): False}
     for (samples, rows, residues), expected in sizes.items():
         assert module.reassociates(torch.empty(samples, rows, residues, 4)) is expected
     assert module.reassociates(torch.empty(1, 16, 64, 4))
-    for rows, expected in ((16, True), (17, False)):  # strict float32 on a GPU: multiplications count
+    for rows, strict_float32 in ((16, True), (17, False)):  # on a GPU multiplications count
         left = SimpleNamespace(shape=(1, rows, 128, 32), is_cuda=True, dtype=torch.float32)
-        assert module.reassociates(left) is expected
-        left.dtype = torch.bfloat16
-        assert module.reassociates(left) is True
+        for tf32, expected in ((False, strict_float32), (True, True)):
+            monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
+            assert module.reassociates(left) is expected
     module.reassociate = False
     assert not module.reassociates(torch.empty(1, 16, 64, 4))
 
@@ -498,12 +499,40 @@ def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
     half, single = torch.bfloat16, torch.float32
     assert [backend(half, length, biased) for length in (64, 128) for biased in (True, False)] == [
         "flex", "flex", "flex", "sdpa"]
-    assert [backend(single, 64, biased) for biased in (True, False)] == ["math", "sdpa"]
+    for tf32, expected in ((True, ["flex", "flex"]), (False, ["math", "sdpa"])):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
+        assert [backend(single, 64, biased) for biased in (True, False)] == expected
     assert backend(half, 64, True, cuda=False) == "math" and backend(half, 64, False, cuda=False) == "sdpa"
     assert backend(single, 64, True, requested="flex") == "flex"
     assert backend(half, 64, True, cuda=False, requested="flex") == "sdpa"
     with torch.no_grad():
         assert backend(half, 64, True) == backend(half, 64, True, requested="flex") == "sdpa"
+
+
+def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
+    gpu, wanted = SimpleNamespace(), SimpleNamespace(use_tf32=True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    for gpu.major, expected in ((7, False), (8, True)):
+        assert runs_in_tf32(wanted, torch.device("cuda")) is expected
+    assert not runs_in_tf32(wanted, torch.device("cpu"))
+    assert not runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
+
+
+def test_flex_attention_gets_tiles_where_they_were_measured(monkeypatch):
+    seen = []
+
+    def kernel(q, k, v, kernel_options, **_):
+        seen.append(kernel_options.keys() > {"FORCE_USE_FLEX_ATTENTION"})
+        return q
+
+    monkeypatch.setattr(tof, "compiled_flex_attention", lambda: kernel)
+    bias, half, single = torch.zeros(1, 1, 4, 4), torch.bfloat16, torch.float32
+    for dtype, width, given in ((half, 32, bias), (half, 32, None), (single, 32, bias), (single, 32, None),
+                                (half, 64, bias)):
+        tof.flex_attend(*torch.zeros(3, 1, 2, 1, 4, width, dtype=dtype), given)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    tof.flex_attend(*torch.zeros(3, 1, 2, 1, 4, 32), bias)
+    assert seen == [True, True, True, False, False, False]
 
 
 def gpu_trainer(dropout=0.0, **switches):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+import config_flags
 import performance_study
 import study_design as design
 import study_report
@@ -288,11 +289,10 @@ def test_settings_have_one_name():
 
 
 def test_setting_flags_mean_their_switches():
-    import tiny_openfold_v2 as trainer
-    parser = trainer.make_parser()
+    parser = config_flags.make_parser()
     for name in (*design.NAMED, "only-flash-attention", "without-flash-attention"):
         on = design.parse_setting(name)
-        fusion = trainer.read_configs(parser.parse_args(design.setting_flags(on)))[2]
+        fusion = config_flags.read_configs(parser.parse_args(design.setting_flags(on)))[2]
         assert design.switches_of(fusion) == on, name
 
 

@@ -167,6 +167,19 @@ def test_preflight_lists_every_problem_at_once(script, machine):
     assert len(done.stderr.splitlines()) < 12
 
 
+@pytest.mark.parametrize("script", [*WRAPPERS, "run_all_profilers.sh"])
+def test_flags_that_the_trainer_would_refuse(script, machine, monkeypatch):
+    workplace = machine("7.0")
+    assert start(script, "--dry-run", "--no-flag-of-ours").returncode == 0  # a program of the user's own
+    monkeypatch.delenv("TINYOPENFOLD_SCRIPT")
+    for flags, named in ((["--no-flag-of-ours"], "--no-flag"), (["--", "--num-steps", "0"], "--num-steps"),
+                         (["--amp-dtype", "bfloat16"], "--use-amp")):
+        for done in (start(script, *flags), start(script, "--dry-run", *flags)):
+            assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+            assert done.stderr.startswith(f"{script}: error: ") and named in done.stderr
+    assert not list(workplace.iterdir())
+
+
 @every_wrapper
 def test_no_gpu(script, machine):
     machine("7.0", KFD_DEVICE="/nonexistent/kfd", FAKE_GPUS="0")

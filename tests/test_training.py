@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, last_json, require_shared, run_program
 
+import config_flags
 import protein_batches
 import run_files
 import tiny_openfold_v2 as tof
@@ -415,7 +416,7 @@ def test_compare_with_an_earlier_summary(tmp_path, capsys):
     ],
 )
 def test_presets_and_switches(flags, expected):
-    _, _, fusion, _ = tof.read_configs(tof.make_parser().parse_args(flags))
+    _, _, fusion, _ = config_flags.read_configs(config_flags.make_parser().parse_args(flags))
     names = (
         "enable_qkv_fusion_msa",
         "enable_qkv_fusion_triangle",
