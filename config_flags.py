@@ -184,7 +184,8 @@ class TrainingConfig(Checked):
 class ProfilerConfig(Checked):
     """What is recorded beside the timings, and where results go."""
     enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto and TensorBoard")
-    enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline")
+    enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline "
+                                                 "(over lengths: run_pytorch_profiler.py --seq-lens)")
     enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
                                                 "measured steps, for an outer profiler")
     profile_dir: str = option("./pytorch_profiles_v2", "where results go")
@@ -305,4 +306,7 @@ def parse(parser, argv):
         parser.error("argument --combinations: needs --compare-fusion")
     if mode is not None:
         needs_training(parser, arguments, mode)
+        for name in ("enable_pytorch_profiler", "enable_memory_profiling"):
+            if getattr(arguments, name, False):
+                parser.error(f"argument {flag(name)}: belongs to training, not to {mode}")
     return arguments, configs, mode

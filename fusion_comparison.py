@@ -249,6 +249,17 @@ def table(results):
     return lines
 
 
+def detail_table(results):
+    """What the comparison found beside, as rows of cells: phases of a step, speed against the matrix product
+    measured here, and the first step, which compiles."""
+    lines = [["variant", "forward ms", "backward ms", "optimizer ms", "TFLOP/s", "MFU", "first step s"]]
+    for r in (r for r in results if r["measured"]):
+        phases = [r[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer")]
+        lines.append([r["name"], *("in one graph" if t is None else f"{1e3 * t:.2f}" for t in phases),
+                      f"{r['achieved_tflops']:.3f}", f"{100 * r['mfu']:.1f}%", f"{r['first_step_time']:.2f}"])
+    return lines
+
+
 def headline(results, statistics, launch_kind):
     """The four lines that users look for: all fusions that are on by default, against the baseline."""
     before = results[0]
@@ -311,6 +322,7 @@ def compare(config, fusion, training, combinations=False, variants=None, gate=No
 def print_comparison(result):
     """The table, what is within noise, the switches' effects, and the four lines that users look for."""
     print("\n".join(aligned(table(result["variants"]))))
+    print("\n".join(["", *aligned(detail_table(result["variants"])), ""]))
     noise = [r["name"] for r in result["variants"][1:]
              if r["measured"] and r["speedup_p20"] <= 1 <= r["speedup_p80"]]
     if noise:
@@ -318,7 +330,7 @@ def print_comparison(result):
     for name, effect in (result["switch_effects"] or {}).items():
         print(f"{short(name):16s} {effect['speedup']:.3f}x over all settings of the others (from "
               f"{effect['smallest']:.3f} to {effect['largest']:.3f}), saved activations "
-              f"{-effect['saved_activation_mb']:+.1f} MB")
+              f"{0.0 - effect['saved_activation_mb']:+.1f} MB")
     print("\n".join(headline(result["variants"], result["nominal"], result["launch_kind"])))
 
 

@@ -43,11 +43,11 @@ def exponents(points):
 
 
 def prediction_shapes(config, training):
-    """Six shapes round the given one."""
+    """Six shapes or more round the given one."""
     b, s, n = training.batch_size, config.seq_len, config.num_seqs
-    half = max(1, b // 2)
-    return list(dict.fromkeys([(b, s, n), (half, s, n), (b, s // 2, n), (b, s, 2 * n), (half, 2 * s, n),
-                               (half, s, max(1, n // 2)), (b + 1, s, n), (b, s // 2, 2 * n)]))
+    half, short = max(1, b // 2), max(1, s // 2)
+    return list(dict.fromkeys([(b, s, n), (half, s, n), (b, short, n), (b, s, 2 * n), (half, 2 * s, n),
+                               (half, s, max(1, n // 2)), (b + 1, s, n), (b, short, 2 * n)]))
 
 
 def check_predictions(config, fusion, training, device, ceilings, shapes):

@@ -16,29 +16,32 @@ ANALYSIS, REPORT = "fusion_analysis.json", "comprehensive_profiling_report.md"
 TOP = 20
 COMPILED = "The blocks are compiled, each as one piece, so there are no sub-layers to see inside them."
 LAUNCH_BOUND, BUSY = 0.5, 0.85  # shares of the step: below, the GPU mostly waits; above, it mostly works
+NO_WORK = ("view", "autograd's own", "other")  # kinds of operations that say nothing about the device
+LAST_RESORT = 1e-3  # weight of a finding that is made where nothing heavier was found
 
 
-def launch_arithmetic(launches, cost_s, step_s, busy_s):
-    """Is the step bound by launching? A dict with the figures, the verdict and the arithmetic in words.
-    busy_s: seconds with a kernel running, None on CPU, where launching is the dispatch of an operation."""
-    if launches is None:
-        return dict(verdict="unknown", launches=None, text="compiled code on CPU dispatches no operations")
-    host = launches * cost_s
-    unit = "operations" if busy_s is None else "kernels"
-    sums = (f"{launches:.0f} {unit} x {1e6 * cost_s:.2f} µs (one small operation, measured here, autograd "
-            f"apart) = {1e3 * host:.2f} ms of a {1e3 * step_s:.2f} ms step ({100 * host / step_s:.0f}%)")
-    if busy_s is None:
-        verdict = "launch-bound" if host > LAUNCH_BOUND * step_s else "not launch-bound"
-        return dict(verdict=verdict, launches=launches, cost_us=1e6 * cost_s, host_ms=1e3 * host,
-                    step_ms=1e3 * step_s, busy_ms=None, text=f"{verdict}: {sums}")
-    share = busy_s / step_s
-    verdict = "launch-bound" if share < LAUNCH_BOUND else "partly launch-bound" if share < BUSY \
-        else "not launch-bound"
-    text = (f"{verdict}: kernels run during {1e3 * busy_s:.2f} ms of a {1e3 * step_s:.2f} ms step "
-            f"({100 * share:.0f}%), the GPU waits for the other {1e3 * max(step_s - busy_s, 0):.2f} ms; "
-            f"{sums}")
-    return dict(verdict=verdict, launches=launches, cost_us=1e6 * cost_s, host_ms=1e3 * host,
-                step_ms=1e3 * step_s, busy_ms=1e3 * busy_s, text=text)
+def launch_arithmetic(launches, step_s, busy_s=None, host_s=None):
+    """Is the step bound by launching? A dict with the figures, the verdict and the arithmetic in words. On a
+    GPU busy_s is the time with a kernel running, of a whole step. On CPU step_s is forward and backward, and
+    host_s what the same operations take with next to no work; None where compiled code dispatches none."""
+    figures = dict(launches=launches, step_ms=1e3 * step_s, busy_ms=busy_s and 1e3 * busy_s,
+                   host_ms=host_s and 1e3 * host_s)
+    if busy_s is not None:
+        share = busy_s / step_s
+        verdict = "launch-bound" if share < LAUNCH_BOUND else "partly launch-bound" if share < BUSY \
+            else "not launch-bound"
+        sums = (f"kernels run during {1e3 * busy_s:.2f} ms of a {1e3 * step_s:.2f} ms step "
+                f"({100 * share:.0f}%), the GPU waits for the other {1e3 * max(step_s - busy_s, 0):.2f} ms; "
+                f"of {launches:.0f} kernels one comes every {1e6 * step_s / launches:.1f} µs and runs "
+                f"{1e6 * busy_s / launches:.1f} µs on average")
+    elif host_s is not None:
+        share = host_s / step_s
+        verdict = "launch-bound" if share > LAUNCH_BOUND else "not launch-bound"
+        sums = (f"the same operations on two residues and one row, next to no work, take {1e3 * host_s:.2f} "
+                f"ms forward and backward, of {1e3 * step_s:.2f} ms at this size ({100 * share:.0f}%)")
+    else:
+        verdict, sums = "unknown", "compiled code on CPU dispatches no operations"
+    return dict(figures, verdict=verdict, text=f"{verdict}: {sums}")
 
 
 def by_sublayer(analysis, key="share"):
@@ -76,13 +79,20 @@ def findings(analysis):
         busy = launch["busy_ms"]
         idle = launch["host_ms"] if busy is None else launch["step_ms"] - busy
         found.append((idle / launch["step_ms"], f"The step is {launch['text']}."))
-    kinds = {k: v for k, v in analysis["kinds"].items() if k != "matrix product"}
+    kinds = {k: v for k, v in analysis["kinds"].items() if k not in NO_WORK and k != "matrix product"}
     if kinds:
         name = max(kinds, key=lambda k: kinds[k]["share"])
         entry = kinds[name]
         product = analysis["kinds"].get("matrix product", dict(share=0.0))["share"]
-        found.append((entry["share"], f"Beside matrix products ({100 * product:.0f}%), {name} work takes "
-                      f"most: {100 * entry['share']:.0f}% of the time in {entry['calls']:.0f} calls."))
+        found.append((entry["share"], f"Beside matrix products ({100 * product:.0f}%), the kind that takes "
+                      f"most is {name}: {100 * entry['share']:.0f}% of the {analysis['unit']}s' own time in "
+                      f"{entry['calls']:.0f} calls."))
+    phases = analysis["step"]["phases_ms"]
+    if len(phases) > 2:  # not in a CUDA graph
+        slowest = max(phases, key=phases.get)
+        share = phases[slowest] / sum(phases.values())
+        found.append((LAST_RESORT, f"The {slowest} phase takes most of the step: {100 * share:.0f}%, "
+                      f"{phases[slowest]:.2f} ms."))
     small = analysis["short_kernels"]
     if analysis["unit"] == "kernel":
         found.append((small["time_share"], f"{100 * small['count_share']:.0f}% of the kernels are shorter "
@@ -90,8 +100,8 @@ def findings(analysis):
                       "the time."))
     top = analysis["kernels"][0]
     found.append((top["share"], f"The longest {analysis['unit']} is `{top['name'][:80]}`: "
-                  f"{100 * top['share']:.0f}% of the time in {top['calls']:.0f} calls of "
-                  f"{top['self_us'] / top['calls']:.1f} µs."))
+                  f"{100 * top['share']:.0f}% of all {analysis['unit']}s' own time in {top['calls']:.0f} "
+                  f"calls of {top['self_us'] / top['calls']:.1f} µs."))
     return [*first, *(text for _, text in sorted(found, key=lambda pair: -pair[0]))][:3]
 
 
@@ -126,10 +136,12 @@ def scaling_rows(scaling):
         rows.append([e["attention"], str(e["seq_len"]), number(e["peak_memory_mb"], ".1f"),
                      number(e["saved_activation_mb"], ".1f"), e["reason"] or ""])
     for name, e in scaling["exponents"].items():
+        if e["peak_memory_mb"] is None and e["saved_activation_mb"] is None:
+            continue  # of one length
         rows.append([name, "exponent", number(e["peak_memory_mb"]), number(e["saved_activation_mb"]),
                      "of S, fitted; between the two largest S: peak "
                      f"{number(e['last_peak_memory_mb'])}, saved {number(e['last_saved_activation_mb'])}"])
-    return rows
+    return [*rows, ["fused", "runs", scaling["fused_runs"]]]
 
 
 def roofline_rows(table):
@@ -189,6 +201,8 @@ def report_lines(analysis):
              f"heads, loss, gradient sums, optimizer: \"rest\"), {100 * cover['unattributed']:.2f}% in none.",
              *([] if cover["sublayers"] else [COMPILED]), "",
              *markdown(sublayer_rows(analysis)), "", f"## Top {TOP} {analysis['unit']}s", "",
+             f"Shares are of the sum of their own times under the profiler, "
+             f"{sum(e['self_us'] for e in analysis['kernels']) / 1e3:.2f} ms per step.", "",
              *markdown(kernel_rows(analysis))]
     if analysis["memory_peak_mb"] is not None:
         saved = sum(analysis["saved_activation_mb"].values())
@@ -309,8 +323,14 @@ def comparison_lines(comparison):
     """Two sessions side by side, as markdown."""
     before, after = comparison["step_ms"]
     lines = [f"## Against {comparison['before']}", "",
-             f"Step without profiler: {before:.2f} -> {after:.2f} ms, ratio {after / before:.2f}. Different: "
+             f"Step without profiler: {before:.2f} -> {after:.2f} ms, ratio {after / before:.2f}, of two "
+             f"sessions, one after the other. Different: "
              f"{'; '.join(comparison['differences']) or 'nothing in the settings'}.", ""]
+    if "interleaved" in comparison and comparison["interleaved"][1]["measured"]:
+        base, own = comparison["interleaved"]
+        lines += [f"Interleaved steps of both: {1e3 * base['median_batch_time']:.2f} -> "
+                  f"{1e3 * own['median_batch_time']:.2f} ms, {own['speedup']:.2f}x (p20 "
+                  f"{own['speedup_p20']:.2f}, p80 {own['speedup_p80']:.2f}).", ""]
     if len(set(comparison["time_kind"])) > 1:
         lines += [f"These are different clocks: {' and '.join(comparison['time_kind'])}.", ""]
     return [*lines, *markdown(comparison_rows(comparison["sublayers"], "sub-layer")), "",

@@ -105,10 +105,18 @@ def tf32(enabled):
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def roofline_table(config, batch_size, ceilings, measured):
+def bound(times, measured_s, on_gpu):
+    """Which of {"compute", "memory", "launch"} bounds a sub-layer, by their times. On a GPU the host launches
+    while kernels run, and measured is the kernels' time: launching counts where it takes longer than that."""
+    if on_gpu and measured_s:
+        return "launch" if times["launch"] > measured_s else max(("compute", "memory"), key=times.get)
+    return max(times, key=times.get)
+
+
+def roofline_table(config, batch_size, ceilings, measured, on_gpu=False):
     """Rows by sub-layer, forward and backward of all blocks in one step. measured: {sub-layer: dict(seconds,
-    launches or None)}. bound is what takes longest at the ceilings: compute, memory or launch; share is the
-    time at the compute and memory ceilings over the measured time."""
+    launches or None)}, on a GPU seconds of kernels. share is the time at the compute and memory ceilings over
+    the measured time."""
     flops = forward_flops(config, batch_size)
     sizes = minimal_bytes(config, batch_size, ceilings["element_bytes"])
     rows = []
@@ -122,7 +130,7 @@ def roofline_table(config, batch_size, ceilings, measured):
         rows.append(dict(name=name, flops=work, minimal_bytes=moved, flops_per_byte=work / moved,
                          compute_s=times["compute"], memory_s=times["memory"], launch_s=times["launch"],
                          launches=entry["launches"], measured_s=entry["seconds"],
-                         bound=max(times, key=times.get),
+                         bound=bound(times, entry["seconds"], on_gpu),
                          share=floor / entry["seconds"] if entry["seconds"] else None))
     return rows
 

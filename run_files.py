@@ -65,19 +65,23 @@ class StopRequest:
         self.restore()
 
 
+def require_directory(path, file=None):
+    """Raise UserError if a directory cannot be made or written into; it names the file if one is given."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {file or f'into {path}'}: {error.strerror}") from None
+
+
 def require_writable(path):
     """Raise UserError now rather than after hours of training if path cannot be written. None is fine."""
     if path is None:
         return
     if os.path.isdir(path):
         raise UserError(f"cannot write {path}: it is a directory")
-    directory = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    require_directory(os.path.dirname(os.path.abspath(path)), path)
 
 
 def set_aside(path):
@@ -99,7 +103,7 @@ def fresh_directory(path, named, force):
         if named:
             raise UserError(f"{path} is not empty: name a fresh directory, or add --force")
         set_aside(path)
-    require_writable(os.path.join(path, "x"))
+    require_directory(path)
 
 
 OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|allocate memory", re.IGNORECASE)
@@ -116,6 +120,7 @@ def explain(error):
 
 def exit_code(run, argv, program):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
     try:
         code = run(argv)
         sys.stdout.flush()

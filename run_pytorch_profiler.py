@@ -42,7 +42,6 @@ from measurement import (
     Profiling,
     RangeSums,
     choose_device,
-    dispatch_cost,
     quantiles,
     ranges,
     system_info,
@@ -60,7 +59,7 @@ from profiling_report import (
     write_report,
     write_text,
 )
-from protein_batches import batches, require_matplotlib, to_device
+from protein_batches import SyntheticProteins, batches, require_matplotlib, to_device
 from reporting import aligned, describe_start, markdown, peak_megabytes, warm_up
 from roofline import forward_flops, measure_ceilings, roofline_table
 from run_files import UserError, exit_code, fresh_directory, write_json
@@ -78,7 +77,8 @@ SHORT_US = 5.0  # a kernel below this takes about as long to launch as to run
 def time_and_trace(trainer, source, found, directory, steps):
     """Seconds of untraced steps (steps, 4 phases), then a trace of as many; returns (times, path)."""
     device = trainer.device
-    timer = PhaseTimer(device)
+    pattern = os.path.join(directory, "*.pt.trace.json")
+    timer, earlier = PhaseTimer(device), set(glob.glob(pattern))  # --force: sessions before this one
     supply = batches(source, range(2 * steps + 1), device)
     for _ in range(steps):
         timer.start()
@@ -96,7 +96,8 @@ def time_and_trace(trainer, source, found, directory, steps):
             timer.mark()
             trainer.step(batch, timer.mark)
             profiling.step()
-    return untraced, glob.glob(os.path.join(directory, "*.pt.trace.json"))[0]
+    own, = set(glob.glob(pattern)) - earlier
+    return untraced, own
 
 
 def by_sublayer(trainer, batch, clock):
@@ -126,6 +127,20 @@ def seconds_by_sublayer(trainer, batch, steps):
 def operations_by_sublayer(trainer, batch):
     with OpCounter() as counter:
         return by_sublayer(trainer, batch, lambda: counter.launches)
+
+
+def seconds_without_work(trainer, steps):
+    """Forward and backward of the same operations with next to no work in them, the median over steps: one
+    sample of two residues and one row. On CPU, where that is what dispatching costs."""
+    config = replace(trainer.model.config, seq_len=2, num_seqs=1)
+    training = replace(trainer.training, batch_size=1)
+    small, timer = Trainer(config, trainer.model.fusion, training, trainer.device), PhaseTimer(trainer.device)
+    batch = to_device(SyntheticProteins(config, training).batch(0), trainer.device)
+    small.step(batch)
+    for _ in range(steps):
+        timer.start()
+        small.step(batch, timer.mark)
+    return float(np.median(timer.seconds()[:, :2].sum(axis=1)))
 
 
 def sublayer_entries(trace, saved, operations, seconds):
@@ -174,12 +189,13 @@ def analyse(trainer, source, found, directory, steps):
     """Time, trace and count; returns (analysis, TraceAnalysis). The analysis is fusion_analysis.json."""
     untraced, path = time_and_trace(trainer, source, found, directory, steps)
     trace = TraceAnalysis(read_trace(path), SUBLAYERS)
-    operations, seconds = {}, {}
+    operations, seconds, dispatch = {}, {}, None
     if trainer.device.type == "cpu":
         seconds = seconds_by_sublayer(trainer, source.batch(0), steps)
         seconds["rest", "data"] = float(np.median(untraced[:, 0]))
         if not trainer.model.fusion.enable_torch_compile:  # compiled code dispatches no operations
             operations = operations_by_sublayer(trainer, source.batch(0))
+            dispatch = seconds_without_work(trainer, steps)
     entries, total = sublayer_entries(trace, found["saved"], operations, seconds)
     kernels, kinds = kernel_entries(trace)
     config, training = trainer.model.config, trainer.training
@@ -188,6 +204,7 @@ def analyse(trainer, source, found, directory, steps):
     busy, launches = trace.gpu_busy(), found["launches"]
     p20, median, p80 = quantiles(untraced.sum(axis=1))
     phases = [1e3 * float(x) for x in np.median(untraced, axis=0)]
+    bound_s = median if trace.on_gpu else float(np.median(untraced[:, 1:3].sum(axis=1)))
     outside = sum(e["share"] for e in entries if e["direction"] in ("outside steps", "launch not recorded"))
     inside = sum(e["share"] for e in entries if e["name"] != "rest")
     analysis = dict(
@@ -205,8 +222,7 @@ def analyse(trainer, source, found, directory, steps):
         saved_activation_mb={k: v / MEGABYTE for k, v in found["saved"].items()},
         flops_per_step=found["flops"], flops_share={k: v / sum(flops.values()) for k, v in flops.items()},
         memory_peak_mb=found["peak_memory_mb"],
-        launch=launch_arithmetic(launches, dispatch_cost(trainer.device), median,
-                                 None if busy is None else busy / 1e6))
+        launch=launch_arithmetic(launches, bound_s, None if busy is None else busy / 1e6, dispatch))
     return dict(analysis, findings=findings(analysis)), trace
 
 
@@ -220,11 +236,12 @@ def run_session(configs, directory, options, compared=None):
     found["peak_memory_mb"] = peak_of_a_step(trainer, source, found)
     analysis, trace = analyse(trainer, source, found, directory, options.profile_steps)
     if options.seq_lens:
-        analysis["scaling"] = memory_scaling(config, fusion, training, device, options.seq_lens)
+        analysis["scaling"] = dict(memory_scaling(config, fusion, training, device, options.seq_lens),
+                                   fused_runs=trainer.model.attention_kernel(trainer.amp_dtype))
     if options.roofline:
         analysis["ceilings"] = measure_ceilings(device, training)
         analysis["roofline"] = roofline_table(config, training.batch_size, analysis["ceilings"],
-                                              measured_times(analysis))
+                                              measured_times(analysis), device.type == "cuda")
     if compared:
         analysis["compared_with"] = compare_sessions(compared[1], analysis, compared[0])
     plots = write_report(directory, analysis, trace.memory_timeline(), trace.durations())
@@ -234,6 +251,8 @@ def run_session(configs, directory, options, compared=None):
     for key, rows in (("scaling", scaling_rows), ("roofline", roofline_rows)):
         if key in analysis:
             print("\n".join(aligned(rows(analysis[key]))))
+    if options.compare_with:
+        print("\n".join(comparison_lines(analysis["compared_with"])))
     print(f"Results in {directory}: {', '.join([REPORT, 'fusion_analysis.json', analysis['trace'], *plots])}")
     return analysis
 
@@ -327,8 +346,13 @@ def plot_ablation(path, results):
 
 
 def compare_v1(configs, directory, options):
-    """The baseline (V1) and the given switches, one session each, side by side."""
+    """The baseline (V1) and the given switches: interleaved steps, and one session each, side by side."""
     config, training, fusion, profiler = configs
+    variants = [Variant("v1_baseline", FusionConfig.preset(False)), Variant("v2", fusion)]
+    timed = compare(config, fusion, training, variants=variants)["variants"]
+    for variant in variants:
+        variant.trainer = None
+    release()
     paths = {name: os.path.join(directory, name) for name in ("v1_baseline", "v2")}
     for path in paths.values():
         os.makedirs(path, exist_ok=True)
@@ -336,7 +360,7 @@ def compare_v1(configs, directory, options):
     before = run_session(baseline, paths["v1_baseline"], options)
     release()
     after = run_session(configs, paths["v2"], options, (paths["v1_baseline"], before))
-    comparison = after["compared_with"]
+    comparison = dict(after["compared_with"], interleaved=timed)
     lines = comparison_lines(comparison)
     write_text(os.path.join(directory, "v1_comparison.md"), lines)
     print("\n".join(lines))
@@ -403,6 +427,19 @@ def results_directory(options, profiler):
     return path
 
 
+def refuse_unused(parser, options):
+    """End the program if a flag would have no effect beside another."""
+    given = {name for name, value in vars(options).items() if value}
+    predicting = "--predict" if options.predict else "--check-prediction"
+    pairs = [(sort, "--compare-with") for sort in ("--ablation", "--compare-v1")]
+    if options.predict or options.check_prediction:
+        pairs += [(predicting, config_flags.flag(name)) for name in (
+            "ablation", "compare_v1", "compare_with", "roofline", "seq_lens", "force", "profile_dir")]
+    for one, other in pairs:
+        if {name[2:].replace("-", "_") for name in (one, other)} <= given:
+            parser.error(f"argument {other}: not with {one}")
+
+
 def run(argv=None):
     parser = make_parser()
     options, configs, mode = config_flags.parse(parser, argv)
@@ -410,6 +447,7 @@ def run(argv=None):
     if mode:
         parser.error(f"argument {mode}: belongs to tiny_openfold_v2.py")
     config_flags.needs_training(parser, options, "a profiler session")
+    refuse_unused(parser, options)
     if options.baseline:
         configs = (config, training, FusionConfig.preset(False), profiler)
     compared = (options.compare_with, read_analysis(options.compare_with)) if options.compare_with else None

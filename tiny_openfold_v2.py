@@ -52,6 +52,7 @@ from run_files import (
     StopRequest,
     UserError,
     exit_code,
+    require_directory,
     require_writable,
     write_atomically,
     write_json,
@@ -762,7 +763,7 @@ def train(config, fusion, training, profiler, compare_with=None):
     source = open_source(config, training)
     if training.plot_contacts:
         require_matplotlib()
-        require_writable(os.path.join(training.plot_contacts, "x"))
+        require_directory(training.plot_contacts)
         if not source.held_out:
             raise UserError(f"--plot-contacts {training.plot_contacts}: no protein is held out")
     trainer = Trainer(config, fusion, training, device)
@@ -806,7 +807,7 @@ def run(argv=None):
         return train(config, fusion, training, profiler, arguments.compare_with_v1)
     import fusion_checks
     import fusion_comparison
-    require_writable(os.path.join(profiler.profile_dir, "x"))
+    require_directory(profiler.profile_dir)
     checks = {"--validate-setup": fusion_checks.validate_setup,
               "--verify-accuracy": fusion_checks.verify_accuracy,
               "--compare-fusion": partial(fusion_comparison.compare_fusion,

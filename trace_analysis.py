@@ -22,10 +22,15 @@ KINDS = (("attention", ("flash", "fmha", "attention", "mem_eff")),
          ("optimizer", ("adam", "multi_tensor_apply", "foreach")),
          ("copy", ("copy", "memcpy", "aten::cat", "catarray", "aten::clone", "aten::contiguous")),
          ("fill", ("memset", "fill", "zero_", "aten::empty")),
-         ("reduction", ("reduce", "sum", "norm")))
-VIEWS = {f"aten::{name}" for name in ("view", "reshape", "transpose", "t", "permute", "as_strided", "expand",
-                                      "unsqueeze", "squeeze", "slice", "select", "chunk", "split", "narrow",
-                                      "unflatten", "flatten", "detach", "alias", "_unsafe_view", "numpy_T")}
+         ("reduction", ("reduce", "sum", "norm", "aten::mean", "triton_red", "triton_per")),
+         ("elementwise", ("elementwise", "triton_poi", "triton_for", "aten::mul", "aten::add", "aten::sub",
+                          "aten::div", "aten::rsub", "aten::neg", "aten::sigmoid", "aten::relu", "threshold",
+                          "aten::where", "masked_fill", "aten::pow", "aten::sqrt", "aten::exp", "clamp")),
+         ("compiled code", ("compiledfunction", "torch-compiled", "torchdynamo", "triton_")))
+VIEWS = {f"aten::{name}" for name in (  # and what only calls others, or hands its input on
+    "view", "reshape", "transpose", "t", "permute", "as_strided", "expand", "unsqueeze", "squeeze", "slice",
+    "select", "chunk", "split", "narrow", "unflatten", "flatten", "detach", "alias", "_unsafe_view",
+    "numpy_T", "to", "resolve_conj", "resolve_neg", "lift_fresh", "linear")}
 
 
 def read_trace(path):
@@ -87,10 +92,10 @@ def kind(name):
     """What sort of work a kernel or an operation does, by its name."""
     if name in VIEWS:
         return "view"
-    if name.startswith("autograd::") or "Backward" in name or name.endswith("HookFunction"):
+    if "autograd::" in name or name.endswith("HookFunction") or "Backward" in name and "Compiled" not in name:
         return "autograd's own"
     lower = name.lower()
-    return next((label for label, words in KINDS if any(word in lower for word in words)), "elementwise")
+    return next((label for label, words in KINDS if any(word in lower for word in words)), "other")
 
 
 def split_name(name):

@@ -240,12 +240,13 @@ def tables(result):
             lines += ["", f"### {name}", "", f"failed: {part['error'].splitlines()[-1]}"]
             continue
         system = part["system_info"]
+        commit = (system["git_commit"] or "unknown")[:7]
         lines += ["", f"### {name}", "", f"{system['gpu_name'] or system['host_cpu']}, torch "
-                  f"{system['torch_version']}, {part['training_params']['num_steps']} interleaved steps.", "",
-                  *markdown(table(part["variants"]))]
+                  f"{system['torch_version']}, commit {commit}, {part['training_params']['num_steps']} "
+                  "interleaved steps.", "", *markdown(table(part["variants"]))]
         nothing = [f"{r['name']} ({r['speedup']:.2f}x)" for r in part["variants"][1:]
                    if r["measured"] and r["speedup_p20"] <= 1]
-        lines += ["", "Buys no time here (p20 of the paired speed-up at or below 1): "
+        lines += ["", "No gain shown (p20 of the paired speed-up at or below 1): "
                   f"{', '.join(nothing) or 'none'}."]
         checks += [dict(name=name, **row) for row in agreement(part)]
     keys = ("name", "variant", "launches", "plain_launches", "peak_mb", "lone_peak_mb", "verdict")
@@ -255,7 +256,8 @@ def tables(result):
             *([str(row[key]) for key in keys] for row in checks)])]
     for name, part in result["roofline"].items():
         if "error" not in part:
-            lines += ["", f"### Roofline, {name}", "", ceiling_line(part["ceilings"]), "",
+            lines += ["", f"### Roofline, {name}", "", f"Commit {part['system_info']['git_commit'][:7]}. "
+                      f"{ceiling_line(part['ceilings'])}", "",
                       *markdown(roofline_rows(part["roofline"])), "",
                       f"The step is {part['launch']['text']}.", "",
                       f"### Predictions, {part['ceilings']['dtype']}", "",
@@ -268,11 +270,16 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 def render(paths):
     """Replace what is between the markers in README.md by the tables of result files."""
-    readme = ROOT / "benchmarks" / "README.md"
+    from run_files import UserError
+    readme, parts = ROOT / "benchmarks" / "README.md", []
     before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    body = "\n\n".join("\n".join(tables(json.loads(pathlib.Path(path).read_text(encoding="utf-8"))))
-                       for path in paths)
+    for path in paths:
+        try:
+            parts.append("\n".join(tables(json.loads(pathlib.Path(path).read_text(encoding="utf-8")))))
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: no result of this program") from None
+    body = "\n\n".join(parts)
     readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 
 

@@ -162,15 +162,32 @@ def test_kinds_of_kernels():
     names = {"sm90_xmma_gemm_bf16": "matrix product", "fmha_cutlassF_f32_aligned": "attention",
              "aten::view": "view", "void at::native::softmax_warp_forward": "softmax", "Memcpy DtoD": "copy",
              "vectorized_layer_norm_kernel": "normalisation", "triton_poi_fused_mul_3": "elementwise",
-             "multi_tensor_apply_kernel<AdamW>": "optimizer"}
+             "multi_tensor_apply_kernel<AdamW>": "optimizer", "aten::resolve_conj": "view",
+             "vectorized_elementwise_kernel<4, sigmoid>": "elementwise", "triton_red_fused_sum": "reduction",
+             "aten::item": "other", "torch::autograd::AccumulateGrad": "autograd's own",
+             "CompiledFunctionBackward": "compiled code"}
     assert {name: kind(name) for name in names} == names
 
 
 @pytest.mark.parametrize("busy, verdict", [(0.002, "launch-bound"), (0.007, "partly launch-bound"),
                                            (0.0095, "not launch-bound")])
 def test_launch_verdict(busy, verdict):
-    result = profiling_report.launch_arithmetic(1000, 5e-6, 0.010, busy)
-    assert result["verdict"] == verdict and "1000 kernels x 5.00 µs" in result["text"]
+    result = profiling_report.launch_arithmetic(1000, 0.010, busy)
+    assert result["verdict"] == verdict and "one comes every 10.0 µs" in result["text"]
+    assert f"runs {1000 * busy:.1f} µs" in result["text"]
+
+
+@pytest.mark.parametrize("without_work, verdict", [(0.006, "launch-bound"), (0.004, "not launch-bound"),
+                                                   (None, "unknown")])
+def test_launch_verdict_on_cpu(without_work, verdict):
+    assert profiling_report.launch_arithmetic(1000, 0.010, host_s=without_work)["verdict"] == verdict
+
+
+def test_what_bounds_a_sublayer():
+    times = dict(compute=2.0, memory=1.0, launch=3.0)
+    assert roofline.bound(times, 2.5, on_gpu=True) == "launch"  # the host takes longer than the kernels
+    assert roofline.bound(times, 3.5, on_gpu=True) == "compute"
+    assert roofline.bound(times, 3.5, on_gpu=False) == "launch"
 
 
 # The comparison
@@ -376,6 +393,16 @@ def test_scaling_and_roofline_of_a_session(session):
     assert {e["bound"] for e in analysis["roofline"]} <= {"compute", "memory", "launch"}
 
 
+def test_a_second_session_in_a_directory_is_of_its_own_trace(tmp_path, capsys):
+    (tmp_path / "aaa.1.pt.trace.json").write_text(json.dumps(dict(traceEvents=[])))  # an earlier one's
+    flags = "--num-blocks 2 --batch-size 1 --seq-len 4 --num-seqs 2 --warmup-steps 1 --profile-steps 1"
+    assert run_pytorch_profiler.run([*flags.split(), "--profile-dir", str(tmp_path), "--force"]) == 0
+    analysis = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert analysis["trace"] != "aaa.1.pt.trace.json"
+    assert {e["calls"] for e in analysis["sublayers"] if e["name"] == "pair_transition"} == {2}
+    assert len(analysis["findings"]) == 3
+
+
 def test_two_sessions_side_by_side(session, tmp_path):
     before = session[1]
     after = json.loads(json.dumps(before))
@@ -441,6 +468,9 @@ def test_prediction_checks_cover_six_shapes_at_least():
     assert len(set(shapes)) >= 6
     one = predictions.prediction_shapes(tof.TinyOpenFoldConfig(), tof.TrainingConfig(batch_size=1))
     assert len(set(one)) >= 6
+    shortest = predictions.prediction_shapes(tof.TinyOpenFoldConfig(seq_len=1, num_seqs=1),
+                                             tof.TrainingConfig(batch_size=1))
+    assert min(min(shape) for shape in shortest) == 1
 
 
 # Command line and files
@@ -449,7 +479,9 @@ def test_prediction_checks_cover_six_shapes_at_least():
 @pytest.mark.parametrize("flags, message", [
     (["--profile-steps", "0"], "--profile-steps"), (["--seq-lens", "a"], "--seq-lens"),
     (["--validate-setup"], "--validate-setup"), (["--compare-with", "nowhere"], "nowhere"),
-    (["--predict", "1", "2"], "--predict"), (["--baseline", "--ablation"], "--ablation")])
+    (["--predict", "1", "2"], "--predict"), (["--baseline", "--ablation"], "--ablation"),
+    (["--predict", "1", "8", "4", "--profile-dir", "x"], "--profile-dir: not with --predict"),
+    (["--ablation", "--compare-with", "x"], "--compare-with: not with --ablation")])
 def test_wrong_use_is_one_line_and_exit_two(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     try:
