@@ -117,7 +117,17 @@ class FusionConfig(Checked):
             ("combo kernels need torch.compile on a GPU", combo),
             (f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues",
              self.enable_combo_kernels and not combo and not self.combo_kernels_at(seq_len)),
-            ("master weights need --use-amp", self.enable_master_weights and not use_amp)) if holds]
+            ("master weights need --use-amp", self.enable_master_weights and not use_amp),
+            ("--attention-backend is for fused attention",
+             self.attention_backend != "auto" and not self.enable_flash_attention),
+            ("--torch-compile-mode is for torch.compile",
+             self.torch_compile_mode != "default" and not self.enable_torch_compile)) if holds]
+
+    def beside(self, named):
+        """Flags of the switches that differ from their defaults, those in named apart."""
+        return [flag(f.name if getattr(self, f.name) else f.name.replace("enable", "disable", 1))
+                for f in fields(self) if isinstance(f.default, bool) and f.name not in named
+                and getattr(self, f.name) != f.default]
 
     @classmethod
     def preset(cls, enabled):

@@ -20,6 +20,7 @@ from measurement import (
     saved_activations,
     system_info,
 )
+from precision import runs_in_tf32
 from protein_batches import to_device
 from run_files import UserError
 
@@ -159,6 +160,11 @@ def summarise(trainer, configs, found, losses, times, evaluation):
                 contact_precision=evaluation, system_info=system_info(device))
 
 
+TITLES = {"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
+          "Flash Attention": "enable_flash_attention", "Triangle Gate/Proj Fusion": "enable_triangle_fusion",
+          "Torch Compile": "enable_torch_compile"}
+
+
 def describe_start(trainer, source):
     """The start-up lines."""
     model, device = trainer.model, trainer.device
@@ -173,17 +179,17 @@ def describe_start(trainer, source):
     print(f"Model: {c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and "
           f"{c.pair_heads}, {sum(p.numel() for p in model.parameters()):,} parameters")
     print(f"Data: {source.describe()} | B {trainer.training.batch_size}, N {c.num_seqs}, S {c.seq_len}")
-    print(f"""Fusion Optimizations:
-   MSA QKV Fusion: {on[f.enable_qkv_fusion_msa]}
-   Triangle QKV Fusion: {on[f.enable_qkv_fusion_triangle]}
-   Flash Attention: {on[f.enable_flash_attention]}{kernel}
-   Triangle Gate/Proj Fusion: {on[f.enable_triangle_fusion]}
-   Torch Compile: {on[f.enable_torch_compile]}
-   Kernel Reduction: {counts['kernel_reduction_percent']}% ({counts['total_kernel_reduction']} fewer """
-          "kernels) [nominal]", flush=True)
-    if idle := f.idle(trainer.training.use_amp, device.type == "cuda",
-                     trainer.model.config.seq_len):
-        print(f"Not used here: {'; '.join(idle)}", flush=True)
+    print("Fusion Optimizations:")
+    for title, name in TITLES.items():
+        print(f"   {title}: {on[getattr(f, name)]}{kernel if name == 'enable_flash_attention' else ''}")
+    print(f"   Kernel Reduction: {counts['kernel_reduction_percent']}% ({counts['total_kernel_reduction']} "
+          "fewer kernels) [nominal]")
+    if beside := f.beside(TITLES.values()):
+        print(f"Besides: {' '.join(beside)}")
+    idle = f.idle(trainer.training.use_amp, device.type == "cuda", c.seq_len)
+    if trainer.training.use_tf32 and not runs_in_tf32(trainer.training, device):
+        idle.append("this device has no TF32")
+    print(*([f"Not used here: {'; '.join(idle)}\n"] if idle else []), end="", flush=True)
 
 
 def read_summary(path):

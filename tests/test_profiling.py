@@ -222,6 +222,11 @@ def test_idle_switches_are_named_and_only_the_users_own_are_measured():
     everything = tof.FusionConfig.preset(True)
     assert len(everything.idle(use_amp=False, on_gpu=False, seq_len=256)) == 3
     assert everything.idle(use_amp=True, on_gpu=True, seq_len=64) == []
+    odd = tof.FusionConfig(enable_flash_attention=False, attention_backend="math",
+                           torch_compile_mode="max-autotune")
+    assert len(odd.idle(use_amp=False, on_gpu=True, seq_len=64)) == 2
+    odd = tof.FusionConfig(enable_opm_fusion=False, enable_master_weights=True)
+    assert odd.beside(["enable_torch_compile"]) == ["--disable-opm-fusion", "--enable-master-weights"]
     assert everything.idle(use_amp=True, on_gpu=True, seq_len=256) == [
         "combo kernels cost time above 128 residues"]
     trainer, batch = setup(PLAIN)
