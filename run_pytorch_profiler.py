@@ -451,6 +451,8 @@ def run(argv=None):
     if options.baseline:
         configs = (config, training, FusionConfig.preset(False), profiler)
     compared = (options.compare_with, read_analysis(options.compare_with)) if options.compare_with else None
+    if compared and os.path.realpath(compared[0]) == os.path.realpath(profiler.profile_dir):
+        compared = (f"the earlier session in {compared[0]}", compared[1])  # which is about to be moved aside
     choose_device(training.device)
     if options.predict or options.check_prediction:
         result = predict_mode(configs, options)
