@@ -80,16 +80,20 @@ def size_list(text):
 
 def setting_list(text):
     try:
-        return [design.setting_name(design.parse_setting(word)) for word in text.replace(",", " ").split()]
+        names = [design.setting_name(design.parse_setting(word)) for word in text.replace(",", " ").split()]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if not names:
+        raise argparse.ArgumentTypeError(f'{text!r}: must be settings, such as "baseline fused"')
+    return names
 
 
 def switch_list(text):
     words = list(dict.fromkeys(text.replace(",", " ").split()))
     unknown = [word for word in words if word not in design.SWITCHES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: must be among {', '.join(design.SWITCHES)}")
+    if unknown or not words:
+        wrong = unknown[0] if unknown else text
+        raise argparse.ArgumentTypeError(f"{wrong!r}: must be among {', '.join(design.SWITCHES)}")
     return words
 
 
@@ -116,7 +120,7 @@ def positive(limit=float("inf")):
 
 def share(text):
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text)
-    if not match:
+    if not match or not match[2] and float(match[1]) > 1:  # 5 means 5% to some and 500% to others
         raise argparse.ArgumentTypeError(f"{text!r}: must be a share such as 5% or 0.05")
     return float(match[1]) / (100 if match[2] else 1)
 
@@ -130,7 +134,8 @@ def make_parser():
     add("--seq-lens", type=size_list, default=[32, 64], metavar="LIST", help='default: "32 64"')
     add("--num-seqs", type=size_list, default=[16], metavar="LIST", help="alignment rows (default: 16)")
     add("--num-runs", type=whole(1), default=3, metavar="N",
-        help="processes per point (default: %(default)s)")
+        help="processes per point, each more narrows the intervals, which need two; may grow when a study is "
+             "continued (default: %(default)s)")
     add("--settings", type=setting_list, metavar="LIST",
         help='see below (default: "baseline fused"; with --find-batch-size: fused)')
     add("--no-baseline", action="store_true", help="leave the baseline out (default: off)")
@@ -151,8 +156,8 @@ def make_parser():
         "(default: performance_study_<time>)")
     add("--seed", type=whole(0), default=42, help="of the order of points (default: %(default)s)")
     add("--jobs", type=whole(1), default=1, metavar="N",
-        help="points that start, compile and warm up at the same time; while one measures, the others are "
-             "stopped (default: %(default)s)")
+        help="points that start, compile and warm up at the same time; they measure in planned order, and "
+             "while one does, the others are stopped (default: %(default)s)")
     add("--gpus", type=whole(1), default=1, metavar="N",
         help="with --jobs, spread their processes over the first N GPUs, which must be alike; still one at a "
              "time measures (default: %(default)s)")
@@ -175,7 +180,8 @@ def add_decisions(add):
     add("--memory-limit-mb", type=positive(), metavar="MB",
         help="of tensor memory, MB of 2**20 bytes (default: none; --find-batch-size: the GPU's memory)")
     add("--check-against", metavar="FILE",
-        help="compare with an earlier results_summary.json; exit code 1 if a point got worse beyond noise")
+        help="compare with an earlier results_summary.json; exit code 1 if a point got worse beyond noise or "
+             "if noise leaves every verdict on time undecided")
     add("--min-speedup", type=positive(), metavar="X",
         help="with --check-against, wanted of the settings fused, compiled and all (default: none)")
     add("--max-regression", type=share, default=0.05, metavar="SHARE",
@@ -258,47 +264,56 @@ def check_trainer_flags(parser, study):
 # The study directory
 
 def open_directory(options, study, argv):
-    """Make or continue the study's directory; returns (path, lock). Raises UserError."""
+    """Make or find the study's directory and return its path. Raises UserError."""
     path = os.path.abspath(options.study_name or time.strftime("performance_study_%Y%m%d_%H%M%S"))
     config = os.path.join(path, "config.json")
     if options.study_name is None and os.path.exists(path):
         os.rename(path, path + time.strftime(".old-%Y%m%d_%H%M%S"))
-    if os.path.exists(config):
-        require_same_study(path, study)
-    elif os.path.isdir(path) and os.listdir(path):
-        raise UserError(f"--study-name {options.study_name}: is not empty and holds no study")
-    else:
-        write_json(config, dict(study=study, command=shlex.join([f"./{SCRIPT}", *argv]),
+    if not os.path.exists(config):
+        if os.path.isdir(path) and os.listdir(path):
+            raise UserError(f"--study-name {options.study_name}: is not empty and holds no study")
+        write_json(config, dict(study=study, command=command_of(argv),
                                 created=time.strftime("%Y-%m-%dT%H:%M:%S%z")))
     free = shutil.disk_usage(path).free
     if free < SPARE_BYTES:
         raise UserError(f"cannot write {path}: {free / 2 ** 20:.0f} MB free, "
                         f"{SPARE_BYTES / 2 ** 20:.0f} MB needed: disk full")
-    return path, lock_study(config, path)
+    return path
 
 
-def lock_study(config, path):
-    """Take the study for this process. A killed study's lock outlives it for as long as a point that it was
-    starting just then takes from fork to exec, hence the patience."""
-    lock, deadline = open(config, "rb"), time.monotonic() + LOCK_PATIENCE_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except OSError:
-            if time.monotonic() > deadline:
-                lock.close()
-                raise UserError(f"{path}: this study is running already") from None
-            time.sleep(0.05)
+def command_of(argv):
+    return shlex.join([f"./{SCRIPT}", *argv])
+
+
+@contextlib.contextmanager
+def locked(path):
+    """The study's directory, for this process alone. A killed study's lock outlives it for as long as a point
+    that it was starting just then takes from fork to exec, hence the patience."""
+    lock, deadline = os.open(path, os.O_RDONLY), time.monotonic() + LOCK_PATIENCE_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise UserError(f"{path}: this study is running already") from None
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(lock)
 
 
 def require_same_study(directory, study):
-    before = read_config(directory)["study"]
+    """The config of a study that this one continues: all is as it was, but there may be more runs."""
+    config = read_config(directory)
+    before = config["study"]
     different = [f"{key} {before.get(key)} there, {value} now" for key, value in study.items()
-                 if before.get(key) != value]
+                 if before.get(key) != value and not (key == "num_runs" and value > before.get(key, value))]
     if different:
-        raise UserError(f"{directory}: a study with other settings ({'; '.join(different)}); choose another "
-                        "--study-name")
+        raise UserError(f"{directory}: a study with other settings ({'; '.join(different)}); only --num-runs "
+                        "may differ, and only grow; choose another --study-name")
+    return config
 
 
 def read_config(directory):
@@ -334,8 +349,21 @@ def dry_run(options, study):
     return 0
 
 
+def earlier_recommendation(directory, summary):
+    """{"recommendation": ..} of the summary in directory, if it is from the same runs; else {}."""
+    def runs(of):
+        return [(design.shape_of(p), p["setting"], p["run_medians_ms"]) for p in of["points"]]
+    try:
+        with open(os.path.join(directory, "results_summary.json"), encoding="utf-8") as file:
+            earlier = json.load(file)
+        return {"recommendation": earlier["recommendation"]} if runs(earlier) == runs(summary) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def write_results(directory, summary, plots):
     """results_summary.json, results.csv, report.html and its PNGs."""
+    summary = earlier_recommendation(directory, summary) | summary
     write_json(os.path.join(directory, "results_summary.json"), summary)
     figures = draw(summary, directory) if plots else []
     for name, text in (("results.csv", as_csv(summary)),
@@ -370,13 +398,19 @@ def first_gpus(number):
     return (visible.split(",") if visible else [str(i) for i in range(found)])[:number]
 
 
-def run_study(options, study, directory, gpus):
+def run_study(options, study, directory, gpus, argv):
+    config = require_same_study(directory, study)
     reference = decisions.read_reference(options.check_against, study) if options.check_against else None
     results = Results(directory)
     results.load()
     if options.retry_failed and (dropped := results.forget_failures()):
         print(f"{dropped} failed runs are run again")
-    runner = Runner(study, directory, options.timeout, options.jobs, gpus)
+    turns_taken = max((row.get("turn") or 0 for row in results.rows), default=0)
+    runner = Runner(study, directory, options.timeout, options.jobs, gpus, turns_taken)
+    accuracy = decisions.Accuracy(runner) if options.recommend else None
+    if study["num_runs"] > config["study"]["num_runs"]:
+        write_json(os.path.join(directory, "config.json"),
+                   dict(config, study=study, command=command_of(argv)))
     print(f"Study in {directory}; to continue it if interrupted: --study-name {shlex.quote(directory)}")
     if study["mode"] == "find-batch-size":
         return decisions.find_batch_sizes(runner, results, options.memory_limit_mb,
@@ -384,9 +418,8 @@ def run_study(options, study, directory, gpus):
     run_points(runner, results, design.points(study))
     summary = summarise(read_config(directory), results.rows)
     print_table(summary)
-    if options.recommend:
-        summary["recommendation"] = decisions.recommend(summary, decisions.Accuracy(runner),
-                                                        options.memory_limit_mb)
+    if accuracy:
+        summary["recommendation"] = decisions.recommend(summary, accuracy, options.memory_limit_mb)
         decisions.print_recommendation(summary["recommendation"])
     write_results(directory, summary, not options.no_plots)
     if not any(point["n"] for point in summary["points"]):
@@ -402,6 +435,8 @@ def report_only(options):
     results = Results(directory)
     if not os.path.exists(results.path):
         raise UserError(f"--study-name {options.study_name}: holds no results")
+    if read_config(directory)["study"].get("mode") != "study":
+        raise UserError(f"--study-name {options.study_name}: is a --find-batch-size, not a study")
     results.load(mend=False)
     summary = summarise(read_config(directory), results.rows)
     print_table(summary)
@@ -423,10 +458,10 @@ def run(argv):
     if options.check_against:
         decisions.read_reference(options.check_against, study)
     gpus = first_gpus(options.gpus)
-    directory, lock = open_directory(options, study, argv)
-    with contextlib.closing(lock):
+    directory = open_directory(options, study, argv)
+    with locked(directory):
         try:
-            return run_study(options, study, directory, gpus)
+            return run_study(options, study, directory, gpus, argv)
         finally:
             shutil.rmtree(os.path.join(directory, "running"), ignore_errors=True)
 

@@ -4,6 +4,8 @@ import math
 import os
 import shlex
 
+import numpy as np
+
 from run_files import UserError, write_json
 from study_design import Point, Shape, common_flags, parse_setting, setting_flags, shape_of
 from study_runner import figures_line
@@ -21,13 +23,20 @@ def command_line(study, shape, setting):
 
 # Regression check
 
+READ_OF_POINTS = ("setting", "n", "run_medians_ms", "speedup", "speedup_low", "speedup_high",
+                  "peak_memory_mb")
+
 def read_reference(path, study):
     """An earlier results_summary.json with the same trainer flags. Raises UserError."""
     try:
         with open(path, encoding="utf-8") as file:
             reference = json.load(file)
         known = reference["format"] == FORMAT and bool(reference["points"])
-        theirs = reference["study"]
+        theirs = {key: reference["study"][key] for key in ("trainer_flags", "amp_dtype", "num_runs")}
+        known = known and isinstance(theirs["num_runs"], int)
+        same_machine(reference, reference)
+        for point in reference["points"]:
+            shape_of(point), [point[key] for key in READ_OF_POINTS], np.log(point["run_medians_ms"])
     except OSError as error:
         raise UserError(f"--check-against {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -61,11 +70,11 @@ def judged(low, high, passes_below=None, passes_above=None):
 
 def slowdown(now, then, on_same_machine):
     """(factor, low, high) by which a point got slower: in step time on the same machine, on another one in
-    speed-up over the baseline (independent errors of the two added in quadrature); None if unknown."""
+    speed-up over the baseline (independent errors of the two added in quadrature); None if unknown, as the
+    baseline's own is there."""
     if on_same_machine:
-        return ratio_interval(now["run_medians_ms"], then["run_medians_ms"],
-                              *((p["pooled_log_sd"], p["pooled_df"]) for p in (now, then)))
-    if not now["speedup_low"] or not then["speedup_low"]:
+        return ratio_interval(now["run_medians_ms"], then["run_medians_ms"])
+    if now["setting"] == "baseline" or not now["speedup_low"] or not then["speedup_low"]:
         return None
     half = math.hypot(*(math.log(p["speedup_high"] / p["speedup_low"]) / 2 for p in (now, then)))
     factor = then["speedup"] / now["speedup"]
@@ -73,16 +82,16 @@ def slowdown(now, then, on_same_machine):
 
 
 def check_point(now, then, on_same_machine, min_speedup, max_regression, principal):
-    """[(verdict, what)] of one point."""
+    """[("time" or "memory", verdict, what)] of one point; one that has failed fails in time."""
     verdicts = []
     if not now["n"]:
-        return [("FAIL", now["reason"])] if not then or then["n"] else []
+        return [("time", "FAIL", now["reason"])] if not then or then["n"] else []
     if min_speedup is not None and now["setting"] in principal:
         if now["speedup"] is None:
-            verdicts.append(("FAIL", "no baseline to compare with"))
+            verdicts.append(("time", "FAIL", "no baseline to compare with"))
         else:
             verdict = judged(now["speedup_low"], now["speedup_high"], passes_above=min_speedup)
-            verdicts.append((verdict,
+            verdicts.append(("time", verdict,
                              f"speed-up {speedup_text(now)}, at least {min_speedup:g} wanted"))
     if not then or not then["n"]:
         return verdicts
@@ -90,11 +99,11 @@ def check_point(now, then, on_same_machine, min_speedup, max_regression, princip
     change = slowdown(now, then, on_same_machine)
     if change:
         what = "step time" if on_same_machine else "lost speed-up"
-        verdicts.append((judged(*change[1:], passes_below=limit),
+        verdicts.append(("time", judged(*change[1:], passes_below=limit),
                          f"{what} {spoken(*change)} of the reference, at most {limit:g} allowed"))
     if now["peak_memory_mb"] and then["peak_memory_mb"]:
         ratio = now["peak_memory_mb"] / then["peak_memory_mb"]
-        verdicts.append(("FAIL" if ratio > limit else "PASS",
+        verdicts.append(("memory", "FAIL" if ratio > limit else "PASS",
                          f"peak memory {ratio:.3f}x of the reference, at most {limit:g} allowed"))
     return verdicts
 
@@ -108,7 +117,8 @@ def spoken(factor, low, high):
 
 
 def check(summary, reference, min_speedup, max_regression):
-    """Print every verdict that is not PASS; exit code 1 if a point got worse beyond noise, else 0."""
+    """Print every verdict that is not PASS; exit code 1 if a point got worse beyond noise, or if noise left
+    no verdict on time at all, else 0."""
     earlier = {(shape_of(p), p["setting"]): p for p in reference["points"]}
     common = [p for p in summary["points"] if (shape_of(p), p["setting"]) in earlier]
     if not common:
@@ -118,17 +128,24 @@ def check(summary, reference, min_speedup, max_regression):
     print(f"\nCheck against the reference, {len(common)} points in common, "
           + ("same machine: step times compared" if alike else "another machine: speed-ups compared")
           + f", intervals of {100 * summary['confidence']:g}%")
-    counts = dict(PASS=0, FAIL=0, UNDECIDED=0)
+    counts = {kind: dict(PASS=0, FAIL=0, UNDECIDED=0) for kind in ("time", "memory")}
     for point in summary["points"]:
         then = earlier.get((shape_of(point), point["setting"]))
-        for verdict, what in check_point(point, then, alike, min_speedup, max_regression, principal):
-            counts[verdict] += 1
+        for kind, verdict, what in check_point(point, then, alike, min_speedup, max_regression, principal):
+            counts[kind][verdict] += 1
             if verdict != "PASS":
                 print(f"   {verdict:9} {shape_of(point)} {point['setting']}: {what}")
-    if counts["UNDECIDED"]:
-        print("   UNDECIDED: the interval holds the limit; more --num-runs would narrow it")
-    print("FAIL:" if counts["FAIL"] else "PASS:", ", ".join(f"{n} {v.lower()}" for v, n in counts.items()))
-    return 1 if counts["FAIL"] else 0
+    here = {(shape_of(p), p["setting"]) for p in summary["points"]}
+    if absent := [f"{shape} {setting}" for shape, setting in earlier if (shape, setting) not in here]:
+        print(f"   of the reference, not in this study: {', '.join(absent)}")
+    if counts["time"]["UNDECIDED"]:
+        print("   UNDECIDED: the interval holds the limit; more --num-runs, also of this --study-name, would "
+              "narrow it")
+    failed = any(of_kind["FAIL"] for of_kind in counts.values())
+    word = "FAIL" if failed else "PASS" if counts["time"]["PASS"] else "UNDECIDED"
+    print(f"{word}:", "; ".join(f"{kind} " + ", ".join(f"{n} {v.lower()}" for v, n in of_kind.items())
+                                for kind, of_kind in counts.items()))
+    return 0 if word == "PASS" else 1
 
 
 # Recommendation
@@ -140,8 +157,12 @@ class Accuracy:
         self.runner, self.path = runner, os.path.join(runner.directory, "accuracy.json")
         self.known = {}
         if os.path.exists(self.path):
-            with open(self.path, encoding="utf-8") as file:
-                self.known = json.load(file)
+            try:
+                with open(self.path, encoding="utf-8") as file:
+                    self.known = json.load(file)
+                "".join(self.known.values())
+            except (ValueError, AttributeError, TypeError):
+                raise UserError(f"{self.path}: holds no accuracy verdicts; delete it") from None
 
     def verdict(self, shape, setting):
         """"passed", or why not. The baseline is what others are compared with."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from protein_batches import require_matplotlib
 from run_files import write_atomically
-from study_design import parse_setting, shape_of
+from study_design import ALL, parse_setting, shape_of
 from study_statistics import pareto
 from study_summary import principal_settings
 
@@ -17,8 +17,9 @@ COLOURS = ("#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 MARKERS = "osD^vP*"
 STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9,
          "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"], "axes.spines.top": False,
-         "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False}
-MAX_PANELS = 4  # more would be too small to read; the table has them all
+         "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
+         "svg.hashsalt": "study"}  # or ids are random, and the same results make another page each time
+MAX_PANELS, MAX_MAPS = 4, 6  # more would be too small to read; the table has them all
 MAX_LINES = len(COLOURS)
 
 
@@ -78,10 +79,32 @@ def spread_out(values, most):
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
+def by_interest(summary):
+    """Principal settings: the one with all switches on, then the others, the fastest first."""
+    best, ratios = {}, {}
+    for p in measured(summary):
+        best[shape_of(p)] = min(p["median_ms"], best.get(shape_of(p), p["median_ms"]))
+    for p in measured(summary):
+        ratios.setdefault(p["setting"], []).append(np.log(p["median_ms"] / best[shape_of(p)]))
+    everything = (ALL, frozenset(summary["study"]["switches"]))
+    return sorted(principal_settings(summary["study"]["settings"]), key=lambda s: (
+        parse_setting(s) not in everything, np.mean(ratios.get(s, np.inf))))
+
+
 def compared(summary):
-    """Baseline and principal settings, as many as a plot can tell apart."""
+    """Baseline and principal settings, as many as a plot can tell apart, in the study's order."""
     settings = summary["study"]["settings"]
-    return ([s for s in settings if s == "baseline"] + principal_settings(settings))[:MAX_LINES]
+    chosen = ([s for s in settings if s == "baseline"] + by_interest(summary))[:MAX_LINES]
+    return [s for s in settings if s in chosen]
+
+
+def left_out(count, what):
+    """The sentence of a caption that names what a picture had no room for."""
+    return f" {count} {what}{'s are' if count > 1 else ' is'} not shown; the table has all." if count else ""
+
+
+def settings_left_out(summary):
+    return left_out(len(summary["study"]["settings"]) - len(compared(summary)), "setting")
 
 
 def style(summary, setting):
@@ -96,8 +119,10 @@ def measured(summary, **wanted):
 def speedup_heat_map(pyplot, summary):
     """Speed-up over B x S, a panel per setting and depth."""
     study = summary["study"]
-    wanted = [(s, n) for n in study["num_seqs"] for s in principal_settings(study["settings"])
-              if any(p["speedup"] for p in measured(summary, setting=s, num_seqs=n))][:6]
+    known = {(p["setting"], p["num_seqs"]) for p in measured(summary)
+             if p["speedup"] and p["setting"] != "baseline"}
+    chosen = [(s, n) for s in by_interest(summary) for n in study["num_seqs"] if (s, n) in known][:MAX_MAPS]
+    wanted = [(s, n) for n in study["num_seqs"] for s in study["settings"] if (s, n) in chosen]
     if not wanted:
         return None
     batches, lengths = sorted(study["batch_sizes"]), sorted(study["seq_lens"])
@@ -111,7 +136,7 @@ def speedup_heat_map(pyplot, summary):
             grid[at] = np.log2(p["speedup"]) if p["speedup"] else np.nan
             text, colour = "baseline\nfailed" if p["n"] else "failed", "#900000"
             if p["speedup"]:
-                sure = p["speedup_low"] is None or not p["speedup_low"] <= 1 <= p["speedup_high"]
+                sure = p["speedup_low"] is not None and not p["speedup_low"] <= 1 <= p["speedup_high"]
                 text = f"{p['speedup']:.2f}×" + ("" if sure else "\n(±)")
                 colour = "white" if abs(grid[at]) > 0.72 * reach else "black"
             axis.text(at[1], at[0], text, ha="center", va="center", color=colour, fontsize=8.5)
@@ -125,15 +150,18 @@ def speedup_heat_map(pyplot, summary):
     factors = [*(1 / f for f in marks), 1, *marks]
     bar.set_ticks(np.log2(factors), labels=[f"{factor:.3g}×" for factor in factors])
     return figure, ("Step time of the baseline over step time of the setting, same shape. Blue is faster, "
-                    "red slower; (±) marks an interval that holds 1.")
+                    "red slower; (±) marks an interval that holds 1, or a single run, which has none."
+                    + left_out(len(known) - len(wanted), "map"))
 
 
 def against_length(pyplot, summary, figure_key, y_label, error_bars):
-    """Lines over S on log axes, a panel per B and N, exponents in the legend; None with fewer than two S."""
+    """(figure, the caption's sentences on what is missing): lines over S on log axes, a panel per B and N,
+    exponents in the legend. None with fewer than two S."""
     study = summary["study"]
     if len(study["seq_lens"]) < 2 or not any(p[figure_key] for p in summary["points"]):
         return None
-    cases = spread_out([(b, n) for b in study["batch_sizes"] for n in study["num_seqs"]], MAX_PANELS)
+    every = [(b, n) for b in study["batch_sizes"] for n in study["num_seqs"]]
+    cases = spread_out(every, MAX_PANELS)
     figure, axes = panels(pyplot, len(cases))
     for axis, (batch, depth) in zip(axes, cases, strict=True):
         for setting in compared(summary):
@@ -148,6 +176,7 @@ def against_length(pyplot, summary, figure_key, y_label, error_bars):
             fit = next((e for e in summary["scaling"] if e["axis"] == "seq_len" and e["figure"] == figure_key
                         and (e["setting"], e["batch_size"], e["num_seqs"]) == (setting, batch, depth)), None)
             label = setting + (f", S^{fit['exponent']:.2f}" if fit else "")
+            label += f"±{fit['standard_error']:.2f}" if fit and fit["standard_error"] is not None else ""
             axis.errorbar([p["seq_len"] for p in line], y, yerr=bars, capsize=2, markersize=5, linewidth=1.4,
                           label=label, **style(summary, setting))
         lengths = sorted(study["seq_lens"])
@@ -158,7 +187,7 @@ def against_length(pyplot, summary, figure_key, y_label, error_bars):
         plain_numbers(pyplot, axis)
         axis.grid(color="#dddddd", linewidth=0.6)
         axis.legend(fontsize=8)
-    return figure
+    return figure, settings_left_out(summary) + left_out(len(every) - len(cases), "panel")
 
 
 def plain_numbers(pyplot, axis):
@@ -168,15 +197,16 @@ def plain_numbers(pyplot, axis):
 
 
 def scaling(pyplot, summary):
-    figure = against_length(pyplot, summary, "median_ms", "step time, ms", error_bars=True)
-    return figure and (figure, "Median step time; bars from p20 to p80 of the steps. The legend gives the "
-                               "exponent of a power law fitted to each line.")
+    drawn = against_length(pyplot, summary, "median_ms", "step time, ms", error_bars=True)
+    return drawn and (drawn[0], "Median step time; bars from p20 to p80 of the steps. The legend gives the "
+                                "exponent of a power law fitted to each line and its standard error."
+                      + drawn[1])
 
 
 def memory(pyplot, summary):
-    figure = against_length(pyplot, summary, "peak_memory_mb", "peak tensor memory, MB", error_bars=False)
-    return figure and (figure, "Largest tensor memory within the measured steps (MB of 2^20 bytes), with "
-                               "fitted exponents.")
+    drawn = against_length(pyplot, summary, "peak_memory_mb", "peak tensor memory, MB", error_bars=False)
+    return drawn and (drawn[0], "Largest tensor memory within the measured steps (MB of 2^20 bytes), with "
+                                "fitted exponents and their standard errors." + drawn[1])
 
 
 def depth(pyplot, summary):
@@ -199,7 +229,8 @@ def depth(pyplot, summary):
     plain_numbers(pyplot, axis)
     axis.grid(color="#dddddd", linewidth=0.6)
     axis.legend()
-    return figure, "Median step time against the depth of the alignment."
+    return figure, ("Median step time against the depth of the alignment, largest batch and length."
+                    + settings_left_out(summary))
 
 
 def ablation(pyplot, summary):
@@ -241,25 +272,28 @@ def bar_of_factors(axis, y, found, colour):
 
 
 def interactions(pyplot, summary):
-    """Matrix of main effects (diagonal) and pairwise interactions; geometric means over shapes."""
+    """Matrix of main effects (diagonal) and pairwise interactions; geometric means over shapes, whose
+    independent errors are added in quadrature."""
     if not summary["effects"]:
         return None
     switches, count = summary["study"]["switches"], len(summary["study"]["switches"])
-    logs = np.zeros((count, count))
+    logs, errors = np.zeros((2, count, count))
     for effects in summary["effects"]:
-        for effect in effects["main"]:
-            at = switches.index(effect["switch"])
-            logs[at, at] += np.log2(effect["factor"])
-        for effect in effects["interaction"]:
-            a, b = sorted(map(switches.index, effect["switches"]))
-            logs[b, a] += np.log2(effect["factor"])
+        for effect in effects["main"] + effects["interaction"]:
+            names = effect.get("switches") or [effect["switch"]]
+            at = max(map(switches.index, names)), min(map(switches.index, names))
+            logs[at] += np.log2(effect["factor"])
+            half = np.nan if effect["low"] is None else np.log2(effect["high"] / effect["low"]) / 2
+            errors[at] = np.hypot(errors[at], half)
+    sure = np.abs(logs) > errors  # not so where there is no error
     logs /= len(summary["effects"])
     logs[np.triu_indices(count, 1)] = np.nan
     figure, (axis,) = panels(pyplot, 1, 2.6 + 0.8 * count, 1.7 + 0.55 * count)
     reach = max(0.02, np.nanmax(np.abs(logs)))
     axis.imshow(logs, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto")
     for row, column in zip(*np.tril_indices(count), strict=True):
-        axis.text(column, row, f"{2 ** logs[row, column]:.3f}×", ha="center", va="center", fontsize=8.5,
+        mark = "" if sure[row, column] else " (±)"
+        axis.text(column, row, f"{2 ** logs[row, column]:.3f}×{mark}", ha="center", va="center", fontsize=8.5,
                   weight="bold" if row == column else "normal",
                   color="white" if abs(logs[row, column]) > 0.72 * reach else "black")
     axis.set_yticks(range(count), labels=switches)
@@ -267,7 +301,8 @@ def interactions(pyplot, summary):
     axis.spines[:].set_visible(False)
     return figure, ("Diagonal: speed-up of switching it on, averaged over all settings of the others. Below "
                     "it: how much larger the speed-up of one is when the other is on; above 1 (blue) the two "
-                    "help each other, below 1 (red) they overlap.")
+                    "help each other, below 1 (red) they overlap. (±) marks an interval that holds 1, or "
+                    "a single run, which has none.")
 
 
 def time_against_memory(pyplot, summary):
@@ -281,13 +316,15 @@ def time_against_memory(pyplot, summary):
         return None
     chosen.sort(key=lambda shape: (-len(by_shape[shape]), -max(p["median_ms"] for p in by_shape[shape])))
     figure, axes = panels(pyplot, len(chosen[:MAX_PANELS]))
+    shown, joined, grey = compared(summary), False, False
     for axis, shape in zip(axes, sorted(chosen[:MAX_PANELS]), strict=True):
         mine = by_shape[shape]
         front = [mine[i] for i in pareto([(p["median_ms"], p["peak_memory_mb"]) for p in mine])]
+        joined, grey = joined or len(front) > 1, grey or any(p["setting"] not in shown for p in mine)
         axis.plot([p["median_ms"] for p in front], [p["peak_memory_mb"] for p in front], color="#999999",
                   linestyle="--", linewidth=1, zorder=1)
-        for p in sorted(mine, key=lambda p: p["setting"] in compared(summary)):
-            known = p["setting"] in compared(summary)
+        for p in sorted(mine, key=lambda p: p["setting"] in shown):
+            known = p["setting"] in shown
             look = style(summary, p["setting"]) if known else dict(color="#bbbbbb", marker="o")
             axis.plot(p["median_ms"], p["peak_memory_mb"], markersize=7 if known else 4, linestyle="",
                       label=p["setting"] if known else None, **look)
@@ -300,8 +337,9 @@ def time_against_memory(pyplot, summary):
         axis.grid(color="#dddddd", linewidth=0.6)
         axis.legend(fontsize=8)
     which = f"the {MAX_PANELS} slowest of {len(chosen)} shapes" if len(chosen) > MAX_PANELS else "every shape"
-    return figure, ("Left and low is better. The dashed line joins the settings that no other one beats in "
-                    f"both; {which} with at least two settings.")
+    line = "The dashed line joins the settings that no other one beats in both. " if joined else ""
+    dots = "Grey dots are the other settings. " if grey else ""
+    return figure, f"Left and low is better. {line}{dots}Shown: {which} with at least two settings."
 
 
 PLOTS = (("speedup_heat_map", "Speed-up over the baseline", speedup_heat_map),

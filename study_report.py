@@ -8,12 +8,13 @@ from study_summary import AXES, INTERVAL, principal_settings
 
 TEXT_COLUMNS = {"shape", "setting", "switch", "switch, or pair", "of", "in", "at", "over", *SWITCHES}
 REASON_COLUMNS = {"reason", "passed over"}
+LIST_COLUMNS = {"switch, or pair"}
 
 STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1a1a1a; background: #fff;
-       margin: 0 auto; max-width: 74rem; padding: 1rem clamp(0.75rem, 3vw, 2.5rem) 4rem; }
+       margin: 0 auto; max-width: 100rem; padding: 1rem clamp(0.75rem, 3vw, 2.5rem) 4rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0.5rem 0; }
 h2 { font-size: 1.2rem; margin: 2.2rem 0 0.6rem; border-bottom: 1px solid #ccc; padding-bottom: 0.2rem; }
 p, li { max-width: 50rem; }
@@ -25,12 +26,13 @@ figure { margin: 1rem 0 1.8rem; }
 figure svg { display: block; width: 100%; min-width: 32rem; height: auto; }
 figcaption { max-width: 50rem; margin-top: 0.4rem; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.25rem 0.65rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; }
-th { border-bottom: 2px solid #999; text-align: right; position: sticky; top: 0; background: #fff; }
+table { border-collapse: collapse; font-size: 0.8rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.2rem 0.55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; }
+th { border-bottom: 2px solid #999; white-space: normal; vertical-align: bottom; background: #fff; }
 th.text, td.text { text-align: left; }
-th.setting, td.setting { white-space: normal; min-width: 9rem; }
-th.reason, td.reason { white-space: normal; min-width: 18rem; text-align: left; }
+td.setting, td.listed { white-space: normal; min-width: 9rem; }
+th.reason, td.reason { white-space: normal; min-width: 18rem; text-align: left; overflow-wrap: anywhere; }
+#settings th + th { writing-mode: vertical-rl; white-space: nowrap; vertical-align: bottom; }
 tr.new td { border-top: 1.5px solid #999; }
 .better { color: #00539c; font-weight: 600; }
 .worse { color: #a81c00; font-weight: 600; }
@@ -39,9 +41,9 @@ tr.new td { border-top: 1.5px solid #999; }
   body { max-width: none; padding: 0; font-size: 10pt; }
   .wide { overflow: visible; }
   figure svg { min-width: 0; }
-  table { font-size: 7.5pt; }
-  th, td { padding: 0.1rem 0.3rem; }
-  th { position: static; }
+  table { font-size: 7pt; }
+  th, td { padding: 0.1rem 0.2rem; }
+  td, td.setting, td.listed, td.reason, th.reason { white-space: normal; min-width: 0; }
   thead { display: table-header-group; }
   tr, figure, pre { break-inside: avoid; }
   h2 { break-after: avoid; }
@@ -89,7 +91,7 @@ def table(name, head, rows, caption=""):
         for column, cell in zip(head, cells, strict=True):
             text, kind = cell if isinstance(cell, tuple) else (cell, "")
             kind += " setting" * (column == "setting") + " text" * (column in TEXT_COLUMNS)
-            kind += " reason" * (column in REASON_COLUMNS)
+            kind += " reason" * (column in REASON_COLUMNS) + " listed" * (column in LIST_COLUMNS)
             parts.append(f'<{tag} class="{kind.strip()}">{escape(text)}</{tag}>')
         return "".join(parts).replace(' class=""', "")
 
@@ -110,7 +112,7 @@ def factor(gain, form=".2f"):
     if gain["low"] is None:
         return f"{gain['factor']:{form}}×"
     kind = "better" if gain["low"] > 1 else "worse" if gain["high"] < 1 else None
-    return (f"{gain['factor']:{form}}× [{gain['low']:{form}}, {gain['high']:{form}}]", kind or "")
+    return (f"{gain['factor']:{form}}× [{gain['low']:{form}},\u00a0{gain['high']:{form}}]", kind or "")
 
 
 def gain_of(point):
@@ -193,7 +195,8 @@ def effects_section(summary):
                  for i, (name, effect) in enumerate(named)]
     head = ("shape", "switch, or pair", f"factor {INTERVAL}")
     caption = ("One switch: speed-up, mean over all settings of the others. A pair: the speed-up of one with "
-               "the other on, over the same with the other off. Intervals are from the spread between runs.")
+               "the other on, over the same with the other off. Intervals are Welch's, from the spread "
+               "between the runs of each point.")
     return "<h2>Effects and interactions</h2>" + table("effects", head, rows, caption) if rows else ""
 
 
@@ -232,17 +235,25 @@ def settings_section(study):
     return "<h2>Settings</h2>" + table("settings", head, rows)
 
 
+def order(summary):
+    seed, late = summary["study"]["seed"], summary["out_of_order"]
+    plan = f"in random order (seed {seed}), then the second ones, and so on"
+    if late is None:
+        return f"The first runs of all points were started {plan}; they measured as they became ready."
+    return f"The first runs of all points were measured {plan}" + (
+        f", but for {late} that came later, as repeated runs do." if late else ".")
+
+
 def method_section(summary):
     study = summary["study"]
     return f"""<h2>How this was measured</h2>
 <p>Every run is a process of its own: {study['warmup_steps']} warm-up steps, then
 {study['num_steps']} measured ones, of which the median counts. {study['num_runs']} runs per point;
 a point's figure is the median over its runs, p20 and p80 are those of the steps (median over runs),
-the spread of runs is (largest - smallest) / median. The first runs of all points came in random
-order (seed {study['seed']}), then the second ones, and so on. While one process measured, any other
-one of the study was stopped.</p>
+the spread of runs is (largest - smallest) / median. {order(summary)}
+While one process measured, any other one of the study was stopped.</p>
 <p>Speed-up is the baseline's median over the setting's, same shape. Its {100 *
-summary['confidence']:g}% interval is Student's t on the logarithms of the runs' medians, with the
-spread between runs pooled over the settings of a shape. Peak memory is the largest sum of tensors
-alive within a step, in MB of 2<sup>20</sup> bytes; n/a where it was not measured. Saved is against
-the baseline.</p>"""
+summary['confidence']:g}% interval is Welch's t on the logarithms of the runs' medians: each
+point counts with the spread of its own runs, so one of a single run has no interval, one of two a
+very wide one. Peak memory is the largest sum of tensors alive within a step, in MB of
+2<sup>20</sup> bytes; n/a where it was not measured. Saved is against the baseline.</p>"""

@@ -26,6 +26,7 @@ FIGURES = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_trainin
            "saved_activation_mb", "launches_per_step", "flops_per_step", "mfu", "first_step_time")
 SYSTEM = ("gpu_name", "host_cpu", "torch_version", "cuda_version", "hip_version", "git_commit")
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
+NOT_A_ROW = (ValueError, KeyError, TypeError, AttributeError)
 VISIBLE_GPUS = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
 SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
 START_SECONDS, COMPILE_SECONDS = 6, 60  # guesses, until a run of the setting is done
@@ -58,8 +59,8 @@ class Results:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 row = json.loads(line)
-                Point.of(row), row["status"]
-            except (ValueError, KeyError, TypeError):
+                require_whole(row)
+            except NOT_A_ROW:
                 raise UserError(f"{self.path}: line {number} is not the result of a run; mend or delete it"
                                 ) from None
             self.rows.append(row)
@@ -90,11 +91,26 @@ class Results:
         return next((row for row in self.rows if Point.of(row) == point), None)
 
 
-class Turns:
-    """At most one process measures at a time, and all other ones are stopped while it does."""
+def require_whole(row):
+    """Raise one of NOT_A_ROW if a row lacks what is read from it elsewhere."""
+    Point.of(row)
+    if row["status"] == "ok":
+        missing = set(FIGURES) - row.keys() or set(SYSTEM) - row["system"].keys()
+        if missing or not row["median_batch_time"] > 0:
+            raise ValueError
+    elif not isinstance(row["reason"], str):
+        raise ValueError
+    float(row["seconds"])
 
-    def __init__(self):
+
+class Turns:
+    """At most one process measures at a time, in the order of the plan, and all other ones are stopped while
+    it does. `taken` counts the turns of a study, `number` has those of points under way."""
+
+    def __init__(self, taken=0):
         self.lock, self.processes, self.holder = threading.Lock(), [], None
+        self.plan = []  # points that have neither measured nor ended
+        self.taken, self.number = taken, {}
 
     def start(self, *args, **kwargs):
         with self.lock:  # not while another one measures: importing torch keeps a core busy
@@ -102,9 +118,19 @@ class Turns:
             self.processes.append(process)
         return process
 
+    def comes_next(self, point):
+        """Whether nothing earlier is outstanding; a process that is no point of a plan need not wait."""
+        return point not in self.plan or self.plan[0] == point
+
+    def give_up(self, point):
+        with contextlib.suppress(ValueError):
+            self.plan.remove(point)
+
     @contextlib.contextmanager
-    def alone(self, process):
+    def alone(self, process, point):
         with self.lock:
+            self.taken += 1
+            self.number[point] = self.taken
             others = [p for p in self.processes if p is not process]
             self.holder = process
             try:
@@ -117,6 +143,7 @@ class Turns:
                 self.holder = None
                 for other in others:
                     self.signal(other, signal.SIGCONT)
+                self.give_up(point)
 
     def holds_up(self, process):
         """Whether another process is measuring, so that this one's clock must stand."""
@@ -139,10 +166,10 @@ class Runner:
     """Runs points. `script` may be another trainer with the same command line, for tests. gpus names those
     that processes are spread over, as VISIBLE_GPUS does; with none they see what this one sees."""
 
-    def __init__(self, study, directory, timeout, jobs=1, gpus=()):
+    def __init__(self, study, directory, timeout, jobs=1, gpus=(), turns_taken=0):
         self.study, self.directory, self.timeout, self.jobs = study, directory, timeout, jobs
         self.script = os.environ.get("TINYOPENFOLD_SCRIPT") or os.path.join(ROOT, TRAINER)
-        self.turns, self.stopping = Turns(), False
+        self.turns, self.stopping = Turns(turns_taken), False
         self.on_gpu, self.gpu_lock = dict.fromkeys(gpus, 0), threading.Lock()
         self.environment = dict(os.environ)
         if jobs > 1:  # or every process starts as many compilers as there are cores
@@ -154,9 +181,9 @@ class Runner:
             return None
         started = time.monotonic()
         with self.folder(point.file_name()) as folder:
-            code = self.run_trainer(point_flags(self.study, point.shape, point.setting), folder)
+            code = self.run_trainer(point_flags(self.study, point.shape, point.setting), folder, point)
             row = dict(dataclasses.asdict(point.shape), setting=point.setting, run=point.run,
-                       **self.outcome(folder, code), exit_code=code,
+                       turn=self.turns.number.pop(point, None), **self.outcome(folder, code), exit_code=code,
                        seconds=round(time.monotonic() - started, 3),
                        timestamp=datetime.now(timezone.utc).isoformat(timespec="seconds"))
             if row["status"] != "ok" and not self.stopping:
@@ -198,7 +225,7 @@ class Runner:
                     with open(os.path.join(folder, part), "rb") as source:
                         shutil.copyfileobj(source, target)
 
-    def run_trainer(self, flags, folder):
+    def run_trainer(self, flags, folder, point=None):
         """Exit code of the trainer, or "timeout"; its output is in stdout.txt and stderr.txt in folder."""
         reader, writer = os.pipe()
         command = [sys.executable, os.path.join(ROOT, "study_turn.py"), str(writer), self.script, *flags,
@@ -212,26 +239,30 @@ class Runner:
             finally:
                 os.close(writer)
             try:
-                return self.follow(process, reader)
+                return self.follow(process, reader, point)
             finally:
                 self.turns.end(process)
+                self.turns.give_up(point)
                 process.stdin.close()
                 os.close(reader)
 
-    def follow(self, process, reader):
-        """Give the process its turn when it asks for it, until it ends: its exit code, or "timeout"."""
-        left, turn = self.timeout, contextlib.ExitStack()
+    def follow(self, process, reader, point):
+        """Give the process its turn when it has asked for it and no point before it is outstanding, until it
+        ends: its exit code, or "timeout". Its clock stands while it waits for others."""
+        left, turn, waits = self.timeout, contextlib.ExitStack(), False
         with turn:
             while process.poll() is None and not self.stopping:
                 before = time.monotonic()
                 readable, _, _ = select.select([reader], [], [], 0.05)
                 message = os.read(reader, 100) if readable else b""
-                if not self.turns.holds_up(process):
+                if not waits and not self.turns.holds_up(process):
                     left -= time.monotonic() - before
                 if left < 0:
                     return "timeout"
-                if b"ready" in message:
-                    turn.enter_context(self.turns.alone(process))
+                waits = waits or b"ready" in message
+                if waits and self.turns.comes_next(point):
+                    waits = False
+                    turn.enter_context(self.turns.alone(process, point))
                     with contextlib.suppress(BrokenPipeError):  # it ended while it waited
                         process.stdin.write(b"go\n")
                         process.stdin.flush()
@@ -248,8 +279,8 @@ class Runner:
 
     def measure_all(self, points, record):
         """Measure points, `jobs` at a time, and hand each row to record(); the first runs of all points come
-        before the second ones. A point that ran out of memory while others were running has its say only
-        after a second try: one process on a GPU, or if it was the host's memory, one alone."""
+        before the second ones, in their order. A point that ran out of memory while others were running has
+        its say only after a second try: one process on a GPU, or if it was the host's memory, one alone."""
         for _, run in itertools.groupby(points, key=lambda point: point.run):
             again = {True: [], False: []}
 
@@ -263,6 +294,7 @@ class Runner:
             self.measure_some(again[True], 1, record)
 
     def measure_some(self, points, jobs, record):
+        self.turns.plan = list(points)  # the pool starts them in this order, so the first always runs
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             try:
                 futures = [pool.submit(self.measure, point) for point in points]

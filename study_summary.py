@@ -5,9 +5,10 @@ import itertools
 
 import numpy as np
 
-from study_design import HEADLINES, NAMED, combinations, parse_setting, shape_of, shapes
+from study_design import HEADLINES, NAMED, Point, combinations, parse_setting, shape_of, shapes
+from study_design import points as planned
 from study_runner import reason_of
-from study_statistics import CONFIDENCE, factor_effects, fit_exponent, pooled_deviation, ratio_interval
+from study_statistics import CONFIDENCE, factor_effects, fit_exponent, ratio_interval
 
 INTERVAL = f"[{100 * CONFIDENCE:g}%]"
 FORMAT = "tiny_openfold_v2 performance study 1"
@@ -24,12 +25,22 @@ def summarise(config, rows):
     points = [summarise_point(shape, setting, rows)
               for shape in shapes(study) for setting in study["settings"]]
     points = [point for point in points if point["n"] or point["n_failed"]]
-    spreads = add_spreads(points)
-    add_comparisons(points, spreads)
+    add_comparisons(points)
     switches = study["switches"]
     return dict(format=FORMAT, confidence=CONFIDENCE, study=study, machine=machines(rows), points=points,
-                scaling=scaling(points, study["settings"]),
-                ablation=ablation_table(points, switches, spreads), effects=effects_table(points, switches))
+                out_of_order=out_of_order(study, rows), scaling=scaling(points, study["settings"]),
+                ablation=ablation_table(points, switches), effects=effects_table(points, switches))
+
+
+def out_of_order(study, rows):
+    """How many runs were measured after one that the plan has behind them, as those that were repeated are;
+    None where rows, from before turns were counted, do not say."""
+    place = {point: i for i, point in enumerate(planned(study))}
+    good = [row for row in rows if row["status"] == "ok" and Point.of(row) in place]
+    if any(row.get("turn") is None for row in good):
+        return None
+    places = [place[Point.of(row)] for row in sorted(good, key=lambda row: row["turn"])]
+    return sum(mine < last for mine, last in zip(places, itertools.accumulate(places, max), strict=True))
 
 
 def machines(rows):
@@ -58,35 +69,23 @@ def summarise_point(shape, setting, rows):
     return point
 
 
-def add_spreads(points):
-    """Per shape, (standard deviation of log step time between runs, degrees of freedom), pooled over the
-    settings of that shape, since the size of a step decides how noisy it is. Also written into the points."""
-    spreads = {}
-    for shape in {shape_of(point) for point in points}:
-        mine = [point for point in points if shape_of(point) == shape]
-        spreads[shape] = pooled_deviation([np.log(point["run_medians_ms"]) for point in mine if point["n"]])
-        for point in mine:
-            point["pooled_log_sd"], point["pooled_df"] = spreads[shape]
-    return spreads
-
-
-def speedup(base, point, spread):
+def speedup(base, point):
     """{factor, low, high} of point over base, both summaries of points; None where one has no run."""
     if not base or not point or not base["n"] or not point["n"]:
         return None
-    return interval(ratio_interval(base["run_medians_ms"], point["run_medians_ms"], spread, spread))
+    return interval(ratio_interval(base["run_medians_ms"], point["run_medians_ms"]))
 
 
 def interval(numbers):
     return dict(zip(("factor", "low", "high"), numbers, strict=True))
 
 
-def add_comparisons(points, spreads):
+def add_comparisons(points):
     """Speed-up and memory reduction of each point against the baseline of its shape; None without one."""
     baselines = {shape_of(point): point for point in points if point["setting"] == "baseline"}
     for point in points:
         base = baselines.get(shape_of(point))
-        gain = speedup(base, point, spreads[shape_of(point)])
+        gain = speedup(base, point)
         if point is base and gain:
             gain = dict(factor=1.0, low=1.0, high=1.0)
         for key in ("factor", "low", "high"):
@@ -118,16 +117,15 @@ def by_switches(points, shape):
     return {parse_setting(point["setting"]): point for point in points if shape_of(point) == shape}
 
 
-def ablation_table(points, switches, spreads):
+def ablation_table(points, switches):
     """For each shape and switch: speed-up of it alone over none, and what it adds as the last one (all over
     all but it); with the same for memory, MB saved. Empty unless the study has these settings."""
     whole, entries = frozenset(switches), []
-    for shape, name in itertools.product(spreads, switches):
+    for shape, name in itertools.product({shape_of(p) for p in points}, switches):
         found = by_switches(points, shape)
         none, alone, rest, everything = (
             found.get(s) for s in (frozenset(), frozenset({name}), whole - {name}, whole))
-        entry = dict(vars(shape), switch=name, alone=speedup(none, alone, spreads[shape]),
-                     last=speedup(rest, everything, spreads[shape]),
+        entry = dict(vars(shape), switch=name, alone=speedup(none, alone), last=speedup(rest, everything),
                      alone_saves_mb=saved(none, alone), last_saves_mb=saved(rest, everything))
         if len(switches) > 1 and (entry["alone"] or entry["last"]):
             entries.append(entry)

@@ -1,7 +1,8 @@
 """Stands in for tiny_openfold_v2.py in tests of the performance study: same flags and files, no torch.
 
 FAKE_TRAINER is JSON: `crash` and `inaccurate`, flags that make it fail; `memory_mb`, above which it is out of
-memory; `seconds` that each run takes; `log`, a file with a line at the start and end of each measurement;
+memory; `starts` {flag: seconds before that} and `seconds` that each run takes; `log`, a file with a line at
+the start and end of each measurement;
 `faster`, factors by which flags shorten a step; `both`, a further one for the first two of them together.
 """
 import json
@@ -16,7 +17,11 @@ KNOBS = json.loads(os.environ.get("FAKE_TRAINER", "{}"))
 def note(word):
     if "log" in KNOBS:
         with open(KNOBS["log"], "a", encoding="utf-8") as file:
-            file.write(f"{word} {os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+            file.write(f"{word} {os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')} {point_name()}\n")
+
+
+def point_name():
+    return os.path.basename(sys.argv[sys.argv.index("--profile-dir") + 1])
 
 
 def run_steps(flags):
@@ -46,8 +51,7 @@ def cost(flags):
             seconds, memory = seconds / factor, memory / factor ** 0.5
     if "both" in KNOBS and set(list(faster)[:2]) <= on:
         seconds /= KNOBS["both"]
-    point = os.path.basename(flags[flags.index("--profile-dir") + 1])
-    noise = random.Random(point).gauss(0, KNOBS.get("noise", 0.01))
+    noise = random.Random(point_name()).gauss(0, KNOBS.get("noise", 0.01))
     return seconds * (1 + noise), memory
 
 
@@ -58,6 +62,7 @@ def main(flags):
         with open(os.path.join(folder, "accuracy_v2.json"), "w", encoding="utf-8") as file:
             json.dump(dict(failures=["distances: off by 1"] if wrong else []), file)
         return int(wrong)
+    time.sleep(max([0, *(s for flag, s in KNOBS.get("starts", {}).items() if flag in enabled(flags))]))
     seconds, memory = cost(flags)
     if set(KNOBS.get("crash", [])) & enabled(flags):
         print("tiny_openfold_v2.py: error: broken on purpose", file=sys.stderr)
