@@ -64,7 +64,8 @@ def comparison_variants(config, fusion, training, device):
     for name in (COMPILE, *switches(False)):
         if name == "enable_cuda_graphs" and mode in MODES_WITH_GRAPHS:
             continue
-        higher = replace(rung, **{name: True, "torch_compile_mode": mode})
+        compiled = name == COMPILE or rung.enable_torch_compile
+        higher = replace(rung, **{name: True, "torch_compile_mode": mode if compiled else "default"})
         settings["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
         rung = rung if higher.idle(training.use_amp, device.type == "cuda", config.seq_len) else higher
     idle = fusion.idle(training.use_amp, device.type == "cuda", config.seq_len)

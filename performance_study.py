@@ -469,6 +469,7 @@ def run(argv):
 def main(argv=None):
     """run(), with every expected failure as one line on stderr and its exit code."""
     previous = {number: signal.signal(number, raise_stopped) for number in (signal.SIGINT, signal.SIGTERM)}
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except UserError as error:

@@ -37,8 +37,9 @@ def launch_arithmetic(launches, step_s, busy_s=None, host_s=None):
     elif host_s is not None:
         share = host_s / step_s
         verdict = "launch-bound" if share > LAUNCH_BOUND else "not launch-bound"
-        sums = (f"the same operations on two residues and one row, next to no work, take {1e3 * host_s:.2f} "
-                f"ms forward and backward, of {1e3 * step_s:.2f} ms at this size ({100 * share:.0f}%)")
+        sums = (f"{launches:.0f} operations on two residues and one row, next to no work, take "
+                f"{1e3 * host_s:.2f} ms forward and backward, of {1e3 * step_s:.2f} ms at this size "
+                f"({100 * share:.0f}%)")
     else:
         verdict, sums = "unknown", "compiled code on CPU dispatches no operations"
     return dict(figures, verdict=verdict, text=f"{verdict}: {sums}")
@@ -88,7 +89,7 @@ def findings(analysis):
                       f"most is {name}: {100 * entry['share']:.0f}% of the {analysis['unit']}s' own time in "
                       f"{entry['calls']:.0f} calls."))
     phases = analysis["step"]["phases_ms"]
-    if len(phases) > 2:  # not in a CUDA graph
+    if not (analysis["unit"] == "kernel" and analysis["fusion_config"]["enable_cuda_graphs"]):  # one phase
         slowest = max(phases, key=phases.get)
         share = phases[slowest] / sum(phases.values())
         found.append((LAST_RESORT, f"The {slowest} phase takes most of the step: {100 * share:.0f}%, "
@@ -326,8 +327,10 @@ def comparison_lines(comparison):
              f"Step without profiler: {before:.2f} -> {after:.2f} ms, ratio {after / before:.2f}, of two "
              f"sessions, one after the other. Different: "
              f"{'; '.join(comparison['differences']) or 'nothing in the settings'}.", ""]
-    if "interleaved" in comparison and comparison["interleaved"][1]["measured"]:
-        base, own = comparison["interleaved"]
+    base, own = comparison.get("interleaved", (None, None))
+    if own and not own["measured"]:
+        lines += [f"Interleaved steps were not measured: {own['reason']}", ""]
+    elif own:
         lines += [f"Interleaved steps of both: {1e3 * base['median_batch_time']:.2f} -> "
                   f"{1e3 * own['median_batch_time']:.2f} ms, {own['speedup']:.2f}x (p20 "
                   f"{own['speedup_p20']:.2f}, p80 {own['speedup_p80']:.2f}).", ""]

@@ -77,7 +77,7 @@ SHORT_US = 5.0  # a kernel below this takes about as long to launch as to run
 def time_and_trace(trainer, source, found, directory, steps):
     """Seconds of untraced steps (steps, 4 phases), then a trace of as many; returns (times, path)."""
     device = trainer.device
-    pattern = os.path.join(directory, "*.pt.trace.json")
+    pattern = os.path.join(glob.escape(directory), "*.pt.trace.json")
     timer, earlier = PhaseTimer(device), set(glob.glob(pattern))  # --force: sessions before this one
     supply = batches(source, range(2 * steps + 1), device)
     for _ in range(steps):
@@ -129,18 +129,20 @@ def operations_by_sublayer(trainer, batch):
         return by_sublayer(trainer, batch, lambda: counter.launches)
 
 
-def seconds_without_work(trainer, steps):
-    """Forward and backward of the same operations with next to no work in them, the median over steps: one
-    sample of two residues and one row. On CPU, where that is what dispatching costs."""
+def seconds_without_work(trainer, launches, steps):
+    """Forward and backward of as many operations as launches says, with next to no work in them, the median
+    over steps: of samples of two residues and one row, scaled, since some loops over samples and masks are
+    not needed for these. On CPU, where that is what dispatching costs."""
     config = replace(trainer.model.config, seq_len=2, num_seqs=1)
-    training = replace(trainer.training, batch_size=1)
-    small, timer = Trainer(config, trainer.model.fusion, training, trainer.device), PhaseTimer(trainer.device)
-    batch = to_device(SyntheticProteins(config, training).batch(0), trainer.device)
-    small.step(batch)
+    small = Trainer(config, trainer.model.fusion, trainer.training, trainer.device)
+    batch = to_device(SyntheticProteins(config, trainer.training).batch(0), trainer.device)
+    timer = PhaseTimer(trainer.device)
+    with OpCounter() as counter:
+        small.step(batch)
     for _ in range(steps):
         timer.start()
         small.step(batch, timer.mark)
-    return float(np.median(timer.seconds()[:, :2].sum(axis=1)))
+    return float(np.median(timer.seconds()[:, :2].sum(axis=1))) * launches / counter.launches
 
 
 def sublayer_entries(trace, saved, operations, seconds):
@@ -195,7 +197,7 @@ def analyse(trainer, source, found, directory, steps):
         seconds["rest", "data"] = float(np.median(untraced[:, 0]))
         if not trainer.model.fusion.enable_torch_compile:  # compiled code dispatches no operations
             operations = operations_by_sublayer(trainer, source.batch(0))
-            dispatch = seconds_without_work(trainer, steps)
+            dispatch = seconds_without_work(trainer, found["launches"], steps)
     entries, total = sublayer_entries(trace, found["saved"], operations, seconds)
     kernels, kinds = kernel_entries(trace)
     config, training = trainer.model.config, trainer.training
@@ -348,7 +350,7 @@ def plot_ablation(path, results):
 def compare_v1(configs, directory, options):
     """The baseline (V1) and the given switches: interleaved steps, and one session each, side by side."""
     config, training, fusion, profiler = configs
-    variants = [Variant("v1_baseline", FusionConfig.preset(False)), Variant("v2", fusion)]
+    variants = [Variant("baseline", FusionConfig.preset(False)), Variant("as given", fusion)]
     timed = compare(config, fusion, training, variants=variants)["variants"]
     for variant in variants:
         variant.trainer = None

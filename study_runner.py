@@ -109,7 +109,7 @@ class Turns:
 
     def __init__(self, taken=0):
         self.lock, self.processes, self.holder = threading.Lock(), [], None
-        self.plan = []  # points that have neither measured nor ended
+        self.plan = {}  # points that have neither measured nor ended, in order; a dict, whose pop is atomic
         self.taken, self.number = taken, {}
 
     def start(self, *args, **kwargs):
@@ -120,11 +120,10 @@ class Turns:
 
     def comes_next(self, point):
         """Whether nothing earlier is outstanding; a process that is no point of a plan need not wait."""
-        return point not in self.plan or self.plan[0] == point
+        return point not in self.plan or next(iter(list(self.plan))) == point
 
     def give_up(self, point):
-        with contextlib.suppress(ValueError):
-            self.plan.remove(point)
+        self.plan.pop(point, None)
 
     @contextlib.contextmanager
     def alone(self, process, point):
@@ -243,8 +242,9 @@ class Runner:
             finally:
                 self.turns.end(process)
                 self.turns.give_up(point)
-                process.stdin.close()
                 os.close(reader)
+                with contextlib.suppress(BrokenPipeError):  # "go" was still to be flushed when it was killed
+                    process.stdin.close()
 
     def follow(self, process, reader, point):
         """Give the process its turn when it has asked for it and no point before it is outstanding, until it
@@ -294,7 +294,7 @@ class Runner:
             self.measure_some(again[True], 1, record)
 
     def measure_some(self, points, jobs, record):
-        self.turns.plan = list(points)  # the pool starts them in this order, so the first always runs
+        self.turns.plan = dict.fromkeys(points)  # the pool starts them in this order: the first always runs
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             try:
                 futures = [pool.submit(self.measure, point) for point in points]

@@ -256,8 +256,9 @@ def tables(result):
             *([str(row[key]) for key in keys] for row in checks)])]
     for name, part in result["roofline"].items():
         if "error" not in part:
-            lines += ["", f"### Roofline, {name}", "", f"Commit {part['system_info']['git_commit'][:7]}. "
-                      f"{ceiling_line(part['ceilings'])}", "",
+            commit = (part["system_info"]["git_commit"] or "unknown")[:7]
+            lines += ["", f"### Roofline, {name}", "",
+                      f"Commit {commit}. {ceiling_line(part['ceilings'])}", "",
                       *markdown(roofline_rows(part["roofline"])), "",
                       f"The step is {part['launch']['text']}.", "",
                       f"### Predictions, {part['ceilings']['dtype']}", "",

@@ -211,6 +211,7 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
         variants = fusion_comparison.comparison_variants(
             tof.TinyOpenFoldConfig(), given, tof.TrainingConfig(), CPU)
         assert any(v.fusion == given for v in variants)
+        assert not any(v.fusion.idle(False, False, 64) for v in variants if v.name == "+ projection")
     everything = tof.FusionConfig.preset(True)  # some of it idle on CPU: the user's own row is still measured
     variants = fusion_comparison.comparison_variants(
         tof.TinyOpenFoldConfig(), everything, tof.TrainingConfig(), CPU)
