@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
 def judge_flags(script, trainer_flags):
     """Stop where the trainer would: one line, exit code 2. A program of the user's own knows its own."""
-    if "TINYOPENFOLD_SCRIPT" not in os.environ:
+    if not os.environ.get("TINYOPENFOLD_SCRIPT"):
         config_flags.parse(config_flags.make_parser(prog=script), trainer_flags)
 
 

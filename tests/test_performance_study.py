@@ -101,6 +101,16 @@ def test_real_study(tmp_path):
     assert "[8/8]" in done.stdout and "left 0 s" in done.stdout
 
 
+def test_a_point_that_no_longer_listens_when_its_turn_comes_is_a_row(fake, tmp_path, monkeypatch):
+    script = tmp_path / "deaf.py"
+    script.write_text("import os\nos.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n"
+                      "def run_steps(): pass\ndef main(flags): run_steps()\n")
+    monkeypatch.setenv("TINYOPENFOLD_SCRIPT", str(script))
+    assert fake(*SMALL, "--settings", "fused", "--num-runs", 1) == 1
+    row, = rows_of()
+    assert row["status"] == "failed" and "has gone" in row["reason"]
+
+
 def test_point_that_fails(fake, capsys):
     flags = [*SMALL, "--settings", "baseline fused only-flash-attention"]
     assert fake(*flags, crash=["--enable-flash-attention"], memory_mb=17) == 0
