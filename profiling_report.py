@@ -23,7 +23,7 @@ LAST_RESORT = 1e-3  # weight of a finding that is made where nothing heavier was
 def launch_arithmetic(launches, step_s, busy_s=None, host_s=None):
     """Is the step bound by launching? A dict with the figures, the verdict and the arithmetic in words. On a
     GPU busy_s is the time with a kernel running, of a whole step. On CPU step_s is forward and backward, and
-    host_s what the same operations take with next to no work; None where compiled code dispatches none."""
+    host_s what as many operations take with next to no work; None where compiled code dispatches none."""
     figures = dict(launches=launches, step_ms=1e3 * step_s, busy_ms=busy_s and 1e3 * busy_s,
                    host_ms=host_s and 1e3 * host_s)
     if busy_s is not None:

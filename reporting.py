@@ -3,6 +3,7 @@ import contextlib
 import json
 import math
 import statistics
+import sys
 import time
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -189,7 +190,9 @@ def describe_start(trainer, source):
     idle = f.idle(trainer.training.use_amp, device.type == "cuda", c.seq_len)
     if trainer.training.use_tf32 and not runs_in_tf32(trainer.training, device):
         idle.append("this device has no TF32")
-    print(*([f"Not used here: {'; '.join(idle)}\n"] if idle else []), end="", flush=True)
+    if idle:
+        print(f"Not used here: {'; '.join(idle)}")
+    sys.stdout.flush()
 
 
 def read_summary(path):

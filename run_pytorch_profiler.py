@@ -431,15 +431,13 @@ def results_directory(options, profiler):
 
 def refuse_unused(parser, options):
     """End the program if a flag would have no effect beside another."""
-    given = {name for name, value in vars(options).items() if value}
-    predicting = "--predict" if options.predict else "--check-prediction"
-    pairs = [(sort, "--compare-with") for sort in ("--ablation", "--compare-v1")]
-    if options.predict or options.check_prediction:
-        pairs += [(predicting, config_flags.flag(name)) for name in (
-            "ablation", "compare_v1", "compare_with", "roofline", "seq_lens", "force", "profile_dir")]
-    for one, other in pairs:
-        if {name[2:].replace("-", "_") for name in (one, other)} <= given:
-            parser.error(f"argument {other}: not with {one}")
+    of_sessions = ("ablation", "compare_v1", "compare_with", "roofline", "seq_lens", "force", "profile_dir")
+    useless = dict(predict=of_sessions, check_prediction=of_sessions, ablation=("compare_with",),
+                   compare_v1=("compare_with",))
+    for one, others in useless.items():
+        for other in others:
+            if getattr(options, one) and getattr(options, other, None):
+                parser.error(f"argument {config_flags.flag(other)}: not with {config_flags.flag(one)}")
 
 
 def run(argv=None):

@@ -627,6 +627,9 @@ class Trainer:
 
     def __init__(self, config, fusion, training, device):
         torch.manual_seed(training.seed)
+        if training.deterministic:  # from now on, for the whole process
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         self.device, self.training = device, training
         self.model = TinyOpenFoldV2(config, fusion).to(device)
         self.amp_dtype = None
@@ -755,11 +758,8 @@ def train(config, fusion, training, profiler, compare_with=None):
     """A training run from start-up lines to summary; returns its exit code."""
     earlier = reporting.read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
-    if training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    for path in (os.path.join(profiler.profile_dir, "x"), training.save_checkpoint):
-        require_writable(path)
+    require_directory(profiler.profile_dir)
+    require_writable(training.save_checkpoint)
     source = open_source(config, training)
     if training.plot_contacts:
         require_matplotlib()

@@ -5,9 +5,10 @@
 
 A row is one shape, precision and backend: plain attention under torch.compile, SDPA, FlexAttention, and
 FlexAttention with other kernel options or with its bias gradient spread over several copies (sums of many
-rows into one address are what its backward may wait for). Forward and backward are one CUDA graph, so the
-host counts for nothing. Errors of outputs and gradients are judged against float64, at most three times
-those of plain attention in the same precision. Writes OUT/attention.json. With --quick, eager code on a CPU.
+rows into one address are what its backward may wait for); in float32 also with three TF32 products for one.
+Forward and backward are one CUDA graph, so the host counts for nothing. Errors of outputs and gradients are
+judged against float64: at most three times those of plain attention in the same precision, and two roundings
+of the largest element. Writes OUT/attention.json. With --quick, eager code on a CPU.
 Exit code 1 if math, SDPA or FlexAttention as the model uses it fails or is not accurate.
 """
 import argparse

@@ -518,6 +518,16 @@ def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
     assert not runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
 
 
+def test_deterministic_holds_for_whatever_builds_a_trainer(monkeypatch):
+    asked = []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    for deterministic in (False, True):
+        training = tof.TrainingConfig(deterministic=deterministic)
+        tof.Trainer(tof.TinyOpenFoldConfig(num_blocks=1), tof.FusionConfig(), training, torch.device("cpu"))
+    assert asked == [True]
+
+
 def test_flex_attention_gets_tiles_where_they_were_measured(monkeypatch):
     seen = []
 
