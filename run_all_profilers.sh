@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# The PyTorch profiler and the three ROCm profilers, one after the other; see --help. The work: all_profilers.py.
+# The PyTorch profiler and the three ROCm profilers, one after the other; see --help. The work: fusion_lab/rocm/all_profilers.py.
 set -euo pipefail
-exec "$(dirname "$(readlink -f "$0")")/profiler_start.sh" all_profilers.py "$@"
+exec "$(dirname "$(readlink -f "$0")")/fusion_lab/start.sh" fusion_lab.rocm.all_profilers "$@"

@@ -31,23 +31,17 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-import reporting
-from checkpoints import restore, snapshot
-from config_flags import (  # noqa: F401  who imports the model finds its configs here
-    FusionConfig,
-    ProfilerConfig,
-    TinyOpenFoldConfig,
-    TrainingConfig,
-    make_parser,
-    parse,
-)
-from cuda_graphs import GraphedStep
-from custom_gradients import ChannelBias, LinearReLU, TriangleProduct
-from master_weights import MasterWeights
-from measurement import PhaseTimer, Profiling, choose_device
-from precision import at_least_float32, runs_in_tf32, strict_float32
-from protein_batches import CONTACT_DISTANCE, TOKENS, batches, evaluate, open_source, require_matplotlib
-from run_files import (
+from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
+from fusion_lab.kernels.precision import at_least_float32, runs_in_tf32, strict_float32
+from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.measuring.plotting import require_matplotlib
+from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
+from fusion_lab.measuring.ranges import Profiling
+from fusion_lab.measuring.summary import print_comparison, read_summary, summarise
+from fusion_lab.training.checkpoints import restore, snapshot
+from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.feeding import batches
+from fusion_lab.training.files import (
     OUT_OF_MEMORY,
     StopRequest,
     UserError,
@@ -57,6 +51,19 @@ from run_files import (
     write_atomically,
     write_json,
 )
+from fusion_lab.training.flags import (
+    FusionConfig,  # noqa: F401
+    ProfilerConfig,  # noqa: F401
+    TinyOpenFoldConfig,  # noqa: F401
+    TrainingConfig,  # noqa: F401
+    make_parser,  # noqa: F401
+    parse,  # noqa: F401
+)
+from fusion_lab.training.machine import choose_device
+from fusion_lab.training.master_weights import MasterWeights
+from fusion_lab.training.reporting import describe_start, require_finite, step_line
+from proteins.batches import TOKENS, open_source
+from proteins.contacts import CONTACT_DISTANCE, contact_line, evaluate
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -738,17 +745,17 @@ def run_steps(trainer, source, profiling, found, stop):
             ending = stopping or done == steps.stop
             saving = training.save_checkpoint and (ending or done % (training.save_every or math.inf) == 0)
             if ending or saving or done % training.log_every == 0 or device.type == "cpu":
-                checked = reporting.require_finite(losses, checked, steps.start)
+                checked = require_finite(losses, checked, steps.start)
             if ending or done % training.log_every == 0:
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
-                bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
-                                    reporting.peak_megabytes(device, found)), file=sys.stdout)
+                bar.write(step_line(done, training, losses[-1].item(), float(np.median(times)),
+                                    peak_megabytes(device, found)), file=sys.stdout)
             if saving:
                 write_atomically(training.save_checkpoint, partial(torch.save, snapshot(trainer)))
             if not ending and done % training.eval_every == 0:
-                with profiling.paused(), reporting.unmeasured_memory(device, found):
+                with profiling.paused(), unmeasured_memory(device, found):
                     evaluations[done] = evaluate(trainer.model, source, device, stop)
-                bar.write(reporting.contact_line(evaluations[done]), file=sys.stdout)
+                bar.write(contact_line(evaluations[done]), file=sys.stdout)
             if stopping:
                 break
     return [loss.item() for loss in losses], timer.seconds(), evaluations
@@ -756,7 +763,7 @@ def run_steps(trainer, source, profiling, found, stop):
 
 def train(config, fusion, training, profiler, compare_with=None):
     """A training run from start-up lines to summary; returns its exit code."""
-    earlier = reporting.read_summary(compare_with) if compare_with else None
+    earlier = read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
     require_directory(profiler.profile_dir)
     require_writable(training.save_checkpoint)
@@ -775,21 +782,21 @@ def train(config, fusion, training, profiler, compare_with=None):
         if leaked := sorted(trainer.trained_on.intersection(source.held_out)):
             raise UserError(f"--resume {training.resume}: was trained on {', '.join(leaked)}, held out now")
     trainer.trained_on.update(source.names)
-    reporting.describe_start(trainer, source)
+    describe_start(trainer, source)
     with StopRequest() as stop:
-        found = reporting.warm_up(trainer, source, profiler, stop)
+        found = warm_up(trainer, source, profiler, stop)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         left = training.num_steps - trainer.step_number
         with Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop)
-        with reporting.unmeasured_memory(device, found):
+        with unmeasured_memory(device, found):
             if stop.signal is None:
                 evaluations["final"] = evaluate(trainer.model, source, device, stop, training.plot_contacts)
-                print(reporting.contact_line(evaluations["final"]))
-        summary = reporting.summarise(trainer, (config, fusion, profiler), found, losses, times, evaluations)
+                print(contact_line(evaluations["final"]))
+        summary = summarise(trainer, (config, fusion, profiler), found, losses, times, evaluations)
         if earlier:
-            summary["compared_with_v1"] = reporting.print_comparison(earlier, summary)
+            summary["compared_with_v1"] = print_comparison(earlier, summary)
         write_json(os.path.join(profiler.profile_dir, "performance_summary_v2.json"), summary)
     print(json.dumps(summary, allow_nan=False), flush=True)
     return 128 + stop.signal if stop.signal is not None else 0
@@ -805,12 +812,11 @@ def run(argv=None):
     arguments, (config, training, fusion, profiler), mode = parse(make_parser(__doc__), argv)
     if mode is None:
         return train(config, fusion, training, profiler, arguments.compare_with_v1)
-    import fusion_checks
-    import fusion_comparison
+    from fusion_lab.measuring import accuracy, comparison
     require_directory(profiler.profile_dir)
-    checks = {"--validate-setup": fusion_checks.validate_setup,
-              "--verify-accuracy": fusion_checks.verify_accuracy,
-              "--compare-fusion": partial(fusion_comparison.compare_fusion,
+    checks = {"--validate-setup": accuracy.validate_setup,
+              "--verify-accuracy": accuracy.verify_accuracy,
+              "--compare-fusion": partial(comparison.compare_fusion,
                                           combinations=arguments.combinations)}
     return checks[mode](config, fusion, training, profiler)
 

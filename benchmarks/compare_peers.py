@@ -23,17 +23,29 @@ from functools import partial
 os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")  # or short sequences run plain torch instead,
 os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")  # and say nothing
 
-import torch  # noqa: E402
+import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import tiny_openfold_v2 as tof  # noqa: E402
-from config_flags import Parser, regular_expression, whole_number  # noqa: E402
-from cuda_graphs import GraphedStep  # noqa: E402
-from fusion_checks import shake  # noqa: E402
-from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
-from run_files import UserError, exit_code, write_json  # noqa: E402
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring.accuracy import shake
+from fusion_lab.measuring.clocks import (
+    PhaseTimer,
+    quantiles,
+)
+from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.files import (
+    UserError,
+    exit_code,
+    write_json,
+)
+from fusion_lab.training.flags import (
+    Parser,
+    regular_expression,
+    whole_number,
+)
+from fusion_lab.training.machine import system_info
 
 SHAPES = {"B4 S64 N16": dict(batch=4, seq_len=64, num_seqs=16),
           "B1 S256 N64": dict(batch=1, seq_len=256, num_seqs=64),

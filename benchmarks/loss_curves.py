@@ -20,8 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config_flags import Parser, whole_number  # noqa: E402
-from run_files import UserError, exit_code  # noqa: E402
+from fusion_lab.training.files import (
+    UserError,
+    exit_code,
+)
+from fusion_lab.training.flags import (
+    Parser,
+    whole_number,
+)
 
 SETTINGS = {
     "baseline fp32": "--disable-all-fusion",

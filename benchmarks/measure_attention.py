@@ -24,12 +24,23 @@ from torch.nn.attention.flex_attention import flex_attention
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import tiny_openfold_v2 as tof  # noqa: E402
-from config_flags import Parser, regular_expression, whole_number  # noqa: E402
-from cuda_graphs import GraphedStep  # noqa: E402
-from fusion_checks import TF32_EPSILON  # noqa: E402
-from measurement import PhaseTimer, quantiles, system_info  # noqa: E402
-from run_files import exit_code, write_json  # noqa: E402
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring.accuracy import TF32_EPSILON
+from fusion_lab.measuring.clocks import (
+    PhaseTimer,
+    quantiles,
+)
+from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.files import (
+    exit_code,
+    write_json,
+)
+from fusion_lab.training.flags import (
+    Parser,
+    regular_expression,
+    whole_number,
+)
+from fusion_lab.training.machine import system_info
 
 SHAPES = {  # B, rows, H, L, D, biased
     "pair S64 B4": (4, 64, 4, 64, 32, True),

@@ -67,15 +67,16 @@ def count_kernels_in_a_trace(trainer, batch):
 
 def compare_child(flags):
     """A comparison of all variants, with kernels counted once more, as one line of JSON."""
-    import config_flags
-    import fusion_comparison
-    from measurement import choose_device
-    from protein_batches import open_source, to_device
-    _, (config, training, fusion, _), _ = config_flags.parse(config_flags.make_parser(), flags)
-    variants = fusion_comparison.comparison_variants(config, fusion, training, choose_device(training.device))
+    from fusion_lab.measuring import comparison
+    from fusion_lab.training.feeding import to_device
+    from fusion_lab.training.flags import make_parser, parse
+    from fusion_lab.training.machine import choose_device
+    from proteins.batches import open_source
+    _, (config, training, fusion, _), _ = parse(make_parser(), flags)
+    variants = comparison.comparison_variants(config, fusion, training, choose_device(training.device))
     if not training.use_amp:  # the ladder above torch.compile is for mixed precision; it takes minutes
         variants = [v for v in variants if not v.name.startswith("+")]
-    result = fusion_comparison.compare(config, fusion, training, variants=variants, gate=own_turn())
+    result = comparison.compare(config, fusion, training, variants=variants, gate=own_turn())
     batch = to_device(open_source(config, training).batch(0), variants[0].trainer.device)
     result["plain_profiler_launches"] = {v.name: count_kernels_in_a_trace(v.trainer, batch)
                                          for v in variants if v.name in CHECKED and v.reason is None}
@@ -84,17 +85,19 @@ def compare_child(flags):
 
 def roofline_child(flags):
     """A session with roofline, and predictions against measurement, as one line of JSON."""
-    import config_flags
-    import run_pytorch_profiler as profiler
+    from fusion_lab.measuring.predictions import predict_mode
+    from fusion_lab.profiler.session import finite, run_session
+    from fusion_lab.training.flags import parse
+    from run_pytorch_profiler import make_parser
     with own_turn(), tempfile.TemporaryDirectory() as directory:
-        options, configs, _ = config_flags.parse(profiler.make_parser(), flags)
+        options, configs, _ = parse(make_parser(), flags)
         options.roofline = options.check_prediction = True
-        analysis = profiler.run_session(configs, directory, options)
-        checks = profiler.predict_mode(configs, options)["checks"]
+        analysis = run_session(configs, directory, options)
+        checks = predict_mode(configs, options)["checks"]
     kept = ("ceilings", "roofline", "coverage", "launch", "findings", "step", "sublayers", "kinds",
             "launches_per_step", "memory_peak_mb", "config", "training_params", "fusion_config",
             "system_info")
-    print(json.dumps(profiler.finite(dict({key: analysis[key] for key in kept}, checks=checks,
+    print(json.dumps(finite(dict({key: analysis[key] for key in kept}, checks=checks,
                                           kernels=analysis["kernels"][:20]))), flush=True)
 
 
@@ -170,8 +173,8 @@ def compare_part(options, out, results, save):
 
 
 def print_comparison(name, result):
-    from fusion_comparison import table
-    from reporting import aligned
+    from fusion_lab.measuring.comparison import table
+    from fusion_lab.measuring.tables import aligned
     print(f"\n{name}")
     if "error" in result:
         print(result["error"])
@@ -202,8 +205,8 @@ def agreement(result):
 def roofline_part(options, out, results, save):
     """Fill results, {shape and precision: session with roofline and predictions}, for the first and the last
     shape, and save() after each."""
-    from profiling_report import ceiling_line, prediction_rows, roofline_rows
-    from reporting import aligned
+    from fusion_lab.measuring.tables import aligned
+    from fusion_lab.profiler.report import ceiling_line, prediction_rows, roofline_rows
     shapes = options.shapes
     chosen = {f"B{s[0]} S{s[1]} N{s[2]} {p}": (s, p) for s in (shapes[0], shapes[-1])
               for p in (options.precisions[0], options.precisions[-1])}
@@ -230,9 +233,9 @@ def roofline_part(options, out, results, save):
 
 def tables(result):
     """Markdown lines for benchmarks/README.md from the content of fusion.json."""
-    from fusion_comparison import table
-    from profiling_report import ceiling_line, prediction_rows, roofline_rows
-    from reporting import markdown
+    from fusion_lab.measuring.comparison import table
+    from fusion_lab.measuring.tables import markdown
+    from fusion_lab.profiler.report import ceiling_line, prediction_rows, roofline_rows
     lines = [f"`{result['command']}`, {result['timestamp']}"]
     checks = []
     for name, part in result["compare"].items():
@@ -271,7 +274,7 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 def render(paths):
     """Replace what is between the markers in README.md by the tables of result files."""
-    from run_files import UserError
+    from fusion_lab.training.files import UserError
     readme, parts = ROOT / "benchmarks" / "README.md", []
     before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
@@ -296,7 +299,7 @@ def main(argv=None):
     if sys.argv[1:2] == ["--child"]:
         {"compare": compare_child, "roofline": roofline_child}[sys.argv[2]](sys.argv[3:])
         return
-    from config_flags import Parser, whole_number
+    from fusion_lab.training.flags import Parser, whole_number
     parser = Parser(prog="measure_fusion.py", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="directory for fusion.json and logs")
@@ -318,7 +321,7 @@ def main(argv=None):
     options.out.mkdir(parents=True, exist_ok=True)
     result = dict(command=" ".join(["python benchmarks/measure_fusion.py", *sys.argv[1:]]),
                   timestamp=time.strftime("%Y-%m-%d"), compare={}, roofline={})
-    from run_files import write_json
+    from fusion_lab.training.files import write_json
     path = options.out / "fusion.json"
 
     def save():
@@ -335,5 +338,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from run_files import exit_code
+    from fusion_lab.training.files import exit_code
     sys.exit(exit_code(main, None, "measure_fusion.py"))

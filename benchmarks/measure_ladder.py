@@ -81,14 +81,15 @@ def child(flags, steps):
     import numpy as np
     import torch
 
-    import config_flags
     import tiny_openfold_v2 as tof
-    from fusion_checks import compare_numerics
-    from measurement import PhaseTimer, choose_device
-    from protein_batches import SyntheticProteins, to_device
-    from reporting import MEGABYTE
+    from fusion_lab.measuring.accuracy import compare_numerics
+    from fusion_lab.measuring.clocks import PhaseTimer
+    from fusion_lab.training.flags import make_parser, read_configs
+    from fusion_lab.training.feeding import to_device
+    from fusion_lab.training.machine import MEGABYTE, choose_device
+    from proteins.batches import SyntheticProteins
 
-    config, training, fusion, _ = config_flags.read_configs(config_flags.make_parser().parse_args(flags))
+    config, training, fusion, _ = read_configs(make_parser().parse_args(flags))
     device = choose_device(training.device)
     on_gpu = device.type == "cuda"
     small = tof.TinyOpenFoldConfig(num_blocks=1, seq_len=64, num_seqs=16)
@@ -178,8 +179,8 @@ def finish(name, flags, log, process):
 def plot(paths, picture):
     """Time against peak memory of every rung but the baseline, and the curve of those that no other beats in
     both. Of rungs that lie on each other, one has its name written beside it."""
-    from protein_batches import require_matplotlib
-    from run_files import UserError, require_writable
+    from fusion_lab.measuring.plotting import require_matplotlib
+    from fusion_lab.training.files import UserError, require_writable
     pyplot, rows, panels = require_matplotlib(), [], {}
     require_writable(picture)
     for path in paths:
@@ -215,14 +216,14 @@ def plot(paths, picture):
 
 def save(rows, path):
     """Write what is known so far."""
-    from measurement import choose_device, system_info
-    from run_files import write_json
+    from fusion_lab.training.files import write_json
+    from fusion_lab.training.machine import choose_device, system_info
     write_json(path, dict(command=sys.argv, rows=rows, system_info=system_info(choose_device("auto")),
                           date=time.strftime("%F")))
 
 
 def main(argv=None):
-    from config_flags import Parser, regular_expression, whole_number
+    from fusion_lab.training.flags import Parser, regular_expression, whole_number
     parser = Parser(prog="measure_ladder.py", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", help="ladder.json files for --plot")
@@ -262,5 +263,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from run_files import exit_code
+    from fusion_lab.training.files import exit_code
     sys.exit(exit_code(main, None, "measure_ladder.py"))

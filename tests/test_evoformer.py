@@ -11,12 +11,13 @@ import pytest
 import torch
 from conftest import require_shared
 
-import fusion_checks
-import protein_batches
 import tiny_openfold_v2 as tof
-from custom_gradients import ChannelBias, LinearReLU, TriangleProduct
-from measurement import OpCounter, saved_activations
-from precision import runs_in_tf32
+from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
+from fusion_lab.kernels.precision import runs_in_tf32
+from fusion_lab.measuring import accuracy
+from fusion_lab.measuring.counters import OpCounter, saved_activations
+from fusion_lab.training.feeding import to_device
+from proteins.batches import SyntheticProteins
 
 COMBINATIONS = list(itertools.product([False, True], repeat=5))
 SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=2)
@@ -155,7 +156,7 @@ def test_reference_check_catches_mutants(reference, mutate, monkeypatch):
 def random_block(switches=(True,) * 4, **sizes):
     torch.manual_seed(0)
     block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(**{**SMALL, **sizes}), fusion(switches)).double()
-    fusion_checks.shake(block)
+    accuracy.shake(block)
     return block, torch.randn(2, 5, 7, 16).double(), torch.randn(2, 7, 7, 16).double()
 
 
@@ -252,8 +253,8 @@ def test_activation_checkpointing_changes_memory_and_nothing_else():
         training = tof.TrainingConfig(batch_size=2)
         switches = tof.FusionConfig(enable_activation_checkpointing=enabled)
         trainer = tof.Trainer(config, switches, training, torch.device("cpu"))
-        fusion_checks.shake(trainer.model)
-        batch = fusion_checks.masked_batch(config, training, torch.device("cpu"))
+        accuracy.shake(trainer.model)
+        batch = accuracy.masked_batch(config, training, torch.device("cpu"))
         saved = saved_activations(trainer.model, [], lambda t=trainer, b=batch: t.forward(b)["loss"])
         trainer.forward(batch)["loss"].backward()
         results.append((saved["rest"], [p.grad for p in trainer.model.parameters()]))
@@ -268,7 +269,7 @@ def test_compiled_blocks_share_one_graph_and_change_no_number():
     config = tof.TinyOpenFoldConfig(**{**SMALL, "num_blocks": 3}, num_seqs=8, seq_len=24)
     training = tof.TrainingConfig(batch_size=2)
     compiled = tof.FusionConfig(enable_torch_compile=True)
-    assert fusion_checks.compare_numerics(config, compiled, training, torch.device("cpu"))[1] == []
+    assert accuracy.compare_numerics(config, compiled, training, torch.device("cpu"))[1] == []
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
@@ -280,8 +281,8 @@ def test_embedding_and_heads_compile_as_one_graph_each():
     config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
     switches, training = tof.FusionConfig(enable_torch_compile=True), tof.TrainingConfig(batch_size=2)
     trainer = tof.Trainer(config, switches, training, torch.device("cpu"))
-    batch = fusion_checks.masked_batch(config, training, torch.device("cpu"))
-    fusion_checks.shake(trainer.model)
+    batch = accuracy.masked_batch(config, training, torch.device("cpu"))
+    accuracy.shake(trainer.model)
     tokens, targets = batch["msa_tokens"], (batch["msa_targets"], batch["coords"], batch["coord_mask"])
     runs = []
     for embed, heads in ((trainer.model.embed, trainer.model.heads), trainer.model.gpu_ends):
@@ -297,12 +298,12 @@ def model_and_batch(switches=(True,) * 4, **sizes):
     config = tof.TinyOpenFoldConfig(**{**SMALL, "num_seqs": 6, "seq_len": 16, **sizes})
     training = tof.TrainingConfig(batch_size=2)
     trainer = tof.Trainer(config, fusion(switches), training, torch.device("cpu"))
-    return trainer, fusion_checks.masked_batch(config, training, torch.device("cpu"))
+    return trainer, accuracy.masked_batch(config, training, torch.device("cpu"))
 
 
 def test_every_parameter_gets_a_gradient():
     trainer, batch = model_and_batch(seq_len=40)  # longer than the clipped relative positions
-    fusion_checks.shake(trainer.model)
+    accuracy.shake(trainer.model)
     trainer.forward(batch)["loss"].backward()
     assert [n for n, p in trainer.model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -328,7 +329,7 @@ def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_ev
     expected = trainer.model(**batch)["loss"]
     for switches in COMBINATIONS:
         other = model_and_batch(switches)[0]
-        fusion_checks.shake(other.model)
+        accuracy.shake(other.model)
         other.model.load_state_dict(first)
         torch.testing.assert_close(other.model(**batch)["loss"], expected)
 
@@ -336,7 +337,7 @@ def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_ev
 def test_packed_names_load_too_and_missing_ones_are_reported():
     for switches, name in (((True,) * 4, "qkv_proj"), ((True,) * 5, "qkv_gate_proj")):
         trainer, batch = model_and_batch(switches)
-        fusion_checks.shake(trainer.model)
+        accuracy.shake(trainer.model)
         expected = trainer.model(**batch)["loss"]
         packed = dict(trainer.model.named_parameters())
         assert any(name in n for n in packed) and not any(name in n for n in trainer.model.state_dict())
@@ -398,7 +399,7 @@ def test_dropout_is_shared_and_off_in_eval():
 def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
     config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
     arguments = (config, tof.FusionConfig(), tof.TrainingConfig(batch_size=2), torch.device("cpu"))
-    assert fusion_checks.compare_numerics(*arguments)[1] == []
+    assert accuracy.compare_numerics(*arguments)[1] == []
     attend, separate = tof.attend, tof.separate
 
     def no_bias(q, k, v, bias=None, key_mask=None, backend="auto"):
@@ -428,17 +429,17 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
     for name, mutant in mutants:
         with monkeypatch.context() as patch:
             patch.setattr(tof, name, mutant)
-            assert fusion_checks.compare_numerics(*arguments)[1] != []
+            assert accuracy.compare_numerics(*arguments)[1] != []
 
 
 def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
     config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
     training = tof.TrainingConfig(batch_size=2, use_amp=True, amp_dtype="bfloat16", learning_rate=1e-5)
     switches = tof.FusionConfig(enable_master_weights=True)
-    assert fusion_checks.compare_numerics(config, switches, training, torch.device("cpu"))[1] == []
+    assert accuracy.compare_numerics(config, switches, training, torch.device("cpu"))[1] == []
     trainer = tof.Trainer(config, switches, training, torch.device("cpu"))
-    fusion_checks.shake(trainer.model)
-    batch = fusion_checks.masked_batch(config, training, torch.device("cpu"))
+    accuracy.shake(trainer.model)
+    batch = accuracy.masked_batch(config, training, torch.device("cpu"))
     assert trainer.forward(batch)["pair_repr"].dtype == torch.bfloat16
     assert all(p.data_ptr() % 16 == 0 for p in trainer.model.parameters())  # as GEMMs want them
     before = [w.clone() for w in trainer.weights.values()]
@@ -454,14 +455,14 @@ def test_wide_projections_and_transitions_pass_the_accuracy_rule(amp):
     config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
     training = tof.TrainingConfig(batch_size=2, use_amp=amp is not None, amp_dtype=amp)
     switches = tof.FusionConfig(enable_projection_fusion=True, enable_transition_fusion=True)
-    assert fusion_checks.compare_numerics(config, switches, training, torch.device("cpu"))[1] == []
+    assert accuracy.compare_numerics(config, switches, training, torch.device("cpu"))[1] == []
 
 
 def test_accuracy_check_does_not_mistake_a_relu_at_zero_for_an_error():
     """At these sizes an unprotected check failed: one input of a ReLU was 3.5e-7 and changed sign."""
     config = tof.TinyOpenFoldConfig(num_blocks=1, seq_len=32, num_seqs=8)
     training = tof.TrainingConfig(batch_size=2)
-    assert fusion_checks.compare_numerics(config, tof.FusionConfig(), training, torch.device("cpu"))[1] == []
+    assert accuracy.compare_numerics(config, tof.FusionConfig(), training, torch.device("cpu"))[1] == []
 
 
 def test_counting_saved_activations_leaves_no_graph_behind():
@@ -551,8 +552,8 @@ def gpu_trainer(dropout=0.0, **switches):
         batch_size=2, use_amp=switches.pop("amp", False), amp_dtype=switches.pop("dtype", None)
     )
     device = torch.device("cuda")
-    source = protein_batches.SyntheticProteins(config, training)
-    batches = [protein_batches.to_device(source.batch(step), device) for step in range(6)]
+    source = SyntheticProteins(config, training)
+    batches = [to_device(source.batch(step), device) for step in range(6)]
     return tof.Trainer(config, tof.FusionConfig(**switches), training, device), batches
 
 
@@ -582,7 +583,7 @@ def test_losses_outlive_the_graphs_of_torch_compile():
 def test_graph_obeys_learning_rate_and_draws_new_dropout():
     trainer, batches = gpu_trainer(dropout=0.3, enable_cuda_graphs=True)
     trainer.step(batches[0])
-    fusion_checks.shake(trainer.model)
+    accuracy.shake(trainer.model)
     trainer.optimizer.param_groups[0]["lr"].zero_()
     assert len({trainer.step(batches[0]).item() for _ in range(4)}) == 4
     before = [p.clone() for p in trainer.model.parameters()]
@@ -619,5 +620,5 @@ def test_accuracy_on_gpu(amp):
     training = tof.TrainingConfig(batch_size=2, use_amp=amp is not None, amp_dtype=amp)
     config = tof.TinyOpenFoldConfig(num_blocks=2)
     for switches in (tof.FusionConfig(), tof.FusionConfig.preset(True)):
-        found = fusion_checks.compare_numerics(config, switches, training, torch.device("cuda"))
+        found = accuracy.compare_numerics(config, switches, training, torch.device("cuda"))
         assert found[1] == []

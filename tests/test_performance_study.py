@@ -14,15 +14,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-import config_flags
-import performance_study
-import study_design as design
-import study_plots
-import study_report
-import study_runner
-import study_statistics as stats
-import study_summary
-from run_files import UserError
+from fusion_lab.study import command, design, plots, report, runner
+from fusion_lab.study import statistics as stats
+from fusion_lab.study.summary import summarise
+from fusion_lab.training.files import UserError
+from fusion_lab.training.flags import make_parser, read_configs
 
 FAKE = str(pathlib.Path(__file__).with_name("fake_trainer.py"))
 TINY = ["--num-blocks", "1", "--msa-dim", "8", "--pair-dim", "8", "--msa-heads", "2", "--pair-heads", "2",
@@ -38,7 +34,7 @@ def fake(monkeypatch, tmp_path):
 
     def study(*flags, name="s", **knobs):
         monkeypatch.setenv("FAKE_TRAINER", json.dumps(knobs))
-        return performance_study.main(["--study-name", name, *map(str, flags)])
+        return command.main(["--study-name", name, *map(str, flags)])
     return study
 
 
@@ -53,7 +49,8 @@ def summary_of(directory="s"):
 
 def start(*flags, **knobs):
     """A study of the fake trainer in a process of its own, in the current directory."""
-    return subprocess.Popen([sys.executable, ROOT / "performance_study.py", *flags], text=True,
+    program = [sys.executable, ROOT / "fusion_lab" / "start.py", "fusion_lab.study.command"]
+    return subprocess.Popen([*program, *flags], text=True,
                             env={**os.environ, "FAKE_TRAINER": json.dumps(knobs)},
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -134,9 +131,9 @@ def test_all_points_fail(fake, capsys):
 def test_reason_is_the_error_and_not_the_advice_after_it(tmp_path):
     log = tmp_path / "stderr.txt"
     log.write_text("Traceback\n  File\ntorch.AcceleratorError: CUDA error: out of memory\nSearch for it.\n")
-    assert study_runner.last_words(log) == "torch.AcceleratorError: CUDA error: out of memory"
+    assert runner.last_words(log) == "torch.AcceleratorError: CUDA error: out of memory"
     log.write_text("AttributeError: early\ntiny_openfold_v2.py: error: out of memory: lower --batch-size\n\n")
-    assert study_runner.last_words(log) == "out of memory: lower --batch-size"
+    assert runner.last_words(log) == "out of memory: lower --batch-size"
 
 
 def test_timeout(fake):
@@ -245,10 +242,10 @@ def test_one_study_at_a_time(fake, capsys, monkeypatch):
     assert fake(*SMALL) == 0
     held = os.open("s", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(performance_study, "LOCK_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(command, "LOCK_PATIENCE_SECONDS", 0.2)
     assert fake(*SMALL) == 2
     assert capsys.readouterr().err.strip().endswith("s: this study is running already")
-    monkeypatch.setattr(performance_study, "LOCK_PATIENCE_SECONDS", 30)
+    monkeypatch.setattr(command, "LOCK_PATIENCE_SECONDS", 30)
     threading.Timer(0.5, os.close, [held]).start()  # the killed one's last child lets go late
     assert fake(*SMALL) == 0
 
@@ -305,10 +302,10 @@ def test_unreadable_results_are_one_line(fake, capsys):
 
 
 def test_default_directory_is_moved_aside(fake, monkeypatch, tmp_path):
-    monkeypatch.setattr(performance_study.time, "strftime",
+    monkeypatch.setattr(command.time, "strftime",
                         lambda form: form.replace("%Y%m%d_%H%M%S", "now"))
     for _ in range(2):
-        assert performance_study.main([*SMALL, "--num-runs", "1"]) == 0
+        assert command.main([*SMALL, "--num-runs", "1"]) == 0
     assert sorted(os.listdir(tmp_path)) == ["performance_study_now", "performance_study_now.old-now"]
 
 
@@ -317,11 +314,11 @@ def test_full_disk(fake, capsys, monkeypatch):
     os.unlink("s/results.jsonl")
     os.symlink("/dev/full", "s/results.jsonl")
     capsys.readouterr()
-    monkeypatch.setattr(performance_study.Results, "load", lambda self, mend=True: None)
+    monkeypatch.setattr(command.Results, "load", lambda self, mend=True: None)
     assert fake(*SMALL) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "No space left on device" in error
-    monkeypatch.setattr(performance_study, "SPARE_BYTES", 2 ** 62)
+    monkeypatch.setattr(command, "SPARE_BYTES", 2 ** 62)
     assert fake(*SMALL) == 2 and "disk full" in capsys.readouterr().err
 
 
@@ -353,7 +350,7 @@ def test_full_disk(fake, capsys, monkeypatch):
 def test_wrong_use(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:
-        code = performance_study.main(flags)
+        code = command.main(flags)
     except SystemExit as error:
         code = error.code
     error = capsys.readouterr().err
@@ -387,10 +384,10 @@ def test_settings_have_one_name():
 
 
 def test_setting_flags_mean_their_switches():
-    parser = config_flags.make_parser()
+    parser = make_parser()
     for name in (*design.NAMED, "only-flash-attention", "without-flash-attention"):
         on = design.parse_setting(name)
-        fusion = config_flags.read_configs(parser.parse_args(design.setting_flags(on)))[2]
+        fusion = read_configs(parser.parse_args(design.setting_flags(on)))[2]
         assert design.switches_of(fusion) == on, name
 
 
@@ -446,7 +443,7 @@ def test_noise_of_one_setting_is_not_the_others():
                  settings=["baseline", "fused", "only-flash-attention"])
     noise = {"baseline": 0.001, "fused": 0.001, "only-flash-attention": 0.3}
     rows = [row_of(p, np.exp(noise[p.setting] * (p.run - 2))) for p in design.points(study)]
-    _, fused, noisy = study_summary.summarise(dict(study=study), rows)["points"]
+    _, fused, noisy = summarise(dict(study=study), rows)["points"]
     assert fused["speedup_high"] - fused["speedup_low"] < 0.01 and noisy["speedup_low"] < 0.7
 
 
@@ -551,18 +548,18 @@ def test_reference_that_lacks_keys(fake, capsys):
 
 
 def test_noise_makes_undecided():
-    import study_decisions as decisions
-    assert decisions.judged(0.9, 1.2, passes_below=1.05) == "UNDECIDED"
-    assert decisions.judged(1.06, 1.2, passes_below=1.05) == "FAIL"
-    assert decisions.judged(0.9, 1.04, passes_below=1.05) == "PASS"
-    assert decisions.judged(1.2, 1.4, passes_above=1.3) == "UNDECIDED"
-    assert decisions.judged(1.0, 1.2, passes_above=1.3) == "FAIL"
+    from fusion_lab.study.regression import judged, slowdown
+    assert judged(0.9, 1.2, passes_below=1.05) == "UNDECIDED"
+    assert judged(1.06, 1.2, passes_below=1.05) == "FAIL"
+    assert judged(0.9, 1.04, passes_below=1.05) == "PASS"
+    assert judged(1.2, 1.4, passes_above=1.3) == "UNDECIDED"
+    assert judged(1.0, 1.2, passes_above=1.3) == "FAIL"
     now, then = (dict(setting="fused", speedup=s, speedup_low=s / 1.1, speedup_high=s * 1.1)
                  for s in (1.0, 2.0))
-    factor, low, high = decisions.slowdown(now, then, on_same_machine=False)
+    factor, low, high = slowdown(now, then, on_same_machine=False)
     assert factor == 2 and np.log(high / low) / 2 == pytest.approx(2 ** 0.5 * np.log(1.1))
     same = dict(setting="baseline", speedup=1, speedup_low=1, speedup_high=1)
-    assert decisions.slowdown(same, same, on_same_machine=False) is None  # 1 by definition, so no verdict
+    assert slowdown(same, same, on_same_machine=False) is None  # 1 by definition, so no verdict
 
 
 def test_recommend(fake, capsys):
@@ -633,12 +630,12 @@ def page(tmp_path_factory):
         rows.append(row_of(point, seconds))
     rows[3] = dict(rows[3], status="failed", reason="<script>alert(1)</script>")
     config = dict(study=study, command="./launch_performance_study.sh", created="2026-01-01T00:00:00")
-    summary = study_summary.summarise(config, rows)
+    summary = summarise(config, rows)
     summary["recommendation"] = dict(memory_limit_mb=None, shapes=[
         dict(batch_size=1, seq_len=32, num_seqs=8, setting="fused", median_ms=1.0, peak_memory_mb=1.0,
              speedup=1.5, speedup_low=1.4, speedup_high=1.6, command="python x", passed_over=[])])
-    performance_study.write_json(str(directory / "config.json"), config)
-    performance_study.write_results(str(directory), summary, plots=True)
+    command.write_json(str(directory / "config.json"), config)
+    command.write_results(str(directory), summary, plots=True)
     return directory
 
 
@@ -666,7 +663,7 @@ def constructed_study(seconds, num_runs):
                  switches=switches,
                  settings=[design.setting_name(on) for on in design.combinations(switches)])
     rows = [row_of(p, seconds(design.parse_setting(p.setting), p.run)) for p in design.points(study)]
-    return study_summary.summarise(dict(study=study), rows)
+    return summarise(dict(study=study), rows)
 
 
 def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
@@ -674,9 +671,9 @@ def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
     everything = "qkv-fusion-msa+flash-attention+opm-fusion"
     seconds = [2.0, 1.0, 0.5, 1.9]  # by the number of switches
     summary = constructed_study(lambda on, _: 1.5 if on == {"flash-attention"} else seconds[len(on)], 1)
-    shown = study_plots.compared(summary)
+    shown = plots.compared(summary)
     assert set(summary["study"]["settings"]) - set(shown) == {"only-flash-attention"}
-    figures = {figure.name: figure for figure in study_plots.draw(summary, str(tmp_path))}
+    figures = {figure.name: figure for figure in plots.draw(summary, str(tmp_path))}
     for name in ("scaling", "memory"):
         assert "1 setting is not shown; the table has all." in figures[name].caption
     assert "1 map is not shown" in figures["speedup_heat_map"].caption
@@ -685,30 +682,30 @@ def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
     assert "Grey dots are the other settings" in figures["pareto"].caption
     few = dict(summary, study=dict(summary["study"], settings=["baseline", everything]),
                points=[p for p in summary["points"] if p["setting"] in ("baseline", everything)])
-    captions = "".join(figure.caption for figure in study_plots.draw(few, str(tmp_path)))
+    captions = "".join(figure.caption for figure in plots.draw(few, str(tmp_path)))
     assert not any(word in captions for word in ("not shown", "Grey dots", "dashed line"))
     few["points"][0]["peak_memory_mb"] = 1  # so the slower one is the smaller one
-    assert "dashed line" in study_plots.draw(few, str(tmp_path))[-1].caption
+    assert "dashed line" in plots.draw(few, str(tmp_path))[-1].caption
 
 
 def test_pictures_mark_what_noise_could_explain(tmp_path):
     """flash-attention gains 2x, the other switches nothing; runs differ by 2%; single runs prove nothing."""
     for runs, cells in ((3, 5), (1, 6)):  # of 3 effects and 3 interactions
         summary = constructed_study(lambda on, run: 0.5 ** ("flash-attention" in on) * 1.02 ** run, runs)
-        figures = {figure.name: figure.svg for figure in study_plots.draw(summary, str(tmp_path))}
+        figures = {figure.name: figure.svg for figure in plots.draw(summary, str(tmp_path))}
         assert figures["interactions"].count("(±)") == cells
-    assert figures["speedup_heat_map"].count("(±)") == study_plots.MAX_MAPS * 2
+    assert figures["speedup_heat_map"].count("(±)") == plots.MAX_MAPS * 2
 
 
 def test_pictures_are_the_same_every_time(page, tmp_path, monkeypatch):
-    once, again = (study_plots.draw(summary_of(page), str(tmp_path / name)) for name in "ab")
+    once, again = (plots.draw(summary_of(page), str(tmp_path / name)) for name in "ab")
     assert once == again and len(once) == len(PICTURES)
     for name in PICTURES:
         assert (tmp_path / f"a/{name}.png").read_bytes() == (tmp_path / f"b/{name}.png").read_bytes()
     legend = [text for text in once[PICTURES.index("scaling")].svg.split("<text")[1:] if "S^" in text]
     assert legend and all("±" in text for text in legend)
-    monkeypatch.setattr(study_plots, "MAX_PANELS", 2)
-    assert "2 panels are not shown" in study_plots.draw(summary_of(page), str(tmp_path))[1].caption
+    monkeypatch.setattr(plots, "MAX_PANELS", 2)
+    assert "2 panels are not shown" in plots.draw(summary_of(page), str(tmp_path))[1].caption
 
 
 def test_exponents_of_the_page(page):
@@ -760,14 +757,14 @@ def test_page_of_nothing_but_failures():
     config = dict(study=study, command="x", created="2026-01-01")
     row = dict(batch_size=1, seq_len=32, num_seqs=8, setting="baseline", run=1, status="failed",
                reason="broken", seconds=1)
-    text = study_report.report(study_summary.summarise(config, [row]), config, [])
+    text = report.report(summarise(config, [row]), config, [])
     assert "failed: broken" in text
 
 
 def test_reads_only_summaries_of_studies(tmp_path):
-    import study_decisions as decisions
+    from fusion_lab.study.regression import read_reference
     path = tmp_path / "x.json"
     for content in ("", "[]", "{}", '{"format": "else", "points": [], "study": {}}'):
         path.write_text(content)
         with pytest.raises(UserError, match="not the results_summary.json"):
-            decisions.read_reference(str(path), {})
+            read_reference(str(path), {})

@@ -7,8 +7,8 @@ import sys
 import pytest
 from fake_rocm import common
 
-import profile_summary
-from profile_summary import kind_of, summarize
+from fusion_lab.rocm import kernel_summary
+from fusion_lab.rocm.kernel_summary import kind_of, summarize
 
 TOTALS = {"GEMM": (160, 5.074), "attention": (120, 7.41), "normalisation": (210, 1.308),
           "elementwise": (1050, 2.34), "reduction": (75, 0.66), "copy": (42, 0.228), "other": (6, 0.006)}
@@ -51,7 +51,7 @@ def test_every_source_gives_the_same_summary(write, run):
 
 def test_golden_text(run):
     common.write_stats(run / "tinyopenfold_7_kernel_stats.csv")
-    text = profile_summary.render({**summarize(run), "directory": "DIR"})
+    text = kernel_summary.render({**summarize(run), "directory": "DIR"})
     assert text == GOLDEN
 
 
@@ -85,7 +85,7 @@ def test_case_and_spelling_of_columns_and_a_broken_last_line(tmp_path):
         "utf-8")
     summary = summarize(tmp_path)
     assert (summary["launches"], summary["kernel_time_ms"]) == (2, 0.0015)
-    assert summary["launches_per_step"] is None and "unknown" in profile_summary.render(summary)
+    assert summary["launches_per_step"] is None and "unknown" in kernel_summary.render(summary)
 
 
 def test_rocprof_compute_counts_one_pass_and_prefers_counters_to_roofline(tmp_path):
@@ -117,7 +117,7 @@ def test_dma_copies_and_counters(run):
     summary = summarize(run)
     assert summary["memory_copies"] == {"count": 4, "time_ms": 0.008}
     assert summary["counters"] == {"SQ_WAVES": 40}
-    assert "DMA copies" in profile_summary.render(summary) and "SQ_WAVES" in profile_summary.render(summary)
+    assert "DMA copies" in kernel_summary.render(summary) and "SQ_WAVES" in kernel_summary.render(summary)
     (run / "7_memory_copy_stats.csv").unlink()
     (run / "7_memory_copy_trace.csv").write_text(
         "Kind,Direction,Start_Timestamp,End_Timestamp\nMEMORY_COPY,D2H,10,1010\n")
@@ -188,7 +188,7 @@ def test_kinds(kind, names):
 
 
 def cli(*arguments):
-    program = pathlib.Path(profile_summary.__file__)
+    program = pathlib.Path(kernel_summary.__file__)
     command = [sys.executable, "-S", program, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
@@ -196,7 +196,7 @@ def cli(*arguments):
 def test_command_line_prints_and_writes_nothing(run):
     common.write_stats(run / "7_kernel_stats.csv")
     before = sorted(run.iterdir())
-    assert cli(run).stdout == profile_summary.render(summarize(run))
+    assert cli(run).stdout == kernel_summary.render(summarize(run))
     assert json.loads(cli(run, "--json").stdout)["launches"] == 1663
     assert sorted(run.iterdir()) == before
 

@@ -7,17 +7,19 @@ import pytest
 import torch
 from conftest import ROOT, last_json, run_program
 
-import fusion_comparison
-import predictions
-import profiling_report
-import roofline
-import run_pytorch_profiler
 import tiny_openfold_v2 as tof
-from config_flags import COMPILE_MODES
-from measurement import OpCounter, RangeSums, ranges, saved_activations
-from reporting import aligned, markdown, probe
-from run_files import UserError, exit_code, fresh_directory, set_aside
-from trace_analysis import RECOMPUTE, Ranges, TraceAnalysis, kind, own_times, read_trace
+from fusion_lab.measuring import comparison, predictions, roofline
+from fusion_lab.measuring.clocks import RangeSums
+from fusion_lab.measuring.counters import OpCounter, saved_activations
+from fusion_lab.measuring.probe import probe
+from fusion_lab.measuring.ranges import ranges
+from fusion_lab.measuring.tables import aligned, markdown
+from fusion_lab.profiler import report
+from fusion_lab.profiler.session import operations_by_sublayer
+from fusion_lab.profiler.trace import RECOMPUTE, Ranges, TraceAnalysis, kind, own_times, read_trace
+from fusion_lab.training.files import UserError, exit_code, fresh_directory, set_aside
+from fusion_lab.training.flags import COMPILE_MODES
+from run_pytorch_profiler import run
 
 CPU = torch.device("cpu")
 SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
@@ -85,7 +87,7 @@ def test_operations_by_sublayer_add_up_to_all(checkpointing):
     trainer, batch = setup(tof.FusionConfig(enable_activation_checkpointing=checkpointing))
     for _ in range(2):
         trainer.step(batch)
-    counts = run_pytorch_profiler.operations_by_sublayer(trainer, batch)
+    counts = operations_by_sublayer(trainer, batch)
     assert sum(counts.values()) == probe(trainer, batch)["launches"] and min(counts.values()) >= 0
     directions = ("forward", "backward", RECOMPUTE)[:2 + checkpointing]
     assert {(name, d) for name in tof.SUBLAYERS for d in directions} <= set(counts)
@@ -172,7 +174,7 @@ def test_kinds_of_kernels():
 @pytest.mark.parametrize("busy, verdict", [(0.002, "launch-bound"), (0.007, "partly launch-bound"),
                                            (0.0095, "not launch-bound")])
 def test_launch_verdict(busy, verdict):
-    result = profiling_report.launch_arithmetic(1000, 0.010, busy)
+    result = report.launch_arithmetic(1000, 0.010, busy)
     assert result["verdict"] == verdict and "one comes every 10.0 µs" in result["text"]
     assert f"runs {1000 * busy:.1f} µs" in result["text"]
 
@@ -180,7 +182,7 @@ def test_launch_verdict(busy, verdict):
 @pytest.mark.parametrize("without_work, verdict", [(0.006, "launch-bound"), (0.004, "not launch-bound"),
                                                    (None, "unknown")])
 def test_launch_verdict_on_cpu(without_work, verdict):
-    assert profiling_report.launch_arithmetic(1000, 0.010, host_s=without_work)["verdict"] == verdict
+    assert report.launch_arithmetic(1000, 0.010, host_s=without_work)["verdict"] == verdict
 
 
 def test_what_bounds_a_sublayer():
@@ -194,12 +196,12 @@ def test_what_bounds_a_sublayer():
 
 
 def test_variants_come_from_the_config_and_the_baseline_is_first():
-    variants = fusion_comparison.comparison_variants(
+    variants = comparison.comparison_variants(
         tof.TinyOpenFoldConfig(), tof.FusionConfig(), tof.TrainingConfig(), CPU)
     names = [v.name for v in variants]
     assert names[0] == "baseline" and {"qkv_msa alone", "all", "all + torch.compile"} <= set(names)
     assert len(set(map(str, (v.fusion for v in variants)))) == len(variants)
-    for name in fusion_comparison.switches(True) + fusion_comparison.switches(False):
+    for name in comparison.switches(True) + comparison.switches(False):
         assert "combo" in name or any(getattr(v.fusion, name) for v in variants if v.name.endswith("alone"))
         assert any(getattr(v.fusion, name) for v in variants if v.name.startswith("+") or v.name == "all")
     top = next(v for v in variants if v.name == "+ transition").fusion  # what cannot run on CPU is left out
@@ -208,15 +210,15 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
     for given in (tof.FusionConfig(enable_flash_attention=False),
                   *(tof.FusionConfig(enable_torch_compile=True, torch_compile_mode=mode)
                     for mode in COMPILE_MODES)):
-        variants = fusion_comparison.comparison_variants(
+        variants = comparison.comparison_variants(
             tof.TinyOpenFoldConfig(), given, tof.TrainingConfig(), CPU)
         assert any(v.fusion == given for v in variants)
         assert not any(v.fusion.idle(False, False, 64) for v in variants if v.name == "+ projection")
     everything = tof.FusionConfig.preset(True)  # some of it idle on CPU: the user's own row is still measured
-    variants = fusion_comparison.comparison_variants(
+    variants = comparison.comparison_variants(
         tof.TinyOpenFoldConfig(), everything, tof.TrainingConfig(), CPU)
     assert [v.fusion for v in variants if v.name == "as given"] == [everything]
-    assert len({str(v.fusion) for v in fusion_comparison.combination_variants()}) == 16
+    assert len({str(v.fusion) for v in comparison.combination_variants()}) == 16
 
 
 def test_idle_switches_are_named_and_only_the_users_own_are_measured():
@@ -232,8 +234,8 @@ def test_idle_switches_are_named_and_only_the_users_own_are_measured():
         "combo kernels cost time above 128 residues"]
     trainer, batch = setup(PLAIN)
     for name, measured in (("as given", True), ("+ master_weights", False)):
-        variant = fusion_comparison.Variant(name, tof.FusionConfig(enable_master_weights=True))
-        fusion_comparison.measure_alone(variant, trainer.model.config, trainer.training, CPU, batch)
+        variant = comparison.Variant(name, tof.FusionConfig(enable_master_weights=True))
+        comparison.measure_alone(variant, trainer.model.config, trainer.training, CPU, batch)
         assert (variant.found is not None) == measured and (variant.reason is None) == measured
 
 
@@ -250,23 +252,23 @@ class SlowTrainer(tof.Trainer):
 
 def some_variants():
     fusions = dict(baseline=PLAIN, all=tof.FusionConfig(), broken=tof.FusionConfig(attention_backend="sdpa"))
-    return [fusion_comparison.Variant(name, fusion) for name, fusion in fusions.items()]
+    return [comparison.Variant(name, fusion) for name, fusion in fusions.items()]
 
 
 def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, capsys):
-    monkeypatch.setattr(fusion_comparison, "Trainer", SlowTrainer)
-    real_probe = fusion_comparison.probe
+    monkeypatch.setattr(comparison, "Trainer", SlowTrainer)
+    real_probe = comparison.probe
 
     def failing_probe(trainer, batch):
         if trainer.model.fusion.attention_backend == "sdpa":
             raise RuntimeError("no such kernel here\nsecond line")
         return real_probe(trainer, batch)
 
-    monkeypatch.setattr(fusion_comparison, "probe", failing_probe)
+    monkeypatch.setattr(comparison, "probe", failing_probe)
     config = tof.TinyOpenFoldConfig(**SMALL)
     training = tof.TrainingConfig(batch_size=2, num_steps=4, device="cpu", warmup_steps=1)
     variants = some_variants()
-    result = fusion_comparison.compare(config, tof.FusionConfig(), training, variants=variants)
+    result = comparison.compare(config, tof.FusionConfig(), training, variants=variants)
     baseline, fused, broken = result["variants"]
     assert broken["reason"] == "RuntimeError: no such kernel here" and not broken["measured"]
     assert fused["speedup"] < 1 and fused["batch_time_reduction_percent"] < 0
@@ -278,7 +280,7 @@ def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, ca
         state = variant.trainer.model.state_dict()
         assert all(torch.equal(state[name], fresh[name]) for name in fresh)
     assert baseline["first_loss"] == pytest.approx(fused["first_loss"], rel=1e-5)
-    fusion_comparison.print_comparison(result)
+    comparison.print_comparison(result)
     out = capsys.readouterr().out
     assert "(a slowdown)" in out and "not measured: RuntimeError" in out and "nominal 80.0%" in out
     assert [line.split(":")[0] for line in out.splitlines()[-4:]] == [
@@ -286,20 +288,20 @@ def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, ca
 
 
 def test_baseline_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(fusion_comparison, "probe", lambda *_: 1 / 0)
+    monkeypatch.setattr(comparison, "probe", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        fusion_comparison.compare(tof.TinyOpenFoldConfig(**SMALL), PLAIN, tof.TrainingConfig(device="cpu"),
+        comparison.compare(tof.TinyOpenFoldConfig(**SMALL), PLAIN, tof.TrainingConfig(device="cpu"),
                                   variants=some_variants())
 
 
 def test_switch_effects():
-    names = fusion_comparison.FOUR
+    names = comparison.FOUR
     results = []
-    for v in fusion_comparison.combination_variants():
+    for v in comparison.combination_variants():
         factor = 0.5 if v.fusion.enable_flash_attention else 1.0
         results.append(dict(measured=True, fusion_config=vars(v.fusion), median_batch_time=factor,
                             saved_activation_mb=10 * factor))
-    effects = fusion_comparison.switch_effects(results)
+    effects = comparison.switch_effects(results)
     assert effects["enable_flash_attention"] == dict(speedup=pytest.approx(2.0), smallest=2.0, largest=2.0,
                                                      saved_activation_mb=5.0)
     assert all(effects[name]["speedup"] == pytest.approx(1.0) for name in names if "flash" not in name)
@@ -319,7 +321,7 @@ def test_compare_fusion_combinations_from_the_command_line(tmp_path):
     assert result.returncode == 0, result.stderr
     report = last_json(result)
     assert report == json.loads((tmp_path / "fusion_comparison_v2.json").read_text())
-    assert len(report["variants"]) == 16 and set(report["switch_effects"]) == set(fusion_comparison.FOUR)
+    assert len(report["variants"]) == 16 and set(report["switch_effects"]) == set(comparison.FOUR)
     for entry in report["variants"]:
         assert ROW_KEYS <= set(entry) and entry["measured"]
         parts = sum(entry[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer"))
@@ -333,7 +335,7 @@ def test_benchmark_tables_are_made_from_results_and_tell_disagreement():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import measure_fusion
     training = tof.TrainingConfig(batch_size=2, num_steps=1, device="cpu", warmup_steps=1)
-    part = fusion_comparison.compare(tof.TinyOpenFoldConfig(**SMALL), PLAIN, training,
+    part = comparison.compare(tof.TinyOpenFoldConfig(**SMALL), PLAIN, training,
                                      variants=some_variants()[:2])
     launches = {r["name"]: r["launches_per_step"] for r in part["variants"]}
     peaks = {r["name"]: r["peak_memory_mb"] for r in part["variants"]}
@@ -402,7 +404,7 @@ def test_scaling_and_roofline_of_a_session(session):
 def test_a_second_session_in_a_directory_is_of_its_own_trace(tmp_path, capsys):
     (tmp_path / "aaa.1.pt.trace.json").write_text(json.dumps(dict(traceEvents=[])))  # an earlier one's
     flags = "--num-blocks 2 --batch-size 1 --seq-len 4 --num-seqs 2 --warmup-steps 1 --profile-steps 1"
-    assert run_pytorch_profiler.run([*flags.split(), "--profile-dir", str(tmp_path), "--force"]) == 0
+    assert run([*flags.split(), "--profile-dir", str(tmp_path), "--force"]) == 0
     analysis = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert analysis["trace"] != "aaa.1.pt.trace.json"
     assert {e["calls"] for e in analysis["sublayers"] if e["name"] == "pair_transition"} == {2}
@@ -414,15 +416,15 @@ def test_two_sessions_side_by_side(session, tmp_path):
     after = json.loads(json.dumps(before))
     after["sublayers"][0]["total_us"] *= 2
     after["kernels"] = after["kernels"][1:]
-    comparison = profiling_report.compare_sessions(before, after, "earlier")
+    comparison = report.compare_sessions(before, after, "earlier")
     first = f"{before['sublayers'][0]['name']}.{before['sublayers'][0]['direction']}"
     assert {e["name"]: e["ratio"] for e in comparison["sublayers"]}[first] == pytest.approx(2.0)
     gone = next(e for e in comparison["kernels"] if e["name"] == before["kernels"][0]["name"])
     assert gone["after_us"] is None and gone["ratio"] is None
     assert comparison["differences"] == []
-    assert any("| gone |" in line for line in profiling_report.comparison_lines(comparison))
+    assert any("| gone |" in line for line in report.comparison_lines(comparison))
     with pytest.raises(UserError, match="No such file"):
-        profiling_report.read_analysis(tmp_path)
+        report.read_analysis(tmp_path)
 
 
 def test_exponent_of_a_cubic_is_three():
@@ -491,7 +493,7 @@ def test_prediction_checks_cover_six_shapes_at_least():
 def test_wrong_use_is_one_line_and_exit_two(flags, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     try:
-        code = exit_code(run_pytorch_profiler.run, flags, "run_pytorch_profiler.py")
+        code = exit_code(run, flags, "run_pytorch_profiler.py")
     except SystemExit as exit_:
         code = exit_.code
     err = capsys.readouterr().err

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, require_shared
 
-import protein_data
-from protein_data import DataError, load_families, load_protein, map_query, read_alignment, read_structure
+from proteins import files
+from proteins.files import DataError, load_families, load_protein, map_query, read_alignment, read_structure
 
 pytest.importorskip("gemmi")
 
@@ -29,7 +29,7 @@ def write(path, text):
 
 
 def letters(msa):
-    return ["".join(protein_data.LETTERS[token] for token in row) for row in msa]
+    return ["".join(files.LETTERS[token] for token in row) for row in msa]
 
 
 def contact_share(coords, places=None):
@@ -114,7 +114,7 @@ def test_pair_has_the_known_mapping(pair):
 
 
 def test_separation_in_columns_explains_the_share_of_the_rrm_pair():
-    names, rows = protein_data._parse_alignment(data("pairs/RRM_1.sto"))
+    names, rows = files._parse_alignment(data("pairs/RRM_1.sto"))
     assert names[15] == "RNA15_YEAST/20-91"
     protein = load_protein(data("pairs/RRM_1.sto"), data("pairs/2X1B_A.pdb"), query=names[15])
     columns = np.flatnonzero(np.frombuffer(rows[15], np.uint8) != ord("."))
@@ -182,14 +182,14 @@ def test_families_have_the_known_shapes_and_contact_shares(families_dir):
     for name, length, rows, share in table:
         assert by_name[name].msa.shape == (int(rows), int(length)), name
         assert round(contact_share(by_name[name].coords), 3) == float(share), name
-        assert by_name[name].msa.max() <= protein_data.GAP and (by_name[name].msa[0] < protein_data.GAP).all()
+        assert by_name[name].msa.max() <= files.GAP and (by_name[name].msa[0] < files.GAP).all()
 
 
 def test_raw_alignment_without_its_query_first_names_the_row_to_ask_for(tmp_path):
     fasta, pdb = data("pairs/PF00708.align.80.fasta"), data("pairs/3BR8_A.pdb")
     error = one_line_error(load_protein, fasta, pdb)
     row = re.search(r"--query '([^']+)'", error)[1]
-    names, rows = protein_data._parse_alignment(fasta)
+    names, rows = files._parse_alignment(fasta)
     assert names.index(row) == 145 and "3BR8_A.pdb" in error and "PF00708" in error
     protein = load_protein(fasta, pdb, query=row)
     assert protein.sequence == rows[145].decode().replace("-", "")
@@ -214,7 +214,7 @@ def test_real_a3m_equals_a_slow_reading(name):
 
 def test_query_twice_keeps_both_rows():
     msa = read_alignment(data("nasty/boltz_seq2.a3m"))
-    assert (msa[43] == msa[0]).all() and (msa[0] == protein_data.UNKNOWN).sum() == 2
+    assert (msa[43] == msa[0]).all() and (msa[0] == files.UNKNOWN).sum() == 2
 
 
 def test_interleaved_stockholm_follows_its_first_sequence():
@@ -279,7 +279,7 @@ def test_every_letter_has_its_token(tmp_path):
     assert msa.tolist() == 2 * [[*range(21), 2, 3, 1, 20, 20]]
     gaps = read_alignment(write(tmp_path / "y.fasta", ">q\nAAAA\n>a\n-.~C\n"))
     assert gaps[1].tolist() == [21, 21, 21, 1]
-    assert protein_data.AMINO_ACIDS == "ACDEFGHIKLMNPQRSTVWY"
+    assert files.AMINO_ACIDS == "ACDEFGHIKLMNPQRSTVWY"
 
 
 def test_a_name_twice_in_one_stockholm_block_is_two_rows(tmp_path):
@@ -586,7 +586,7 @@ def test_cut_cif_is_refused(tmp_path):
 
 def test_structure_argument(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    split = protein_data.split_structure_argument
+    split = files.split_structure_argument
     write(tmp_path / "odd:A", "")
     write(tmp_path / "odd:name.pdb", "")
     assert [split(a) for a in ("x.pdb", "x.pdb:A", "x.cif.gz:AB", "x.pdb:", "odd:A", "odd:A:B")] == [
@@ -639,12 +639,12 @@ def test_directory_that_is_not_pairs(files, expected, tmp_path):
 def test_without_gemmi_alignments_are_still_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "gemmi", None)
     assert read_alignment(data("nasty/globins4.sto")).shape == (4, 146)
-    with pytest.raises(protein_data.MissingPackageError, match="pip install gemmi") as caught:
+    with pytest.raises(files.MissingPackageError, match="pip install gemmi") as caught:
         load_protein(data("pairs/1PTF_A.a3m"), data("pairs/1PTF_A.pdb"))
     assert isinstance(caught.value, ImportError) and "\n" not in str(caught.value)
 
 
 def test_import_brings_neither_torch_nor_the_trainer_nor_gemmi():
-    code = ("import sys, protein_data; "
+    code = ("import sys, proteins.files; "
             "sys.exit(bool({'torch', 'gemmi', 'tiny_openfold_v2'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -9,16 +9,15 @@ import pytest
 from fake_rocm import common
 from fake_rocm.machine import FAKES, GENERATIONS, ODD_FLAGS, ROOT, interrupt, manifest, recorded, start
 
-import profile_summary
-import rocm_profilers
-from profiler_machine import Stop
+from fusion_lab.rocm import kernel_summary, wrappers
+from fusion_lab.rocm.machine import Stop
 
 pytest_plugins = ("fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
 
 
 def wrapper(name, *arguments):
-    return rocm_profilers.WRAPPERS[name].from_arguments([*arguments])
+    return wrappers.WRAPPERS[name].from_arguments([*arguments])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -198,7 +197,7 @@ def test_rocprof_compute_into_a_directory_with_an_old_workload(generation, machi
     assert start("run_rocprof_compute.sh", "-o", "mine", "--force", "--no-roof").returncode == 0
     kept, = (workplace / "mine" / "workloads").glob("tinyopenfold_counters.old-*")
     assert (kept / "MI300X_A1" / "pmc_perf.csv").read_text() == "old"
-    assert profile_summary.summarize(workplace / "mine")["launches"] == 1663
+    assert kernel_summary.summarize(workplace / "mine")["launches"] == 1663
 
 
 def test_rocprof_compute_analyze_before_profile(machine):
@@ -315,9 +314,9 @@ def test_real_trainer(machine):
                         PYTHONPYCACHEPREFIX="")
     done = start("run_rocprofv3.sh", "--skip-preflight", "--selected-regions", "-o", "out", *TINY)
     assert done.returncode == 0, done.stdout + done.stderr
-    record, summary = manifest(workplace / "out"), profile_summary.summarize(workplace / "out")
+    record, summary = manifest(workplace / "out"), kernel_summary.summarize(workplace / "out")
     assert record["steps"] == {"measured": 2, "warmup": 1, "selected_regions": True} and summary["steps"] == 2
-    figures = profile_summary.main_figures(workplace / "out")
+    figures = kernel_summary.main_figures(workplace / "out")
     assert figures["median step ms"] > 0 and figures["samples/s"] > 0
 
 

@@ -15,9 +15,8 @@ import time
 import pytest
 from fake_rocm.machine import GENERATIONS, ODD_FLAGS, ROOT, WRAPPERS, interrupt, manifest, recorded, start
 
-import profiler_machine
-import profiler_session
-import rocm_profilers
+from fusion_lab.rocm import machine as rocm_machine
+from fusion_lab.rocm import session, wrappers
 
 pytest_plugins = ("fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
@@ -191,19 +190,19 @@ def test_no_gpu(script, machine):
 def test_preflight_without_permission_or_torch(machine, monkeypatch, tmp_path):
     machine("7.0")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "no permission" in next(profiler_machine.kfd_problems()).what
-    assert [problem.code for problem in profiler_machine.torch_problems({"error": "No module"})] == [3]
+    assert "no permission" in next(rocm_machine.kfd_problems()).what
+    assert [problem.code for problem in rocm_machine.torch_problems({"error": "No module"})] == [3]
 
 
 def test_bindings_for_another_python(machine, tmp_path):
     machine("7.0")
-    tool = profiler_machine.find_tool("rocprof-sys-python", "--help")
-    assert not list(profiler_machine.bindings_problems(tool))
+    tool = rocm_machine.find_tool("rocprof-sys-python", "--help")
+    assert not list(rocm_machine.bindings_problems(tool))
     prefix = tmp_path / "rocm"
     place = prefix / "lib" / "python3.6" / "site-packages" / "rocprofsys"
     place.mkdir(parents=True)
     (place / "libpyrocprofsys.cpython-36-x86_64-linux-gnu.so").touch()
-    problem, = profiler_machine.bindings_problems(profiler_machine.Tool("x", str(prefix / "bin" / "x")))
+    problem, = rocm_machine.bindings_problems(rocm_machine.Tool("x", str(prefix / "bin" / "x")))
     assert "for Python 3.6" in problem.what and "rocprof-sys-sample" in problem.advice and problem.code == 3
 
 
@@ -266,10 +265,10 @@ def test_reader_of_the_output_goes_away(machine):
 
 
 def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiler_session, "FLUSH_SECONDS", 0.2)
-    command = profiler_session.Command(["sh", "-c", "trap '' INT TERM; while :; do sleep 0.1; done"])
+    monkeypatch.setattr(session, "FLUSH_SECONDS", 0.2)
+    command = session.Command(["sh", "-c", "trap '' INT TERM; while :; do sleep 0.1; done"])
     begin = time.monotonic()
-    ended = profiler_session.run(command, tmp_path, timeout=0.2)
+    ended = session.run(command, tmp_path, timeout=0.2)
     assert ended.code == -signal.SIGKILL and ended.timed_out and time.monotonic() - begin < 5
 
 
@@ -293,6 +292,6 @@ def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch):
 ])
 def test_wrong_use_is_one_line(name, arguments, words, machine, capsys):
     machine(None)
-    assert profiler_session.main(rocm_profilers.WRAPPERS[name], arguments) == 2
+    assert session.main(wrappers.WRAPPERS[name], arguments) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 1

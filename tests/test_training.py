@@ -11,10 +11,12 @@ import pytest
 import torch
 from conftest import ROOT, last_json, require_shared, run_program
 
-import config_flags
-import protein_batches
-import run_files
 import tiny_openfold_v2 as tof
+from fusion_lab.training import files
+from proteins.batches import RealProteins, SyntheticProteins, corrupt
+from proteins.contacts import SEPARATION, contact_precision
+from proteins.files import MASK
+from proteins.synthetic import PARTNER, synthetic_proteins
 
 SMALL = [
     "--num-blocks",
@@ -162,7 +164,7 @@ def test_preserved_restores_also_when_its_body_fails():
     trainer = tof.Trainer(config, tof.FusionConfig(), training, torch.device("cpu"))
     before = [w.detach().clone() for w in trainer.weights.values()]
     with pytest.raises(KeyError), trainer.preserved():
-        trainer.step(protein_batches.SyntheticProteins(config, training).batch(0))
+        trainer.step(SyntheticProteins(config, training).batch(0))
         raise KeyError("within")
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.weights.values(), strict=True))
     assert all(not t.any() for state in trainer.optimizer.state.values() for t in state.values())
@@ -202,7 +204,7 @@ def write(file):
     file.write(b"half of the new checkpoint")
     file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
-run_files.write_atomically(sys.argv[1], write)
+files.write_atomically(sys.argv[1], write)
 """
     path = tmp_path / "c.pt"
     path.write_bytes(b"old")
@@ -214,8 +216,8 @@ def test_failed_write_is_one_error_and_leaves_nothing(tmp_path):
     def write(file):
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(run_files.UserError, match="No space left"):
-        run_files.write_atomically(tmp_path / "x.json", write)
+    with pytest.raises(files.UserError, match="No space left"):
+        files.write_atomically(tmp_path / "x.json", write)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -284,7 +286,7 @@ def test_out_of_memory_is_one_line(tmp_path, capsys):
 def test_out_of_memory_in_other_words_is_one_line_too(text, capsys):
     def run(_argv):
         raise RuntimeError(text)
-    assert run_files.exit_code(run, [], "p") == 1
+    assert files.exit_code(run, [], "p") == 1
     assert capsys.readouterr().err.startswith("p: error: out of memory: lower --batch-size")
 
 
@@ -416,7 +418,7 @@ def test_compare_with_an_earlier_summary(tmp_path, capsys):
     ],
 )
 def test_presets_and_switches(flags, expected):
-    _, _, fusion, _ = config_flags.read_configs(config_flags.make_parser().parse_args(flags))
+    _, _, fusion, _ = flags.read_configs(flags.make_parser().parse_args(flags))
     names = (
         "enable_qkv_fusion_msa",
         "enable_qkv_fusion_triangle",
@@ -448,13 +450,13 @@ def test_same_seed_same_losses_and_another_seed_others(tmp_path, capsys):
 
 
 def test_synthetic_proteins_are_what_they_claim():
-    msa, coords = protein_batches.synthetic_proteins(0, range(20), 16, 48)
-    again, _ = protein_batches.synthetic_proteins(0, [7], 16, 48)
+    msa, coords = synthetic_proteins(0, range(20), 16, 48)
+    again, _ = synthetic_proteins(0, [7], 16, 48)
     assert np.array_equal(msa[7], again[0])  # each depends on its own number alone
     bonds = np.linalg.norm(np.diff(coords, axis=1), axis=-1)
     assert 3.0 < bonds.mean() < 4.5
     first, second = np.nonzero(
-        protein_batches.PARTNER[msa[0, :, :, None].astype(int)]
+        PARTNER[msa[0, :, :, None].astype(int)]
         .transpose(1, 2, 0)
         .reshape(48, 16)[:, None]
         .repeat(48, 1)
@@ -463,17 +465,17 @@ def test_synthetic_proteins_are_what_they_claim():
     )
     assert len(first) > 5  # residues that hold partners in every row touch, and are far apart along the chain
     assert (np.linalg.norm(coords[0, first] - coords[0, second], axis=-1) < 8).all()
-    assert (np.abs(first - second) >= protein_batches.SEPARATION).all()
+    assert (np.abs(first - second) >= SEPARATION).all()
 
 
 def test_corruption_follows_af2(rng_seed=0):
     rng = np.random.default_rng(rng_seed)
     msa = rng.integers(0, 20, (4, 200, 200))
-    corrupted, targets = protein_batches.corrupt(rng, msa)
+    corrupted, targets = corrupt(rng, msa)
     asked = targets >= 0
     assert asked.mean() == pytest.approx(0.15, abs=0.005) and (corrupted[~asked] == msa[~asked]).all()
     assert (targets[asked] == msa[asked]).all()
-    masked = (corrupted == protein_batches.MASK)[asked].mean()
+    masked = (corrupted == MASK)[asked].mean()
     kept = (corrupted == msa)[asked].mean()
     assert masked == pytest.approx(0.7, abs=0.01) and kept == pytest.approx(0.1 + 0.2 / 20, abs=0.01)
 
@@ -483,10 +485,10 @@ def test_contact_precision_against_a_hand_count():
     coords[:, 0] = torch.tensor([0.0, 10, 20, 30, 40, 50, 5, 100])
     probability = torch.zeros(8, 8)
     probability[0, 6], probability[1, 7], probability[0, 7] = 0.9, 0.8, 0.1  # only 0 and 6 touch
-    found = protein_batches.contact_precision(probability, coords, torch.ones(8))
+    found = contact_precision(probability, coords, torch.ones(8))
     assert found == dict(p_l2=pytest.approx(1 / 3), p_l=pytest.approx(1 / 3), chance=pytest.approx(1 / 3))
     seen = torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1])  # residue 1 has no coordinates
-    assert protein_batches.contact_precision(probability, coords, seen)["chance"] == pytest.approx(1 / 2)
+    assert contact_precision(probability, coords, seen)["chance"] == pytest.approx(1 / 2)
 
 
 def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
@@ -575,7 +577,7 @@ def test_one_real_protein_by_msa_and_structure(tmp_path, capsys):
 def test_padded_real_batch_and_crops(families_dir):
     config = tof.TinyOpenFoldConfig(seq_len=120, num_seqs=8)
     training = tof.TrainingConfig(data=str(families_dir), batch_size=6, holdout="1AQT_A")
-    source = protein_batches.RealProteins(config, training)
+    source = RealProteins(config, training)
     batch, again = source.batch(3), source.batch(3)
     assert all(torch.equal(batch[key], again[key]) for key in batch)
     assert batch["msa_tokens"].shape == (6, 8, 120) and (batch["seq_mask"].sum(1) < 120).any()

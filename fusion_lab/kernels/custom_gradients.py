@@ -1,0 +1,61 @@
+"""Operations of the model whose gradients are written by hand, each for a layout or an epilogue."""
+import torch
+
+from fusion_lab.kernels.precision import at_least_float32
+
+
+class ChannelBias(torch.autograd.Function):
+    """y + bias for y (c, B, S, S). The bias gradient is summed over rows first: enough sums at a time for a
+    compiler to make them, in parallel, in the kernel that makes the gradient of y."""
+
+    @staticmethod
+    def forward(ctx, y, bias):
+        return y + bias[:, None, None, None]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows = gradient.sum(-1, dtype=at_least_float32(gradient.dtype))
+        return gradient, rows.sum((1, 2)).to(gradient.dtype)
+
+
+class LinearReLU(torch.autograd.Function):
+    """relu(x W^T + b) with bias and ReLU in the GEMM's epilogue, where the BLAS library has one. PyTorch has
+    the kernel without its derivative; the result serves as the mask of backward, too."""
+
+    @staticmethod
+    def of(x, layer):
+        """layer(x).relu() for x (..., c_in), in autocast's dtype if that is on."""
+        on = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
+        return LinearReLU.apply(*(t.to(dtype) for t in (x, layer.weight, layer.bias)))
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, y = ctx.saved_tensors
+        gradient = torch.ops.aten.threshold_backward(gradient, y, 0).flatten(0, -2)
+        return (gradient @ weight).view(x.shape), gradient.t() @ x.flatten(0, -2), gradient.sum(0)
+
+
+class TriangleProduct(torch.autograd.Function):
+    """left right^T (outgoing) or left^T right (incoming) of (c, B, S, S), matrix by matrix. Its own gradient
+    is made contiguous, by the kernel that writes it, so that no GEMM has to copy it; those of left and right
+    are made in the layout of left and right, where autograd would hand on one of them transposed."""
+
+    @staticmethod
+    def forward(ctx, left, right, outgoing):
+        ctx.save_for_backward(left, right)
+        ctx.outgoing = outgoing
+        return left @ right.mT if outgoing else left.mT @ right
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (left, right), gradient = ctx.saved_tensors, gradient.contiguous()
+        if ctx.outgoing:
+            return gradient @ right, gradient.mT @ left, None
+        return right @ gradient.mT, left @ gradient, None

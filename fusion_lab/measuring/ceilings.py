@@ -1,0 +1,76 @@
+"""What the device can do at most, measured here and now."""
+import contextlib
+import time
+
+import torch
+
+from fusion_lab.kernels.precision import runs_in_tf32
+from fusion_lab.measuring.clocks import PhaseTimer
+
+
+def matmul_ceiling(device, dtype):
+    """FLOP/s of a large square matrix product on random data: the best of five, measured here and now."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    timer = PhaseTimer(device)
+    for _ in range(6):
+        timer.start()
+        torch.mm(a, b)
+        timer.mark()
+    return 2 * n ** 3 / timer.seconds()[1:].min()
+
+
+def copy_ceiling(device):
+    """Bytes/s (read plus written) of copying a tensor far larger than any cache: the best of five."""
+    source = torch.empty((2 ** 30 if device.type == "cuda" else 2 ** 26) // 4, device=device).zero_()
+    target = torch.empty_like(source)
+    timer = PhaseTimer(device)
+    for _ in range(6):
+        timer.start()
+        target.copy_(source)
+        timer.mark()
+    return 2 * source.numel() * 4 / timer.seconds()[1:].min()
+
+
+def dispatch_cost(device):
+    """Seconds of host time that one small operation takes, autograd apart: the best of six times 200
+    operations. On a GPU they are only launched; elsewhere they also run, which takes next to nothing."""
+    x, best = torch.zeros(8, device=device), float("inf")
+    for _ in range(6):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(200):
+            x.add_(1.0)
+        best = min(best, (time.perf_counter() - started) / 200)
+    return best
+
+
+def measure_ceilings(device, training):
+    """Copy bandwidth (bytes/s), matrix products per dtype (FLOP/s), host time of one operation (s); and
+    which of them this run's dtype is bound by."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if device.type == "cuda":
+        dtypes |= {"tf32": torch.float32, "float16": torch.float16}
+    matmul = {}
+    for name, dtype in dtypes.items():
+        with tf32(name == "tf32"):
+            matmul[name] = float(matmul_ceiling(device, dtype))
+    if training.use_amp:
+        name = training.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")
+    else:
+        name = "tf32" if runs_in_tf32(training, device) else "float32"
+    if name not in matmul:
+        matmul[name] = float(matmul_ceiling(device, getattr(torch, name)))
+    return dict(copy_bytes_per_s=float(copy_ceiling(device)), matmul_flops_per_s=matmul, dtype=name,
+                element_bytes=2 if training.use_amp else 4, dispatch_s=dispatch_cost(device))
+
+
+@contextlib.contextmanager
+def tf32(enabled):
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

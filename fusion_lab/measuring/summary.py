@@ -1,0 +1,91 @@
+"""The summary of a training run, and its comparison with an earlier one."""
+import json
+import statistics
+from dataclasses import asdict
+from datetime import datetime, timezone
+
+import numpy as np
+import torch
+
+from fusion_lab.measuring.ceilings import matmul_ceiling
+from fusion_lab.measuring.probe import peak_megabytes
+from fusion_lab.training.files import UserError
+from fusion_lab.training.machine import MEGABYTE, system_info
+
+
+def summarise(trainer, configs, found, losses, times, evaluation):
+    """The content of performance_summary_v2.json."""
+    training, device = trainer.training, trainer.device
+    steps = times.sum(axis=1)
+    p20, median, p80 = (float(np.quantile(steps, q)) for q in (0.2, 0.5, 0.8))
+    forward, backward, optimizer = [None] * 3 if trainer.graph else map(float, times[:, 1:].mean(axis=0))
+    peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
+    ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
+    performance = dict(
+        total_samples=len(losses) * training.batch_size,
+        avg_training_speed=training.batch_size / float(steps.mean()),
+        avg_batch_time=float(steps.mean()), avg_data_time=float(times[:, 0].mean()),
+        avg_forward_time=forward, avg_backward_time=backward, avg_optimizer_time=optimizer,
+        median_batch_time=median, p20_batch_time=p20, p80_batch_time=p80,
+        warmup_time=found["warmup_time"], first_step_time=found["first_step_time"], first_loss=losses[0],
+        final_loss=losses[-1], avg_loss=statistics.fmean(losses),
+        peak_memory_mb=peak,
+        saved_activation_mb=sum(found["saved"].values()) / MEGABYTE, launches_per_step=found["launches"],
+        launch_kind="gpu_kernels" if device.type == "cuda" else "cpu_ops", flops_per_step=found["flops"],
+        achieved_tflops=found["flops"] / median / 1e12, matmul_ceiling_tflops=ceiling / 1e12,
+        mfu=found["flops"] / median / ceiling)
+    model_config, fusion, profiler = configs
+    amp_dtype = trainer.amp_dtype and str(trainer.amp_dtype).removeprefix("torch.")
+    return dict(version="v2_fused", timestamp=datetime.now(timezone.utc).isoformat(),
+                config=asdict(model_config), fusion_config=asdict(fusion), profiler_config=asdict(profiler),
+                training_params=dict(asdict(training), amp_dtype=amp_dtype),
+                performance_summary=performance, fusion_statistics=trainer.model.get_fusion_statistics(),
+                contact_precision=evaluation, system_info=system_info(device))
+
+
+def read_summary(path):
+    """A performance summary, of this version or an earlier one. Raises UserError naming what is wrong."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            summary = json.load(file, parse_constant=lambda name: None)  # NaN and Infinity become null
+        figures = summary["performance_summary"]
+        speed = figures["avg_training_speed"] = float(figures["avg_training_speed"])
+        figures["peak_memory_mb"] = figures.get("peak_memory_mb") and float(figures["peak_memory_mb"])
+    except OSError as error:
+        raise UserError(f"summary {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"summary {path}: not a performance summary (it lacks "
+                        "performance_summary.avg_training_speed)") from None
+    if not speed > 0:
+        raise UserError(f"summary {path}: avg_training_speed = {speed}: must be positive")
+    return summary
+
+
+def print_comparison(earlier, now):
+    """Speed-up and memory against an earlier summary; says so where the two runs are not alike. Returns the
+    figures."""
+    before, after = earlier["performance_summary"], now["performance_summary"]
+    speedup = after["avg_training_speed"] / before["avg_training_speed"]
+    print(f"\nAgainst {earlier.get('version', 'a run')} of {earlier.get('timestamp', 'unknown date')}:")
+    print(f"   Training speed: {before['avg_training_speed']:.1f} -> {after['avg_training_speed']:.1f} "
+          f"samples/sec, {speedup:.2f}x")
+    memory = {key: run.get("peak_memory_mb") for key, run in (("before", before), ("after", after))}
+    reduction = None
+    if memory["before"] and memory["after"]:
+        reduction = 100 * (1 - memory["after"] / memory["before"])
+        print(f"   Peak memory: {memory['before']:.1f} -> {memory['after']:.1f} MB, {reduction:+.1f}% saved")
+    else:
+        print("   Peak memory: not measured in both runs")
+    different = [f"{key} {old} -> {new}" for section in ("config", "training_params") for key in SHAPE_KEYS
+                 if (old := (earlier.get(section) or {}).get(key)) is not None
+                 and old != (new := now[section].get(key))]
+    old_device = (earlier.get("system_info") or {}).get("gpu_name", "unknown")
+    if old_device != now["system_info"]["gpu_name"]:
+        different.append(f"GPU {old_device} -> {now['system_info']['gpu_name']}")
+    if different:
+        print(f"   These runs differ in more than fusion: {'; '.join(different)}")
+    return dict(speedup=speedup, memory_reduction_percent=reduction, differences=different)
+
+
+SHAPE_KEYS = ("msa_dim", "pair_dim", "num_blocks", "num_seqs", "seq_len", "msa_heads", "pair_heads",
+              "outer_product_dim", "batch_size", "use_amp")

@@ -1,0 +1,259 @@
+"""report.html: one page with the tables and pictures of a performance study, no network and no scripts."""
+import html
+
+import numpy as np
+
+from fusion_lab.study.design import SWITCHES, parse_setting, shape_of
+from fusion_lab.study.summary import AXES, INTERVAL, principal_settings
+
+TEXT_COLUMNS = {"shape", "setting", "switch", "switch, or pair", "of", "in", "at", "over", *SWITCHES}
+REASON_COLUMNS = {"reason", "passed over"}
+LIST_COLUMNS = {"switch, or pair"}
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1a1a1a; background: #fff;
+       margin: 0 auto; max-width: 100rem; padding: 1rem clamp(0.75rem, 3vw, 2.5rem) 4rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: 0.5rem 0; }
+h2 { font-size: 1.2rem; margin: 2.2rem 0 0.6rem; border-bottom: 1px solid #ccc; padding-bottom: 0.2rem; }
+p, li { max-width: 50rem; }
+p.meta, figcaption { color: #555; font-size: 0.9rem; }
+code, pre { font: 0.85rem/1.45 ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
+pre { background: #f4f4f4; padding: 0.6rem 0.8rem; border-radius: 4px; white-space: pre-wrap;
+      overflow-wrap: anywhere; margin: 0.4rem 0; }
+figure { margin: 1rem 0 1.8rem; }
+figure svg { display: block; width: 100%; min-width: 32rem; height: auto; }
+figcaption { max-width: 50rem; margin-top: 0.4rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.8rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.2rem 0.55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; }
+th { border-bottom: 2px solid #999; white-space: normal; vertical-align: bottom; background: #fff; }
+th.text, td.text { text-align: left; }
+td.setting, td.listed { white-space: normal; min-width: 9rem; }
+th.reason, td.reason { white-space: normal; min-width: 18rem; text-align: left; overflow-wrap: anywhere; }
+#settings th + th { writing-mode: vertical-rl; white-space: nowrap; vertical-align: bottom; }
+tr.new td { border-top: 1.5px solid #999; }
+.better { color: #00539c; font-weight: 600; }
+.worse { color: #a81c00; font-weight: 600; }
+@media print {
+  @page { size: A4; margin: 14mm; }
+  body { max-width: none; padding: 0; font-size: 10pt; }
+  .wide { overflow: visible; }
+  figure svg { min-width: 0; }
+  table { font-size: 7pt; }
+  th, td { padding: 0.1rem 0.2rem; }
+  td, td.setting, td.listed, td.reason, th.reason { white-space: normal; min-width: 0; }
+  thead { display: table-header-group; }
+  tr, figure, pre { break-inside: avoid; }
+  h2 { break-after: avoid; }
+}
+"""
+
+
+def report(summary, config, figures):
+    """The page as text."""
+    study = summary["study"]
+    machines = summary["machine"]
+    where = " and ".join(sorted({m["gpu_name"] or m["host_cpu"] for m in machines})) or "no machine"
+    versions = ", ".join(sorted({f"torch {m['torch_version']}" for m in machines}))
+    sections = [
+        f"<h1>Performance study on {escape(where)}</h1>",
+        f'<p class="meta">{escape(config["created"][:10])}, {escape(versions)}, '
+        f"{escape(study['amp_dtype'] or 'float32')}{escape(commit(machines))}</p>",
+        f"<pre>{escape(config['command'])}</pre>", findings(summary),
+        *(f'<h2>{escape(f.title)}</h2><figure id="{f.name}"><div class="wide" role="img" '
+          f'aria-label="{escape(f.title)}">{f.svg}</div><figcaption>{escape(f.caption)}</figcaption></figure>'
+          for f in figures),
+        recommendation_section(summary), points_section(summary), failures_section(summary),
+        ablation_section(summary), effects_section(summary), scaling_section(summary),
+        settings_section(study), method_section(summary)]
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<link rel="icon" href="data:,"><title>Performance study on {escape(where)}</title>'
+            f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(filter(None, sections))
+            + "\n</body></html>\n")
+
+
+def escape(text):
+    return html.escape(str(text))
+
+
+def commit(machines):
+    commits = {m["git_commit"][:9] for m in machines if m["git_commit"]}
+    return f", commit {' and '.join(sorted(commits))}" if commits else ""
+
+
+def table(name, head, rows, caption=""):
+    """A table. Rows are (whether a new group begins, cells); a cell is text, or (text, class)."""
+    def row(tag, cells):
+        parts = []
+        for column, cell in zip(head, cells, strict=True):
+            text, kind = cell if isinstance(cell, tuple) else (cell, "")
+            kind += " setting" * (column == "setting") + " text" * (column in TEXT_COLUMNS)
+            kind += " reason" * (column in REASON_COLUMNS) + " listed" * (column in LIST_COLUMNS)
+            parts.append(f'<{tag} class="{kind.strip()}">{escape(text)}</{tag}>')
+        return "".join(parts).replace(' class=""', "")
+
+    body = "".join(f"<tr{' class=new' if is_new else ''}>{row('td', cells)}</tr>\n" for is_new, cells in rows)
+    above = f"<p class=meta>{escape(caption)}</p>" if caption else ""
+    return (f'{above}<div class="wide"><table id="{name}"><thead><tr>{row("th", head)}</tr></thead>\n'
+            f"<tbody>{body}</tbody></table></div>")
+
+
+def number(value, form=".2f", unit=""):
+    return "n/a" if value is None else f"{value:{form}}{unit}"
+
+
+def factor(gain, form=".2f"):
+    """Cell for {factor, low, high}: coloured only where the interval does not hold 1."""
+    if not gain or gain["factor"] is None:
+        return ""
+    if gain["low"] is None:
+        return f"{gain['factor']:{form}}×"
+    kind = "better" if gain["low"] > 1 else "worse" if gain["high"] < 1 else None
+    return (f"{gain['factor']:{form}}× [{gain['low']:{form}},\u00a0{gain['high']:{form}}]", kind or "")
+
+
+def gain_of(point):
+    return dict(factor=point["speedup"], low=point["speedup_low"], high=point["speedup_high"])
+
+
+def findings(summary):
+    """A sentence per principal setting: what a reader wants to know first."""
+    items = []
+    for setting in principal_settings(summary["study"]["settings"]):
+        mine = [p for p in summary["points"] if p["setting"] == setting and p["speedup"]]
+        if not mine:
+            continue
+        gains = [p["speedup"] for p in mine]
+        best = max(mine, key=lambda p: p["speedup"])
+        mean = np.exp(np.mean(np.log(gains)))
+        line = f"<b>{escape(setting)}</b>: {mean:.2f}× the baseline's speed"
+        if len(mine) > 1:
+            line += (f" (geometric mean of {len(mine)} shapes; {min(gains):.2f}× to {max(gains):.2f}×, best "
+                     f"at {shape_of(best)})")
+        less = [p["memory_reduction_percent"] for p in mine if p["memory_reduction_percent"] is not None]
+        if less:
+            word = "less" if np.median(less) >= 0 else "more"
+            line += f"; {abs(np.median(less)):.0f}% {word} memory"
+            if len(less) > 1:
+                line += f" (median; from {min(less):.0f}% to {max(less):.0f}% less)"
+        slower = [p for p in mine if p["speedup_high"] is not None and p["speedup_high"] < 1]
+        if slower:
+            line += f"; <b>slower</b> than the baseline at {', '.join(str(shape_of(p)) for p in slower)}"
+        items.append(f"<li>{line}.</li>")
+    failed = sum(p["n_failed"] for p in summary["points"])
+    if failed:
+        items.append(f"<li>{failed} runs failed; their reasons are in a table below.</li>")
+    if len(summary["machine"]) > 1:
+        items.append("<li><b>The runs come from more than one machine or version.</b></li>")
+    return f'<ul id="findings">{"".join(items)}</ul>' if items else ""
+
+
+def points_section(summary):
+    head = ("B", "S", "N", "setting", "runs", "step ms", "p20", "p80", "spread of runs", "samples/s",
+            f"speed-up {INTERVAL}", "peak MB", "saved", "activations MB", "launches")
+    rows, before = [], None
+    for p in summary["points"]:
+        shape = shape_of(p)
+        gain = "1" if p["setting"] == "baseline" and p["n"] else factor(gain_of(p))
+        rows.append((before not in (None, shape), [
+            p["batch_size"], p["seq_len"], p["num_seqs"], p["setting"], p["n"], number(p["median_ms"]),
+            number(p["p20_ms"]), number(p["p80_ms"]), number(p["run_spread_percent"], ".1f", "%"),
+            number(p["samples_per_second"], ".1f"), gain, number(p["peak_memory_mb"], ".1f"),
+            number(p["memory_reduction_percent"], ".1f", "%"), number(p["saved_activation_mb"], ".1f"),
+            number(p["launches_per_step"], ".0f")]))
+        before = shape
+    return "<h2>All points</h2>" + table("points", head, rows)
+
+
+def failures_section(summary):
+    rows = [(False, [str(shape_of(p)), p["setting"], p["n_failed"], p["reason"]])
+            for p in summary["points"] if p["n_failed"]]
+    head = ("shape", "setting", "runs", "reason")
+    return "<h2>Failed runs</h2>" + table("failures", head, rows) if rows else ""
+
+
+def ablation_section(summary):
+    rows, before = [], None
+    for e in summary["ablation"]:
+        rows.append((before not in (None, shape_of(e)), [
+            str(shape_of(e)), e["switch"], factor(e["alone"], ".3f"), factor(e["last"], ".3f"),
+            number(e["alone_saves_mb"], ".1f"), number(e["last_saves_mb"], ".1f")]))
+        before = shape_of(e)
+    head = ("shape", "switch", "alone, over none", "last, over all others", "alone saves MB", "last saves MB")
+    return "<h2>Ablation</h2>" + table("ablation-table", head, rows) if rows else ""
+
+
+def effects_section(summary):
+    rows = []
+    for e in summary["effects"]:
+        named = [(m["switch"], m) for m in e["main"]]
+        named += [(" with ".join(i["switches"]), i) for i in e["interaction"]]
+        rows += [(i == 0 and bool(rows), [str(shape_of(e)), name, factor(effect, ".3f")])
+                 for i, (name, effect) in enumerate(named)]
+    head = ("shape", "switch, or pair", f"factor {INTERVAL}")
+    caption = ("One switch: speed-up, mean over all settings of the others. A pair: the speed-up of one with "
+               "the other on, over the same with the other off. Intervals are Welch's, from the spread "
+               "between the runs of each point.")
+    return "<h2>Effects and interactions</h2>" + table("effects", head, rows, caption) if rows else ""
+
+
+def scaling_section(summary):
+    rows = []
+    for e in summary["scaling"]:
+        error = "" if e["standard_error"] is None else f" ± {e['standard_error']:.2f}"
+        others = ", ".join(f"{letter} {e[axis]}" for axis, letter in AXES.items() if axis != e["axis"])
+        kind = "time" if e["figure"] == "median_ms" else "memory"
+        rows.append((False, [e["setting"], kind, AXES[e["axis"]], f"{e['exponent']:.2f}{error}", others,
+                             ", ".join(map(str, e["over"]))]))
+    head = ("setting", "of", "in", "exponent", "at", "over")
+    caption = "p in cost = c · size^p, least squares on logarithms; ± is the standard error of the fit."
+    return "<h2>Fitted exponents</h2>" + table("exponents", head, rows, caption) if rows else ""
+
+
+def recommendation_section(summary):
+    found = summary.get("recommendation")
+    if not found:
+        return ""
+    rows = [(False, [str(shape_of(e)), e["setting"] or "none", number(e.get("median_ms")),
+                     number(e.get("peak_memory_mb"), ".1f"), factor(gain_of(e)) if e["setting"] else "",
+                     "; ".join(e["passed_over"])]) for e in found["shapes"]]
+    head = ("shape", "setting", "step ms", "peak MB", f"speed-up {INTERVAL}", "passed over")
+    limit = found["memory_limit_mb"]
+    caption = f"The fastest that passes the accuracy check{f' within {limit:g} MB' if limit else ''}."
+    commands = "\n".join(e["command"] for e in found["shapes"] if e["command"])
+    return (f"<h2>Recommended settings</h2>{table('recommended', head, rows, caption)}"
+            f"<pre>{escape(commands)}</pre>")
+
+
+def settings_section(study):
+    rows = [(False, [setting, *("on" if name in parse_setting(setting) else "·" for name in SWITCHES)])
+            for setting in study["settings"]]
+    head = ("setting", *SWITCHES)
+    return "<h2>Settings</h2>" + table("settings", head, rows)
+
+
+def order(summary):
+    seed, late = summary["study"]["seed"], summary["out_of_order"]
+    plan = f"in random order (seed {seed}), then the second ones, and so on"
+    if late is None:
+        return f"The first runs of all points were started {plan}; they measured as they became ready."
+    return f"The first runs of all points were measured {plan}" + (
+        f", but for {late} that came later, as repeated runs do." if late else ".")
+
+
+def method_section(summary):
+    study = summary["study"]
+    return f"""<h2>How this was measured</h2>
+<p>Every run is a process of its own: {study['warmup_steps']} warm-up steps, then
+{study['num_steps']} measured ones, of which the median counts. {study['num_runs']} runs per point;
+a point's figure is the median over its runs, p20 and p80 are those of the steps (median over runs),
+the spread of runs is (largest - smallest) / median. {order(summary)}
+While one process measured, any other one of the study was stopped.</p>
+<p>Speed-up is the baseline's median over the setting's, same shape. Its {100 *
+summary['confidence']:g}% interval is Welch's t on the logarithms of the runs' medians: each
+point counts with the spread of its own runs, so one of a single run has no interval, one of two a
+very wide one. Peak memory is the largest sum of tensors alive within a step, in MB of
+2<sup>20</sup> bytes; n/a where it was not measured. Saved is against the baseline.</p>"""

@@ -1,0 +1,99 @@
+"""Checkpoints: the state of a run under unpacked parameter names, so that any switches can continue it."""
+from dataclasses import asdict
+
+import torch
+
+from fusion_lab.training.files import UserError
+
+CHECKPOINT_FORMAT = "tiny_openfold_v2 checkpoint 1"
+
+
+def packings(model):
+    """(module, its prefix in parameter names) of all modules that may have packed projections."""
+    return [(m, f"{name}.") for name, m in model.named_modules() if hasattr(m, "split_packed")]
+
+
+def unpacked(model, tensors):
+    """Bring a dict of tensors by parameter name of the model to unpacked names, in place."""
+    for module, prefix in packings(model):
+        module.split_packed(tensors, prefix)
+    return tensors
+
+
+def optimizer_state(trainer, kind):
+    """{parameter name: its tensor of this kind in the optimizer}, zeros where there was no gradient yet."""
+    state = trainer.optimizer.state
+    if trainer.masters and state:
+        return trainer.masters.views(state[trainer.masters.flat][kind])
+    return {name: state[p][kind] if p in state else torch.zeros_like(p)
+            for name, p in trainer.weights.items()}
+
+
+def snapshot(trainer):
+    """Everything a run needs to continue. Raises UserError if a weight is not finite."""
+    state = trainer.optimizer.state
+    moments = {kind: unpacked(trainer.model, optimizer_state(trainer, kind))
+               for kind in (("exp_avg", "exp_avg_sq") if state else ())}
+    weights = unpacked(trainer.model, {name: p.detach() for name, p in trainer.weights.items()})
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise UserError(f"weights are not finite at step {trainer.step_number}: not saved", code=1)
+    rng = dict(cpu=torch.get_rng_state())
+    if trainer.device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(trainer.device)
+    return dict(format=CHECKPOINT_FORMAT, config=asdict(trainer.model.config), step=trainer.step_number,
+                updates=next((s["step"].item() for s in state.values()), 0.0),  # a scaler skips some
+                model=weights, moments=moments, scaler=trainer.scaler.state_dict(), rng=rng,
+                trained_on=sorted(trainer.trained_on))
+
+
+def read_checkpoint(path, config):
+    """The dict in a checkpoint file; UserError if it cannot be read, is foreign or has other model sizes."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"checkpoint {path}: {error.strerror or error}") from None
+    except Exception:  # a damaged file raises whatever its first bad byte leads to
+        raise UserError(f"checkpoint {path}: damaged or not a checkpoint") from None
+    if not isinstance(saved, dict) or saved.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"checkpoint {path}: not a checkpoint of this program")
+    needed = {"config", "step", "updates", "model", "moments", "scaler", "rng", "trained_on"}
+    if absent := needed - set(saved):
+        raise UserError(f"checkpoint {path}: it lacks {', '.join(sorted(absent))}")
+    different = [f"--{k.replace('_', '-')} {v}" for k, v in saved["config"].items()
+                 if k not in ("num_seqs", "seq_len", "dropout") and v != getattr(config, k, None)]
+    if different:
+        raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")
+    return saved
+
+
+def restore(trainer, path):
+    """Continue from a checkpoint made under any FusionConfig. Raises UserError, see read_checkpoint."""
+    saved = read_checkpoint(path, trainer.model.config)
+    try:
+        trainer.model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise UserError(f"checkpoint {path}: {lines[min(1, len(lines) - 1)].strip()[:200]}") from None
+    for tensors in (saved["model"], *saved["moments"].values()):
+        for module, prefix in packings(trainer.model):
+            module.adapt(tensors, prefix)
+    with torch.no_grad():
+        for name, weight in trainer.weights.items():
+            weight.copy_(saved["model"][name])
+    state = trainer.optimizer.state_dict()
+    if saved["moments"]:
+        moments = {kind: [tensors[name] for name in trainer.weights]
+                   for kind, tensors in saved["moments"].items()}
+        if trainer.masters:
+            moments = {kind: [trainer.masters.join(tensors, torch.zeros_like(trainer.masters.flat))]
+                       for kind, tensors in saved["moments"].items()}
+        state["state"] = {i: dict(step=torch.tensor(saved["updates"]),
+                                  **{kind: tensors[i] for kind, tensors in moments.items()})
+                          for i in range(len(trainer.updated))}
+    trainer.optimizer.load_state_dict(state)
+    if saved["scaler"]:
+        trainer.scaler.load_state_dict(saved["scaler"])
+    torch.set_rng_state(saved["rng"]["cpu"])
+    if trainer.device.type == "cuda" and "cuda" in saved["rng"]:
+        torch.cuda.set_rng_state(saved["rng"]["cuda"], trainer.device)
+    trainer.step_number, trainer.trained_on = saved["step"], set(saved["trained_on"])

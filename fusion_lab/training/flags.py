@@ -1,0 +1,166 @@
+"""The command line of a program, made of its configs' fields. Needs no torch."""
+import argparse
+import re
+from dataclasses import asdict, fields
+
+from fusion_lab.training.options import ProfilerConfig, flag
+from fusion_lab.training.program import Settings
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong use is one line and exit code 2; options in full only."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter,
+                            **kwargs})
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def whole_number(low=1):
+    """For argparse: whole numbers from low on."""
+    def convert(text):
+        if not (text.isascii() and text.isdigit()) or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {low}")
+        return int(text)
+    return convert
+
+
+def whole_numbers(text):
+    """For argparse: "32 64" or "32,64" -> [32, 64]"""
+    try:
+        found = [whole_number()(word) for word in text.replace(",", " ").split()]
+    except argparse.ArgumentTypeError:
+        found = []
+    if not found:
+        raise argparse.ArgumentTypeError(f'{text!r}: must be whole numbers of at least 1, such as "32 64"')
+    return found
+
+
+def regular_expression(text):
+    """For argparse: text, if re can compile it."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: no regular expression ({error})") from None
+    return text
+
+
+def converter(kind):
+    """For argparse: int and float with a message of our own, other types as they are."""
+    def convert(text):
+        try:
+            return kind(text)
+        except ValueError:
+            allowed = {int: "a whole number", float: "a number"}[kind]
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}") from None
+    return convert if kind in (int, float) else kind
+
+
+def add_config_flags(parser, config_class, paired=False):
+    """One flag for every field. A bool is a switch; with paired, an --enable-X/--disable-X pair of which the
+    later one on the command line wins. A flag that is not given leaves no trace in the parsed arguments."""
+    group = parser.add_argument_group(config_class.__doc__.strip().rstrip("."))
+    for f in fields(config_class):
+        words = {True: "on", False: "off", None: "none"}
+        allowed = f"; {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
+        default = words.get(f.default, f.default) if isinstance(f.default, (bool, type(None))) else f.default
+        text = f"{f.metadata['help']}{allowed} (default: {default})".replace("%", "%%")
+        if f.metadata["type"] is not bool:
+            group.add_argument(flag(f.name), type=converter(f.metadata["type"]),
+                               choices=f.metadata["choices"], metavar=f.name.split("_")[-1].upper(),
+                               help=text, default=argparse.SUPPRESS)
+            continue
+        group.add_argument(flag(f.name), action="store_true", help=text, default=argparse.SUPPRESS)
+        if paired:
+            group.add_argument(flag(f.name).replace("--enable", "--disable", 1), dest=f.name,
+                               action="store_false", help="the opposite", default=argparse.SUPPRESS)
+
+
+MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
+         "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
+         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything",
+         "--check-flags": "judge the other flags and print them, resolved, with torch, as one line of JSON"}
+OF_TRAINING = ("enable_pytorch_profiler", "enable_memory_profiling")
+OF_COMPARISON = ("combinations", "variants")
+
+
+def make_parser(program, about=None, prog=None):
+    """A program's command line; about is the text of --help (default: the program's own)."""
+    summary, _, rest = (about or program.about or "").partition("\n")
+    parser = Parser(prog=prog or program.name, description=summary, epilog=rest)
+    for config_class in config_classes(program):
+        add_config_flags(parser, config_class, paired=config_class is program.fusion_config)
+    presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
+    presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const", const=True,
+                         help="everything that makes steps faster, torch.compile included (default: off)")
+    presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const", const=False,
+                         help="the baseline, V1: no fusion at all (default: off)")
+    presets.add_argument("--enable-all-profiling", action="store_true",
+                         help="all three profilers (default: off)")
+    modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
+    for name, text in MODES.items():
+        modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
+    parser.add_argument("--combinations", action="store_true", help="with --compare-fusion: all combinations "
+                        f"of {', '.join(program.headline) or 'no switch'} (default: off)")
+    parser.add_argument("--variants", metavar='"NAME ..."', default=None, help="with --compare-fusion: only "
+                        'these rows, of those that it would print, such as "baseline all" (default: None)')
+    parser.add_argument("--compare-with-v1", metavar="FILE", default=None,
+                        help="after training, speed-up and memory against an earlier summary (default: None)")
+    parser.add_argument("--program", metavar="FILE", default=None,
+                        help="another model's file, which ends in its PROGRAM (default: None)")
+    return parser
+
+
+def config_classes(program):
+    return program.model_config, program.training_config, program.fusion_config, ProfilerConfig
+
+
+def read_settings(program, arguments):
+    """Parsed arguments -> Settings; ValueError on impossible values."""
+    given = vars(arguments)
+    if given["enable_all_profiling"]:
+        given = {**{f.name: True for f in fields(ProfilerConfig) if f.metadata["type"] is bool}, **given}
+    fusion = program.fusion_config
+    fusion = fusion() if given["fusion_preset"] is None else fusion.preset(given["fusion_preset"])
+    given = {**asdict(fusion), **given}
+    return Settings(*(cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+                      for cls in config_classes(program)))
+
+
+def needs_training(program, parser, arguments, instead):
+    """End the program if a file is named that only training reads or writes."""
+    names = [f.name for f in fields(program.training_config) if f.metadata["training_only"]]
+    for name in (*names, "compare_with_v1"):
+        if getattr(arguments, name, None) is not None:
+            parser.error(f"argument {flag(name)}: belongs to training, not to {instead}")
+
+
+def judged(parser, program, arguments):
+    """read_settings(); impossible values are one line and exit code 2."""
+    try:
+        return read_settings(program, arguments)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" = ")
+        parser.error(f"argument {flag(name)}: {rest}")
+
+
+def parse(parser, program, argv):
+    """(arguments, Settings, the mode's flag or None); wrong use is one line and exit code 2."""
+    arguments = parser.parse_args(argv)
+    settings = judged(parser, program, arguments)
+    mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
+    for name in OF_COMPARISON:
+        if getattr(arguments, name) and mode != "--compare-fusion":
+            parser.error(f"argument {flag(name)}: needs --compare-fusion")
+    if arguments.combinations and arguments.variants:
+        parser.error("argument --variants: not with --combinations")
+    if arguments.combinations and not program.headline:
+        parser.error(f"argument --combinations: {program.name} names no switches for it")
+    if mode not in (None, "--check-flags"):
+        needs_training(program, parser, arguments, mode)
+        for name in OF_TRAINING:
+            if getattr(arguments, name, False):
+                parser.error(f"argument {flag(name)}: belongs to training, not to {mode}")
+    return arguments, settings, mode

@@ -1,0 +1,66 @@
+"""What machine this is: its devices, its names, its allocator."""
+import contextlib
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+
+import torch
+
+from fusion_lab.training.files import UserError
+
+MEGABYTE = 2 ** 20
+
+
+def choose_device(name):
+    """What --device names, as a torch.device. Raises UserError: code 2 for nonsense, 4 for a missing GPU."""
+    count = torch.cuda.device_count()
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    if name == "cpu":
+        keep_freed_memory()
+        return torch.device("cpu")
+    kind, _, index = f"cuda:{name}".partition(":") if name.isdecimal() else name.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal() or name.endswith(":"):
+        raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N or N")
+    if int(index or 0) >= count:
+        raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees {count}",
+                        code=4)
+    device = torch.device("cuda", int(index or 0))
+    torch.cuda.set_device(device)
+    return device
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+
+
+def keep_freed_memory():
+    """Let the process keep the memory that a step frees for the next one, as GPUs' allocators do. glibc would
+    return large blocks to the kernel, which hands them back page by page, zeroed: a sixth of a step on CPU
+    (benchmarks/LOG.md). Other C libraries have no such setting, and nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def system_info(device):
+    """Where a number was measured."""
+    root = os.path.dirname(os.path.abspath(__file__))  # git finds the repository above it
+    commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True,
+                            check=False) if shutil.which("git") else None
+    return dict(device=str(device),
+                gpu_name=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+                torch_version=torch.__version__, cuda_version=torch.version.cuda,
+                hip_version=torch.version.hip, host_cpu=cpu_name(), cpu_threads=torch.get_num_threads(),
+                python_version=platform.python_version(), platform=platform.platform(),
+                git_commit=commit.stdout.strip() if commit and commit.returncode == 0 else None)
+
+
+def cpu_name():
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,161 @@
+"""Configs whose fields are command-line flags: default, limits and help of each are written once, in its field.
+
+What every program has stands here: the run (TrainingConfig), the switches that no model has to know
+(Switches) and what is recorded (ProfilerConfig). A model adds its sizes and its own switches. No torch.
+"""
+import math
+from dataclasses import dataclass, field, fields
+
+
+def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
+           rung=None, training_only=False):
+    """A dataclass field that is also a command-line flag.
+
+    low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
+    --enable-all-fusion turns it on; rung, its place on the ladder of --compare-fusion, which adds one switch
+    after the other (None: not on it). training_only: a file that only training reads or writes.
+    """
+    return field(default=default, metadata=dict(
+        help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
+        preset=preset, rung=rung, training_only=training_only))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Base of the configs: a value outside its field's limits raises a ValueError that names it."""
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, meta = getattr(self, f.name), f.metadata
+            if value is None and f.default is None:
+                continue
+            if value == "":
+                self.refuse(f.name, "must not be empty")
+            if meta["type"] is bool and not isinstance(value, bool):
+                self.refuse(f.name, "must be True or False")
+            numeric = meta["low"] is not None
+            if numeric and (isinstance(value, bool) or not isinstance(value, (int, meta["type"]))):
+                self.refuse(f.name, f"must be of type {meta['type'].__name__}")
+            if numeric and not (value >= meta["low"] and math.isfinite(value)):
+                self.refuse(f.name, f"must be at least {meta['low']}")
+            if meta["below"] is not None and not value < meta["below"]:
+                self.refuse(f.name, f"must be less than {meta['below']}")
+            if meta["at_most"] is not None and not value <= meta["at_most"]:
+                self.refuse(f.name, f"must be at most {meta['at_most']}")
+            if meta["choices"] and value not in meta["choices"]:
+                self.refuse(f.name, f"must be one of {', '.join(meta['choices'])}")
+
+    def refuse(self, name, why):
+        """Raise the ValueError for the field of this name."""
+        raise ValueError(f"{name} = {getattr(self, name)!r}: {why}")
+
+
+def flag(name):
+    """"seq_len" -> "--seq-len" """
+    return "--" + name.replace("_", "-")
+
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes CUDA graphs of its own
+
+
+@dataclass(frozen=True)
+class Switches(Checked):
+    """Ways to run a step that any model can have. A model's own switches are fields of a subclass; every bool
+    becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
+    enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1)
+    enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True, rung=2)
+    enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
+                                                "float32 weights cast once a step, instead of autocast",
+                                         preset=True, rung=3)
+    torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
+    activation_memory_budget: float = option(1.0, "share of the activations that torch.compile may keep for "
+                                                  "backward; below 1 it recomputes the cheapest", low=0.0,
+                                             at_most=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.enable_cuda_graphs and self.torch_compile_mode in MODES_WITH_GRAPHS:
+            self.refuse("torch_compile_mode", "makes CUDA graphs of its own; not together with "
+                        "--enable-cuda-graphs")
+        if self.activation_memory_budget < 1 and not self.enable_torch_compile:
+            self.refuse("activation_memory_budget", "needs --enable-torch-compile")
+
+    @classmethod
+    def names(cls):
+        """Fields that are switches."""
+        return [f.name for f in fields(cls) if isinstance(f.default, bool)]
+
+    @classmethod
+    def preset(cls, enabled):
+        """Everything that makes steps faster, or nothing at all (the baseline)."""
+        return cls(**{f.name: enabled and f.metadata["preset"] for f in fields(cls)
+                      if isinstance(f.default, bool)})
+
+    @classmethod
+    def ladder(cls):
+        """Switches in the order in which --compare-fusion adds them to the defaults."""
+        rungs = [f for f in fields(cls) if f.metadata["rung"] is not None]
+        return [f.name for f in sorted(rungs, key=lambda f: f.metadata["rung"])]
+
+    def idle(self, settings, on_gpu):
+        """Why switches that are on change nothing in these settings here, a sentence for each."""
+        graphs = self.enable_cuda_graphs or (self.enable_torch_compile
+                                             and self.torch_compile_mode in MODES_WITH_GRAPHS)
+        return [text for text, holds in (
+            ("CUDA graphs need a GPU", graphs and not on_gpu),
+            ("master weights need --use-amp", self.enable_master_weights and not settings.training.use_amp),
+            ("--torch-compile-mode is for torch.compile",
+             self.torch_compile_mode != "default" and not self.enable_torch_compile)) if holds]
+
+    def beside(self, named):
+        """Flags of the switches that differ from their defaults, those in named apart."""
+        return [flag(f.name if getattr(self, f.name) else f.name.replace("enable", "disable", 1))
+                for f in fields(self) if isinstance(f.default, bool) and f.name not in named
+                and getattr(self, f.name) != f.default]
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Checked):
+    """The training run and its files."""
+    num_steps: int = option(50, "training steps; all are measured", low=1)
+    warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
+                               low=0)
+    batch_size: int = option(4, "samples per step", low=1)
+    learning_rate: float = option(3e-4, "AdamW's learning rate", low=0.0)
+    grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
+    use_amp: bool = option(False, "mixed precision")
+    use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
+    amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
+                                  "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
+    seed: int = option(42, "seed of weights, data and dropout", low=0, below=2 ** 63)
+    device: str = option("auto", "auto, cpu, cuda, cuda:N or a bare GPU index N")
+    deterministic: bool = option(False, "deterministic kernels (slower)")
+    log_every: int = option(10, "steps between log lines", low=1)
+    eval_every: int = option(100, "steps between evaluations; there is always one at the end", low=1)
+    save_checkpoint: str = option(None, "checkpoint file", type=str, training_only=True)
+    save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
+                             type=int)
+    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require("save_every", "save_checkpoint")
+        if self.amp_dtype and not self.use_amp:
+            self.refuse("amp_dtype", "needs --use-amp")
+
+    def require(self, name, needed):
+        """Refuse a field that is given without another one."""
+        if getattr(self, name) is not None and getattr(self, needed) is None:
+            self.refuse(name, f"needs {flag(needed)}")
+
+
+@dataclass(frozen=True)
+class ProfilerConfig(Checked):
+    """What is recorded beside the timings, and where results go."""
+    enable_pytorch_profiler: bool = option(False, "trace of the measured steps for Perfetto and TensorBoard")
+    enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline "
+                                                 "(over lengths: run_pytorch_profiler.py --seq-lens)")
+    enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
+                                                "measured steps, for an outer profiler")
+    profile_dir: str = option("./pytorch_profiles_v2", "where results go")

@@ -1,0 +1,143 @@
+"""The seam between the lab and a model: a Program says what the lab must know of it, Settings how it is run.
+
+Every model's file ends in `PROGRAM = Program(...)`; the lab's tools get it from there (`--program FILE`) and
+import no model themselves. tests/second_program.py is a small one. Needs no torch.
+"""
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+
+from fusion_lab.training.files import UserError
+from fusion_lab.training.options import Checked, ProfilerConfig, Switches, TrainingConfig
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+DEFAULT_PROGRAM = os.path.join(ROOT, "tiny_openfold_v2.py")
+PARTS = ("model", "training", "fusion", "profiler")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The four configs of a run."""
+    model: Checked
+    training: TrainingConfig
+    fusion: Switches
+    profiler: ProfilerConfig = ProfilerConfig()
+
+    def having(self, **values):
+        """A copy with other values of fields, whichever config each belongs to: having(seq_len=2, seed=0)."""
+        changed = {}
+        for part in PARTS:
+            config = getattr(self, part)
+            own = {f.name: values.pop(f.name) for f in fields(config) if f.name in values}
+            changed[part] = replace(config, **own) if own else config
+        if values:
+            raise ValueError(f"{next(iter(values))}: no config has this field")
+        return replace(self, **changed)
+
+    def get(self, name):
+        """The value of a field, whichever config it belongs to."""
+        configs = (getattr(self, part) for part in PARTS)
+        return next(getattr(config, name) for config in configs if hasattr(config, name))
+
+    def idle(self, on_gpu):
+        """Why switches that are on change nothing here, a sentence for each."""
+        return self.fusion.idle(self, on_gpu)
+
+    def as_dict(self):
+        """The configs under the names that result files use."""
+        return dict(config=asdict(self.model), training_params=asdict(self.training),
+                    fusion_config=asdict(self.fusion), profiler_config=asdict(self.profiler))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one sub-layer needs at least, in one block: FLOPs of its forward pass (backward takes twice as
+    many), and bytes moved forward and backward, None where nobody has worked them out."""
+    flops: float
+    forward_bytes: float | None = None
+    backward_bytes: float | None = None
+
+
+def every_output(output, batch):
+    """The default of Program.defined: all that forward returned."""
+    return dict(output)
+
+
+def nothing(*_):
+    return None
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the lab must know of a model.
+
+    A module made by `model` takes a batch's entries as keyword arguments and returns a dict of tensors with
+    "loss"; it has `config`, `fusion` (what it was made from) and `sublayers()`, (name, module) pairs for
+    hooks. A source has `batch(step)`, a pure function of (seed, step), on CPU; `describe()`; `names` and
+    `held_out`, of real things it trains on and keeps out.
+    """
+    file: str                      # the model's file; a process of its own runs it by this path
+    about: str                     # its docstring, the text of --help
+    model_config: type
+    training_config: type
+    fusion_config: type
+    model: Callable                # model(config, fusion) -> torch.nn.Module
+    trainer: type                  # trainer(program, settings, device), as tiny_openfold_v2.Trainer
+    open_source: Callable          # open_source(settings) -> source
+    check_batch: Callable          # check_batch(settings, device) -> a batch in which every mask masks
+    version: str                   # in result files: "v2_fused"
+    suffix: str                    # of their names: "v2" makes performance_summary_v2.json
+    axes: dict = field(default_factory=lambda: {"batch_size": "B"})  # fields that a study varies: their letter
+    defined: Callable = every_output  # defined(output, batch) -> {name: tensor}, zero where masks leave it undefined
+    shake: Callable = nothing      # shake(model): after noise was added to all weights, keep kinks away from zero
+    sublayers: tuple = ()          # names, in the order in which a step runs them
+    costs: Callable = nothing      # costs(settings) -> {sub-layer: Cost}; those that are missing are counted
+    blocks: Callable = lambda settings: 1  # how often a step runs each sub-layer
+    evaluate: Callable = nothing   # evaluate(trainer, source, stop=None, final=False) -> JSON or None
+    evaluation_line: Callable = str  # what evaluate() returned, as a line
+    start_lines: Callable = nothing  # start_lines(trainer) -> the model's own lines at start-up, or None
+    statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
+    before_training: Callable = nothing  # before_training(settings, source): raises UserError early
+    titles: dict = field(default_factory=dict)  # switch: its name in the start-up lines
+    headline: tuple = ()           # switches of --combinations
+    tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
+    success: str = "Validation successful."  # its last line
+
+    @property
+    def name(self):
+        return os.path.basename(self.file)
+
+    def result(self, kind):
+        """File name of a result: result("accuracy") -> "accuracy_v2.json"."""
+        return f"{kind}_{self.suffix}.json"
+
+    def settings(self, **values):
+        """The defaults, with other values of some fields."""
+        plain = Settings(self.model_config(), self.training_config(), self.fusion_config())
+        return plain.having(**values)
+
+
+def load_program(path=DEFAULT_PROGRAM):
+    """The PROGRAM of a model's file, which is imported as a module. Raises UserError."""
+    path = os.path.abspath(path)
+    directory, file = os.path.split(path)
+    name, ending = os.path.splitext(file)
+    if not os.path.isfile(path) or ending != ".py":
+        raise UserError(f"--program {path}: no such Python file")
+    for place in (directory, ROOT):
+        if place not in sys.path:
+            sys.path.append(place)
+    found = importlib.util.find_spec(name)
+    if found and found.origin and os.path.realpath(found.origin) == os.path.realpath(path):
+        module = importlib.import_module(name)
+    else:  # another module has this name
+        specification = importlib.util.spec_from_file_location(f"program_{name}", path)
+        module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+    program = getattr(module, "PROGRAM", None)
+    if not isinstance(program, Program):
+        raise UserError(f"--program {path}: it has no PROGRAM = Program(...)")
+    return program

@@ -1,0 +1,37 @@
+"""Options of training on proteins: where they come from, which are held out, what is drawn of them. No torch."""
+from dataclasses import dataclass
+
+from fusion_lab.training import options
+from fusion_lab.training.options import option
+
+
+@dataclass(frozen=True)
+class TrainingConfig(options.TrainingConfig):
+    """The training run, its proteins and its files."""
+    eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs",
+                            low=1, type=int)
+    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
+                                  "covarying (hard, nearer to real alignments)",
+                                  choices=("paired", "covarying"))
+    data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
+                             "NAME.pdb", type=str)
+    msa: str = option(None, "alignment of one real protein", type=str)
+    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str)
+    query: str = option(None, "name of the query row in --msa; default: the first row", type=str)
+    holdout: str = option(None, "names of families kept out of training, NAME[,NAME...]", type=str)
+    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
+                                     type=float)
+    plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG)", type=str,
+                                training_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.msa is None) != (self.structure is None):
+            given, missing = ("msa", "structure") if self.msa else ("structure", "msa")
+            self.refuse(given, f"must come together with --{missing}")
+        for name, needed in (("holdout", "data"), ("holdout_fraction", "data"), ("query", "msa")):
+            self.require(name, needed)
+        if self.data and self.msa:
+            self.refuse("msa", "allowed without --data only")
+        if self.holdout and self.holdout_fraction is not None:
+            self.refuse("holdout", "allowed without --holdout-fraction only")
