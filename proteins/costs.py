@@ -8,7 +8,7 @@ stays in a cache can be faster than this bound: at small sizes, look at the laun
 """
 from fusion_lab.measuring.ceilings import element_bytes
 from fusion_lab.training.program import Cost
-from proteins.batches import TOKENS
+from proteins.files import TOKENS
 
 DISTANCE_BINS = 64
 
