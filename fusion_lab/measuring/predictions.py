@@ -3,31 +3,31 @@ import numpy as np
 
 from fusion_lab.measuring.ceilings import ceiling_line, measure_ceilings
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
-from fusion_lab.measuring.comparison import Variant, measure_alone, release
+from fusion_lab.measuring.comparison import measure_alone, release
 from fusion_lab.measuring.roofline import predict
 from fusion_lab.measuring.sizes import shapes_around, shrunk, sizes_text
 from fusion_lab.measuring.tables import aligned, cell
+from fusion_lab.measuring.variants import AS_GIVEN, Variant
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from fusion_lab.training.machine import choose_device, process_settings, system_info
 
 ATTENTION = "enable_flash_attention"  # the switch of fused attention, in every program that has one
 SMALL = 16  # largest axis of a trial that only counts launches
 
 
-def measured_alone(program, settings, device, name="as given"):
+def measured_alone(program, settings, device, name=AS_GIVEN):
     """(Variant, measured while nothing else is on the device and its trainer let go, the batch used)."""
     variant = Variant(name, settings)
     batch = to_device(program.open_source(settings).batch(0), device)
     measure_alone(program, variant, device, batch)
-    variant.trainer = None
-    release()
+    release([variant])
     return variant, batch
 
 
 def memory_scaling(program, settings, device, axis, sizes):
     """Peak and saved MB at every size of an axis, and the fitted exponents: with plain and with fused
     attention where the program has that switch, else with the settings as given."""
-    kinds = {"as given": {}}
+    kinds = {AS_GIVEN: {}}
     if ATTENTION in settings.fusion.names():
         kinds = {"plain": {ATTENTION: False}, "fused": {ATTENTION: True}}
     points = []
@@ -38,7 +38,7 @@ def memory_scaling(program, settings, device, axis, sizes):
             found = variant.found
             points.append({"attention": kind, axis: size,
                            "peak_memory_mb": found.peak_memory_mb if found else None,
-                           "saved_activation_mb": sum(found.saved.values()) / MEGABYTE if found else None,
+                           "saved_activation_mb": found.saved_mb if found else None,
                            "reason": variant.reason})
     return dict(points=points, exponents={kind: exponents([p for p in points if p["attention"] == kind], axis)
                                           for kind in kinds})

@@ -10,7 +10,7 @@ import numpy as np
 from fusion_lab.measuring.ceilings import measure_ceilings
 from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
 from fusion_lab.measuring.counters import OpCounter
-from fusion_lab.measuring.predictions import memory_scaling
+from fusion_lab.measuring.predictions import ATTENTION, memory_scaling
 from fusion_lab.measuring.probe import peak_of_two_steps, warm_up
 from fusion_lab.measuring.ranges import Profiling, ranges
 from fusion_lab.measuring.roofline import (
@@ -260,9 +260,9 @@ def run_session(program, settings, directory, steps=5, lengths=(), roofline=Fals
     found.peak_memory_mb = peak_of_two_steps(trainer, to_device(source.batch(0), device), found)
     analysis, trace = analyse(trainer, source, found, directory, steps)
     if lengths:
-        scaling = memory_scaling(program, settings, device, other_axes(program)[0], lengths)
-        kernel = getattr(trainer.model, "attention_kernel", None)
-        analysis.scaling = dict(scaling, fused_runs=kernel(trainer.amp_dtype)) if kernel else scaling
+        analysis.scaling = memory_scaling(program, settings, device, other_axes(program)[0], lengths)
+        remarks = (program.start_lines(trainer) or {}).get("remarks", {})
+        analysis.scaling.update({"fused_runs": remarks[ATTENTION]} if ATTENTION in remarks else {})
     if roofline:
         analysis.ceilings = measure_ceilings(device, settings.training)
         analysis.roofline = roofline_table(program, settings, analysis.ceilings, measured_times(analysis),
