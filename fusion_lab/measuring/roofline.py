@@ -4,9 +4,11 @@ A program gives formulas of its sub-layers' costs; FLOPs of those it leaves out 
 stay unknown, and a table says so. A tensor that stays in a cache can be faster than the bound by bytes.
 """
 import itertools
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_lab.measuring.clocks import RangeSums
@@ -136,6 +138,25 @@ def step_floor(program, settings, ceilings, parameters, launches=None):
     return device, (launches or 0) * ceilings["dispatch_s"]
 
 
+class GoodDraws(TorchDispatchMode):
+    """For making a model of fake tensors, which have no values: an initialiser that draws again while a
+    number lies out of bounds (trunc_normal_) hears that none does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return False if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
+def made_in_place(program, device):
+    """program.model for fake tensors: the model is on its device from the start, because torch (2.13) moves
+    no fake parameters."""
+    def make(config, fusion):
+        with device, GoodDraws():
+            model = program.model(config, fusion)
+        model.to = lambda _: model
+        return model
+    return make
+
+
 def simulate_memory(program, settings, device):
     """(peak, saved) bytes of an eager step at these sizes, without running it or allocating anything:
     weights, optimizer state and all tensors alive at once in forward and backward, on fake tensors."""
@@ -144,7 +165,7 @@ def simulate_memory(program, settings, device):
     batch = program.open_source(eager).batch(0)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), FakeTensorMode() as fake:
-        trainer = program.trainer(program, eager, device)
+        trainer = program.trainer(replace(program, model=made_in_place(program, device)), eager, device)
         batch = {key: fake.from_tensor(value).to(device) for key, value in batch.items()}
         model = trainer.model
         saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
