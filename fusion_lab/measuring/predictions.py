@@ -68,7 +68,7 @@ def scaling_rows(scaling, axis, letter):
         rows.append([name, "exponent", cell(e["peak_memory_mb"]), cell(e["saved_activation_mb"]),
                      f"of {letter}, fitted; between the two largest: peak "
                      f"{cell(e['last_peak_memory_mb'])}, saved {cell(e['last_saved_activation_mb'])}"])
-    return rows + [["fused", "runs", scaling["fused_runs"]]] * bool(scaling.get("fused_runs"))
+    return rows + ([["fused", "runs", scaling["fused_runs"]]] if "fused_runs" in scaling else [])
 
 
 def check_predictions(program, settings, device, ceilings, shapes):

@@ -167,6 +167,15 @@ def comparison_rows(rows, title):
                cell(e["ratio"]) or ("gone" if e["after_us"] is None else "new")] for e in rows)]
 
 
+def interleaved_line(before, after):
+    """Two rows of the comparison, whose steps alternated, in a sentence."""
+    if not after["measured"]:
+        return f"Interleaved steps were not measured: {after['reason']}"
+    return (f"Interleaved steps of both: {1e3 * before['median_batch_time']:.2f} -> "
+            f"{1e3 * after['median_batch_time']:.2f} ms, {after['speedup']:.2f}x (p20 "
+            f"{after['speedup_p20']:.2f}, p80 {after['speedup_p80']:.2f}).")
+
+
 def comparison_lines(comparison):
     """Two sessions side by side, as markdown."""
     before, after = comparison["step_ms"]
@@ -174,13 +183,8 @@ def comparison_lines(comparison):
              f"Step without profiler: {before:.2f} -> {after:.2f} ms, ratio {after / before:.2f}, of two "
              f"sessions, one after the other. Different: "
              f"{'; '.join(comparison['differences']) or 'nothing in the settings'}.", ""]
-    base, own = comparison.get("interleaved", (None, None))
-    if own and not own["measured"]:
-        lines += [f"Interleaved steps were not measured: {own['reason']}", ""]
-    elif own:
-        lines += [f"Interleaved steps of both: {1e3 * base['median_batch_time']:.2f} -> "
-                  f"{1e3 * own['median_batch_time']:.2f} ms, {own['speedup']:.2f}x (p20 "
-                  f"{own['speedup_p20']:.2f}, p80 {own['speedup_p80']:.2f}).", ""]
+    if "interleaved" in comparison:
+        lines += [interleaved_line(*comparison["interleaved"]), ""]
     if len(set(comparison["time_kind"])) > 1:
         lines += [f"These are different clocks: {' and '.join(comparison['time_kind'])}.", ""]
     return [*lines, *markdown(comparison_rows(comparison["sublayers"], "sub-layer")), "",

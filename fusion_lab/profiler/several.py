@@ -9,11 +9,11 @@ from fusion_lab.measuring.sizes import sizes_text
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, COMPILE, Variant, short, with_fusion
 from fusion_lab.profiler.plots import plot_ablation
-from fusion_lab.profiler.report import comparison_lines, write_lines
+from fusion_lab.profiler.report import comparison_lines, interleaved_line, write_lines
 from fusion_lab.profiler.session import run_session
 from fusion_lab.training.files import write_json
 
-SUMMARY = "ablation_summary"
+SUMMARY, COMPARISON = "ablation_summary", "v1_comparison.md"
 
 
 def ablation_variants(program, settings):
@@ -83,7 +83,6 @@ def compare_v1(program, settings, directory, **options):
     release()
     after = run_session(program, settings, paths[1], **options, earlier=(paths[0], before.as_dict()))
     comparison = dict(after.compared_with, interleaved=timed)
-    lines = comparison_lines(comparison)
-    write_lines(os.path.join(directory, "v1_comparison.md"), lines)
-    print("\n".join(lines))
+    write_lines(os.path.join(directory, COMPARISON), comparison_lines(comparison))
+    print(f"{interleaved_line(*timed)} All of it: {os.path.join(directory, COMPARISON)}")
     return dict(comparison, mode="compare_v1")
