@@ -16,7 +16,7 @@ import pytest
 from fake_rocm.machine import GENERATIONS, ODD_FLAGS, ROOT, WRAPPERS, interrupt, manifest, recorded, start
 
 from fusion_lab.rocm import machine as rocm_machine
-from fusion_lab.rocm import session, wrappers
+from fusion_lab.rocm import preflight, process, session, wrappers
 
 pytest_plugins = ("fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
@@ -190,19 +190,19 @@ def test_no_gpu(script, machine):
 def test_preflight_without_permission_or_torch(machine, monkeypatch, tmp_path):
     machine("7.0")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "no permission" in next(rocm_machine.kfd_problems()).what
-    assert [problem.code for problem in rocm_machine.torch_problems({"error": "No module"})] == [3]
+    assert "no permission" in next(preflight.kfd_problems()).what
+    assert [problem.code for problem in preflight.torch_problems({"error": "No module"})] == [3]
 
 
 def test_bindings_for_another_python(machine, tmp_path):
     machine("7.0")
     tool = rocm_machine.find_tool("rocprof-sys-python", "--help")
-    assert not list(rocm_machine.bindings_problems(tool))
+    assert not list(preflight.bindings_problems(tool))
     prefix = tmp_path / "rocm"
     place = prefix / "lib" / "python3.6" / "site-packages" / "rocprofsys"
     place.mkdir(parents=True)
     (place / "libpyrocprofsys.cpython-36-x86_64-linux-gnu.so").touch()
-    problem, = rocm_machine.bindings_problems(rocm_machine.Tool("x", str(prefix / "bin" / "x")))
+    problem, = preflight.bindings_problems(rocm_machine.Tool("x", str(prefix / "bin" / "x")))
     assert "for Python 3.6" in problem.what and "rocprof-sys-sample" in problem.advice and problem.code == 3
 
 
@@ -265,15 +265,15 @@ def test_reader_of_the_output_goes_away(machine):
 
 
 def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "FLUSH_SECONDS", 0.2)
-    command = session.Command(["sh", "-c", "trap '' INT TERM; while :; do sleep 0.1; done"])
+    monkeypatch.setattr(process, "FLUSH_SECONDS", 0.2)
+    command = process.Command(["sh", "-c", "trap '' INT TERM; while :; do sleep 0.1; done"])
     begin = time.monotonic()
-    ended = session.run(command, tmp_path, timeout=0.2)
+    ended = process.run(command, tmp_path, timeout=0.2)
     assert ended.code == -signal.SIGKILL and ended.timed_out and time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize("name,arguments,words", [
-    ("rocprofv3", ["--timeout", "soon"], "--timeout: 'soon' is not a whole number"),
+    ("rocprofv3", ["--timeout", "soon"], "--timeout: 'soon': must be a whole number"),
     ("rocprofv3", ["--rocm", "7"], "--rocm: '7' is not a ROCm release"),
     ("rocprofv3", ["--rocm", "7.0"], "--rocm: chooses what --dry-run prints"),
     ("rocprofv3", ["--pmc", "A", "--pmc", "B"], "--pmc: given twice"),
@@ -281,8 +281,8 @@ def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch):
     ("rocprofv3", ["--hip-trace=yes"], "--hip-trace: ignored explicit argument"),
     ("rocprof-sys", ["--modules"], "--modules: expected one argument"),
     ("rocprof-compute", ["--mode", "all"], "--mode: invalid choice: 'all'"),
-    ("rocprof-compute", ["--device", "cpu"], "--device: 'cpu' is not a whole number"),
-    ("rocprof-compute", ["--dispatch", "-1"], "--dispatch: '-1' is not a whole number"),
+    ("rocprof-compute", ["--device", "cpu"], "--device: 'cpu': must be a whole number"),
+    ("rocprof-compute", ["--dispatch", "-1"], "--dispatch: '-1': must be a whole number"),
     ("rocprof-compute", ["--output-name", "a/b"], "--output-name: 'a/b'; allowed are"),
     ("rocprof-compute", ["--no-roof", "--roof-only"], "--no-roof: contradicts"),
     ("rocprof-compute", ["--mode", "roof", "--no-roof"], "--no-roof: contradicts"),
