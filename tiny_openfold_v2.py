@@ -13,59 +13,121 @@ Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z 
 `pair`, H heads, D head width, h hidden width of the outer product mean. "Alg." is an algorithm of the
 AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
+import sys
+
+from fusion_lab.training.files import OUT_OF_MEMORY, StopRequest, UserError, exit_code, require_packages
+
+if __name__ == "__main__":  # one line, not a traceback, where one is missing
+    require_packages("tiny_openfold_v2.py", "torch", "numpy", "tqdm")
+
 import contextlib
-import importlib.util
 import json
 import math
 import os
-import sys
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-import torch._functorch.config
 import torch._inductor
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+from fusion_lab.kernels.attention import BACKENDS, attention_backend, flex_attend, prepare_flex_attention
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
-from fusion_lab.kernels.precision import at_least_float32, runs_in_tf32, strict_float32
+from fusion_lab.kernels.precision import at_least_float32, strict_float32
+from fusion_lab.measuring import accuracy, comparison, summary, turns
 from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import Profiling
-from fusion_lab.measuring.summary import print_comparison, read_summary, summarise
-from fusion_lab.training.checkpoints import restore, snapshot
+from fusion_lab.training import reporting
+from fusion_lab.training.checkpoints import load_run, snapshot
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import batches
-from fusion_lab.training.files import (
-    OUT_OF_MEMORY,
-    StopRequest,
-    UserError,
-    exit_code,
-    require_directory,
-    require_writable,
-    write_atomically,
-    write_json,
-)
-from fusion_lab.training.flags import (
-    FusionConfig,  # noqa: F401
-    ProfilerConfig,  # noqa: F401
-    TinyOpenFoldConfig,  # noqa: F401
-    TrainingConfig,  # noqa: F401
-    make_parser,  # noqa: F401
-    parse,  # noqa: F401
-)
-from fusion_lab.training.machine import choose_device
+from fusion_lab.training.files import require_directory, require_writable, write_atomically, write_json
+from fusion_lab.training.flags import make_parser, named_program, parse
+from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import MasterWeights
-from fusion_lab.training.reporting import describe_start, require_finite, step_line
-from proteins.batches import TOKENS, open_source
-from proteins.contacts import CONTACT_DISTANCE, contact_line, evaluate
+from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option  # noqa: F401  for importers
+from fusion_lab.training.program import Program
+from proteins import batches as proteins
+from proteins import contacts
+from proteins.costs import costs
+from proteins.files import TOKENS
+from proteins.options import TrainingConfig
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+# --------------------------------------------------------------------------------------------------------
+# Configs of model and fusion; each field is a command-line flag
+# --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TinyOpenFoldConfig(Checked):
+    """Sizes of the model and of its input."""
+    msa_dim: int = option(64, "MSA channels c_m", low=1)
+    pair_dim: int = option(128, "pair channels c_z", low=1)
+    num_blocks: int = option(4, "Evoformer blocks", low=1)
+    num_seqs: int = option(16, "alignment rows N of a sample", low=1, resized=True)
+    seq_len: int = option(64, "residues S of a sample (crop length)", low=1, resized=True)
+    msa_heads: int = option(4, "heads of MSA attention; must divide --msa-dim", low=1)
+    pair_heads: int = option(4, "heads of triangle attention; must divide --pair-dim", low=1)
+    outer_product_dim: int = option(32, "hidden width of the outer product mean", low=1)
+    dropout: float = option(0.0, "AF2's shared dropout, one rate for all sub-layers that have it", low=0.0,
+                            below=1.0, resized=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for channels, heads in (("msa_dim", "msa_heads"), ("pair_dim", "pair_heads")):
+            if getattr(self, channels) % getattr(self, heads):
+                self.refuse(heads, f"must divide {channels} = {getattr(self, channels)}")
+
+
+COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/LOG.md)
+
+
+@dataclass(frozen=True)
+class FusionConfig(Switches):
+    """Which operations run fused. Switches gives it torch.compile, CUDA graphs and master weights."""
+    enable_qkv_fusion_msa: bool = option(
+        True, "Q, K, V of MSA row and column attention in one GEMM", preset=True)
+    enable_qkv_fusion_triangle: bool = option(
+        True, "Q, K, V of both triangle attentions in one GEMM", preset=True)
+    enable_flash_attention: bool = option(
+        True, "fused attention instead of matmul, softmax, matmul", preset=True)
+    enable_triangle_fusion: bool = option(
+        True, "left and right of triangle multiplication: projections in one GEMM, gates in one GEMM",
+        preset=True)
+    enable_opm_fusion: bool = option(
+        True, "outer product mean re-associated where that is cheaper (few rows, many residues), without "
+        "the (S, S, h*h) tensor", preset=True)
+    enable_projection_fusion: bool = option(
+        False, "gates in one GEMM with Q, K, V and with left and right, where those are packed; and the "
+        "outer product's left with right", preset=True, rung=4)
+    enable_transition_fusion: bool = option(
+        False, "bias and ReLU of the transitions in the epilogue of their GEMM", preset=True, rung=5)
+    enable_combo_kernels: bool = option(
+        False, f"with --enable-torch-compile on a GPU, up to {COMBO_KERNELS_UP_TO} residues: independent "
+        "small kernels, such as sums for bias gradients, share launches", preset=True, rung=6, alone=False)
+    enable_activation_checkpointing: bool = option(
+        False, "keep only the inputs of every block, recompute the rest in backward: less memory, more time",
+        rung=7)
+    attention_backend: str = option("auto", "implementation of fused attention", choices=BACKENDS)
+
+    def combo_kernels_at(self, seq_len):
+        return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
+
+    def idle(self, settings, on_gpu):
+        found = super().idle(settings, on_gpu)
+        if self.enable_combo_kernels and not (self.enable_torch_compile and on_gpu):
+            found.append("combo kernels need torch.compile on a GPU")
+        elif self.enable_combo_kernels and not self.combo_kernels_at(settings.model.seq_len):
+            found.append(f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues")
+        if self.attention_backend != "auto" and not self.enable_flash_attention:
+            found.append("--attention-backend is for fused attention")
+        return found
+
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: packed projections and attention, fused and plain side by side
@@ -108,8 +170,11 @@ def channels_first(layer, x):
     return ChannelBias.apply(y, layer.bias.to(y.dtype))
 
 
-def slices(x, widths, dim):
-    """torch.split, by slices."""
+def split(x, widths, dim):
+    """x in parts of these widths along dim. Eager code splits: gradients of slices would each be padded to
+    full width and added. The compiler fuses that, and saves fewer activations for slices (LOG.md)."""
+    if not torch.compiler.is_compiling():
+        return x.split(widths, dim)
     return [x.narrow(dim, sum(widths[:i]), width) for i, width in enumerate(widths)]
 
 
@@ -140,22 +205,20 @@ class PackedProjections(nn.Module):
             self.add_module(name, layer)
 
     def project(self, x, *groups, dim=-1):
-        """For each group of projection names a list: the outputs for x side by side in one tensor if one GEMM
-        makes them, else one by one; channels are dimension dim, -1 or 0. The groups must name what is packed
-        together in its order. One split in eager code, where gradients of slices would each be padded to full
-        width and added; slices for the compiler, which fuses that and saves fewer activations for them
-        (benchmarks/LOG.md)."""
-        made, split = {}, slices if torch.compiler.is_compiling() else torch.Tensor.split
+        """The outputs of the projections for x; channels are dimension dim, -1 or 0. One tensor for each
+        name, in the order of add_projections; or for each group of names, which must be packed together,
+        next to each other and in that order."""
+        groups = groups or [(name,) for name in self.widths]
         run = channels_first if dim == 0 else nn.Module.__call__
+        made = {}
         for packed_name in self.active:
             layer = getattr(self, packed_name)
             own = [names for names in groups if names[0] in self.PACKINGS[packed_name]]
             widths = [sum(self.widths[name] for name in names) for names in own]
-            made.update(zip(own, split(run(layer, x), widths, dim=dim), strict=True))
-            if layer.unbiased and layer.bias is not None:
+            made.update(zip(own, split(run(layer, x), widths, dim), strict=True))
+            if layer.unbiased and layer.bias is not None:  # of the last group alone
                 made[own[-1]] = made[own[-1]] + layer.bias.to(made[own[-1]].dtype)
-        return [[made[names]] if names in made else [run(getattr(self, name), x) for name in names]
-                for names in groups]
+        return [made[names] if names in made else run(getattr(self, *names), x) for names in groups]
 
     def split_packed(self, tensors, prefix):
         """In a dict of tensors by parameter name, replace packed entries by their parts (views)."""
@@ -177,38 +240,17 @@ class PackedProjections(nn.Module):
                     tensors[f"{prefix}{packed_name}.{kind}"] = torch.cat([tensors.pop(key) for key in keys])
 
 
-def separate(outputs, n, dim=-1):
-    return outputs if len(outputs) == n else outputs[0].chunk(n, dim=dim)
-
-
-def attention_backend(requested, q, biased):
-    """Which implementation attend() runs: "math" (not fused), "sdpa" or "flex".
-
-    FlexAttention is the one PyTorch kernel that neither copies a bias shared by many rows nor writes the
-    bias gradient once per row; its kernels are Triton's and want a head width of a power of two from 16 on.
-    "auto" goes by measurements (benchmarks/LOG.md): without a trainable bias SDPA's kernels are faster for
-    long sequences; with one, plain attention beats all else on CPU, and in float32 without TF32 on NVIDIA.
-    """
-    flex_fits = q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] in (16, 32, 64, 128)
-    if not torch.is_grad_enabled() and requested in ("auto", "flex") or requested == "flex" and not flex_fits:
-        return "sdpa"
-    if requested != "auto":
-        return requested
-    strict = strict_float32(q)
-    if biased and (not q.is_cuda or strict and not torch.version.hip):
-        return "math"
-    return "flex" if flex_fits and (biased or not strict and q.shape[-2] <= 64) else "sdpa"
-
-
 def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias.
 
     q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
     Returns (B, R, H, L, D).
     """
-    backend = attention_backend(backend, q, bias is not None)
+    backend = attention_backend(
+        backend, on_gpu=q.is_cuda, dtype=q.dtype, strict=strict_float32(q.dtype), width=q.shape[-1],
+        length=q.shape[-2], biased=bias is not None, training=torch.is_grad_enabled())
     if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
-        bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias
+        bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias  # (B, H, L, L); sizes of 1 are shared
         bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
     if backend == "math":
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, R, H, L, L)
@@ -216,55 +258,14 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
         return scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
     if backend == "flex":
         return flex_attend(q, k, v, bias)
-    bias = None if bias is None else bias[:, None].to(q.dtype)
+    bias = None if bias is None else bias[:, None].to(q.dtype)  # (B, 1, H, L, L)
     if bias is None or bias.shape[2:4] == (1, 1):  # a mask of keys is small enough to be copied to every row
         mask = None if bias is None else bias.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
-        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)
+        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)  # (B*R, H, L, D)
         return out.unflatten(0, q.shape[:2])  # SDPA's fused kernels take 4-D input only
     # Sample by sample, because over (B*R, ...) the expanded bias would have to be copied.
-    bias = bias.expand(len(q), *q.shape[1:4], -1)
+    bias = bias.expand(len(q), *q.shape[1:4], -1)  # (B, R, H, L, L), a view
     return torch.stack([F.scaled_dot_product_attention(*x) for x in zip(q, k, v, bias, strict=True)])
-
-
-NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing
-BACKWARD_TILES = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
-                      bwd_num_stages=2)  # within 4% of the fastest of six on an H200 (benchmarks/LOG.md)
-
-
-def prepare_flex_attention(device):
-    """FlexAttention makes its default block mask anew in every call, with a sort and some twenty launches;
-    compiled code finds it here instead. Must run outside of torch.compile."""
-    if device.type == "cuda" and HAS_TRITON and device not in NO_BLOCK_MASK:
-        one, zero = (fill((1, 1, 1), dtype=torch.int32, device=device) for fill in (torch.ones, torch.zeros))
-        NO_BLOCK_MASK[device] = BlockMask.from_kv_blocks(one, zero[..., None], BLOCK_SIZE=1 << 30)
-
-
-@cache
-def compiled_flex_attention():
-    # One variant per shape, layout and mask; past the default limit of 8, Dynamo would run the unfused eager
-    # code instead, which is slower than what it replaces.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def flex_attend(q, k, v, bias):
-    """attend() by FlexAttention, which reads bias[b, h, i, j] inside its kernel; in float32, because the
-    gradient is summed over all rows in the dtype of the bias; contiguous, because neighbouring threads read
-    neighbours along j, which the ending node's transposed bias would keep far apart."""
-    rows = q.shape[1]
-    bias = None if bias is None else bias.expand(-1, q.shape[2], q.shape[3], -1).float().contiguous()
-
-    def add_bias(score, b, h, i, j):
-        return score + bias[b // rows, h, i, j]
-
-    options = dict(FORCE_USE_FLEX_ATTENTION=True)
-    measured = q.element_size() == 2 or bias is not None
-    if q.shape[-1] <= 32 and measured and not torch.version.hip:
-        options |= BACKWARD_TILES
-    kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-    score_mod = None if bias is None else add_bias
-    return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=score_mod,
-                  block_mask=NO_BLOCK_MASK.get(q.device), kernel_options=options).unflatten(0, (-1, rows))
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -290,12 +291,20 @@ class GatedAttention(PackedProjections):
         self.o_proj = linear(channels, channels, init="zero")
 
     def attention(self, x, axis, bias=None, key_mask=None):
-        """Attention over axis 1 or 2 of the normalised x. Permuting heads, not x, spares two copies of x."""
-        to_rows, back = ((0, 2, 3, 1, 4), (0, 3, 1, 2, 4)) if axis == 1 else ((0, 1, 3, 2, 4),) * 2
-        *qkv, [gate] = self.project(x, *((name,) for name in (*self.QKV, "gate_proj")))
-        q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows) for [p] in qkv)  # (B, rows, H, L, D)
-        out = attend(q, k, v, bias, key_mask, self.backend).permute(back).flatten(-2)  # (B, X, Y, c)
+        """Attention over axis 1 or 2 of the normalised x (B, X, Y, c), a row for each place on the other."""
+        q, k, v, gate = self.project(x)  # each (B, X, Y, c)
+        q, k, v = (self.to_heads(p, axis) for p in (q, k, v))  # (B, rows, H, L, D)
+        out = attend(q, k, v, bias, key_mask, self.backend)  # (B, rows, H, L, D)
+        out = self.from_heads(out, axis)  # (B, X, Y, c)
         return self.o_proj(out * gate.sigmoid())
+
+    def to_heads(self, x, axis):
+        """(B, X, Y, c) -> (B, rows, H, L, D), L along axis. Permuting heads, not x, spares copies of x."""
+        return x.unflatten(-1, (self.heads, -1)).permute((0, 2, 3, 1, 4) if axis == 1 else (0, 1, 3, 2, 4))
+
+    def from_heads(self, x, axis):
+        """The reverse."""
+        return x.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
 
 
 def head_bias(projection, x):
@@ -360,7 +369,7 @@ class OuterProductMean(PackedProjections):
 
     def forward(self, msa, row_mask=None):
         x = self.layer_norm(msa)
-        left, right = separate(self.project(x, self.SIDES)[0], 2)  # (B, N, S, h)
+        left, right = self.project(x)  # (B, N, S, h)
         rows = msa.shape[1]
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
@@ -376,7 +385,7 @@ class OuterProductMean(PackedProjections):
         loop over samples costs launches, which small proteins do not win back; strict float32 on a GPU is
         bound by multiplications, of which N = h / 2 saves about half (LOG.md; not tried on AMD)."""
         samples, rows, residues, h = left.shape
-        multiplications_count = left.is_cuda and strict_float32(left)
+        multiplications_count = left.is_cuda and strict_float32(left.dtype)
         return (self.reassociate and 4 * rows <= residues and (samples == 1 or residues >= 128)
                 and not (multiplications_count and 2 * rows > h))
 
@@ -418,12 +427,16 @@ class FusedTriangleMultiplication(PackedProjections):
         x = self.layer_norm(pair)
         # One S x S matrix per channel, written so by the projections: batched GEMMs would copy operands in
         # any other layout, in forward once and in backward again.
-        sides, gates = self.project(x, self.SIDES, self.GATES, dim=0)
-        gated = [side * gate.sigmoid() for side, gate in zip(sides, gates, strict=True)]
-        left, right = separate(gated, 2, dim=0)  # (c_z, B, S, S)
+        if self.active:  # packed: one kernel gates both sides, next to each other
+            sides, gates = self.project(x, self.SIDES, self.GATES, dim=0)  # (2 c_z, B, S, S)
+            left, right = (sides * gates.sigmoid()).chunk(2, dim=0)  # (c_z, B, S, S)
+        else:
+            left, right, left_gate, right_gate = self.project(x, dim=0)  # (c_z, B, S, S)
+            left, right = left * left_gate.sigmoid(), right * right_gate.sigmoid()
         if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
             mask = seq_mask[:, None, :] if self.outgoing else seq_mask[:, :, None]
             left = left * mask.to(left.dtype)
+        # outgoing: product[i, j] = sum over k of left[i, k] right[j, k]; incoming: of left[k, i] right[k, j]
         product = TriangleProduct.apply(left, right, self.outgoing).permute(1, 2, 3, 0)  # (B, S, S, c_z)
         return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
 
@@ -502,7 +515,7 @@ MAX_OFFSET = 32  # relative positions are clipped here: 65 bins
 DISTANCE_BREAKS = np.linspace(2.3125, 21.6875, 63)  # Å; 64 bins
 DISTANCE_CENTRES = np.append(DISTANCE_BREAKS - 0.15625, DISTANCE_BREAKS[-1] + 0.15625)  # Å
 MASKED_MSA_WEIGHT = 0.1
-CONTACT_BINS = int((DISTANCE_BREAKS <= CONTACT_DISTANCE).sum())  # bins that lie wholly below it
+CONTACT_BINS = int((DISTANCE_BREAKS <= contacts.CONTACT_DISTANCE).sum())  # bins that lie wholly below it
 
 
 class TinyOpenFoldV2(nn.Module):
@@ -527,7 +540,6 @@ class TinyOpenFoldV2(nn.Module):
         self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
         self.gpu_ends = self.embed, self.heads
         if self.fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
-            torch._functorch.config.activation_memory_budget = self.fusion.activation_memory_budget
             how = dict(fullgraph=True, dynamic=False, options=dict(
                 torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
                 combo_kernels=self.fusion.combo_kernels_at(config.seq_len)))
@@ -591,16 +603,18 @@ class TinyOpenFoldV2(nn.Module):
         return [(name, getattr(block, name)) for block in self.blocks for name in SUBLAYERS]
 
     def attention_kernel(self, dtype=None):
-        """Which kernels fused attention runs in training, in words."""
-        c, requested, weight = self.config, self.fusion.attention_backend, self.distogram_head.weight
+        """Which kernels fused attention runs in training in this dtype (default: the weights'), in words."""
+        c, weight = self.config, self.distogram_head.weight
+        dtype = dtype or weight.dtype
 
-        @torch.enable_grad()
         def name(length, width, biased):
-            backend = attention_backend(requested, weight.new_empty(length, width, dtype=dtype), biased)
-            if not weight.is_cuda:
-                return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
-                    (backend, biased), f"{backend} on CPU")
-            return dict(flex="flex_attention").get(backend, backend)
+            backend = attention_backend(
+                self.fusion.attention_backend, on_gpu=weight.is_cuda, dtype=dtype, width=width,
+                strict=strict_float32(dtype), length=length, biased=biased, training=True)
+            if weight.is_cuda:
+                return {"flex": "flex_attention"}.get(backend, backend)
+            return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
+                (backend, biased), f"{backend} on CPU")
         msa_width = c.msa_dim // c.msa_heads
         parts = dict(pair=name(c.seq_len, c.pair_dim // c.pair_heads, True),
                      rows=name(c.seq_len, msa_width, True), columns=name(c.num_seqs, msa_width, False))
@@ -625,26 +639,26 @@ class TinyOpenFoldV2(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------------
-# Training
+# Training; Trainer, run_steps and train serve any Program
 # --------------------------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """A model with its optimizer and gradient scaler: the state of a run, and one step of it."""
+    """A model with its optimizer and gradient scaler: the state of a run, and one step of it. Whoever makes
+    one calls process_settings() first."""
 
-    def __init__(self, config, fusion, training, device):
-        torch.manual_seed(training.seed)
-        if training.deterministic:  # from now on, for the whole process
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        self.device, self.training = device, training
-        self.model = TinyOpenFoldV2(config, fusion).to(device)
+    def __init__(self, program, settings, device):
+        self.program, self.settings, self.device = program, settings, device
+        self.training, fusion = settings.training, settings.fusion
+        torch.manual_seed(self.training.seed)
+        self.model = program.model(settings.model, fusion).to(device)
         self.amp_dtype = None
-        if training.use_amp:
+        if self.training.use_amp:
             default = "float16" if device.type == "cuda" else "bfloat16"
-            self.amp_dtype = getattr(torch, training.amp_dtype or default)
+            self.amp_dtype = getattr(torch, self.training.amp_dtype or default)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
-        lr = torch.tensor(training.learning_rate, device=device) if graphs else training.learning_rate
+        lr = self.training.learning_rate
+        lr = torch.tensor(lr, device=device) if graphs else lr
         self.weights, self.masters = dict(self.model.named_parameters()), None
         if fusion.enable_master_weights and self.amp_dtype is not None:
             self.masters = MasterWeights(self.model, self.amp_dtype)
@@ -652,10 +666,8 @@ class Trainer:
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
         self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs)
         self.use_graph, self.graph = graphs, None
-        if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = runs_in_tf32(training, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
-        self.step_number, self.trained_on = 0, set()  # names of real proteins
+        self.step_number, self.trained_on = 0, set()  # names of what it learned from, if that has names
 
     def forward(self, batch):
         cast = self.amp_dtype is not None and self.masters is None
@@ -727,7 +739,7 @@ class Trainer:
 def run_steps(trainer, source, profiling, found, stop):
     """The measured steps. Returns (losses, (steps, 4) seconds for data, forward, backward, optimizer,
     evaluations by step)."""
-    training, device = trainer.training, trainer.device
+    program, training, device = trainer.program, trainer.training, trainer.device
     timer = PhaseTimer(device, ("data", "forward", "backward", "optimizer"), profiling.enter, profiling.leave)
     losses, evaluations, checked = [], {}, 0
     steps = range(trainer.step_number, training.num_steps)
@@ -745,85 +757,135 @@ def run_steps(trainer, source, profiling, found, stop):
             ending = stopping or done == steps.stop
             saving = training.save_checkpoint and (ending or done % (training.save_every or math.inf) == 0)
             if ending or saving or done % training.log_every == 0 or device.type == "cpu":
-                checked = require_finite(losses, checked, steps.start)
+                checked = reporting.require_finite(losses, checked, steps.start)
             if ending or done % training.log_every == 0:
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
-                bar.write(step_line(done, training, losses[-1].item(), float(np.median(times)),
-                                    peak_megabytes(device, found)), file=sys.stdout)
+                bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
+                                              peak_megabytes(device, found)), file=sys.stdout)
             if saving:
                 write_atomically(training.save_checkpoint, partial(torch.save, snapshot(trainer)))
             if not ending and done % training.eval_every == 0:
                 with profiling.paused(), unmeasured_memory(device, found):
-                    evaluations[done] = evaluate(trainer.model, source, device, stop)
-                bar.write(contact_line(evaluations[done]), file=sys.stdout)
+                    evaluations[done] = program.evaluate(trainer, source, stop)
+                bar.write(program.evaluation_line(evaluations[done]), file=sys.stdout)
             if stopping:
                 break
     return [loss.item() for loss in losses], timer.seconds(), evaluations
 
 
-def train(config, fusion, training, profiler, compare_with=None):
+def train(program, settings, compare_with=None):
     """A training run from start-up lines to summary; returns its exit code."""
-    earlier = read_summary(compare_with) if compare_with else None
+    training, profiler = settings.training, settings.profiler
+    earlier = summary.read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
+    process_settings(settings, device)
     require_directory(profiler.profile_dir)
     require_writable(training.save_checkpoint)
-    source = open_source(config, training)
-    if training.plot_contacts:
-        require_matplotlib()
-        require_directory(training.plot_contacts)
-        if not source.held_out:
-            raise UserError(f"--plot-contacts {training.plot_contacts}: no protein is held out")
-    trainer = Trainer(config, fusion, training, device)
+    source = program.open_source(settings)
+    program.before_training(settings, source)
+    trainer = program.trainer(program, settings, device)
     if training.resume:
-        restore(trainer, training.resume)
-        if trainer.step_number >= training.num_steps:
-            raise UserError(f"--num-steps {training.num_steps}: {training.resume} is at step "
-                            f"{trainer.step_number} already")
-        if leaked := sorted(trainer.trained_on.intersection(source.held_out)):
-            raise UserError(f"--resume {training.resume}: was trained on {', '.join(leaked)}, held out now")
+        load_run(trainer, training.resume, source)
     trainer.trained_on.update(source.names)
-    describe_start(trainer, source)
+    reporting.describe_start(trainer, source)
     with StopRequest() as stop:
-        found = warm_up(trainer, source, profiler, stop)
+        found = warm_up(trainer, source, stop)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         left = training.num_steps - trainer.step_number
-        with Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
+        with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop)
         with unmeasured_memory(device, found):
             if stop.signal is None:
-                evaluations["final"] = evaluate(trainer.model, source, device, stop, training.plot_contacts)
-                print(contact_line(evaluations["final"]))
-        summary = summarise(trainer, (config, fusion, profiler), found, losses, times, evaluations)
+                evaluations["final"] = program.evaluate(trainer, source, stop, final=True)
+                print(program.evaluation_line(evaluations["final"]))
+        result = summary.summarise(trainer, found, losses, times, evaluations)
         if earlier:
-            summary["compared_with_v1"] = print_comparison(earlier, summary)
-        write_json(os.path.join(profiler.profile_dir, "performance_summary_v2.json"), summary)
-    print(json.dumps(summary, allow_nan=False), flush=True)
+            result["compared_with_v1"] = summary.print_against(earlier, result)
+        write_json(os.path.join(profiler.profile_dir, program.result("performance_summary")), result)
+    print(json.dumps(result, allow_nan=False), flush=True)
     return 128 + stop.signal if stop.signal is not None else 0
 
 
 # --------------------------------------------------------------------------------------------------------
-# Command line; its flags are the fields of the configs
+# What the lab must know of this model, and the command line
 # --------------------------------------------------------------------------------------------------------
 
 
-def run(argv=None):
+def defined(output, batch):
+    """What a masked batch leaves defined of the model's output; the rest is 0."""
+    seq_mask, row_mask = batch["seq_mask"], batch["row_mask"]
+    pair = seq_mask[:, :, None] * seq_mask[:, None]  # (B, S, S)
+    return dict(msa_repr=output["msa_repr"] * (row_mask[:, :, None] * seq_mask[:, None])[..., None],
+                pair_repr=output["pair_repr"] * pair[..., None], distances=output["distances"] * pair,
+                loss=output["loss"])
+
+
+def move_kinks_away(model):
+    """Inputs of ReLUs away from zero, half of the channels to either side: one that changes sign by rounding
+    alone would change gradients by far more than rounding."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Transition):
+                module.linear1.bias[::2] += 8  # five standard deviations of the input
+                module.linear1.bias[1::2] -= 8
+
+
+def nominal_counts(settings):
+    """TinyOpenFoldV2.get_fusion_statistics() without weights."""
+    with torch.device("meta"):
+        return TinyOpenFoldV2(settings.model, settings.fusion).get_fusion_statistics()
+
+
+def start_lines(trainer):
+    """The model's part of the start-up lines."""
+    c, model = trainer.settings.model, trainer.model
+    counts = model.get_fusion_statistics()
+    kernel = model.attention_kernel(trainer.amp_dtype)
+    return dict(sizes=f"{c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and "
+                f"{c.pair_heads}", remarks=dict(enable_flash_attention=kernel),
+                last=f"Kernel Reduction: {counts['kernel_reduction_percent']}% "
+                f"({counts['total_kernel_reduction']} fewer kernels) [nominal]")
+
+
+PROGRAM = Program(
+    file=__file__, about=__doc__, version="v2_fused", suffix="v2", model_config=TinyOpenFoldConfig,
+    training_config=TrainingConfig, fusion_config=FusionConfig, model=TinyOpenFoldV2, trainer=Trainer,
+    open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
+    shake=move_kinks_away,
+    axes=dict(batch_size="B", seq_len="S", num_seqs="N"), sublayers=SUBLAYERS, costs=costs,
+    blocks=lambda settings: settings.model.num_blocks, evaluate=contacts.evaluate,
+    evaluation_name="contact_precision",
+    evaluation_line=contacts.contact_line, before_training=contacts.require_plots, start_lines=start_lines,
+    statistics=nominal_counts, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
+    headline=("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
+              "enable_triangle_fusion"),
+    titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
+            "Flash Attention": "enable_flash_attention",
+            "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
+    success="V2 validation successful! Fusion setup working properly.")
+
+
+def run(argv=None, program=PROGRAM):
     """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
-    arguments, (config, training, fusion, profiler), mode = parse(make_parser(__doc__), argv)
+    turns.die_with_parent()
+    argv = sys.argv[1:] if argv is None else argv
+    program = named_program(argv, program)
+    arguments, settings, mode = parse(make_parser(program), program, argv)
     if mode is None:
-        return train(config, fusion, training, profiler, arguments.compare_with_v1)
-    from fusion_lab.measuring import accuracy, comparison
-    require_directory(profiler.profile_dir)
-    checks = {"--validate-setup": accuracy.validate_setup,
-              "--verify-accuracy": accuracy.verify_accuracy,
-              "--compare-fusion": partial(comparison.compare_fusion,
-                                          combinations=arguments.combinations)}
-    return checks[mode](config, fusion, training, profiler)
+        return train(program, settings, arguments.compare_with_v1)
+    if mode == "--check-flags":
+        return reporting.print_settings(program, settings)
+    require_directory(settings.profiler.profile_dir)
+    if mode == "--compare-fusion":
+        return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)
+    check = accuracy.validate_setup if mode == "--validate-setup" else accuracy.verify_accuracy
+    return check(program, settings)
 
 
-def main(argv=None):
+def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    return exit_code(run, argv, "tiny_openfold_v2.py")
+    return exit_code(partial(run, program=program), argv, program.name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Synthetic and real proteins in one batch format; contact precision, the metric of the project.
+"""Synthetic and real proteins in one batch format.
 
 Every batch is a pure function of (seed, step): a resumed run sees the data it would have seen. A batch is a
 dict of CPU tensors, the keyword arguments of TinyOpenFoldV2.forward: msa_tokens (B, N, S), target_tokens
@@ -10,12 +10,11 @@ import math
 import numpy as np
 import torch
 
+from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
 from proteins import files
 from proteins.files import GAP, MASK
 from proteins.synthetic import synthetic_proteins
-
-TOKENS = 23
 
 
 def corrupt(rng, msa, row_mask=None):
@@ -45,8 +44,8 @@ class SyntheticProteins:
     """The built-in proteins: an endless supply for training, a fixed set that training never sees."""
     HELD_OUT, TRAINED_ON = range(16), range(16, 32)
 
-    def __init__(self, config, training):
-        self.config, self.training = config, training
+    def __init__(self, settings):
+        self.config, self.training = settings.model, settings.training
         self.names, self.held_out = [], [f"synthetic-{i}" for i in self.HELD_OUT]
 
     def describe(self):
@@ -71,8 +70,9 @@ class SyntheticProteins:
 class RealProteins:
     """Alignments with structures: random families, crops and rows in training, whole chains in evaluation."""
 
-    def __init__(self, config, training):
-        self.config, self.training = config, training
+    def __init__(self, settings):
+        self.config, self.training = settings.model, settings.training
+        training = settings.training
         try:
             if training.data:
                 families = files.load_families(training.data)
@@ -144,6 +144,20 @@ class RealProteins:
         return {"training": batches(self.families), "held_out": batches(self.unseen)}
 
 
-def open_source(config, training):
+def open_source(settings):
     """The proteins that the flags ask for."""
-    return (RealProteins if training.data or training.msa else SyntheticProteins)(config, training)
+    real = settings.training.data or settings.training.msa
+    return (RealProteins if real else SyntheticProteins)(settings)
+
+
+def masked_batch(settings, device):
+    """A synthetic batch whose last sample lacks its last residues and rows, so that masks are checked too."""
+    residues, rows = settings.model.seq_len, settings.model.num_seqs
+    batch = SyntheticProteins(settings).batch(0)
+    samples = len(batch["coords"])
+    batch["seq_mask"], batch["row_mask"] = torch.ones(samples, residues), torch.ones(samples, rows)
+    batch["seq_mask"][-1, residues - residues // 4:] = 0
+    batch["row_mask"][-1, rows - rows // 4:] = 0
+    batch["coord_mask"] = batch["coord_mask"] * batch["seq_mask"]
+    batch["msa_targets"][(batch["seq_mask"][:, None] * batch["row_mask"][:, :, None]) == 0] = -100
+    return to_device(batch, device)

@@ -6,23 +6,9 @@ import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.feeding import to_device
-
-
-def contact_line(evaluation):
-    """One line for what evaluate() returned."""
-    parts = []
-    for group, proteins in evaluation.items():
-        if proteins:
-            mean = {key: statistics.fmean(p[key] for p in proteins.values())
-                    for key in ("p_l2", "p_l", "chance")}
-            parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
-                         f"chance {mean['chance']:.3f} ({len(proteins)} proteins)")
-    return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
-
+from fusion_lab.training.files import UserError, require_directory
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
-
-
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
 
 
@@ -41,10 +27,11 @@ def contact_precision(probability, coords, coord_mask):
 
 
 @torch.no_grad()
-def evaluate(model, source, device, stop=None, plot_directory=None):
+def evaluate(trainer, source, stop=None, final=False):
     """contact_precision() by protein: {"training": {name: ...}, "held_out": {name: ...}}. The model runs
-    uncompiled here, since whole chains differ in length. A signal in stop ends it early. With plot_directory,
-    maps of the held-out proteins are written there."""
+    uncompiled here, since whole chains differ in length. A signal in stop ends it early. The final one writes
+    maps of the held-out proteins into --plot-contacts, if that is given."""
+    model, plot_directory = trainer.model, trainer.training.plot_contacts if final else None
     was_training = model.training
     model.eval()
     results = {}
@@ -54,7 +41,7 @@ def evaluate(model, source, device, stop=None, plot_directory=None):
             for name, batch in proteins:
                 if stop and stop.signal is not None:
                     break
-                batch = to_device(batch, device)
+                batch = to_device(batch, trainer.device)
                 coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
                 if coord_mask.sum() <= SEPARATION:
                     continue
@@ -66,6 +53,28 @@ def evaluate(model, source, device, stop=None, plot_directory=None):
                                   results[group][name])
     model.train(was_training)
     return results
+
+
+def contact_line(evaluation):
+    """One line for what evaluate() returned."""
+    parts = []
+    for group, proteins in evaluation.items():
+        if proteins:
+            mean = {key: statistics.fmean(p[key] for p in proteins.values())
+                    for key in ("p_l2", "p_l", "chance")}
+            parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
+                         f"chance {mean['chance']:.3f} ({len(proteins)} proteins)")
+    return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
+
+
+def require_plots(settings, source):
+    """Raise UserError now rather than after training if --plot-contacts could not be obeyed."""
+    directory = settings.training.plot_contacts
+    if directory:
+        require_matplotlib()
+        require_directory(directory)
+        if not source.held_out:
+            raise UserError(f"--plot-contacts {directory}: no protein is held out")
 
 
 def plot_contacts(directory, name, probability, distances, coords, coord_mask, precision):

@@ -21,6 +21,7 @@ import numpy as np
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"  # tokens 0..19
 UNKNOWN, GAP, MASK = 20, 21, 22       # MASK is the trainer's; no file holds it
 LETTERS = AMINO_ACIDS + "X-#"
+TOKENS = len(LETTERS)
 NO_TOKEN = 255
 
 SYMBOLS = AMINO_ACIDS + "JOX?" + "-.~*" + "BZU"

@@ -1,4 +1,4 @@
-"""Options of training on proteins: where they come from, which are held out, what is drawn of them. No torch."""
+"""Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
 from dataclasses import dataclass
 
 from fusion_lab.training import options

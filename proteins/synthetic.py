@@ -7,11 +7,7 @@ from proteins.contacts import CONTACT_DISTANCE, SEPARATION
 from proteins.files import AMINO_ACIDS, GAP
 
 BOND_LENGTH = 3.8  # Å, between neighbouring CA atoms
-
-
 STIFFNESS, COMPACTNESS = 0.5, 0.06  # memory of the last direction, pull towards the centre: chance that two
-
-
 # residues touch 0.20 at S 32, 0.14 at S 64, 0.11 at S 128
 PARTNER = np.array([AMINO_ACIDS.index(pair[1 - pair.index(a)]) for a in AMINO_ACIDS
                     for pair in ("AW", "CY", "DK", "ER", "FL", "GP", "HN", "IV", "MQ", "ST") if a in pair])

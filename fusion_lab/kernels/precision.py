@@ -7,9 +7,9 @@ def at_least_float32(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def strict_float32(x):
-    """Whether matrix products of x are float32 throughout, without TF32."""
-    return x.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+def strict_float32(dtype):
+    """Whether matrix products of tensors of this dtype are float32 throughout, without TF32."""
+    return dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
 
 
 def runs_in_tf32(training, device):

@@ -8,61 +8,36 @@ import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
-from fusion_lab.training.checkpoints import optimizer_state
-from fusion_lab.training.feeding import to_device
+from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.files import write_json
-from fusion_lab.training.machine import choose_device
-from proteins.batches import SyntheticProteins
-from tiny_openfold_v2 import FusionConfig, PackedProjections, Trainer, Transition
+from fusion_lab.training.machine import choose_device, process_settings
 
 RTOL, ATOL = 1e-3, 1e-4  # fused against baseline in float32, as users know it from this example family
 TF32_EPSILON = 2.0 ** -10  # ten bits of mantissa
 ERROR_FACTOR = 3.0  # fused error against float64, at most this many times the baseline's own
 
 
-def masked_batch(config, training, device):
-    """A synthetic batch whose last sample lacks its last residues and rows, so that masks are checked too."""
-    batch = SyntheticProteins(config, training).batch(0)
-    samples = len(batch["coords"])
-    batch["seq_mask"] = torch.ones(samples, config.seq_len)
-    batch["row_mask"] = torch.ones(samples, config.num_seqs)
-    batch["seq_mask"][-1, config.seq_len - config.seq_len // 4:] = 0
-    batch["row_mask"][-1, config.num_seqs - config.num_seqs // 4:] = 0
-    batch["coord_mask"] = batch["coord_mask"] * batch["seq_mask"]
-    batch["msa_targets"][(batch["seq_mask"][:, None] * batch["row_mask"][:, :, None]) == 0] = -100
-    return to_device(batch, device)
-
-
-def shake(model):
-    """Add noise to every weight: at initialisation the last layer of every branch is zero, which would hide
-    any mistake behind it. The inputs of ReLUs are moved away from zero, half of the channels to either side:
-    one that changes sign by rounding alone would change gradients by far more than rounding."""
+def shake(program, model):
+    """Add noise to every weight: at initialisation the last layer of every residual branch is often zero,
+    which would hide any mistake behind it. What the program does against kinks comes last."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter))
-        for module in model.modules():
-            if isinstance(module, Transition):
-                module.linear1.bias[::2] += 8  # five standard deviations of the input
-                module.linear1.bias[1::2] -= 8
+    program.shake(model)
 
 
 def results_and_gradients(trainer, batch):
-    """Outputs of the model and gradients of its loss by unpacked parameter name, as float64 on CPU."""
+    """What is defined of the model's outputs, and gradients of its loss by unpacked parameter name, as
+    float64 on CPU."""
     trainer.model.zero_grad(set_to_none=True)
     output = trainer.forward(batch)
     output["loss"].backward()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad
                  for name, p in trainer.model.named_parameters()}
-    for name, module in trainer.model.named_modules():
-        if isinstance(module, PackedProjections):
-            module.split_packed(gradients, f"{name}.")
-    valid = {"msa_repr": batch["row_mask"][:, :, None, None] * batch["seq_mask"][:, None, :, None],
-             "pair_repr": (batch["seq_mask"][:, :, None] * batch["seq_mask"][:, None])[..., None]}
-    valid["distances"] = valid["pair_repr"][..., 0]
-    tensors = {name: output[name] * valid[name] for name in valid} | {"loss": output["loss"]}
-    tensors |= {f"gradient of {name}": g for name, g in gradients.items()}
+    tensors = trainer.program.defined(output, batch)
+    tensors |= {f"gradient of {name}": g for name, g in unpacked(trainer.model, gradients).items()}
     return {name: tensor.detach().double().cpu() for name, tensor in tensors.items()}
 
 
@@ -96,15 +71,20 @@ def judge(fused, baseline, exact, epsilon, tolerances):
     return summary, failures
 
 
-def compare_numerics(config, fusion, training, device):
+def compare_numerics(program, settings, device):
     """Run fused, baseline and float64 baseline on the same weights and batch; returns judge()'s verdict."""
-    config = replace(config, dropout=0.0)  # three runs cannot draw the same masks
-    batch = masked_batch(config, training, device)
-    plain = replace(FusionConfig.preset(False), enable_master_weights=fusion.enable_master_weights)
-    baseline = Trainer(config, plain, training, device)
-    shake(baseline.model)
-    exact = Trainer(config, plain, replace(training, use_amp=False, amp_dtype=None), device)
-    fused = Trainer(config, fusion, training, device)
+    training = settings.training
+    if hasattr(settings.model, "dropout"):
+        settings = settings.having(dropout=0.0)  # three runs cannot draw the same masks
+    masters = settings.fusion.enable_master_weights
+    off = program.fusion_config.preset(False)
+    plain = replace(settings, fusion=replace(off, enable_master_weights=masters))
+    batch = program.check_batch(settings, device)
+    process_settings(settings, device)
+    baseline = program.trainer(program, plain, device)
+    shake(program, baseline.model)
+    exact = program.trainer(program, plain.having(use_amp=False, amp_dtype=None), device)
+    fused = program.trainer(program, settings, device)
     for trainer in (exact, fused):
         trainer.model.load_state_dict(baseline.model.state_dict())
     exact.model.double()
@@ -122,45 +102,45 @@ def finite(values):
     return [value if math.isfinite(value) else None for value in values]
 
 
-def verify_accuracy(config, fusion, training, profiler):
+def verify_accuracy(program, settings):
     """--verify-accuracy: print the differences and PASS or FAIL; exit code 0 or 1."""
+    training = settings.training
     device = choose_device(training.device)
-    summary, failures = compare_numerics(config, fusion, training, device)
-    print(f"Fused against baseline on {device}: {summary['tensors']} tensors (outputs, loss, all gradients), "
+    verdict, failures = compare_numerics(program, settings, device)
+    print(f"Fused against baseline on {device}: {verdict['tensors']} tensors (outputs, loss, all gradients), "
           f"same weights and inputs")
-    print(f"   Absolute difference: max {summary['max_absolute']:.3e}, mean {summary['mean_absolute']:.3e}")
-    print(f"   Relative difference: max {summary['max_relative']:.3e}, mean {summary['mean_relative']:.3e} "
+    print(f"   Absolute difference: max {verdict['max_absolute']:.3e}, mean {verdict['mean_absolute']:.3e}")
+    print(f"   Relative difference: max {verdict['max_relative']:.3e}, mean {verdict['mean_relative']:.3e} "
           f"(of elements above {ATOL:g})")
     applied = " (float32 only, not applied)" if training.use_amp or runs_in_tf32(training, device) else ""
     print(f"   Tolerance: rtol={RTOL:g}, atol={ATOL:g}{applied}")
-    print(f"   Error against float64: at most {summary['worst_error_ratio']:.2f}x the baseline's own, "
+    print(f"   Error against float64: at most {verdict['worst_error_ratio']:.2f}x the baseline's own, "
           f"allowed {ERROR_FACTOR:g}x")
     for line in failures[:10]:
         print(f"   {line}")
     if len(failures) > 10:
         print(f"   ... and {len(failures) - 10} more")
-    summary = dict(zip(summary, finite(summary.values()), strict=True))
-    result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **summary,
+    verdict = dict(zip(verdict, finite(verdict.values()), strict=True))
+    result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **verdict,
                   failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
-    write_json(os.path.join(profiler.profile_dir, "accuracy_v2.json"), result)
+    write_json(os.path.join(settings.profiler.profile_dir, program.result("accuracy")), result)
     print("FAIL" if failures else "PASS")
     print(json.dumps(result, allow_nan=False))
     return 1 if failures else 0
 
 
-def validate_setup(config, fusion, training, profiler):
+def validate_setup(program, settings):
     """--validate-setup: numerics of the fusions and five steps of training on a small model. The last line
     is the verdict, the line before it the result as JSON; exit code 0 or 1."""
-    device = choose_device(training.device)
-    small = replace(config, num_blocks=1, num_seqs=8, seq_len=24)
-    training = replace(training, batch_size=2)
+    device = choose_device(settings.training.device)
+    small = settings.having(**program.tiny, batch_size=2)
     print(f"Device: {device} | torch {torch.__version__}")
     reasons = []
-    _, failures = compare_numerics(small, fusion, training, device)
+    _, failures = compare_numerics(program, small, device)
     print(f"   Fused against baseline numerics: {'FAIL' if failures else 'ok'}")
     reasons += failures[:3]
-    trainer = Trainer(small, fusion, replace(training, learning_rate=1e-3), device)
-    batch = to_device(SyntheticProteins(small, training).batch(0), device)
+    trainer = program.trainer(program, small.having(learning_rate=1e-3), device)
+    batch = program.check_batch(small, device)
     losses = [trainer.step(batch).item() for _ in range(5)]
     falls = losses[-1] < losses[0]
     print(f"   Five training steps: loss {losses[0]:.4f} -> {losses[-1]:.4f} {'ok' if falls else 'FAIL'}")
@@ -171,6 +151,5 @@ def validate_setup(config, fusion, training, profiler):
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
     print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons, losses=finite(losses),
                           device=str(device)), allow_nan=False))
-    print("V2 validation successful! Fusion setup working properly." if not reasons else
-          f"V2 validation failed: {'; '.join(reasons)}")
+    print(program.success if not reasons else f"V2 validation failed: {'; '.join(reasons)}")
     return 1 if reasons else 0

@@ -35,7 +35,7 @@ def ranges(named_modules, enter, leave, backward=False):
 
 class Profiling:
     """What ProfilerConfig asks for, while the measured steps run: a PyTorch trace, NVTX/roctx ranges with
-    profiler start and stop, a memory profile from the probe's findings. Results go to config.profile_dir."""
+    profiler start and stop, a memory profile from a run's Findings. Results go to config.profile_dir."""
     TRACED_STEPS = 5  # a trace of 50 steps has some hundred MB
 
     def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS):
@@ -101,13 +101,13 @@ class Profiling:
             self.write_memory_profile()
 
     def write_memory_profile(self):
-        saved = self.found["saved"]
+        saved = self.found.saved
         print("Saved activations of one step, MB by sub-layer (all blocks):")
         for name, size in sorted(saved.items(), key=lambda item: -item[1]):
             print(f"   {name:24s} {size / MEGABYTE:9.1f}  {100 * size / sum(saved.values()):5.1f}%")
         write_json(os.path.join(self.config.profile_dir, "memory_profile.json"),
                    dict(saved_activation_bytes=saved, timeline_columns=["operation", "live_bytes"],
-                        timeline=self.found["timeline"]))
+                        timeline=self.found.timeline))
 
 
 def switch_outer_profiler(on):

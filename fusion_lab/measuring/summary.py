@@ -1,46 +1,51 @@
 """The summary of a training run, and its comparison with an earlier one."""
 import json
 import statistics
-from dataclasses import asdict
 from datetime import datetime, timezone
 
-import numpy as np
 import torch
 
 from fusion_lab.measuring.ceilings import matmul_ceiling
+from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.training.files import UserError
-from fusion_lab.training.machine import MEGABYTE, system_info
+from fusion_lab.training.machine import system_info
 
 
-def summarise(trainer, configs, found, losses, times, evaluation):
-    """The content of performance_summary_v2.json."""
-    training, device = trainer.training, trainer.device
-    steps = times.sum(axis=1)
-    p20, median, p80 = (float(np.quantile(steps, q)) for q in (0.2, 0.5, 0.8))
+def summarise(trainer, found, losses, times, evaluations):
+    """The content of performance_summary_*.json: found, a run's Findings; losses; times (steps, 4) in s for
+    data, forward, backward, optimizer; evaluations by step."""
+    settings, device, program = trainer.settings, trainer.device, trainer.program
+    steps, batch_size = times.sum(axis=1), settings.training.batch_size
+    p20, median, p80 = quantiles(steps)
     forward, backward, optimizer = [None] * 3 if trainer.graph else map(float, times[:, 1:].mean(axis=0))
     peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
     ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
     performance = dict(
-        total_samples=len(losses) * training.batch_size,
-        avg_training_speed=training.batch_size / float(steps.mean()),
+        total_samples=len(losses) * batch_size, avg_training_speed=batch_size / float(steps.mean()),
         avg_batch_time=float(steps.mean()), avg_data_time=float(times[:, 0].mean()),
         avg_forward_time=forward, avg_backward_time=backward, avg_optimizer_time=optimizer,
         median_batch_time=median, p20_batch_time=p20, p80_batch_time=p80,
-        warmup_time=found["warmup_time"], first_step_time=found["first_step_time"], first_loss=losses[0],
-        final_loss=losses[-1], avg_loss=statistics.fmean(losses),
-        peak_memory_mb=peak,
-        saved_activation_mb=sum(found["saved"].values()) / MEGABYTE, launches_per_step=found["launches"],
-        launch_kind="gpu_kernels" if device.type == "cuda" else "cpu_ops", flops_per_step=found["flops"],
-        achieved_tflops=found["flops"] / median / 1e12, matmul_ceiling_tflops=ceiling / 1e12,
-        mfu=found["flops"] / median / ceiling)
-    model_config, fusion, profiler = configs
-    amp_dtype = trainer.amp_dtype and str(trainer.amp_dtype).removeprefix("torch.")
-    return dict(version="v2_fused", timestamp=datetime.now(timezone.utc).isoformat(),
-                config=asdict(model_config), fusion_config=asdict(fusion), profiler_config=asdict(profiler),
-                training_params=dict(asdict(training), amp_dtype=amp_dtype),
-                performance_summary=performance, fusion_statistics=trainer.model.get_fusion_statistics(),
-                contact_precision=evaluation, system_info=system_info(device))
+        warmup_time=found.warmup_time, first_step_time=found.first_step_time, first_loss=losses[0],
+        final_loss=losses[-1], avg_loss=statistics.fmean(losses), peak_memory_mb=peak,
+        saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
+        launch_kind=launch_kind(device), flops_per_step=found.flops,
+        achieved_tflops=found.flops / median / 1e12, matmul_ceiling_tflops=ceiling / 1e12,
+        mfu=found.flops / median / ceiling)
+    configs = settings.as_dict()
+    configs["training_params"]["amp_dtype"] = dtype_name(trainer.amp_dtype)
+    return dict(version=program.version, timestamp=datetime.now(timezone.utc).isoformat(), **configs,
+                performance_summary=performance, fusion_statistics=program.statistics(settings),
+                **{program.evaluation_name: evaluations}, system_info=system_info(device))
+
+
+def launch_kind(device):
+    return "gpu_kernels" if device.type == "cuda" else "cpu_ops"
+
+
+def dtype_name(dtype):
+    """torch.bfloat16 -> "bfloat16"; None stays."""
+    return dtype and str(dtype).removeprefix("torch.")
 
 
 def read_summary(path):
@@ -61,7 +66,7 @@ def read_summary(path):
     return summary
 
 
-def print_comparison(earlier, now):
+def print_against(earlier, now):
     """Speed-up and memory against an earlier summary; says so where the two runs are not alike. Returns the
     figures."""
     before, after = earlier["performance_summary"], now["performance_summary"]
@@ -76,7 +81,9 @@ def print_comparison(earlier, now):
         print(f"   Peak memory: {memory['before']:.1f} -> {memory['after']:.1f} MB, {reduction:+.1f}% saved")
     else:
         print("   Peak memory: not measured in both runs")
-    different = [f"{key} {old} -> {new}" for section in ("config", "training_params") for key in SHAPE_KEYS
+    compared = [*(("config", key) for key in now["config"]), ("training_params", "batch_size"),
+                ("training_params", "use_amp")]
+    different = [f"{key} {old} -> {new}" for section, key in compared
                  if (old := (earlier.get(section) or {}).get(key)) is not None
                  and old != (new := now[section].get(key))]
     old_device = (earlier.get("system_info") or {}).get("gpu_name", "unknown")
@@ -85,7 +92,3 @@ def print_comparison(earlier, now):
     if different:
         print(f"   These runs differ in more than fusion: {'; '.join(different)}")
     return dict(speedup=speedup, memory_reduction_percent=reduction, differences=different)
-
-
-SHAPE_KEYS = ("msa_dim", "pair_dim", "num_blocks", "num_seqs", "seq_len", "msa_heads", "pair_heads",
-              "outer_product_dim", "batch_size", "use_amp")

@@ -1,11 +1,15 @@
 """Checkpoints: the state of a run under unpacked parameter names, so that any switches can continue it."""
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import torch
 
 from fusion_lab.training.files import UserError
+from fusion_lab.training.options import flag
 
-CHECKPOINT_FORMAT = "tiny_openfold_v2 checkpoint 1"
+
+def format_of(program):
+    """What the checkpoints of a program call themselves."""
+    return f"{program.name.removesuffix('.py')} checkpoint 1"
 
 
 def packings(model):
@@ -40,27 +44,29 @@ def snapshot(trainer):
     rng = dict(cpu=torch.get_rng_state())
     if trainer.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    return dict(format=CHECKPOINT_FORMAT, config=asdict(trainer.model.config), step=trainer.step_number,
-                updates=next((s["step"].item() for s in state.values()), 0.0),  # a scaler skips some
-                model=weights, moments=moments, scaler=trainer.scaler.state_dict(), rng=rng,
-                trained_on=sorted(trainer.trained_on))
+    updates = next((s["step"].item() for s in state.values()), 0.0)  # a scaler skips some
+    return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
+                step=trainer.step_number, updates=updates, model=weights, moments=moments,
+                scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on))
 
 
-def read_checkpoint(path, config):
-    """The dict in a checkpoint file; UserError if it cannot be read, is foreign or has other model sizes."""
+def read_checkpoint(path, program, config):
+    """The dict in a checkpoint file of a program whose model has this config; UserError if the file cannot be
+    read, is foreign or has other model sizes."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"checkpoint {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to
         raise UserError(f"checkpoint {path}: damaged or not a checkpoint") from None
-    if not isinstance(saved, dict) or saved.get("format") != CHECKPOINT_FORMAT:
+    if not isinstance(saved, dict) or saved.get("format") != format_of(program):
         raise UserError(f"checkpoint {path}: not a checkpoint of this program")
     needed = {"config", "step", "updates", "model", "moments", "scaler", "rng", "trained_on"}
     if absent := needed - set(saved):
         raise UserError(f"checkpoint {path}: it lacks {', '.join(sorted(absent))}")
-    different = [f"--{k.replace('_', '-')} {v}" for k, v in saved["config"].items()
-                 if k not in ("num_seqs", "seq_len", "dropout") and v != getattr(config, k, None)]
+    resized = [f.name for f in fields(config) if f.metadata["resized"]]
+    different = [f"{flag(k)} {v}" for k, v in saved["config"].items()
+                 if k not in resized and v != getattr(config, k, None)]
     if different:
         raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")
     return saved
@@ -68,7 +74,7 @@ def read_checkpoint(path, config):
 
 def restore(trainer, path):
     """Continue from a checkpoint made under any FusionConfig. Raises UserError, see read_checkpoint."""
-    saved = read_checkpoint(path, trainer.model.config)
+    saved = read_checkpoint(path, trainer.program, trainer.settings.model)
     try:
         trainer.model.load_state_dict(saved["model"])
     except RuntimeError as error:
@@ -97,3 +103,13 @@ def restore(trainer, path):
     if trainer.device.type == "cuda" and "cuda" in saved["rng"]:
         torch.cuda.set_rng_state(saved["rng"]["cuda"], trainer.device)
     trainer.step_number, trainer.trained_on = saved["step"], set(saved["trained_on"])
+
+
+def load_run(trainer, path, source):
+    """restore(), and refuse what the run could not honestly do with it. Raises UserError."""
+    restore(trainer, path)
+    if trainer.step_number >= trainer.training.num_steps:
+        raise UserError(f"--num-steps {trainer.training.num_steps}: {path} is at step {trainer.step_number} "
+                        "already")
+    if leaked := sorted(trainer.trained_on.intersection(source.held_out)):
+        raise UserError(f"--resume {path}: was trained on {', '.join(leaked)}, held out now")

@@ -2,6 +2,7 @@
 
 Standard library only, since the AMD wrappers use it where there is no torch.
 """
+import importlib.util
 import json
 import os
 import re
@@ -120,6 +121,15 @@ def fresh_directory(path, named, force):
     require_directory(path)
 
 
+def require_packages(program, *names):
+    """End the program with one line where a package is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{program}: error: needs {', '.join(missing)}: pip install -r requirements.txt, or activate "
+              "the environment that has it", file=sys.stderr)
+        raise SystemExit(MISSING)
+
+
 OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|allocate memory", re.IGNORECASE)
 
 
@@ -129,7 +139,8 @@ def explain(error):
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or OUT_OF_MEMORY.search(str(error)):
         return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", FAILED
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
-        return "torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)", MISSING
+        return ("torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)",
+                MISSING)
     return None, None
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, fields
 
 from fusion_lab.training.options import ProfilerConfig, flag
-from fusion_lab.training.program import Settings
+from fusion_lab.training.program import Settings, load_program
 
 
 class Parser(argparse.ArgumentParser):
@@ -111,6 +111,14 @@ def make_parser(program, about=None, prog=None):
     parser.add_argument("--program", metavar="FILE", default=None,
                         help="another model's file, which ends in its PROGRAM (default: None)")
     return parser
+
+
+def named_program(argv, default):
+    """The Program that --program FILE in argv names, or default. Raises UserError."""
+    finder = Parser(prog=default.name, add_help=False)
+    finder.add_argument("--program")
+    path = finder.parse_known_args(argv)[0].program
+    return load_program(path) if path else default
 
 
 def config_classes(program):

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 
 import torch
+import torch._functorch.config
 
+from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import UserError
 
 MEGABYTE = 2 ** 20
@@ -19,7 +21,6 @@ def choose_device(name):
     if name == "auto":
         name = "cuda" if count else "cpu"
     if name == "cpu":
-        keep_freed_memory()
         return torch.device("cpu")
     kind, _, index = f"cuda:{name}".partition(":") if name.isdecimal() else name.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal() or name.endswith(":"):
@@ -43,6 +44,20 @@ def keep_freed_memory():
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def process_settings(settings, device):
+    """Everything that settings change for the whole process and not for one model alone: deterministic
+    kernels, TF32, how much torch.compile may keep for backward, and freed memory on a CPU. Call it before a
+    Trainer is made."""
+    if settings.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = runs_in_tf32(settings.training, device)
+    torch._functorch.config.activation_memory_budget = settings.fusion.activation_memory_budget
 
 
 def system_info(device):

@@ -1,4 +1,4 @@
-"""Configs whose fields are command-line flags: default, limits and help of each are written once, in its field.
+"""Configs whose fields are command-line flags: default, limits and help are written once, in the field.
 
 What every program has stands here: the run (TrainingConfig), the switches that no model has to know
 (Switches) and what is recorded (ProfilerConfig). A model adds its sizes and its own switches. No torch.
@@ -8,16 +8,17 @@ from dataclasses import dataclass, field, fields
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
-           rung=None, training_only=False):
+           rung=None, alone=True, training_only=False, resized=False):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; rung, its place on the ladder of --compare-fusion, which adds one switch
-    after the other (None: not on it). training_only: a file that only training reads or writes.
+    after the other (None: not on it); alone, whether it has a row of its own there. training_only: a file
+    that only training reads or writes. resized: a checkpoint may be continued with another value.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
-        preset=preset, rung=rung, training_only=training_only))
+        preset=preset, rung=rung, alone=alone, training_only=training_only, resized=resized))
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes C
 class Switches(Checked):
     """Ways to run a step that any model can have. A model's own switches are fields of a subclass; every bool
     becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
-    enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1)
+    enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1, alone=False)
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True, rung=2)
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
                                                 "float32 weights cast once a step, instead of autocast",

@@ -66,7 +66,7 @@ def every_output(output, batch):
     return dict(output)
 
 
-def nothing(*_):
+def nothing(*_, **__):
     return None
 
 
@@ -90,15 +90,18 @@ class Program:
     check_batch: Callable          # check_batch(settings, device) -> a batch in which every mask masks
     version: str                   # in result files: "v2_fused"
     suffix: str                    # of their names: "v2" makes performance_summary_v2.json
-    axes: dict = field(default_factory=lambda: {"batch_size": "B"})  # fields that a study varies: their letter
-    defined: Callable = every_output  # defined(output, batch) -> {name: tensor}, zero where masks leave it undefined
-    shake: Callable = nothing      # shake(model): after noise was added to all weights, keep kinks away from zero
+    axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # fields that a study varies: letters
+    defined: Callable = every_output  # defined(output, batch) -> {name: tensor}, 0 where a mask hides it
+    shake: Callable = nothing      # shake(model): weights got noise; now keep kinks away from 0
     sublayers: tuple = ()          # names, in the order in which a step runs them
-    costs: Callable = nothing      # costs(settings) -> {sub-layer: Cost}; those that are missing are counted
+    costs: Callable = nothing      # costs(settings) -> {sub-layer: Cost}; missing ones are counted
     blocks: Callable = lambda settings: 1  # how often a step runs each sub-layer
-    evaluate: Callable = nothing   # evaluate(trainer, source, stop=None, final=False) -> JSON or None
+    evaluate: Callable = nothing   # evaluate(trainer, source, stop, final=False) -> JSON or None
     evaluation_line: Callable = str  # what evaluate() returned, as a line
-    start_lines: Callable = nothing  # start_lines(trainer) -> the model's own lines at start-up, or None
+    evaluation_name: str = "evaluation"  # its key in result files
+    # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,
+    # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
+    start_lines: Callable = nothing
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
     titles: dict = field(default_factory=dict)  # switch: its name in the start-up lines

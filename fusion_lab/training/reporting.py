@@ -1,4 +1,5 @@
 """What a run prints: start-up and step lines."""
+import json
 import math
 import sys
 
@@ -26,35 +27,40 @@ def step_line(done, training, loss, seconds, memory):
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
 
 
-TITLES = {"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
-          "Flash Attention": "enable_flash_attention", "Triangle Gate/Proj Fusion": "enable_triangle_fusion",
-          "Torch Compile": "enable_torch_compile"}
-
-
 def describe_start(trainer, source):
     """The start-up lines."""
-    model, device = trainer.model, trainer.device
-    c, f = model.config, model.fusion
-    counts = model.get_fusion_statistics()
+    program, settings, device = trainer.program, trainer.settings, trainer.device
+    own = dict(dict(sizes="", remarks={}, last=None), **(program.start_lines(trainer) or {}))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     dtype = str(trainer.amp_dtype or torch.float32).removeprefix("torch.")
-    on = {True: "Enabled", False: "Disabled"}
-    kernel = f" ({model.attention_kernel(trainer.amp_dtype)})" if f.enable_flash_attention else ""
+    count = sum(p.numel() for p in trainer.model.parameters())
+    samples = ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
     print(f"Device: {device} ({name}) | torch {torch.__version__} | dtype: {dtype} | "
-          f"seed: {trainer.training.seed}")
-    print(f"Model: {c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and "
-          f"{c.pair_heads}, {sum(p.numel() for p in model.parameters()):,} parameters")
-    print(f"Data: {source.describe()} | B {trainer.training.batch_size}, N {c.num_seqs}, S {c.seq_len}")
+          f"seed: {settings.training.seed}")
+    print(f"Model: {own['sizes']}{', ' if own['sizes'] else ''}{count:,} parameters")
+    print(f"Data: {source.describe()} | {samples}")
     print("Fusion Optimizations:")
-    for title, name in TITLES.items():
-        print(f"   {title}: {on[getattr(f, name)]}{kernel if name == 'enable_flash_attention' else ''}")
-    print(f"   Kernel Reduction: {counts['kernel_reduction_percent']}% ({counts['total_kernel_reduction']} "
-          "fewer kernels) [nominal]")
-    if beside := f.beside(TITLES.values()):
+    for title, switch in program.titles.items():
+        on = getattr(settings.fusion, switch)
+        remark = f" ({own['remarks'][switch]})" if on and switch in own["remarks"] else ""
+        print(f"   {title}: {'Enabled' if on else 'Disabled'}{remark}")
+    if own["last"]:
+        print(f"   {own['last']}")
+    if beside := settings.fusion.beside(program.titles.values()):
         print(f"Besides: {' '.join(beside)}")
-    idle = f.idle(trainer.training.use_amp, device.type == "cuda", c.seq_len)
-    if trainer.training.use_tf32 and not runs_in_tf32(trainer.training, device):
+    idle = settings.idle(device.type == "cuda")
+    if settings.training.use_tf32 and not runs_in_tf32(settings.training, device):
         idle.append("this device has no TF32")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
     sys.stdout.flush()
+
+
+def print_settings(program, settings):
+    """--check-flags: what the flags mean and which torch would run them, as one line of JSON."""
+    print(json.dumps(dict(
+        mode="check_flags", program=program.name, suffix=program.suffix,
+        summary=program.result("performance_summary"), **settings.as_dict(), torch=torch.__version__,
+        torch_path=torch.__file__, hip=torch.version.hip, cuda=torch.version.cuda,
+        gpus=torch.cuda.device_count())))
+    return 0

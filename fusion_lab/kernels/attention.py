@@ -1,0 +1,97 @@
+"""Which implementation of attention runs, and FlexAttention called so that it pays (benchmarks/LOG.md)."""
+import importlib.util
+from functools import cache
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+BACKENDS = ("auto", "math", "sdpa", "flex")
+FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
+SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
+
+
+def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased, training):
+    """Which implementation runs: "math" (not fused), "sdpa" or "flex".
+
+    requested is one of BACKENDS; strict: products are float32 throughout; width of a head, length of a row;
+    biased: with a bias that is trained. FlexAttention is the one PyTorch kernel that neither copies a bias
+    shared by many rows nor writes the bias gradient once per row. "auto" goes by measurements on NVIDIA and
+    on CPU (benchmarks/LOG.md); on AMD nothing was measured, and the same rules are kept.
+    """
+    flex_fits = on_gpu and HAS_TRITON and dtype != torch.float64 and width in FLEX_WIDTHS
+    if requested == "flex" and not flex_fits:
+        return "sdpa"
+    if requested in ("auto", "flex") and not training:
+        return "sdpa"  # whole proteins differ in length, and FlexAttention compiles for each
+    if requested != "auto":
+        return requested
+    if biased and not on_gpu:
+        return "math"  # SDPA has no fused kernel for a bias on CPU, and its own plain one is slower
+    if biased and strict and not torch.version.hip:
+        return "math"  # FlexAttention's products are 1.4 times slower in float32 without TF32
+    if biased:
+        return "flex" if flex_fits else "sdpa"
+    return "flex" if flex_fits and length <= SHORT and not strict else "sdpa"
+
+
+NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing
+BACKWARD_TILES = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
+                      bwd_num_stages=2)  # within 4% of the fastest of six on an H200 (benchmarks/LOG.md)
+
+
+def prepare_flex_attention(device):
+    """FlexAttention makes its default block mask anew in every call, with a sort and some twenty launches;
+    compiled code finds it here instead. Must run outside of torch.compile."""
+    if device.type == "cuda" and HAS_TRITON and device not in NO_BLOCK_MASK:
+        one, zero = (fill((1, 1, 1), dtype=torch.int32, device=device) for fill in (torch.ones, torch.zeros))
+        if not isinstance(one, FakeTensor):
+            NO_BLOCK_MASK[device] = BlockMask.from_kv_blocks(one, zero[..., None], BLOCK_SIZE=1 << 30)
+
+
+@cache
+def compiled_flex_attention():
+    """flex_attention for eager code, where it must be compiled by itself."""
+    # One variant per shape, layout and mask; past the default limit of 8, Dynamo would run the unfused eager
+    # code instead, which is slower than what it replaces.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=False)
+
+
+class FlexAttentionSizes(torch.autograd.Function):
+    """FlexAttention on fake tensors, which have sizes and no values: it cannot be compiled for them. The
+    kernel keeps q, k, v, a float32 bias, its output and one float32 per row of scores."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias):
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors[:4])
+
+
+def flex_attend(q, k, v, bias):
+    """softmax(q k^T / sqrt(D) + bias) v by FlexAttention; q, k, v (B, R, H, L, D), bias (B, H, L, L), sizes
+    of 1 where it is shared, or None. The kernel reads the bias: in float32, because the gradient is summed
+    over all rows in the dtype of the bias; contiguous, because neighbouring threads read neighbours along j,
+    which a transposed bias would keep far apart."""
+    rows = q.shape[1]
+    bias = None if bias is None else bias.expand(-1, q.shape[2], q.shape[3], -1).float().contiguous()
+    if isinstance(q, FakeTensor):
+        return FlexAttentionSizes.apply(q, k, v, bias)
+
+    def add_bias(score, b, h, i, j):
+        return score + bias[b // rows, h, i, j]
+
+    options = dict(FORCE_USE_FLEX_ATTENTION=True)
+    measured = q.element_size() == 2 or bias is not None
+    if q.shape[-1] <= 32 and measured and not torch.version.hip:
+        options |= BACKWARD_TILES
+    kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    score_mod = None if bias is None else add_bias
+    return kernel(*(x.flatten(0, 1) for x in (q, k, v)), score_mod=score_mod,
+                  block_mask=NO_BLOCK_MASK.get(q.device), kernel_options=options).unflatten(0, (-1, rows))

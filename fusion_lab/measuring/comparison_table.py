@@ -1,0 +1,110 @@
+"""The comparison on paper: a table that grows while it is measured, details, and four headline figures."""
+import sys
+import time
+
+from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.variants import ALL, short
+
+COLUMNS = (("peak MB (saved)", "peak_memory_mb", ".1f", "peak_memory_reduction_percent"),
+           ("saved act. MB (saved)", "saved_activation_mb", ".1f", "saved_activation_reduction_percent"),
+           ("launches (fewer)", "launches_per_step", "d", "launch_reduction_percent"))
+HEADER = ["variant", "step ms (p20, p80)", "samples/s", "speed-up", *(title for title, *_ in COLUMNS)]
+
+
+def cells(row):
+    """A row of the table."""
+    if not row["measured"]:
+        return [row["name"], f"not measured: {row['reason']}"]
+    times = [1e3 * row[f"{quantile}_batch_time"] for quantile in ("median", "p20", "p80")]
+    line = [row["name"], "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row['samples_per_second']:.1f}",
+            f"{row['speedup']:.2f}x"]
+    return line + ["n/a" if row[key] is None else f"{row[key]:{form}} ({row[share]:+.1f}%)"
+                   for _, key, form, share in COLUMNS]
+
+
+def table(rows):
+    """The comparison as rows of cells, the header first."""
+    return [HEADER, *(cells(row) for row in rows)]
+
+
+class LiveTable:
+    """Prints rows as they become known and hands each state of the result to save(result); without save it
+    is silent. What goes on is said on stderr, so that stdout is the table."""
+
+    def __init__(self, save=None):
+        self.save, self.started, self.names, self.printed = save, time.monotonic(), [], 0
+
+    def note(self, text):
+        if self.save:
+            print(f"[{time.monotonic() - self.started:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def begin(self, result, names):
+        """The first rows; names are those of all that may come."""
+        self.names = names
+        self.add(result)
+
+    def add(self, result, row=None):
+        """One more row is known, or the first ones."""
+        if not self.save:
+            return
+        rows = result["variants"]
+        # columns as wide as the rows known by now need, the first one for all names
+        lines = aligned([*table(rows), *([name] for name in self.names)])
+        print("\n".join(lines[self.printed:len(rows) + 1]), flush=True)
+        self.printed = len(rows) + 1
+        self.save(result)
+
+
+def detail_table(rows):
+    """What the comparison found beside, as rows of cells: phases of a step, speed against the matrix product
+    measured here, and the first step, which compiles."""
+    lines = [["variant", "forward ms", "backward ms", "optimizer ms", "TFLOP/s", "MFU", "first step s"]]
+    for r in (r for r in rows if r["measured"]):
+        phases = [r[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer")]
+        lines.append([r["name"], *("in one graph" if t is None else f"{1e3 * t:.2f}" for t in phases),
+                      f"{r['achieved_tflops']:.3f}", f"{100 * r['mfu']:.1f}%", f"{r['first_step_time']:.2f}"])
+    return lines
+
+
+def headline(rows, nominal, launch_kind):
+    """The four lines that users look for: all fusions that are on by default, against the baseline."""
+    before = rows[0]
+    after = next((r for r in rows if r["name"] == ALL and r["measured"]), rows[-1])
+    if not after["measured"]:
+        return [f"No headline: {after['name']} was not measured ({after['reason']})"]
+    slow = " (a slowdown)" if after["speedup"] < 1 else ""
+    launches = "not measured" if after["launch_reduction_percent"] is None else (
+        f"{after['launch_reduction_percent']:.1f}% measured ({before['launches_per_step']} -> "
+        f"{after['launches_per_step']} {launch_kind} per step)")
+    if nominal:
+        launches += (f"; nominal {nominal['kernel_reduction_percent']}% ({nominal['total_kernel_reduction']} "
+                     "fewer kernels)")
+    memory = "not measured" if after["peak_memory_reduction_percent"] is None else (
+        f"{after['peak_memory_reduction_percent']:.1f}% (peak {before['peak_memory_mb']:.1f} -> "
+        f"{after['peak_memory_mb']:.1f} MB)")
+    return [f"Training speed: {after['speedup']:.2f}x speed-up{slow} ({before['samples_per_second']:.1f} -> "
+            f"{after['samples_per_second']:.1f} samples/sec)",
+            f"Memory reduction: {memory}",
+            f"Batch time improvement: {after['batch_time_reduction_percent']:.1f}%{slow} "
+            f"({1e3 * after['baseline_batch_time']:.2f} -> {1e3 * after['median_batch_time']:.2f} ms)",
+            f"Kernel reduction: {launches}"]
+
+
+def print_table(result):
+    """The whole comparison at once."""
+    print("\n".join(aligned(table(result["variants"]))))
+    print_details(result)
+
+
+def print_details(result):
+    """What comes below the table: phases, what is within noise, the switches' effects, the headline."""
+    rows = result["variants"]
+    print("\n".join(["", *aligned(detail_table(rows)), ""]))
+    noise = [r["name"] for r in rows[1:] if r["measured"] and r["speedup_p20"] <= 1 <= r["speedup_p80"]]
+    if noise:
+        print(f"Speed-up within noise (p20 to p80 of the paired steps includes 1): {', '.join(noise)}")
+    for name, effect in (result["switch_effects"] or {}).items():
+        print(f"{short(name):16s} {effect['speedup']:.3f}x over all settings of the others (from "
+              f"{effect['smallest']:.3f} to {effect['largest']:.3f}), saved activations "
+              f"{0.0 - effect['saved_activation_mb']:+.1f} MB")
+    print("\n".join(headline(rows, result["nominal"], result["launch_kind"])))

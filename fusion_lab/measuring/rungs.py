@@ -1,0 +1,136 @@
+"""Variants that compile, each in a process of its own: they compile side by side and measure one by one."""
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+
+from fusion_lab.measuring.comparison_rows import add_savings, not_measured
+from fusion_lab.measuring.turns import Guest
+from fusion_lab.training.files import OUT_OF_MEMORY
+from fusion_lab.training.program import ROOT
+
+SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
+COMPILE_THREADS = "2"  # of each of them; torch would take as many as there are cores
+LAST_WORDS = 300  # characters of a failed process's last line
+
+
+class Rung:
+    """One variant and the process that measures it."""
+
+    def __init__(self, program, variant):
+        self.variant, self.output, self.errors = variant, *(tempfile.TemporaryFile("w+") for _ in range(2))
+        environment = {"TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS, **os.environ}
+        command = [sys.executable, os.path.join(ROOT, "fusion_lab", "start.py"), "fusion_lab.measuring.rung",
+                   program.file, variant.name, json.dumps(variant.settings.as_dict())]
+        self.guest = Guest(command, environment, stdin=-3, stdout=self.output, stderr=self.errors,
+                           start_new_session=True)  # so that Ctrl-C reaches the parent alone
+
+    def signal(self, number):
+        if self.guest.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.guest.process.pid, number)
+
+    def heard(self, stop):
+        """Whether it has said something or ended; False where a signal in stop came first."""
+        while not (stop and stop.signal is not None):
+            if select.select([self.guest.reader], [], [], 0.2)[0]:
+                return True
+        return False
+
+    def row(self):
+        """Its result, after its end."""
+        self.guest.process.wait()
+        self.output.seek(0)
+        self.errors.seek(0)
+        with contextlib.suppress(ValueError, IndexError):
+            return json.loads(self.output.read().splitlines()[-1])
+        lines = self.errors.read().strip().splitlines() or [f"exit code {self.guest.process.returncode}"]
+        self.variant.reason = lines[-1][:LAST_WORDS]
+        return not_measured(self.variant)
+
+    def end(self):
+        self.signal(signal.SIGKILL)
+        self.guest.process.wait()
+        self.guest.close()
+        self.output.close()
+        self.errors.close()
+
+
+class Rungs:
+    """The compiled variants of a comparison. note(text) hears what goes on."""
+
+    def __init__(self, program, variants, device, note):
+        self.program, self.variants, self.note = program, variants, note
+        self.together, self.running = device.type == "cuda", []
+
+    def __enter__(self):
+        if self.together:
+            self.running = [Rung(self.program, variant) for variant in self.variants]
+        return self
+
+    def __exit__(self, *_):
+        for rung in self.running:
+            rung.end()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Within, none of them runs."""
+        for rung in self.running:
+            rung.signal(signal.SIGSTOP)
+        time.sleep(SETTLE_SECONDS if self.running else 0)
+        try:
+            yield
+        finally:
+            for rung in self.running:
+                rung.signal(signal.SIGCONT)
+
+    def measure(self, baseline_row, ceiling, stop=None):
+        """Yields a row for each variant, as soon as it is measured."""
+        if self.together:
+            self.note(f"waiting for {len(self.running)} variants to compile")
+            for rung in self.running:
+                rung.heard(stop)
+        again = []
+        for number, variant in enumerate(self.variants, 1):
+            rung = next((r for r in self.running if r.variant is variant), None)
+            row = self.one(rung or variant, number, stop)
+            if self.together and not row["measured"] and OUT_OF_MEMORY.search(row["reason"]):
+                again.append(variant)  # while the others held memory as well
+            else:
+                yield finished(row, baseline_row, ceiling)
+        for rung in self.running:
+            rung.end()
+        self.running = []
+        for number, variant in enumerate(again, 1):
+            variant.reason = None
+            yield finished(self.one(variant, number, stop), baseline_row, ceiling)
+
+    def one(self, rung, number, stop):
+        """The row of one variant: of the process that waits for its turn, or of one that is started now."""
+        if not isinstance(rung, Rung):
+            if stop and stop.signal is not None:
+                rung.reason = "stopped before it was measured"
+                return not_measured(rung)
+            self.note(f"compiling {rung.name}, {number} of {len(self.variants)}")
+            rung = Rung(self.program, rung)
+            self.running.append(rung)
+        if rung.heard(stop) and rung.guest.wait_until_ready():
+            self.note(f"measuring {rung.variant.name}, {number} of {len(self.variants)}")
+            rung.guest.go()
+            if rung.heard(stop):
+                rung.guest.wait_until_ready()  # hears "done", or that it has ended
+        if stop and stop.signal is not None:
+            rung.signal(signal.SIGKILL)
+            rung.variant.reason = "stopped before it was measured"
+            return not_measured(rung.variant)
+        return rung.row()
+
+
+def finished(row, baseline_row, ceiling):
+    if row["measured"]:
+        add_savings(row, baseline_row, ceiling)
+    return row

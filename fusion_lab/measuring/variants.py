@@ -1,0 +1,95 @@
+"""The rows of --compare-fusion: which settings are measured, and in which order."""
+import itertools
+from dataclasses import dataclass, field, fields, replace
+
+from fusion_lab.measuring.probe import Findings
+from fusion_lab.training.files import UserError
+
+COMPILE = "enable_torch_compile"
+BASELINE, ALL, AS_GIVEN = "baseline", "all", "as given"
+
+
+@dataclass
+class Variant:
+    """Settings under a name, and what was measured of them."""
+    name: str
+    settings: object  # Settings
+    reason: str | None = None  # why it was not measured
+    found: Findings | None = None  # alone: with peak_memory_mb and first_step_time
+    trainer: object = None
+    timer: object = None  # PhaseTimer
+    losses: list = field(default_factory=list)
+
+    @property
+    def compiled(self):
+        return self.settings.fusion.enable_torch_compile
+
+
+def short(name):
+    """"enable_qkv_fusion_msa" -> "qkv_msa" """
+    return name.removeprefix("enable_").replace("_fusion", "")
+
+
+def pick_name(name):
+    """The word for a row on the command line: "+ cuda_graphs" and "cuda_graphs alone" -> "cuda_graphs"."""
+    return name.removesuffix(" alone").removeprefix("all + ").removeprefix("+ ").replace(" ", "-")
+
+
+def with_fusion(settings, fusion):
+    return replace(settings, fusion=fusion)
+
+
+def comparison_variants(program, settings, on_gpu):
+    """Baseline; every fusion that is on by default alone; all of these; the others alone; then a ladder that
+    adds one switch a rung to all and leaves out what cannot run here; and the user's own switches if they are
+    none of these."""
+    kind = program.fusion_config
+    off, rung, mode = kind.preset(False), kind(), settings.fusion.torch_compile_mode
+    usual = [name for name in kind.names() if getattr(rung, name)]
+    others = [f.name for f in fields(kind) if f.metadata["alone"] and f.name in kind.names()
+              and f.name not in usual]
+
+    def alone(names):
+        return {f"{short(name)} alone": replace(off, **{name: True}) for name in names}
+
+    found = {BASELINE: off} | alone(usual) | {ALL: rung} | alone(others)
+    for name in kind.ladder():
+        compiled = name == COMPILE or rung.enable_torch_compile
+        try:
+            higher = replace(rung, **{name: True, "torch_compile_mode": mode if compiled else "default"})
+        except ValueError:  # CUDA graphs of our own, where torch.compile's mode makes some
+            continue
+        found["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
+        rung = rung if with_fusion(settings, higher).idle(on_gpu) else higher
+    if settings.idle(on_gpu) or settings.fusion not in found.values():  # idle rungs are only named
+        found = {**{name: f for name, f in found.items() if f != settings.fusion}, AS_GIVEN: settings.fusion}
+    return distinct(settings, found)
+
+
+def distinct(settings, fusions):
+    """Variants of settings, one for each different fusion config, under the first of its names."""
+    first = {}
+    for name, fusion in fusions.items():
+        first.setdefault(fusion, name)
+    return [Variant(name, with_fusion(settings, fusion)) for fusion, name in first.items()]
+
+
+def combination_variants(program, settings):
+    """All combinations of the program's headline switches, everything else off."""
+    off = program.fusion_config.preset(False)
+    found = {}
+    for chosen in itertools.product((False, True), repeat=len(program.headline)):
+        on = dict(zip(program.headline, chosen, strict=True))
+        found["+".join(short(name) for name in on if on[name]) or BASELINE] = replace(off, **on)
+    return distinct(settings, found)
+
+
+def pick(variants, text):
+    """The variants whose names text holds, by blanks or commas, and the baseline. Raises UserError."""
+    words = text.replace(",", " ").split()
+    names = [pick_name(variant.name) for variant in variants]
+    unknown = [word for word in words if word not in names]
+    if unknown or not words:
+        raise UserError(f"--variants {text!r}: {unknown[0] if unknown else 'nothing'} is no row; there are "
+                        f"{' '.join(dict.fromkeys(names))}")
+    return [v for v in variants if v.name == BASELINE or pick_name(v.name) in words]
