@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 
+SUMMARY = os.environ.get("FAKE_SUMMARY", "performance_summary_v2.json")
+
 
 def value(name, default):
     """The last one counts, as in argparse."""
@@ -21,14 +23,16 @@ def refuse(message, code=2):
     sys.exit(code)
 
 
-def check_flags():
+def check_flags(behaviour):
     """One line of JSON about the flags and about torch, which is a stand-in as well."""
-    try:
-        import torch
-    except ImportError:
-        refuse("torch is missing: pip install -r requirements.txt", 3)
+    if "FAKE_QUESTIONS" in os.environ:
+        with open(os.environ["FAKE_QUESTIONS"], "a") as file:
+            file.write("asked\n")
+    if behaviour == "no_torch":
+        refuse("needs torch: pip install -r requirements.txt", 3)
+    import torch
     print(json.dumps({
-        "mode": "check_flags", "program": "trainer.py", "summary": "performance_summary_v2.json",
+        "mode": "check_flags", "program": "trainer.py", "summary": SUMMARY,
         "training_params": {"num_steps": int(value("--num-steps", 50)),
                             "warmup_steps": int(value("--warmup-steps", 5))},
         "profiler_config": {"profile_dir": value("--profile-dir", "pytorch_profiles_v2")},
@@ -42,7 +46,7 @@ def write_summary(steps):
     summary = {"training_params": {"num_steps": steps, "warmup_steps": int(value("--warmup-steps", 5))},
                "performance_summary": {"median_batch_time": 0.0125, "avg_training_speed": 160.0,
                                        "peak_memory_mb": 512.5, "launches_per_step": 39.0}}
-    (directory / "performance_summary_v2.json").write_text(json.dumps(summary))
+    (directory / SUMMARY).write_text(json.dumps(summary))
     print(json.dumps(summary), flush=True)
 
 
@@ -52,7 +56,7 @@ def main():
     if unknown:
         refuse(f"unrecognized arguments: {' '.join(sorted(unknown))}")
     if "--check-flags" in sys.argv:
-        check_flags()
+        check_flags(behaviour)
         return
     if "FAKE_RECORD" in os.environ:
         with open(os.environ["FAKE_RECORD"], "a") as file:
