@@ -527,7 +527,7 @@ def three_products(a, b):
 
 def test_three_truncated_products_are_not_float32():
     """Why strict float32 on NVIDIA keeps to plain attention: single products are nearly float32's, but all
-    err to the same side, and gradients of weights sum thousands of them (on a GPU: test_strict_float32...)."""
+    err to the same side, and gradients of weights sum thousands of them (GPU: test_strict_float32...)."""
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(256, 4, 64, 64, generator=generator).softmax(-1)
     v = torch.randn(256, 4, 64, 16, generator=generator) + 1
