@@ -156,5 +156,5 @@ def validate_setup(program, settings):
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
     print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons, losses=finite(losses),
                           device=str(device)), allow_nan=False))
-    print(program.success if not reasons else f"V2 validation failed: {'; '.join(reasons)}")
+    print(program.success if not reasons else f"{program.failure}: {'; '.join(reasons)}")
     return 1 if reasons else 0

@@ -1,6 +1,6 @@
 """What sort of work a GPU kernel or a CPU operation does, judged by its name. Standard library only.
 
-Every profile of this project uses these words, whether torch.profiler, rocprofv3 or rocprof-compute recorded it.
+Every profile of this project uses these words, whoever recorded it: torch.profiler, rocprofv3 or another.
 """
 import re
 
