@@ -203,8 +203,8 @@ def made_up(shares, samples=(), twins=(), unit="operation", kinds=None, saved=No
 def test_the_heaviest_sublayer_is_named_with_its_spread():
     steps = [dict(a=0.5, b=0.2), dict(a=0.4, b=0.2), dict(a=0.45, b=0.1), dict(a=0.5, b=0.2)]
     first = made_up(dict(a=0.45, b=0.2), steps).findings()[0]
-    assert first.startswith("`a` takes most time of the 2 sub-layers: 45% of the step; p20 to p80")
-    assert "43 to 50%" in first
+    assert first.startswith("`a` takes most time of the 2 sub-layers: 45% (p20 to p80 of the")
+    assert "steps 43 to 50%) of the step, with 50% of their FLOPs" in first
 
 
 def test_steps_that_disagree_withhold_the_heaviest_sublayer():
