@@ -18,6 +18,7 @@ from fusion_lab.measuring.sizes import shapes_around, shrunk
 from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.profiler import analysis, report, several
 from fusion_lab.profiler.session import (
+    analyse,
     launch_on_cpu,
     medians,
     operations_in_a_step,
@@ -166,7 +167,7 @@ def test_launch_verdict_is_withheld_where_the_steps_disagree():
     assert on_gpu.verdict == "undecided"
 
 
-def test_the_step_without_work_takes_turns_with_the_step_itself(monkeypatch):
+def test_the_step_without_work_takes_turns_with_the_step_itself(tmp_path):
     turns = []
 
     class Noting(tof.Trainer):
@@ -174,15 +175,22 @@ def test_the_step_without_work_takes_turns_with_the_step_itself(monkeypatch):
             turns.append(self.settings.model.seq_len)
             return super().step(batch, mark)
 
-    settings = given()
-    trainer = Noting(replace(PROGRAM, trainer=Noting), settings, CPU)
+    program, settings = replace(PROGRAM, trainer=Noting), given()
+    trainer, source = Noting(program, settings, CPU), program.open_source(settings)
+    found = probe(trainer, source.batch(0))
+    turns.clear()
+    result, _ = analyse(trainer, source, found, str(tmp_path), 3)
+    assert turns[:7] == [2, *[SIZES["seq_len"], 2] * 3] and 2 not in turns[7:]
+    assert "operations at S 2, N 1" in result.launch.text and result.launch.host_ms > 0
+
+
+def test_without_a_smaller_step_the_launch_verdict_is_unknown():
     untraced = np.ones((3, 4))
-    launch = launch_on_cpu(trainer, 100, untraced, 3)
-    assert turns == [2, *[2, SIZES["seq_len"]] * 3] and launch.launches == 100
-    assert "operations at S 2, N 1" in launch.text
-    compiling = Noting(trainer.program, given(enable_torch_compile=True), CPU)
-    compiled = launch_on_cpu(compiling, None, untraced, 3)
-    assert compiled.verdict == "unknown" and "compiled" in compiled.text and len(turns) == 7
+    for values, reason in ((dict(enable_torch_compile=True), "compiled"),
+                           (dict(seq_len=2, num_seqs=2), "smallest sizes")):
+        trainer = tof.Trainer(PROGRAM, given(**values), CPU)
+        launch = launch_on_cpu(trainer, None, None, untraced)
+        assert launch.verdict == "unknown" and reason in launch.text and launch.step_ms == 2000
 
 
 def made_up(shares, samples=(), twins=(), unit="operation", kinds=None, saved=None):
@@ -208,10 +216,24 @@ def test_the_heaviest_sublayer_is_named_with_its_spread():
 
 
 def test_steps_that_disagree_withhold_the_heaviest_sublayer():
-    steps = [dict(a=0.5, b=0.2), dict(a=0.1, b=0.2), dict(a=0.45, b=0.5), dict(a=0.5, b=0.2)]
-    texts = made_up(dict(a=0.45, b=0.2), steps).findings()
-    assert "undecided: the steps disagree; `a` is the first in 2 of 4" in texts[0]
+    steps = [dict(a=0.5, b=0.2, c=0.1), dict(a=0.1, b=0.2, c=0.1), dict(a=0.1, b=0.2, c=0.4),
+             dict(a=0.5, b=0.2, c=0.1)]
+    texts = made_up(dict(a=0.45, b=0.2, c=0.1), steps).findings()
+    assert texts[0] == ("Which sub-layer takes most time is undecided: in 4 steps it was `a` 2x, `b` 1x, "
+                        "`c` 1x.")
     assert not any("takes most time of" in text or "least efficient" in text for text in texts)
+    texts = made_up(dict(a=0.45, b=0.4, c=0.1), [*steps[:2], dict(a=0.3, b=0.4, c=0.1)]).findings()
+    assert texts[0].startswith("`b` and `a` take most time of the 3 sub-layers, now one, now the other: 40%")
+
+
+def test_the_least_efficient_sublayer_is_named_where_the_steps_agree():
+    def texts(steps):
+        result = made_up(dict(a=0.5, b=0.3), steps)
+        return replace(result, flops_share=dict(a=0.9, b=0.1)).findings()
+
+    sentence = "`b` is the least efficient: 30% of the time for 10% of the sub-layers' FLOPs"
+    assert any(sentence in text for text in texts([dict(a=0.5, b=0.3)] * 3))
+    assert not any(sentence in text for text in texts([dict(a=0.5, b=0.3), dict(a=0.9, b=0.01)]))
 
 
 def test_twins_that_differ_twofold_are_noise():
