@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
-# The PyTorch profiler and the three ROCm profilers, one after the other; see --help. The work: fusion_lab/rocm/all_profilers.py.
+# The PyTorch profiler and the three ROCm profilers, one after the other; see --help. The work is in
+# fusion_lab/rocm/all_profilers.py.
 set -euo pipefail
-exec "$(dirname "$(readlink -f "$0")")/fusion_lab/start.sh" fusion_lab.rocm.all_profilers "$@"
+exec bash "$(dirname "$(readlink -f "$0")")/fusion_lab/start.sh" fusion_lab.rocm.all_profilers "$@"

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # Hardware counters and roofline with rocprof-compute; see --help. The work is in fusion_lab/rocm/wrappers.py.
 set -euo pipefail
-exec "$(dirname "$(readlink -f "$0")")/fusion_lab/start.sh" fusion_lab.rocm.wrappers rocprof-compute "$@"
+exec bash "$(dirname "$(readlink -f "$0")")/fusion_lab/start.sh" fusion_lab.rocm.wrappers rocprof-compute "$@"

@@ -863,7 +863,7 @@ PROGRAM = Program(
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
             "Flash Attention": "enable_flash_attention",
             "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
-    success="V2 validation successful! Fusion setup working properly.")
+    success="V2 validation successful! Fusion setup working properly.", failure="V2 validation failed")
 
 
 def run(argv=None, program=PROGRAM):

@@ -1,12 +1,22 @@
 """Runs a module of this project from any directory: start.py MODULE [arguments].
 
-A file that is run has its own folder first on Python's path, where its neighbours (statistics.py, say) would
-hide modules of the standard library; here the project's root comes first instead.
+A file that is run has its own folder first on Python's path, where folders such as `study` would hide other
+people's modules; here the project's root comes first instead, and the directory of the user never does.
 """
 import os
-import runpy
 import sys
 
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE), *(place for place in sys.path if os.path.abspath(place or ".") != HERE)]
+
+import importlib.util  # noqa: E402  only now, with the path in order
+import runpy  # noqa: E402
+
 del sys.argv[0]
+# The AMD wrappers do without, for --dry-run and --help.
+if not sys.argv[0].startswith("fusion_lab.rocm.") and not all(
+        map(importlib.util.find_spec, ("torch", "numpy", "tqdm"))):
+    print(f"{sys.executable} lacks torch, numpy or tqdm: pip install -r requirements.txt, or set PYTHON",
+          file=sys.stderr)
+    sys.exit(3)
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

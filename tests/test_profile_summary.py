@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 from fake_rocm import common
 
+from fusion_lab.measuring.kinds import KINDS
 from fusion_lab.rocm import kernel_summary
-from fusion_lab.rocm.kernel_summary import kind_of, summarize
+from fusion_lab.rocm.kernel_summary import summarize
 
-TOTALS = {"GEMM": (160, 5.074), "attention": (120, 7.41), "normalisation": (210, 1.308),
+TOTALS = {"matrix product": (160, 5.074), "attention": (120, 7.41), "normalisation": (210, 1.308),
           "elementwise": (1050, 2.34), "reduction": (75, 0.66), "copy": (42, 0.228), "other": (6, 0.006)}
 GOLDEN = pathlib.Path(common.__file__).with_name("golden_summary.txt").read_text()
 
@@ -27,7 +29,7 @@ def run(tmp_path):
 def check_totals(summary):
     assert summary["launches"] == sum(calls for calls, _ in TOTALS.values())
     got = {row["kind"]: (row["launches"], round(row["time_ms"], 6)) for row in summary["by_kind"]}
-    assert got == TOTALS
+    assert got == {**dict.fromkeys(KINDS, (0, 0.0)), **TOTALS}
     assert sum(row["percent"] for row in summary["by_kind"]) == pytest.approx(100)
 
 
@@ -46,7 +48,8 @@ def test_every_source_gives_the_same_summary(write, run):
     check_totals(summary)
     assert summary["launches_per_step"] == pytest.approx(1663 / 13)
     top = summary["top_kernels"][0]
-    assert (top["calls"], top["kind"]) == (120, "GEMM") and top["average_us"] == pytest.approx(41.25)
+    assert (top["calls"], top["kind"]) == (120, "matrix product")
+    assert top["average_us"] == pytest.approx(41.25)
 
 
 def test_golden_text(run):
@@ -124,72 +127,8 @@ def test_dma_copies_and_counters(run):
     assert summarize(run)["memory_copies"] == {"count": 1, "time_ms": 0.001}
 
 
-@pytest.mark.parametrize("kind,names", {
-    "GEMM": """Cijk_Ailk_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT64x64x64
-        Custom_Cijk_Alik_Bljk_HHS
-        Cijk_SB_BetaOnly
-        void rocblas_gemvt_kernel<false, 256>
-        _ZN2ck16tensor_operation6device22kernel_gemm_xdl_cshuffleE
-        triton_tem_fused_addmm_4
-        triton_mm
-        ampere_sgemm_128x64_nn
-        nvjet_hsh_128x256_64x4_2x1_v
-        void cublasLt::splitKreduce_kernel<32, 16>
-        miopenSp3AsmConv_v30_3_1
-        igemm_fwd_gtcx3_nhwc_fp16""",
-    "attention": """attn_fwd
-        attn_fwd.kd
-        _attn_fwd
-        bwd_kernel_dk_dv.kd
-        bwd_kernel_dq
-        bwd_kernel_fuse
-        bwd_preprocess
-        triton_tem_fused_flex_attention_backward_2
-        triton_flex_attention
-        void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<32> >
-        fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention)
-        ck_tile::FmhaFwdKernel""",
-    "normalisation": """void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>
-        void at::native::(anonymous namespace)::layer_norm_grad_input_kernel<float>
-        GammaBetaBackwardCUDAKernelTemplate
-        (anonymous namespace)::softmax_warp_forward<float>
-        void at::native::cunn_SoftMaxForward<4>
-        triton_per_fused_native_layer_norm_backward_8
-        triton_red_fused__softmax_2
-        MIOpenBatchNormFwdTrainSpatial""",
-    "elementwise": """void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float> >
-        void at::native::elementwise_kernel_manual_unroll<128, 4, sigmoid_kernel_cuda>
-        triton_poi_fused__scaled_dot_product_flash_attention_clone_3
-        triton_poi_fused_native_layer_norm_1
-        triton_for_fused_0
-        void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>
-        void at::native::(anonymous namespace)::indexSelectLargeIndex<float>
-        void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float>""",
-    "reduction": """void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >
-        reduce_kernel<NormTwoOps<float> >
-        triton_red_fused_sum_3
-        triton_per_fused_mul_sum_5
-        void rocprim::ROCPRIM_300_NS::detail::trampoline_kernel<>
-        void cub::DeviceScanKernel<>
-        multi_tensor_apply_kernel<LpNormFunctor<float, 2> >
-        nll_loss_forward_reduce_cuda_kernel_2d""",
-    "copy": """__amd_rocclr_copyBuffer.kd
-        __amd_rocclr_fillBufferAligned.kd
-        CatArrayBatchedCopy_aligned16_contig
-        elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>
-        vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >
-        batched_transpose_32x32_dword
-        Memcpy DtoH (Device -> Pinned)""",
-    "other": "my_kernel",
-}.items())
-def test_kinds(kind, names):
-    names = [name.strip() for name in names.splitlines()]
-    assert {name: kind_of(name) for name in names} == dict.fromkeys(names, kind)
-
-
 def cli(*arguments):
-    program = pathlib.Path(kernel_summary.__file__)
-    command = [sys.executable, "-S", program, *map(str, arguments)]
+    command = [sys.executable, "-S", ROOT / "profile_summary.py", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -212,7 +151,7 @@ def test_comparison(run, tmp_path):
     done = cli(run, "--compare", baseline, "--json")
     rows = {row["figure"]: row for row in json.loads(done.stdout)["comparison"]["rows"]}
     assert rows["launches"]["earlier"] == pytest.approx((1663 * 4 + 52) / 26)
-    assert rows["GEMM launches"]["change_percent"] == pytest.approx(-50)
+    assert rows["matrix product launches"]["change_percent"] == pytest.approx(-50)
     text = cli(run, "--compare", baseline).stdout
     assert f"Compared with {baseline}, per step" in text and "-50.0%" in text and "Caution" not in text
     slower = cli(baseline, "--compare", run).stdout

@@ -10,7 +10,7 @@ from fake_rocm import common
 from fake_rocm.machine import FAKES, GENERATIONS, ODD_FLAGS, ROOT, interrupt, manifest, recorded, start
 
 from fusion_lab.rocm import kernel_summary, wrappers
-from fusion_lab.rocm.machine import Stop
+from fusion_lab.training.files import UserError
 
 pytest_plugins = ("fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
@@ -99,7 +99,7 @@ def test_modes_of_the_trainer_have_no_steps(machine):
 def test_an_option_that_the_release_lacks(machine):
     machine(None)
     dry = ["--dry-run", "--rocm", "6.2"]
-    with pytest.raises(Stop, match="--runtime-trace: not an option of rocprofv3 of ROCm 6.2; it came"):
+    with pytest.raises(UserError, match="--runtime-trace: not an option of rocprofv3 of ROCm 6.2; it came"):
         wrapper("rocprofv3", *dry, "--runtime-trace").commands()
     newer = wrapper("rocprofv3", "--dry-run", "--selected-regions")
     assert "this is for ROCm 7.0 to" in newer.script_text(newer.commands())

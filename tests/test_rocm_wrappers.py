@@ -13,10 +13,20 @@ import sys
 import time
 
 import pytest
-from fake_rocm.machine import GENERATIONS, ODD_FLAGS, ROOT, WRAPPERS, interrupt, manifest, recorded, start
+from fake_rocm.machine import (
+    FAKES,
+    GENERATIONS,
+    ODD_FLAGS,
+    ROOT,
+    WRAPPERS,
+    interrupt,
+    manifest,
+    recorded,
+    start,
+)
 
 from fusion_lab.rocm import machine as rocm_machine
-from fusion_lab.rocm import session, wrappers
+from fusion_lab.rocm import preflight, process, session, wrappers
 
 pytest_plugins = ("fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
@@ -148,13 +158,6 @@ def test_broken_tool(script, trap, code, words, generation, machine):
 
 
 @every_wrapper
-def test_program_that_refuses_its_flags(script, machine):
-    machine("7.0")
-    done = start(script, "--bad-flag")
-    assert done.returncode == 5 and "unrecognized arguments: --bad-flag" in done.stdout
-
-
-@every_wrapper
 def test_preflight_lists_every_problem_at_once(script, machine):
     workplace = machine(None, KFD_DEVICE="/nonexistent/kfd", FAKE_HIP="", MIN_FREE_GB="1e9",
                         TINYOPENFOLD_SCRIPT="absent.py")
@@ -167,16 +170,83 @@ def test_preflight_lists_every_problem_at_once(script, machine):
 
 
 @pytest.mark.parametrize("script", [*WRAPPERS, "run_all_profilers.sh"])
-def test_flags_that_the_trainer_would_refuse(script, machine, monkeypatch):
+def test_flags_that_the_program_refuses(script, machine, tmp_path):
+    """Its one line and its code, under the wrapper's name; nothing ran, nothing was written."""
     workplace = machine("7.0")
-    assert start(script, "--dry-run", "--no-flag-of-ours").returncode == 0  # a program of the user's own
+    for done in (start(script, "--bad-flag"), start(script, "--dry-run", "--", "--bad-flag")):
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr == f"{script}: error: unrecognized arguments: --bad-flag\n"
+    assert not list(workplace.iterdir()) and not (tmp_path / "record").exists()
+
+
+@pytest.mark.parametrize("script", [*WRAPPERS, "run_all_profilers.sh"])
+def test_program_that_cannot_judge_its_flags(script, machine, tmp_path):
+    machine("7.0", FAKE_TRAINER="unaware")
+    several = "all" in script
+    only = ["--only=rocprofv3"] * several
+    shown = start(script, "--dry-run", "--bad-flag")
+    assert shown.returncode == 0
+    assert "flags were not judged: trainer.py does not know --check-flags" in shown.stdout
+    assert start(script, "--bad-flag", *only).returncode == (1 if several else 5)
+    machine("7.0", FAKE_TRAINER="no_torch")
+    shown = start(script, "--dry-run")
+    assert shown.returncode == 0 and "flags were not judged: needs torch" in shown.stdout
+    done = start(script, *only)
+    assert done.returncode == (1 if several else 3)
+    assert "cannot import torch (needs torch" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("script", WRAPPERS)
+def test_modes_of_the_program_are_not_refused(script, machine, tmp_path):
+    machine("7.0")
+    done = start(script, "--dry-run", "--compare-fusion", "--bad-flag")
+    assert done.returncode == 0 and "--compare-fusion is a mode of its own" in done.stdout
+
+
+def test_the_program_is_asked_once(machine, tmp_path):
+    """One import of torch serves flags, preflight, steps and names; FAKE_QUESTIONS counts the questions."""
+    workplace = machine("7.0", FAKE_QUESTIONS=str(tmp_path / "questions"))
+    assert start("run_rocprofv3.sh", "-o", "x").returncode == 0
+    assert (tmp_path / "questions").read_text().count("asked") == 1
+    assert manifest(workplace / "x")["summary"] == "performance_summary_v2.json"
+    assert manifest(workplace / "x")["torch"]["hip"] == "7.0.1"
+
+
+@pytest.mark.parametrize("script", [*WRAPPERS, "run_all_profilers.sh"])
+def test_another_program(script, machine, tmp_path, monkeypatch):
+    """--program, before TINYOPENFOLD_SCRIPT; its results may have other names."""
+    workplace = machine("7.0", FAKE_SUMMARY="performance_summary_mlp.json")
+    other = tmp_path / "other place" / "mlp.py"
+    other.parent.mkdir()
+    other.write_text((FAKES / "trainer.py").read_text())
+    shown = start(script, "--dry-run", "--program", other).stdout
+    assert shlex.quote(str(other)) in shown and "fake_rocm/trainer.py" not in shown
+    monkeypatch.setenv("TINYOPENFOLD_SCRIPT", "/nonexistent.py")
+    done = start(script, "--program", other, "-o", "out", *["--only=sys"] * ("all" in script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((workplace / "out").rglob("performance_summary_mlp.json"))
+
+
+def test_the_real_program_judges_its_flags(machine, monkeypatch):
+    workplace = machine("7.0", PYTHONPATH="")
     monkeypatch.delenv("TINYOPENFOLD_SCRIPT")
     for flags, named in ((["--no-flag-of-ours"], "--no-flag"), (["--", "--num-steps", "0"], "--num-steps"),
                          (["--amp-dtype", "bfloat16"], "--use-amp")):
-        for done in (start(script, *flags), start(script, "--dry-run", *flags)):
-            assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-            assert done.stderr.startswith(f"{script}: error: ") and named in done.stderr
-    assert not list(workplace.iterdir())
+        done = start("run_rocprofv3.sh", "--dry-run", *flags)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith("run_rocprofv3.sh: error: ") and named in done.stderr
+    shown = start("run_rocprofv3.sh", "--dry-run", "--save-checkpoint", "x.pt")  # what training accepts
+    assert shown.returncode == 0 and "not judged" not in shown.stdout and not list(workplace.iterdir())
+
+
+def test_no_module_needs_torch_or_numpy():
+    code = ("import pathlib, sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+            "import importlib\n"
+            "for file in sorted(pathlib.Path('fusion_lab/rocm').glob('*.py')):\n"
+            "    importlib.import_module(f'fusion_lab.rocm.{file.stem}')\n"
+            "import profile_summary; print('all of them')")
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "all of them\n", done.stderr
 
 
 @every_wrapper
@@ -190,19 +260,19 @@ def test_no_gpu(script, machine):
 def test_preflight_without_permission_or_torch(machine, monkeypatch, tmp_path):
     machine("7.0")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "no permission" in next(rocm_machine.kfd_problems()).what
-    assert [problem.code for problem in rocm_machine.torch_problems({"error": "No module"})] == [3]
+    assert "no permission" in next(preflight.kfd_problems()).what
+    assert [problem.code for problem in preflight.torch_problems({"error": "No module"})] == [3]
 
 
 def test_bindings_for_another_python(machine, tmp_path):
     machine("7.0")
     tool = rocm_machine.find_tool("rocprof-sys-python", "--help")
-    assert not list(rocm_machine.bindings_problems(tool))
+    assert not list(preflight.bindings_problems(tool))
     prefix = tmp_path / "rocm"
     place = prefix / "lib" / "python3.6" / "site-packages" / "rocprofsys"
     place.mkdir(parents=True)
     (place / "libpyrocprofsys.cpython-36-x86_64-linux-gnu.so").touch()
-    problem, = rocm_machine.bindings_problems(rocm_machine.Tool("x", str(prefix / "bin" / "x")))
+    problem, = preflight.bindings_problems(rocm_machine.Tool("x", str(prefix / "bin" / "x")))
     assert "for Python 3.6" in problem.what and "rocprof-sys-sample" in problem.advice and problem.code == 3
 
 
@@ -265,15 +335,15 @@ def test_reader_of_the_output_goes_away(machine):
 
 
 def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "FLUSH_SECONDS", 0.2)
-    command = session.Command(["sh", "-c", "trap '' INT TERM; while :; do sleep 0.1; done"])
+    monkeypatch.setattr(process, "FLUSH_SECONDS", 0.2)
+    command = process.Command(["sh", "-c", "trap '' INT TERM; while :; do sleep 0.1; done"])
     begin = time.monotonic()
-    ended = session.run(command, tmp_path, timeout=0.2)
+    ended = process.run(command, tmp_path, timeout=0.2)
     assert ended.code == -signal.SIGKILL and ended.timed_out and time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize("name,arguments,words", [
-    ("rocprofv3", ["--timeout", "soon"], "--timeout: 'soon' is not a whole number"),
+    ("rocprofv3", ["--timeout", "soon"], "--timeout: 'soon': must be a whole number"),
     ("rocprofv3", ["--rocm", "7"], "--rocm: '7' is not a ROCm release"),
     ("rocprofv3", ["--rocm", "7.0"], "--rocm: chooses what --dry-run prints"),
     ("rocprofv3", ["--pmc", "A", "--pmc", "B"], "--pmc: given twice"),
@@ -281,8 +351,8 @@ def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch):
     ("rocprofv3", ["--hip-trace=yes"], "--hip-trace: ignored explicit argument"),
     ("rocprof-sys", ["--modules"], "--modules: expected one argument"),
     ("rocprof-compute", ["--mode", "all"], "--mode: invalid choice: 'all'"),
-    ("rocprof-compute", ["--device", "cpu"], "--device: 'cpu' is not a whole number"),
-    ("rocprof-compute", ["--dispatch", "-1"], "--dispatch: '-1' is not a whole number"),
+    ("rocprof-compute", ["--device", "cpu"], "--device: 'cpu': must be a whole number"),
+    ("rocprof-compute", ["--dispatch", "-1"], "--dispatch: '-1': must be a whole number"),
     ("rocprof-compute", ["--output-name", "a/b"], "--output-name: 'a/b'; allowed are"),
     ("rocprof-compute", ["--no-roof", "--roof-only"], "--no-roof: contradicts"),
     ("rocprof-compute", ["--mode", "roof", "--no-roof"], "--no-roof: contradicts"),

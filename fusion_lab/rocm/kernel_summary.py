@@ -8,7 +8,6 @@ Reads *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation an
 databases (*.db) and rocprof-compute's pmc_perf*.csv. Columns are found by name, because their order and
 number changed with ROCm 6.3, 7.0 and rocpd. Standard library only; works offline; writes nothing.
 """
-import argparse
 import csv
 import json
 import pathlib
@@ -17,39 +16,17 @@ import sqlite3
 import sys
 from collections import Counter, defaultdict
 
+from fusion_lab.measuring.kinds import KINDS, kind_of_kernel
+from fusion_lab.training.files import NO_DATA, OK, UserError, exit_code
+from fusion_lab.training.flags import Parser
+
+PROGRAM = "profile_summary.py"
 TOP_KERNELS = 20
-KINDS = ("GEMM", "attention", "normalisation", "elementwise", "reduction", "copy", "other")
-
-# First match wins. Inductor's own prefix says more than the operators it lists after it: a
-# triton_poi_fused__scaled_dot_product_attention_clone kernel is a pointwise one.
-KIND_RULES = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
-    ("elementwise", r"^triton_(poi|for)_"),
-    ("normalisation", r"^triton_(per|red|mix)_.*(norm|softmax)"),
-    ("reduction", r"^triton_(per|red|mix)_"),
-    ("attention", r"attn_|attention|fmha|flash|bwd_kernel_(dk|dq|fuse)|bwd_preprocess"),
-    ("GEMM", r"Cijk_|gem[mv]|^triton_(tem|mm|bmm)|splitk|nvjet|miopen\w*conv|winograd"),
-    ("normalisation", r"(layer|batch|group|rms)_?norm|softmax|RowwiseMoments|GammaBeta|ComputeGradInput"
-                      r"|ComputeInternalGradients"),
-    ("copy", r"copy|CatArray|memcpy|memset|fillBuffer|FillFunctor|transpose"),
-    ("reduction", r"reduc|rocprim|hipcub|cub::|LpNorm|nll_loss|_dot_|argm(ax|in)|grad_weight|topk"),
-    ("elementwise", r"elementwise|pointwise|multi_tensor|Functor|OpTensor|index|gather|scatter|embedding"
-                    r"|dropout|distribution|arange|where|adam"),
-)]
+SUMMARIES = "performance_summary*.json"  # of any program
 
 
-class Unreadable(ValueError):
+class Unreadable(UserError):
     """A file that is there but is not what its name says."""
-
-
-class NoKernels(LookupError):
-    """A directory without a single kernel record."""
-
-
-def kind_of(kernel):
-    for kind, pattern in KIND_RULES:
-        if pattern.search(kernel):
-            return kind
-    return "other"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -116,8 +93,8 @@ def result_files(directory, pattern):
     return [path for path in files if not passes or passes[0] in path.parts]
 
 
-def merge(tables):
-    return add_up((name, calls, time) for table in tables for name, (calls, time) in table.items())
+def merge(readings):
+    return add_up((name, calls, time) for reading in readings for name, (calls, time) in reading.items())
 
 
 def read_kernels(directory):
@@ -138,14 +115,14 @@ def read_kernels(directory):
 
 def read_memory_copies(directory):
     """Copies by the DMA engines; copies done by a kernel are in the kernel table. None if not traced."""
-    table = merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv")))
-    if not table:
-        table = merge(read_trace(path, "direction")
-                      for path in result_files(directory, "*memory_copy_trace.csv"))
-    if not table:
+    copies = merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv")))
+    if not copies:
+        copies = merge(read_trace(path, "direction")
+                       for path in result_files(directory, "*memory_copy_trace.csv"))
+    if not copies:
         return None
-    return {"count": sum(calls for calls, _ in table.values()),
-            "time_ms": sum(time for _, time in table.values()) / 1e6}
+    return {"count": sum(calls for calls, _ in copies.values()),
+            "time_ms": sum(time for _, time in copies.values()) / 1e6}
 
 
 def read_counters(directory):
@@ -165,15 +142,15 @@ def read_json(path):
     return data if isinstance(data, dict) else {}
 
 
-def trainer_summary(directory):
-    """The trainer's own performance_summary_v2.json below directory."""
-    files = result_files(directory, "performance_summary_v2.json")
+def program_summary(directory):
+    """The profiled program's own summary below directory, under the name that the session's record has."""
+    files = result_files(directory, read_json(directory / "manifest.json").get("summary") or SUMMARIES)
     return read_json(files[0]) if files else {}
 
 
 def steps_profiled(directory):
     """(number of steps, measured steps only?, in words); the number is None where nothing tells."""
-    training = trainer_summary(directory).get("training_params", {})
+    training = program_summary(directory).get("training_params", {})
     steps = {"measured": training.get("num_steps"), "warmup": training.get("warmup_steps")}
     steps = read_json(directory / "manifest.json").get("steps", steps) or {}  # null there: nobody knows
     measured, warmup = steps.get("measured"), steps.get("warmup")
@@ -202,8 +179,8 @@ def summarize(directory):
 
     by_kind = {kind: [0, 0.0] for kind in KINDS}
     for name, (calls, time) in kernels.items():
-        by_kind[kind_of(name)][0] += calls
-        by_kind[kind_of(name)][1] += time
+        by_kind[kind_of_kernel(name)][0] += calls
+        by_kind[kind_of_kernel(name)][1] += time
     ordered = sorted(kernels.items(), key=lambda item: (-item[1][1], item[0]))
     return {
         "directory": str(directory), "source": label, "files": files,
@@ -213,7 +190,7 @@ def summarize(directory):
         "kernel_time_ms_per_step": total / 1e6 / steps if steps else None,
         "by_kind": [{"kind": kind, "launches": calls, "time_ms": time / 1e6, "percent": share(time)}
                     for kind, (calls, time) in by_kind.items()],
-        "top_kernels": [{"name": name, "kind": kind_of(name), "calls": calls, "time_ms": time / 1e6,
+        "top_kernels": [{"name": name, "kind": kind_of_kernel(name), "calls": calls, "time_ms": time / 1e6,
                          "average_us": time / calls / 1e3, "percent": share(time)}
                         for name, (calls, time) in ordered[:TOP_KERNELS]],
         "memory_copies": read_memory_copies(directory), "counters": read_counters(directory),
@@ -250,7 +227,7 @@ def render(summary):
     return "\n".join(lines) + "\n"
 
 
-def compare(current, earlier):
+def differences(current, earlier):
     """Current against earlier, per step where both know their steps, else in total."""
     rows = [(label, earlier[key], current[key])
             for label, key in (("launches", "launches"), ("kernel time ms", "kernel_time_ms"))]
@@ -267,7 +244,7 @@ def compare(current, earlier):
                       "change_percent": 100 * (b / a - 1) if a else None} for label, a, b in rows]}
 
 
-def render_comparison(comparison):
+def render_differences(comparison):
     unit = "per step" if comparison["per_step"] else "in total (the number of steps is not known for both)"
     lines = [f"Compared with {comparison['earlier']}, {unit}"]
     if not comparison["same_steps"]:
@@ -280,13 +257,13 @@ def render_comparison(comparison):
 
 
 def report(summary, comparison=None):
-    return render(summary) + ("\n" + render_comparison(comparison) if comparison else "")
+    return render(summary) + ("\n" + render_differences(comparison) if comparison else "")
 
 
 def main_figures(directory):
     """The few figures that make different profilers' runs comparable; None where not measured."""
     directory = pathlib.Path(directory)
-    measured = trainer_summary(directory).get("performance_summary", {})
+    measured = program_summary(directory).get("performance_summary", {})
     median = measured.get("median_batch_time")
     try:
         kernels = summarize(directory)
@@ -306,34 +283,34 @@ def main_figures(directory):
 
 
 def load(directory):
-    """Summary of a directory that must hold kernel records."""
+    """Summary of a directory that must hold kernel records. Raises UserError."""
     if not pathlib.Path(directory).is_dir():
         raise Unreadable(f"{directory}: no such directory")
     summary = summarize(directory)
     if not summary["launches"]:
-        raise NoKernels(f"{directory}: no kernel records (looked for *kernel_stats.csv, *kernel_trace.csv, "
-                        "*.db and pmc_perf*.csv)")
+        raise UserError(f"{directory}: no kernel records (looked for *kernel_stats.csv, *kernel_trace.csv, "
+                        "*.db and pmc_perf*.csv)", NO_DATA)
     return summary
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(argv=None):
+    """Print the summary of a directory; returns the exit code. Raises UserError."""
+    parser = Parser(prog=PROGRAM, description=__doc__)
     parser.add_argument("directory", metavar="DIR")
     parser.add_argument("--compare", metavar="EARLIER", help="result directory of an earlier run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    options = parser.parse_args()
-    try:
-        summary = load(options.directory)
-        comparison = compare(summary, load(options.compare)) if options.compare else None
-    except (Unreadable, OSError, NoKernels) as error:
-        print(f"profile_summary.py: {error}", file=sys.stderr)
-        return 6 if isinstance(error, NoKernels) else 2
+    options = parser.parse_args(argv)
+    summary = load(options.directory)
+    comparison = differences(summary, load(options.compare)) if options.compare else None
     if options.json:
         print(json.dumps({**summary, "comparison": comparison}))
     else:
         print(report(summary, comparison), end="")
-    return 0
+    return OK
+
+
+def main(argv=None):
+    return exit_code(run, argv, PROGRAM)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ class Program:
     titles: dict = field(default_factory=dict)  # switch: its name in the start-up lines
     headline: tuple = ()           # switches of --combinations
     tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
-    success: str = "Validation successful."  # its last line
+    success: str = "Validation successful."  # its last line; or failure and the reasons
+    failure: str = "Validation failed"
 
     @property
     def name(self):

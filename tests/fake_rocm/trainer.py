@@ -1,4 +1,7 @@
-"""Stand-in for tiny_openfold_v2.py: takes any flags, writes its summary, and fails as FAKE_TRAINER says."""
+"""Stand-in for tiny_openfold_v2.py: takes nearly any flags, fails as FAKE_TRAINER says.
+
+It answers --check-flags as the trainer does; FAKE_TRAINER=unaware is a program that does not know the flag.
+"""
 import json
 import os
 import pathlib
@@ -6,9 +9,35 @@ import signal
 import sys
 import time
 
+SUMMARY = os.environ.get("FAKE_SUMMARY", "performance_summary_v2.json")
+
 
 def value(name, default):
-    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
+    """The last one counts, as in argparse."""
+    places = [place for place, word in enumerate(sys.argv[:-1]) if word == name]
+    return sys.argv[places[-1] + 1] if places else default
+
+
+def refuse(message, code=2):
+    sys.stderr.write(f"trainer.py: error: {message}\n")
+    sys.exit(code)
+
+
+def check_flags(behaviour):
+    """One line of JSON about the flags and about torch, which is a stand-in as well."""
+    if "FAKE_QUESTIONS" in os.environ:
+        with open(os.environ["FAKE_QUESTIONS"], "a") as file:
+            file.write("asked\n")
+    if behaviour == "no_torch":
+        refuse("needs torch: pip install -r requirements.txt", 3)
+    import torch
+    print(json.dumps({
+        "mode": "check_flags", "program": "trainer.py", "summary": SUMMARY,
+        "training_params": {"num_steps": int(value("--num-steps", 50)),
+                            "warmup_steps": int(value("--warmup-steps", 5))},
+        "profiler_config": {"profile_dir": value("--profile-dir", "pytorch_profiles_v2")},
+        "torch": torch.__version__, "torch_path": torch.__file__, "hip": torch.version.hip, "cuda": None,
+        "gpus": torch.cuda.device_count()}))
 
 
 def write_summary(steps):
@@ -17,18 +46,21 @@ def write_summary(steps):
     summary = {"training_params": {"num_steps": steps, "warmup_steps": int(value("--warmup-steps", 5))},
                "performance_summary": {"median_batch_time": 0.0125, "avg_training_speed": 160.0,
                                        "peak_memory_mb": 512.5, "launches_per_step": 39.0}}
-    (directory / "performance_summary_v2.json").write_text(json.dumps(summary))
+    (directory / SUMMARY).write_text(json.dumps(summary))
     print(json.dumps(summary), flush=True)
 
 
 def main():
     behaviour = os.environ.get("FAKE_TRAINER", "")
+    unknown = {"--bad-flag", *["--check-flags"] * (behaviour == "unaware")}.intersection(sys.argv)
+    if unknown:
+        refuse(f"unrecognized arguments: {' '.join(sorted(unknown))}")
+    if "--check-flags" in sys.argv:
+        check_flags(behaviour)
+        return
     if "FAKE_RECORD" in os.environ:
         with open(os.environ["FAKE_RECORD"], "a") as file:
             file.write(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd()}) + "\n")
-    if "--bad-flag" in sys.argv:
-        sys.stderr.write("trainer.py: error: unrecognized arguments: --bad-flag\n")
-        sys.exit(2)
     if behaviour == "raise":
         raise RuntimeError("HIP out of memory")
     if behaviour == "segv":

@@ -1,0 +1,113 @@
+"""The program that is profiled: what it says of itself, of its flags and of its torch.
+
+It is asked in a process of its own, by `PROGRAM FLAGS --check-flags`, since nothing here may need torch.
+"""
+import contextlib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+from fusion_lab.training.files import MISSING, USAGE, UserError
+from fusion_lab.training.flags import MODES
+from fusion_lab.training.program import DEFAULT_PROGRAM
+
+QUESTION = "--check-flags"
+SECONDS = 120  # a first import of torch can take half a minute on a network file system
+PROBE = """import sys
+sys.path = [place for place in sys.path if place]  # not what lies in the user's directory
+import json, torch
+print(json.dumps({"torch": torch.__version__, "torch_path": torch.__file__, "hip": torch.version.hip,
+                  "gpus": torch.cuda.device_count()}))"""
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A program and its answer, {} where there is none; then `unjudged` says why."""
+    path: str
+    answer: dict = field(default_factory=dict)
+    unjudged: str = ""
+    no_torch: str = ""  # what it said where torch is missing
+
+    def torch(self):
+        """Its interpreter's torch: {"version", "hip", "gpus", "path"}, or {"error": ...}."""
+        if self.no_torch:
+            return {"error": self.no_torch}
+        facts = self.answer or probe_torch()
+        if "error" in facts:
+            return facts
+        return {"version": facts["torch"], "hip": facts["hip"], "path": facts.get("torch_path"),
+                "gpus": facts["gpus"] if facts["hip"] else 0}
+
+    def summary(self):
+        """Name of the file with its results, or None where nobody knows."""
+        return self.answer.get("summary")
+
+    def profile_dir(self):
+        return self.answer.get("profiler_config", {}).get("profile_dir")
+
+    def steps(self):
+        """{"measured", "warmup"}, or None where nobody knows."""
+        training = self.answer.get("training_params", {})
+        if "num_steps" not in training:
+            return None
+        return {"measured": training["num_steps"], "warmup": training.get("warmup_steps", 0)}
+
+
+def chosen_program(option):
+    """Path of the program: --program, else TINYOPENFOLD_SCRIPT, else the project's own."""
+    return os.path.abspath(option or os.environ.get("TINYOPENFOLD_SCRIPT") or DEFAULT_PROGRAM)
+
+
+def modes_among(program_flags):
+    """Flags of modes that run no counted steps."""
+    return (MODES.keys() - {QUESTION}).intersection(program_flags)
+
+
+def start_python(*arguments):
+    return subprocess.run([sys.executable, *arguments], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, errors="replace", timeout=SECONDS)
+
+
+def last_line(text):
+    return (text.strip().splitlines() or [""])[-1].strip()
+
+
+def ask(path, program_flags):
+    """Profiled. Raises UserError where the program refuses its flags."""
+    if not os.access(path, os.R_OK):
+        return Profiled(path, unjudged=f"cannot read {path}")
+    # A mode cannot be given together with the question; of its flags, only those of training could be judged.
+    mode = ", ".join(sorted(modes_among(program_flags)))
+    try:
+        done = start_python(path, *([] if mode else program_flags), QUESTION)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Profiled(path, unjudged=str(error))
+    said = re.sub(r"^\S+: (error: )?", "", last_line(done.stderr))
+    with contextlib.suppress(ValueError):
+        answer = json.loads(last_line(done.stdout))
+        if done.returncode == 0 and isinstance(answer, dict) and answer.get("mode") == "check_flags":
+            if mode:  # what it said of itself is right, its steps and places are not those of the run
+                answer = {name: value for name, value in answer.items()
+                          if name not in ("training_params", "profiler_config")}
+            return Profiled(path, answer, f"{mode} is a mode of its own" if mode else "")
+    if done.returncode == USAGE and said and QUESTION not in said:
+        raise UserError(said)
+    if done.returncode == MISSING:
+        return Profiled(path, unjudged=said, no_torch=said)
+    return Profiled(path, unjudged=f"{os.path.basename(path)} does not know {QUESTION}")
+
+
+@functools.cache
+def probe_torch():
+    """The same facts from the interpreter itself, for a program that cannot be asked."""
+    try:
+        done = start_python("-c", PROBE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    with contextlib.suppress(ValueError):
+        return json.loads(last_line(done.stdout))
+    return {"error": last_line(done.stderr) or f"exit code {done.returncode}"}

@@ -1,0 +1,161 @@
+"""run_rocprof_compute.sh: hardware counters and roofline, and reports on them."""
+import os
+import pathlib
+import re
+import shlex
+import sys
+
+from fusion_lab.rocm.preflight import tool_problems
+from fusion_lab.rocm.process import Command, say
+from fusion_lab.rocm.wrapper import Wrapper
+from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, UserError
+from fusion_lab.training.flags import whole_number
+
+
+class RocprofCompute(Wrapper):
+    """Hardware counters and roofline of every kernel with rocprof-compute; runs the program many times."""
+    script, executable = "run_rocprof_compute.sh", "rocprof-compute"
+    default_dir = "rocprof_compute_profiles_v2"
+    timeout = 14400
+    workload = ["--batch-size", "2", "--seq-len", "32", "--num-steps", "2", "--warmup-steps", "1",
+                "--seed", "42", "--deterministic"]
+    help_arguments = ("profile", "--help")
+    install_hint = "Install the package rocprofiler-compute (ROCm 6.3 or newer), or set ROCM_PATH."
+    since = {"--roofline": "99.0"}  # it came after 10.1: only --help can tell
+    wanted = {"counters": ("pmc_perf*", "results_*", "SQ_*", "*.db"), "roof": ("roofline*", "empirRoof*")}
+    examples = """examples:
+  ./run_rocprof_compute.sh                     counters, then roofline (a dozen runs and more)
+  ./run_rocprof_compute.sh --roof-only         roofline only; --no-roof: counters only
+  ./run_rocprof_compute.sh --list-stats        kernels and dispatch ids of the last run -> list_stats.txt
+  ./run_rocprof_compute.sh --dispatch 12       everything about one dispatch -> dispatch_12.txt
+"""
+
+    @classmethod
+    def add_options(cls, parser):
+        parser.add_argument("--mode", choices=("profile", "roof", "analyze"),
+                            help="counters and roofline, roofline only, or report on an earlier profile "
+                                 "(default: profile; analyze with --list-stats or --dispatch)")
+        parser.add_argument("--roof-only", action="store_true", help="the same as --mode roof")
+        parser.add_argument("--no-roof", action="store_true", help="counters only")
+        parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
+        parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append",
+                            help="report on one dispatch; take the ID from --list-stats; may be repeated")
+        parser.add_argument("--output-name", metavar="NAME", default="tinyopenfold",
+                            help="workloads become NAME_counters and NAME_roof (default: %(default)s)")
+        parser.add_argument("--device", metavar="N", type=whole_number(0),
+                            help="GPU index for roofline and trainer (default: 0 and the trainer's own)")
+
+    def __init__(self, options, own_flags):
+        roof = options.roof_only or options.mode == "roof"
+        reading = bool(options.list_stats or options.dispatch)
+        self.analyze = options.mode == "analyze" or reading and not (options.mode or roof or options.no_roof)
+        if not re.fullmatch(r"[\w.-]+", options.output_name) or ".." in options.output_name:
+            raise UserError(f"--output-name: {options.output_name!r}; allowed are letters, digits, . _ -")
+        if roof and options.no_roof:
+            raise UserError("--no-roof: contradicts --roof-only and --mode roof")
+        if self.analyze and (roof or options.no_roof) or reading and not self.analyze:
+            raise UserError("--list-stats, --dispatch: are for --mode analyze, --roof-only and --no-roof "
+                              "for --mode profile. Profile first, then run again to analyze.")
+        if self.analyze and own_flags:
+            raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
+        self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
+        super().__init__(options, own_flags)
+        self.runs_program = not self.analyze
+        if ".." in self.directory:
+            raise UserError(f"-o {self.directory}: rocprof-compute refuses a path that contains '..'")
+        if self.analyze:
+            self.records = os.path.join(self.directory, "analysis")  # the profile keeps its own
+
+    def extra_flags(self):
+        return [] if self.options.device is None else ["--device", str(self.options.device)]
+
+    def fresh_directory(self):
+        return not self.analyze
+
+    def replaced(self):
+        """What is there is set aside: old releases mix old files with new ones, from 10.0 they refuse."""
+        workloads = {os.path.join(self.directory, "workloads", f"{self.options.output_name}_{part}")
+                     for part in self.parts}
+        return {self.records} if self.analyze else workloads
+
+    def files(self):
+        """rocprof-compute joins the program's words by spaces and splits them again: give it simple ones."""
+        words = shlex.join([sys.executable, self.profiled.path, *self.program_flags])
+        script = f"cd {shlex.quote(os.getcwd())} || exit 1\nexec {words}\n"
+        return {} if self.analyze else {"workload.sh": script}
+
+    def workload_directory(self, part):
+        """The last folder is the GPU model, or what else a release appends; sysinfo.csv marks it."""
+        workloads = pathlib.Path(self.directory, "workloads")
+        marks = sorted(workloads.glob(f"{self.options.output_name}_{part}/**/sysinfo.csv"))
+        return marks[0].parent if marks else None
+
+    def commands(self):
+        return self.analyze_commands() if self.analyze else self.profile_commands()
+
+    def profile_commands(self):
+        """Run in the result directory, where every release writes workloads/NAME/<GPU model> by default."""
+        commands = []
+        for part in self.parts:
+            arguments = ["--name", f"{self.options.output_name}_{part}"]
+            if part == "counters":
+                arguments += ["--no-roof"]
+            elif self.has("--roofline"):
+                arguments += ["--roofline", "--roofline-device", str(self.options.device or 0)]
+            else:
+                arguments += ["--roof-only", "--device", str(self.options.device or 0)]
+            commands.append(Command([self.tool.command, "profile", *arguments, "--", "bash", "workload.sh"],
+                                    cwd=self.directory))
+        return commands
+
+    def analyze_commands(self):
+        workloads = {part: self.workload_directory(part) for part in self.parts}
+        workloads = {part: path for part, path in workloads.items() if path}
+        if not workloads and self.options.dry_run:
+            self.notes.append("GPU_MODEL stands for the folder that profiling creates")
+            place = pathlib.Path(self.directory, "workloads", f"{self.options.output_name}_counters")
+            workloads = {"counters": place / "GPU_MODEL"}
+        if not workloads:
+            raise UserError(f"{self.directory}: no workload {self.options.output_name}_* there. Run "
+                              f"./{self.script} first, or name its directory with -o.")
+        jobs = [("list_stats.txt", ["--list-stats"])] if self.options.list_stats else []
+        jobs += [(f"dispatch_{dispatch}.txt", ["--dispatch", str(dispatch)])
+                 for dispatch in self.options.dispatch or []]
+        first = next(iter(workloads))
+        jobs = [(first, *job) for job in jobs] or [(part, f"analysis_{part}.txt", []) for part in workloads]
+        self.reports = ", ".join(name for _, name, _ in jobs)
+        return [Command([self.tool.command, "analyze", "--path", str(workloads[part]), *arguments],
+                        cwd=self.directory, log=name, echo=name == "list_stats.txt")
+                for part, name, arguments in jobs]
+
+    def problems(self):
+        if self.analyze:
+            yield from tool_problems(self.tool, self.install_hint)
+        else:
+            yield from super().problems()
+
+    def steps(self):
+        return None if self.analyze else super().steps()
+
+    def explain(self, code, reason, log_text):
+        if code != PROGRAM_FAILED or "execution failed" in log_text:  # what it says of a failed program
+            return code, reason
+        lines = log_text.strip().splitlines() or ["it printed nothing"]
+        return FAILED, f"rocprof-compute itself failed: {lines[-1][:200]}"
+
+    def judge(self, log_text):
+        if self.analyze:
+            return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
+        missing = []
+        for part in self.parts:
+            place = self.workload_directory(part)
+            results = [path for kind in self.wanted[part] for path in (place.rglob(kind) if place else [])]
+            if any(path.stat().st_size for path in results):
+                say(f"{part}: {place}")
+            else:
+                missing.append(part)
+        if missing:
+            return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/"
+        where = f" -o {shlex.quote(self.options.output_dir)}" if self.options.output_dir else ""
+        say(f"Next: ./{self.script}{where} --list-stats, then --dispatch ID")
+        return OK, f"{' and '.join(self.parts)} collected"

@@ -1,0 +1,86 @@
+"""run_rocprof_sys.sh: call stack and timeline of CPU and GPU."""
+import pathlib
+import re
+import shlex
+
+from fusion_lab.rocm import kernel_summary
+from fusion_lab.rocm.machine import versioned_python
+from fusion_lab.rocm.preflight import bindings_problems
+from fusion_lab.rocm.process import Command, say
+from fusion_lab.rocm.wrapper import Wrapper
+from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
+
+
+class RocprofSys(Wrapper):
+    """Python call stack and timeline of CPU and GPU with rocprof-sys-python."""
+    script, executable, default_dir = "run_rocprof_sys.sh", "rocprof-sys-python", "rocprof_sys_profiles_v2"
+    workload = ["--batch-size", "2", "--seq-len", "16", "--num-steps", "3", "--warmup-steps", "1"]
+    install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer), or set ROCM_PATH. Where "
+                    "only its Python part is missing: rocprof-sys-sample -- python3 tiny_openfold_v2.py")
+    examples = """examples:
+  ./run_rocprof_sys.sh                          batch 2, 16 residues, 3 steps
+  ./run_rocprof_sys.sh --modules . -o all       every Python call, import torch included: slow and large
+  ./run_rocprof_sys.sh --rocpd --num-steps 5    also a rocpd database, which has child threads (from ROCm 7.2)
+"""
+
+    @classmethod
+    def add_options(cls, parser):
+        parser.add_argument("--modules", metavar="REGEX", action="append",
+                            help="record Python calls of files whose path matches; may be repeated (default: "
+                                 "the profiled program, torch/nn/modules, torch/optim)")
+        parser.add_argument("--rocpd", action="store_true", help="also write a rocpd database")
+
+    def commands(self):
+        modules = self.options.modules
+        modules = modules or [pathlib.Path(self.profiled.path).stem, "torch/nn/modules", "torch/optim"]
+        environment = {  # all explicit: the defaults depend on each other, and changed with ROCm 7.1 and 10.1
+            "ROCPROFSYS_TRACE": "ON", "ROCPROFSYS_PROFILE": "ON",
+            "ROCPROFSYS_USE_ROCPD": "ON" if self.options.rocpd else "OFF",
+            "ROCPROFSYS_TIMEMORY_COMPONENTS": "wall_clock trip_count",
+            "ROCPROFSYS_OUTPUT_PATH": self.directory, "ROCPROFSYS_TIME_OUTPUT": "OFF",
+            "ROCPROFSYS_USE_PID": "ON", "PYTHON_EXECUTABLE": versioned_python()}
+        # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
+        return [Command([self.tool.command, "--module-restrict", *modules, "--", self.profiled.path,
+                         *self.program_flags], set_env=environment,
+                        unset_env=("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE"))]
+
+    def problems(self):
+        yield from super().problems()
+        yield from bindings_problems(self.tool)
+
+    def judge(self, log_text):
+        """The launcher returns 0 when the script fails, so look at what the script left behind."""
+        raised = re.search(r"^Exception - (.*)$", log_text, re.MULTILINE)
+        if raised or re.search(r"^Traceback \(most recent call last\)", log_text, re.MULTILINE):
+            return PROGRAM_FAILED, "it raised an exception" + (f": {raised[1]}" if raised else "")
+        if not self.left_result() and not re.search(r"^\{.*\}\s*$", log_text, re.MULTILINE):
+            return PROGRAM_FAILED, "it left no result, and rocprof-sys-python hides its exit code"
+        return self.list_results()
+
+    def left_result(self):
+        """Is there a summary of the program that this run wrote?"""
+        place = pathlib.Path(self.profiled.profile_dir() or self.directory)
+        summaries = place.glob(self.profiled.summary() or kernel_summary.SUMMARIES)
+        return any(path.stat().st_mtime >= self.started - 1 for path in summaries)
+
+    def list_results(self):
+        place = pathlib.Path(self.directory)
+        results = sorted({path for pattern in ("*.proto", "*wall_clock*", "*trip_count*", "*.db")
+                          for path in place.rglob(pattern) if path.stat().st_size})
+        if not results:
+            return NO_DATA, "rocprof-sys-python wrote no trace, no profile and no database"
+        say("", f"In {self.directory}:")
+        for path in results:
+            size = path.stat().st_size
+            large = "; large: use fewer steps or --modules" if size > 500e6 else ""
+            amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+            say(f"  {path.relative_to(place)}  {amount}  {how_to_open(path)}{large}")
+        return OK, f"{len(results)} result files"
+
+
+def how_to_open(path):
+    if path.suffix == ".proto":
+        return "timeline, open at https://ui.perfetto.dev"
+    if path.suffix == ".db":
+        return f"rocpd, read with: python profile_summary.py {shlex.quote(str(path.parent))}"
+    return "call stack, read in any editor" if path.suffix == ".txt" else "the same for programs"

@@ -1,0 +1,110 @@
+"""run_rocprofv3.sh: which kernels ran on the GPU, how often, how long."""
+import os
+import pathlib
+import re
+import sys
+
+from fusion_lab.rocm import kernel_summary
+from fusion_lab.rocm.process import Command, say
+from fusion_lab.rocm.wrapper import Wrapper
+from fusion_lab.training.files import NO_DATA, OK, UserError, write_json, write_text
+
+
+class Rocprofv3(Wrapper):
+    """GPU kernel trace with rocprofv3: which kernels ran, how often, how long, of what kind."""
+    script, executable, default_dir = "run_rocprofv3.sh", "rocprofv3", "rocprofv3_profiles_v2"
+    workload = ["--num-steps", "10", "--warmup-steps", "3"]
+    install_hint = "Install the package rocprofiler-sdk (ROCm 6.3 or newer), or set ROCM_PATH."
+    since = {"--runtime-trace": "6.3", "--pmc": "6.3", "--memory-allocation-trace": "6.3",
+             "--selected-regions": "7.0"}
+    inherited = ("ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH", "ROCPROF_OUTPUT_FILE_NAME")
+    switches = {"--hip-trace": "HIP API calls as well",
+                "--runtime-trace": "HIP API, markers, copies, allocations",
+                "--sys-trace": "as --runtime-trace, and HSA and compiler API; very large",
+                "--marker-trace": "the trainer's named ranges",
+                "--truncate-kernels": "short kernel names; the roll-up by kind becomes coarser"}
+    examples = """examples:
+  ./run_rocprofv3.sh                                     10 steps of the default model
+  ./run_rocprofv3.sh --selected-regions -o fused         warm steps only (ROCm 7.0 or newer)
+  ./run_rocprofv3.sh --selected-regions -o base --disable-all-fusion
+  python profile_summary.py fused --compare base         or --compare base in the second run
+  ./run_rocprofv3.sh --pmc "SQ_WAVES GRBM_COUNT" --batch-size 8 --num-steps 5
+"""
+
+    @classmethod
+    def add_options(cls, parser):
+        for switch, meaning in cls.switches.items():
+            parser.add_argument(switch, action="store_true", help=meaning)
+        parser.add_argument("--memory-trace", action="store_true", help="memory copies and allocations")
+        parser.add_argument("--pftrace", action="store_true", help="also a Perfetto trace (ui.perfetto.dev)")
+        parser.add_argument("--pmc", metavar="COUNTERS", action="append",
+                            help="hardware counters that fit into one pass, by space or comma")
+        parser.add_argument("--selected-regions", action="store_true",
+                            help="the measured steps only, no start-up and warm-up (ROCm 7.0 or newer)")
+        parser.add_argument("--compare", metavar="DIR", help="compare with an earlier result directory")
+
+    def __init__(self, options, own_flags):
+        super().__init__(options, own_flags)
+        if options.pmc and len(options.pmc) > 1:
+            raise UserError("--pmc: given twice, and releases before 7.13 keep only the last. Name the "
+                            "counters of one pass in one --pmc, and run once for each pass.")
+        self.selected = options.selected_regions and self.has("--selected-regions") is not False
+        self.earlier = None
+        if options.compare and not options.dry_run:
+            try:
+                self.earlier = kernel_summary.load(options.compare)
+            except (UserError, OSError) as error:
+                raise UserError(f"--compare: {error}") from None
+
+    def commands(self):
+        options, arguments = self.options, ["--kernel-trace", "--stats"]
+        arguments += [self.require(switch) for switch in self.switches
+                      if getattr(options, switch[2:].replace("-", "_"))]
+        if options.memory_trace:
+            arguments.append("--memory-copy-trace")
+            if self.has("--memory-allocation-trace"):
+                arguments.append("--memory-allocation-trace")
+            else:
+                self.notes.append("memory allocations are traced where rocprofv3 can (ROCm 6.3 or newer)")
+        if options.pmc:
+            arguments += [self.require("--pmc"), *re.split(r"[\s,]+", options.pmc[0].strip(" ,"))]
+        if self.selected:
+            arguments.append(self.require("--selected-regions"))
+        elif options.selected_regions:
+            self.notes.append(f"{self.tool_and_release()} has no --selected-regions: the whole run is "
+                              "recorded, start-up and warm-up included")
+        # The default format became rocpd with ROCm 7.0, and ROCPROF_OUTPUT_* from outside would join ours.
+        arguments += ["--output-format", "csv", *(["pftrace"] if options.pftrace else []),
+                      "--output-directory", self.directory, "--output-file", "tinyopenfold_%pid%"]
+        return [Command([self.tool.command, *arguments, "--", sys.executable, self.profiled.path,
+                         *self.program_flags], unset_env=self.inherited)]
+
+    def steps(self):
+        counted = super().steps()
+        return counted and {**counted, "selected_regions": self.selected}
+
+    def replaced(self):
+        stale = kernel_summary.result_files(pathlib.Path(self.directory), "*kernel_stats.csv")
+        if stale:
+            raise UserError(f"-o {self.directory}: holds kernel records ({stale[0].name}) that would be "
+                            "added to the new ones. Name a fresh directory.")
+        return set()
+
+    def judge(self, log_text):
+        """Summarise whatever was recorded; a run without a kernel is a failure of its own."""
+        try:
+            summary = kernel_summary.summarize(self.directory)
+        except kernel_summary.Unreadable as error:
+            return NO_DATA, str(error)
+        if not summary["launches"]:
+            why = "the program used no GPU, or only one that is hidden from the profiler"
+            if self.selected:
+                why = "no region was marked by roctxProfilerResume; try without --selected-regions"
+            return NO_DATA, f"rocprofv3 recorded no GPU kernel: {why}"
+        differences = kernel_summary.differences(summary, self.earlier) if self.earlier else None
+        text = kernel_summary.report(summary, differences)
+        place = os.path.join(self.directory, "rocprofv3_summary")
+        write_text(place + ".txt", text)
+        write_json(place + ".json", {**summary, "comparison": differences})
+        say("", text)
+        return OK, f"{summary['launches']} kernel launches, {summary['kernel_time_ms']:.3f} ms of kernels"

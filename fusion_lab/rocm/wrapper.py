@@ -1,0 +1,186 @@
+"""What run_rocprofv3.sh, run_rocprof_sys.sh and run_rocprof_compute.sh have in common."""
+import argparse
+import os
+import re
+import shlex
+import time
+
+from fusion_lab.rocm import machine, preflight, profiled
+from fusion_lab.training import flags
+from fusion_lab.training.files import MISSING, UserError
+
+OLDEST_ROCM, NEWEST_ROCM = "6.3", "10.1"  # of the releases whose tools are known here
+# Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU.
+OUTER = ["--enable-rocm-profiling"]
+EPILOG = """
+Everything that is not an option of this script goes to the profiled program untouched; `--` forces that.
+
+environment:
+  PYTHON               the interpreter that has torch for ROCm (default: python3)
+  TINYOPENFOLD_SCRIPT  program to profile, where --program names none
+  ROCM_PATH            ROCm tree, searched after PATH (default: /opt/rocm)
+  MIN_FREE_GB          disk space wanted for the results (default: 1)
+
+exit codes: 0 done, 1 profiler failed, 2 wrong use, 3 tool or package missing, 4 no usable GPU, 5 the profiled
+program failed, 6 no data, 124 time limit, 130 interrupted
+"""
+
+
+class Parser(flags.Parser):
+    """Wrong use is a UserError; long options in full only, so none is taken from the program."""
+
+    def __init__(self, script, about, examples, timeout, default_dir, workload):
+        if workload:
+            about += f"\nFlags of the program before yours: {' '.join(OUTER)}\n{' '.join(workload)}"
+        super().__init__(prog=script, description=about, epilog=examples + EPILOG,
+                         usage=f"./{script} [options] [--] [flags of tiny_openfold_v2.py]",
+                         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
+        self.add_argument("--program", metavar="FILE",
+                          help="the program to profile (default: tiny_openfold_v2.py next to this script)")
+        self.add_argument("-o", "--output-dir", metavar="DIR",
+                          help=f"fresh directory for the results (default: ./{default_dir}, where earlier "
+                               "results are set aside)")
+        self.add_argument("--force", action="store_true",
+                          help="use a directory that is not empty; earlier results in it are set aside")
+        self.add_argument("--dry-run", action="store_true", help="print the exact commands, run nothing")
+        self.add_argument("--skip-preflight", action="store_true", help="start without checking the machine")
+        self.add_argument("--timeout", metavar="SECONDS", type=flags.whole_number(0), default=timeout,
+                          help="limit for each command, 0 for none (default: %(default)s)")
+
+    def error(self, message):
+        raise UserError(message)
+
+    def split(self, arguments):
+        """(options, flags of the program)"""
+        cut = arguments.index("--") if "--" in arguments else len(arguments)
+        options, unknown = self.parse_known_args(arguments[:cut])
+        return options, unknown + arguments[cut + 1:]
+
+
+def release(text):
+    """For argparse: "7.0"."""
+    if not re.fullmatch(r"\d+\.\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a ROCm release such as 6.3, 7.0 or 10.1")
+    return text
+
+
+def release_key(text):
+    """"10.1" -> (10, 1), which can be compared."""
+    return tuple(map(int, text.split(".")))
+
+
+class Wrapper:
+    """A subclass adds options, command lines and the verdict on what was written."""
+    script = executable = default_dir = examples = install_hint = ""
+    timeout = 3600
+    workload = []                  # flags of the program before the user's, besides OUTER
+    help_arguments = ("--help",)   # what makes the tool list its options
+    oldest = OLDEST_ROCM           # the first release that has all that was asked for
+    since = {}                     # options that came later: the first release that has them
+    runs_program = True
+
+    def __init__(self, options, own_flags):
+        self.options = options
+        self.directory = os.path.abspath(options.output_dir or self.default_dir)
+        self.records = self.directory  # where command.txt, env.txt and manifest.json go
+        self.program_flags = ["--profile-dir", self.directory, *OUTER, *self.workload, *self.extra_flags(),
+                              *own_flags]
+        self.profiled = profiled.Profiled(profiled.chosen_program(options.program))
+        self.notes, self.torch, self.started = [], {}, time.time()
+        self.tool = machine.Tool(self.executable)
+        if options.rocm is None:
+            self.tool = machine.find_tool(self.executable, *self.help_arguments)
+        elif not options.dry_run:
+            raise UserError("--rocm: chooses what --dry-run prints; a run asks the installed tool")
+
+    @classmethod
+    def from_arguments(cls, arguments):
+        """A wrapper that is ready to run. Raises UserError, also where the program refuses its flags."""
+        parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, cls.workload)
+        parser.add_argument("--rocm", metavar="X.Y", type=release,
+                            help="with --dry-run: print for this release, not for the installed tool")
+        cls.add_options(parser)
+        wrapper = cls(*parser.split(arguments))
+        if wrapper.runs_program:
+            wrapper.ask_program()
+        return wrapper
+
+    def ask_program(self):
+        self.profiled = profiled.ask(self.profiled.path, self.program_flags)
+        if self.profiled.unjudged:
+            self.notes.append(f"flags were not judged: {self.profiled.unjudged}")
+
+    def extra_flags(self):
+        return []
+
+    def has(self, option):
+        """Does the tool know the option? By its --help, else by --rocm, else None: nobody knows."""
+        if self.tool.options is not None:
+            return option in self.tool.options
+        if self.options.rocm:
+            return release_key(self.options.rocm) >= release_key(self.since.get(option, "0.0"))
+        return None
+
+    def require(self, option):
+        """An option the user asked for: stop where the tool lacks it."""
+        if self.has(option) is False:
+            came = f"; it came with ROCm {self.since[option]}" if option in self.since else ""
+            raise UserError(f"{option}: not an option of {self.tool_and_release()}{came}")
+        if self.has(option) is None and option in self.since:
+            self.oldest = max(self.oldest, self.since[option], key=release_key)
+        return option
+
+    def release(self):
+        """ROCm release of the tool, or the one that --rocm names; None where nobody knows."""
+        return self.options.rocm or self.tool.rocm
+
+    def tool_and_release(self):
+        return f"{self.executable} of ROCm {self.release()}" if self.release() else self.executable
+
+    def files(self):
+        """Files that the commands need, name: content; written into the directory before the run."""
+        return {}
+
+    def replaced(self):
+        """Paths that this session writes anew, besides logs; what is there is set aside, not overwritten."""
+        return set()
+
+    def fresh_directory(self):
+        return True
+
+    def problems(self):
+        """Everything that stands in the way."""
+        self.torch = self.profiled.torch()
+        yield from preflight.tool_problems(self.tool, self.install_hint)
+        if not os.access(self.profiled.path, os.R_OK):
+            yield preflight.Problem(MISSING, f"cannot read {self.profiled.path}",
+                                    "--program or TINYOPENFOLD_SCRIPT names the program.")
+        yield from preflight.torch_problems(self.torch)
+        yield from preflight.kfd_problems()
+        yield from preflight.disk_problems(self.directory)
+
+    def explain(self, code, reason, log_text):
+        """Exit code and reason of a failed command, where the tool's output tells more than its code."""
+        return code, reason
+
+    def steps(self):
+        """For 'launches per step': what the program was told; None where nobody knows."""
+        counted = self.profiled.steps()
+        return counted and {**counted, "selected_regions": False}
+
+    def script_text(self, commands):
+        """The session as a shell script; --dry-run prints it, command.txt keeps it."""
+        if self.tool.path:
+            about = f"{self.tool_and_release()}, version {self.tool.version}: {self.tool.path}"
+        elif self.options.rocm:
+            about = f"for {self.tool_and_release()}"
+        else:
+            about = f"{self.executable} is not installed; this is for ROCm {self.oldest} to {NEWEST_ROCM}"
+        lines = [f"# {line}" for line in (about, *self.notes)]
+        lines += [f"mkdir -p {shlex.quote(self.directory)}"]
+        for name, content in self.files().items():
+            path = shlex.quote(os.path.join(self.directory, name))
+            lines += [f"cat > {path} <<'END_OF_FILE'", content + "END_OF_FILE"]
+        for command in commands:
+            lines += command.script()
+        return "\n".join(lines) + "\n"
