@@ -4,12 +4,13 @@ import os
 import stat
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, last_json, run_program
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import predictions, roofline
+from fusion_lab.measuring import ceilings, predictions, roofline
 from fusion_lab.measuring.clocks import RangeSums
 from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.ranges import ranges
@@ -102,6 +103,7 @@ def test_kernels_belong_to_the_range_that_launched_them():
     assert trace.gpu_busy() == 30 + 5 + 60 + 4  # two kernels overlap by 5
     assert trace.step_us() == 200.0
     assert trace.memory_timeline() == [(0.0, 256), (1000.0, 512)]
+    assert trace.phase_begins()[:2] == [(-13.0, "forward"), (87.0, "backward")]
     gemm = trace.kernel_table()[0]
     assert (gemm["name"], gemm["calls"], gemm["self_us"], gemm["launches"]) == ("sm90_gemm", 2, 90.0, 2)
     assert gemm["allocated_bytes"] == 256 and gemm["kind"] == "matrix product"
@@ -174,7 +176,7 @@ def test_the_step_without_work_takes_turns_with_the_step_itself(monkeypatch):
 
     settings = given()
     trainer = Noting(replace(PROGRAM, trainer=Noting), settings, CPU)
-    untraced = torch.ones(3, 4).numpy()
+    untraced = np.ones((3, 4))
     launch = launch_on_cpu(trainer, 100, untraced, 3)
     assert turns == [2, *[2, SIZES["seq_len"]] * 3] and launch.launches == 100
     assert "operations at S 2, N 1" in launch.text
@@ -201,8 +203,8 @@ def made_up(shares, samples=(), twins=(), unit="operation", kinds=None, saved=No
 def test_the_heaviest_sublayer_is_named_with_its_spread():
     steps = [dict(a=0.5, b=0.2), dict(a=0.4, b=0.2), dict(a=0.45, b=0.1), dict(a=0.5, b=0.2)]
     first = made_up(dict(a=0.45, b=0.2), steps).findings()[0]
-    assert first.startswith("`a` takes most time of the 2 sub-layers: 45% of the step; p20 to p80")
-    assert "43 to 50%" in first
+    assert first.startswith("`a` takes most time of the 2 sub-layers: 45% (p20 to p80 of the")
+    assert "steps 43 to 50%) of the step, with 50% of their FLOPs" in first
 
 
 def test_steps_that_disagree_withhold_the_heaviest_sublayer():
@@ -458,18 +460,54 @@ def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys
 
 def test_a_new_sublayer_has_bounds_and_a_new_switch_a_place_in_the_ablation():
     settings = NEW_PROGRAM.settings(**SIZES)
-    ceilings = dict(matmul_flops_per_s=dict(float32=1e9), dtype="float32", copy_bytes_per_s=1e9,
-                    dispatch_s=1e-6)
-    less = roofline.step_floor(PROGRAM, given(), ceilings, 0)[0]
-    more = roofline.step_floor(NEW_PROGRAM, settings, ceilings, 0)[0]
+    speeds = dict(matmul_flops_per_s=dict(float32=1e9), dtype="float32", copy_bytes_per_s=1e9,
+                  dispatch_s=1e-6)
+    less = roofline.step_floor(PROGRAM, given(), speeds, 0)[0]
+    more = roofline.step_floor(NEW_PROGRAM, settings, speeds, 0)[0]
     flops = roofline.sublayer_costs(NEW_PROGRAM, settings)["pair_scale"].flops
     assert more == pytest.approx(less + 3 * flops / 1e9)
-    assert roofline.predict(NEW_PROGRAM, settings, CPU, ceilings)["peak_memory_mb"] > 0
+    assert roofline.predict(NEW_PROGRAM, settings, CPU, speeds)["peak_memory_mb"] > 0
     names = {v.name for v in several.ablation_variants(NEW_PROGRAM, settings)}
     assert {"scaling alone", "all but scaling"} <= names
 
 
 # Roofline and predictions
+
+
+class HalfSeconds:
+    """A PhaseTimer by which the first of six runs takes 9 s, the best of the others half a second."""
+
+    def __init__(self, device):
+        self.runs = 0
+
+    def start(self):
+        self.runs += 1
+
+    def mark(self):
+        pass
+
+    def seconds(self):
+        assert self.runs == 6
+        return np.array([[9.0], [1.0], [0.5], [2.0], [1.0], [3.0]])
+
+
+def test_ceilings_are_work_over_the_best_time(monkeypatch):
+    monkeypatch.setattr(ceilings, "PhaseTimer", HalfSeconds)
+    assert ceilings.matmul_ceiling(CPU, torch.float32) == 2 * 1024 ** 3 / 0.5
+    assert ceilings.copy_ceiling(CPU) == 2 * 2 ** 26 / 0.5  # read and written
+    ticks = iter(range(100))
+    monkeypatch.setattr(ceilings.time, "perf_counter", lambda: next(ticks))
+    assert ceilings.dispatch_cost(CPU) == 1 / 200
+
+
+def test_ceilings_are_those_of_the_precision(monkeypatch):
+    for name, value in (("matmul_ceiling", 5.0), ("copy_ceiling", 7.0), ("dispatch_cost", 3.0)):
+        monkeypatch.setattr(ceilings, name, lambda *_, value=value: value)
+    found = ceilings.measure_ceilings(CPU, given(use_amp=True).training)
+    assert (found["dtype"], found["element_bytes"], found["dispatch_s"]) == ("bfloat16", 2, 3.0)
+    assert found["matmul_flops_per_s"] == dict(float32=5.0, bfloat16=5.0)
+    found = ceilings.measure_ceilings(CPU, given().training)
+    assert (found["dtype"], found["element_bytes"], found["copy_bytes_per_s"]) == ("float32", 4, 7.0)
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(num_seqs=3, seq_len=9, msa_dim=8, outer_product_dim=6)])
@@ -516,16 +554,16 @@ def test_the_arithmetic_of_the_roofline_by_hand():
     """Two sub-layers, one of them without known bytes, three blocks, and a head."""
     program = replace(PROGRAM, sublayers=("a", "b"), blocks=lambda settings: 3, costs=lambda settings: dict(
         a=Cost(1e6, 2e3, 4e3), b=Cost(5e5), heads=Cost(1e5)))
-    ceilings = dict(matmul_flops_per_s=dict(bfloat16=1e9), dtype="bfloat16", copy_bytes_per_s=1e6,
-                    dispatch_s=1e-4)
-    a, b = roofline.roofline_table(program, given(), ceilings, dict(
+    speeds = dict(matmul_flops_per_s=dict(bfloat16=1e9), dtype="bfloat16", copy_bytes_per_s=1e6,
+                  dispatch_s=1e-4)
+    a, b = roofline.roofline_table(program, given(), speeds, dict(
         a=dict(seconds=0.036, launches=10), b=dict(seconds=0.009, launches=100)))
     assert (a["flops"], a["minimal_bytes"], a["flops_per_byte"]) == (9e6, 18e3, 500)
     assert (a["compute_s"], a["memory_s"], a["launch_s"]) == pytest.approx((0.009, 0.018, 0.001))
     assert a["share"] == pytest.approx(0.5) and a["bound"] == "memory" and "note" not in a
     assert b["bound"] == "launch" and b["share"] == pytest.approx(0.5)
     assert b["note"] == "bytes not worked out"
-    device, host = roofline.step_floor(program, given(), ceilings, parameters=1000, launches=70)
+    device, host = roofline.step_floor(program, given(), speeds, parameters=1000, launches=70)
     assert device == pytest.approx(0.018 + 0.0045 + 0.0003 + 28 * 1000 / 1e6) and host == pytest.approx(0.007)
 
 

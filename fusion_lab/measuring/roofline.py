@@ -138,19 +138,23 @@ def step_floor(program, settings, ceilings, parameters, launches=None):
     return device, (launches or 0) * ceilings["dispatch_s"]
 
 
-class GoodDraws(TorchDispatchMode):
-    """For making a model of fake tensors, which have no values: an initialiser that draws again while a
-    number lies out of bounds (trunc_normal_) hears that none does."""
+class NoDraws(TorchDispatchMode):
+    """For making a model of fake tensors, which have no values: nothing is drawn, and an initialiser that
+    draws again while a number lies out of bounds (trunc_normal_) hears that none does."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return False if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False
+        if func._schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def made_in_place(program, device):
     """program.model for fake tensors: the model is on its device from the start, because torch (2.13) moves
     no fake parameters."""
     def make(config, fusion):
-        with device, GoodDraws():
+        with device, NoDraws():
             model = program.model(config, fusion)
         model.to = lambda _: model
         return model

@@ -127,15 +127,15 @@ def launch_arithmetic(launches, step_s, busy_s=None, host_s=None, sizes="sizes n
     judge = launch_verdict_on_gpu if host is None else launch_verdict_on_cpu
     lowest, _, highest = quantiles(shares)
     verdict = judge(lowest) if judge(lowest) == judge(highest) else UNDECIDED
-    share = f"{100 * (busy if host is None else host) / step:.0f}%{spread(shares)}"
+    share = percent((busy if host is None else host) / step, shares)
     if host is None:
-        sums = (f"kernels run during {1e3 * busy:.2f} ms of a {1e3 * step:.2f} ms step ({share}), the GPU "
+        sums = (f"kernels run during {1e3 * busy:.2f} ms of a {1e3 * step:.2f} ms step, {share}; the GPU "
                 f"waits for the other {1e3 * max(step - busy, 0):.2f} ms; of {launches:.0f} kernels one "
                 f"comes every {1e6 * step / launches:.1f} µs and runs {1e6 * busy / launches:.1f} µs on "
                 "average")
     else:
         sums = (f"{launches:.0f} operations at {sizes}, next to no work, take {1e3 * host:.2f} ms forward "
-                f"and backward, of {1e3 * step:.2f} ms at the given sizes ({share})")
+                f"and backward, of {1e3 * step:.2f} ms at the given sizes, {share}")
     return Launch(**figures, verdict=verdict, text=f"{verdict}: {sums}")
 
 
@@ -148,12 +148,12 @@ def launch_verdict_on_cpu(host_share):
     return "launch-bound" if host_share > LAUNCH_BOUND else "not launch-bound"
 
 
-def spread(shares):
-    """"; p20 to p80 of the steps 30 to 35%", or nothing for less than two steps."""
+def percent(share, shares):
+    """"32% (p20 to p80 of the steps 30 to 35%)"; one step has no spread."""
     if np.size(shares) < 2:
-        return ""
+        return f"{100 * share:.0f}%"
     lowest, _, highest = quantiles(shares)
-    return f"; p20 to p80 of the steps {100 * lowest:.0f} to {100 * highest:.0f}%"
+    return f"{100 * share:.0f}% (p20 to p80 of the steps {100 * lowest:.0f} to {100 * highest:.0f}%)"
 
 
 def winner(samples, score):
@@ -187,7 +187,7 @@ def heaviest(analysis, noise):
             return ["Which sub-layer takes most time is undecided: the steps disagree; "
                     f"`{often}` is the first in {count} of {len(samples)}."]
     return [f"`{name}` takes most time of the {len(analysis.program.sublayers)} sub-layers: "
-            f"{100 * times[name]:.0f}% of the step{spread([sample[name] for sample in samples])}, with "
+            f"{percent(times[name], [sample[name] for sample in samples])} of the step, with "
             f"{100 * analysis.flops_share[name]:.0f}% of their FLOPs."]
 
 

@@ -24,7 +24,8 @@ def write_plots(directory, analysis, trace):
     pyplot = pyplot_or_none()
     if pyplot is None:
         return []
-    plots = {SUBLAYERS: (plot_sublayers, analysis), TIMELINE: (plot_timeline, trace.memory_timeline()),
+    plots = {SUBLAYERS: (plot_sublayers, analysis),
+             TIMELINE: (plot_timeline, trace.memory_timeline(), trace.phase_begins()),
              HISTOGRAM: (plot_durations, trace.durations(), analysis.unit)}
     for name, (plot, *data) in plots.items():
         figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -48,11 +49,16 @@ def plot_sublayers(axis, analysis):
     axis.legend()
 
 
-def plot_timeline(axis, timeline):
-    """Live bytes over time; they change in steps."""
+def plot_timeline(axis, timeline, begins):
+    """Live bytes over time, which change in steps, with lines where phases begin."""
     if timeline:
         times, sizes = np.array(timeline).T
-        axis.step(times / 1e3, sizes / MEGABYTE, where="post", linewidth=0.8)
+        axis.step(times / 1e3, sizes / MEGABYTE, where="post", linewidth=0.8, color="0.2")
+        for number, phase in enumerate(dict.fromkeys(name for _, name in begins)):
+            for again, time in enumerate(time for time, name in begins if name == phase):
+                axis.axvline(time / 1e3, color=f"C{number}", linewidth=0.6,
+                             label=None if again else f"{phase} begins")
+        axis.legend(loc="upper right")
     axis.set(xlabel="ms since the trace began", ylabel="MB, change since the trace began")
 
 

@@ -14,11 +14,15 @@ from fusion_lab.training.machine import MEGABYTE
 
 ANALYSIS, REPORT = "fusion_analysis.json", "comprehensive_profiling_report.md"
 TOP = 20
+TRACED = {  # by the unit of the analysis: what the columns of times are
+    "kernel": "Total and self are GPU time in the trace, host is what the CPU took under the profiler.",
+    "operation": "Total is measured without the profiler. The columns \"traced\" are of other steps, under "
+                 "the profiler, which slows small operations down: compare them only with each other."}
 COMPILED = "The blocks are compiled, each as one piece, so there are no sub-layers to see inside them."
 
 
 def code(text):
-    """A name from elsewhere as code within a markdown table."""
+    """A name from elsewhere as code, also within a markdown table."""
     return "`" + text[:90].replace("`", "'").replace("|", "\\|") + "`"
 
 
@@ -58,7 +62,7 @@ def run_lines(analysis):
     sizes = ", ".join(f"{name} {value}" for name, value in configs["config"].items()
                       if name not in analysis.program.axes)
     on = [name.removeprefix("enable_") for name, value in configs["fusion_config"].items() if value is True]
-    return [f"{system['gpu_name'] or system['host_cpu']}, torch {system['torch_version']}, "
+    return [f"{code(system['gpu_name'] or system['host_cpu'])}, torch {system['torch_version']}, "
             f"{analysis.timestamp}, commit {(system['git_commit'] or 'unknown')[:12]}.",
             f"{analysis.program.name}: {sizes_text(analysis.program, settings)}; {sizes}; on: "
             f"{', '.join(on) or 'nothing'}.",
@@ -75,8 +79,8 @@ def sublayer_lines(analysis, picture):
             f"time; {100 * cover['rest']:.1f}% is outside them but in a phase of the step (what surrounds "
             "them in the model, loss, gradient sums, optimizer: \"rest\"), "
             f"{100 * cover['unattributed']:.2f}% in none.",
-            *([] if cover["sublayers"] else [COMPILED]), "", *markdown(sublayer_rows(analysis)),
-            *picture(SUBLAYERS)]
+            *([] if cover["sublayers"] else [COMPILED]), TRACED[analysis.unit], "",
+            *markdown(sublayer_rows(analysis)), *picture(SUBLAYERS)]
 
 
 def report_lines(analysis, pictures=()):

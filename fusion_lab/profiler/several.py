@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 from fusion_lab.measuring.comparison import compare, release
-from fusion_lab.measuring.comparison_table import print_table, table
+from fusion_lab.measuring.comparison_table import LiveTable, print_details, table
 from fusion_lab.measuring.sizes import sizes_text
 from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, COMPILE, Variant, short, with_fusion
@@ -28,13 +28,17 @@ def ablation_variants(program, settings):
 
 def ablation(program, settings, directory, **options):
     """Interleaved timing of all variants, then a session of each, run_session's options with it, in a folder
-    of its own. Returns the content of ablation_summary.json."""
-    variants = ablation_variants(program, settings)
-    result = dict(compare(program, settings, variants=variants), mode="ablation", folders={})
+    of its own. Returns the content of ablation_summary.json, which is written anew with each of them."""
+    variants, path = ablation_variants(program, settings), os.path.join(directory, SUMMARY)
+
+    def save(result, folders=()):
+        result = dict(result, mode="ablation", folders=dict(folders))
+        write_json(f"{path}.json", result)
+        return result
+
+    result = save(compare(program, settings, variants=variants, table=LiveTable(save)))
     release(variants)
-    print_table(result)
-    path = os.path.join(directory, SUMMARY)
-    write_json(f"{path}.json", result)
+    print_details(result)
     write_lines(f"{path}.md", summary_lines(program, settings, result))
     plot_ablation(f"{path}.png", result["variants"])
     measured = {row["name"] for row in result["variants"] if row["measured"]}
@@ -42,8 +46,7 @@ def ablation(program, settings, directory, **options):
         if variant.name in measured:
             folder = variant.name.replace(" + ", "_").replace(" ", "_").replace(".", "_")
             quiet_session(program, variant, os.path.join(directory, folder), options)
-            result["folders"][variant.name] = folder
-            write_json(f"{path}.json", result)
+            result = save(result, {**result["folders"], variant.name: folder})
     return result
 
 
@@ -74,7 +77,7 @@ def compare_v1(program, settings, directory, **options):
     """The baseline (V1) and the given switches: interleaved steps, and one session each, side by side."""
     baseline = with_fusion(settings, program.fusion_config.preset(False))
     variants = [Variant(BASELINE, baseline), Variant(AS_GIVEN, settings)]
-    timed = compare(program, settings, variants=variants)["variants"]
+    timed = compare(program, settings, variants=variants, table=LiveTable(lambda _: None))["variants"]
     release(variants)
     paths = [os.path.join(directory, name) for name in ("v1_baseline", "v2")]
     for path in paths:

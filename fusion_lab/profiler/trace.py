@@ -243,6 +243,11 @@ class TraceAnalysis:
             line.append((event["ts"] - events[0]["ts"], live))
         return line
 
+    def phase_begins(self):
+        """[(microseconds since the first event of the timeline, phase), ...]"""
+        first = min((e["ts"] for e in self.memory if self.counts(e)), default=0.0)
+        return [(e["ts"] - first, e["name"]) for e in self.phases]
+
     def gpu_busy(self):
         """Microseconds per step in which at least one kernel ran; None without a GPU."""
         if not self.on_gpu:
