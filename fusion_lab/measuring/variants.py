@@ -77,11 +77,11 @@ def comparison_variants(program, settings, on_gpu):
 
 
 def distinct(settings, fusions):
-    """Variants of settings, one for each different fusion config, under the first of its names."""
-    first = {}
+    """Variants of settings, one for each different fusion config, under the first of its names, or "all"."""
+    names = {}
     for name, fusion in fusions.items():
-        first.setdefault(fusion, name)
-    return [Variant(name, with_fusion(settings, fusion)) for fusion, name in first.items()]
+        names[fusion] = name if name == ALL else names.get(fusion, name)
+    return [Variant(name, with_fusion(settings, fusion)) for fusion, name in names.items()]
 
 
 def combination_variants(program, settings):
