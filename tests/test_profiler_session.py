@@ -693,13 +693,3 @@ def test_flags_follow_the_axes_of_the_program():
 
 def test_the_program_is_an_executable_file():
     assert os.stat(ROOT / "run_pytorch_profiler.py").st_mode & stat.S_IXUSR
-
-
-def test_the_lab_names_nothing_of_the_evoformer():
-    words = [*PROGRAM.sublayers, *(axis for axis in PROGRAM.axes if axis != "batch_size"), "residue", "qkv_",
-             "msa_", "pair_dim"]
-    lab = ROOT / "fusion_lab"
-    own = [lab / "measuring" / f"{name}.py" for name in ("ceilings", "predictions", "roofline", "sizes")]
-    for path in [*own, *sorted((lab / "profiler").glob("*.py"))]:
-        text = path.read_text()
-        assert not [word for word in words if word in text], path
