@@ -3,6 +3,7 @@ import json
 import os
 import stat
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from conftest import ROOT, last_json, run_program
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import ceilings, predictions, roofline
 from fusion_lab.measuring.clocks import RangeSums
-from fusion_lab.measuring.probe import probe
+from fusion_lab.measuring.probe import Findings, probe
 from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.sizes import shapes_around, shrunk
 from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.profiler import analysis, report, several
+from fusion_lab.profiler import session as session_module
 from fusion_lab.profiler.session import (
     analyse,
     launch_on_cpu,
@@ -118,6 +120,7 @@ def test_gpu_time_of_each_step_is_told_apart():
     assert [step["pair_transition", "forward"] for step in steps] == [30.0, 30.0, 300.0]
     assert [step["pair_transition", "backward"] for step in steps] == [60.0] * 3
     assert [step["rest", "forward"] for step in steps] == [10.0] * 3
+    assert [step["rest", "launch not recorded"] for step in steps] == [4.0] * 3
 
 
 def test_forward_within_backward_is_recomputation():
@@ -423,6 +426,31 @@ def test_ablation_has_every_fusion_alone_and_left_out(tmp_path, monkeypatch, cap
         assert {"session.log", "fusion_analysis.json"} <= set(os.listdir(tmp_path / folder))
     assert "No difference to the baseline shown" in (tmp_path / "ablation_summary.md").read_text()
     assert (tmp_path / "ablation_summary.png").exists()
+
+
+def test_a_session_on_a_gpu_from_its_trace_to_its_report(tmp_path, monkeypatch):
+    """On the trace made by hand: what the CPU cannot run."""
+    (tmp_path / "t.json").write_text(json.dumps(dict(traceEvents=gpu_trace(4))))
+    untraced = np.full((4, 4), 0.25e-3)  # 1 ms a step, of which kernels run for 99 µs
+    monkeypatch.setattr(session_module, "time_and_trace", lambda *_: (untraced, str(tmp_path / "t.json")))
+    monkeypatch.setattr(session_module, "system_info", lambda _: dict(
+        gpu_name="GPU|`1`", host_cpu="CPU", torch_version="2", git_commit=None))
+    trainer = SimpleNamespace(program=PROGRAM, settings=given(), device=torch.device("cuda"))
+    found = Findings(saved=dict(pair_transition=2 ** 20), flops=1, launches=3, peak_memory_mb=5.0)
+    result, trace = analyse(trainer, None, found, str(tmp_path), 4)
+    assert result.unit == "kernel" and result.total_us == 104
+    assert result.times() == {"pair_transition": pytest.approx(90 / 104)}
+    assert all(step["pair_transition", "backward"] == pytest.approx(60 / 104) for step in result.samples)
+    assert result.launch.verdict == "launch-bound" and result.launch.busy_ms == pytest.approx(0.099)
+    assert result.step["gpu_busy_ms"] == pytest.approx(0.099)
+    assert result.coverage["unattributed"] == pytest.approx(4 / 104)
+    assert {kind: entry["calls"] for kind, entry in result.kinds.items()} == {
+        "matrix product": 2, "elementwise": 1, "copy": 1}
+    assert "`pair_transition` takes most time of the 9 sub-layers: 87% (p20" in result.findings()[0]
+    report.write_report(str(tmp_path), result, trace)
+    text = (tmp_path / report.REPORT).read_text()
+    assert "`GPU\\|'1'`" in text and "Top 20 kernels" in text and "GPU time in the trace" in text
+    assert json.loads((tmp_path / report.ANALYSIS).read_text())["launch"]["verdict"] == "launch-bound"
 
 
 # A new sub-layer and a new switch, which nobody told the lab about
