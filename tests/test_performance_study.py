@@ -190,16 +190,16 @@ def test_measured_in_planned_order(fake, tmp_path):
 
 
 def test_a_point_that_ends_gives_up_its_place_and_waiting_is_not_timed(fake):
-    """The first point of the plan fails after 2 s, the second one then measures for 2 s: only without the
-    wait is that within 3 s."""
+    """The first point of the plan fails after 2.5 s, the second one then measures for 2.5 s: only without the
+    wait is that within 4 s."""
     settings = ["only-flash-attention", "only-opm-fusion"]
     first, second = order_of_plan(settings, 1)
     flag = flags_of(first.setting)[-1]
     flags = [*SMALL, "--num-runs", 1, "--settings", " ".join(settings), "--jobs", 2]
-    assert fake(*flags, "--timeout", 3, crash=[flag], starts={flag: 2}, seconds=2) == 0
+    assert fake(*flags, "--timeout", 4, crash=[flag], starts={flag: 2.5}, seconds=2.5) == 0
     assert {row["setting"]: row["status"] for row in rows_of()} == {first.setting: "failed",
                                                                     second.setting: "ok"}
-    assert fake(*flags, "--timeout", 1, name="t", starts={flag: 60}) == 0
+    assert fake(*flags, "--timeout", 3, name="t", starts={flag: 60}) == 0
     by_setting = {row["setting"]: row for row in rows_of("t")}
     assert by_setting[first.setting]["status"] == "timeout" and by_setting[first.setting]["turn"] is None
     assert by_setting[second.setting]["turn"] == 1
@@ -246,7 +246,7 @@ def test_kill_leaves_no_stopped_newborns(fake, tmp_path):
     log, settings = tmp_path / "log", ["only-flash-attention", "only-opm-fusion"]
     first, second = (flags_of(point.setting)[-1] for point in order_of_plan(settings, 1))
     study = start(*SMALL, "--num-runs", "1", "--jobs", "2", "--settings", " ".join(settings), "--study-name",
-                  "s", starts={first: 2}, seconds=30, orphans={second: 60}, log=str(log))
+                  "s", after={first: 2}, seconds=30, orphans={second: 60}, log=str(log))
     wait_for(lambda: count_lines(log) == 3)  # the first one measures, the second one and its child are there
     pids = [line.split()[1] for line in log.read_text().splitlines()]
     wait_for(lambda: {state_of(pid) for pid in pids} == {"S", "T"})
@@ -265,6 +265,17 @@ def test_one_study_at_a_time(fake, capsys, monkeypatch):
     monkeypatch.setattr(directory, "LOCK_PATIENCE_SECONDS", 30)
     threading.Timer(0.5, os.close, [held]).start()  # the killed one's last child lets go late
     assert fake(*SMALL) == 0
+
+
+def test_figures_are_written_before_pictures_can_fail(fake, monkeypatch):
+    def broken(summary, folder):
+        raise RuntimeError("a picture")
+    monkeypatch.setattr(directory, "draw", broken)
+    with pytest.raises(RuntimeError, match="a picture"):
+        fake(*SMALL[:-1])
+    assert len(summary_of()["points"]) == 2
+    assert pathlib.Path("s/results.csv").read_text().count("\n") == 3
+    assert "<table id=\"points\">" in pathlib.Path("s/report.html").read_text()
 
 
 def test_directories(fake, capsys):
@@ -416,7 +427,7 @@ def test_second_program(fake, tmp_path, capsys):
                 **knobs) == 1
     assert "measured: failed: broken on purpose" in capsys.readouterr().err
     assert fake("--report-only") == 2
-    assert f"a study of {program}; add --program {program}" in capsys.readouterr().err
+    assert f"a study of another program; add --program {program}" in capsys.readouterr().err
     assert fake("--report-only", "--program", program) == 0
     assert fake(*flags, "--dry-run", name="t") == 0 and "B 4 W 48 baseline run 1" in capsys.readouterr().out
     reference = ["--check-against", "s/results_summary.json"]
@@ -444,7 +455,10 @@ def test_second_program(fake, tmp_path, capsys):
     (["--check-against", "nowhere.json"], "nowhere.json: No such file"),
     (["--device", "cuda:77"], "--device cuda:77: there is no such GPU"),
     (["--report-only"], "--report-only: needs --study-name"),
-    (["--frobnicate"], "--frobnicate"),
+    (["--num-runs", "10000000"], "--num-runs: 10000000: makes 80000000 points; 1000000 are the limit"),
+    (["--program", "nowhere.py"], "nowhere.py: no such Python file"),
+    (["--num-blocks", "1"], "arguments: --num-blocks 1; flags of tiny_openfold_v2.py go behind --"),
+    (["--", "--program", "x.py"], "--program after --: the study sets it"),
     (["--", "--pair-dim", "7"], "--pair-heads: 4: must divide"),
     (["--", "--batch-size", "7"], "--batch-size after --: the study sets it"),
     (["--", "--disable-flash-attention"], "the study sets it"),
