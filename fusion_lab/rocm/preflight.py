@@ -19,12 +19,12 @@ class Problem:
     advice: str
 
 
-def tool_problems(tool, install_hint):
+def tool_problems(tool, install_hint, old_pandas=True):
     if tool.path is None:
         rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
         yield Problem(MISSING, f"{tool.name} not found on PATH and in {rocm}/bin", install_hint)
     elif tool.trouble:
-        said, _, advice = known_failure(tool.trouble) or (
+        said, _, advice = known_failure(tool.trouble, old_pandas) or (
             tool.trouble.splitlines()[-1], MISSING, f"See what {shlex.join([tool.path, '--help'])} prints.")
         yield Problem(MISSING, f"{tool.path} does not start ({said})", advice)
 
@@ -53,9 +53,8 @@ def kfd_problems():
 
 def bindings_problems(tool):
     """rocprof-sys-python runs the script in-process, by bindings compiled for one Python minor version."""
-    python, minor = versioned_python(), sys.version_info.minor
-    if " " in python:
-        yield Problem(FAILED, f"rocprof-sys-python cannot start {python}", "It has a space: set PYTHON.")
+    minor = sys.version_info.minor
+    yield from interpreter_problems("rocprof-sys-python", versioned_python())
     libraries = pathlib.Path(tool.path or "").resolve().parent.parent.glob(
         "lib*/python*/site-packages/rocprofsys/libpyrocprofsys.*.so")
     built = [re.search(r"cpython-3(\d+)", path.name) for path in libraries]
@@ -65,6 +64,12 @@ def bindings_problems(tool):
                       f"{', '.join(f'3.{version}' for version in minors)}, {sys.executable} is 3.{minor}",
                       "Set PYTHON to a matching one that has torch, or sample without bindings: "
                       "rocprof-sys-sample -- python3 tiny_openfold_v2.py")
+
+
+def interpreter_problems(executable, python):
+    if " " in python:
+        yield Problem(FAILED, f"{executable} cannot start {python}",
+                      "Its path has a blank: set PYTHON to an interpreter without, or to a link to this one.")
 
 
 def disk_problems(directory):

@@ -5,7 +5,9 @@ import re
 import shlex
 import sys
 
-from fusion_lab.rocm.preflight import tool_problems
+from fusion_lab.rocm import records
+from fusion_lab.rocm.failures import OLD_PANDAS, known_failure
+from fusion_lab.rocm.preflight import interpreter_problems, tool_problems
 from fusion_lab.rocm.process import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
 from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, UserError
@@ -20,9 +22,9 @@ class RocprofCompute(Wrapper):
     workload = ["--batch-size", "2", "--seq-len", "32", "--num-steps", "2", "--warmup-steps", "1",
                 "--seed", "42", "--deterministic"]
     help_arguments = ("profile", "--help")
-    install_hint = "Install the package rocprofiler-compute (ROCm 6.3 or newer), or set ROCM_PATH."
+    install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer; pip wheels of ROCm do not "
+                    "have it), or set ROCM_PATH.")
     since = {"--roofline": "99.0"}  # it came after 10.1: only --help can tell
-    wanted = {"counters": ("pmc_perf*", "results_*", "SQ_*", "*.db"), "roof": ("roofline*", "empirRoof*")}
     examples = """examples:
   ./run_rocprof_compute.sh                     counters, then roofline (a dozen runs and more)
   ./run_rocprof_compute.sh --roof-only         roofline only; --no-roof: counters only
@@ -49,8 +51,9 @@ class RocprofCompute(Wrapper):
         roof = options.roof_only or options.mode == "roof"
         reading = bool(options.list_stats or options.dispatch)
         self.analyze = options.mode == "analyze" or reading and not (options.mode or roof or options.no_roof)
-        if not re.fullmatch(r"[\w.-]+", options.output_name) or ".." in options.output_name:
-            raise UserError(f"--output-name: {options.output_name!r}; allowed are letters, digits, . _ -")
+        if not re.fullmatch(r"[A-Za-z0-9_]{1,26}", options.output_name):  # with _counters, what 3.0 takes
+            raise UserError(f"--output-name: {options.output_name!r}; allowed are letters, digits and _, at "
+                            "most 26 of them")
         if roof and options.no_roof:
             raise UserError("--no-roof: contradicts --roof-only and --mode roof")
         if self.analyze and (roof or options.no_roof) or reading and not self.analyze:
@@ -80,9 +83,9 @@ class RocprofCompute(Wrapper):
 
     def files(self):
         """rocprof-compute joins the program's words by spaces and splits them again: give it simple ones."""
-        words = shlex.join([sys.executable, self.profiled.path, *self.program_flags])
-        script = f"cd {shlex.quote(os.getcwd())} || exit 1\nexec {words}\n"
-        return {} if self.analyze else {"workload.sh": script}
+        words = [sys.executable, self.profiled.path, *self.program_flags]
+        script = f"import os\n\nwords = {words!r}\nos.chdir({os.getcwd()!r})\nos.execv(words[0], words)\n"
+        return {} if self.analyze else {"workload.py": script}
 
     def workload_directory(self, part):
         """The last folder is the GPU model, or what else a release appends; sysinfo.csv marks it."""
@@ -94,7 +97,11 @@ class RocprofCompute(Wrapper):
         return self.analyze_commands() if self.analyze else self.profile_commands()
 
     def profile_commands(self):
-        """Run in the result directory, where every release writes workloads/NAME/<GPU model> by default."""
+        """Run in the result directory, where every release writes workloads/NAME/<GPU model> by default.
+
+        The program's first word is a path, which 3.0 insists on, and no shell: 3.5 and 3.6 set variables in a
+        way that a shell does not hand on.
+        """
         commands = []
         for part in self.parts:
             arguments = ["--name", f"{self.options.output_name}_{part}"]
@@ -104,7 +111,8 @@ class RocprofCompute(Wrapper):
                 arguments += ["--roofline", "--roofline-device", str(self.options.device or 0)]
             else:
                 arguments += ["--roof-only", "--device", str(self.options.device or 0)]
-            commands.append(Command([self.tool.command, "profile", *arguments, "--", "bash", "workload.sh"],
+            commands.append(Command([self.tool.command, "profile", *arguments, "--", sys.executable,
+                                     "workload.py"],
                                     cwd=self.directory))
         return commands
 
@@ -130,9 +138,10 @@ class RocprofCompute(Wrapper):
 
     def problems(self):
         if self.analyze:
-            yield from tool_problems(self.tool, self.install_hint)
+            yield from tool_problems(self.tool, self.install_hint, self.before("7.13"))
         else:
             yield from super().problems()
+            yield from interpreter_problems(self.executable, sys.executable)
 
     def steps(self):
         return None if self.analyze else super().steps()
@@ -141,21 +150,46 @@ class RocprofCompute(Wrapper):
         if code != PROGRAM_FAILED or "execution failed" in log_text:  # what it says of a failed program
             return code, reason
         lines = log_text.strip().splitlines() or ["it printed nothing"]
-        return FAILED, f"rocprof-compute itself failed: {lines[-1][:200]}"
+        said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])[:200]
+        if said.startswith("AttributeError: 'NoneType'") and self.before("7.0"):
+            said += f". {OLD_PANDAS}"
+        return FAILED, f"rocprof-compute itself failed: {said}"
 
     def judge(self, log_text):
         if self.analyze:
             return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
-        missing = []
-        for part in self.parts:
-            place = self.workload_directory(part)
-            results = [path for kind in self.wanted[part] for path in (place.rglob(kind) if place else [])]
-            if any(path.stat().st_size for path in results):
-                say(f"{part}: {place}")
-            else:
-                missing.append(part)
+        places = {part: self.workload_directory(part) for part in self.parts}
+        missing = [part for part, place in places.items() if not (place and self.has_results(part, place))]
+        for part in set(self.parts) - set(missing):
+            say(f"{part}: {places[part]}")
         if missing:
-            return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/"
+            known = known_failure(log_text)
+            why = f": {known[0]}. {known[2]}" if known else ""
+            return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/{why}"
         where = f" -o {shlex.quote(self.options.output_dir)}" if self.options.output_dir else ""
         say(f"Next: ./{self.script}{where} --list-stats, then --dispatch ID")
-        return OK, f"{' and '.join(self.parts)} collected"
+        return OK, " and ".join(map(self.amount, self.parts)) + " collected" + self.lacking()
+
+    @staticmethod
+    def has_results(part, place):
+        """Did the tool write results? The lists of counters that it writes for itself are none."""
+        if part == "counters":
+            return bool(records.collected_counters(place))
+        return any(path.stat().st_size for pattern in ("roofline*", "empirRoof*")
+                   for path in records.result_files(place, pattern))
+
+    def lacking_counters(self):
+        place = self.workload_directory("counters")
+        return sorted(records.wanted_counters(place) - records.collected_counters(place))
+
+    def amount(self, part):
+        """"counters", or "3 of 4 counters" where some that the tool asked for are not there."""
+        if part != "counters" or not self.lacking_counters():
+            return part
+        wanted = len(records.wanted_counters(self.workload_directory(part)))
+        return f"{wanted - len(self.lacking_counters())} of {wanted} counters"
+
+    def lacking(self):
+        names = self.lacking_counters() if "counters" in self.parts else []
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return f" (not {', '.join(names[:5])}{more})" if names else ""

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from fusion_lab.rocm import machine, preflight
-from fusion_lab.rocm.failures import MEANING
+from fusion_lab.rocm.failures import MEANING, without_colours
 from fusion_lab.rocm.process import failure, run, say
 from fusion_lab.training.files import OK, UserError, exit_code, set_aside, write_text
 from fusion_lab.training.program import ROOT
@@ -58,9 +58,9 @@ def execute(wrapper, commands):
     write_manifest(wrapper, commands, Outcome(None, "running"))
     for command in commands:
         ended = run(command, wrapper.directory, wrapper.options.timeout)
-        log = pathlib.Path(wrapper.directory, command.log).read_text(errors="replace")
+        log = without_colours(pathlib.Path(wrapper.directory, command.log).read_text(errors="replace"))
         if ended.code or ended.interrupted or ended.timed_out:
-            code, reason = wrapper.explain(*failure(ended, log), log)
+            code, reason = wrapper.explain(*failure(ended, log, wrapper.before("7.13")), log)
             write_manifest(wrapper, commands, Outcome(code, reason))
             break
     verdict, words = wrapper.judge(log)

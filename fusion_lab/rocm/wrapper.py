@@ -5,9 +5,9 @@ import re
 import shlex
 import time
 
-from fusion_lab.rocm import machine, preflight, profiled
+from fusion_lab.rocm import failures, machine, preflight, profiled
 from fusion_lab.training import flags
-from fusion_lab.training.files import MISSING, UserError
+from fusion_lab.training.files import FAILED, MISSING, PROGRAM_FAILED, UserError
 
 OLDEST_ROCM, NEWEST_ROCM = "6.3", "10.1"  # of the releases whose tools are known here
 # Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU.
@@ -57,7 +57,7 @@ class Parser(flags.Parser):
         return options, unknown + arguments[cut + 1:]
 
 
-def release(text):
+def rocm_release(text):
     """For argparse: "7.0"."""
     if not re.fullmatch(r"\d+\.\d+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a ROCm release such as 6.3, 7.0 or 10.1")
@@ -92,12 +92,16 @@ class Wrapper:
             self.tool = machine.find_tool(self.executable, *self.help_arguments)
         elif not options.dry_run:
             raise UserError("--rocm: chooses what --dry-run prints; a run asks the installed tool")
+        oldest, newest = release_key(OLDEST_ROCM), release_key(NEWEST_ROCM)
+        if self.release() and not oldest <= release_key(self.release()) <= newest:
+            self.notes.append(f"ROCm {self.release()} is not among those known here ({OLDEST_ROCM} to "
+                              f"{NEWEST_ROCM}): what this release does differently was not looked at")
 
     @classmethod
     def from_arguments(cls, arguments):
         """A wrapper that is ready to run. Raises UserError, also where the program refuses its flags."""
         parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, cls.workload)
-        parser.add_argument("--rocm", metavar="X.Y", type=release,
+        parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
                             help="with --dry-run: print for this release, not for the installed tool")
         cls.add_options(parser)
         wrapper = cls(*parser.split(arguments))
@@ -134,6 +138,10 @@ class Wrapper:
         """ROCm release of the tool, or the one that --rocm names; None where nobody knows."""
         return self.options.rocm or self.tool.rocm
 
+    def before(self, release):
+        """Is, or may, the tool be of an earlier release than this?"""
+        return self.release() is None or release_key(self.release()) < release_key(release)
+
     def tool_and_release(self):
         return f"{self.executable} of ROCm {self.release()}" if self.release() else self.executable
 
@@ -151,7 +159,7 @@ class Wrapper:
     def problems(self):
         """Everything that stands in the way."""
         self.torch = self.profiled.torch()
-        yield from preflight.tool_problems(self.tool, self.install_hint)
+        yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
         if not os.access(self.profiled.path, os.R_OK):
             yield preflight.Problem(MISSING, f"cannot read {self.profiled.path}",
                                     "--program or TINYOPENFOLD_SCRIPT names the program.")
@@ -161,7 +169,8 @@ class Wrapper:
 
     def explain(self, code, reason, log_text):
         """Exit code and reason of a failed command, where the tool's output tells more than its code."""
-        return code, reason
+        crash = failures.crash_of_tool(log_text, self.profiled.path) if code == PROGRAM_FAILED else None
+        return (FAILED, f"{self.executable} itself failed: {crash}") if crash else (code, reason)
 
     def steps(self):
         """For 'launches per step': what the program was told; None where nobody knows."""
