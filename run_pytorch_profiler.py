@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One PyTorch profiler session: where time and memory go, by Evoformer sub-layer, forward and backward.
+"""One PyTorch profiler session: where time and memory go, by sub-layer of the model, forward and backward.
 
     python run_pytorch_profiler.py                              # trace, report, plots
     python run_pytorch_profiler.py --roofline --seq-lens "32 64 128"
@@ -7,48 +7,49 @@
     python run_pytorch_profiler.py --predict 1 256 64           # least time and memory of another size
     ./run_pytorch_profiler.sh --ablation                        # every fusion alone and left out
 
-Takes the flags of tiny_openfold_v2.py but its modes and the files that only training reads or writes. Results
-go to --profile-dir: a trace, fusion_analysis.json, comprehensive_profiling_report.md and plots.
+Takes the flags of tiny_openfold_v2.py, or of the program that --program names, but its modes and the files
+that only training reads or writes. Results go to --profile-dir: a trace, fusion_analysis.json,
+comprehensive_profiling_report.md and plots. Where the output is no terminal, its last line is the result as
+JSON.
 """
-import argparse
 import json
 import os
 import sys
 import time
 
+from fusion_lab.training.files import exit_code, require_packages
+
+if __name__ == "__main__":  # one line, not a traceback, where one is missing
+    require_packages("run_pytorch_profiler.py", "torch", "numpy", "tqdm")
+
 from fusion_lab.measuring.predictions import predict_mode
+from fusion_lab.measuring.sizes import other_axes
+from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.profiler.report import read_analysis
-from fusion_lab.profiler.session import ablation, compare_v1, finite, run_session
+from fusion_lab.profiler.session import finite, run_session
+from fusion_lab.profiler.several import ablation, compare_v1
 from fusion_lab.training import flags
-from fusion_lab.training.files import exit_code, fresh_directory
+from fusion_lab.training.files import fresh_directory
 from fusion_lab.training.machine import choose_device
-from tiny_openfold_v2 import FusionConfig
+from fusion_lab.training.options import flag
+from tiny_openfold_v2 import PROGRAM
 
 
-def lengths(text):
-    try:
-        values = [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers such as \"32 64 128\"")
-    return values
+def name_of_lengths(program):
+    """"seq_lens" for a program whose first axis beside the batch is seq_len; None if it has but the batch."""
+    axes = other_axes(program)
+    return f"{axes[0]}s" if axes else None
 
 
-def positive(text):
-    value = flags.converter(int)(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1")
-    return value
-
-
-def make_parser():
-    parser = flags.make_parser(__doc__, "run_pytorch_profiler.py")
+def make_parser(program):
+    """The program's flags and those of a session."""
+    parser = flags.make_parser(program, __doc__, "run_pytorch_profiler.py")
     own = parser.add_argument_group("Profiler session")
-    own.add_argument("--profile-steps", type=positive, default=5, metavar="N",
+    own.add_argument("--profile-steps", type=flags.whole_number(), default=5, metavar="N",
                      help="steps timed, and then traced (default: 5)")
-    own.add_argument("--seq-lens", type=lengths, metavar='"S S ..."', default=None,
-                     help="peak and saved memory for these lengths, fused and plain (default: None)")
+    if lengths := name_of_lengths(program):
+        own.add_argument(flag(lengths), type=flags.whole_numbers, metavar='"N N ..."', default=None,
+                         help="peak and saved memory for these lengths, fused and plain (default: None)")
     own.add_argument("--roofline", action="store_true", help="FLOPs, bytes and bounds by sub-layer, against "
                      "ceilings measured here (default: off)")
     own.add_argument("--compare-with", metavar="DIR", default=None,
@@ -63,60 +64,85 @@ def make_parser():
     sorts.add_argument("--compare-v1", action="store_true",
                        help="a session of the baseline and one as given, compared (default: off)")
     predictions = parser.add_argument_group("Predictions, instead of a session")
-    predictions.add_argument("--predict", type=positive, nargs=3, metavar=("B", "S", "N"), default=None,
+    predictions.add_argument("--predict", type=flags.whole_number(), nargs=len(program.axes), default=None,
+                             metavar=tuple(program.axes.values()),
                              help="least step time and peak memory of another size (default: None)")
-    predictions.add_argument("--check-prediction", action="store_true",
-                             help="predictions against measurement for eight shapes (default: off)")
+    predictions.add_argument("--check-prediction", action="store_true", help="predictions against "
+                             "measurement for the given size and some round it (default: off)")
     return parser
 
 
-def results_directory(options, profiler):
+def results_directory(arguments, profiler):
     """Where this run writes; made, and emptied of earlier results by moving them aside."""
-    named = "profile_dir" in vars(options)
+    named = "profile_dir" in vars(arguments)
     path = profiler.profile_dir
-    if options.ablation and not named:
+    if arguments.ablation and not named:
         path = f"{path.rstrip('/')}_ablation_{time.strftime('%Y%m%d_%H%M%S')}"
-    fresh_directory(path, named, options.force)
+    fresh_directory(path, named, arguments.force)
     return path
 
 
-def refuse_unused(parser, options):
+def refuse_unused(parser, program, arguments):
     """End the program if a flag would have no effect beside another."""
-    of_sessions = ("ablation", "compare_v1", "compare_with", "roofline", "seq_lens", "force", "profile_dir")
+    of_sessions = ("ablation", "compare_v1", "compare_with", "roofline", name_of_lengths(program), "force",
+                   "profile_dir")
     useless = dict(predict=of_sessions, check_prediction=of_sessions, ablation=("compare_with",),
                    compare_v1=("compare_with",))
     for one, others in useless.items():
         for other in others:
-            if getattr(options, one) and getattr(options, other, None):
-                parser.error(f"argument {flags.flag(other)}: not with {flags.flag(one)}")
+            if getattr(arguments, one) and other and getattr(arguments, other, None):
+                parser.error(f"argument {flag(other)}: not with {flag(one)}")
+
+
+def earlier_session(arguments, profiler):
+    """(name, analysis) of the session that --compare-with names, or None."""
+    if not arguments.compare_with:
+        return None
+    name, analysis = arguments.compare_with, read_analysis(arguments.compare_with)
+    if os.path.realpath(name) == os.path.realpath(profiler.profile_dir):
+        name = f"the earlier session in {name}"  # which is about to be moved aside
+    return name, analysis
 
 
 def run(argv=None):
-    parser = make_parser()
-    options, configs, mode = flags.parse(parser, argv)
-    config, training, fusion, profiler = configs
+    """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
+    argv = sys.argv[1:] if argv is None else argv
+    program = flags.named_program(argv, PROGRAM)
+    parser = make_parser(program)
+    arguments, settings, mode = flags.parse(parser, program, argv)
     if mode:
-        parser.error(f"argument {mode}: belongs to tiny_openfold_v2.py")
-    flags.needs_training(parser, options, "a profiler session")
-    refuse_unused(parser, options)
-    if options.baseline:
-        configs = (config, training, FusionConfig.preset(False), profiler)
-    compared = (options.compare_with, read_analysis(options.compare_with)) if options.compare_with else None
-    if compared and os.path.realpath(compared[0]) == os.path.realpath(profiler.profile_dir):
-        compared = (f"the earlier session in {compared[0]}", compared[1])  # which is about to be moved aside
-    choose_device(training.device)
-    if options.predict or options.check_prediction:
-        result = predict_mode(configs, options)
+        parser.error(f"argument {mode}: belongs to {program.name}")
+    flags.needs_training(program, parser, arguments, "a profiler session")
+    refuse_unused(parser, program, arguments)
+    if arguments.predict:
+        judge_sizes(parser, program, settings, arguments.predict)
+    if arguments.baseline:
+        settings = with_fusion(settings, program.fusion_config.preset(False))
+    earlier = earlier_session(arguments, settings.profiler)
+    choose_device(settings.training.device)
+    if arguments.predict or arguments.check_prediction:
+        result = predict_mode(program, settings, arguments.predict, arguments.check_prediction)
     else:
-        directory = results_directory(options, profiler)
-        if options.ablation:
-            result = ablation(configs, directory, options)
-        elif options.compare_v1:
-            result = compare_v1(configs, directory, options)
+        directory = results_directory(arguments, settings.profiler)
+        lengths = vars(arguments).get(name_of_lengths(program)) or ()
+        options = dict(steps=arguments.profile_steps, lengths=lengths, roofline=arguments.roofline)
+        if arguments.ablation:
+            result = ablation(program, settings, directory, **options)
+        elif arguments.compare_v1:
+            result = compare_v1(program, settings, directory, **options)
         else:
-            result = run_session(configs, directory, options, compared)
-    print(json.dumps(finite(result), allow_nan=False))
+            result = run_session(program, settings, directory, **options, earlier=earlier).as_dict()
+    if not sys.stdout.isatty():  # people have read the findings; the files hold the rest
+        print(json.dumps(finite(result), allow_nan=False))
     return 0
+
+
+def judge_sizes(parser, program, settings, sizes):
+    """End the program if --predict asks for sizes that the program refuses."""
+    try:
+        settings.having(**dict(zip(program.axes, sizes, strict=True)))
+    except ValueError as error:
+        parser.error(f"argument --predict: {error}")
 
 
 if __name__ == "__main__":

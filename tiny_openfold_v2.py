@@ -764,7 +764,7 @@ def run_steps(trainer, source, profiling, found, stop):
                                               peak_megabytes(device, found)), file=sys.stdout)
             if saving:
                 write_atomically(training.save_checkpoint, partial(torch.save, snapshot(trainer)))
-            if not ending and done % training.eval_every == 0:
+            if program.evaluate and not ending and done % training.eval_every == 0:
                 with profiling.paused(), unmeasured_memory(device, found):
                     evaluations[done] = program.evaluate(trainer, source, stop)
                 bar.write(program.evaluation_line(evaluations[done]), file=sys.stdout)
@@ -796,7 +796,7 @@ def train(program, settings, compare_with=None):
         with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop)
         with unmeasured_memory(device, found):
-            if stop.signal is None:
+            if program.evaluate and stop.signal is None:
                 evaluations["final"] = program.evaluate(trainer, source, stop, final=True)
                 print(program.evaluation_line(evaluations["final"]))
         result = summary.summarise(trainer, found, losses, times, evaluations)
@@ -863,7 +863,7 @@ PROGRAM = Program(
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
             "Flash Attention": "enable_flash_attention",
             "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
-    success="V2 validation successful! Fusion setup working properly.")
+    success="V2 validation successful! Fusion setup working properly.", failure="V2 validation failed")
 
 
 def run(argv=None, program=PROGRAM):

@@ -84,8 +84,8 @@ def child(flags, steps):
     import tiny_openfold_v2 as tof
     from fusion_lab.measuring.accuracy import compare_numerics
     from fusion_lab.measuring.clocks import PhaseTimer
-    from fusion_lab.training.flags import make_parser, read_configs
     from fusion_lab.training.feeding import to_device
+    from fusion_lab.training.flags import make_parser, read_configs
     from fusion_lab.training.machine import MEGABYTE, choose_device
     from proteins.batches import SyntheticProteins
 

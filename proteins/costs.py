@@ -1,5 +1,38 @@
-"""The Evoformer's FLOPs and bytes."""
+"""What the Evoformer's sub-layers must compute and move at least, as formulas of the sizes.
+
+Bytes are those of one ideal kernel for each of: layer norm with projections, the core (attention, triangle
+product), and output projection with gate and residual; transitions and the outer product keep their wide
+hidden tensors on the chip and compute them again in backward. `pair` is one pass over the pair tensor, `msa`
+one over the MSA tensor. Real kernels move 4 to 6 times as much, which is what fusion is about. A tensor that
+stays in a cache can be faster than this bound: at small sizes, look at the launches instead.
+"""
+from fusion_lab.measuring.ceilings import element_bytes
+from fusion_lab.training.program import Cost
+from proteins.files import TOKENS
+
+DISTANCE_BINS = 64
 
 
 def costs(settings):
-    return None
+    """{sub-layer: Cost} of one block for a whole batch, and under "heads" what a step runs once beside the
+    blocks. Bytes are for the precision of these settings; those of the heads are small and left out."""
+    config, element = settings.model, element_bytes(settings.training)
+    b, n, s = settings.training.batch_size, config.num_seqs, config.seq_len
+    cm, cz, h = config.msa_dim, config.pair_dim, config.outer_product_dim
+    m, p = b * n * s, b * s * s  # positions of the MSA tensor and of the pair tensor
+    msa, pair, hidden = m * cm * element, p * cz * element, m * h * element
+    row_bias, pair_bias = (p * heads * element for heads in (config.msa_heads, config.pair_heads))
+    triangle = Cost(12 * p * cz * cz + 2 * p * s * cz, 9 * pair, 15 * pair)
+    attention = Cost(10 * p * cz * cz + 2 * p * cz * config.pair_heads + 4 * p * s * cz,
+                     11 * pair + 2 * pair_bias, 18 * pair + 3 * pair_bias)
+    return dict(
+        msa_row_attention=Cost(10 * m * cm * cm + 4 * m * s * cm + 2 * p * cz * config.msa_heads,
+                               11 * msa + pair + 2 * row_bias, 18 * msa + 2 * pair + 3 * row_bias),
+        msa_column_attention=Cost(10 * m * cm * cm + 4 * m * n * cm, 11 * msa, 18 * msa),
+        msa_transition=Cost(16 * m * cm * cm, 2 * msa, 3 * msa),
+        outer_product_mean=Cost(4 * m * cm * h + 2 * p * n * h * h + 2 * p * h * h * cz,
+                                pair + msa + 4 * hidden, pair + 3 * msa + 6 * hidden),
+        triangle_mult_outgoing=triangle, triangle_mult_incoming=triangle,
+        triangle_attn_starting=attention, triangle_attn_ending=attention,
+        pair_transition=Cost(16 * p * cz * cz, 2 * pair, 3 * pair),
+        heads=Cost(2 * p * cz * DISTANCE_BINS + 2 * m * cm * TOKENS))

@@ -1,37 +1,39 @@
-"""Stands in for tiny_openfold_v2.py in tests of the performance study: same flags and files, no torch.
+"""Stands in for a trainer in tests of the performance study: same flags and files, no torch. Run as a script.
 
 FAKE_TRAINER is JSON: `crash` and `inaccurate`, flags that make it fail; `memory_mb`, above which it is out of
 memory; `starts` {flag: seconds before that} and `seconds` that each run takes; `log`, a file with a line at
-the start and end of each measurement;
-`faster`, factors by which flags shorten a step; `both`, a further one for the first two of them together.
+the start and end of each measurement; `deaf`, whether it hears no answer when it asks for its turn; `orphans`
+{flag: seconds} that it sleeps before it asks to die with its parent, beside a child that never asks;
+`faster`, factors by which flags shorten a step; `both`, a further one for the first two of them together;
+`program` and `suffix`, of messages and of file names.
 """
 import json
 import os
+import pathlib
 import random
+import subprocess
 import sys
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from fusion_lab.measuring import turns  # noqa: E402
 
 KNOBS = json.loads(os.environ.get("FAKE_TRAINER", "{}"))
 
 
-def note(word):
+def note(word, pid=None):
     if "log" in KNOBS:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
         with open(KNOBS["log"], "a", encoding="utf-8") as file:
-            file.write(f"{word} {os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')} {point_name()}\n")
+            file.write(f"{word} {pid or os.getpid()} {gpus} {point_name()}\n")
 
 
 def point_name():
     return os.path.basename(sys.argv[sys.argv.index("--profile-dir") + 1])
 
 
-def run_steps(flags):
-    note("begin")
-    time.sleep(KNOBS.get("seconds", 0))
-    note("end")
-
-
-def value(flags, name):
-    return int(flags[flags.index(name) + 1])
+def value(flags, name, default=1):
+    return int(flags[flags.index(name) + 1]) if name in flags else default
 
 
 def enabled(flags):
@@ -41,9 +43,15 @@ def enabled(flags):
     return on
 
 
+def seconds_of(knob, flags):
+    """The largest of the knob's seconds whose flag is on."""
+    return max([0, *(s for flag, s in KNOBS.get(knob, {}).items() if flag in enabled(flags))])
+
+
 def cost(flags):
     """(step time in s, memory in MB)"""
-    batch, length, rows = (value(flags, name) for name in ("--batch-size", "--seq-len", "--num-seqs"))
+    batch, rows = value(flags, "--batch-size"), value(flags, "--num-seqs")
+    length = value(flags, "--seq-len", value(flags, "--width"))
     seconds, memory = 1e-3 + 2e-6 * batch * length ** 1.7 * rows ** 0.3, 2e-3 * batch * length ** 2 + rows
     faster, on = KNOBS.get("faster", {"defaults": 1.4, "--enable-all-fusion": 2.2}), enabled(flags)
     for name, factor in faster.items():
@@ -55,28 +63,49 @@ def cost(flags):
     return seconds * (1 + noise), memory
 
 
+def fail(message):
+    print(f"{KNOBS.get('program', 'tiny_openfold_v2.py')}: error: {message}", file=sys.stderr)
+    return 1
+
+
+def write(folder, name, content):
+    name = f"{name}_{KNOBS.get('suffix', 'v2')}.json"
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
 def main(flags):
     folder = flags[flags.index("--profile-dir") + 1]
+    if lifetime := seconds_of("orphans", flags):
+        note("orphan")
+        note("orphan", subprocess.Popen(["sleep", str(lifetime)]).pid)
+        time.sleep(lifetime)
+    turns.die_with_parent()
     if "--verify-accuracy" in flags:
         wrong = bool(set(KNOBS.get("inaccurate", [])) & enabled(flags))
-        with open(os.path.join(folder, "accuracy_v2.json"), "w", encoding="utf-8") as file:
-            json.dump(dict(failures=["distances: off by 1"] if wrong else []), file)
+        write(folder, "accuracy", dict(failures=["distances: off by 1"] if wrong else []))
         return int(wrong)
-    time.sleep(max([0, *(s for flag, s in KNOBS.get("starts", {}).items() if flag in enabled(flags))]))
+    time.sleep(seconds_of("starts", flags))
     seconds, memory = cost(flags)
     if set(KNOBS.get("crash", [])) & enabled(flags):
-        print("tiny_openfold_v2.py: error: broken on purpose", file=sys.stderr)
-        return 1
+        return fail("broken on purpose")
     if memory > KNOBS.get("memory_mb", float("inf")):
         note("full")
-        print("tiny_openfold_v2.py: error: out of memory: lower --batch-size", file=sys.stderr)
-        return 1
-    run_steps(flags)
+        return fail("out of memory: lower --batch-size")
+    if KNOBS.get("deaf"):
+        os.dup2(os.open(os.devnull, os.O_RDONLY), turns.INVITATION[1])
+    with turns.turn():
+        note("begin")
+        time.sleep(KNOBS.get("seconds", 0))
+        note("end")
     figures = dict(median_batch_time=seconds, p20_batch_time=0.97 * seconds, p80_batch_time=1.05 * seconds,
                    avg_training_speed=value(flags, "--batch-size") / seconds, peak_memory_mb=memory,
                    saved_activation_mb=0.6 * memory, launches_per_step=500, flops_per_step=10 ** 9, mfu=None,
                    first_step_time=0.1)
-    with open(os.path.join(folder, "performance_summary_v2.json"), "w", encoding="utf-8") as file:
-        json.dump(dict(performance_summary=figures, system_info=dict(
-            gpu_name=None, host_cpu="fake", torch_version="0", git_commit=None)), file)
+    write(folder, "performance_summary", dict(performance_summary=figures, system_info=dict(
+        gpu_name=None, host_cpu="fake", torch_version="0", git_commit=None)))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,6 @@
 """The model against an independent float64 implementation, and properties of AlphaFold 2's Evoformer."""
 
+import dataclasses
 import gc
 import itertools
 import shutil
@@ -12,14 +13,17 @@ import torch
 from conftest import require_shared
 
 import tiny_openfold_v2 as tof
+from fusion_lab.kernels import attention
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import OpCounter, saved_activations
 from fusion_lab.training.feeding import to_device
+from fusion_lab.training.machine import process_settings
 from proteins.batches import SyntheticProteins
 
 COMBINATIONS = list(itertools.product([False, True], repeat=5))
+CPU = torch.device("cpu")
 SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=2)
 
 
@@ -34,6 +38,23 @@ def fusion(switches, **more):
     if len(switches) == 5:
         more |= dict(enable_projection_fusion=switches[4], enable_transition_fusion=switches[4])
     return tof.FusionConfig(**dict(zip(names, switches[:4], strict=True)), **more)
+
+
+def given(fusion=None, **values):
+    """Settings of the small model."""
+    values = dict(SMALL, num_seqs=6, seq_len=12, batch_size=2) | values
+    found = tof.PROGRAM.settings(**values)
+    return found if fusion is None else dataclasses.replace(found, fusion=fusion)
+
+
+def trainer_and_batch(settings):
+    """A trainer on the CPU and a batch with masks."""
+    return tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.check_batch(settings, CPU)
+
+
+def failures(settings, device=CPU):
+    """Tensors for which these settings break the accuracy rule."""
+    return accuracy.compare_numerics(tof.PROGRAM, settings, device)[1]
 
 
 @pytest.fixture(scope="module", params=["evoformer_block", "evoformer_block_masked"])
@@ -156,7 +177,7 @@ def test_reference_check_catches_mutants(reference, mutate, monkeypatch):
 def random_block(switches=(True,) * 4, **sizes):
     torch.manual_seed(0)
     block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(**{**SMALL, **sizes}), fusion(switches)).double()
-    accuracy.shake(block)
+    accuracy.shake(tof.PROGRAM, block)
     return block, torch.randn(2, 5, 7, 16).double(), torch.randn(2, 7, 7, 16).double()
 
 
@@ -249,12 +270,8 @@ def test_packed_gate_keeps_autocast_low():
 def test_activation_checkpointing_changes_memory_and_nothing_else():
     results = []
     for enabled in (False, True):
-        config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=16)
-        training = tof.TrainingConfig(batch_size=2)
-        switches = tof.FusionConfig(enable_activation_checkpointing=enabled)
-        trainer = tof.Trainer(config, switches, training, torch.device("cpu"))
-        accuracy.shake(trainer.model)
-        batch = accuracy.masked_batch(config, training, torch.device("cpu"))
+        trainer, batch = trainer_and_batch(given(seq_len=16, enable_activation_checkpointing=enabled))
+        accuracy.shake(tof.PROGRAM, trainer.model)
         saved = saved_activations(trainer.model, [], lambda t=trainer, b=batch: t.forward(b)["loss"])
         trainer.forward(batch)["loss"].backward()
         results.append((saved["rest"], [p.grad for p in trainer.model.parameters()]))
@@ -266,10 +283,7 @@ def test_activation_checkpointing_changes_memory_and_nothing_else():
 def test_compiled_blocks_share_one_graph_and_change_no_number():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = tof.TinyOpenFoldConfig(**{**SMALL, "num_blocks": 3}, num_seqs=8, seq_len=24)
-    training = tof.TrainingConfig(batch_size=2)
-    compiled = tof.FusionConfig(enable_torch_compile=True)
-    assert accuracy.compare_numerics(config, compiled, training, torch.device("cpu"))[1] == []
+    assert failures(given(num_blocks=3, num_seqs=8, seq_len=24, enable_torch_compile=True)) == []
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
@@ -278,11 +292,8 @@ def test_compiled_blocks_share_one_graph_and_change_no_number():
 def test_embedding_and_heads_compile_as_one_graph_each():
     """On a GPU they run compiled, see TinyOpenFoldV2.forward."""
     torch._dynamo.reset()
-    config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
-    switches, training = tof.FusionConfig(enable_torch_compile=True), tof.TrainingConfig(batch_size=2)
-    trainer = tof.Trainer(config, switches, training, torch.device("cpu"))
-    batch = accuracy.masked_batch(config, training, torch.device("cpu"))
-    accuracy.shake(trainer.model)
+    trainer, batch = trainer_and_batch(given(enable_torch_compile=True))
+    accuracy.shake(tof.PROGRAM, trainer.model)
     tokens, targets = batch["msa_tokens"], (batch["msa_targets"], batch["coords"], batch["coord_mask"])
     runs = []
     for embed, heads in ((trainer.model.embed, trainer.model.heads), trainer.model.gpu_ends):
@@ -295,15 +306,12 @@ def test_embedding_and_heads_compile_as_one_graph_each():
 
 
 def model_and_batch(switches=(True,) * 4, **sizes):
-    config = tof.TinyOpenFoldConfig(**{**SMALL, "num_seqs": 6, "seq_len": 16, **sizes})
-    training = tof.TrainingConfig(batch_size=2)
-    trainer = tof.Trainer(config, fusion(switches), training, torch.device("cpu"))
-    return trainer, accuracy.masked_batch(config, training, torch.device("cpu"))
+    return trainer_and_batch(given(fusion(switches), **{"seq_len": 16, **sizes}))
 
 
 def test_every_parameter_gets_a_gradient():
     trainer, batch = model_and_batch(seq_len=40)  # longer than the clipped relative positions
-    accuracy.shake(trainer.model)
+    accuracy.shake(tof.PROGRAM, trainer.model)
     trainer.forward(batch)["loss"].backward()
     assert [n for n, p in trainer.model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -329,7 +337,7 @@ def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_ev
     expected = trainer.model(**batch)["loss"]
     for switches in COMBINATIONS:
         other = model_and_batch(switches)[0]
-        accuracy.shake(other.model)
+        accuracy.shake(tof.PROGRAM, other.model)
         other.model.load_state_dict(first)
         torch.testing.assert_close(other.model(**batch)["loss"], expected)
 
@@ -337,7 +345,7 @@ def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_ev
 def test_packed_names_load_too_and_missing_ones_are_reported():
     for switches, name in (((True,) * 4, "qkv_proj"), ((True,) * 5, "qkv_gate_proj")):
         trainer, batch = model_and_batch(switches)
-        accuracy.shake(trainer.model)
+        accuracy.shake(tof.PROGRAM, trainer.model)
         expected = trainer.model(**batch)["loss"]
         packed = dict(trainer.model.named_parameters())
         assert any(name in n for n in packed) and not any(name in n for n in trainer.model.state_dict())
@@ -397,10 +405,8 @@ def test_dropout_is_shared_and_off_in_eval():
 
 
 def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
-    config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
-    arguments = (config, tof.FusionConfig(), tof.TrainingConfig(batch_size=2), torch.device("cpu"))
-    assert accuracy.compare_numerics(*arguments)[1] == []
-    attend, separate = tof.attend, tof.separate
+    assert failures(given()) == []
+    attend, split = tof.attend, tof.split
 
     def no_bias(q, k, v, bias=None, key_mask=None, backend="auto"):
         return attend(q, k, v, bias if backend == "math" else None, key_mask, backend)
@@ -416,30 +422,27 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
     def imprecise(q, k, v, bias=None, key_mask=None, backend="auto"):
         return attend(q, k, v, bias, key_mask, backend) * (1 if backend == "math" else 1 + 1e-5)
 
-    def exchanged(outputs, n, **kwargs):
-        return outputs if len(outputs) == n else separate(outputs, n, **kwargs)[::-1]
+    def exchanged(x, widths, dim):
+        return split(x, widths, dim)[::-1]
 
     mutants = [
         ("attend", no_bias),
         ("attend", no_mask),
         ("attend", lost_gradient),
         ("attend", imprecise),
-        ("separate", exchanged),
+        ("split", exchanged),
     ]
     for name, mutant in mutants:
         with monkeypatch.context() as patch:
             patch.setattr(tof, name, mutant)
-            assert accuracy.compare_numerics(*arguments)[1] != []
+            assert failures(given()) != []
 
 
 def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
-    config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
-    training = tof.TrainingConfig(batch_size=2, use_amp=True, amp_dtype="bfloat16", learning_rate=1e-5)
-    switches = tof.FusionConfig(enable_master_weights=True)
-    assert accuracy.compare_numerics(config, switches, training, torch.device("cpu"))[1] == []
-    trainer = tof.Trainer(config, switches, training, torch.device("cpu"))
-    accuracy.shake(trainer.model)
-    batch = accuracy.masked_batch(config, training, torch.device("cpu"))
+    settings = given(use_amp=True, amp_dtype="bfloat16", learning_rate=1e-5, enable_master_weights=True)
+    assert failures(settings) == []
+    trainer, batch = trainer_and_batch(settings)
+    accuracy.shake(tof.PROGRAM, trainer.model)
     assert trainer.forward(batch)["pair_repr"].dtype == torch.bfloat16
     assert all(p.data_ptr() % 16 == 0 for p in trainer.model.parameters())  # as GEMMs want them
     before = [w.clone() for w in trainer.weights.values()]
@@ -452,17 +455,13 @@ def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
 
 @pytest.mark.parametrize("amp", [None, "bfloat16"])
 def test_wide_projections_and_transitions_pass_the_accuracy_rule(amp):
-    config = tof.TinyOpenFoldConfig(**SMALL, num_seqs=6, seq_len=12)
-    training = tof.TrainingConfig(batch_size=2, use_amp=amp is not None, amp_dtype=amp)
-    switches = tof.FusionConfig(enable_projection_fusion=True, enable_transition_fusion=True)
-    assert accuracy.compare_numerics(config, switches, training, torch.device("cpu"))[1] == []
+    assert failures(given(use_amp=amp is not None, amp_dtype=amp, enable_projection_fusion=True,
+                          enable_transition_fusion=True)) == []
 
 
 def test_accuracy_check_does_not_mistake_a_relu_at_zero_for_an_error():
     """At these sizes an unprotected check failed: one input of a ReLU was 3.5e-7 and changed sign."""
-    config = tof.TinyOpenFoldConfig(num_blocks=1, seq_len=32, num_seqs=8)
-    training = tof.TrainingConfig(batch_size=2)
-    assert accuracy.compare_numerics(config, tof.FusionConfig(), training, torch.device("cpu"))[1] == []
+    assert failures(tof.PROGRAM.settings(num_blocks=1, seq_len=32, num_seqs=8, batch_size=2)) == []
 
 
 def test_counting_saved_activations_leaves_no_graph_behind():
@@ -492,22 +491,49 @@ def test_saved_activations_and_launches_against_a_hand_count():
 
 
 def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
-    def backend(dtype, length, biased, cuda=True, requested="auto"):
-        q = SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(1, 2, 4, length, 32))
-        return tof.attention_backend(requested, q, biased)
+    monkeypatch.setattr(attention, "HAS_TRITON", True)
 
-    monkeypatch.setattr(tof, "HAS_TRITON", True)
+    def backend(dtype, length, biased, requested="auto", **more):
+        plain = dict(on_gpu=True, strict=False, width=32, training=True)
+        return attention.attention_backend(
+            requested, dtype=dtype, length=length, biased=biased, **plain | more)
+
     half, single = torch.bfloat16, torch.float32
     assert [backend(half, length, biased) for length in (64, 128) for biased in (True, False)] == [
         "flex", "flex", "flex", "sdpa"]
-    for tf32, expected in ((True, ["flex", "flex"]), (False, ["math", "sdpa"])):
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
-        assert [backend(single, 64, biased) for biased in (True, False)] == expected
-    assert backend(half, 64, True, cuda=False) == "math" and backend(half, 64, False, cuda=False) == "sdpa"
-    assert backend(single, 64, True, requested="flex") == "flex"
-    assert backend(half, 64, True, cuda=False, requested="flex") == "sdpa"
-    with torch.no_grad():
-        assert backend(half, 64, True) == backend(half, 64, True, requested="flex") == "sdpa"
+    assert [backend(half, 64, biased, width=20) for biased in (True, False)] == ["sdpa", "sdpa"]
+    assert [backend(single, length, biased) for length in (64, 65) for biased in (True, False)] == [
+        "flex", "flex", "flex", "sdpa"]  # in TF32
+    assert {backend(single, length, biased, strict=True) for length in (64, 512) for biased in (True, False)
+            } == {"math"}  # see test_three_truncated_products_are_not_float32
+    assert [backend(half, 64, biased, on_gpu=False) for biased in (True, False)] == ["math", "sdpa"]
+    assert backend(single, 64, True, "flex", strict=True) == "flex"
+    assert backend(half, 64, True, "flex", on_gpu=False) == "sdpa"
+    assert {backend(half, 64, True, name, training=False) for name in ("auto", "flex")} == {"sdpa"}
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # where nothing of this was measured
+    assert [backend(single, 64, biased, strict=True) for biased in (True, False)] == ["flex", "flex"]
+
+
+def truncated(x):
+    """float32 -> TF32 (ten bits of mantissa), towards zero."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def three_products(a, b):
+    """A float32 matrix product as three in TF32, the way of SDPA's memory-efficient kernel on NVIDIA."""
+    big_a, big_b = truncated(a), truncated(b)
+    return truncated(a - big_a) @ big_b + big_a @ truncated(b - big_b) + big_a @ big_b
+
+
+def test_three_truncated_products_are_not_float32():
+    """Why strict float32 on NVIDIA keeps to plain attention: single products are nearly float32's, but all
+    err to the same side, and gradients of weights sum thousands of them (GPU: test_strict_float32...)."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(256, 4, 64, 64, generator=generator).softmax(-1)
+    v = torch.randn(256, 4, 64, 16, generator=generator) + 1
+    exact = p.double() @ v.double()
+    plain, three = p @ v - exact, three_products(p, v) - exact
+    assert three.abs().max() < 5 * plain.abs().max() and three.sum().abs() > 50 * plain.sum().abs()
 
 
 def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
@@ -519,13 +545,12 @@ def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
     assert not runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
 
 
-def test_deterministic_holds_for_whatever_builds_a_trainer(monkeypatch):
+def test_deterministic_is_asked_of_the_process(monkeypatch):
     asked = []
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     for deterministic in (False, True):
-        training = tof.TrainingConfig(deterministic=deterministic)
-        tof.Trainer(tof.TinyOpenFoldConfig(num_blocks=1), tof.FusionConfig(), training, torch.device("cpu"))
+        process_settings(given(deterministic=deterministic), CPU)
     assert asked == [True]
 
 
@@ -536,31 +561,30 @@ def test_flex_attention_gets_tiles_where_they_were_measured(monkeypatch):
         seen.append(kernel_options.keys() > {"FORCE_USE_FLEX_ATTENTION"})
         return q
 
-    monkeypatch.setattr(tof, "compiled_flex_attention", lambda: kernel)
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: kernel)
     bias, half, single = torch.zeros(1, 1, 4, 4), torch.bfloat16, torch.float32
     for dtype, width, given in ((half, 32, bias), (half, 32, None), (single, 32, bias), (single, 32, None),
                                 (half, 64, bias)):
-        tof.flex_attend(*torch.zeros(3, 1, 2, 1, 4, width, dtype=dtype), given)
+        attention.flex_attend(*torch.zeros(3, 1, 2, 1, 4, width, dtype=dtype), given)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    tof.flex_attend(*torch.zeros(3, 1, 2, 1, 4, 32), bias)
+    attention.flex_attend(*torch.zeros(3, 1, 2, 1, 4, 32), bias)
     assert seen == [True, True, True, False, False, False]
 
 
-def gpu_trainer(dropout=0.0, **switches):
-    config = tof.TinyOpenFoldConfig(num_blocks=2, seq_len=32, num_seqs=8, dropout=dropout)
-    training = tof.TrainingConfig(
-        batch_size=2, use_amp=switches.pop("amp", False), amp_dtype=switches.pop("dtype", None)
-    )
+def gpu_trainer(**values):
+    settings = tof.PROGRAM.settings(num_blocks=2, seq_len=32, num_seqs=8, batch_size=2, **values)
     device = torch.device("cuda")
-    source = SyntheticProteins(config, training)
+    process_settings(settings, device)
+    source = SyntheticProteins(settings)
     batches = [to_device(source.batch(step), device) for step in range(6)]
-    return tof.Trainer(config, tof.FusionConfig(**switches), training, device), batches
+    return tof.Trainer(tof.PROGRAM, settings, device), batches
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "more",
-    [{}, dict(amp=True, dtype="float16"), dict(amp=True, dtype="bfloat16", enable_master_weights=True)],
+    [{}, dict(use_amp=True, amp_dtype="float16"),
+     dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)],
 )
 def test_graphed_steps_are_eager_steps(more):
     losses = []
@@ -583,7 +607,7 @@ def test_losses_outlive_the_graphs_of_torch_compile():
 def test_graph_obeys_learning_rate_and_draws_new_dropout():
     trainer, batches = gpu_trainer(dropout=0.3, enable_cuda_graphs=True)
     trainer.step(batches[0])
-    accuracy.shake(trainer.model)
+    accuracy.shake(tof.PROGRAM, trainer.model)
     trainer.optimizer.param_groups[0]["lr"].zero_()
     assert len({trainer.step(batches[0]).item() for _ in range(4)}) == 4
     before = [p.clone() for p in trainer.model.parameters()]
@@ -617,8 +641,14 @@ def test_attention_backends_agree_with_float64_on_gpu(backend, biased):
 @pytest.mark.gpu
 @pytest.mark.parametrize("amp", [None, "bfloat16", "float16"])
 def test_accuracy_on_gpu(amp):
-    training = tof.TrainingConfig(batch_size=2, use_amp=amp is not None, amp_dtype=amp)
-    config = tof.TinyOpenFoldConfig(num_blocks=2)
-    for switches in (tof.FusionConfig(), tof.FusionConfig.preset(True)):
-        found = accuracy.compare_numerics(config, switches, training, torch.device("cuda"))
-        assert found[1] == []
+    plain = tof.PROGRAM.settings(num_blocks=2, batch_size=2, use_amp=amp is not None, amp_dtype=amp)
+    for fusion in (plain.fusion, tof.FusionConfig.preset(True)):
+        assert failures(dataclasses.replace(plain, fusion=fusion), torch.device("cuda")) == []
+
+
+@pytest.mark.gpu
+def test_strict_float32_with_everything_on():
+    """At this size SDPA's kernel for columns was 100 times as wrong as the baseline."""
+    settings = tof.PROGRAM.settings(batch_size=1, seq_len=256, num_seqs=64)
+    assert failures(dataclasses.replace(settings, fusion=tof.FusionConfig.preset(True)),
+                    torch.device("cuda")) == []

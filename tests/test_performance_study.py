@@ -1,4 +1,5 @@
 """launch_performance_study.sh: the study end to end, its statistics, its verdicts, its page."""
+import dataclasses
 import fcntl
 import json
 import os
@@ -14,12 +15,16 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from fusion_lab.study import command, design, plots, report, runner
+from fusion_lab.study import command, design, directory, plots, report, runner
 from fusion_lab.study import statistics as stats
-from fusion_lab.study.summary import summarise
+from fusion_lab.study.design import Study, Vocabulary
+from fusion_lab.study.results import Figures, Machine, Row
+from fusion_lab.study.summary import PointSummary, Recommendation, Recommended, summarise
 from fusion_lab.training.files import UserError
-from fusion_lab.training.flags import make_parser, read_configs
+from fusion_lab.training.flags import make_parser, read_settings
+from fusion_lab.training.program import load_program
 
+WORDS = Vocabulary(load_program())
 FAKE = str(pathlib.Path(__file__).with_name("fake_trainer.py"))
 TINY = ["--num-blocks", "1", "--msa-dim", "8", "--pair-dim", "8", "--msa-heads", "2", "--pair-heads", "2",
         "--outer-product-dim", "4"]
@@ -66,12 +71,17 @@ def count_lines(path):
     return pathlib.Path(path).read_bytes().count(b"\n") if os.path.exists(path) else 0
 
 
+def state_of(pid):
+    """"S" of a process that sleeps, "T" of one that was stopped, "Z" of one that has ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
 def gone(pid):
     """Whether a process has ended; a zombie that nobody has reaped yet has."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return state_of(pid) == "Z"
 
 
 # The whole thing
@@ -98,12 +108,8 @@ def test_real_study(tmp_path):
     assert "[8/8]" in done.stdout and "left 0 s" in done.stdout
 
 
-def test_a_point_that_no_longer_listens_when_its_turn_comes_is_a_row(fake, tmp_path, monkeypatch):
-    script = tmp_path / "deaf.py"
-    script.write_text("import os\nos.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n"
-                      "def run_steps(): pass\ndef main(flags): run_steps()\n")
-    monkeypatch.setenv("TINYOPENFOLD_SCRIPT", str(script))
-    assert fake(*SMALL, "--settings", "fused", "--num-runs", 1) == 1
+def test_a_point_that_no_longer_listens_when_its_turn_comes_is_a_row(fake):
+    assert fake(*SMALL, "--settings", "fused", "--num-runs", 1, deaf=True) == 1
     row, = rows_of()
     assert row["status"] == "failed" and "has gone" in row["reason"]
 
@@ -129,11 +135,11 @@ def test_all_points_fail(fake, capsys):
 
 
 def test_reason_is_the_error_and_not_the_advice_after_it(tmp_path):
-    log = tmp_path / "stderr.txt"
+    log, name = tmp_path / "stderr.txt", "tiny_openfold_v2.py"
     log.write_text("Traceback\n  File\ntorch.AcceleratorError: CUDA error: out of memory\nSearch for it.\n")
-    assert runner.last_words(log) == "torch.AcceleratorError: CUDA error: out of memory"
-    log.write_text("AttributeError: early\ntiny_openfold_v2.py: error: out of memory: lower --batch-size\n\n")
-    assert runner.last_words(log) == "out of memory: lower --batch-size"
+    assert runner.last_words(log, name) == "torch.AcceleratorError: CUDA error: out of memory"
+    log.write_text(f"AttributeError: early\n{name}: error: out of memory: lower --batch-size\n\n")
+    assert runner.last_words(log, name) == "out of memory: lower --batch-size"
 
 
 def test_timeout(fake):
@@ -155,20 +161,30 @@ def test_one_measures_at_a_time_also_on_several_gpus(fake, tmp_path, monkeypatch
         fake(*SMALL, "--jobs", 3, "--gpus", 2, "--device", "cuda:1", name="t")
 
 
-def order_of_plan(settings, num_runs, **more):
-    study = dict(batch_sizes=[2], seq_lens=[32], num_seqs=[16], settings=settings, num_runs=num_runs, seed=42)
-    return design.points(dict(study, **more))
+def study_of(*sizes, words=WORDS, **values):
+    """A Study of these sizes: a tuple for each axis."""
+    plain = dict(switches=(), num_runs=2, num_steps=5, warmup_steps=1, device="cpu", amp_dtype=None,
+                 trainer_flags=(), seed=1, mode="study")
+    return Study(vocabulary=words, sizes=sizes, **(plain | values))
+
+
+def order_of_plan(settings, num_runs):
+    return study_of((2,), (32,), (16,), settings=tuple(settings), num_runs=num_runs, seed=42).points()
+
+
+def flags_of(setting):
+    return WORDS.flags(WORDS.parse(setting))
 
 
 def test_measured_in_planned_order(fake, tmp_path):
     """Whatever comes first in the plan starts slowest, so that all others are ready before it."""
     log, settings = tmp_path / "log", ["baseline", "fused", "only-flash-attention", "only-opm-fusion"]
     plan = order_of_plan(settings, 2)
-    slow = design.setting_flags(design.parse_setting(plan[0].setting))[-1:] or ["defaults"]
+    slow = flags_of(plan[0].setting)[-1:] or ["defaults"]
     assert fake(*SMALL, "--jobs", 4, "--settings", " ".join(settings), starts={slow[0]: 1}, log=str(log)) == 0
     begun = [line.split()[3] for line in log.read_text().splitlines() if line.startswith("begin")]
     assert begun == [point.file_name() for point in plan]
-    turns = {design.Point.of(row): row["turn"] for row in rows_of()}
+    turns = {Row.read(row, WORDS.axes).point: row["turn"] for row in rows_of()}
     assert sorted(plan, key=turns.get) == plan and sorted(turns.values()) == list(range(1, 9))
     page = pathlib.Path("s/report.html").read_text().replace("\n", " ")
     assert summary_of()["out_of_order"] == 0 and "measured in random order (seed 42)" in page
@@ -192,7 +208,7 @@ def test_a_point_that_ends_gives_up_its_place_and_waiting_is_not_timed(fake):
     wait is that within 3 s."""
     settings = ["only-flash-attention", "only-opm-fusion"]
     first, second = order_of_plan(settings, 1)
-    flag = design.setting_flags(design.parse_setting(first.setting))[-1]
+    flag = flags_of(first.setting)[-1]
     flags = [*SMALL, "--num-runs", 1, "--settings", " ".join(settings), "--jobs", 2]
     assert fake(*flags, "--timeout", 3, crash=[flag], starts={flag: 2}, seconds=2) == 0
     assert {row["setting"]: row["status"] for row in rows_of()} == {first.setting: "failed",
@@ -238,14 +254,29 @@ def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
     assert rows_of()[:len(before)] == before and len(rows_of()) == 6
 
 
+def test_kill_leaves_no_stopped_newborns(fake, tmp_path):
+    """A process that is stopped for another one's turn before it has asked to die with its parent, and what
+    it started itself, do not stay behind for ever when the study is killed."""
+    log, settings = tmp_path / "log", ["only-flash-attention", "only-opm-fusion"]
+    first, second = (flags_of(point.setting)[-1] for point in order_of_plan(settings, 1))
+    study = start(*SMALL, "--num-runs", "1", "--jobs", "2", "--settings", " ".join(settings), "--study-name",
+                  "s", starts={first: 2}, seconds=30, orphans={second: 60}, log=str(log))
+    wait_for(lambda: count_lines(log) == 3)  # the first one measures, the second one and its child are there
+    pids = [line.split()[1] for line in log.read_text().splitlines()]
+    wait_for(lambda: {state_of(pid) for pid in pids} == {"S", "T"})
+    study.kill()
+    study.communicate(timeout=20)
+    wait_for(lambda: all(map(gone, pids)), 10)
+
+
 def test_one_study_at_a_time(fake, capsys, monkeypatch):
     assert fake(*SMALL) == 0
     held = os.open("s", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    monkeypatch.setattr(command, "LOCK_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(directory, "LOCK_PATIENCE_SECONDS", 0.2)
     assert fake(*SMALL) == 2
     assert capsys.readouterr().err.strip().endswith("s: this study is running already")
-    monkeypatch.setattr(command, "LOCK_PATIENCE_SECONDS", 30)
+    monkeypatch.setattr(directory, "LOCK_PATIENCE_SECONDS", 30)
     threading.Timer(0.5, os.close, [held]).start()  # the killed one's last child lets go late
     assert fake(*SMALL) == 0
 
@@ -302,7 +333,7 @@ def test_unreadable_results_are_one_line(fake, capsys):
 
 
 def test_default_directory_is_moved_aside(fake, monkeypatch, tmp_path):
-    monkeypatch.setattr(command.time, "strftime",
+    monkeypatch.setattr(directory.time, "strftime",
                         lambda form: form.replace("%Y%m%d_%H%M%S", "now"))
     for _ in range(2):
         assert command.main([*SMALL, "--num-runs", "1"]) == 0
@@ -318,8 +349,92 @@ def test_full_disk(fake, capsys, monkeypatch):
     assert fake(*SMALL) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "No space left on device" in error
-    monkeypatch.setattr(command, "SPARE_BYTES", 2 ** 62)
+    monkeypatch.setattr(directory, "SPARE_BYTES", 2 ** 62)
     assert fake(*SMALL) == 2 and "disk full" in capsys.readouterr().err
+
+
+# Earlier studies, other programs
+
+OLD_STUDY = ROOT / "benchmarks" / "results" / "study_h200"  # its config.json names no program
+
+
+def test_old_study_makes_the_same_results(tmp_path, capsys):
+    shutil.copytree(OLD_STUDY, tmp_path / "old")
+    assert command.main(["--report-only", "--no-plots", "--study-name", str(tmp_path / "old")]) == 0
+    assert "[3.915, 4.050]" in capsys.readouterr().out
+    before, after = summary_of(OLD_STUDY), summary_of(tmp_path / "old")
+    assert after["study"] == dict(before["study"], program="tiny_openfold_v2.py")
+    assert after.keys() == before.keys() and after["machine"] == before["machine"]
+    for key in ("points", "scaling"):
+        for mine, theirs in zip(after[key], before[key], strict=True):
+            assert mine == {name: pytest.approx(value) for name, value in theirs.items()}
+    assert (tmp_path / "old" / "results.csv").read_text() == (OLD_STUDY / "results.csv").read_text()
+
+
+def test_old_study_continues(fake, capsys):
+    """Keys that a later version would have are not read, and stay where they are."""
+    assert fake(*SMALL, crash=["--disable-all-fusion"]) == 0
+    config = json.loads(pathlib.Path("s/config.json").read_text())
+    del config["study"]["program"]
+    config["later"] = config["study"]["later"] = 1
+    pathlib.Path("s/config.json").write_text(json.dumps(config))
+    rows = [dict(row, later=1) for row in rows_of()]
+    pathlib.Path("s/results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert fake(*SMALL, "--num-runs", 3, "--retry-failed") == 0
+    config = json.loads(pathlib.Path("s/config.json").read_text())
+    assert config["later"] == config["study"]["later"] == 1 and config["study"]["num_runs"] == 3
+    assert [row for row in rows_of() if "later" in row] == [row for row in rows if row["status"] == "ok"]
+    assert [point["n"] for point in summary_of()["points"]] == [3, 3]
+
+
+SECOND_PROGRAM = """
+from dataclasses import dataclass
+from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
+from fusion_lab.training.program import Program
+
+@dataclass(frozen=True)
+class Sizes(Checked):
+    "Sizes of the model."
+    width: int = option(48, "channels", low=8)
+
+@dataclass(frozen=True)
+class Fusions(Switches):
+    "Which operations run fused."
+    enable_wide: bool = option(True, "one GEMM", preset=True)
+
+PROGRAM = Program(
+    file=__file__, about="A stand-in.", version="w", suffix="w", model_config=Sizes, fusion_config=Fusions,
+    training_config=TrainingConfig, model=None, trainer=None, open_source=None, check_batch=None,
+    axes=dict(batch_size="B", width="W"))
+"""
+
+
+def test_second_program(fake, tmp_path, capsys):
+    """Its own axes, switches, file names and error prefix, and the default sizes of its config."""
+    program, knobs = tmp_path / "second.py", dict(suffix="w", program="second.py")
+    program.write_text(SECOND_PROGRAM)
+    flags = ["--program", program, "--num-runs", 2]
+    assert fake(*flags, "--batch-sizes", 2, "--widths", "16 32", "--settings", "baseline all only-wide",
+                "--recommend", inaccurate=["--enable-all-fusion"], **knobs) == 0
+    summary, config = summary_of(), json.loads(pathlib.Path("s/config.json").read_text())["study"]
+    assert config["program"] == str(program) and config["widths"] == [16, 32]
+    assert [(p["batch_size"], p["width"], p["setting"], p["n"]) for p in summary["points"]] == [
+        (2, width, setting, 2) for width in (16, 32) for setting in ("baseline", "all", "fused")]
+    recommended = summary["recommendation"]["shapes"][0]
+    assert recommended["passed_over"] == ["all: accuracy failed: distances: off by 1"]
+    assert recommended["command"].startswith(f"python {program} --batch-size 2 --width 16 ")
+    assert pathlib.Path("s/results.csv").read_text().startswith("batch_size,width,setting,")
+    assert "Step time against width" in pathlib.Path("s/report.html").read_text()
+    assert fake(*flags, "--widths", 16, "--settings", "all", name="f", crash=["--enable-all-fusion"],
+                **knobs) == 1
+    assert "measured: failed: broken on purpose" in capsys.readouterr().err
+    assert fake("--report-only") == 2
+    assert f"a study of {program}; add --program {program}" in capsys.readouterr().err
+    assert fake("--report-only", "--program", program) == 0
+    assert fake(*flags, "--dry-run", name="t") == 0 and "B 4 W 48 baseline run 1" in capsys.readouterr().out
+    reference = ["--check-against", "s/results_summary.json"]
+    assert fake(*SMALL, *reference, name="t") == 2
+    assert "not the results_summary.json" in capsys.readouterr().err
 
 
 # Wrong use
@@ -375,28 +490,27 @@ def test_dry_run(fake, capsys):
 # Settings
 
 def test_settings_have_one_name():
-    every = design.combinations([name for name in design.SWITCHES if name in design.ALL][:5])
-    names = [design.setting_name(on) for on in every]
+    every = design.combinations([name for name in WORDS.switches if name in WORDS.everything][:5])
+    names = [WORDS.name(on) for on in every]
     assert len(set(names)) == len(every) == 32
-    assert [design.parse_setting(name) for name in names] == every
-    assert design.setting_name(design.parse_setting("without-flash-attention")) in (
-        "without-flash-attention", *design.NAMED)
+    assert [WORDS.parse(name) for name in names] == every
+    assert WORDS.name(WORDS.parse("without-flash-attention")) in ("without-flash-attention", *WORDS.named)
+    in_old_studies = "qkv-fusion-msa+torch-compile+master-weights+combo-kernels+activation-checkpointing"
+    assert WORDS.name(WORDS.parse(in_old_studies)) == in_old_studies
 
 
 def test_setting_flags_mean_their_switches():
-    parser = make_parser()
-    for name in (*design.NAMED, "only-flash-attention", "without-flash-attention"):
-        on = design.parse_setting(name)
-        fusion = read_configs(parser.parse_args(design.setting_flags(on)))[2]
-        assert design.switches_of(fusion) == on, name
+    parser = make_parser(WORDS.program)
+    for name in (*WORDS.named, "only-flash-attention", "without-flash-attention"):
+        fusion = read_settings(WORDS.program, parser.parse_args(flags_of(name))).fusion
+        assert WORDS.switches_of(fusion) == WORDS.parse(name), name
 
 
 def test_random_order_is_stored():
-    study = dict(batch_sizes=[1, 2, 4], seq_lens=[8, 16], num_seqs=[4], settings=["baseline", "fused"],
-                 num_runs=2, seed=1)
-    order = design.points(study)
-    assert order == design.points(study) != design.points(dict(study, seed=2))
-    assert design.points(dict(study, num_runs=3))[:24] == order
+    study = study_of((1, 2, 4), (8, 16), (4,), settings=("baseline", "fused"))
+    order = study.points()
+    assert order == study.points() != dataclasses.replace(study, seed=2).points()
+    assert dataclasses.replace(study, num_runs=3).points()[:24] == order
     assert len(set(order)) == 24 and {point.run for point in order[:12]} == {1}
 
 
@@ -439,12 +553,11 @@ def test_intervals_cover_under_unequal_noise(quiet):
 
 def test_noise_of_one_setting_is_not_the_others():
     """fused against compiled, both quiet, beside a baseline that is not: their intervals are their own."""
-    study = dict(batch_sizes=[1], seq_lens=[32], num_seqs=[8], num_runs=3, seed=1, switches=[],
-                 settings=["baseline", "fused", "only-flash-attention"])
     noise = {"baseline": 0.001, "fused": 0.001, "only-flash-attention": 0.3}
-    rows = [row_of(p, np.exp(noise[p.setting] * (p.run - 2))) for p in design.points(study)]
-    _, fused, noisy = summarise(dict(study=study), rows)["points"]
-    assert fused["speedup_high"] - fused["speedup_low"] < 0.01 and noisy["speedup_low"] < 0.7
+    study = study_of((1,), (32,), (8,), num_runs=3, settings=tuple(noise))
+    rows = [row_of(p, np.exp(noise[p.setting] * (p.run - 2))) for p in study.points()]
+    _, fused, noisy = summarise(study, rows).points
+    assert fused.speedup_high - fused.speedup_low < 0.01 and noisy.speedup_low < 0.7
 
 
 def test_fit_exponent():
@@ -554,11 +667,12 @@ def test_noise_makes_undecided():
     assert judged(0.9, 1.04, passes_below=1.05) == "PASS"
     assert judged(1.2, 1.4, passes_above=1.3) == "UNDECIDED"
     assert judged(1.0, 1.2, passes_above=1.3) == "FAIL"
-    now, then = (dict(setting="fused", speedup=s, speedup_low=s / 1.1, speedup_high=s * 1.1)
-                 for s in (1.0, 2.0))
+    now, then, same = (
+        PointSummary(shape=None, setting=setting, n=1, run_medians_ms=(1,), peak_memory_mb=None, speedup=s,
+                     speedup_low=s / 1.1, speedup_high=s * 1.1)
+        for setting, s in (("fused", 1.0), ("fused", 2.0), ("baseline", 1.0)))
     factor, low, high = slowdown(now, then, on_same_machine=False)
     assert factor == 2 and np.log(high / low) / 2 == pytest.approx(2 ** 0.5 * np.log(1.1))
-    same = dict(setting="baseline", speedup=1, speedup_low=1, speedup_high=1)
     assert slowdown(same, same, on_same_machine=False) is None  # 1 by definition, so no verdict
 
 
@@ -606,37 +720,35 @@ def test_find_batch_size(fake, optimize, batch, capsys):
 # The page
 
 def row_of(point, seconds):
-    return dict(vars(point.shape), setting=point.setting, run=point.run, status="ok", reason=None,
-                seconds=1, median_batch_time=seconds, p20_batch_time=0.95 * seconds,
-                p80_batch_time=1.1 * seconds, peak_memory_mb=1e3 * seconds + 20, saved_activation_mb=5,
-                launches_per_step=9, mfu=0.5,
-                system=dict(gpu_name=None, host_cpu="<CPU>", torch_version="2", git_commit=None))
+    figures = Figures(
+        median_batch_time=seconds, p20_batch_time=0.95 * seconds, p80_batch_time=1.1 * seconds,
+        avg_training_speed=1.0, peak_memory_mb=1e3 * seconds + 20, saved_activation_mb=5, launches_per_step=9,
+        flops_per_step=1, mfu=0.5, first_step_time=1)
+    return Row(point.shape, point.setting, point.run, "ok", None, figures,
+               Machine(None, "<CPU>", "2", None, None, None), seconds=1)
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """A study with every section, made from constructed rows."""
-    directory = tmp_path_factory.mktemp("page")
-    study = dict(batch_sizes=[1, 2], seq_lens=[32, 64, 128], num_seqs=[8, 16], num_runs=2, num_steps=5,
-                 warmup_steps=1, device="cpu", amp_dtype=None, trainer_flags=[], seed=1, mode="study",
-                 switches=["qkv-fusion-msa", "flash-attention"])
-    settings = [design.setting_name(on) for on in design.combinations(study["switches"])]
-    long_name = design.setting_name(design.ALL - {"opm-fusion", "torch-compile"})
-    study["settings"] = [*settings, "fused", long_name]
+    folder, switches = tmp_path_factory.mktemp("page"), ("qkv-fusion-msa", "flash-attention")
+    settings = [WORDS.name(on) for on in design.combinations(switches)]
+    long_name = WORDS.name(WORDS.everything - {"opm-fusion", "torch-compile"})
+    study = study_of((1, 2), (32, 64, 128), (8, 16), switches=switches,
+                     settings=(*settings, "fused", long_name))
     rows, noise = [], np.random.default_rng(0)
-    for point in design.points(study):
-        seconds = 1e-5 * point.shape.batch_size * point.shape.seq_len ** 1.5 * point.shape.num_seqs ** 0.5
-        seconds /= 1.3 ** len(design.parse_setting(point.setting)) * np.exp(0.01 * noise.standard_normal())
+    for point in study.points():
+        batch, length, depth = point.shape.sizes
+        seconds = 1e-5 * batch * length ** 1.5 * depth ** 0.5
+        seconds /= 1.3 ** len(WORDS.parse(point.setting)) * np.exp(0.01 * noise.standard_normal())
         rows.append(row_of(point, seconds))
-    rows[3] = dict(rows[3], status="failed", reason="<script>alert(1)</script>")
-    config = dict(study=study, command="./launch_performance_study.sh", created="2026-01-01T00:00:00")
-    summary = summarise(config, rows)
-    summary["recommendation"] = dict(memory_limit_mb=None, shapes=[
-        dict(batch_size=1, seq_len=32, num_seqs=8, setting="fused", median_ms=1.0, peak_memory_mb=1.0,
-             speedup=1.5, speedup_low=1.4, speedup_high=1.6, command="python x", passed_over=[])])
-    command.write_json(str(directory / "config.json"), config)
-    command.write_results(str(directory), summary, plots=True)
-    return directory
+    rows[3] = dataclasses.replace(rows[3], status="failed", reason="<script>alert(1)</script>")
+    first = min(study.shapes())
+    summary = dataclasses.replace(summarise(study, rows), recommendation=Recommendation(None, (
+        Recommended(first, (), "fused", "python x", 1.0, 1.0, 1.5, 1.4, 1.6),)))
+    config = directory.Config(study, "./launch_performance_study.sh", "2026-01-01T00:00:00")
+    directory.write_results(str(folder), summary, config, plots=True)
+    return folder, summary
 
 
 PICTURES = ["speedup_heat_map", "scaling", "memory", "depth", "ablation", "interactions", "pareto"]
@@ -644,9 +756,10 @@ TABLES = ["points", "failures", "ablation-table", "effects", "exponents", "setti
 
 
 def test_page_is_self_contained(page):
-    text = (page / "report.html").read_text()
+    folder, _ = page
+    text = (folder / "report.html").read_text()
     for name in PICTURES:
-        assert f'<figure id="{name}">' in text and (page / f"{name}.png").stat().st_size > 5000
+        assert f'<figure id="{name}">' in text and (folder / f"{name}.png").stat().st_size > 5000
     for name in TABLES:
         assert f'<table id="{name}">' in text
     assert "<script" not in text and "alert" in text and "&lt;CPU&gt;" in text
@@ -658,12 +771,10 @@ def test_page_is_self_contained(page):
 
 def constructed_study(seconds, num_runs):
     """Summary of all combinations of three switches, at S 32 and 64; seconds(switches that are on, run)."""
-    switches = ["qkv-fusion-msa", "flash-attention", "opm-fusion"]
-    study = dict(batch_sizes=[1], seq_lens=[32, 64], num_seqs=[8], num_runs=num_runs, seed=1,
-                 switches=switches,
-                 settings=[design.setting_name(on) for on in design.combinations(switches)])
-    rows = [row_of(p, seconds(design.parse_setting(p.setting), p.run)) for p in design.points(study)]
-    return summarise(dict(study=study), rows)
+    switches = ("qkv-fusion-msa", "flash-attention", "opm-fusion")
+    study = study_of((1,), (32, 64), (8,), num_runs=num_runs, switches=switches,
+                     settings=tuple(WORDS.name(on) for on in design.combinations(switches)))
+    return summarise(study, [row_of(p, seconds(WORDS.parse(p.setting), p.run)) for p in study.points()])
 
 
 def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
@@ -671,8 +782,8 @@ def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
     everything = "qkv-fusion-msa+flash-attention+opm-fusion"
     seconds = [2.0, 1.0, 0.5, 1.9]  # by the number of switches
     summary = constructed_study(lambda on, _: 1.5 if on == {"flash-attention"} else seconds[len(on)], 1)
-    shown = plots.compared(summary)
-    assert set(summary["study"]["settings"]) - set(shown) == {"only-flash-attention"}
+    shown = plots.shown_settings(summary)
+    assert set(summary.study.settings) - set(shown) == {"only-flash-attention"}
     figures = {figure.name: figure for figure in plots.draw(summary, str(tmp_path))}
     for name in ("scaling", "memory"):
         assert "1 setting is not shown; the table has all." in figures[name].caption
@@ -680,11 +791,12 @@ def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
     titles = figures["speedup_heat_map"].svg
     assert f"{everything}, N 8" in titles and "only-flash-attention, N 8" not in titles
     assert "Grey dots are the other settings" in figures["pareto"].caption
-    few = dict(summary, study=dict(summary["study"], settings=["baseline", everything]),
-               points=[p for p in summary["points"] if p["setting"] in ("baseline", everything)])
+    few = dataclasses.replace(
+        summary, study=dataclasses.replace(summary.study, settings=("baseline", everything)),
+        points=[p for p in summary.points if p.setting in ("baseline", everything)])
     captions = "".join(figure.caption for figure in plots.draw(few, str(tmp_path)))
     assert not any(word in captions for word in ("not shown", "Grey dots", "dashed line"))
-    few["points"][0]["peak_memory_mb"] = 1  # so the slower one is the smaller one
+    few.points[0] = dataclasses.replace(few.points[0], peak_memory_mb=1)  # the slower one is the smaller
     assert "dashed line" in plots.draw(few, str(tmp_path))[-1].caption
 
 
@@ -698,20 +810,22 @@ def test_pictures_mark_what_noise_could_explain(tmp_path):
 
 
 def test_pictures_are_the_same_every_time(page, tmp_path, monkeypatch):
-    once, again = (plots.draw(summary_of(page), str(tmp_path / name)) for name in "ab")
+    _, summary = page
+    once, again = (plots.draw(summary, str(tmp_path / name)) for name in "ab")
     assert once == again and len(once) == len(PICTURES)
     for name in PICTURES:
         assert (tmp_path / f"a/{name}.png").read_bytes() == (tmp_path / f"b/{name}.png").read_bytes()
     legend = [text for text in once[PICTURES.index("scaling")].svg.split("<text")[1:] if "S^" in text]
     assert legend and all("±" in text for text in legend)
     monkeypatch.setattr(plots, "MAX_PANELS", 2)
-    assert "2 panels are not shown" in plots.draw(summary_of(page), str(tmp_path))[1].caption
+    assert "2 panels are not shown" in plots.draw(summary, str(tmp_path))[1].caption
 
 
 def test_exponents_of_the_page(page):
-    found = {(e["axis"], e["figure"]): e for e in summary_of(page)["scaling"] if e["setting"] == "baseline"}
-    assert found["seq_len", "median_ms"]["exponent"] == pytest.approx(1.5, abs=0.05)
-    assert found["num_seqs", "median_ms"]["exponent"] == pytest.approx(0.5, abs=0.1)
+    folder, _ = page
+    fits = {(e["axis"], e["figure"]): e for e in summary_of(folder)["scaling"] if e["setting"] == "baseline"}
+    assert fits["seq_len", "median_ms"]["exponent"] == pytest.approx(1.5, abs=0.05)
+    assert fits["num_seqs", "median_ms"]["exponent"] == pytest.approx(0.5, abs=0.1)
 
 
 def browse(directory, *flags):
@@ -728,7 +842,7 @@ def browse(directory, *flags):
 @pytest.mark.parametrize("width", [1200, 420])
 def test_page_in_a_browser(page, tmp_path, width):
     from matplotlib import image
-    shot, url = tmp_path / "shot.png", (page / "report.html").as_uri()
+    shot, url = tmp_path / "shot.png", (page[0] / "report.html").as_uri()
     done = browse(tmp_path, f"--window-size={width},3000", f"--screenshot={shot}", url)
     assert "CONSOLE" not in done.stderr, done.stderr
     pixels = image.imread(shot)[..., :3]
@@ -744,7 +858,7 @@ def test_page_in_a_browser(page, tmp_path, width):
 def test_tables_fit_the_page(page, tmp_path, medium, width):
     script = """<script>document.body.dataset.wide = [...document.querySelectorAll("table")].filter(
         table => table.scrollWidth > table.parentElement.clientWidth).map(table => table.id) + ";"</script>"""
-    text = (page / "report.html").read_text().replace("</body>", script + "</body>")
+    text = (page[0] / "report.html").read_text().replace("</body>", script + "</body>")
     (tmp_path / "probe.html").write_text(text.replace(f"@media {medium}", "@media all"))
     url = (tmp_path / "probe.html").as_uri()
     dom = browse(tmp_path, f"--window-size={width},3000", "--dump-dom", url).stdout
@@ -752,12 +866,9 @@ def test_tables_fit_the_page(page, tmp_path, medium, width):
 
 
 def test_page_of_nothing_but_failures():
-    study = dict(batch_sizes=[1], seq_lens=[32], num_seqs=[8], num_runs=1, num_steps=5, warmup_steps=1,
-                 amp_dtype=None, seed=1, settings=["baseline"], switches=["flash-attention"])
-    config = dict(study=study, command="x", created="2026-01-01")
-    row = dict(batch_size=1, seq_len=32, num_seqs=8, setting="baseline", run=1, status="failed",
-               reason="broken", seconds=1)
-    text = report.report(summarise(config, [row]), config, [])
+    study = study_of((1,), (32,), (8,), settings=("baseline",), num_runs=1, switches=("flash-attention",))
+    row = Row(study.shapes()[0], "baseline", 1, "failed", "broken", None, None, 1.0)
+    text = report.page(summarise(study, [row]), directory.Config(study, "x", "2026-01-01"), [])
     assert "failed: broken" in text
 
 
@@ -767,4 +878,4 @@ def test_reads_only_summaries_of_studies(tmp_path):
     for content in ("", "[]", "{}", '{"format": "else", "points": [], "study": {}}'):
         path.write_text(content)
         with pytest.raises(UserError, match="not the results_summary.json"):
-            read_reference(str(path), {})
+            read_reference(str(path), study_of((1,), (2,), (3,), settings=("fused",)))

@@ -13,6 +13,7 @@ from conftest import ROOT, last_json, require_shared, run_program
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import files
+from fusion_lab.training.flags import make_parser, read_settings
 from proteins.batches import RealProteins, SyntheticProteins, corrupt
 from proteins.contacts import SEPARATION, contact_precision
 from proteins.files import MASK
@@ -100,9 +101,8 @@ def test_modes_exit_codes_and_json(tmp_path):
 
 
 def test_validation_and_accuracy_fail_with_exit_code_1(tmp_path, monkeypatch, capsys):
-    separate = tof.separate
-    monkeypatch.setattr(tof, "separate", lambda outs, n, dim=-1: outs if len(outs) == n else
-                        separate(outs, n, dim)[::-1])
+    split = tof.split
+    monkeypatch.setattr(tof, "split", lambda x, widths, dim: split(x, widths, dim)[::-1])
     assert train(tmp_path, "--verify-accuracy") == 1
     assert "\nFAIL\n" in capsys.readouterr().out
     assert train(tmp_path, "--validate-setup") == 1
@@ -159,12 +159,11 @@ def test_checkpoint_with_its_optimizer_crosses_fusion_settings(tmp_path, capsys)
 
 
 def test_preserved_restores_also_when_its_body_fails():
-    config = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=8, num_seqs=4, seq_len=8)
-    training = tof.TrainingConfig(batch_size=1)
-    trainer = tof.Trainer(config, tof.FusionConfig(), training, torch.device("cpu"))
+    settings = tof.PROGRAM.settings(num_blocks=1, msa_dim=8, pair_dim=8, num_seqs=4, seq_len=8, batch_size=1)
+    trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
     before = [w.detach().clone() for w in trainer.weights.values()]
     with pytest.raises(KeyError), trainer.preserved():
-        trainer.step(SyntheticProteins(config, training).batch(0))
+        trainer.step(SyntheticProteins(settings).batch(0))
         raise KeyError("within")
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.weights.values(), strict=True))
     assert all(not t.any() for state in trainer.optimizer.state.values() for t in state.values())
@@ -199,7 +198,7 @@ def test_kill_during_save_leaves_the_old_checkpoint(tmp_path):
     code = f"""
 import os, signal, sys, torch
 sys.path.insert(0, {str(ROOT)!r})
-import run_files
+from fusion_lab.training import files
 def write(file):
     file.write(b"half of the new checkpoint")
     file.flush()
@@ -418,7 +417,7 @@ def test_compare_with_an_earlier_summary(tmp_path, capsys):
     ],
 )
 def test_presets_and_switches(flags, expected):
-    _, _, fusion, _ = flags.read_configs(flags.make_parser().parse_args(flags))
+    fusion = read_settings(tof.PROGRAM, make_parser(tof.PROGRAM).parse_args(flags)).fusion
     names = (
         "enable_qkv_fusion_msa",
         "enable_qkv_fusion_triangle",
@@ -575,9 +574,8 @@ def test_one_real_protein_by_msa_and_structure(tmp_path, capsys):
 
 
 def test_padded_real_batch_and_crops(families_dir):
-    config = tof.TinyOpenFoldConfig(seq_len=120, num_seqs=8)
-    training = tof.TrainingConfig(data=str(families_dir), batch_size=6, holdout="1AQT_A")
-    source = RealProteins(config, training)
+    source = RealProteins(tof.PROGRAM.settings(seq_len=120, num_seqs=8, data=str(families_dir), batch_size=6,
+                                               holdout="1AQT_A"))
     batch, again = source.batch(3), source.batch(3)
     assert all(torch.equal(batch[key], again[key]) for key in batch)
     assert batch["msa_tokens"].shape == (6, 8, 120) and (batch["seq_mask"].sum(1) < 120).any()

@@ -29,11 +29,14 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
         return requested
     if biased and not on_gpu:
         return "math"  # SDPA has no fused kernel for a bias on CPU, and its own plain one is slower
-    if biased and strict and not torch.version.hip:
-        return "math"  # FlexAttention's products are 1.4 times slower in float32 without TF32
+    if on_gpu and strict and not torch.version.hip:
+        # FlexAttention's products are 1.4 times slower in float32 without TF32. SDPA's kernel makes each of
+        # three truncated TF32 products, which all err to the same side: single results are 3 times, sums of
+        # many (gradients of weights) 100 times as wrong as float32 is.
+        return "math"
     if biased:
         return "flex" if flex_fits else "sdpa"
-    return "flex" if flex_fits and length <= SHORT and not strict else "sdpa"
+    return "flex" if flex_fits and length <= SHORT else "sdpa"
 
 
 NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing

@@ -63,7 +63,19 @@ def measure_ceilings(device, training):
     if name not in matmul:
         matmul[name] = float(matmul_ceiling(device, getattr(torch, name)))
     return dict(copy_bytes_per_s=float(copy_ceiling(device)), matmul_flops_per_s=matmul, dtype=name,
-                element_bytes=2 if training.use_amp else 4, dispatch_s=dispatch_cost(device))
+                element_bytes=element_bytes(training), dispatch_s=dispatch_cost(device))
+
+
+def element_bytes(training):
+    """Size of an activation's element in this run's precision."""
+    return 2 if training.use_amp else 4
+
+
+def ceiling_line(ceilings):
+    """measure_ceilings() in one line."""
+    speeds = ", ".join(f"{name} {speed / 1e12:.2f}" for name, speed in ceilings["matmul_flops_per_s"].items())
+    return (f"Ceilings, measured here: copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s; matrix product "
+            f"{speeds} TFLOP/s; launch {1e6 * ceilings['dispatch_s']:.2f} µs. This run: {ceilings['dtype']}.")
 
 
 @contextlib.contextmanager

@@ -24,11 +24,14 @@ from fusion_lab.measuring.probe import peak_of_two_steps, probe
 from fusion_lab.measuring.rungs import Rungs
 from fusion_lab.measuring.summary import dtype_name, launch_kind
 from fusion_lab.measuring.variants import (
-    AS_GIVEN,
+    ALL,
     BASELINE,
+    UNMEASURED,
+    Variant,
     combination_variants,
     comparison_variants,
     pick,
+    refuse_idle,
     with_fusion,
 )
 from fusion_lab.training.feeding import to_device
@@ -60,13 +63,11 @@ def release(variants=()):
         torch.cuda.empty_cache()
 
 
-def measure_alone(program, variant, device, batch):
+def measure_alone(program, variant, device, batch, flops=None):
     """Fill variant.found while no other variant is on the device, so that its peak is that of a lone run:
     what others may have left behind (library workspaces, CUDA graph pools) is not counted. On CPU the
-    trainer, warm now, is kept for the timing."""
-    idle = variant.settings.idle(device.type == "cuda")
-    if idle and variant.name != AS_GIVEN:
-        variant.reason = "; ".join(idle)
+    trainer, warm now, is kept for the timing. flops of a step, if they are known."""
+    if refuse_idle(variant, device):
         return
     left_behind = 0
     if device.type == "cuda":
@@ -79,7 +80,7 @@ def measure_alone(program, variant, device, batch):
             started = time.perf_counter()
             trainer.step(batch).item()
             first_step_time = time.perf_counter() - started
-            found = probe(trainer, batch)
+            found = probe(trainer, batch, flops=flops)
         found.first_step_time = first_step_time
         peak = peak_of_two_steps(trainer, batch, found)
         found.peak_memory_mb = None if peak is None else peak - left_behind / MEGABYTE
@@ -126,64 +127,81 @@ def alternate(variants, steps, supply, stop):
 
 
 def measure(program, variants, device, source, stop=None, gate=None, note=lambda text: None):
-    """Measure variants, the baseline first, within one process: each alone, then steps in turn within the
-    context manager gate. Their trainers stay alive in variant.trainer. note(text) hears what goes on."""
+    """Measure variants, the baseline first, within one process: each alone, unless that is known already,
+    then steps in turn within the context manager gate. Their trainers stay alive in variant.trainer.
+    note(text) hears what goes on."""
     settings = variants[0].settings
     steps = settings.training.num_steps
     supply = [to_device(source.batch(i), device) for i in range(min(steps, MOST_BATCHES))]
+    flops = None
     for number, variant in enumerate(variants, 1):
-        note(f"{variant.name}: memory and launches, {number} of {len(variants)}")
-        measure_alone(program, variant, device, supply[0])
-        release()
-        if stop and stop.signal is not None and number > 1:
+        if stop and stop.signal is not None:
             break
+        if variant.found is None:
+            note(f"{variant.name}: memory and launches, {number} of {len(variants)}")
+            measure_alone(program, variant, device, supply[0], flops)
+            flops = variant.found.flops if variant.found else flops
+            release()
     measured = [variant for variant in variants if variant.found and not variant.reason]
     if device.type == "cuda" and any(variant.compiled for variant in measured):
         torch._dynamo.reset()  # compiled code of models that are gone would be tried first in every step
-    process_settings(settings, device)
     weights = program.trainer(program, settings, device).model.state_dict()
     for variant in measured:
         process_settings(variant.settings, device)
         bring_to_life(program, variant, device, weights, supply[0])
         release()
+    measured = [variant for variant in measured if not variant.reason]
     note(f"{len(measured)} variants in turn, {steps} steps of each")
     with gate or contextlib.nullcontext():
-        alternate([variant for variant in measured if not variant.reason], steps, supply, stop)
+        alternate(measured, steps, supply, stop)
     for variant in variants:
-        variant.reason = variant.reason or (None if variant.losses else "stopped before it was measured")
+        variant.reason = variant.reason or (None if variant.losses else UNMEASURED)
 
 
-def compare(program, settings, variants=None, combinations=False, picked=None, gate=None, stop=None,
-            table=None):
-    """The comparison as one dict, see README.md. variants replace those that the switches suggest, picked
-    chooses among these by their names; gate is a context manager round the timed steps; table, a LiveTable,
-    hears of every row as soon as it is known. Trainers that ran in this process stay in variant.trainer."""
+def apart_from(baseline):
+    """The baseline once more, to take turns with others; what it is alone is known."""
+    return Variant(BASELINE, baseline.settings, found=baseline.found, trainer=baseline.trainer)
+
+
+def compare(program, settings, variants=None, combinations=False, picked=None, stop=None, table=None):
+    """The comparison as one dict, see README.md. variants replace those that the switches suggest, of which
+    picked chooses by name; table, a LiveTable, hears of every row as soon as it is known. Trainers that ran
+    in this process stay in variant.trainer."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
-    on_gpu = device.type == "cuda"
-    if variants is None:
+    source, table, suggested = program.open_source(settings), table or LiveTable(), variants is None
+    if suggested:
         variants = (combination_variants(program, settings) if combinations
-                    else comparison_variants(program, settings, on_gpu))
+                    else comparison_variants(program, settings, device.type == "cuda"))
     variants = pick(variants, picked) if picked else variants
-    table = table or LiveTable()
-    together = [variant for variant in variants if not variant.compiled]
-    apart = [variant for variant in variants if variant.compiled]
+    together, compiled = ([v for v in variants if v.compiled is how] for how in (False, True))
+    later = []
+    if suggested and not combinations:  # first the table that people ask for
+        cut = next((i for i, v in enumerate(together, 1) if v.name == ALL), len(together))
+        together, later = together[:cut], together[cut:]
     result = dict(mode="compare_fusion", timestamp=datetime.now(timezone.utc).isoformat(),
                   **{k: v for k, v in settings.as_dict().items() if k in ("config", "training_params")},
                   system_info=system_info(device), launch_kind=launch_kind(device),
                   nominal=program.statistics(with_fusion(settings, program.fusion_config())))
-    with Rungs(program, apart, device, table.note) as rungs:
-        measure(program, together, device, program.open_source(settings), stop,
-                gate or rungs.paused(), table.note)
+    with Rungs(program, compiled, device, table.note) as rungs:
+        measure(program, together, device, source, stop, rungs.paused(), table.note)
         amp_dtype = together[0].trainer.amp_dtype
         ceiling = matmul_ceiling(device, amp_dtype or torch.float32)
         result["training_params"]["amp_dtype"] = dtype_name(amp_dtype)
-        result.update(matmul_ceiling_tflops=ceiling / 1e12, variants=rows_of(together, ceiling))
+        rows = rows_of(together, ceiling)
+        result.update(matmul_ceiling_tflops=ceiling / 1e12, variants=rows)
         table.begin(result, [variant.name for variant in variants])
-        for row in rungs.measure(result["variants"][0], ceiling, stop):
-            result["variants"].append(row)
-            table.add(result, row)
-    result["switch_effects"] = switch_effects(program, result["variants"]) if combinations else None
+        if later:
+            later = [apart_from(together[0]), *later]
+            measure(program, later, device, source, stop, rungs.paused(), table.note)
+            rows += rows_of(later, ceiling)[1:]
+            table.add(result)
+        if device.type == "cuda" and compiled:
+            release([v for v in (*together, *later) if v.name != BASELINE])  # memory for those
+        for row in rungs.measure(rows[0], ceiling, stop):
+            rows.append(row)
+            table.add(result)
+    result["switch_effects"] = switch_effects(program, rows) if combinations else None
     return result
 
 

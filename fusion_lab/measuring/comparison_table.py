@@ -43,8 +43,8 @@ class LiveTable:
         self.names = names
         self.add(result)
 
-    def add(self, result, row=None):
-        """One more row is known, or the first ones."""
+    def add(self, result):
+        """More rows are known than were printed."""
         if not self.save:
             return
         rows = result["variants"]

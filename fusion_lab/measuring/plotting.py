@@ -1,7 +1,5 @@
 """Pictures, where matplotlib is installed."""
-from matplotlib import pyplot
-
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import MISSING, UserError
 
 
 def require_matplotlib():
@@ -9,6 +7,7 @@ def require_matplotlib():
     try:
         import matplotlib
     except ImportError:
-        raise UserError("plots need matplotlib: pip install matplotlib", code=3) from None
+        raise UserError("plots need matplotlib: pip install matplotlib", code=MISSING) from None
     matplotlib.use("Agg")
+    from matplotlib import pyplot
     return pyplot

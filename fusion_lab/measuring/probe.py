@@ -28,13 +28,13 @@ class Findings:
         return sum(self.saved.values()) / MEGABYTE
 
 
-def probe(trainer, batch, count_launches=True):
-    """Findings about one step."""
+def probe(trainer, batch, count_launches=True, flops=None):
+    """Findings about one step; flops of it, if they are known."""
     model, on_gpu = trainer.model, trainer.device.type == "cuda"
     if not trainer.optimizer.state:  # the very first step makes the optimizer's state, compiles, captures
         trainer.step(batch)
     found = Findings(saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"]),
-                     flops_of_a_step(trainer.program, trainer.settings, batch))
+                     flops or flops_of_a_step(trainer.program, trainer.settings, batch))
     if on_gpu:
         found.peak = trainer.graph.peak if trainer.graph else None
         found.launches = len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None

@@ -8,8 +8,11 @@ import sys
 import tempfile
 import time
 
+import numpy as np
+
 from fusion_lab.measuring.comparison_rows import add_savings, not_measured
 from fusion_lab.measuring.turns import Guest
+from fusion_lab.measuring.variants import UNMEASURED, refuse_idle
 from fusion_lab.training.files import OUT_OF_MEMORY
 from fusion_lab.training.program import ROOT
 
@@ -65,11 +68,13 @@ class Rungs:
 
     def __init__(self, program, variants, device, note):
         self.program, self.variants, self.note = program, variants, note
-        self.together, self.running = device.type == "cuda", []
+        self.together, self.running, self.seconds = device.type == "cuda", [], []
+        for variant in variants:
+            refuse_idle(variant, device)
 
     def __enter__(self):
         if self.together:
-            self.running = [Rung(self.program, variant) for variant in self.variants]
+            self.running = [Rung(self.program, v) for v in self.variants if not v.reason]
         return self
 
     def __exit__(self, *_):
@@ -96,8 +101,7 @@ class Rungs:
                 rung.heard(stop)
         again = []
         for number, variant in enumerate(self.variants, 1):
-            rung = next((r for r in self.running if r.variant is variant), None)
-            row = self.one(rung or variant, number, stop)
+            row = self.one(variant, number, stop)
             if self.together and not row["measured"] and OUT_OF_MEMORY.search(row["reason"]):
                 again.append(variant)  # while the others held memory as well
             else:
@@ -109,24 +113,29 @@ class Rungs:
             variant.reason = None
             yield finished(self.one(variant, number, stop), baseline_row, ceiling)
 
-    def one(self, rung, number, stop):
+    def one(self, variant, number, stop):
         """The row of one variant: of the process that waits for its turn, or of one that is started now."""
-        if not isinstance(rung, Rung):
-            if stop and stop.signal is not None:
-                rung.reason = "stopped before it was measured"
-                return not_measured(rung)
-            self.note(f"compiling {rung.name}, {number} of {len(self.variants)}")
-            rung = Rung(self.program, rung)
+        if stop and stop.signal is not None:
+            variant.reason = UNMEASURED
+        if variant.reason:
+            return not_measured(variant)
+        started, place = time.monotonic(), f"{number} of {len(self.variants)}"
+        rung = next((r for r in self.running if r.variant is variant), None)
+        if rung is None:
+            left = np.mean(self.seconds) * (len(self.variants) - number + 1) if self.seconds else 0
+            self.note(f"compiling {variant.name}, {place}" + (f", about {left:.0f} s left" if left else ""))
+            rung = Rung(self.program, variant)
             self.running.append(rung)
         if rung.heard(stop) and rung.guest.wait_until_ready():
-            self.note(f"measuring {rung.variant.name}, {number} of {len(self.variants)}")
+            self.note(f"measuring {variant.name}, {place}")
             rung.guest.go()
             if rung.heard(stop):
                 rung.guest.wait_until_ready()  # hears "done", or that it has ended
         if stop and stop.signal is not None:
             rung.signal(signal.SIGKILL)
-            rung.variant.reason = "stopped before it was measured"
-            return not_measured(rung.variant)
+            variant.reason = UNMEASURED
+            return not_measured(variant)
+        self.seconds.append(time.monotonic() - started)
         return rung.row()
 
 

@@ -16,3 +16,8 @@ def markdown(rows):
     width = len(rows[0])
     lines = ["| " + " | ".join([*row, *[""] * (width - len(row))]) + " |" for row in rows]
     return [lines[0], "|" + "---|" * width, *lines[1:]]
+
+
+def cell(value, form=".2f", scale=1.0, unit=""):
+    """A number as a cell: scaled, formatted, with its unit; empty for None."""
+    return "" if value is None else format(value * scale, form) + unit

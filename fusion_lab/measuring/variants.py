@@ -7,6 +7,7 @@ from fusion_lab.training.files import UserError
 
 COMPILE = "enable_torch_compile"
 BASELINE, ALL, AS_GIVEN = "baseline", "all", "as given"
+UNMEASURED = "stopped before it was measured"  # the reason of a variant that a signal left out
 
 
 @dataclass
@@ -23,6 +24,15 @@ class Variant:
     @property
     def compiled(self):
         return self.settings.fusion.enable_torch_compile
+
+
+def refuse_idle(variant, device):
+    """Whether the variant would measure nothing of its own here, which then is its reason; the user's own
+    switches are measured as they are."""
+    idle = variant.settings.idle(device.type == "cuda")
+    if idle and variant.name != AS_GIVEN:
+        variant.reason = "; ".join(idle)
+    return variant.reason is not None
 
 
 def short(name):
@@ -67,11 +77,11 @@ def comparison_variants(program, settings, on_gpu):
 
 
 def distinct(settings, fusions):
-    """Variants of settings, one for each different fusion config, under the first of its names."""
-    first = {}
+    """Variants of settings, one for each different fusion config, under the first of its names, or "all"."""
+    names = {}
     for name, fusion in fusions.items():
-        first.setdefault(fusion, name)
-    return [Variant(name, with_fusion(settings, fusion)) for fusion, name in first.items()]
+        names[fusion] = name if name == ALL else names.get(fusion, name)
+    return [Variant(name, with_fusion(settings, fusion)) for fusion, name in names.items()]
 
 
 def combination_variants(program, settings):

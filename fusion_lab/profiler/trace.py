@@ -10,27 +10,14 @@ import gzip
 import json
 from collections import defaultdict
 
+from fusion_lab.measuring.kinds import kind_of_kernel, kind_of_operation
+from fusion_lab.measuring.roofline import REST
+
 PHASES = ("data", "forward", "backward", "optimizer")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
+OUTSIDE, NOT_RECORDED = "outside steps", "launch not recorded"  # phases of what has none
 RECOMPUTE = "recompute"  # forward once more, during backward: activation checkpointing
-KINDS = (("attention", ("flash", "fmha", "attention", "mem_eff")),
-         ("softmax", ("softmax",)),
-         ("normalisation", ("layer_norm", "layernorm", "native_norm")),
-         ("matrix product", ("gemm", "matmul", "aten::mm", "aten::addmm", "aten::_addmm", "aten::bmm",
-                             "cutlass", "ampere_", "sm80_", "sm90_", "cijk_", "nvjet", "mkldnn", "splitk")),
-         ("optimizer", ("adam", "multi_tensor_apply", "foreach")),
-         ("copy", ("copy", "memcpy", "aten::cat", "catarray", "aten::clone", "aten::contiguous")),
-         ("fill", ("memset", "fill", "zero_", "aten::empty")),
-         ("reduction", ("reduce", "sum", "norm", "aten::mean", "triton_red", "triton_per")),
-         ("elementwise", ("elementwise", "triton_poi", "triton_for", "aten::mul", "aten::add", "aten::sub",
-                          "aten::div", "aten::rsub", "aten::neg", "aten::sigmoid", "aten::relu", "threshold",
-                          "aten::where", "masked_fill", "aten::pow", "aten::sqrt", "aten::exp", "clamp")),
-         ("compiled code", ("compiledfunction", "torch-compiled", "torchdynamo", "triton_")))
-VIEWS = {f"aten::{name}" for name in (  # and what only calls others, or hands its input on
-    "view", "reshape", "transpose", "t", "permute", "as_strided", "expand", "unsqueeze", "squeeze", "slice",
-    "select", "chunk", "split", "narrow", "unflatten", "flatten", "detach", "alias", "_unsafe_view",
-    "numpy_T", "to", "resolve_conj", "resolve_neg", "lift_fresh", "linear")}
 
 
 def read_trace(path):
@@ -88,20 +75,10 @@ def own_times(events):
     return own
 
 
-def kind(name):
-    """What sort of work a kernel or an operation does, by its name."""
-    if name in VIEWS:
-        return "view"
-    if "autograd::" in name or name.endswith("HookFunction") or "Backward" in name and "Compiled" not in name:
-        return "autograd's own"
-    lower = name.lower()
-    return next((label for label, words in KINDS if any(word in lower for word in words)), "other")
-
-
 def split_name(name):
-    """"pair_transition.backward" -> ("pair_transition", "backward")"""
-    name, _, direction = name.partition(".")
-    return name, direction or "forward"
+    """"mlp.backward" -> ("mlp", "backward"), "mlp" -> ("mlp", "forward")"""
+    sublayer, _, direction = name.rpartition(".")
+    return (sublayer, direction) if direction in ("backward", RECOMPUTE) else (name, "forward")
 
 
 class TraceAnalysis:
@@ -138,64 +115,79 @@ class TraceAnalysis:
         return own
 
     def place(self, thread, time):
-        """(sub-layer or "rest", direction or phase) of something that happens on a thread at a time."""
+        """(sub-layer or REST, direction or phase) of something that happens on a thread at a time."""
         name, phase = self.ranges.find(thread, time), self.phase_at.find(0, time)
         if name is None:
-            return "rest", phase or "outside steps"
+            return REST, phase or OUTSIDE
         sublayer, direction = split_name(name)
         return sublayer, RECOMPUTE if direction == "forward" and phase == "backward" else direction
 
     def place_of_kernel(self, kernel):
-        """place() of a kernel's launch on the CPU; "not launched in this trace" if that was not recorded."""
-        launch = self.launch.get(kernel.get("args", {}).get("correlation"))
-        return self.place(launch["tid"], launch["ts"]) if launch else ("rest", "launch not recorded")
+        """place() of a kernel's launch on the CPU; (REST, NOT_RECORDED) where the trace lacks that."""
+        launch = self.launch_of(kernel)
+        return self.place(launch["tid"], launch["ts"]) if launch else (REST, NOT_RECORDED)
+
+    def launch_of(self, kernel):
+        """The event on the CPU that launched a piece of GPU work, or None."""
+        return self.launch.get(kernel.get("args", {}).get("correlation"))
 
     def sublayer_table(self):
         """{(sub-layer, direction): sums}: calls, host_us (the range's time on the CPU, operations and
         Python), device_us and launches (of GPU work; None without a GPU), operations_us (own time of CPU
         operations), allocated_bytes (None if the trace has no memory events)."""
-        table = defaultdict(lambda: dict(calls=0, host_us=0.0, device_us=0.0 if self.on_gpu else None,
-                                         launches=0 if self.on_gpu else None, operations_us=0.0,
-                                         allocated_bytes=0 if self.memory else None))
+        sums = defaultdict(lambda: dict(calls=0, host_us=0.0, device_us=0.0 if self.on_gpu else None,
+                                        launches=0 if self.on_gpu else None, operations_us=0.0,
+                                        allocated_bytes=0 if self.memory else None))
         for phase in self.phases:
-            entry = table["rest", phase["name"]]
+            entry = sums[REST, phase["name"]]
             entry["calls"] += 1
             entry["host_us"] += phase["dur"]
         for position, event in enumerate(self.named):
-            entry = table[self.place(event["tid"], event["ts"])]
+            entry = sums[self.place(event["tid"], event["ts"])]
             entry["calls"] += 1
             entry["host_us"] += self.named_own[position]
-            phase = self.phase_at.find(0, event["ts"]) or "outside steps"
-            table["rest", phase]["host_us"] -= self.named_own[position]
+            phase = self.phase_at.find(0, event["ts"]) or OUTSIDE
+            sums[REST, phase]["host_us"] -= self.named_own[position]
         for position, event in enumerate(self.operations):
-            table[self.place(event["tid"], event["ts"])]["operations_us"] += self.own[position]
+            sums[self.place(event["tid"], event["ts"])]["operations_us"] += self.own[position]
         for event in self.work:
-            entry = table[self.place_of_kernel(event)]
+            entry = sums[self.place_of_kernel(event)]
             entry["device_us"] += event["dur"]
             entry["launches"] += event["cat"] == "kernel"
         for event in self.memory:
             if self.counts(event) and event["args"]["Bytes"] > 0:
-                table[self.place(event["tid"], event["ts"])]["allocated_bytes"] += event["args"]["Bytes"]
+                sums[self.place(event["tid"], event["ts"])]["allocated_bytes"] += event["args"]["Bytes"]
         return {key: {k: v if v is None else v / self.steps for k, v in entry.items()}
-                for key, entry in sorted(table.items())}
+                for key, entry in sorted(sums.items())}
+
+    def device_us_by_step(self):
+        """[{(sub-layer, direction): µs of GPU work}, ...], a dict for each step."""
+        begins = sorted(e["ts"] for e in self.phases if e["name"] == "forward")
+        steps = [defaultdict(float) for _ in begins]
+        for event in self.work:
+            launch = self.launch_of(event)
+            step = bisect.bisect_right(begins, launch["ts"]) - 1 if launch else -1
+            if step >= 0:
+                steps[step][self.place(launch["tid"], launch["ts"])] += event["dur"]
+        return steps
 
     def innermost(self, points):
         """Position in self.operations of the innermost one open at each (thread, time), or None."""
-        by_thread, found = defaultdict(list), {}
+        by_thread, innermost = defaultdict(list), [None] * len(points)
         for position, event in enumerate(self.operations):
             by_thread[event["tid"]].append((event["ts"], -event["dur"], position, None))
-        for number, (thread, time) in enumerate(points):
-            by_thread[thread].append((time, 0.0, None, number))
+        for question, (thread, time) in enumerate(points):
+            by_thread[thread].append((time, 0.0, None, question))
         for entries in by_thread.values():
             stack = []
-            for time, duration, position, number in sorted(entries, key=lambda entry: entry[:2]):
+            for time, duration, position, question in sorted(entries, key=lambda entry: entry[:2]):
                 while stack and stack[-1][0] < time:
                     stack.pop()
-                if number is None:
+                if question is None:
                     stack.append((time - duration, position))
-                else:
-                    found[number] = stack[-1][1] if stack else None
-        return [found[number] for number in range(len(points))]
+                elif stack:
+                    innermost[question] = stack[-1][1]
+        return innermost
 
     def allocations(self):
         """{position in self.operations: bytes it allocated itself on the device where the work is}."""
@@ -212,7 +204,7 @@ class TraceAnalysis:
 
     def operator_of_work(self):
         """For every piece of GPU work, the position of the CPU operation that launched it, or None."""
-        launches = [self.launch.get(e.get("args", {}).get("correlation")) for e in self.work]
+        launches = [self.launch_of(event) for event in self.work]
         known = [launch for launch in launches if launch]
         positions = iter(self.innermost([(launch["tid"], launch["ts"]) for launch in known]))
         return [next(positions) if launch else None for launch in launches]
@@ -221,19 +213,20 @@ class TraceAnalysis:
         """[{name, kind, calls, self_us, total_us, launches, allocated_bytes}, ...], the longest first: GPU
         work by kernel name with what the launching operation allocated (counted once), or on CPU the
         operations, whose total includes what they call."""
-        table = defaultdict(lambda: dict(calls=0, self_us=0.0, total_us=0.0, launches=0,
-                                         allocated_bytes=0))
+        sums = defaultdict(lambda: dict(calls=0, self_us=0.0, total_us=0.0, launches=0,
+                                        allocated_bytes=0))
         sizes = self.allocations()
         places = self.operator_of_work() if self.on_gpu else range(len(self.operations))
         for position, event in zip(places, self.work or self.operations, strict=True):
-            entry = table[event["name"]]
+            entry = sums[event["name"]]
             entry["calls"] += 1
             entry["self_us"] += event["dur"] if self.on_gpu else self.own[position]
             entry["total_us"] += event["dur"]
             entry["launches"] += event["cat"] == "kernel"
             entry["allocated_bytes"] += sizes.pop(position, 0)
-        rows = [dict(name=name, kind=kind(name), **{k: v / self.steps for k, v in entry.items()})
-                for name, entry in table.items()]
+        kind_of = kind_of_kernel if self.on_gpu else kind_of_operation
+        rows = [dict(name=name, kind=kind_of(name), **{k: v / self.steps for k, v in entry.items()})
+                for name, entry in sums.items()]
         for entry in rows:
             if not self.on_gpu:
                 entry["launches"] = None  # an operation is called here, not launched
@@ -249,6 +242,11 @@ class TraceAnalysis:
             live += event["args"]["Bytes"]
             line.append((event["ts"] - events[0]["ts"], live))
         return line
+
+    def phase_begins(self):
+        """[(microseconds since the first event of the timeline, phase), ...]"""
+        first = min((e["ts"] for e in self.memory if self.counts(e)), default=0.0)
+        return [(e["ts"] - first, e["name"]) for e in self.phases]
 
     def gpu_busy(self):
         """Microseconds per step in which at least one kernel ran; None without a GPU."""

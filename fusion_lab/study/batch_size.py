@@ -1,16 +1,15 @@
-"""The best batch of each length and setting."""
+"""The best batch of each shape and setting."""
 import os
+from dataclasses import dataclass
 
 import torch
 
-from fusion_lab.study.design import Point, Shape, shape_of
+from fusion_lab.study.design import Point, Shape
 from fusion_lab.study.recommendation import command_line
-from fusion_lab.study.runner import figures_line
+from fusion_lab.study.records import as_json, spread
 from fusion_lab.training.files import UserError, write_json
 
 BATCH_RESOLUTION = 32  # bisection ends when the next step would change the batch by less than 1/32
-
-
 EQUAL_SPEED = 0.98  # batches within 2% of the best throughput count as equal: the smallest one is taken
 
 
@@ -23,34 +22,34 @@ def device_memory_mb(device):
 
 
 class BatchSearch:
-    """Doubling, then bisection, for the largest batch of one length, depth and setting that fits."""
+    """Doubling, then bisection, for the largest batch of a shape's other sizes and a setting that fits."""
 
     def __init__(self, runner, results, allowed_mb):
         self.runner, self.results, self.allowed_mb = runner, results, allowed_mb
 
-    def trial(self, batch, seq_len, num_seqs, setting):
+    def trial(self, shape, setting):
         """(whether it fits, row); a row that is there already is not measured again."""
-        point = Point(Shape(batch, seq_len, num_seqs), setting, 1)
+        point = Point(shape, setting, 1)
         row = self.results.find(point)
         if row is None:
             self.runner.measure_some([point], 1, self.results.append)
             row = self.results.rows[-1]
-        if row["status"] == "failed":
-            raise UserError(f"{point}: {row['reason']}", code=1)
-        if row["status"] == "ok" and row["peak_memory_mb"] is None:
+        if row.status == "failed":
+            raise UserError(f"{point}: {row.reason}", code=1)
+        if row.ok and row.figures.peak_memory_mb is None:
             raise UserError(f"{point}: memory of compiled code is not measured on CPU; choose other "
                             "--settings")
-        fits = row["status"] == "ok" and row["peak_memory_mb"] <= self.allowed_mb
-        print(f"   B {batch}: {figures_line(row)}{'' if fits else ' (does not fit)'}", flush=True)
+        fits = row.ok and row.figures.peak_memory_mb <= self.allowed_mb
+        print(f"   B {shape['batch_size']}: {row}{'' if fits else ' (does not fit)'}", flush=True)
         return fits, row
 
-    def find(self, seq_len, num_seqs, setting, optimize):
+    def best(self, shape, setting, optimize):
         """The best row, or None if not even one sample fits."""
-        print(f"S {seq_len} N {num_seqs} {setting}, at most {self.allowed_mb:.1f} MB", flush=True)
+        print(f"{shape.without('batch_size')} {setting}, at most {self.allowed_mb:.1f} MB", flush=True)
         low, high, fitting = 0, None, {}
         while high is None or high - low > max(1, low // BATCH_RESOLUTION):
             batch = (low + high) // 2 if high else max(1, 2 * low)
-            fits, row = self.trial(batch, seq_len, num_seqs, setting)
+            fits, row = self.trial(shape.having(batch_size=batch), setting)
             if fits:
                 low, fitting[batch] = batch, row
             else:
@@ -59,33 +58,48 @@ class BatchSearch:
             return None
         if optimize == "memory":
             return fitting[low]
-        speed = {batch: batch / row["median_batch_time"] for batch, row in fitting.items()}
+        speed = {batch: batch / row.figures.median_batch_time for batch, row in fitting.items()}
         return fitting[min(b for b in speed if speed[b] >= EQUAL_SPEED * max(speed.values()))]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best batch for the sizes beside it; all None if not even one sample fits."""
+    beside: Shape = spread()
+    setting: str
+    batch_size: int | None = None
+    median_ms: float | None = None
+    samples_per_second: float | None = None
+    peak_memory_mb: float | None = None
+    command: str | None = None
+
+    def __str__(self):
+        if self.batch_size is None:
+            return f"{self.beside} {self.setting}: not even one sample fits"
+        return (f"{self.beside} {self.setting}: B {self.batch_size}, {self.samples_per_second:.1f} "
+                f"samples/sec, {self.peak_memory_mb:.1f} MB\n      {self.command}")
+
+
+def best_of(study, row):
+    """The Best that a row has."""
+    batch, figures = row.shape["batch_size"], row.figures
+    return Best(row.shape.without("batch_size"), row.setting, batch, figures.median_batch_time * 1e3,
+                batch / figures.median_batch_time, figures.peak_memory_mb,
+                command_line(study, row.shape, row.setting))
 
 
 def find_batch_sizes(runner, results, limit_mb, target, optimize):
     """Print and write batch_size.json; exit code 1 where no batch fits at all."""
-    study, found = runner.study, []
-    limit_mb = limit_mb or device_memory_mb(study["device"])
+    study, entries = runner.study, []
+    limit_mb = limit_mb or device_memory_mb(study.device)
     search = BatchSearch(runner, results, target * limit_mb)
-    for setting in study["settings"]:
-        for seq_len in study["seq_lens"]:
-            for num_seqs in study["num_seqs"]:
-                row = search.find(seq_len, num_seqs, setting, optimize)
-                entry = dict(seq_len=seq_len, num_seqs=num_seqs, setting=setting, batch_size=None)
-                if row:
-                    entry.update(
-                        batch_size=row["batch_size"], median_ms=row["median_batch_time"] * 1e3,
-                        samples_per_second=row["batch_size"] / row["median_batch_time"],
-                        peak_memory_mb=row["peak_memory_mb"],
-                        command=command_line(study, shape_of(row), setting))
-                found.append(entry)
-    result = dict(memory_mb=limit_mb, target_memory_usage=target, optimize=optimize, found=found)
-    write_json(os.path.join(runner.directory, "batch_size.json"), result)
+    for setting in study.settings:
+        for shape in study.with_a_batch().shapes():
+            row = search.best(shape, setting, optimize)
+            entries.append(best_of(study, row) if row else Best(shape.without("batch_size"), setting))
+    content = dict(memory_mb=limit_mb, target_memory_usage=target, optimize=optimize, found=as_json(entries))
+    write_json(os.path.join(runner.directory, "batch_size.json"), content)
     print(f"\nBest batch for {optimize} within {100 * target:g}% of {limit_mb:.0f} MB")
-    for entry in found:
-        figures = "not even one sample fits" if entry["batch_size"] is None else \
-            (f"B {entry['batch_size']}, {entry['samples_per_second']:.1f} samples/sec, "
-             f"{entry['peak_memory_mb']:.1f} MB\n      {entry['command']}")
-        print(f"   S {entry['seq_len']} N {entry['num_seqs']} {entry['setting']}: {figures}")
-    return 1 if any(entry["batch_size"] is None for entry in found) else 0
+    for entry in entries:
+        print(f"   {entry}")
+    return 1 if any(entry.batch_size is None for entry in entries) else 0

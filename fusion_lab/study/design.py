@@ -1,65 +1,194 @@
-"""What a performance study measures: fusion settings by name, shapes, points in their random order."""
+"""What a performance study measures: a program's axes and fusion settings by name, shapes, points in their
+random order."""
+import hashlib
 import itertools
+import math
 import os
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 
-from tiny_openfold_v2 import FusionConfig
+from fusion_lab.study.records import Record, as_json, checked, spread
+from fusion_lab.training.options import flag
+from fusion_lab.training.program import DEFAULT_PROGRAM, ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-TRAINER = "tiny_openfold_v2.py"
-SWITCHES = {f.name.removeprefix("enable_").replace("_", "-"): f.name
-            for f in fields(FusionConfig) if isinstance(f.default, bool)}
-
-
-def switches_of(config):
-    return frozenset(name for name, field in SWITCHES.items() if getattr(config, field))
+SIZES = {"batch_size": (2, 4), "seq_len": (32, 64)}  # two each, or a study shows no growth by default
+MAX_POINTS = 10 ** 6  # at half a minute each that is a year
+MAX_NAME = 200  # letters in the name of a point's files; most file systems allow 255
 
 
-DEFAULTS, ALL = switches_of(FusionConfig()), switches_of(FusionConfig.preset(True))
-COMPILED = DEFAULTS | {"torch-compile"}
-NAMED = {"baseline": frozenset(), "fused": DEFAULTS, "compiled": COMPILED, "all": ALL}
-HEADLINES = tuple(NAMED)[1:]  # the settings that are meant to be fast
-SIZES = ("batch_sizes", "seq_lens", "num_seqs")  # of a study, in the order of Shape
+@dataclass(frozen=True)
+class Axis:
+    """A field that a study varies, such as seq_len with the letter S.
+
+    Its flag and its key in config.json are the field's plural, made by an s at the end where there is none:
+    --seq-lens, but --num-seqs as it is. Without that flag a study takes SIZES, and for an axis that is not
+    there the default of the program's config.
+    """
+    field: str
+    letter: str
+    default: tuple = ()
+
+    @property
+    def plural(self):
+        return self.field if self.field.endswith("s") else f"{self.field}s"
+
+    def __str__(self):
+        return f"{self.field} {self.letter}"
 
 
-def setting_name(on):
-    """The one name of a set of switches."""
-    for name, switches in NAMED.items():
-        if on == switches:
-            return name
-    if len(on) == 1:
-        return f"only-{min(on)}"
-    if on < ALL and len(on) == len(ALL) - 1:
-        return f"without-{min(ALL - on)}"
-    return "+".join(name for name in SWITCHES if name in on)
+@dataclass(frozen=True, order=True)
+class Shape:
+    """A size for each axis."""
+    sizes: tuple
+    axes: tuple = field(compare=False, repr=False)
+
+    @classmethod
+    def read(cls, content, axes):
+        """The shape in a JSON object that has a key for each axis. Raises ValueError."""
+        missing = [axis.field for axis in axes if axis.field not in content]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        sizes = tuple(checked(content[axis.field], int) for axis in axes)
+        if min(sizes) < 1:
+            raise ValueError(f"{min(sizes)}: must be at least 1")
+        return cls(sizes, axes)
+
+    def __str__(self):
+        return self.listed(" ")
+
+    def listed(self, between=", "):
+        """ "B 2, S 32" """
+        return between.join(f"{axis.letter} {size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+
+    def as_json(self):
+        return dict(self)
+
+    def keys(self):
+        return [axis.field for axis in self.axes]
+
+    def __getitem__(self, name):
+        return self.sizes[self.keys().index(name)]
+
+    def get(self, name, default=None):
+        return self[name] if name in self.keys() else default
+
+    def having(self, **sizes):
+        """A copy with other sizes: having(batch_size=1)."""
+        return replace(self, sizes=tuple((dict(self) | sizes).values()))
+
+    def without(self, *names):
+        """The sizes along the other axes."""
+        kept = [i for i, name in enumerate(self.keys()) if name not in names]
+        return Shape(tuple(self.sizes[i] for i in kept), tuple(self.axes[i] for i in kept))
+
+    def flags(self):
+        return [word for name, size in dict(self).items() for word in (flag(name), str(size))]
 
 
-def parse_setting(text):
-    """The set of switches that a name stands for. Raises ValueError with the names there are."""
-    if text in NAMED:
-        return NAMED[text]
-    kind, _, switch = text.partition("-")
-    if kind == "only" and switch in SWITCHES:
-        return frozenset({switch})
-    if kind == "without" and switch in ALL:
-        return ALL - {switch}
-    on = frozenset(text.split("+"))
-    if not on <= set(SWITCHES):
-        raise ValueError(f"{text!r} is no setting: must be one of {', '.join(NAMED)}, only-X, without-X or "
-                         f"X+Y, X and Y one of {', '.join(SWITCHES)}")
-    return on
+@dataclass(frozen=True)
+class AtShape(Record):
+    """Base of the records about one shape, whose sizes stand among their keys."""
+    shape: Shape = spread()
+
+    @classmethod
+    def read(cls, content, axes, **given):
+        """The record in a JSON object; see Record.read."""
+        if not isinstance(content, dict):
+            raise ValueError(f"{content!r:.40}: must be an object")
+        return super().read(content, shape=Shape.read(content, axes), **given)
 
 
-def setting_flags(on):
-    """The trainer's flags for a set of switches, as short as they can be."""
-    if on == DEFAULTS:
-        return []
-    if on == ALL:
-        return ["--enable-all-fusion"]
-    if on >= DEFAULTS:
-        return [f"--enable-{name}" for name in SWITCHES if name in on - DEFAULTS]
-    return ["--disable-all-fusion", *(f"--enable-{name}" for name in SWITCHES if name in on)]
+@dataclass(frozen=True)
+class Point:
+    """One run of the trainer."""
+    shape: Shape
+    setting: str
+    run: int
+
+    def __str__(self):
+        return f"{self.shape} {self.setting} run {self.run}"
+
+    def file_name(self):
+        """A name for its files, different for every point."""
+        name = str(self).replace(" ", "_").replace("+", "_")
+        return name if len(name) <= MAX_NAME else \
+            f"{name[:MAX_NAME - 17]}_{hashlib.sha256(str(self).encode()).hexdigest()[:16]}"
+
+
+class Vocabulary:
+    """What a program's studies are made of: axes, switches, and names for sets of switches.
+
+    `baseline` is no switch, `fused` the defaults, `compiled` the defaults with torch.compile, `all` whatever
+    makes steps faster.
+    """
+
+    def __init__(self, program):
+        self.program = program
+        defaults, config = program.settings(), program.fusion_config
+        self.axes = tuple(Axis(name, letter, SIZES.get(name) or (defaults.get(name),))
+                          for name, letter in program.axes.items())
+        # Those that are on by default come first: names of settings in older studies are in this order.
+        attributes = sorted(config.names(), key=lambda name: not getattr(defaults.fusion, name))
+        self.switches = {name.removeprefix("enable_").replace("_", "-"): name for name in attributes}
+        self.defaults, self.everything = map(self.switches_of, (defaults.fusion, config.preset(True)))
+        self.named = {"baseline": frozenset(), "fused": self.defaults,
+                      "compiled": self.defaults | {"torch-compile"}, "all": self.everything}
+        self.headlines = tuple(self.named)[1:]  # the settings that are meant to be fast
+
+    @property
+    def program_key(self):
+        """The program as a study's files name it: its path, from the project's root if it is below that."""
+        path = os.path.relpath(os.path.realpath(self.program.file), os.path.realpath(ROOT))
+        return os.path.realpath(self.program.file) if path.startswith(os.pardir) else path
+
+    @property
+    def main_axis(self):
+        """The axis that figures are drawn against: the first that is not the batch."""
+        return next((axis for axis in self.axes if axis.field != "batch_size"), self.axes[0])
+
+    def switches_of(self, config):
+        return frozenset(name for name, attribute in self.switches.items() if getattr(config, attribute))
+
+    def name(self, on):
+        """The one name of a set of switches."""
+        for name, switches in self.named.items():
+            if on == switches:
+                return name
+        if len(on) == 1:
+            return f"only-{min(on)}"
+        if on < self.everything and len(on) == len(self.everything) - 1:
+            return f"without-{min(self.everything - on)}"
+        return "+".join(name for name in self.switches if name in on)
+
+    def parse(self, text):
+        """The set of switches that a name stands for. Raises ValueError with the names there are."""
+        if text in self.named:
+            return self.named[text]
+        kind, _, switch = text.partition("-")
+        if kind == "only" and switch in self.switches:
+            return frozenset({switch})
+        if kind == "without" and switch in self.everything:
+            return self.everything - {switch}
+        on = frozenset(text.split("+"))
+        if not on <= set(self.switches):
+            raise ValueError(f"{text!r} is no setting: must be one of {', '.join(self.named)}, only-X, "
+                             f"without-X or X+Y, X and Y one of {', '.join(self.switches)}")
+        return on
+
+    def flags(self, on):
+        """The trainer's flags for a set of switches, as short as they can be."""
+        if on == self.defaults:
+            return []
+        if on == self.everything:
+            return ["--enable-all-fusion"]
+        if on >= self.defaults:
+            return [f"--enable-{name}" for name in self.switches if name in on - self.defaults]
+        return ["--disable-all-fusion", *(f"--enable-{name}" for name in self.switches if name in on)]
+
+    def principal(self, settings):
+        """Those of the settings that headlines are about: fused, compiled, all; without these, all but the
+        baseline."""
+        return [s for s in settings if s in self.headlines] or [s for s in settings if s not in self.named]
 
 
 def ablation(switches):
@@ -74,65 +203,99 @@ def combinations(switches):
     return [frozenset(c) for size in range(len(switches) + 1) for c in itertools.combinations(switches, size)]
 
 
-@dataclass(frozen=True, order=True)
-class Shape:
-    batch_size: int
-    seq_len: int
-    num_seqs: int
-
-    def __str__(self):
-        return f"B {self.batch_size} S {self.seq_len} N {self.num_seqs}"
-
-    def flags(self):
-        return ["--batch-size", str(self.batch_size), "--seq-len", str(self.seq_len),
-                "--num-seqs", str(self.num_seqs)]
-
-
 @dataclass(frozen=True)
-class Point:
-    """One run of the trainer."""
-    shape: Shape
-    setting: str
-    run: int
+class Study(Record):
+    """All that the results of a study depend on. Raises ValueError where it makes no sense."""
+    vocabulary: Vocabulary = field(compare=False, repr=False)
+    sizes: tuple  # for each axis a tuple of its sizes; () for one that is searched
+    settings: tuple[str, ...]
+    switches: tuple[str, ...]
+    num_runs: int
+    num_steps: int
+    warmup_steps: int
+    device: str
+    amp_dtype: str | None
+    trainer_flags: tuple[str, ...]
+    seed: int
+    mode: str
+    torch_version: str | None = None
+    host_cpu: str | None = None
 
-    def __str__(self):
-        return f"{self.shape} {self.setting} run {self.run}"
-
-    def file_name(self):
-        return str(self).replace(" ", "_").replace("+", "_")[:200]
+    def __post_init__(self):
+        for setting in self.settings:
+            self.vocabulary.parse(setting)
+        for name in self.switches:
+            if name not in self.vocabulary.switches:
+                raise ValueError(f"{name!r} is no switch of {self.vocabulary.program.name}")
+        whole = (("num_runs", 1), ("num_steps", 1), ("warmup_steps", 0), ("seed", 0))
+        for name, low in whole:
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least {low}")
+        if not self.settings or min((size for sizes in self.sizes for size in sizes), default=1) < 1:
+            raise ValueError("settings and sizes: at least one, and sizes of at least 1")
+        count = self.num_runs * len(self.settings) * math.prod(map(len, self.sizes))
+        if count > MAX_POINTS:
+            raise ValueError(f"num_runs = {self.num_runs}: makes {count} points; {MAX_POINTS} are the limit")
 
     @classmethod
-    def of(cls, row):
-        return cls(shape_of(row), row["setting"], row["run"])
+    def read(cls, content, vocabulary):
+        """The study in a JSON object. Raises ValueError, also for a study of another program."""
+        if not isinstance(content, dict):
+            raise ValueError("must be an object")
+        if program_of(content) != vocabulary.program_key:
+            raise ValueError(f"a study of {program_of(content)}; add --program {program_of(content)}")
+        missing = [axis.plural for axis in vocabulary.axes if axis.plural not in content]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        sizes = tuple(checked(content[axis.plural], tuple[int, ...]) for axis in vocabulary.axes)
+        return super().read(content, vocabulary=vocabulary, sizes=sizes)
+
+    def as_json(self):
+        kept = {name: as_json(value) for name, value in vars(self).items()
+                if name not in ("mode", "vocabulary", "sizes")}
+        sizes = {axis.plural: list(sizes) for axis, sizes in zip(self.axes, self.sizes, strict=True)}
+        return dict(program=self.vocabulary.program_key, mode=self.mode, **sizes, **kept)
+
+    @property
+    def axes(self):
+        return self.vocabulary.axes
+
+    def sizes_of(self, axis):
+        return sorted(self.sizes[self.axes.index(axis)])
+
+    def with_a_batch(self):
+        """A copy that has a size where one is searched."""
+        return replace(self, sizes=tuple(sizes or (1,) for sizes in self.sizes))
+
+    def shapes(self):
+        return [Shape(sizes, self.axes) for sizes in itertools.product(*self.sizes)]
+
+    def points(self):
+        """All points in the order they run: the first run of every point in random order, then the second of
+        every point, and so on, so that a machine that drifts does so for all settings alike."""
+        generator, ordered = random.Random(self.seed), []
+        for run in range(1, self.num_runs + 1):
+            block = [Point(shape, setting, run) for shape in self.shapes() for setting in self.settings]
+            generator.shuffle(block)
+            ordered += block
+        return ordered
+
+    def setting_flags(self, setting):
+        """The trainer's flags that a setting stands for."""
+        return self.vocabulary.flags(self.vocabulary.parse(setting))
+
+    def common_flags(self):
+        """The trainer's flags that all points share."""
+        precision = ["--use-amp", "--amp-dtype", self.amp_dtype] if self.amp_dtype else []
+        return ["--device", self.device, *precision, *self.trainer_flags]
+
+    def flags(self, shape, setting):
+        """The trainer's flags for one point; one log line at the end, as logging synchronises the device."""
+        steps = str(self.num_steps)
+        return [*shape.flags(), "--num-steps", steps, "--warmup-steps", str(self.warmup_steps),
+                "--log-every", steps, *self.common_flags(), *self.setting_flags(setting)]
 
 
-def shape_of(row):
-    return Shape(row["batch_size"], row["seq_len"], row["num_seqs"])
-
-
-def shapes(study):
-    return [Shape(*sizes) for sizes in itertools.product(*(study[key] for key in SIZES))]
-
-
-def points(study):
-    """All points in the order they run: the first run of every point in random order, then the second of
-    every point, and so on, so that a machine that drifts does so for all settings alike."""
-    generator, ordered = random.Random(study["seed"]), []
-    for run in range(1, study["num_runs"] + 1):
-        block = [Point(shape, setting, run) for shape in shapes(study) for setting in study["settings"]]
-        generator.shuffle(block)
-        ordered += block
-    return ordered
-
-
-def common_flags(study):
-    """The trainer's flags that all points of a study share."""
-    precision = ["--use-amp", "--amp-dtype", study["amp_dtype"]] if study["amp_dtype"] else []
-    return ["--device", study["device"], *precision, *study["trainer_flags"]]
-
-
-def point_flags(study, shape, setting):
-    """The trainer's flags for one point; one log line at the end, since logging synchronises the device."""
-    steps = str(study["num_steps"])
-    return [*shape.flags(), "--num-steps", steps, "--warmup-steps", str(study["warmup_steps"]),
-            "--log-every", steps, *common_flags(study), *setting_flags(parse_setting(setting))]
+def program_of(study):
+    """The program of a study in a JSON file; those from before there were others do not name it."""
+    return study.get("program", os.path.basename(DEFAULT_PROGRAM))

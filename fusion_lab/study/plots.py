@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.study.design import ALL, parse_setting, shape_of
 from fusion_lab.study.statistics import pareto
-from fusion_lab.study.summary import principal_settings
+from fusion_lab.study.summary import gain_of
 from fusion_lab.training.files import write_atomically
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers differ for prints in grey.
@@ -47,6 +46,8 @@ def draw(summary, directory):
             svg = io.StringIO()
             picture.savefig(svg, format="svg", metadata={"Date": None})
             pyplot.close(picture)
+            title = title.format(main=summary.vocabulary.main_axis.field,
+                                 others=" and ".join(axis.field for axis in more_axes(summary.study)))
             figures.append(Figure(name, title, caption, inline(svg.getvalue(), name)))
     return figures
 
@@ -81,21 +82,31 @@ def spread_out(values, most):
 
 def by_interest(summary):
     """Principal settings: the one with all switches on, then the others, the fastest first."""
-    best, ratios = {}, {}
+    vocabulary, best, ratios = summary.vocabulary, {}, {}
     for p in measured(summary):
-        best[shape_of(p)] = min(p["median_ms"], best.get(shape_of(p), p["median_ms"]))
+        best[p.shape] = min(p.median_ms, best.get(p.shape, p.median_ms))
     for p in measured(summary):
-        ratios.setdefault(p["setting"], []).append(np.log(p["median_ms"] / best[shape_of(p)]))
-    everything = (ALL, frozenset(summary["study"]["switches"]))
-    return sorted(principal_settings(summary["study"]["settings"]), key=lambda s: (
-        parse_setting(s) not in everything, np.mean(ratios.get(s, np.inf))))
+        ratios.setdefault(p.setting, []).append(np.log(p.median_ms / best[p.shape]))
+    everything = (vocabulary.everything, frozenset(summary.study.switches))
+    return sorted(vocabulary.principal(summary.study.settings), key=lambda s: (
+        vocabulary.parse(s) not in everything, np.mean(ratios.get(s, np.inf))))
 
 
-def compared(summary):
+def shown_settings(summary):
     """Baseline and principal settings, as many as a plot can tell apart, in the study's order."""
-    settings = summary["study"]["settings"]
+    settings = summary.study.settings
     chosen = ([s for s in settings if s == "baseline"] + by_interest(summary))[:MAX_LINES]
     return [s for s in settings if s in chosen]
+
+
+def across_axis(study):
+    """The axis that spans a heat map together with the main one; None where there is no other."""
+    return next((axis for axis in study.axes if axis != study.vocabulary.main_axis), None)
+
+
+def more_axes(study):
+    """The axes that a heat map has no room for."""
+    return [axis for axis in study.axes if axis not in (study.vocabulary.main_axis, across_axis(study))]
 
 
 def left_out(count, what):
@@ -104,46 +115,46 @@ def left_out(count, what):
 
 
 def settings_left_out(summary):
-    return left_out(len(summary["study"]["settings"]) - len(compared(summary)), "setting")
+    return left_out(len(summary.study.settings) - len(shown_settings(summary)), "setting")
 
 
 def style(summary, setting):
-    index = compared(summary).index(setting)
+    index = shown_settings(summary).index(setting)
     return dict(color=COLOURS[index], marker=MARKERS[index])
 
 
-def measured(summary, **wanted):
-    return [p for p in summary["points"] if p["n"] and all(p[key] == value for key, value in wanted.items())]
+def measured(summary, setting=None):
+    """Points with runs, of one setting or of all."""
+    return [p for p in summary.points if p.n and setting in (None, p.setting)]
 
 
 def speedup_heat_map(pyplot, summary):
-    """Speed-up over B x S, a panel per setting and depth."""
-    study = summary["study"]
-    known = {(p["setting"], p["num_seqs"]) for p in measured(summary)
-             if p["speedup"] and p["setting"] != "baseline"}
-    chosen = [(s, n) for s in by_interest(summary) for n in study["num_seqs"] if (s, n) in known][:MAX_MAPS]
-    wanted = [(s, n) for n in study["num_seqs"] for s in study["settings"] if (s, n) in chosen]
+    """Speed-up over the two first axes, a panel per setting and other sizes."""
+    study, main, across = summary.study, summary.vocabulary.main_axis, across_axis(summary.study)
+    names = [axis.field for axis in (main, across) if axis]
+    known = {(p.setting, p.shape.without(*names)) for p in measured(summary)
+             if p.speedup and p.setting != "baseline"}
+    others = list(dict.fromkeys(shape.without(*names) for shape in study.shapes()))
+    chosen = [(s, o) for s in by_interest(summary) for o in others if (s, o) in known][:MAX_MAPS]
+    wanted = [(s, o) for o in others for s in study.settings if (s, o) in chosen]
     if not wanted:
         return None
-    batches, lengths = sorted(study["batch_sizes"]), sorted(study["seq_lens"])
-    figure, axes = panels(pyplot, len(wanted), 1.6 + 0.72 * max(3, len(lengths)),
-                          1.4 + 0.5 * max(3, len(batches)), 3)
-    reach = max(0.1, *(abs(np.log2(p["speedup"])) for p in summary["points"] if p["speedup"]))
-    for axis, (setting, depth) in zip(axes, wanted, strict=True):
-        grid = np.full((len(batches), len(lengths)), np.nan)
-        for p in (p for p in summary["points"] if p["setting"] == setting and p["num_seqs"] == depth):
-            at = batches.index(p["batch_size"]), lengths.index(p["seq_len"])
-            grid[at] = np.log2(p["speedup"]) if p["speedup"] else np.nan
-            text, colour = "baseline\nfailed" if p["n"] else "failed", "#900000"
-            if p["speedup"]:
-                sure = p["speedup_low"] is not None and not p["speedup_low"] <= 1 <= p["speedup_high"]
-                text = f"{p['speedup']:.2f}×" + ("" if sure else "\n(±)")
-                colour = "white" if abs(grid[at]) > 0.72 * reach else "black"
-            axis.text(at[1], at[0], text, ha="center", va="center", color=colour, fontsize=8.5)
+    columns, rows = study.sizes_of(main), study.sizes_of(across) if across else [""]
+    figure, axes = panels(pyplot, len(wanted), 1.6 + 0.72 * max(3, len(columns)),
+                          1.4 + 0.5 * max(3, len(rows)), 3)
+    reach = max(0.1, *(abs(np.log2(p.speedup)) for p in summary.points if p.speedup))
+    for axis, (setting, other) in zip(axes, wanted, strict=True):
+        grid = np.full((len(rows), len(columns)), np.nan)
+        for p in summary.points:
+            if (p.setting, p.shape.without(*names)) == (setting, other):
+                at = rows.index(p.shape[across.field]) if across else 0, columns.index(p.shape[main.field])
+                grid[at] = np.log2(p.speedup) if p.speedup else np.nan
+                write_speedup(axis, p, at, reach)
         picture = axis.imshow(grid, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto", origin="lower")
-        axis.set(title=f"{setting}, N {depth}", xlabel="residues S", ylabel="batch B")
-        axis.set_xticks(range(len(lengths)), labels=lengths)
-        axis.set_yticks(range(len(batches)), labels=batches)
+        axis.set(title=", ".join(filter(None, (setting, other.listed()))), xlabel=str(main),
+                 ylabel=str(across or ""))
+        axis.set_xticks(range(len(columns)), labels=columns)
+        axis.set_yticks(range(len(rows)), labels=rows)
         axis.spines[:].set_visible(False)
     bar = figure.colorbar(picture, ax=axes, shrink=0.85)
     marks = [f for f in (1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if np.log2(f) <= reach][-4:]
@@ -154,40 +165,60 @@ def speedup_heat_map(pyplot, summary):
                     + left_out(len(known) - len(wanted), "map"))
 
 
-def against_length(pyplot, summary, figure_key, y_label, error_bars):
-    """(figure, the caption's sentences on what is missing): lines over S on log axes, a panel per B and N,
-    exponents in the legend. None with fewer than two S."""
-    study = summary["study"]
-    if len(study["seq_lens"]) < 2 or not any(p[figure_key] for p in summary["points"]):
+def write_speedup(axis, point, at, reach):
+    """The text of a heat map's cell."""
+    text, colour = "baseline\nfailed" if point.n else "failed", "#900000"
+    if point.speedup:
+        text = f"{point.speedup:.2f}×" + ("" if gain_of(point).decided else "\n(±)")
+        colour = "white" if abs(np.log2(point.speedup)) > 0.72 * reach else "black"
+    axis.text(at[1], at[0], text, ha="center", va="center", color=colour, fontsize=8.5)
+
+
+def against_main_axis(pyplot, summary, figure_key, y_label, error_bars):
+    """(figure, the caption's sentences on what is missing): lines over the main axis on log axes, a panel per
+    other sizes, exponents in the legend. None with fewer than two sizes along it."""
+    study, main = summary.study, summary.vocabulary.main_axis
+    if len(study.sizes_of(main)) < 2 or not any(getattr(p, figure_key) for p in summary.points):
         return None
-    every = [(b, n) for b in study["batch_sizes"] for n in study["num_seqs"]]
+    every = list(dict.fromkeys(shape.without(main.field) for shape in study.shapes()))
     cases = spread_out(every, MAX_PANELS)
     figure, axes = panels(pyplot, len(cases))
-    for axis, (batch, depth) in zip(axes, cases, strict=True):
-        for setting in compared(summary):
-            line = measured(summary, setting=setting, batch_size=batch, num_seqs=depth)
-            line = sorted((p for p in line if p[figure_key]), key=lambda p: p["seq_len"])
+    for axis, case in zip(axes, cases, strict=True):
+        for setting in shown_settings(summary):
+            line = [p for p in measured(summary, setting)
+                    if p.shape.without(main.field) == case and getattr(p, figure_key)]
+            line.sort(key=lambda p: p.shape)
             if not line:
                 continue
-            y = np.array([p[figure_key] for p in line])
-            bars = None
-            if error_bars:
-                bars = np.abs(np.array([[p["p20_ms"], p["p80_ms"]] for p in line]).T - y)
-            fit = next((e for e in summary["scaling"] if e["axis"] == "seq_len" and e["figure"] == figure_key
-                        and (e["setting"], e["batch_size"], e["num_seqs"]) == (setting, batch, depth)), None)
-            label = setting + (f", S^{fit['exponent']:.2f}" if fit else "")
-            label += f"±{fit['standard_error']:.2f}" if fit and fit["standard_error"] is not None else ""
-            axis.errorbar([p["seq_len"] for p in line], y, yerr=bars, capsize=2, markersize=5, linewidth=1.4,
-                          label=label, **style(summary, setting))
-        lengths = sorted(study["seq_lens"])
-        axis.set(xscale="log", yscale="log", title=f"B {batch}, N {depth}")
-        axis.set(xlabel="residues S", ylabel=y_label)
-        axis.set_xticks(lengths, labels=lengths)
-        axis.minorticks_off()
-        plain_numbers(pyplot, axis)
-        axis.grid(color="#dddddd", linewidth=0.6)
+            y = np.array([getattr(p, figure_key) for p in line])
+            bars = np.abs(np.array([[p.p20_ms, p.p80_ms] for p in line], float).T - y) if error_bars else None
+            axis.errorbar([p.shape[main.field] for p in line], y, yerr=bars, capsize=2, markersize=5,
+                          linewidth=1.4, label=setting + exponent_of(summary, case, setting, figure_key),
+                          **style(summary, setting))
+        axis.set_title(case.listed())
+        size_axis(pyplot, axis, study, main, y_label)
         axis.legend(fontsize=8)
     return figure, settings_left_out(summary) + left_out(len(every) - len(cases), "panel")
+
+
+def exponent_of(summary, at, setting, figure_key):
+    """", S^1.50±0.02" for a legend; "" where nothing was fitted."""
+    main = summary.vocabulary.main_axis
+    fit = next((e for e in summary.scaling if (e.axis, e.figure, e.setting, e.at)
+                == (main.field, figure_key, setting, at)), None)
+    if not fit:
+        return ""
+    error = "" if fit.standard_error is None else f"±{fit.standard_error:.2f}"
+    return f", {main.letter}^{fit.exponent:.2f}{error}"
+
+
+def size_axis(pyplot, axis, study, size, y_label):
+    """Logarithmic axes of a figure over the sizes along one axis of the study."""
+    axis.set(xscale="log", yscale="log", xlabel=str(size), ylabel=y_label)
+    axis.set_xticks(study.sizes_of(size), labels=study.sizes_of(size))
+    axis.minorticks_off()
+    plain_numbers(pyplot, axis)
+    axis.grid(color="#dddddd", linewidth=0.6)
 
 
 def plain_numbers(pyplot, axis):
@@ -197,54 +228,51 @@ def plain_numbers(pyplot, axis):
 
 
 def scaling(pyplot, summary):
-    drawn = against_length(pyplot, summary, "median_ms", "step time, ms", error_bars=True)
+    drawn = against_main_axis(pyplot, summary, "median_ms", "step time, ms", error_bars=True)
     return drawn and (drawn[0], "Median step time; bars from p20 to p80 of the steps. The legend gives the "
                                 "exponent of a power law fitted to each line and its standard error."
                       + drawn[1])
 
 
 def memory(pyplot, summary):
-    drawn = against_length(pyplot, summary, "peak_memory_mb", "peak tensor memory, MB", error_bars=False)
+    drawn = against_main_axis(pyplot, summary, "peak_memory_mb", "peak tensor memory, MB", error_bars=False)
     return drawn and (drawn[0], "Largest tensor memory within the measured steps (MB of 2^20 bytes), with "
                                 "fitted exponents and their standard errors." + drawn[1])
 
 
 def depth(pyplot, summary):
-    """Step time over N, lines per setting, for the largest batch and length."""
-    study = summary["study"]
-    if len(study["num_seqs"]) < 2:
+    """Step time over each axis that the other pictures do not show, the largest sizes along the others."""
+    study = summary.study
+    wanted = [axis for axis in more_axes(study) if len(study.sizes_of(axis)) > 1]
+    if not wanted:
         return None
-    figure, (axis,) = panels(pyplot, 1, 5.5, 3.6)
-    sizes = dict(batch_size=max(study["batch_sizes"]), seq_len=max(study["seq_lens"]))
-    for setting in compared(summary):
-        line = sorted(measured(summary, setting=setting, **sizes), key=lambda p: p["num_seqs"])
-        if line:
-            axis.plot([p["num_seqs"] for p in line], [p["median_ms"] for p in line], label=setting,
-                      **style(summary, setting))
-    rows = sorted(study["num_seqs"])
-    axis.set(xscale="log", yscale="log", xlabel="alignment rows N", ylabel="step time, ms",
-             title=f"B {sizes['batch_size']}, S {sizes['seq_len']}")
-    axis.set_xticks(rows, labels=rows)
-    axis.minorticks_off()
-    plain_numbers(pyplot, axis)
-    axis.grid(color="#dddddd", linewidth=0.6)
-    axis.legend()
-    return figure, ("Median step time against the depth of the alignment, largest batch and length."
-                    + settings_left_out(summary))
+    figure, axes = panels(pyplot, len(wanted), 5.5, 3.6)
+    for axis, size in zip(axes, wanted, strict=True):
+        at = max(study.shapes()).without(size.field)
+        for setting in shown_settings(summary):
+            line = sorted((p for p in measured(summary, setting) if p.shape.without(size.field) == at),
+                          key=lambda p: p.shape)
+            if line:
+                axis.plot([p.shape[size.field] for p in line], [p.median_ms for p in line], label=setting,
+                          **style(summary, setting))
+        axis.set_title(at.listed())
+        size_axis(pyplot, axis, study, size, "step time, ms")
+        axis.legend()
+    return figure, "Median step time, the largest sizes along the other axes." + settings_left_out(summary)
 
 
 def ablation(pyplot, summary):
     """Bars per switch: alone over none, and as the last one; geometric means, a dot per shape."""
-    entries = summary["ablation"]
+    entries = summary.ablation
     if not entries:
         return None
-    switches = [s for s in summary["study"]["switches"] if any(e["switch"] == s for e in entries)]
+    switches = [s for s in summary.study.switches if any(e.switch == s for e in entries)]
     figure, (axis,) = panels(pyplot, 1, 7.2, 1.2 + 0.55 * len(switches))
     for row, switch in enumerate(reversed(switches)):
         for kind, offset, colour in (("alone", 0.2, COLOURS[1]), ("last", -0.2, COLOURS[2])):
-            found = [e[kind] for e in entries if e["switch"] == switch and e[kind]]
-            if found:
-                bar_of_factors(axis, row + offset, found, colour)
+            gains = [getattr(e, kind) for e in entries if e.switch == switch and getattr(e, kind)]
+            if gains:
+                bar_of_gains(axis, row + offset, gains, colour)
     axis.axvline(1, color="black", linewidth=0.8)
     axis.margins(x=0.14)
     axis.set_yticks(range(len(switches)), labels=list(reversed(switches)))
@@ -253,40 +281,39 @@ def ablation(pyplot, summary):
     figure.legend(keys, ("alone, over none", "as the last one, over all others"), ncols=2,
                   loc="outside lower center")
     caption = "What each switch buys alone, and what it adds when all others are on"
-    shapes = len({shape_of(e) for e in entries})
+    shapes = len({e.shape for e in entries})
     return figure, caption + (f"; bars are geometric means over {shapes} shapes, dots single shapes."
                               if shapes > 1 else "; black lines are the intervals.")
 
 
-def bar_of_factors(axis, y, found, colour):
-    """A bar from 1 to the geometric mean of {factor, low, high} dicts, a dot each, or the interval of one."""
-    factors = [f["factor"] for f in found]
+def bar_of_gains(axis, y, gains, colour):
+    """A bar from 1 to the geometric mean of Gains, a dot each, or the interval of one."""
+    factors = [gain.factor for gain in gains]
     mean, edge = float(np.exp(np.mean(np.log(factors)))), max(1.0, *factors)
     axis.barh(y, mean - 1, 0.36, left=1, color=colour, alpha=0.85)
-    if len(found) > 1:
-        axis.plot(factors, [y] * len(found), "o", color="black", markersize=2.5, alpha=0.7)
-    elif found[0]["low"]:
-        axis.plot([found[0]["low"], found[0]["high"]], [y, y], color="black", linewidth=1.2)
-        edge = max(edge, found[0]["high"])
+    if len(gains) > 1:
+        axis.plot(factors, [y] * len(gains), "o", color="black", markersize=2.5, alpha=0.7)
+    elif gains[0].low:
+        axis.plot([gains[0].low, gains[0].high], [y, y], color="black", linewidth=1.2)
+        edge = max(edge, gains[0].high)
     axis.annotate(f"{mean:.3f}×", (edge, y), (5, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def interactions(pyplot, summary):
     """Matrix of main effects (diagonal) and pairwise interactions; geometric means over shapes, whose
     independent errors are added in quadrature."""
-    if not summary["effects"]:
+    if not summary.effects:
         return None
-    switches, count = summary["study"]["switches"], len(summary["study"]["switches"])
+    switches, count = summary.study.switches, len(summary.study.switches)
     logs, errors = np.zeros((2, count, count))
-    for effects in summary["effects"]:
-        for effect in effects["main"] + effects["interaction"]:
-            names = effect.get("switches") or [effect["switch"]]
-            at = max(map(switches.index, names)), min(map(switches.index, names))
-            logs[at] += np.log2(effect["factor"])
-            half = np.nan if effect["low"] is None else np.log2(effect["high"] / effect["low"]) / 2
-            errors[at] = np.hypot(errors[at], half)
+    for effects in summary.effects:
+        for effect in effects.main + effects.interaction:
+            at = max(map(switches.index, effect.switches)), min(map(switches.index, effect.switches))
+            factor, low, high = effect.gain
+            logs[at] += np.log2(factor)
+            errors[at] = np.hypot(errors[at], np.nan if low is None else np.log2(high / low) / 2)
     sure = np.abs(logs) > errors  # not so where there is no error
-    logs /= len(summary["effects"])
+    logs /= len(summary.effects)
     logs[np.triu_indices(count, 1)] = np.nan
     figure, (axis,) = panels(pyplot, 1, 2.6 + 0.8 * count, 1.7 + 0.55 * count)
     reach = max(0.02, np.nanmax(np.abs(logs)))
@@ -309,28 +336,29 @@ def time_against_memory(pyplot, summary):
     """Step time against memory of all settings, for the shapes that took longest; the Pareto front joined."""
     by_shape = {}
     for p in measured(summary):
-        if p["peak_memory_mb"]:
-            by_shape.setdefault(shape_of(p), []).append(p)
+        if p.peak_memory_mb:
+            by_shape.setdefault(p.shape, []).append(p)
     chosen = [shape for shape, mine in by_shape.items() if len(mine) > 1]
     if not chosen:
         return None
-    chosen.sort(key=lambda shape: (-len(by_shape[shape]), -max(p["median_ms"] for p in by_shape[shape])))
+    chosen.sort(key=lambda shape: (-len(by_shape[shape]), -max(p.median_ms for p in by_shape[shape])))
     figure, axes = panels(pyplot, len(chosen[:MAX_PANELS]))
-    shown, joined, grey = compared(summary), False, False
+    shown, joined, grey = shown_settings(summary), False, False
     for axis, shape in zip(axes, sorted(chosen[:MAX_PANELS]), strict=True):
         mine = by_shape[shape]
-        front = [mine[i] for i in pareto([(p["median_ms"], p["peak_memory_mb"]) for p in mine])]
-        joined, grey = joined or len(front) > 1, grey or any(p["setting"] not in shown for p in mine)
-        axis.plot([p["median_ms"] for p in front], [p["peak_memory_mb"] for p in front], color="#999999",
+        front = [mine[i] for i in pareto([(p.median_ms, p.peak_memory_mb) for p in mine])]
+        joined, grey = joined or len(front) > 1, grey or any(p.setting not in shown for p in mine)
+        axis.plot([p.median_ms for p in front], [p.peak_memory_mb for p in front], color="#999999",
                   linestyle="--", linewidth=1, zorder=1)
-        for p in sorted(mine, key=lambda p: p["setting"] in shown):
-            known = p["setting"] in shown
-            look = style(summary, p["setting"]) if known else dict(color="#bbbbbb", marker="o")
-            axis.plot(p["median_ms"], p["peak_memory_mb"], markersize=7 if known else 4, linestyle="",
-                      label=p["setting"] if known else None, **look)
+        for p in sorted(mine, key=lambda p: p.setting in shown):
+            known = p.setting in shown
+            look = style(summary, p.setting) if known else dict(color="#bbbbbb", marker="o")
+            axis.plot(p.median_ms, p.peak_memory_mb, markersize=7 if known else 4, linestyle="",
+                      label=p.setting if known else None, **look)
             if p in front and not known:
-                name = p["setting"] if len(p["setting"]) < 30 else f"{len(parse_setting(p['setting']))} on"
-                axis.annotate(name, (p["median_ms"], p["peak_memory_mb"]), (5, 4), textcoords="offset points",
+                name = p.setting if len(p.setting) < 30 else \
+                    f"{len(summary.vocabulary.parse(p.setting))} on"
+                axis.annotate(name, (p.median_ms, p.peak_memory_mb), (5, 4), textcoords="offset points",
                               fontsize=7.5)
         axis.set(title=str(shape), xlabel="step time, ms", ylabel="peak tensor memory, MB")
         axis.margins(0.15)
@@ -343,9 +371,9 @@ def time_against_memory(pyplot, summary):
 
 
 PLOTS = (("speedup_heat_map", "Speed-up over the baseline", speedup_heat_map),
-         ("scaling", "Step time against sequence length", scaling),
-         ("memory", "Memory against sequence length", memory),
-         ("depth", "Step time against alignment depth", depth),
+         ("scaling", "Step time against {main}", scaling),
+         ("memory", "Memory against {main}", memory),
+         ("depth", "Step time against {others}", depth),
          ("ablation", "What each fusion contributes", ablation),
          ("interactions", "Which fusions help each other", interactions),
          ("pareto", "Time against memory", time_against_memory))

@@ -1,49 +1,63 @@
 """Did a point get slower or larger than in an earlier study?"""
-import json
 import math
+from dataclasses import dataclass
 
-import numpy as np
-
-from fusion_lab.study.design import shape_of
-from fusion_lab.study.statistics import ratio_interval
-from fusion_lab.study.summary import FORMAT, principal_settings
+from fusion_lab.study.design import program_of
+from fusion_lab.study.records import checked, parse_json
+from fusion_lab.study.results import Machine
+from fusion_lab.study.statistics import Gain, ratio_interval
+from fusion_lab.study.summary import FORMAT, PointSummary, gain_of
 from fusion_lab.training.files import UserError
 
-READ_OF_POINTS = ("setting", "n", "run_medians_ms", "speedup", "speedup_low", "speedup_high",
-                  "peak_memory_mb")
+ALIKE = ("trainer_flags", "amp_dtype")  # in both studies
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is read of an earlier results_summary.json."""
+    study: dict  # "program", "num_runs" and what must be ALIKE
+    machines: tuple
+    points: tuple
+
+    @classmethod
+    def read(cls, content, axes):
+        """The reference in a JSON object. Raises ValueError."""
+        if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("points"):
+            raise ValueError(f"must be of the format {FORMAT}")
+        study, kinds = checked(content.get("study"), dict), dict(trainer_flags=list, num_runs=int)
+        known = {key: checked(study.get(key), kinds.get(key, str | None)) for key in (*ALIKE, "num_runs")}
+        machines = tuple(Machine.read(machine) for machine in checked(content.get("machine"), list))
+        points = tuple(PointSummary.read(point, axes) for point in checked(content["points"], list))
+        return cls(dict(known, program=program_of(study)), machines, points)
 
 
 def read_reference(path, study):
-    """An earlier results_summary.json with the same trainer flags. Raises UserError."""
+    """An earlier results_summary.json with the same program and trainer flags. Raises UserError."""
     try:
         with open(path, encoding="utf-8") as file:
-            reference = json.load(file)
-        known = reference["format"] == FORMAT and bool(reference["points"])
-        theirs = {key: reference["study"][key] for key in ("trainer_flags", "amp_dtype", "num_runs")}
-        known = known and isinstance(theirs["num_runs"], int)
-        same_machine(reference, reference)
-        for point in reference["points"]:
-            shape_of(point), [point[key] for key in READ_OF_POINTS], np.log(point["run_medians_ms"])
+            content = parse_json(file.read())
+        reference = Reference.read(content, study.axes)
     except OSError as error:
         raise UserError(f"--check-against {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        known = False
-    if not known:
-        raise UserError(f"--check-against {path}: not the results_summary.json of a performance study")
-    for key in ("trainer_flags", "amp_dtype"):
-        if theirs[key] != study[key]:
-            raise UserError(f"--check-against {path}: made with {key} = {theirs[key]}, this study has "
-                            f"{study[key]}")
-    if theirs["num_runs"] < 2 or study["num_runs"] < 2:
+    except ValueError:
+        raise UserError(f"--check-against {path}: not the results_summary.json of a performance study of "
+                        f"{study.vocabulary.program.name}") from None
+    ours = study.as_json()
+    for key in ("program", *ALIKE):
+        if reference.study[key] != ours[key]:
+            raise UserError(f"--check-against {path}: made with {key} = {reference.study[key]}, this study "
+                            f"has {ours[key]}")
+    there, here = reference.study["num_runs"], study.num_runs
+    if min(there, here) < 2:
         raise UserError(f"--check-against {path}: without at least two runs on both sides (--num-runs; there "
-                        f"{theirs['num_runs']}, here {study['num_runs']}) noise is unknown, so no verdict")
+                        f"{there}, here {here}) noise is unknown, so no verdict")
     return reference
 
 
 def same_machine(summary, reference):
-    def hardware(of):
-        return {(m["gpu_name"], None if m["gpu_name"] else m["host_cpu"]) for m in of["machine"]}
-    return hardware(summary) == hardware(reference)
+    def hardware(machines):
+        return {(machine.gpu_name, None if machine.gpu_name else machine.host_cpu) for machine in machines}
+    return hardware(summary.machines) == hardware(reference.machines)
 
 
 def judged(low, high, passes_below=None, passes_above=None):
@@ -56,75 +70,79 @@ def judged(low, high, passes_below=None, passes_above=None):
 
 
 def slowdown(now, then, on_same_machine):
-    """(factor, low, high) by which a point got slower: in step time on the same machine, on another one in
-    speed-up over the baseline (independent errors of the two added in quadrature); None if unknown, as the
-    baseline's own is there."""
+    """The Gain by which a point got slower: in step time on the same machine, on another one in speed-up over
+    the baseline (independent errors of the two added in quadrature); None if unknown, as the baseline's own
+    is there."""
     if on_same_machine:
-        return ratio_interval(now["run_medians_ms"], then["run_medians_ms"])
-    if now["setting"] == "baseline" or not now["speedup_low"] or not then["speedup_low"]:
+        return ratio_interval(now.run_medians_ms, then.run_medians_ms)
+    if now.setting == "baseline" or not now.speedup_low or not then.speedup_low:
         return None
-    half = math.hypot(*(math.log(p["speedup_high"] / p["speedup_low"]) / 2 for p in (now, then)))
-    factor = then["speedup"] / now["speedup"]
-    return factor, factor * math.exp(-half), factor * math.exp(half)
+    half = math.hypot(*(math.log(p.speedup_high / p.speedup_low) / 2 for p in (now, then)))
+    factor = then.speedup / now.speedup
+    return Gain(factor, factor * math.exp(-half), factor * math.exp(half))
 
 
-def check_point(now, then, on_same_machine, min_speedup, max_regression, principal):
-    """[("time" or "memory", verdict, what)] of one point; one that has failed fails in time."""
+def check_point(now, then, on_same_machine, min_speedup, max_regression):
+    """[("time" or "memory", verdict, what)] of one point; one that has failed fails in time. min_speedup may
+    be None."""
     verdicts = []
-    if not now["n"]:
-        return [("time", "FAIL", now["reason"])] if not then or then["n"] else []
-    if min_speedup is not None and now["setting"] in principal:
-        if now["speedup"] is None:
+    if not now.n:
+        return [("time", "FAIL", now.reason)] if not then or then.n else []
+    if min_speedup is not None:
+        if now.speedup is None:
             verdicts.append(("time", "FAIL", "no baseline to compare with"))
         else:
-            verdict = judged(now["speedup_low"], now["speedup_high"], passes_above=min_speedup)
+            verdict = judged(now.speedup_low, now.speedup_high, passes_above=min_speedup)
             verdicts.append(("time", verdict,
-                             f"speed-up {speedup_text(now)}, at least {min_speedup:g} wanted"))
-    if not then or not then["n"]:
+                             f"speed-up {spoken(gain_of(now))}, at least {min_speedup:g} wanted"))
+    if not then or not then.n:
         return verdicts
     limit = 1 + max_regression
     change = slowdown(now, then, on_same_machine)
     if change:
         what = "step time" if on_same_machine else "lost speed-up"
-        verdicts.append(("time", judged(*change[1:], passes_below=limit),
-                         f"{what} {spoken(*change)} of the reference, at most {limit:g} allowed"))
-    if now["peak_memory_mb"] and then["peak_memory_mb"]:
-        ratio = now["peak_memory_mb"] / then["peak_memory_mb"]
+        verdicts.append(("time", judged(change.low, change.high, passes_below=limit),
+                         f"{what} {spoken(change)} of the reference, at most {limit:g} allowed"))
+    if now.peak_memory_mb and then.peak_memory_mb:
+        ratio = now.peak_memory_mb / then.peak_memory_mb
         verdicts.append(("memory", "FAIL" if ratio > limit else "PASS",
                          f"peak memory {ratio:.3f}x of the reference, at most {limit:g} allowed"))
     return verdicts
 
 
-def speedup_text(point):
-    return spoken(point["speedup"], point["speedup_low"], point["speedup_high"])
-
-
-def spoken(factor, low, high):
-    return f"{factor:.3f}x" if low is None else f"{factor:.3f}x [{low:.3f}, {high:.3f}]"
+def spoken(gain):
+    """A Gain for people: "1.200x [1.100, 1.300]"."""
+    return f"{gain.factor:.3f}x" + ("" if gain.low is None else f" [{gain.low:.3f}, {gain.high:.3f}]")
 
 
 def check(summary, reference, min_speedup, max_regression):
     """Print every verdict that is not PASS; exit code 1 if a point got worse beyond noise, or if noise left
     no verdict on time at all, else 0."""
-    earlier = {(shape_of(p), p["setting"]): p for p in reference["points"]}
-    common = [p for p in summary["points"] if (shape_of(p), p["setting"]) in earlier]
+    earlier = {(p.shape, p.setting): p for p in reference.points}
+    here = {(p.shape, p.setting) for p in summary.points}
+    common = here & earlier.keys()
     if not common:
         raise UserError("--check-against: this study has no point in common with the reference")
     alike = same_machine(summary, reference)
-    principal = principal_settings(summary["study"]["settings"])
+    principal = summary.vocabulary.principal(summary.study.settings)
     print(f"\nCheck against the reference, {len(common)} points in common, "
           + ("same machine: step times compared" if alike else "another machine: speed-ups compared")
-          + f", intervals of {100 * summary['confidence']:g}%")
+          + f", intervals of {100 * summary.confidence:g}%")
     counts = {kind: dict(PASS=0, FAIL=0, UNDECIDED=0) for kind in ("time", "memory")}
-    for point in summary["points"]:
-        then = earlier.get((shape_of(point), point["setting"]))
-        for kind, verdict, what in check_point(point, then, alike, min_speedup, max_regression, principal):
+    for point in summary.points:
+        then = earlier.get((point.shape, point.setting))
+        wanted = min_speedup if point.setting in principal else None
+        for kind, verdict, what in check_point(point, then, alike, wanted, max_regression):
             counts[kind][verdict] += 1
             if verdict != "PASS":
-                print(f"   {verdict:9} {shape_of(point)} {point['setting']}: {what}")
-    here = {(shape_of(p), p["setting"]) for p in summary["points"]}
+                print(f"   {verdict:9} {point.shape} {point.setting}: {what}")
     if absent := [f"{shape} {setting}" for shape, setting in earlier if (shape, setting) not in here]:
         print(f"   of the reference, not in this study: {', '.join(absent)}")
+    return verdict_of(counts)
+
+
+def verdict_of(counts):
+    """Print the verdict that the counted ones make together; its exit code."""
     if counts["time"]["UNDECIDED"]:
         print("   UNDECIDED: the interval holds the limit; more --num-runs, also of this --study-name, would "
               "narrow it")

@@ -3,10 +3,9 @@ import html
 
 import numpy as np
 
-from fusion_lab.study.design import SWITCHES, parse_setting, shape_of
-from fusion_lab.study.summary import AXES, INTERVAL, principal_settings
+from fusion_lab.study.summary import INTERVAL, gain_of
 
-TEXT_COLUMNS = {"shape", "setting", "switch", "switch, or pair", "of", "in", "at", "over", *SWITCHES}
+TEXT_COLUMNS = {"shape", "setting", "switch", "switch, or pair", "of", "in", "at", "over"}
 REASON_COLUMNS = {"reason", "passed over"}
 LIST_COLUMNS = {"switch, or pair"}
 
@@ -51,17 +50,16 @@ tr.new td { border-top: 1.5px solid #999; }
 """
 
 
-def report(summary, config, figures):
-    """The page as text."""
-    study = summary["study"]
-    machines = summary["machine"]
-    where = " and ".join(sorted({m["gpu_name"] or m["host_cpu"] for m in machines})) or "no machine"
-    versions = ", ".join(sorted({f"torch {m['torch_version']}" for m in machines}))
+def page(summary, config, figures):
+    """The page as text; `figures` are those that draw() returned."""
+    study, machines = summary.study, summary.machines
+    where = " and ".join(sorted({m.gpu_name or m.host_cpu or "" for m in machines})) or "no machine"
+    versions = ", ".join(sorted({f"torch {m.torch_version}" for m in machines}))
     sections = [
         f"<h1>Performance study on {escape(where)}</h1>",
-        f'<p class="meta">{escape(config["created"][:10])}, {escape(versions)}, '
-        f"{escape(study['amp_dtype'] or 'float32')}{escape(commit(machines))}</p>",
-        f"<pre>{escape(config['command'])}</pre>", findings(summary),
+        f'<p class="meta">{escape(config.created[:10])}, {escape(versions)}, '
+        f"{escape(study.amp_dtype or 'float32')}{escape(commit(machines))}</p>",
+        f"<pre>{escape(config.command)}</pre>", findings(summary),
         *(f'<h2>{escape(f.title)}</h2><figure id="{f.name}"><div class="wide" role="img" '
           f'aria-label="{escape(f.title)}">{f.svg}</div><figcaption>{escape(f.caption)}</figcaption></figure>'
           for f in figures),
@@ -80,17 +78,19 @@ def escape(text):
 
 
 def commit(machines):
-    commits = {m["git_commit"][:9] for m in machines if m["git_commit"]}
+    commits = {m.git_commit[:9] for m in machines if m.git_commit}
     return f", commit {' and '.join(sorted(commits))}" if commits else ""
 
 
-def table(name, head, rows, caption=""):
+def html_table(name, head, rows, caption="", text_columns=()):
     """A table. Rows are (whether a new group begins, cells); a cell is text, or (text, class)."""
+    left = TEXT_COLUMNS | set(text_columns)
+
     def row(tag, cells):
         parts = []
         for column, cell in zip(head, cells, strict=True):
             text, kind = cell if isinstance(cell, tuple) else (cell, "")
-            kind += " setting" * (column == "setting") + " text" * (column in TEXT_COLUMNS)
+            kind += " setting" * (column == "setting") + " text" * (column in left)
             kind += " reason" * (column in REASON_COLUMNS) + " listed" * (column in LIST_COLUMNS)
             parts.append(f'<{tag} class="{kind.strip()}">{escape(text)}</{tag}>')
         return "".join(parts).replace(' class=""', "")
@@ -101,142 +101,142 @@ def table(name, head, rows, caption=""):
             f"<tbody>{body}</tbody></table></div>")
 
 
-def number(value, form=".2f", unit=""):
+def grouped(entries, cells):
+    """Rows for html_table(): a new group wherever the shape changes."""
+    rows, before = [], None
+    for entry in entries:
+        rows.append((before not in (None, entry.shape), cells(entry)))
+        before = entry.shape
+    return rows
+
+
+def rounded(value, form=".2f", unit=""):
     return "n/a" if value is None else f"{value:{form}}{unit}"
 
 
-def factor(gain, form=".2f"):
-    """Cell for {factor, low, high}: coloured only where the interval does not hold 1."""
-    if not gain or gain["factor"] is None:
+def gain_cell(gain, form=".2f"):
+    """Cell for a Gain: coloured only where the interval does not hold 1."""
+    if not gain:
         return ""
-    if gain["low"] is None:
-        return f"{gain['factor']:{form}}×"
-    kind = "better" if gain["low"] > 1 else "worse" if gain["high"] < 1 else None
-    return (f"{gain['factor']:{form}}× [{gain['low']:{form}},\u00a0{gain['high']:{form}}]", kind or "")
-
-
-def gain_of(point):
-    return dict(factor=point["speedup"], low=point["speedup_low"], high=point["speedup_high"])
+    if gain.low is None:
+        return f"{gain.factor:{form}}×"
+    kind = "" if not gain.decided else "better" if gain.factor > 1 else "worse"
+    return f"{gain.factor:{form}}× [{gain.low:{form}},\u00a0{gain.high:{form}}]", kind
 
 
 def findings(summary):
     """A sentence per principal setting: what a reader wants to know first."""
     items = []
-    for setting in principal_settings(summary["study"]["settings"]):
-        mine = [p for p in summary["points"] if p["setting"] == setting and p["speedup"]]
+    for setting in summary.vocabulary.principal(summary.study.settings):
+        mine = [p for p in summary.points if p.setting == setting and p.speedup]
         if not mine:
             continue
-        gains = [p["speedup"] for p in mine]
-        best = max(mine, key=lambda p: p["speedup"])
+        gains = [p.speedup for p in mine]
+        best = max(mine, key=lambda p: p.speedup)
         mean = np.exp(np.mean(np.log(gains)))
         line = f"<b>{escape(setting)}</b>: {mean:.2f}× the baseline's speed"
         if len(mine) > 1:
             line += (f" (geometric mean of {len(mine)} shapes; {min(gains):.2f}× to {max(gains):.2f}×, best "
-                     f"at {shape_of(best)})")
-        less = [p["memory_reduction_percent"] for p in mine if p["memory_reduction_percent"] is not None]
-        if less:
-            word = "less" if np.median(less) >= 0 else "more"
-            line += f"; {abs(np.median(less)):.0f}% {word} memory"
-            if len(less) > 1:
-                line += f" (median; from {min(less):.0f}% to {max(less):.0f}% less)"
-        slower = [p for p in mine if p["speedup_high"] is not None and p["speedup_high"] < 1]
+                     f"at {best.shape})")
+        line += memory_words(mine)
+        slower = [p for p in mine if p.speedup_high is not None and p.speedup_high < 1]
         if slower:
-            line += f"; <b>slower</b> than the baseline at {', '.join(str(shape_of(p)) for p in slower)}"
+            line += f"; <b>slower</b> than the baseline at {', '.join(str(p.shape) for p in slower)}"
         items.append(f"<li>{line}.</li>")
-    failed = sum(p["n_failed"] for p in summary["points"])
+    failed = sum(p.n_failed for p in summary.points)
     if failed:
         items.append(f"<li>{failed} runs failed; their reasons are in a table below.</li>")
-    if len(summary["machine"]) > 1:
+    if len(summary.machines) > 1:
         items.append("<li><b>The runs come from more than one machine or version.</b></li>")
     return f'<ul id="findings">{"".join(items)}</ul>' if items else ""
 
 
+def memory_words(points):
+    """"; 8% less memory (median; from 2% to 12% less)" """
+    less = [p.memory_reduction_percent for p in points if p.memory_reduction_percent is not None]
+    if not less:
+        return ""
+    words = f"; {abs(np.median(less)):.0f}% {'less' if np.median(less) >= 0 else 'more'} memory"
+    return words + (f" (median; from {min(less):.0f}% to {max(less):.0f}% less)" if len(less) > 1 else "")
+
+
 def points_section(summary):
-    head = ("B", "S", "N", "setting", "runs", "step ms", "p20", "p80", "spread of runs", "samples/s",
-            f"speed-up {INTERVAL}", "peak MB", "saved", "activations MB", "launches")
-    rows, before = [], None
-    for p in summary["points"]:
-        shape = shape_of(p)
-        gain = "1" if p["setting"] == "baseline" and p["n"] else factor(gain_of(p))
-        rows.append((before not in (None, shape), [
-            p["batch_size"], p["seq_len"], p["num_seqs"], p["setting"], p["n"], number(p["median_ms"]),
-            number(p["p20_ms"]), number(p["p80_ms"]), number(p["run_spread_percent"], ".1f", "%"),
-            number(p["samples_per_second"], ".1f"), gain, number(p["peak_memory_mb"], ".1f"),
-            number(p["memory_reduction_percent"], ".1f", "%"), number(p["saved_activation_mb"], ".1f"),
-            number(p["launches_per_step"], ".0f")]))
-        before = shape
-    return "<h2>All points</h2>" + table("points", head, rows)
+    head = (*(axis.letter for axis in summary.study.axes), "setting", "runs", "step ms", "p20", "p80",
+            "spread of runs", "samples/s", f"speed-up {INTERVAL}", "peak MB", "saved", "activations MB",
+            "launches")
+    rows = grouped(summary.points, lambda p: [
+        *p.shape.sizes, p.setting, p.n, rounded(p.median_ms), rounded(p.p20_ms), rounded(p.p80_ms),
+        rounded(p.run_spread_percent, ".1f", "%"), rounded(p.samples_per_second, ".1f"),
+        "1" if p.setting == "baseline" and p.n else gain_cell(gain_of(p)), rounded(p.peak_memory_mb, ".1f"),
+        rounded(p.memory_reduction_percent, ".1f", "%"), rounded(p.saved_activation_mb, ".1f"),
+        rounded(p.launches_per_step, ".0f")])
+    return "<h2>All points</h2>" + html_table("points", head, rows)
 
 
 def failures_section(summary):
-    rows = [(False, [str(shape_of(p)), p["setting"], p["n_failed"], p["reason"]])
-            for p in summary["points"] if p["n_failed"]]
+    rows = [(False, [p.shape, p.setting, p.n_failed, p.reason]) for p in summary.points if p.n_failed]
     head = ("shape", "setting", "runs", "reason")
-    return "<h2>Failed runs</h2>" + table("failures", head, rows) if rows else ""
+    return "<h2>Failed runs</h2>" + html_table("failures", head, rows) if rows else ""
 
 
 def ablation_section(summary):
-    rows, before = [], None
-    for e in summary["ablation"]:
-        rows.append((before not in (None, shape_of(e)), [
-            str(shape_of(e)), e["switch"], factor(e["alone"], ".3f"), factor(e["last"], ".3f"),
-            number(e["alone_saves_mb"], ".1f"), number(e["last_saves_mb"], ".1f")]))
-        before = shape_of(e)
+    rows = grouped(summary.ablation, lambda e: [
+        e.shape, e.switch, gain_cell(e.alone, ".3f"), gain_cell(e.last, ".3f"),
+        rounded(e.alone_saves_mb, ".1f"), rounded(e.last_saves_mb, ".1f")])
     head = ("shape", "switch", "alone, over none", "last, over all others", "alone saves MB", "last saves MB")
-    return "<h2>Ablation</h2>" + table("ablation-table", head, rows) if rows else ""
+    return "<h2>Ablation</h2>" + html_table("ablation-table", head, rows) if rows else ""
 
 
 def effects_section(summary):
     rows = []
-    for e in summary["effects"]:
-        named = [(m["switch"], m) for m in e["main"]]
-        named += [(" with ".join(i["switches"]), i) for i in e["interaction"]]
-        rows += [(i == 0 and bool(rows), [str(shape_of(e)), name, factor(effect, ".3f")])
-                 for i, (name, effect) in enumerate(named)]
+    for e in summary.effects:
+        rows += [(i == 0 and bool(rows),
+                  [e.shape, " with ".join(effect.switches), gain_cell(effect.gain, ".3f")])
+                 for i, effect in enumerate(e.main + e.interaction)]
     head = ("shape", "switch, or pair", f"factor {INTERVAL}")
     caption = ("One switch: speed-up, mean over all settings of the others. A pair: the speed-up of one with "
                "the other on, over the same with the other off. Intervals are Welch's, from the spread "
                "between the runs of each point.")
-    return "<h2>Effects and interactions</h2>" + table("effects", head, rows, caption) if rows else ""
+    return "<h2>Effects and interactions</h2>" + html_table("effects", head, rows, caption) if rows else ""
 
 
 def scaling_section(summary):
-    rows = []
-    for e in summary["scaling"]:
-        error = "" if e["standard_error"] is None else f" ± {e['standard_error']:.2f}"
-        others = ", ".join(f"{letter} {e[axis]}" for axis, letter in AXES.items() if axis != e["axis"])
-        kind = "time" if e["figure"] == "median_ms" else "memory"
-        rows.append((False, [e["setting"], kind, AXES[e["axis"]], f"{e['exponent']:.2f}{error}", others,
-                             ", ".join(map(str, e["over"]))]))
+    rows, letters = [], {axis.field: axis.letter for axis in summary.study.axes}
+    for e in summary.scaling:
+        error = "" if e.standard_error is None else f" ± {e.standard_error:.2f}"
+        kind = "time" if e.figure == "median_ms" else "memory"
+        rows.append((False, [e.setting, kind, letters[e.axis], f"{e.exponent:.2f}{error}",
+                             e.at.listed(), ", ".join(map(str, e.over))]))
     head = ("setting", "of", "in", "exponent", "at", "over")
     caption = "p in cost = c · size^p, least squares on logarithms; ± is the standard error of the fit."
-    return "<h2>Fitted exponents</h2>" + table("exponents", head, rows, caption) if rows else ""
+    return "<h2>Fitted exponents</h2>" + html_table("exponents", head, rows, caption) if rows else ""
 
 
 def recommendation_section(summary):
-    found = summary.get("recommendation")
-    if not found:
+    recommendation = summary.recommendation
+    if not recommendation:
         return ""
-    rows = [(False, [str(shape_of(e)), e["setting"] or "none", number(e.get("median_ms")),
-                     number(e.get("peak_memory_mb"), ".1f"), factor(gain_of(e)) if e["setting"] else "",
-                     "; ".join(e["passed_over"])]) for e in found["shapes"]]
+    rows = [(False, [e.shape, e.setting or "none", rounded(e.median_ms), rounded(e.peak_memory_mb, ".1f"),
+                     gain_cell(gain_of(e)) if e.setting else "", "; ".join(e.passed_over)])
+            for e in recommendation.shapes]
     head = ("shape", "setting", "step ms", "peak MB", f"speed-up {INTERVAL}", "passed over")
-    limit = found["memory_limit_mb"]
+    limit = recommendation.memory_limit_mb
     caption = f"The fastest that passes the accuracy check{f' within {limit:g} MB' if limit else ''}."
-    commands = "\n".join(e["command"] for e in found["shapes"] if e["command"])
-    return (f"<h2>Recommended settings</h2>{table('recommended', head, rows, caption)}"
+    commands = "\n".join(e.command for e in recommendation.shapes if e.command)
+    return (f"<h2>Recommended settings</h2>{html_table('recommended', head, rows, caption)}"
             f"<pre>{escape(commands)}</pre>")
 
 
 def settings_section(study):
-    rows = [(False, [setting, *("on" if name in parse_setting(setting) else "·" for name in SWITCHES)])
-            for setting in study["settings"]]
-    head = ("setting", *SWITCHES)
-    return "<h2>Settings</h2>" + table("settings", head, rows)
+    switches, rows = study.vocabulary.switches, []
+    for setting in study.settings:
+        on = study.vocabulary.parse(setting)
+        rows.append((False, [setting, *("on" if name in on else "·" for name in switches)]))
+    return "<h2>Settings</h2>" + html_table("settings", ("setting", *switches), rows, text_columns=switches)
 
 
 def order(summary):
-    seed, late = summary["study"]["seed"], summary["out_of_order"]
+    seed, late = summary.study.seed, summary.out_of_order
     plan = f"in random order (seed {seed}), then the second ones, and so on"
     if late is None:
         return f"The first runs of all points were started {plan}; they measured as they became ready."
@@ -245,15 +245,15 @@ def order(summary):
 
 
 def method_section(summary):
-    study = summary["study"]
+    study = summary.study
     return f"""<h2>How this was measured</h2>
-<p>Every run is a process of its own: {study['warmup_steps']} warm-up steps, then
-{study['num_steps']} measured ones, of which the median counts. {study['num_runs']} runs per point;
+<p>Every run is a process of its own: {study.warmup_steps} warm-up steps, then
+{study.num_steps} measured ones, of which the median counts. {study.num_runs} runs per point;
 a point's figure is the median over its runs, p20 and p80 are those of the steps (median over runs),
 the spread of runs is (largest - smallest) / median. {order(summary)}
 While one process measured, any other one of the study was stopped.</p>
 <p>Speed-up is the baseline's median over the setting's, same shape. Its {100 *
-summary['confidence']:g}% interval is Welch's t on the logarithms of the runs' medians: each
+summary.confidence:g}% interval is Welch's t on the logarithms of the runs' medians: each
 point counts with the spread of its own runs, so one of a single run has no interval, one of two a
 very wide one. Peak memory is the largest sum of tensors alive within a step, in MB of
 2<sup>20</sup> bytes; n/a where it was not measured. Saved is against the baseline.</p>"""

@@ -1,10 +1,8 @@
-"""Runs the points of a study, each in its own process, and keeps results.jsonl."""
+"""Runs the points of a study, each in its own process, one measuring at a time."""
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import itertools
-import json
 import os
 import re
 import select
@@ -19,104 +17,36 @@ from datetime import datetime, timezone
 import torch
 from tqdm import tqdm
 
-from fusion_lab.study.design import ROOT, TRAINER, Point, parse_setting, point_flags
+from fusion_lab.measuring.turns import Guest
+from fusion_lab.study.guardian import Guardian
+from fusion_lab.study.records import parse_json
+from fusion_lab.study.results import Figures, Machine, Row
 from fusion_lab.training.files import OUT_OF_MEMORY, UserError
 
-FIGURES = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_training_speed", "peak_memory_mb",
-           "saved_activation_mb", "launches_per_step", "flops_per_step", "mfu", "first_step_time")
-SYSTEM = ("gpu_name", "host_cpu", "torch_version", "cuda_version", "hip_version", "git_commit")
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
-NOT_A_ROW = (ValueError, KeyError, TypeError, AttributeError)
 VISIBLE_GPUS = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
 SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
 START_SECONDS, COMPILE_SECONDS = 6, 60  # guesses, until a run of the setting is done
-
-
-class Stopped(BaseException):
-    """SIGINT or SIGTERM."""
-
-
-def raise_stopped(number, _frame):
-    raise Stopped(number)
-
-
-class Results:
-    """results.jsonl: one row per finished run, on disk before the next one counts as started."""
-
-    def __init__(self, directory):
-        self.path = os.path.join(directory, "results.jsonl")
-        self.rows = []
-
-    def load(self, mend=True):
-        """Read what is there. A last line that a kill cut short is taken off, with mend from the file too."""
-        if not os.path.exists(self.path):
-            return
-        with open(self.path, "rb") as file:
-            content = file.read()
-        whole = content[:content.rfind(b"\n") + 1]
-        if mend and whole != content:
-            os.truncate(self.path, len(whole))
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                row = json.loads(line)
-                require_whole(row)
-            except NOT_A_ROW:
-                raise UserError(f"{self.path}: line {number} is not the result of a run; mend or delete it"
-                                ) from None
-            self.rows.append(row)
-
-    def append(self, row):
-        try:
-            with open(self.path, "ab") as file:
-                file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
-        self.rows.append(row)
-
-    def forget_failures(self):
-        """Drop failed rows, so that these points run again; returns how many there were."""
-        kept = [row for row in self.rows if row["status"] == "ok"]
-        dropped = len(self.rows) - len(kept)
-        if dropped:
-            temporary = self.path + ".part"
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in kept)
-            os.replace(temporary, self.path)
-            self.rows = kept
-        return dropped
-
-    def find(self, point):
-        return next((row for row in self.rows if Point.of(row) == point), None)
-
-
-def require_whole(row):
-    """Raise one of NOT_A_ROW if a row lacks what is read from it elsewhere."""
-    Point.of(row)
-    if row["status"] == "ok":
-        missing = set(FIGURES) - row.keys() or set(SYSTEM) - row["system"].keys()
-        if missing or not row["median_batch_time"] > 0:
-            raise ValueError
-    elif not isinstance(row["reason"], str):
-        raise ValueError
-    float(row["seconds"])
+LONGEST_REASON = 300  # letters
 
 
 class Turns:
     """At most one process measures at a time, in the order of the plan, and all other ones are stopped while
-    it does. `taken` counts the turns of a study, `number` has those of points under way."""
+    it does. `taken` counts the turns of a study, `turn_of` has those of points under way."""
 
     def __init__(self, taken=0):
         self.lock, self.processes, self.holder = threading.Lock(), [], None
         self.plan = {}  # points that have neither measured nor ended, in order; a dict, whose pop is atomic
-        self.taken, self.number = taken, {}
+        self.taken, self.turn_of = taken, {}
+        self.guardian = Guardian()
 
-    def start(self, *args, **kwargs):
+    def start(self, command, **options):
+        """A Guest in a process group of its own."""
         with self.lock:  # not while another one measures: importing torch keeps a core busy
-            process = subprocess.Popen(*args, start_new_session=True, **kwargs)
-            self.processes.append(process)
-        return process
+            guest = Guest(command, start_new_session=True, **options)
+            self.guardian.tell("+", guest.process.pid)
+            self.processes.append(guest.process)
+        return guest
 
     def comes_next(self, point):
         """Whether nothing earlier is outstanding; a process that is no point of a plan need not wait."""
@@ -129,7 +59,7 @@ class Turns:
     def alone(self, process, point):
         with self.lock:
             self.taken += 1
-            self.number[point] = self.taken
+            self.turn_of[point] = self.taken
             others = [p for p in self.processes if p is not process]
             self.holder = process
             try:
@@ -149,30 +79,39 @@ class Turns:
         return self.holder not in (None, process)
 
     @staticmethod
-    def signal(process, number):
+    def signal(process, kind):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+                os.killpg(process.pid, kind)
 
     def end(self, process):
         self.signal(process, signal.SIGKILL)
         process.wait()
+        self.guardian.tell("-", process.pid)
         with contextlib.suppress(ValueError):
             self.processes.remove(process)
 
 
 class Runner:
-    """Runs points. `script` may be another trainer with the same command line, for tests. gpus names those
-    that processes are spread over, as VISIBLE_GPUS does; with none they see what this one sees."""
+    """Runs points; to be closed. TINYOPENFOLD_SCRIPT may name another trainer with the same command line, for
+    tests. gpus names those that processes are spread over, as VISIBLE_GPUS does; with none they see what this
+    one sees."""
 
     def __init__(self, study, directory, timeout, jobs=1, gpus=(), turns_taken=0):
         self.study, self.directory, self.timeout, self.jobs = study, directory, timeout, jobs
-        self.script = os.environ.get("TINYOPENFOLD_SCRIPT") or os.path.join(ROOT, TRAINER)
+        self.program = study.vocabulary.program
+        self.script = os.environ.get("TINYOPENFOLD_SCRIPT") or self.program.file
         self.turns, self.stopping = Turns(turns_taken), False
         self.on_gpu, self.gpu_lock = dict.fromkeys(gpus, 0), threading.Lock()
         self.environment = dict(os.environ)
         if jobs > 1:  # or every process starts as many compilers as there are cores
             self.environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.turns.guardian.close()
 
     def measure(self, point):
         """The row of one run of the trainer; None if the study is being stopped."""
@@ -180,12 +119,12 @@ class Runner:
             return None
         started = time.monotonic()
         with self.folder(point.file_name()) as folder:
-            code = self.run_trainer(point_flags(self.study, point.shape, point.setting), folder, point)
-            row = dict(dataclasses.asdict(point.shape), setting=point.setting, run=point.run,
-                       turn=self.turns.number.pop(point, None), **self.outcome(folder, code), exit_code=code,
-                       seconds=round(time.monotonic() - started, 3),
-                       timestamp=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-            if row["status"] != "ok" and not self.stopping:
+            code = self.run_trainer(self.study.flags(point.shape, point.setting), folder, point)
+            status, reason, figures, system = self.outcome(folder, code)
+            row = Row(point.shape, point.setting, point.run, status, reason, figures, system,
+                      round(time.monotonic() - started, 3), self.turns.turn_of.pop(point, None), code,
+                      datetime.now(timezone.utc).isoformat(timespec="seconds"))
+            if not row.ok and not self.stopping:
                 self.keep_log(folder, point.file_name())
         return None if self.stopping else row
 
@@ -226,35 +165,27 @@ class Runner:
 
     def run_trainer(self, flags, folder, point=None):
         """Exit code of the trainer, or "timeout"; its output is in stdout.txt and stderr.txt in folder."""
-        reader, writer = os.pipe()
-        turn = os.path.join(ROOT, "fusion_lab", "study", "turn.py")
-        command = [sys.executable, turn, str(writer), self.script, *flags, "--profile-dir", folder]
-        with self.place() as environment:
+        command = [sys.executable, self.script, *flags, "--profile-dir", folder]
+        with (self.place() as environment, open(os.path.join(folder, "stdout.txt"), "wb") as output,
+              open(os.path.join(folder, "stderr.txt"), "wb") as errors):
+            guest = self.turns.start(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
+                                     env=environment)
             try:
-                with open(os.path.join(folder, "stdout.txt"), "wb") as output, \
-                        open(os.path.join(folder, "stderr.txt"), "wb") as errors:
-                    process = self.turns.start(command, stdin=subprocess.PIPE, stdout=output, stderr=errors,
-                                               pass_fds=[writer], env=environment)
+                return self.follow(guest, point)
             finally:
-                os.close(writer)
-            try:
-                return self.follow(process, reader, point)
-            finally:
-                self.turns.end(process)
+                self.turns.end(guest.process)
                 self.turns.give_up(point)
-                os.close(reader)
-                with contextlib.suppress(BrokenPipeError):  # "go" was still to be flushed when it was killed
-                    process.stdin.close()
+                guest.close()
 
-    def follow(self, process, reader, point):
-        """Give the process its turn when it has asked for it and no point before it is outstanding, until it
+    def follow(self, guest, point):
+        """Give the guest its turn when it has asked for it and no point before it is outstanding, until it
         ends: its exit code, or "timeout". Its clock stands while it waits for others."""
-        left, turn, waits = self.timeout, contextlib.ExitStack(), False
-        with turn:
+        process, left, waits = guest.process, self.timeout, False
+        with contextlib.ExitStack() as turn:
             while process.poll() is None and not self.stopping:
                 before = time.monotonic()
-                readable, _, _ = select.select([reader], [], [], 0.05)
-                message = os.read(reader, 100) if readable else b""
+                readable, _, _ = select.select([guest.reader], [], [], 0.05)
+                message = os.read(guest.reader, 100) if readable else b""
                 if not waits and not self.turns.holds_up(process):
                     left -= time.monotonic() - before
                 if left < 0:
@@ -263,9 +194,7 @@ class Runner:
                 if waits and self.turns.comes_next(point):
                     waits = False
                     turn.enter_context(self.turns.alone(process, point))
-                    with contextlib.suppress(BrokenPipeError):  # it ended while it waited
-                        process.stdin.write(b"go\n")
-                        process.stdin.flush()
+                    guest.go()
                 if b"done" in message:
                     turn.close()
                 if readable and not message:  # it closed the pipe: all that is left is its end
@@ -285,8 +214,8 @@ class Runner:
             again = {True: [], False: []}
 
             def record_or_repeat(row, again=again):
-                if self.jobs > 1 and row["status"] == "out of memory":
-                    again[row["exit_code"] == -signal.SIGKILL].append(Point.of(row))
+                if self.jobs > 1 and row.status == "out of memory":
+                    again[row.exit_code == -signal.SIGKILL].append(row.point)
                 else:
                     record(row)
             self.measure_some(list(run), self.jobs, record_or_repeat)
@@ -307,83 +236,77 @@ class Runner:
                 raise
 
     def outcome(self, folder, code):
-        """Status, reason and figures of a run that has ended."""
-        empty = dict(dict.fromkeys(FIGURES), system=None)
+        """(status, reason, figures, machine) of a run that has ended."""
         if code == 0:
             try:
-                with open(os.path.join(folder, "performance_summary_v2.json"), encoding="utf-8") as file:
-                    summary = json.load(file)
-                figures = {name: summary["performance_summary"][name] for name in FIGURES}
-                if not figures["median_batch_time"] > 0:
-                    raise ValueError
-                system = {name: summary["system_info"].get(name) for name in SYSTEM}
-                return dict(status="ok", reason=None, **figures, system=system)
-            except (OSError, ValueError, KeyError, TypeError):
-                return dict(status="failed", reason="ended well but left no readable summary", **empty)
+                summary = os.path.join(folder, self.program.result("performance_summary"))
+                figures, machine = read_result(summary)
+            except (OSError, ValueError):
+                return "failed", "ended well but left no readable summary", None, None
+            return "ok", None, figures, machine
         if code == "timeout":
-            return dict(status="timeout", reason=f"not done after {self.timeout:g} s", **empty)
+            return "timeout", f"not done after {self.timeout:g} s", None, None
         if code == -signal.SIGKILL:
-            return dict(status="out of memory", **empty,
-                        reason="killed (SIGKILL), as the kernel does when the host is out of memory")
-        reason = last_words(os.path.join(folder, "stderr.txt")) or f"exit code {code}, nothing on stderr"
-        status = "out of memory" if OUT_OF_MEMORY.search(reason) else "failed"
-        return dict(status=status, reason=reason, **empty)
+            reason = "killed (SIGKILL), as the kernel does when the host is out of memory"
+            return "out of memory", reason, None, None
+        last = last_words(os.path.join(folder, "stderr.txt"), self.program.name)
+        status = "out of memory" if OUT_OF_MEMORY.search(last) else "failed"
+        return status, last or f"exit code {code}, nothing on stderr", None, None
 
 
-def last_words(log):
+def read_result(path):
+    """(Figures, Machine) of the trainer's summary. Raises OSError or ValueError."""
+    with open(path, encoding="utf-8") as file:
+        summary = parse_json(file.read())
+    if not isinstance(summary, dict) or not isinstance(summary.get("system_info"), dict):
+        raise ValueError(f"{path}: no summary of a training run")
+    unknown = dict.fromkeys(Machine.__dataclass_fields__)
+    return Figures.read(summary.get("performance_summary")), Machine.read(unknown | summary["system_info"])
+
+
+def last_words(log, trainer):
     """The last line of a log if it is the trainer's own, without its name; else the last one that names an
     error, or that is not blank."""
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = [line.strip() for line in file.read()[-20000:].splitlines() if line.strip()]
-    if lines and not lines[-1].startswith(TRAINER):
+    if lines and not lines[-1].startswith(trainer):
         lines = [line for line in lines if ERROR_LINE.match(line)] or lines
-    return lines[-1].removeprefix(f"{TRAINER}: error: ")[:300] if lines else ""
+    return lines[-1].removeprefix(f"{trainer}: error: ")[:LONGEST_REASON] if lines else ""
 
 
-def seconds_left(points, rows, jobs):
+def seconds_left(study, points, rows, jobs):
     """Estimate for the points yet to run: the mean of the finished runs of their setting, else a guess."""
     known = {}
     for row in rows:
-        known.setdefault(row["setting"], []).append(row["seconds"])
+        known.setdefault(row.setting, []).append(row.seconds)
     total = 0.0
     for setting, count in collections.Counter(point.setting for point in points).items():
-        guess = START_SECONDS + COMPILE_SECONDS * ("torch-compile" in parse_setting(setting))
+        guess = START_SECONDS + COMPILE_SECONDS * ("torch-compile" in study.vocabulary.parse(setting))
         seconds = known.get(setting, [guess])
         total += count * sum(seconds) / len(seconds)
     return total / jobs
 
 
 def duration(seconds):
+    """Seconds in words: "90 s", "3 min", "2.5 h"."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 \
         else f"{seconds / 3600:.1f} h"
 
 
 def run_points(runner, results, points):
     """Measure the points that have no row yet: a line each, and on a terminal a progress bar."""
-    done = {Point.of(row) for row in results.rows}
+    done = {row.point for row in results.rows}
     todo = [point for point in points if point not in done]
     pending = set(todo)
     with tqdm(total=len(points), initial=len(points) - len(todo), disable=None, leave=False,
               bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}") as bar:
         def record(row):
             results.append(row)
-            pending.discard(Point.of(row))
-            left = f"left {duration(seconds_left(pending, results.rows, runner.jobs))}"
+            pending.discard(row.point)
+            left = f"left {duration(seconds_left(runner.study, pending, results.rows, runner.jobs))}"
             place = f"{len(points) - len(pending):{len(str(len(points)))}}/{len(points)}"
             bar.update()
             bar.set_postfix_str(left)
-            bar.write(f"[{place}] {Point.of(row)}: {figures_line(row)} | {left}", file=sys.stdout)
+            bar.write(f"[{place}] {row.point}: {row} | {left}", file=sys.stdout)
             sys.stdout.flush()
         runner.measure_all(todo, record)
-
-
-def reason_of(row):
-    """Why a run failed, beginning with its status."""
-    return f"{row['status']}: {row['reason'].removeprefix(row['status'] + ': ')}"
-
-
-def figures_line(row):
-    if row["status"] != "ok":
-        return reason_of(row)
-    memory = "n/a" if row["peak_memory_mb"] is None else f"{row['peak_memory_mb']:.1f} MB"
-    return f"{row['median_batch_time'] * 1e3:.2f} ms, {memory}"

@@ -1,10 +1,26 @@
 """The arithmetic of a performance study, on plain numbers: intervals, exponents, effects of switches."""
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 
 CONFIDENCE = 0.95
 MEDIAN_INFLATION = np.pi / 2  # variance of a median over that of a mean, large normal samples
+
+
+class Gain(NamedTuple):
+    """A factor and its interval; low and high are None where noise is unknown."""
+    factor: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def decided(self):
+        """Whether the interval leaves 1, that is no effect, outside."""
+        return self.low is not None and not self.low <= 1 <= self.high
+
+    def as_json(self):
+        return self._asdict()
 
 
 def t_quantile(df, confidence=CONFIDENCE):
@@ -41,14 +57,14 @@ def half_width(weights, groups, inflation=lambda n: 1.0):
 
 
 def with_interval(log_factor, half):
-    """(factor, low, high) from a logarithm and its half_width; low and high None without one."""
+    """The Gain of a logarithm and its half_width."""
     if half is None:
-        return float(np.exp(log_factor)), None, None
-    return tuple(float(np.exp(part)) for part in (log_factor, log_factor - half, log_factor + half))
+        return Gain(float(np.exp(log_factor)))
+    return Gain(*(float(np.exp(part)) for part in (log_factor, log_factor - half, log_factor + half)))
 
 
 def ratio_interval(above, below):
-    """(ratio, low, high) of median(above) / median(below), lists of positive figures, one per run."""
+    """The Gain median(above) / median(below), lists of positive figures, one per run."""
     half = half_width((1, -1), (np.log(above), np.log(below)), median_inflation)
     return with_interval(np.log(np.median(above) / np.median(below)), half)
 
@@ -71,8 +87,8 @@ def factor_effects(names, levels, groups):
     Least squares on log(time) with an intercept, a term for every switch and one for every pair, coded -1/+1;
     on a whole 2**n design that is the mean over all settings of the other switches. `main[a]` is the speed-up
     of switching a on. `interaction[a, b]` is the speed-up of a with b on, over the speed-up of a with b off:
-    above 1 the two help each other. Each is (factor, low, high); the interval comes from the spread between
-    the runs of each point, and is None for single runs. None where the points do not determine the effects.
+    above 1 the two help each other. Each is a Gain, whose interval comes from the spread between the runs of
+    each point; single runs have none. None where the points do not determine the effects.
     """
     signs = 2.0 * np.asarray(levels, float) - 1.0
     pairs = list(itertools.combinations(range(len(names)), 2))

@@ -96,8 +96,8 @@ class Program:
     sublayers: tuple = ()          # names, in the order in which a step runs them
     costs: Callable = nothing      # costs(settings) -> {sub-layer: Cost}; missing ones are counted
     blocks: Callable = lambda settings: 1  # how often a step runs each sub-layer
-    evaluate: Callable = nothing   # evaluate(trainer, source, stop, final=False) -> JSON or None
-    evaluation_line: Callable = str  # what evaluate() returned, as a line
+    evaluate: Callable | None = None  # evaluate(trainer, source, stop, final=False) -> JSON
+    evaluation_line: Callable = str  # what that returned, as a line
     evaluation_name: str = "evaluation"  # its key in result files
     # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,
     # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
@@ -107,7 +107,8 @@ class Program:
     titles: dict = field(default_factory=dict)  # switch: its name in the start-up lines
     headline: tuple = ()           # switches of --combinations
     tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
-    success: str = "Validation successful."  # its last line
+    success: str = "Validation successful."  # its last line; or failure and the reasons
+    failure: str = "Validation failed"
 
     @property
     def name(self):

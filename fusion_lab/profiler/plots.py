@@ -1,0 +1,95 @@
+"""The pictures of a session: time by sub-layer, live memory, durations of kernels; and of an ablation."""
+import os
+
+import numpy as np
+
+from fusion_lab.measuring.plotting import require_matplotlib
+from fusion_lab.training.files import UserError
+from fusion_lab.training.machine import MEGABYTE
+
+SUBLAYERS, TIMELINE, HISTOGRAM = "time_by_sublayer.png", "memory_timeline.png", "kernel_histogram.png"
+
+
+def pyplot_or_none():
+    """matplotlib's pyplot; None, said in a line, where it is not installed."""
+    try:
+        return require_matplotlib()
+    except UserError as error:
+        print(f"No plots: {error}")
+        return None
+
+
+def write_plots(directory, analysis, trace):
+    """The pictures of a session, into its directory; returns their names."""
+    pyplot = pyplot_or_none()
+    if pyplot is None:
+        return []
+    plots = {SUBLAYERS: (plot_sublayers, analysis),
+             TIMELINE: (plot_timeline, trace.memory_timeline(), trace.phase_begins()),
+             HISTOGRAM: (plot_durations, trace.durations(), analysis.unit)}
+    for name, (plot, *data) in plots.items():
+        figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        plot(axis, *data)
+        figure.savefig(os.path.join(directory, name), dpi=110)
+        pyplot.close(figure)
+    return list(plots)
+
+
+def plot_sublayers(axis, analysis):
+    """A bar for every sub-layer, its directions one after the other."""
+    names = list(dict.fromkeys(e.name for e in analysis.sublayers))
+    left = np.zeros(len(names))
+    for direction in dict.fromkeys(e.direction for e in analysis.sublayers):
+        times = {e.name: e.total_us / 1e3 for e in analysis.sublayers if e.direction == direction}
+        widths = np.array([times.get(name, 0.0) for name in names])
+        axis.barh(names, widths, left=left, label=direction)
+        left += widths
+    axis.invert_yaxis()
+    axis.set(xlabel=f"ms per step ({analysis.time_kind})")
+    axis.legend()
+
+
+def plot_timeline(axis, timeline, begins):
+    """Live bytes over time, which change in steps, with lines where phases begin."""
+    if timeline:
+        times, sizes = np.array(timeline).T
+        axis.step(times / 1e3, sizes / MEGABYTE, where="post", linewidth=0.8, color="0.2")
+        for number, phase in enumerate(dict.fromkeys(name for _, name in begins)):
+            for again, time in enumerate(time for time, name in begins if name == phase):
+                axis.axvline(time / 1e3, color=f"C{number}", linewidth=0.6,
+                             label=None if again else f"{phase} begins")
+        axis.legend(loc="upper right")
+    axis.set(xlabel="ms since the trace began", ylabel="MB, change since the trace began")
+
+
+def plot_durations(axis, durations, unit):
+    """How many kernels take how long, and how much time they take together."""
+    positive = [d for d in durations if d > 0]
+    if positive:
+        low, high = np.log10(min(positive)), np.log10(max(positive) * 1.01)
+        edges = np.logspace(low, high, 50)
+        axis.hist(positive, bins=edges, label="number")
+        axis.hist(positive, bins=edges, weights=np.array(positive) / np.mean(positive), histtype="step",
+                  label="time, scaled to the same area")
+        axis.legend()
+    axis.set(xscale="log", xlabel=f"duration of one {unit}, µs", ylabel="count in the trace")
+
+
+def plot_ablation(path, results):
+    """Step times and saved activations of all variants that were measured, the first one as a line."""
+    pyplot = pyplot_or_none()
+    if pyplot is None:
+        return
+    results = [r for r in results if r["measured"]]
+    names = [r["name"] for r in results]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.5 + 0.35 * len(names)), layout="constrained",
+                                   sharey=True)
+    times = np.array([[1e3 * r[f"{q}_batch_time"] for q in ("p20", "median", "p80")] for r in results]).T
+    axes[0].barh(names, times[1], xerr=np.abs(times[[0, 2]] - times[1]), color="0.6")
+    axes[0].axvline(times[1][0], color="0.2", linewidth=0.8)
+    axes[0].set(xlabel="ms per step: median, p20 to p80")
+    axes[1].barh(names, [r["saved_activation_mb"] for r in results], color="0.6")
+    axes[1].set(xlabel="saved activations, MB")
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

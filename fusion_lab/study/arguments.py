@@ -1,0 +1,282 @@
+"""The command line of launch_performance_study.sh, and the Study that it asks for."""
+import argparse
+import re
+import shlex
+import textwrap
+from dataclasses import fields
+
+import torch
+
+from fusion_lab.study import design
+from fusion_lab.study.batch_size import device_memory_mb
+from fusion_lab.study.design import Study, Vocabulary
+from fusion_lab.training.flags import (
+    MODES,
+    Parser,
+    config_classes,
+    flag,
+    named_program,
+    read_settings,
+    whole_number,
+    whole_numbers,
+)
+from fusion_lab.training.flags import make_parser as trainer_parser
+from fusion_lab.training.machine import choose_device, cpu_name
+from fusion_lab.training.options import ProfilerConfig
+from fusion_lab.training.program import load_program
+
+SCRIPT = "launch_performance_study.sh"
+ABOUT = "How speed and memory of each fusion setting change with a model's sizes, and which one to use."
+EPILOG = """Everything after -- goes to {program} for every point, --learning-rate for instance.
+
+settings: {named}, only-X, without-X, X+Y; baseline is no fusion, fused the defaults,
+compiled the defaults with torch.compile, all whatever makes steps faster. X and Y are among
+{switches}
+
+examples:
+  ./{script} {sizes} --num-runs 3
+  ./{script} --ablation --study-name ablation
+  ./{script} --settings "baseline fused all" --amp-dtype bfloat16 --jobs 8 -- --learning-rate 1e-3
+  ./{script} --check-against results_summary.json --min-speedup 1.3 --max-regression 5%
+  ./{script} --find-batch-size --target-memory-usage 0.8
+
+exit codes: 0 done, 1 the check failed or nothing could be measured, 2 wrong use, 3 package missing, 4 no such
+GPU, 130 or 143 interrupted: the same command with that --study-name continues
+"""
+SET_BY_THE_STUDY = {"num_steps", "warmup_steps", "log_every", "use_amp", "amp_dtype", "device", "program",
+                    "compare_with_v1", "fusion_preset", "enable_all_profiling",
+                    *(field.name for field in fields(ProfilerConfig)),
+                    *(name[2:].replace("-", "_") for name in MODES)}
+
+
+def sizes(text):
+    return sorted(set(whole_numbers(text)))
+
+
+def setting_list(vocabulary):
+    """For argparse: "baseline fused" -> names of settings."""
+    def convert(text):
+        try:
+            names = [vocabulary.name(vocabulary.parse(word)) for word in text.replace(",", " ").split()]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not names:
+            raise argparse.ArgumentTypeError(f'{text!r}: must be settings, such as "baseline fused"')
+        return names
+    return convert
+
+
+def switch_list(vocabulary):
+    """For argparse: "flash-attention torch-compile" -> names of switches."""
+    def convert(text):
+        words = list(dict.fromkeys(text.replace(",", " ").split()))
+        unknown = [word for word in words if word not in vocabulary.switches]
+        if unknown or not words:
+            wrong = unknown[0] if unknown else text
+            raise argparse.ArgumentTypeError(f"{wrong!r}: must be among {', '.join(vocabulary.switches)}")
+        return words
+    return convert
+
+
+def positive(limit=float("inf")):
+    """For argparse: numbers above 0, up to a limit."""
+    def convert(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= limit or value == float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: must be a number above 0" + (f", at most {limit:g}" if limit < 1e9 else ""))
+        return value
+    return convert
+
+
+def share(text):
+    """For argparse: "5%" or "0.05" -> 0.05"""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text)
+    if not match or not match[2] and float(match[1]) > 1:  # 5 means 5% to some and 500% to others
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a share such as 5% or 0.05")
+    return float(match[1]) / (100 if match[2] else 1)
+
+
+def quoted(numbers):
+    return f'"{" ".join(map(str, numbers))}"'
+
+
+def make_parser(vocabulary):
+    program = vocabulary.program
+    switches = textwrap.fill(", ".join(vocabulary.switches), 100, initial_indent="  ", subsequent_indent="  ",
+                             break_on_hyphens=False)
+    epilog = EPILOG.format(program=program.name, named=", ".join(vocabulary.named), switches=switches,
+                           script=SCRIPT, sizes=" ".join(
+                               f"{flag(axis.plural)} {quoted(axis.default)}" for axis in vocabulary.axes))
+    parser = Parser(prog=SCRIPT, description=ABOUT, epilog=epilog,
+                    usage=f"./{SCRIPT} [options] [-- flags of {program.name}]",
+                    formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
+    add_what(parser.add_argument_group("What is measured").add_argument, vocabulary)
+    add_how(parser.add_argument_group("How").add_argument)
+    add_decisions(parser.add_argument_group("What to do with it").add_argument)
+    return parser
+
+
+def add_what(add, vocabulary):
+    add("--program", metavar="FILE", help="a model's file, which ends in its PROGRAM (default: "
+        f"{vocabulary.program.name})")
+    texts = {field.name: field.metadata["help"] for config in config_classes(vocabulary.program)
+             for field in fields(config)}
+    for axis in vocabulary.axes:
+        text = f"{texts[axis.field]} (default: {quoted(axis.default)})".replace("%", "%%")
+        add(flag(axis.plural), type=sizes, default=list(axis.default), metavar="LIST", help=text)
+    add("--num-runs", type=whole_number(), default=3, metavar="N",
+        help="processes per point, each more narrows the intervals, which need two; may grow when a study is "
+             "continued (default: %(default)s)")
+    add("--settings", type=setting_list(vocabulary), metavar="LIST",
+        help='see below (default: "baseline fused"; with --find-batch-size: fused)')
+    add("--no-baseline", action="store_true", help="leave the baseline out (default: off)")
+    add("--ablation", action="store_true",
+        help="add each fusion alone, each left out, all and none (default: off)")
+    add("--all-combinations", action="store_true", help="add every combination of switches (default: off)")
+    add("--switches", type=switch_list(vocabulary), metavar="LIST",
+        default=[name for name in vocabulary.switches if name in vocabulary.everything],
+        help="what --ablation and --all-combinations combine; others stay off (default: those of all)")
+    add("--num-steps", type=whole_number(), default=20, metavar="N",
+        help="measured steps (default: %(default)s)")
+    add("--warmup-steps", type=whole_number(0), default=5, metavar="N",
+        help="steps before them (default: %(default)s)")
+    add("--device", default="auto", help="as for the trainer (default: %(default)s)")
+    add("--amp-dtype", choices=("float16", "bfloat16"),
+        help="mixed precision in this type (default: float32)")
+
+
+def add_how(add):
+    add("--study-name", metavar="DIR", help="directory of the study; one that exists is continued "
+        "(default: performance_study_<time>)")
+    add("--seed", type=whole_number(0), default=42, help="of the order of points (default: %(default)s)")
+    add("--jobs", type=whole_number(), default=1, metavar="N",
+        help="points that start, compile and warm up at the same time; they measure in planned order, and "
+             "while one does, the others are stopped (default: %(default)s)")
+    add("--gpus", type=whole_number(), default=1, metavar="N",
+        help="with --jobs, spread their processes over the first N GPUs, which must be alike; still one at a "
+             "time measures (default: %(default)s)")
+    add("--timeout", type=positive(), default=900.0, metavar="SECONDS",
+        help="per point (default: %(default)g)")
+    add("--retry-failed", action="store_true", help="when continuing, run failed points again (default: off)")
+    add("--report-only", action="store_true",
+        help="run nothing: summary and report of the runs that --study-name holds (default: off)")
+    add("--no-plots", action="store_true",
+        help="a report without plots, so without matplotlib (default: off)")
+    add("--dry-run", action="store_true", help="list points and an estimate, run nothing (default: off)")
+
+
+def add_decisions(add):
+    add("--recommend", action="store_true",
+        help="per shape, the fastest setting that passes --verify-accuracy within --memory-limit-mb "
+             "(default: off)")
+    add("--memory-limit-mb", type=positive(), metavar="MB",
+        help="of tensor memory, MB of 2**20 bytes (default: none; --find-batch-size: the GPU's memory)")
+    add("--check-against", metavar="FILE",
+        help="compare with an earlier results_summary.json; exit code 1 if a point got worse beyond noise or "
+             "if noise leaves every verdict on time undecided")
+    add("--min-speedup", type=positive(), metavar="X",
+        help="with --check-against, wanted of the settings fused, compiled and all (default: none)")
+    add("--max-regression", type=share, default=0.05, metavar="SHARE",
+        help="with --check-against, allowed loss of time or memory (default: 5%%)")
+    add("--find-batch-size", action="store_true",
+        help="find the best batch for the other sizes and settings, instead of a study (default: off)")
+    add("--target-memory-usage", type=positive(1.0), default=0.8, metavar="SHARE",
+        help="share of the memory that a batch may use (default: %(default)s)")
+    add("--optimize", choices=("throughput", "memory"), default="throughput",
+        help="the batch with most samples/s, or the largest that fits (default: %(default)s)")
+
+
+def choose_settings(options, vocabulary):
+    names = options.settings or (["fused"] if options.find_batch_size else ["baseline", "fused"])
+    wanted = [vocabulary.parse(name) for name in names]
+    if options.ablation:
+        wanted += design.ablation(options.switches)
+    if options.all_combinations:
+        wanted += design.combinations(options.switches)
+    names = list(dict.fromkeys(vocabulary.name(on) for on in wanted))
+    return [name for name in names if not (options.no_baseline and name == "baseline")]
+
+
+def parse(argv):
+    """(options, Study). Ends the program on wrong use; raises UserError."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    vocabulary = Vocabulary(named_program(argv[:cut], load_program()))
+    parser = make_parser(vocabulary)
+    options, unknown = parser.parse_known_args(argv[:cut])
+    if unknown:
+        parser.error(f"unrecognized arguments: {shlex.join(unknown)}; flags of {vocabulary.program.name} go "
+                     "behind --")
+    settings = choose_settings(options, vocabulary)
+    if not settings:
+        parser.error("argument --no-baseline: no setting is left, so there are zero points")
+    try:
+        study = study_of(options, vocabulary, settings, argv[cut + 1:])
+    except ValueError as error:
+        refuse_value(parser, error)
+    check_combinations(parser, options, study)
+    check_trainer_flags(parser, study)
+    limit = options.memory_limit_mb or options.find_batch_size and device_memory_mb(options.device)
+    if options.find_batch_size and not limit:
+        parser.error("argument --find-batch-size: without a GPU needs --memory-limit-mb")
+    return options, study
+
+
+def study_of(options, vocabulary, settings, trainer_flags):
+    """The Study that options ask for. Raises ValueError."""
+    searched = "batch_size" if options.find_batch_size else None
+    return Study(
+        vocabulary=vocabulary, mode="find-batch-size" if searched else "study",
+        sizes=tuple(() if axis.field == searched else tuple(getattr(options, axis.plural))
+                    for axis in vocabulary.axes),
+        settings=tuple(settings), switches=tuple(options.switches),
+        num_runs=1 if searched else options.num_runs, num_steps=options.num_steps,
+        warmup_steps=options.warmup_steps, device=options.device, amp_dtype=options.amp_dtype,
+        trainer_flags=tuple(trainer_flags), seed=options.seed, torch_version=torch.__version__,
+        host_cpu=cpu_name())
+
+
+def refuse_value(parser, error):
+    """End the program with a ValueError of the form "name = value: what is wrong"."""
+    name, _, rest = str(error).partition(" = ")
+    parser.error(f"argument {flag(name)}: {rest}")
+
+
+def check_combinations(parser, options, study):
+    """End the program where options contradict each other."""
+    if options.min_speedup and not options.check_against:
+        parser.error("argument --min-speedup: needs --check-against")
+    if options.min_speedup and "baseline" not in study.settings:
+        parser.error("argument --min-speedup: needs the baseline among the settings")
+    if options.find_batch_size and (options.check_against or options.recommend or options.dry_run):
+        parser.error("argument --find-batch-size: not with --check-against, --recommend or --dry-run")
+    if options.find_batch_size and "batch_size" not in study.vocabulary.program.axes:
+        parser.error(f"argument --find-batch-size: {study.vocabulary.program.name} has no axis batch_size")
+    if options.report_only and (not options.study_name or options.check_against or options.recommend):
+        parser.error("argument --report-only: needs --study-name, not with --check-against or --recommend")
+    if options.gpus > 1 and options.device not in ("auto", "cuda"):
+        parser.error(f"argument --gpus: not with --device {options.device}")
+    if options.device not in ("auto", "cpu"):
+        choose_device(options.device)
+
+
+def check_trainer_flags(parser, study):
+    """Let the trainer's own parser and configs judge every point before the first one runs."""
+    program = study.vocabulary.program
+    own = {*SET_BY_THE_STUDY, *program.axes, *study.vocabulary.switches.values(),
+           *(f.name for f in fields(program.training_config) if f.metadata["training_only"])}
+    theirs = trainer_parser(program, prog=f"{SCRIPT}: flags after --")
+    plain, given = vars(theirs.parse_args([])), vars(theirs.parse_args(study.trainer_flags))
+    for name, value in given.items():
+        if name in own and (name not in plain or plain[name] != value):
+            parser.error(f"flag {flag(name)} after --: the study sets it itself")
+    shapes = study.with_a_batch().shapes()
+    for shape, setting in [*((shape, study.settings[0]) for shape in shapes),
+                           *((shapes[0], setting) for setting in study.settings)]:
+        try:
+            read_settings(program, theirs.parse_args(study.flags(shape, setting)))
+        except ValueError as error:
+            refuse_value(parser, error)

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""A second program for the lab: a residual MLP that learns a fixed map, with two switches of its own."""
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from fusion_lab.kernels.custom_gradients import LinearReLU
+from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
+from fusion_lab.training.program import Program
+from tiny_openfold_v2 import Trainer, main
+
+
+@dataclass(frozen=True)
+class MlpConfig(Checked):
+    """Sizes of the perceptron."""
+    width: int = option(32, "channels", low=1)
+    depth: int = option(2, "layers", low=1)
+
+
+@dataclass(frozen=True)
+class MlpSwitches(Switches):
+    """Which of its operations run fused."""
+    enable_fused_relu: bool = option(True, "bias and ReLU in the epilogue of their GEMM", preset=True)
+    enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True, rung=4)
+
+
+class Up(nn.Linear):
+    fused = False
+
+    def forward(self, x):
+        return LinearReLU.of(x, self) if self.fused else super().forward(x).relu()
+
+
+class Down(nn.Linear):
+    fused = False
+
+    def forward(self, x, hidden):
+        if self.fused and not torch.is_autocast_enabled(x.device.type):
+            return torch.addmm(x, hidden, self.weight.t()) + self.bias
+        return x + super().forward(hidden)
+
+
+class Mlp(nn.Module):
+    def __init__(self, config, fusion):
+        super().__init__()
+        self.config, self.fusion, wide = config, fusion, 4 * config.width
+        self.up = nn.ModuleList(Up(config.width, wide) for _ in range(config.depth))
+        self.down = nn.ModuleList(Down(wide, config.width) for _ in range(config.depth))
+        for up, down in zip(self.up, self.down, strict=True):
+            up.fused, down.fused = fusion.enable_fused_relu, fusion.enable_fused_residual
+            if fusion.enable_torch_compile:
+                up.compile()
+                down.compile()
+
+    def forward(self, x, target, mask):
+        """x, target (B, width), mask (B,); returns dict(output=(B, width), loss=())."""
+        for up, down in zip(self.up, self.down, strict=True):
+            x = down(x, up(x))
+        return dict(output=x, loss=((x - target).square().mean(-1) * mask).sum() / mask.sum())
+
+    def sublayers(self):
+        both = [("up", self.up), ("down", self.down)]
+        return [] if self.fusion.enable_torch_compile else [(n, m) for n, ms in both for m in ms]
+
+
+class Numbers:
+    """Random vectors and their images under a fixed random map."""
+    names, held_out = [], []
+
+    def __init__(self, settings):
+        self.size, self.seed = (settings.training.batch_size, settings.model.width), settings.training.seed
+
+    def describe(self):
+        return "random vectors"
+
+    def batch(self, step):
+        x = torch.randn(self.size, generator=torch.Generator().manual_seed(self.seed + step))
+        return dict(x=x, target=x.flip(-1) * 0.5, mask=torch.ones(len(x)))
+
+
+def masked_batch(settings, device):
+    batch = Numbers(settings).batch(0)
+    batch["mask"][-1] = 0
+    return {key: value.to(device) for key, value in batch.items()}
+
+
+def defined(output, batch):
+    return dict(output=output["output"] * batch["mask"][:, None], loss=output["loss"])
+
+
+PROGRAM = Program(
+    file=__file__, about=__doc__, version="mlp", suffix="mlp", model_config=MlpConfig,
+    training_config=TrainingConfig, fusion_config=MlpSwitches, model=Mlp, trainer=Trainer, open_source=Numbers,
+    check_batch=masked_batch, defined=defined, sublayers=("up", "down"),
+    blocks=lambda settings: settings.model.depth, axes=dict(batch_size="B", width="W"),
+    titles={"Fused ReLU": "enable_fused_relu"}, headline=("enable_fused_relu", "enable_fused_residual"),
+    tiny=dict(width=8))
+
+if __name__ == "__main__":
+    sys.exit(main(program=PROGRAM))

@@ -1,0 +1,270 @@
+"""The house: imports run one way, and the lab serves any program; both programs there are keep to the seam."""
+import ast
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, last_json, run_program
+
+from fusion_lab.measuring import accuracy, comparison
+from fusion_lab.measuring.variants import Variant, with_fusion
+from fusion_lab.training.checkpoints import restore, snapshot
+from fusion_lab.training.files import UserError
+from fusion_lab.training.program import PARTS, load_program
+
+CPU = torch.device("cpu")
+SECOND = ROOT / "tests" / "second_program.py"
+EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1, num_seqs=6,
+                 seq_len=16)
+PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64)}
+
+# Floors of the house, from the ground up; a module may import from its own floor and from those below.
+FLOORS = ("fusion_lab.training.files", "fusion_lab.training.options", "fusion_lab.training.program",
+          "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "companions",
+          "tiny_openfold_v2", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
+STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
+
+
+def modules():
+    """{dotted name: imported dotted names, those within functions too} of the whole project."""
+    found = {}
+    for path in subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+                               cwd=ROOT, capture_output=True, text=True, check=True).stdout.split():
+        name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        if not path.startswith("tests/") and (ROOT / path).exists():
+            imported = set()
+            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found[name] = imported
+    return {name: {i for i in imported if i in found} - {name} for name, imported in found.items()}
+
+
+def within(name, package):
+    return name == package or name.startswith(package + ".")
+
+
+def floor(name):
+    """The highest floor that names the module most exactly."""
+    fitting = [(len(package), number) for number, package in enumerate(FLOORS) if within(name, package)]
+    return max(fitting)[1] if fitting else None
+
+
+def test_no_import_runs_up_and_none_in_a_circle():
+    graph = modules()
+    assert {"tiny_openfold_v2", "proteins.batches", "fusion_lab.rocm.all_profilers"} <= set(graph)
+    for name, imported in graph.items():
+        for other in imported:
+            if floor(name) is not None and floor(other) is not None:
+                assert floor(other) <= floor(name), f"{name} imports {other}, which stands above it"
+            if within(name, "fusion_lab"):
+                assert within(other, "fusion_lab"), f"{name} imports {other}: the lab knows no model"
+    done, path = set(), []
+
+    def visit(name):
+        assert name not in path, f"circle: {' -> '.join([*path, name])}"
+        if name not in done:
+            path.append(name)
+            for other in graph[name]:
+                visit(other)
+            done.add(path.pop())
+
+    for name in graph:
+        visit(name)
+
+
+def test_amd_wrappers_need_neither_torch_nor_numpy():
+    names = [name for name in modules() if any(within(name, package) for package in STANDARD_LIBRARY_ONLY)]
+    code = (f"import sys; sys.modules.update(torch=None, numpy=None, tqdm=None); import importlib; "
+            f"[importlib.import_module(name) for name in {[*names, 'profile_summary']!r}]")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and len(names) > 4, done.stderr
+
+
+WORDS = re.compile(r"evoformer|msa|triangle|residue|protein|seq_len|num_seqs|openfold|outer_product|alphafold",
+                   re.IGNORECASE)
+ALLOWED = {  # where a word of the default program must stand: its path, and advice that names flags
+    "fusion_lab/training/program.py": "tiny_openfold_v2",
+}
+
+
+def test_the_lab_names_nothing_of_the_evoformer():
+    """In code, that is: docstrings and comments may give examples."""
+    found = []
+    for path in sorted((ROOT / "fusion_lab").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstrings = {id(node.body[0].value) for node in ast.walk(tree)
+                      if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body
+                      and isinstance(node.body[0], ast.Expr)}
+        for node in ast.walk(tree):
+            text = (node.value if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                    and id(node) not in docstrings else node.id if isinstance(node, ast.Name) else
+                    node.attr if isinstance(node, ast.Attribute) else "")
+            if WORDS.search(text):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {text.strip()[:80]}")
+    assert found == []
+
+
+# Conformance: every program keeps to the seam
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request):
+    return load_program(ROOT / request.param)
+
+
+def small(program, **values):
+    sizes = next(sizes for file, sizes in PROGRAMS.items() if file.endswith(program.name))
+    return program.settings(**{**sizes, "batch_size": 3, "device": "cpu", "num_steps": 2, **values})
+
+
+def each_switch(program, settings):
+    """Settings with every switch that works here turned over, one at a time, and with all of the preset."""
+    fusion, off = settings.fusion, program.fusion_config.preset(False)
+    everything = dataclasses.replace(program.fusion_config.preset(True), enable_torch_compile=False)
+    turned = [dataclasses.replace(fusion, **{name: not getattr(fusion, name)})
+              for name in program.fusion_config.names() if name != "enable_torch_compile"]
+    return [with_fusion(settings, f) for f in (off, everything, *turned)]
+
+
+def test_the_record_is_complete(program):
+    settings, kind = small(program), program.fusion_config
+    names = [f.name for part in PARTS for f in dataclasses.fields(getattr(settings, part))]
+    assert len(names) == len(set(names)) and set(program.axes) <= set(names)
+    assert next(iter(program.axes)) == "batch_size" and program.tiny.keys() <= set(names)
+    assert {*program.titles.values(), *program.headline} <= set(kind.names())
+    assert all(program.result(kind).endswith(f"_{program.suffix}.json") for kind in ("accuracy", "x"))
+    trainer = program.trainer(program, settings, CPU)
+    assert set(program.sublayers) == {name for name, _ in trainer.model.sublayers()}
+    assert len(trainer.model.sublayers()) == len(program.sublayers) * program.blocks(settings)
+    source = program.open_source(settings)
+    first, again = source.batch(3), source.batch(3)
+    assert all(torch.equal(first[key], again[key]) for key in first) and source.describe()
+    assert set(program.costs(settings) or {}) >= set(program.sublayers) or program.costs(settings) is None
+
+
+def test_every_parameter_gets_a_gradient(program):
+    trainer = program.trainer(program, small(program), CPU)
+    accuracy.shake(program, trainer.model)
+    trainer.forward(program.check_batch(trainer.settings, CPU))["loss"].backward()
+    sums = {name: p.grad is not None and bool(p.grad.any()) for name, p in trainer.model.named_parameters()}
+    embedding = {name for name in sums if "embedding" in name}  # rows of tokens that do not occur get none
+    assert all(got for name, got in sums.items() if name not in embedding), sums
+
+
+def test_one_seed_gives_one_model_under_all_switches(program):
+    states = [program.trainer(program, settings, CPU).model.state_dict()
+              for settings in each_switch(program, small(program))]
+    assert all(state.keys() == states[0].keys() for state in states)
+    assert all(torch.equal(state[name], states[0][name]) for state in states for name in state)
+
+
+def test_a_checkpoint_crosses_settings(program):
+    settings = small(program)
+    trainer = program.trainer(program, settings, CPU)
+    batches = [program.open_source(settings).batch(step) for step in range(2)]
+    trainer.step(batches[0])
+    saved = snapshot(trainer)
+    expected = trainer.step(batches[1]).item()
+    for other in each_switch(program, settings):
+        if other.idle(False) == settings.idle(False):
+            second = program.trainer(program, other, CPU)
+            restore(second, saved)
+            assert second.step(batches[1]).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_accuracy_passes_and_catches_a_generic_mutant(program):
+    """The mutant's fused path loses one part in ten thousand of one sub-layer's output."""
+    settings = small(program)
+    assert accuracy.compare_numerics(program, settings, CPU)[1] == []
+    for sublayer in program.sublayers:
+        def mutant(config, fusion, sublayer=sublayer):
+            model = program.model(config, fusion)
+            if fusion != program.fusion_config.preset(False):
+                dict(model.sublayers())[sublayer].register_forward_hook(lambda _, __, y: y * (1 - 1e-4))
+            return model
+        broken = dataclasses.replace(program, model=mutant)
+        assert accuracy.compare_numerics(broken, settings, CPU)[1] != [], sublayer
+
+
+def test_comparison_runs(program):
+    settings = small(program)
+    fusions = dict(baseline=program.fusion_config.preset(False), all=settings.fusion)
+    variants = [Variant(name, with_fusion(settings, fusion)) for name, fusion in fusions.items()]
+    result = comparison.compare(program, settings, variants=variants)
+    assert all(row["measured"] and row["launches_per_step"] > 5 for row in result["variants"])
+    assert result["config"] == dataclasses.asdict(settings.model)
+
+
+def flags_of(program):
+    sizes = next(sizes for file, sizes in PROGRAMS.items() if file.endswith(program.name))
+    flags = [word for name, value in sizes.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    return ["--program", program.file, *flags, "--batch-size", "4", "--device", "cpu", "--warmup-steps", "1"]
+
+
+def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(program, tmp_path):
+    wide = ["--width", "512", "--batch-size", "512"] if program.file == str(SECOND) else []
+    result = run_program("run_pytorch_profiler.py", *flags_of(program), *wide, "--profile-dir", tmp_path / "p",
+                         "--profile-steps", "2", "--roofline")
+    assert result.returncode == 0, result.stderr + result.stdout
+    analysis = json.loads((tmp_path / "p" / "fusion_analysis.json").read_text())
+    names = {entry["name"] for entry in analysis["sublayers"]}
+    assert names == {*program.sublayers, "rest"} and len(analysis["roofline"]) == len(program.sublayers)
+    forward = {kind: sum(e["total_us"] for e in analysis["sublayers"] if e["direction"] == "forward"
+                         and (e["name"] == "rest") == (kind == "rest")) for kind in ("rest", "within")}
+    assert forward["within"] > 0.8 * sum(forward.values())
+
+
+def test_the_study_runs(program, tmp_path):
+    flags = flags_of(program)
+    own = [word for name in EVOFORMER for word in ("--" + name.replace("_", "-"),)
+           if name not in ("num_seqs", "seq_len")]
+    kept = [word for pair in zip(flags[2::2], flags[3::2], strict=True) if pair[0] in (*own, "--depth")
+            for word in pair]
+    axes = ["--seq-lens", "16", "--num-seqs", "6"] if program.name.startswith("tiny") else []
+    done = subprocess.run([str(ROOT / "launch_performance_study.sh"), "--program", program.file, "--batch-sizes", "2",
+                           *axes, "--num-runs", "1", "--num-steps", "3", "--warmup-steps", "1", "--device", "cpu",
+                           "--no-plots", "--study-name", str(tmp_path / "s"), "--", *kept],
+                          capture_output=True, text=True, check=False, env={**__import__("os").environ,
+                                                                           "PYTHON": sys.executable})
+    assert done.returncode == 0, done.stderr + done.stdout
+    points = json.loads((tmp_path / "s" / "results_summary.json").read_text())["points"]
+    assert [point["setting"] for point in points] == ["baseline", "fused"] and all(p["n"] == 1 for p in points)
+
+
+@pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh"])
+def test_amd_wrappers_show_their_commands(program, script, tmp_path):
+    flags = flags_of(program)[:4]
+    done = subprocess.run([str(ROOT / script), "--dry-run", *flags], cwd=tmp_path, capture_output=True, text=True,
+                          check=False, env={**__import__("os").environ, "PYTHON": sys.executable})
+    assert done.returncode == 0 and program.name in done.stdout, done.stderr
+    wrong = subprocess.run([str(ROOT / script), "--dry-run", *flags, "--batch-size", "0"], cwd=tmp_path,
+                           capture_output=True, text=True, check=False,
+                           env={**__import__("os").environ, "PYTHON": sys.executable})
+    assert wrong.returncode == 2 and "--batch-size" in wrong.stderr and wrong.stderr.count("\n") == 1
+
+
+def test_a_file_without_a_program_is_one_line(tmp_path):
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    for file, words in ((empty, "has no PROGRAM"), (tmp_path / "absent.py", "no such Python file")):
+        with pytest.raises(UserError, match=words):
+            load_program(file)
+        result = run_program("tiny_openfold_v2.py", "--program", file)
+        assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_flags_are_judged_and_shown():
+    result = run_program("tiny_openfold_v2.py", "--check-flags", "--seq-len", 32, "--disable-all-fusion")
+    found = last_json(result)
+    assert result.returncode == 0 and result.stdout.count("\n") == 1 and result.stderr == ""
+    assert found["config"]["seq_len"] == 32 and not any(v is True for v in found["fusion_config"].values())
+    assert found["torch"] == torch.__version__ and found["summary"] == "performance_summary_v2.json"
+    result = run_program("tiny_openfold_v2.py", "--check-flags", "--seq-len", 0)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stdout == ""
