@@ -36,7 +36,7 @@ def test_rocprofv3_switches(generation, machine):
     assert {"--memory-copy-trace", "--memory-allocation-trace"} < set(argv)
     assert argv[argv.index("--output-format") + 1:][:2] == ["csv", "pftrace"]
     assert argv.index("--") < argv.index("--enable-rocm-profiling")  # ranges come from the trainer
-    assert list(out.glob("tinyopenfold_[0-9]*_kernel_stats.csv")) and list(out.glob("*.pftrace"))
+    assert list(out.glob("trainer_[0-9]*_kernel_stats.csv")) and list(out.glob("*.pftrace"))
     launches = 1663 if generation == "7.0" else 1657  # 7.0 counts the evaluation as well
     summary = json.loads((out / "rocprofv3_summary.json").read_text())
     assert summary["counters"] == dict.fromkeys(("SQ_WAVES", "GRBM_COUNT"), 32 * launches)
@@ -130,7 +130,7 @@ def test_rocprof_sys_default_workload_is_small(machine, tmp_path):
     machine("7.0")
     start("run_rocprof_sys.sh")
     flags = " ".join(recorded(tmp_path)[0]["argv"])
-    assert "--batch-size 2 --seq-len 16 --num-steps 3" in flags
+    assert "--num-steps 3 --warmup-steps 1 --seq-len 16" in flags
 
 
 def test_rocprof_sys_wants_a_result_of_this_run(machine, tmp_path):
@@ -152,7 +152,7 @@ def test_rocprof_compute_profile_then_analyze(generation, machine, tmp_path):
     done = start("run_rocprof_compute.sh", "--device", "1")
     assert done.returncode == 0 and "--list-stats" in done.stdout
     out = workplace / "rocprof_compute_profiles_v2"
-    assert {path.name for path in out.glob("workloads/*")} == {"tinyopenfold_counters", "tinyopenfold_roof"}
+    assert {path.name for path in out.glob("workloads/*")} == {"trainer_counters", "trainer_roof"}
     assert len(recorded(tmp_path)) == 3 and recorded(tmp_path)[0]["argv"][-2:] == ["--device", "1"]
     assert "--deterministic" in recorded(tmp_path)[0]["argv"]
     listed = start("run_rocprof_compute.sh", "--list-stats", "--dispatch", "3", "--dispatch", "12")
@@ -193,11 +193,11 @@ def test_rocprof_compute_spelling_follows_the_installed_tool(machine):
 def test_rocprof_compute_into_a_directory_with_an_old_workload(generation, machine):
     """With --force; a release refuses, or mixes the old files in. A wrapper does neither."""
     workplace = machine(generation)
-    old = workplace / "mine" / "workloads" / "tinyopenfold_counters" / "MI300X_A1" / "pmc_perf.csv"
+    old = workplace / "mine" / "workloads" / "trainer_counters" / "MI300X_A1" / "pmc_perf.csv"
     old.parent.mkdir(parents=True)
     old.write_text("old")
     assert start("run_rocprof_compute.sh", "-o", "mine", "--force", "--no-roof").returncode == 0
-    kept, = (workplace / "mine" / "workloads").glob("tinyopenfold_counters.old-*")
+    kept, = (workplace / "mine" / "workloads").glob("trainer_counters.old-*")
     assert (kept / "MI300X_A1" / "pmc_perf.csv").read_text() == "old"
     assert kernel_summary.summarize(workplace / "mine")["launches"] == 1663
 

@@ -1,6 +1,7 @@
 """What differs between releases of the tools, and what they do without saying so; strict stand-ins again."""
 import json
 import re
+import types
 
 import pytest
 from fake_rocm.machine import RELEASES, manifest, start
@@ -8,6 +9,7 @@ from fake_rocm.machine import RELEASES, manifest, start
 from fusion_lab.measuring import roctx
 from fusion_lab.rocm import kernel_summary, wrappers
 from fusion_lab.training.files import UserError
+from fusion_lab.training.options import ProfilerConfig
 
 pytest_plugins = ("fake_rocm.plugin",)
 COMPUTE = [release for release in (*RELEASES, "next") if release != "wheels"]
@@ -70,6 +72,22 @@ def test_no_roctx_is_an_error_that_names_it(monkeypatch):
     roctx.library.cache_clear()
     with pytest.raises(OSError, match="librocprofiler-sdk-roctx.so"):
         roctx.resume()
+
+
+def test_an_error_while_paused_leaves_no_two_pauses(monkeypatch):
+    """The SDK before 1.3 aborts on them, and the program's own error would be lost."""
+    ranges = pytest.importorskip("fusion_lab.measuring.ranges")
+    monkeypatch.setattr("torch.version.hip", "7.0.0")
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("ctypes.CDLL", Loader(None))
+    monkeypatch.setattr(Loader, "calls", [])
+    roctx.library.cache_clear()
+    config = ProfilerConfig(enable_rocm_profiling=True)
+    with pytest.raises(ZeroDivisionError), ranges.Profiling(
+            config, types.SimpleNamespace(type="cuda"), [], None, 4) as profiling, profiling.paused():
+        raise ZeroDivisionError
+    roctx.library.cache_clear()
+    assert [word for _, word, _ in Loader.calls] == ["resume", "pause", "resume", "pause"]
 
 
 @pytest.mark.parametrize("arguments, launches, words", [

@@ -85,9 +85,11 @@ class Profiling:
         """Within, an outer profiler does not record: what runs there is no part of a step."""
         if self.outer:
             switch_outer_profiler(on=False)
-        yield
-        if self.outer:
-            switch_outer_profiler(on=True)
+        try:
+            yield
+        finally:  # a second pause in a row, after an error in here, would abort the process before ROCm 7.13
+            if self.outer:
+                switch_outer_profiler(on=True)
 
     def __exit__(self, *error):
         if self.outer:

@@ -16,7 +16,7 @@ STABLE_CLOCKS = ("On RDNA GPUs counters need a stable performance level: sudo am
 KNOWN_FAILURES = [(re.compile(pattern, re.MULTILINE), code, advice) for pattern, code, advice in (
     (r"No module named '?rocprofsys", MISSING,
      "It has no bindings for this Python. Set PYTHON to the version it was built for, or sample without "
-     "bindings: rocprof-sys-sample -- python3 tiny_openfold_v2.py"),
+     "bindings: rocprof-sys-sample -- python3 PROGRAM"),
     (r"The '.*' package was not found", MISSING,
      "Install its Python packages, best in a virtual environment of their own: python3 -m pip install -r "
      "$ROCM_PATH/libexec/rocprofiler-compute/requirements.txt{pandas}"),

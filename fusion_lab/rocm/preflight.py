@@ -63,7 +63,7 @@ def bindings_problems(tool):
         yield Problem(MISSING, "the Python bindings of rocprof-sys are for Python "
                       f"{', '.join(f'3.{version}' for version in minors)}, {sys.executable} is 3.{minor}",
                       "Set PYTHON to a matching one that has torch, or sample without bindings: "
-                      "rocprof-sys-sample -- python3 tiny_openfold_v2.py")
+                      "rocprof-sys-sample -- python3 PROGRAM")
 
 
 def interpreter_problems(executable, python):

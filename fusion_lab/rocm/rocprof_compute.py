@@ -19,8 +19,9 @@ class RocprofCompute(Wrapper):
     script, executable = "run_rocprof_compute.sh", "rocprof-compute"
     default_dir = "rocprof_compute_profiles_v2"
     timeout = 14400
-    workload = ["--batch-size", "2", "--seq-len", "32", "--num-steps", "2", "--warmup-steps", "1",
-                "--seed", "42", "--deterministic"]
+    workload = ["--batch-size", "2", "--num-steps", "2", "--warmup-steps", "1", "--seed", "42",
+                "--deterministic"]
+    sizes = [("--seq-len", "32")]
     help_arguments = ("profile", "--help")
     install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer; pip wheels of ROCm do not "
                     "have it), or set ROCM_PATH.")
@@ -42,8 +43,8 @@ class RocprofCompute(Wrapper):
         parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
         parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append",
                             help="report on one dispatch; take the ID from --list-stats; may be repeated")
-        parser.add_argument("--output-name", metavar="NAME", default="tinyopenfold",
-                            help="workloads become NAME_counters and NAME_roof (default: %(default)s)")
+        parser.add_argument("--output-name", metavar="NAME",
+                            help="workloads become NAME_counters and NAME_roof (default: the program's name)")
         parser.add_argument("--device", metavar="N", type=whole_number(0),
                             help="GPU index for roofline and trainer (default: 0 and the trainer's own)")
 
@@ -51,8 +52,9 @@ class RocprofCompute(Wrapper):
         roof = options.roof_only or options.mode == "roof"
         reading = bool(options.list_stats or options.dispatch)
         self.analyze = options.mode == "analyze" or reading and not (options.mode or roof or options.no_roof)
-        if not re.fullmatch(r"[A-Za-z0-9_]{1,26}", options.output_name):  # with _counters, what 3.0 takes
-            raise UserError(f"--output-name: {options.output_name!r}; allowed are letters, digits and _, at "
+        name = options.output_name
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,26}", name):  # what 3.0 takes
+            raise UserError(f"--output-name: {name!r}; allowed are letters, digits and _, at "
                             "most 26 of them")
         if roof and options.no_roof:
             raise UserError("--no-roof: contradicts --roof-only and --mode roof")
@@ -63,6 +65,7 @@ class RocprofCompute(Wrapper):
             raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
         super().__init__(options, own_flags)
+        self.name = name or self.profiled.short_name()
         self.runs_program = not self.analyze
         if ".." in self.directory:
             raise UserError(f"-o {self.directory}: rocprof-compute refuses a path that contains '..'")
@@ -77,7 +80,7 @@ class RocprofCompute(Wrapper):
 
     def replaced(self):
         """What is there is set aside: old releases mix old files with new ones, from 10.0 they refuse."""
-        workloads = {os.path.join(self.directory, "workloads", f"{self.options.output_name}_{part}")
+        workloads = {os.path.join(self.directory, "workloads", f"{self.name}_{part}")
                      for part in self.parts}
         return {self.records} if self.analyze else workloads
 
@@ -90,7 +93,7 @@ class RocprofCompute(Wrapper):
     def workload_directory(self, part):
         """The last folder is the GPU model, or what else a release appends; sysinfo.csv marks it."""
         workloads = pathlib.Path(self.directory, "workloads")
-        marks = sorted(workloads.glob(f"{self.options.output_name}_{part}/**/sysinfo.csv"))
+        marks = sorted(workloads.glob(f"{self.name}_{part}/**/sysinfo.csv"))
         return marks[0].parent if marks else None
 
     def commands(self):
@@ -104,7 +107,7 @@ class RocprofCompute(Wrapper):
         """
         commands = []
         for part in self.parts:
-            arguments = ["--name", f"{self.options.output_name}_{part}"]
+            arguments = ["--name", f"{self.name}_{part}"]
             if part == "counters":
                 arguments += ["--no-roof"]
             elif self.has("--roofline"):
@@ -121,10 +124,10 @@ class RocprofCompute(Wrapper):
         workloads = {part: path for part, path in workloads.items() if path}
         if not workloads and self.options.dry_run:
             self.notes.append("GPU_MODEL stands for the folder that profiling creates")
-            place = pathlib.Path(self.directory, "workloads", f"{self.options.output_name}_counters")
+            place = pathlib.Path(self.directory, "workloads", f"{self.name}_counters")
             workloads = {"counters": place / "GPU_MODEL"}
         if not workloads:
-            raise UserError(f"{self.directory}: no workload {self.options.output_name}_* there. Run "
+            raise UserError(f"{self.directory}: no workload {self.name}_* there. Run "
                               f"./{self.script} first, or name its directory with -o.")
         jobs = [("list_stats.txt", ["--list-stats"])] if self.options.list_stats else []
         jobs += [(f"dispatch_{dispatch}.txt", ["--dispatch", str(dispatch)])

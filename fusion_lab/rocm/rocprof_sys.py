@@ -16,13 +16,14 @@ from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
 class RocprofSys(Wrapper):
     """Python call stack and timeline of CPU and GPU with rocprof-sys-python."""
     script, executable, default_dir = "run_rocprof_sys.sh", "rocprof-sys-python", "rocprof_sys_profiles_v2"
-    workload = ["--batch-size", "2", "--seq-len", "16", "--num-steps", "3", "--warmup-steps", "1"]
+    workload = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
+    sizes = [("--seq-len", "16")]
     install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer; pip wheels of ROCm do not "
                     "have it), or set ROCM_PATH. Where only its Python part is missing: rocprof-sys-sample "
-                    "-- python3 tiny_openfold_v2.py")
+                    "-- python3 PROGRAM")
     components = "wall_clock trip_count cpu_clock peak_rss page_rss"
     examples = """examples:
-  ./run_rocprof_sys.sh                          batch 2, 16 residues, 3 steps
+  ./run_rocprof_sys.sh                          a small batch, 3 steps
   ./run_rocprof_sys.sh --modules . -o all       every Python call, import torch included: slow and large
   ./run_rocprof_sys.sh --rocpd --num-steps 5    also a rocpd database, which has child threads (from ROCm 7.2)
 """

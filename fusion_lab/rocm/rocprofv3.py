@@ -90,7 +90,8 @@ class Rocprofv3(Wrapper):
                               "recorded, start-up and warm-up included")
         # The default format became rocpd with ROCm 7.0, and ROCPROF_OUTPUT_* from outside would join ours.
         arguments += ["--output-format", "csv", *(["pftrace"] if options.pftrace else []),
-                      "--output-directory", self.directory, "--output-file", "tinyopenfold_%pid%"]
+                      "--output-directory", self.directory,
+                      "--output-file", f"{self.profiled.short_name()}_%pid%"]
         return [Command([self.tool.command, *arguments, "--", sys.executable, self.profiled.path,
                          *self.program_flags], unset_env=self.inherited)]
 

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from fusion_lab.rocm import machine, preflight
+from fusion_lab.rocm import machine, preflight, profiled
 from fusion_lab.rocm.failures import MEANING, without_colours
 from fusion_lab.rocm.process import failure, run, say
 from fusion_lab.training.files import OK, UserError, exit_code, set_aside, write_text
@@ -98,7 +98,7 @@ def write_records(wrapper, commands):
              "ROCm of the tool": wrapper.tool.rocm, "git commit": commit.strip() if code == 0 else None,
              **{f"torch {key}": value for key, value in wrapper.torch.items()}}
     wanted = ("ROC", "HIP", "HSA", "GPU_", "AMD_", "MIOPEN", "TORCH", "PYTORCH", "TRITON", "OMP_", "LD_",
-              "PYTHON", "PATH", "VIRTUAL_ENV", "CUDA_VISIBLE", "TINYOPENFOLD")
+              "PYTHON", "PATH", "VIRTUAL_ENV", "CUDA_VISIBLE", profiled.VARIABLE)
     lines = [f"# {name}: {value}" for name, value in facts.items()]
     lines += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(wanted)]
     write_text(os.path.join(wrapper.records, "env.txt"), "\n".join(lines) + "\n")

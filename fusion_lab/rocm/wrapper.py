@@ -8,6 +8,7 @@ import time
 from fusion_lab.rocm import failures, machine, preflight, profiled
 from fusion_lab.training import flags
 from fusion_lab.training.files import FAILED, MISSING, PROGRAM_FAILED, UserError
+from fusion_lab.training.program import DEFAULT_PROGRAM
 
 OLDEST_ROCM, NEWEST_ROCM = "6.3", "10.1"  # of the releases whose tools are known here
 # Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU.
@@ -17,7 +18,7 @@ Everything that is not an option of this script goes to the profiled program unt
 
 environment:
   PYTHON               the interpreter that has torch for ROCm (default: python3)
-  TINYOPENFOLD_SCRIPT  program to profile, where --program names none
+  {variable}  program to profile, where --program names none
   ROCM_PATH            ROCm tree, searched after PATH (default: /opt/rocm)
   MIN_FREE_GB          disk space wanted for the results (default: 1)
 
@@ -32,11 +33,13 @@ class Parser(flags.Parser):
     def __init__(self, script, about, examples, timeout, default_dir, workload):
         if workload:
             about += f"\nFlags of the program before yours: {' '.join(OUTER)}\n{' '.join(workload)}"
-        super().__init__(prog=script, description=about, epilog=examples + EPILOG,
-                         usage=f"./{script} [options] [--] [flags of tiny_openfold_v2.py]",
+        default = os.path.basename(DEFAULT_PROGRAM)
+        super().__init__(prog=script, description=about,
+                         epilog=examples + EPILOG.replace("{variable}", profiled.VARIABLE),
+                         usage=f"./{script} [options] [--] [flags of {default}]",
                          formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
         self.add_argument("--program", metavar="FILE",
-                          help="the program to profile (default: tiny_openfold_v2.py next to this script)")
+                          help=f"the program to profile (default: {default} next to this script)")
         self.add_argument("-o", "--output-dir", metavar="DIR",
                           help=f"fresh directory for the results (default: ./{default_dir}, where earlier "
                                "results are set aside)")
@@ -74,6 +77,7 @@ class Wrapper:
     script = executable = default_dir = examples = install_hint = ""
     timeout = 3600
     workload = []                  # flags of the program before the user's, besides OUTER
+    sizes = []                     # the same, (flag, value), for programs that have these flags
     help_arguments = ("--help",)   # what makes the tool list its options
     oldest = OLDEST_ROCM           # the first release that has all that was asked for
     since = {}                     # options that came later: the first release that has them
@@ -83,8 +87,7 @@ class Wrapper:
         self.options = options
         self.directory = os.path.abspath(options.output_dir or self.default_dir)
         self.records = self.directory  # where command.txt, env.txt and manifest.json go
-        self.program_flags = ["--profile-dir", self.directory, *OUTER, *self.workload, *self.extra_flags(),
-                              *own_flags]
+        self.own_flags = [*self.extra_flags(), *own_flags]
         self.profiled = profiled.Profiled(profiled.chosen_program(options.program))
         self.notes, self.torch, self.started = [], {}, time.time()
         self.tool = machine.Tool(self.executable)
@@ -98,24 +101,36 @@ class Wrapper:
                               f"{NEWEST_ROCM}): what this release does differently was not looked at")
 
     @classmethod
-    def from_arguments(cls, arguments):
-        """A wrapper that is ready to run. Raises UserError, also where the program refuses its flags."""
-        parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, cls.workload)
+    def from_arguments(cls, arguments, sizes=None):
+        """A wrapper that is ready to run, with other sizes than its own if they are given. Raises UserError,
+        also where the program refuses its flags."""
+        workload = [*cls.workload, *(word for pair in cls.sizes for word in pair)]
+        parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, workload)
         parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
                             help="with --dry-run: print for this release, not for the installed tool")
         cls.add_options(parser)
         wrapper = cls(*parser.split(arguments))
+        if sizes is not None:
+            wrapper.sizes = sizes
         if wrapper.runs_program:
             wrapper.ask_program()
         return wrapper
 
     def ask_program(self):
-        self.profiled = profiled.ask(self.profiled.path, self.program_flags)
+        self.profiled = profiled.ask(self.profiled.path, self.flags_with([]))
         if self.profiled.unjudged:
             self.notes.append(f"flags were not judged: {self.profiled.unjudged}")
 
     def extra_flags(self):
         return []
+
+    def flags_with(self, sizes):
+        words = [word for pair in sizes for word in pair]
+        return ["--profile-dir", self.directory, *OUTER, *self.workload, *words, *self.own_flags]
+
+    @property
+    def program_flags(self):
+        return self.flags_with(self.profiled.sizes(self.sizes))
 
     def has(self, option):
         """Does the tool know the option? By its --help, else by --rocm, else None: nobody knows."""
@@ -162,7 +177,7 @@ class Wrapper:
         yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
         if not os.access(self.profiled.path, os.R_OK):
             yield preflight.Problem(MISSING, f"cannot read {self.profiled.path}",
-                                    "--program or TINYOPENFOLD_SCRIPT names the program.")
+                                    f"--program or {profiled.VARIABLE} names the program.")
         yield from preflight.torch_problems(self.torch)
         yield from preflight.kfd_problems()
         yield from preflight.disk_problems(self.directory)

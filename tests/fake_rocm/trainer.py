@@ -33,6 +33,7 @@ def check_flags(behaviour):
     import torch
     print(json.dumps({
         "mode": "check_flags", "program": "trainer.py", "summary": SUMMARY,
+        "config": {"num_blocks": 4, "num_seqs": 16, "seq_len": 64},
         "training_params": {"num_steps": int(value("--num-steps", 50)),
                             "warmup_steps": int(value("--warmup-steps", 5))},
         "profiler_config": {"profile_dir": value("--profile-dir", "pytorch_profiles_v2")},
