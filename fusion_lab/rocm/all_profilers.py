@@ -71,6 +71,7 @@ def make_wrapper(name, options, directory, own_flags):
     """The wrapper of a profiler. Raises UserError where the program refuses its flags."""
     own = ["-o", str(directory), "--timeout", str(options.timeout)]
     own += ["--program", options.program] * bool(options.program)
+    own += ["--preflight"] * options.preflight
     own += ["--dry-run"] * options.dry_run + ["--skip-preflight"] * options.skip_preflight
     own += ["--no-roof"] * (options.quick and name == "rocprof-compute")
     return WRAPPERS[name].from_arguments([*own, "--", *own_flags], QUICK_SIZES if options.quick else None)
@@ -155,6 +156,9 @@ def run_all(arguments):
     # First all wrappers, each of which has the program judge its flags, then the first run.
     wrappers = {name: make_wrapper(name, options, place, own_flags) for name, place in places.items()
                 if name in WRAPPERS}
+    if options.preflight:
+        codes = {session.profile(wrapper).code for wrapper in wrappers.values()}
+        return next((code for code in (MISSING, NO_GPU, FAILED) if code in codes), OK)
     if not options.dry_run:
         if session.check_directory(directory, options):
             set_aside(directory)

@@ -55,7 +55,7 @@ class Profiled:
         return [(name, value) for name, value in flags if name[2:].replace("-", "_") in known]
 
     def short_name(self):
-        """"tinyopenfold", of .../tiny_openfold_v2.py: for names of files where letters and digits are taken."""
+        """"tinyopenfold", of .../tiny_openfold_v2.py: for names that take letters and digits only."""
         stem = re.sub(r"_v\d+$", "", os.path.splitext(os.path.basename(self.path))[0])
         return re.sub(r"[\W_]", "", stem)[:20] or "program"
 

@@ -5,9 +5,8 @@ import re
 import shlex
 import sys
 
-from fusion_lab.rocm import records
+from fusion_lab.rocm import preflight, records
 from fusion_lab.rocm.failures import OLD_PANDAS, known_failure
-from fusion_lab.rocm.preflight import interpreter_problems, tool_problems
 from fusion_lab.rocm.process import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
 from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, UserError
@@ -141,10 +140,18 @@ class RocprofCompute(Wrapper):
 
     def problems(self):
         if self.analyze:
-            yield from tool_problems(self.tool, self.install_hint, self.before("7.13"))
+            yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
         else:
             yield from super().problems()
-            yield from interpreter_problems(self.executable, sys.executable)
+            yield from preflight.interpreter_problems(self.executable, sys.executable)
+            yield from preflight.architecture_problems(self.executable, self.before("10.0"))
+            if self.before("7.13"):
+                yield from preflight.pandas_problems(self.tool)
+
+    def warnings(self, commands):
+        yield from super().warnings(commands)
+        if not self.analyze:
+            yield from preflight.clock_warnings()
 
     def steps(self):
         return None if self.analyze else super().steps()

@@ -70,6 +70,12 @@ class RocprofSys(Wrapper):
         yield from super().problems()
         yield from bindings_problems(self.tool)
 
+    def facts(self):
+        yield from super().facts()
+        path = self.library_path().get("LD_LIBRARY_PATH")
+        if path:
+            yield f"torch's own libraries will be found: LD_LIBRARY_PATH={path}"
+
     def judge(self, log_text):
         """The launcher returns 0 when the script fails, so look at what the script left behind."""
         raised = re.search(r"^Exception - (.*)$", log_text, re.MULTILINE)

@@ -4,7 +4,7 @@ import pathlib
 import re
 import sys
 
-from fusion_lab.rocm import kernel_summary, records
+from fusion_lab.rocm import kernel_summary, preflight, records
 from fusion_lab.rocm.failures import STABLE_CLOCKS
 from fusion_lab.rocm.process import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
@@ -62,6 +62,11 @@ class Rocprofv3(Wrapper):
 
     def counters(self):
         return re.split(r"[\s,]+", self.options.pmc[0].strip(" ,")) if self.options.pmc else []
+
+    def warnings(self, commands):
+        yield from super().warnings(commands)
+        if self.counters() or self.options.preflight:
+            yield from preflight.clock_warnings()
 
     def chosen_switches(self):
         return [switch for switch in self.switches if getattr(self.options, switch[2:].replace("-", "_"))]

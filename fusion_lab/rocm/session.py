@@ -29,11 +29,12 @@ def profile(wrapper):
     if wrapper.options.dry_run:
         say(wrapper.script_text(commands).rstrip())
         return Outcome(OK, "dry run")
+    if wrapper.options.preflight:
+        return preflight_only(wrapper, commands)
     aside = wrapper.fresh_directory() and check_directory(wrapper.directory, wrapper.options)
     if not (wrapper.options.skip_preflight and wrapper.tool.path):
         preflight.refuse(list(wrapper.problems()))
-        handled = [name for command in commands for name in (*command.set_env, *command.unset_env)]
-        wrapper.notes += preflight.warnings_for(wrapper.tool, wrapper.torch, handled)
+        wrapper.notes += [f"warning: {text}" for text in wrapper.warnings(commands)]
     if aside:
         wrapper.notes.append(f"earlier results are now in {set_aside(wrapper.directory)}")
     for path in {os.path.join(wrapper.directory, command.log) for command in commands} | wrapper.replaced():
@@ -49,6 +50,18 @@ def profile(wrapper):
         print(f"{wrapper.script}: {MEANING.get(outcome.code, 'failed')}: {outcome.reason}\n"
               f"Look at {os.path.join(wrapper.directory, commands[0].log)}", file=sys.stderr)
     return outcome
+
+
+def preflight_only(wrapper, commands):
+    """Everything that was looked at, in order of what helps or hinders."""
+    problems = list(wrapper.problems())
+    warnings = list(wrapper.warnings(commands))
+    say(wrapper.executable, *(f"  ok       {text}" for text in wrapper.facts()),
+        *(f"  note     {text}" for text in wrapper.notes), *(f"  warning  {text}" for text in warnings),
+        *(f"  problem  {problem.what}. {problem.advice}" for problem in problems))
+    code = preflight.worst_code(problems)
+    say(f"  {'can profile here' if code == OK else f'cannot profile here: {MEANING[code]}'}")
+    return Outcome(code, "; ".join(problem.what for problem in problems) or "fine")
 
 
 def execute(wrapper, commands):

@@ -46,6 +46,8 @@ class Parser(flags.Parser):
         self.add_argument("--force", action="store_true",
                           help="use a directory that is not empty; earlier results in it are set aside")
         self.add_argument("--dry-run", action="store_true", help="print the exact commands, run nothing")
+        self.add_argument("--preflight", action="store_true",
+                          help="say whether it can work here, and what to do where it cannot; run nothing")
         self.add_argument("--skip-preflight", action="store_true", help="start without checking the machine")
         self.add_argument("--timeout", metavar="SECONDS", type=flags.whole_number(0), default=timeout,
                           help="limit for each command, 0 for none (default: %(default)s)")
@@ -180,7 +182,23 @@ class Wrapper:
                                     f"--program or {profiled.VARIABLE} names the program.")
         yield from preflight.torch_problems(self.torch)
         yield from preflight.kfd_problems()
+        yield from preflight.render_problems()
         yield from preflight.disk_problems(self.directory)
+
+    def warnings(self, commands):
+        """What may be right, but explains many a failure."""
+        handled = [name for command in commands for name in (*command.set_env, *command.unset_env)]
+        yield from preflight.mismatch_warnings(self.tool, self.torch)
+        yield from preflight.environment_warnings(handled)
+
+    def facts(self):
+        """What is fine here, for --preflight; after problems()."""
+        if self.tool.path and not self.tool.trouble:
+            yield f"{self.tool_and_release()}, version {self.tool.version}: {self.tool.path}"
+        if self.torch.get("gpus"):
+            gpus = ", ".join(machine.architectures()) or "of unknown architecture"
+            yield (f"torch {self.torch['version']} for ROCm {self.torch['hip']}, {self.torch['gpus']} GPU(s) "
+                   f"({gpus}): {self.torch['path']}")
 
     def explain(self, code, reason, log_text):
         """Exit code and reason of a failed command, where the tool's output tells more than its code."""

@@ -61,6 +61,8 @@ def machine(tmp_path, installations, monkeypatch):
                     "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(installations / "pycache"),
                     "FAKE_HIP": f"{ {'next': '10.2', 'wheels': '7.14'}.get(generation, generation)}.1",
                     "TINYOPENFOLD_SCRIPT": str(FAKES / "trainer.py"), "FAKE_RECORD": str(tmp_path / "record"),
+                    **{name: str(tmp_path / "driver" / name) for name in (
+                        "KFD_TOPOLOGY", "DRM_DEVICES", "DRI_DEVICES")},
                     "PYTORCH_PROFILER_SCRIPT": str(tmp_path / "absent" / "run_pytorch_profiler.sh")}
         for name in list(os.environ):
             if name.startswith(("ROCP", "HSA_", "FAKE_")):
