@@ -55,6 +55,12 @@ def evaluate(trainer, source, stop=None, final=False):
     return results
 
 
+def scores(evaluation):
+    """{"held-out P(L/2)": mean over proteins, ...} of what evaluate() returned."""
+    return {f"{group.replace('_', '-')} P(L/2)": statistics.fmean(p["p_l2"] for p in proteins.values())
+            for group, proteins in evaluation.items() if proteins}
+
+
 def contact_line(evaluation):
     """One line for what evaluate() returned."""
     parts = []
@@ -65,6 +71,16 @@ def contact_line(evaluation):
             parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
                          f"chance {mean['chance']:.3f} ({len(proteins)} proteins)")
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
+
+
+def closing(trainer, source, evaluations):
+    """What the final evaluation says, in a sentence."""
+    held_out = evaluations.get("final", {}).get("held_out")
+    if not held_out:
+        return
+    found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
+    print(f"In words: after {trainer.step_number} steps, {found:.0f}% of the residue pairs that the model is "
+          f"surest of do touch, in {len(held_out)} proteins it never saw; by chance {chance:.0f}% would.")
 
 
 def require_plots(settings, source):
