@@ -1,5 +1,5 @@
-"""The beginning and the end of a run: flags judged before torch, the demonstration, the result line, metrics, what
-a second and a resumed run say."""
+"""The beginning and the end of a run: flags judged before torch, the demonstration, the result line,
+metrics, what a second and a resumed run say."""
 import json
 import os
 import signal
@@ -15,8 +15,8 @@ from fusion_lab.measuring import metrics
 from fusion_lab.training import reporting, start
 from fusion_lab.training.flags import make_parser, parse, read_settings, with_demo
 
-SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 --num-seqs 6 "
-         "--seq-len 16 --batch-size 2 --warmup-steps 1 --device cpu").split()
+SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
+         "--num-seqs 6 --seq-len 16 --batch-size 2 --warmup-steps 1 --device cpu").split()
 
 
 def train(directory, *flags):
