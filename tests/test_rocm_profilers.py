@@ -36,8 +36,10 @@ def test_rocprofv3_switches(generation, machine):
     assert {"--memory-copy-trace", "--memory-allocation-trace"} < set(argv)
     assert argv[argv.index("--output-format") + 1:][:2] == ["csv", "pftrace"]
     assert argv.index("--") < argv.index("--enable-rocm-profiling")  # ranges come from the trainer
-    assert list(out.glob("tinyopenfold_[0-9]*_kernel_stats.csv")) and list(out.glob("*.pftrace"))
-    assert json.loads((out / "rocprofv3_summary.json").read_text())["counters"] == {"SQ_WAVES": 64}
+    assert list(out.glob("trainer_[0-9]*_kernel_stats.csv")) and list(out.glob("*.pftrace"))
+    launches = 1663 if generation == "7.0" else 1657  # 7.0 counts the evaluation as well
+    summary = json.loads((out / "rocprofv3_summary.json").read_text())
+    assert summary["counters"] == dict.fromkeys(("SQ_WAVES", "GRBM_COUNT"), 32 * launches)
 
 
 @everywhere
@@ -120,15 +122,15 @@ def test_rocprof_sys_writes_what_was_asked_for_whatever_the_defaults(generation,
     assert wanted <= names and ("rocpd.db" in names) == (generation == "10.1")
     assert "ui.perfetto.dev" in done.stdout and " kB " in done.stdout
     argv = manifest(workplace / "rocprof_sys_profiles_v2")["commands"][0]["argv"]
-    assert argv[:5] == ["rocprof-sys-python", "--module-restrict", "a b", "c|d", "--"]
-    assert argv[5].endswith("trainer.py")  # never python
+    assert argv[:5] == ["rocprof-sys-python", "--module-restrict", "a b", "c|d", "--function-exclude"]
+    assert argv[argv.index("--") + 1].endswith("trainer.py")  # never python
 
 
 def test_rocprof_sys_default_workload_is_small(machine, tmp_path):
     machine("7.0")
     start("run_rocprof_sys.sh")
     flags = " ".join(recorded(tmp_path)[0]["argv"])
-    assert "--batch-size 2 --seq-len 16 --num-steps 3" in flags
+    assert "--num-steps 3 --warmup-steps 1 --seq-len 16" in flags
 
 
 def test_rocprof_sys_wants_a_result_of_this_run(machine, tmp_path):
@@ -150,7 +152,7 @@ def test_rocprof_compute_profile_then_analyze(generation, machine, tmp_path):
     done = start("run_rocprof_compute.sh", "--device", "1")
     assert done.returncode == 0 and "--list-stats" in done.stdout
     out = workplace / "rocprof_compute_profiles_v2"
-    assert {path.name for path in out.glob("workloads/*")} == {"tinyopenfold_counters", "tinyopenfold_roof"}
+    assert {path.name for path in out.glob("workloads/*")} == {"trainer_counters", "trainer_roof"}
     assert len(recorded(tmp_path)) == 3 and recorded(tmp_path)[0]["argv"][-2:] == ["--device", "1"]
     assert "--deterministic" in recorded(tmp_path)[0]["argv"]
     listed = start("run_rocprof_compute.sh", "--list-stats", "--dispatch", "3", "--dispatch", "12")
@@ -191,11 +193,11 @@ def test_rocprof_compute_spelling_follows_the_installed_tool(machine):
 def test_rocprof_compute_into_a_directory_with_an_old_workload(generation, machine):
     """With --force; a release refuses, or mixes the old files in. A wrapper does neither."""
     workplace = machine(generation)
-    old = workplace / "mine" / "workloads" / "tinyopenfold_counters" / "MI300X_A1" / "pmc_perf.csv"
+    old = workplace / "mine" / "workloads" / "trainer_counters" / "MI300X_A1" / "pmc_perf.csv"
     old.parent.mkdir(parents=True)
     old.write_text("old")
     assert start("run_rocprof_compute.sh", "-o", "mine", "--force", "--no-roof").returncode == 0
-    kept, = (workplace / "mine" / "workloads").glob("tinyopenfold_counters.old-*")
+    kept, = (workplace / "mine" / "workloads").glob("trainer_counters.old-*")
     assert (kept / "MI300X_A1" / "pmc_perf.csv").read_text() == "old"
     assert kernel_summary.summarize(workplace / "mine")["launches"] == 1663
 
@@ -312,10 +314,12 @@ def test_real_trainer(machine):
     """The flags of the wrapper are the trainer's, and its summary is found; torch here is no ROCm build."""
     workplace = machine("7.0", TINYOPENFOLD_SCRIPT=str(ROOT / "tiny_openfold_v2.py"), PYTHONPATH="",
                         PYTHONPYCACHEPREFIX="")
-    done = start("run_rocprofv3.sh", "--skip-preflight", "--selected-regions", "-o", "out", *TINY)
+    done = start("run_rocprofv3.sh", "--skip-preflight", "-o", "out", *TINY)
     assert done.returncode == 0, done.stdout + done.stderr
     record, summary = manifest(workplace / "out"), kernel_summary.summarize(workplace / "out")
-    assert record["steps"] == {"measured": 2, "warmup": 1, "selected_regions": True} and summary["steps"] == 2
+    assert record["steps"] == {"measured": 2, "warmup": 1, "selected_regions": False,
+                               "ends_with_steps": False}
+    assert summary["steps"] == 3
     figures = kernel_summary.main_figures(workplace / "out")
     assert figures["median step ms"] > 0 and figures["samples/s"] > 0
 

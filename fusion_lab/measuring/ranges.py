@@ -1,10 +1,10 @@
 """Named ranges round modules and phases, attached from outside, for profilers of either kind."""
 import contextlib
-import ctypes
 import os
 
 import torch
 
+from fusion_lab.measuring import roctx
 from fusion_lab.training.files import write_json
 from fusion_lab.training.machine import MEGABYTE
 
@@ -85,9 +85,11 @@ class Profiling:
         """Within, an outer profiler does not record: what runs there is no part of a step."""
         if self.outer:
             switch_outer_profiler(on=False)
-        yield
-        if self.outer:
-            switch_outer_profiler(on=True)
+        try:
+            yield
+        finally:  # a second pause in a row, after an error in here, would abort the process before ROCm 7.13
+            if self.outer:
+                switch_outer_profiler(on=True)
 
     def __exit__(self, *error):
         if self.outer:
@@ -117,7 +119,6 @@ def switch_outer_profiler(on):
         (torch.cuda.profiler.start if on else torch.cuda.profiler.stop)()
         return
     try:
-        roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
-        (roctx.roctxProfilerResume if on else roctx.roctxProfilerPause)(0)
-    except (OSError, AttributeError) as error:
+        (roctx.resume if on else roctx.pause)()
+    except OSError as error:
         print(f"ROCm profiling: no profiler start and stop ({error}); ranges are emitted all the same")

@@ -14,6 +14,7 @@ from fusion_lab.measuring.tables import markdown
 from fusion_lab.rocm import kernel_summary, session
 from fusion_lab.rocm.failures import MEANING
 from fusion_lab.rocm.process import Command, failure, run, say
+from fusion_lab.rocm.profiled import Profiled, chosen_program
 from fusion_lab.rocm.session import Outcome
 from fusion_lab.rocm.wrapper import Parser
 from fusion_lab.rocm.wrappers import WRAPPERS
@@ -32,8 +33,8 @@ from fusion_lab.training.program import ROOT
 
 SCRIPT = "run_all_profilers.sh"
 NAMES = ("pytorch", *WRAPPERS)
-QUICK = ["--num-blocks", "2", "--num-seqs", "8", "--seq-len", "16", "--batch-size", "2", "--num-steps", "3",
-         "--warmup-steps", "1"]
+QUICK = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
+QUICK_SIZES = [("--num-blocks", "2"), ("--num-seqs", "8"), ("--seq-len", "16")]  # of programs that have them
 ABOUT = f"""{', '.join(NAMES)} one after the other, each in its own directory, and
 PROFILING_SUMMARY.md with the result, duration and main figures of each."""
 EXAMPLES = """examples:
@@ -55,7 +56,8 @@ def profiler_list(text):
 def parse(arguments):
     parser = Parser(SCRIPT, ABOUT, EXAMPLES, 14400, "complete_profiling_<time>", [])
     parser.add_argument("--quick", action="store_true",
-                        help=f"small and short: {' '.join(QUICK)}, and no roofline")
+                        help=f"small and short: {' '.join([*QUICK, *map(' '.join, QUICK_SIZES)])}, and no "
+                             "roofline")
     parser.add_argument("--only", metavar="LIST", type=profiler_list, help="run these; each must be possible")
     parser.add_argument("--skip", metavar="LIST", type=profiler_list, default=[], help="leave these out")
     options, own_flags = parser.split(arguments)
@@ -69,9 +71,17 @@ def make_wrapper(name, options, directory, own_flags):
     """The wrapper of a profiler. Raises UserError where the program refuses its flags."""
     own = ["-o", str(directory), "--timeout", str(options.timeout)]
     own += ["--program", options.program] * bool(options.program)
+    own += ["--preflight"] * options.preflight
     own += ["--dry-run"] * options.dry_run + ["--skip-preflight"] * options.skip_preflight
     own += ["--no-roof"] * (options.quick and name == "rocprof-compute")
-    return WRAPPERS[name].from_arguments([*own, "--", *own_flags])
+    return WRAPPERS[name].from_arguments([*own, "--", *own_flags], QUICK_SIZES if options.quick else None)
+
+
+def session_sizes(options, wrappers):
+    """Flags that make the PyTorch session small with --quick, by what the program told another wrapper."""
+    asked = next((wrapper.profiled for wrapper in wrappers.values() if wrapper.runs_program), None)
+    asked = asked or Profiled(chosen_program(options.program))
+    return [word for pair in asked.sizes(QUICK_SIZES) for word in pair] if options.quick else []
 
 
 def run_pytorch(options, directory, own_flags):
@@ -146,15 +156,19 @@ def run_all(arguments):
     # First all wrappers, each of which has the program judge its flags, then the first run.
     wrappers = {name: make_wrapper(name, options, place, own_flags) for name, place in places.items()
                 if name in WRAPPERS}
+    if options.preflight:
+        codes = {session.profile(wrapper).code for wrapper in wrappers.values()}
+        return next((code for code in (MISSING, NO_GPU, FAILED) if code in codes), OK)
     if not options.dry_run:
         if session.check_directory(directory, options):
             set_aside(directory)
         directory.mkdir(parents=True, exist_ok=True)
+    sizes = session_sizes(options, wrappers)
     outcomes = dict.fromkeys(options.names)
     for name, place in places.items():
         say("", f"# {name}")
         outcomes[name] = run_one(lambda name=name, place=place: session.profile(wrappers[name])
-                                 if name in wrappers else run_pytorch(options, place, own_flags))
+                                 if name in wrappers else run_pytorch(options, place, [*sizes, *own_flags]))
         if outcomes[name].code > 128:
             break
         if result_word(outcomes[name]) == "SKIP":

@@ -1,4 +1,5 @@
 """What the tools say when they fail, and what to do about it."""
+import os
 import re
 
 from fusion_lab.training.files import FAILED, MISSING, NO_DATA, NO_GPU, OK, PROGRAM_FAILED, TIMEOUT, USAGE
@@ -7,28 +8,60 @@ MEANING = {OK: "done", FAILED: "the profiler failed", USAGE: "wrong use", MISSIN
            NO_GPU: "no usable GPU", PROGRAM_FAILED: "the profiled program failed",
            NO_DATA: "the profiler produced no data", TIMEOUT: "time limit", 130: "interrupted",
            143: "terminated"}
+# rocprof-compute before 3.5 joins its tables by columns of type `object`, which pandas 3 does not have.
+OLD_PANDAS = ("It cannot work with pandas 3, and its list of packages allows that: python3 -m pip "
+              "install 'pandas<3' for its interpreter.")
+STABLE_CLOCKS = ("On RDNA GPUs counters need a stable performance level: sudo amd-smi set --gpu all "
+                 "--perf-level STABLE_STD, and AUTO afterwards.")
 KNOWN_FAILURES = [(re.compile(pattern, re.MULTILINE), code, advice) for pattern, code, advice in (
     (r"No module named '?rocprofsys", MISSING,
      "It has no bindings for this Python. Set PYTHON to the version it was built for, or sample without "
-     "bindings: rocprof-sys-sample -- python3 tiny_openfold_v2.py"),
+     "bindings: rocprof-sys-sample -- python3 PROGRAM"),
     (r"The '.*' package was not found", MISSING,
      "Install its Python packages, best in a virtual environment of their own: python3 -m pip install -r "
-     "$ROCM_PATH/libexec/rocprofiler-compute/requirements.txt"),
+     "$ROCM_PATH/libexec/rocprofiler-compute/requirements.txt{pandas}"),
+    (r"unsupported locale setting", MISSING,
+     "It wants the locale en_US.UTF-8: sudo locale-gen en_US.UTF-8 (in a bare container first: apt-get "
+     "install locales)."),
+    (r"Cannot write results for|no counter csv files generated", NO_DATA, OLD_PANDAS),
+    (r"Cannot find a supported arch in rocminfo", FAILED,
+     "It knows AMD Instinct GPUs and, in the newest releases, some Ryzen ones. ./run_rocprofv3.sh --pmc "
+     "counts on others too."),
     (r"No HIP GPUs are available", NO_GPU,
      "Torch sees no GPU under the profiler: its ROCm differs from the profiler's, or the GPU is hidden."),
     (r"CONFIGURATION_LOCKED", FAILED,
      "Two copies of rocprofiler-sdk were loaded, or torch.profiler ran as well. Use the profiler of torch's "
      "own ROCm, and no --enable-pytorch-profiler."),
+    (r"exceeds the capabilities of the hardware", FAILED,
+     "They do not fit into one pass: name fewer counters in one --pmc, and run once for each group."),
     (r"^(rocprofv3(\.py)?|rocprofsys|tool|rocprof-compute): error: .*", FAILED,
      "The tool refused its command line; please report it, with command.txt and env.txt."),
     (r"Fatal error: .*", FAILED, "The profiler stopped before the program ran."),
+    (r"^F\d{4,8} \d\d:\d\d:\S+ +\d+ \S+\.cpp:\d+\] .*", FAILED,
+     "The profiler's library ended the program; try fewer kinds of trace."),
 )]
 
 
-def known_failure(text):
-    """(what the tool said, exit code, advice) for the first known message in its output, or None."""
+def without_colours(text):
+    """What a tool wrote, without the control sequences that it meant for a terminal."""
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+
+
+def known_failure(text, old_pandas=True):
+    """(what the tool said, exit code, advice) for the first known message in its output, or None. old_pandas:
+    the tool is of a release that pandas 3 breaks."""
     for pattern, code, advice in KNOWN_FAILURES:
         said = pattern.search(text)
         if said:
-            return said[0].strip()[:200], code, advice
+            return said[0].strip()[:200], code, advice.replace("{pandas}", " 'pandas<3'" * old_pandas)
     return None
+
+
+def crash_of_tool(text, program):
+    """The last line of a traceback that ends in a ROCm tool and never came to the program, or None."""
+    block = text.rpartition("Traceback (most recent call last):\n")[2]
+    frames = re.findall(r'^ +File "([^"]+)"', block, re.MULTILINE)
+    ours = any(os.path.basename(program) == os.path.basename(frame) for frame in frames)
+    theirs = any("rocprof" in os.path.basename(frame) or "rocprofsys" in frame for frame in frames)
+    ending = re.search(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt)?\b.*", block, re.MULTILINE)
+    return ending[0][:200] if theirs and not ours and ending else None

@@ -5,18 +5,18 @@
     python profile_summary.py DIR --json             the same as JSON
 
 Reads *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and of `rocpd convert`, rocpd
-databases (*.db) and rocprof-compute's pmc_perf*.csv. Columns are found by name, because their order and
-number changed with ROCm 6.3, 7.0 and rocpd. Standard library only; works offline; writes nothing.
+databases (*.db), and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
+standard library only, works offline, writes nothing.
 """
-import csv
 import json
 import pathlib
 import re
-import sqlite3
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from fusion_lab.measuring.kinds import KINDS, kind_of_kernel
+from fusion_lab.rocm import records
+from fusion_lab.rocm.records import Unreadable
 from fusion_lab.training.files import NO_DATA, OK, UserError, exit_code
 from fusion_lab.training.flags import Parser
 
@@ -25,113 +25,8 @@ TOP_KERNELS = 20
 SUMMARIES = "performance_summary*.json"  # of any program
 
 
-class Unreadable(UserError):
-    """A file that is there but is not what its name says."""
-
-
 # ---------------------------------------------------------------------------------------------------------
-# Reading: every reader returns {kernel name: (calls, nanoseconds)}
-
-def read_rows(path, *wanted):
-    """The wanted columns of every row; `Kernel_Name`, `KERNEL_NAME` and `KernelName` are one column."""
-    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
-        reader = csv.reader(file)
-        header = [re.sub(r"[^a-z]", "", cell.lower()) for cell in next(reader, [])]
-        missing = [name for name in wanted if name not in header]
-        if missing:
-            raise Unreadable(f"{path}: no column {', '.join(missing)} in its header: {', '.join(header)}")
-        columns = [header.index(name) for name in wanted]
-        for row in reader:
-            if len(row) > max(columns):  # an interrupted run can end in half a line
-                yield [row[column] for column in columns]
-
-
-def add_up(entries):
-    totals = defaultdict(lambda: (0, 0.0))
-    for name, calls, nanoseconds in entries:
-        count, time = totals[name]
-        totals[name] = (count + calls, time + nanoseconds)
-    return dict(totals)
-
-
-def read_stats(path):
-    rows = read_rows(path, "name", "calls", "totaldurationns")
-    return add_up((name, int(calls), float(time)) for name, calls, time in rows)
-
-
-def read_trace(path, name="kernelname"):
-    rows = read_rows(path, name, "starttimestamp", "endtimestamp")
-    return add_up((kernel, 1, float(end) - float(start)) for kernel, start, end in rows)
-
-
-def read_rocpd(path):
-    """A rocpd database is plain SQLite; ROCm's own reader is tied to one Python version, so not used."""
-    queries = (
-        ('SELECT s.display_name, COUNT(*), SUM(k."end" - k.start) FROM rocpd_kernel_dispatch k JOIN '
-         "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid GROUP BY 1", 1),
-        ("SELECT name, total_calls, total_duration FROM top_kernels", 1000),  # this view is in microseconds
-    )
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-    try:
-        for query, scale in queries:
-            try:
-                return add_up((name, calls, time * scale) for name, calls, time in connection.execute(query))
-            except sqlite3.OperationalError as error:  # no such table or view: not this generation
-                problem = error
-    except sqlite3.DatabaseError as error:
-        problem = error
-    finally:
-        connection.close()
-    raise Unreadable(f"{path}: not a rocpd database: {problem}")
-
-
-def result_files(directory, pattern):
-    """Files below directory. Several `pass_N` folders are the same program run again: the first counts."""
-    files = [path for path in sorted(directory.rglob(pattern))
-             if not any(".old-" in part for part in path.relative_to(directory).parts)]
-    passes = sorted({part for path in files for part in path.parts if re.fullmatch(r"pass_\d+", part)})
-    return [path for path in files if not passes or passes[0] in path.parts]
-
-
-def merge(readings):
-    return add_up((name, calls, time) for reading in readings for name, (calls, time) in reading.items())
-
-
-def read_kernels(directory):
-    """({kernel: (calls, ns)}, what was read, files), from the best source there is."""
-    sources = (("kernel statistics CSV", "*kernel_stats.csv", read_stats),
-               ("kernel trace CSV", "*kernel_trace.csv", read_trace),
-               ("rocpd database", "*.db", read_rocpd),
-               ("rocprof-compute counters", "pmc_perf*.csv", read_trace))
-    for label, pattern, reader in sources:
-        files = result_files(directory, pattern)
-        if reader is read_trace and pattern.startswith("pmc"):
-            files = sorted(files, key=lambda path: "_roof" in str(path))[:1]  # each pass is one more run
-        kernels = merge(map(reader, files))
-        if kernels:
-            return kernels, label, [str(path.relative_to(directory)) for path in files]
-    return {}, None, []
-
-
-def read_memory_copies(directory):
-    """Copies by the DMA engines; copies done by a kernel are in the kernel table. None if not traced."""
-    copies = merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv")))
-    if not copies:
-        copies = merge(read_trace(path, "direction")
-                       for path in result_files(directory, "*memory_copy_trace.csv"))
-    if not copies:
-        return None
-    return {"count": sum(calls for calls, _ in copies.values()),
-            "time_ms": sum(time for _, time in copies.values()) / 1e6}
-
-
-def read_counters(directory):
-    totals = Counter()
-    for path in result_files(directory, "*counter_collection.csv"):
-        for name, value in read_rows(path, "countername", "countervalue"):
-            totals[name] += float(value)
-    return dict(totals)
-
+# What the run was
 
 def read_json(path):
     """A JSON object, or {}: these files describe a result, they are not the result."""
@@ -144,7 +39,8 @@ def read_json(path):
 
 def program_summary(directory):
     """The profiled program's own summary below directory, under the name that the session's record has."""
-    files = result_files(directory, read_json(directory / "manifest.json").get("summary") or SUMMARIES)
+    name = read_json(directory / "manifest.json").get("summary") or SUMMARIES
+    files = records.result_files(directory, name)
     return read_json(files[0]) if files else {}
 
 
@@ -155,36 +51,55 @@ def steps_profiled(directory):
     steps = read_json(directory / "manifest.json").get("steps", steps) or {}  # null there: nobody knows
     measured, warmup = steps.get("measured"), steps.get("warmup")
     selected = bool(steps.get("selected_regions"))
+    rest = "start-up is in the count, evaluation is not" if steps.get("ends_with_steps") else \
+        "start-up and evaluation are in the count"
     if measured and selected:
         return measured, selected, f"{measured} measured steps, nothing else"
     if measured and warmup is not None:
-        return measured + warmup, selected, (f"{measured} measured + {warmup} warm-up steps; start-up and "
-                                             "evaluation are in the count")
+        return measured + warmup, selected, f"{measured} measured + {warmup} warm-up steps; {rest}"
     return None, selected, "the number of steps is unknown"
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Summary, comparison, text
 
+# Counts of a hardware block add up over kernels, as kilobytes do; what else there is are shares and averages.
+ADDITIVE = re.compile(r"(SQC?|T[AD]|TC[ACP]|GRBM|CP[CF]|SPI|GL[012]\w*|GCEA|GCR|UTCL\d)_[A-Z0-9_]+"
+                      r"(\[\d+\])?(_sum)?|(FETCH|WRITE)_?SIZE|TOTAL_\d+_OPS|(Fetch|Write)Size")
+
+
+def counter_figures(directory):
+    """{"counters": sums, "counter_averages": means weighted by the kernels' times}."""
+    sums, weighted = defaultdict(float), defaultdict(lambda: [0.0, 0.0])
+    for name, value, time in records.read_counters(directory):
+        if ADDITIVE.fullmatch(name):
+            sums[name] += value
+        else:
+            weighted[name][0] += value * (time or 1)
+            weighted[name][1] += time or 1
+    return {"counters": dict(sums),
+            "counter_averages": {name: total / time for name, (total, time) in weighted.items()}}
+
+
 def summarize(directory):
     """Everything known about one result directory, as the dict that becomes rocprofv3_summary.json."""
     directory = pathlib.Path(directory)
-    kernels, label, files = read_kernels(directory)
-    launches = sum(calls for calls, _ in kernels.values())
-    total = sum(time for _, time in kernels.values())
+    kernels = records.read_kernels(directory)
+    launches = sum(calls for calls, _ in kernels.totals.values())
+    total = sum(time for _, time in kernels.totals.values())
     steps, selected, counted = steps_profiled(directory)
 
     def share(time):
         return 100 * time / total if total else 0.0
 
     by_kind = {kind: [0, 0.0] for kind in KINDS}
-    for name, (calls, time) in kernels.items():
+    for name, (calls, time) in kernels.totals.items():
         by_kind[kind_of_kernel(name)][0] += calls
         by_kind[kind_of_kernel(name)][1] += time
-    ordered = sorted(kernels.items(), key=lambda item: (-item[1][1], item[0]))
+    ordered = sorted(kernels.totals.items(), key=lambda item: (-item[1][1], item[0]))
     return {
-        "directory": str(directory), "source": label, "files": files,
-        "distinct_kernels": len(kernels), "launches": launches, "kernel_time_ms": total / 1e6,
+        "directory": str(directory), "source": kernels.source, "files": kernels.files,
+        "distinct_kernels": len(kernels.totals), "launches": launches, "kernel_time_ms": total / 1e6,
         "steps": steps, "selected_regions": selected, "steps_counted": counted,
         "launches_per_step": launches / steps if steps else None,
         "kernel_time_ms_per_step": total / 1e6 / steps if steps else None,
@@ -193,7 +108,7 @@ def summarize(directory):
         "top_kernels": [{"name": name, "kind": kind_of_kernel(name), "calls": calls, "time_ms": time / 1e6,
                          "average_us": time / calls / 1e3, "percent": share(time)}
                         for name, (calls, time) in ordered[:TOP_KERNELS]],
-        "memory_copies": read_memory_copies(directory), "counters": read_counters(directory),
+        "memory_copies": records.read_memory_copies(directory), **counter_figures(directory),
     }
 
 
@@ -224,6 +139,10 @@ def render(summary):
     if summary["counters"]:
         lines += ["", "Counters, summed over all recorded kernels"]
         lines += [f"{name:<32}{value:>20.0f}" for name, value in sorted(summary["counters"].items())]
+    if summary["counter_averages"]:
+        lines += ["", "Counters that do not add up: their mean over kernels, weighted by time"]
+        lines += [f"{name:<32}{value:>20.1f} mean"
+                  for name, value in sorted(summary["counter_averages"].items())]
     return "\n".join(lines) + "\n"
 
 
@@ -289,7 +208,7 @@ def load(directory):
     summary = summarize(directory)
     if not summary["launches"]:
         raise UserError(f"{directory}: no kernel records (looked for *kernel_stats.csv, *kernel_trace.csv, "
-                        "*.db and pmc_perf*.csv)", NO_DATA)
+                        "*.db, pmc_perf*.csv and results_pmc_perf_*.csv)", NO_DATA)
     return summary
 
 

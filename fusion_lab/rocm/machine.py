@@ -3,6 +3,7 @@ import contextlib
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,47 @@ def options_in(help_text):
     heads = (re.split(r"\t|\s{2,}", line.strip())[0] for line in help_text.splitlines())
     return frozenset(option for head in heads if head.startswith("-")
                      for option in re.findall(r"--[a-z][\w-]*", head))
+
+
+def architectures():
+    """GPUs by the driver's own records: ["gfx942"]; empty where it has none."""
+    nodes = pathlib.Path(os.environ.get("KFD_TOPOLOGY", "/sys/class/kfd/kfd/topology/nodes"))
+    names = []
+    for path in sorted(nodes.glob("*/properties")):
+        with contextlib.suppress(OSError):
+            version = re.search(r"^gfx_target_version ([1-9]\d+)$", path.read_text(), re.MULTILINE)
+            if version:  # 90402 is 9.4.2, 90010 is 9.0.10: hexadecimal in the name, gfx90a
+                digits = int(version[1])
+                names.append(f"gfx{digits // 10000}{digits // 100 % 100:x}{digits % 100:x}")
+    return names
+
+
+def is_rdna(architecture):
+    return re.fullmatch(r"gfx1[0-2]\w\w", architecture) is not None
+
+
+def performance_levels():
+    """What the driver does with the clocks of each GPU: ["auto"], or ["profile_standard"]."""
+    levels = []
+    for path in pathlib.Path(os.environ.get("DRM_DEVICES", "/sys/class/drm")).glob("card*/device"):
+        with contextlib.suppress(OSError):
+            levels.append((path / "power_dpm_force_performance_level").read_text().strip())
+    return levels
+
+
+def from_wheels(path):
+    """Does a file belong to the ROCm that pip installs?"""
+    return "_rocm_sdk" in str(pathlib.Path(path or "").resolve())
+
+
+def own_interpreter(tool_path):
+    """Words that start the Python that a tool names in its first line; empty where it is no Python script."""
+    try:
+        with open(tool_path, "rb") as file:
+            start = re.match(rb"#!\s*(.*python[\d.]*)\s*$", file.readline(200))
+    except OSError:
+        return []
+    return shlex.split(start[1].decode()) if start else []
 
 
 def release_of_tree(tool_path):

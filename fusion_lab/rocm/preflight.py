@@ -7,9 +7,14 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-from fusion_lab.rocm.failures import known_failure
-from fusion_lab.rocm.machine import versioned_python
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError
+from fusion_lab.rocm import machine
+from fusion_lab.rocm.failures import STABLE_CLOCKS, known_failure
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
+
+CHOOSE_TOOL = ("Take both from one: PATH=$(rocm-sdk path --bin):$PATH for wheels, ROCM_PATH=/opt/rocm-X.Y "
+               "for packages, or another PYTHON.")
+JOIN_GROUPS = ("Join its groups (sudo usermod -aG render,video $USER) and log in again; in a container, "
+               "--group-add video --group-add render")
 
 
 @dataclass
@@ -19,12 +24,12 @@ class Problem:
     advice: str
 
 
-def tool_problems(tool, install_hint):
+def tool_problems(tool, install_hint, old_pandas=True):
     if tool.path is None:
         rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
         yield Problem(MISSING, f"{tool.name} not found on PATH and in {rocm}/bin", install_hint)
     elif tool.trouble:
-        said, _, advice = known_failure(tool.trouble) or (
+        said, _, advice = known_failure(tool.trouble, old_pandas) or (
             tool.trouble.splitlines()[-1], MISSING, f"See what {shlex.join([tool.path, '--help'])} prints.")
         yield Problem(MISSING, f"{tool.path} does not start ({said})", advice)
 
@@ -47,15 +52,13 @@ def kfd_problems():
         yield Problem(NO_GPU, f"no {kfd}", "No AMD GPU, the amdgpu driver is not loaded, or a container "
                       "without --device=/dev/kfd --device=/dev/dri --group-add video --group-add render.")
     elif not os.access(kfd, os.R_OK | os.W_OK):
-        yield Problem(NO_GPU, f"no permission for {kfd}", "Join its groups (sudo usermod -aG render,video "
-                      "$USER) and log in again; in a container, --group-add video --group-add render.")
+        yield Problem(NO_GPU, f"no permission for {kfd}", f"{JOIN_GROUPS}.")
 
 
 def bindings_problems(tool):
     """rocprof-sys-python runs the script in-process, by bindings compiled for one Python minor version."""
-    python, minor = versioned_python(), sys.version_info.minor
-    if " " in python:
-        yield Problem(FAILED, f"rocprof-sys-python cannot start {python}", "It has a space: set PYTHON.")
+    minor = sys.version_info.minor
+    yield from interpreter_problems("rocprof-sys-python", machine.versioned_python())
     libraries = pathlib.Path(tool.path or "").resolve().parent.parent.glob(
         "lib*/python*/site-packages/rocprofsys/libpyrocprofsys.*.so")
     built = [re.search(r"cpython-3(\d+)", path.name) for path in libraries]
@@ -64,7 +67,42 @@ def bindings_problems(tool):
         yield Problem(MISSING, "the Python bindings of rocprof-sys are for Python "
                       f"{', '.join(f'3.{version}' for version in minors)}, {sys.executable} is 3.{minor}",
                       "Set PYTHON to a matching one that has torch, or sample without bindings: "
-                      "rocprof-sys-sample -- python3 tiny_openfold_v2.py")
+                      "rocprof-sys-sample -- python3 PROGRAM")
+
+
+def render_problems():
+    """Torch opens these nodes beside /dev/kfd."""
+    nodes = sorted(pathlib.Path(os.environ.get("DRI_DEVICES", "/dev/dri")).glob("renderD*"))
+    if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
+        yield Problem(NO_GPU, f"no permission for {nodes[0]}", f"{JOIN_GROUPS}.")
+
+
+def architecture_problems(executable, newest_only):
+    """rocprof-compute knows CDNA, and in its newest releases the RDNA of some Ryzen processors."""
+    names = machine.architectures()
+    newer = "gfx115" if not newest_only else "none"
+    known = [name for name in names if not machine.is_rdna(name) or name.startswith(newer)]
+    if names and not known:
+        yield Problem(FAILED, f"{executable} does not know {', '.join(sorted(set(names)))}",
+                      "./run_rocprofv3.sh --pmc counts on this GPU.")
+
+
+def pandas_problems(tool):
+    """Releases before 7.13 lose every counter with pandas 3, which their own list of packages allows."""
+    python = machine.own_interpreter(tool.path) if tool.path else []
+    if not python:
+        return
+    code, text = machine.output_of(*python, "-c", "import pandas; print(pandas.__version__)")
+    version = re.match(r"\d+", text)
+    if code == 0 and version and int(version[0]) >= 3:
+        yield Problem(MISSING, f"{tool.name} would lose its counters with pandas {text.strip()}",
+                      f"{shlex.join(python)} -m pip install 'pandas<3'")
+
+
+def interpreter_problems(executable, python):
+    if " " in python:
+        yield Problem(FAILED, f"{executable} cannot start {python}",
+                      "Its path has a blank: set PYTHON to an interpreter without, or to a link to this one.")
 
 
 def disk_problems(directory):
@@ -80,27 +118,47 @@ def disk_problems(directory):
         yield Problem(FAILED, f"{place} is not writable", "Choose another place with -o.")
 
 
-def warnings_for(tool, torch, handled):
-    """Things that may be right, but explain many a failure; handled: variables that the commands set anew."""
-    warnings = []
+def mismatch_warnings(tool, torch):
+    """GPUs that vanish, crashes and empty traces come from two ROCms in one process."""
     hip = re.match(r"\d+\.\d+", torch.get("hip") or "")
     if hip and tool.rocm and hip[0] != tool.rocm:
-        warnings.append(f"warning: torch is built for ROCm {hip[0]} ({torch['path']}), {tool.name} belongs "
-                        f"to ROCm {tool.rocm} ({tool.path}). GPUs that vanish, crashes and empty traces come "
-                        "from this; with ROCm wheels, use the tool in $(rocm-sdk path --bin).")
+        yield (f"torch is built for ROCm {hip[0]} ({torch['path']}), {tool.name} belongs to ROCm {tool.rocm} "
+               f"({tool.path}). {CHOOSE_TOOL}")
+    wheels = any(pathlib.Path(torch.get("path") or "").parent.parent.glob("_rocm_sdk*"))
+    if tool.path and hip and wheels != machine.from_wheels(tool.path):
+        places = ("pip wheels", "packages of the system")
+        yield (f"torch has its ROCm from {places[not wheels]}, {tool.name} ({tool.path}) is from "
+               f"{places[wheels]}. {CHOOSE_TOOL}")
+
+
+def clock_warnings():
+    """Counters of RDNA stay 0 while the driver moves the clocks."""
+    if any(map(machine.is_rdna, machine.architectures())):
+        moving = sorted(level for level in set(machine.performance_levels())
+                        if not level.startswith("profile_"))
+        if moving:
+            yield f"performance level {', '.join(moving)}. {STABLE_CLOCKS}"
+
+
+def environment_warnings(handled):
+    """handled: variables that the commands set anew."""
     stale = sorted(name for name in set(os.environ) - set(handled)
                    if name.startswith(("ROCPROF", "ROCP_", "HSA_TOOLS", "LD_PRELOAD")))
     if stale:
-        warnings.append(f"warning: set in the environment, able to change the profile: {', '.join(stale)}")
-    return warnings
+        yield (f"set in the environment, able to change the profile: {', '.join(stale)}. To run without: "
+               f"env -u {' -u '.join(stale)}")
+
+
+def worst_code(problems):
+    """The exit code for all of them: what is missing comes first, then the GPU."""
+    codes = {problem.code for problem in problems}
+    return next((code for code in (MISSING, NO_GPU, FAILED) if code in codes), OK)
 
 
 def refuse(problems):
-    """Raise UserError with every problem, or return. For the exit code, something missing comes first."""
+    """Raise UserError with every problem, or return."""
     if problems:
-        codes = {problem.code for problem in problems}
-        raise UserError("; ".join(problem.what for problem in problems),
-                        next(code for code in (MISSING, NO_GPU, FAILED) if code in codes),
+        raise UserError("; ".join(problem.what for problem in problems), worst_code(problems),
                         (f"cannot profile here, {len(problems)} problem(s); nothing was run:",
                          *(f"  - {problem.what}. {problem.advice}" for problem in problems),
                          "--dry-run shows the commands without running them, --skip-preflight skips these "

@@ -16,6 +16,7 @@ from fusion_lab.training.flags import MODES
 from fusion_lab.training.program import DEFAULT_PROGRAM
 
 QUESTION = "--check-flags"
+VARIABLE = "TINYOPENFOLD_SCRIPT"  # names the program where --program does not
 SECONDS = 120  # a first import of torch can take half a minute on a network file system
 PROBE = """import sys
 sys.path = [place for place in sys.path if place]  # not what lies in the user's directory
@@ -46,6 +47,18 @@ class Profiled:
         """Name of the file with its results, or None where nobody knows."""
         return self.answer.get("summary")
 
+    def sizes(self, flags):
+        """Of pairs (flag, value), those whose flag the program has; all of them where it did not answer."""
+        if not self.answer:
+            return flags
+        known = {**self.answer.get("config", {}), **self.answer.get("training_params", {})}
+        return [(name, value) for name, value in flags if name[2:].replace("-", "_") in known]
+
+    def short_name(self):
+        """"tinyopenfold", of .../tiny_openfold_v2.py: for names that take letters and digits only."""
+        stem = re.sub(r"_v\d+$", "", os.path.splitext(os.path.basename(self.path))[0])
+        return re.sub(r"[\W_]", "", stem)[:20] or "program"
+
     def profile_dir(self):
         return self.answer.get("profiler_config", {}).get("profile_dir")
 
@@ -59,7 +72,7 @@ class Profiled:
 
 def chosen_program(option):
     """Path of the program: --program, else TINYOPENFOLD_SCRIPT, else the project's own."""
-    return os.path.abspath(option or os.environ.get("TINYOPENFOLD_SCRIPT") or DEFAULT_PROGRAM)
+    return os.path.abspath(option or os.environ.get(VARIABLE) or DEFAULT_PROGRAM)
 
 
 def modes_among(program_flags):
@@ -91,8 +104,7 @@ def ask(path, program_flags):
         answer = json.loads(last_line(done.stdout))
         if done.returncode == 0 and isinstance(answer, dict) and answer.get("mode") == "check_flags":
             if mode:  # what it said of itself is right, its steps and places are not those of the run
-                answer = {name: value for name, value in answer.items()
-                          if name not in ("training_params", "profiler_config")}
+                answer = {**answer, "training_params": {}, "profiler_config": {}}
             return Profiled(path, answer, f"{mode} is a mode of its own" if mode else "")
     if done.returncode == USAGE and said and QUESTION not in said:
         raise UserError(said)

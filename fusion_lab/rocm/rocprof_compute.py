@@ -5,7 +5,8 @@ import re
 import shlex
 import sys
 
-from fusion_lab.rocm.preflight import tool_problems
+from fusion_lab.rocm import preflight, records
+from fusion_lab.rocm.failures import OLD_PANDAS, known_failure
 from fusion_lab.rocm.process import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
 from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, UserError
@@ -17,12 +18,13 @@ class RocprofCompute(Wrapper):
     script, executable = "run_rocprof_compute.sh", "rocprof-compute"
     default_dir = "rocprof_compute_profiles_v2"
     timeout = 14400
-    workload = ["--batch-size", "2", "--seq-len", "32", "--num-steps", "2", "--warmup-steps", "1",
-                "--seed", "42", "--deterministic"]
+    workload = ["--batch-size", "2", "--num-steps", "2", "--warmup-steps", "1", "--seed", "42",
+                "--deterministic"]
+    sizes = [("--seq-len", "32")]
     help_arguments = ("profile", "--help")
-    install_hint = "Install the package rocprofiler-compute (ROCm 6.3 or newer), or set ROCM_PATH."
+    install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer; pip wheels of ROCm do not "
+                    "have it), or set ROCM_PATH.")
     since = {"--roofline": "99.0"}  # it came after 10.1: only --help can tell
-    wanted = {"counters": ("pmc_perf*", "results_*", "SQ_*", "*.db"), "roof": ("roofline*", "empirRoof*")}
     examples = """examples:
   ./run_rocprof_compute.sh                     counters, then roofline (a dozen runs and more)
   ./run_rocprof_compute.sh --roof-only         roofline only; --no-roof: counters only
@@ -40,8 +42,8 @@ class RocprofCompute(Wrapper):
         parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
         parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append",
                             help="report on one dispatch; take the ID from --list-stats; may be repeated")
-        parser.add_argument("--output-name", metavar="NAME", default="tinyopenfold",
-                            help="workloads become NAME_counters and NAME_roof (default: %(default)s)")
+        parser.add_argument("--output-name", metavar="NAME",
+                            help="workloads become NAME_counters and NAME_roof (default: the program's name)")
         parser.add_argument("--device", metavar="N", type=whole_number(0),
                             help="GPU index for roofline and trainer (default: 0 and the trainer's own)")
 
@@ -49,8 +51,10 @@ class RocprofCompute(Wrapper):
         roof = options.roof_only or options.mode == "roof"
         reading = bool(options.list_stats or options.dispatch)
         self.analyze = options.mode == "analyze" or reading and not (options.mode or roof or options.no_roof)
-        if not re.fullmatch(r"[\w.-]+", options.output_name) or ".." in options.output_name:
-            raise UserError(f"--output-name: {options.output_name!r}; allowed are letters, digits, . _ -")
+        name = options.output_name
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,26}", name):  # what 3.0 takes
+            raise UserError(f"--output-name: {name!r}; allowed are letters, digits and _, at "
+                            "most 26 of them")
         if roof and options.no_roof:
             raise UserError("--no-roof: contradicts --roof-only and --mode roof")
         if self.analyze and (roof or options.no_roof) or reading and not self.analyze:
@@ -60,6 +64,7 @@ class RocprofCompute(Wrapper):
             raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
         super().__init__(options, own_flags)
+        self.name = name or self.profiled.short_name()
         self.runs_program = not self.analyze
         if ".." in self.directory:
             raise UserError(f"-o {self.directory}: rocprof-compute refuses a path that contains '..'")
@@ -74,37 +79,42 @@ class RocprofCompute(Wrapper):
 
     def replaced(self):
         """What is there is set aside: old releases mix old files with new ones, from 10.0 they refuse."""
-        workloads = {os.path.join(self.directory, "workloads", f"{self.options.output_name}_{part}")
+        workloads = {os.path.join(self.directory, "workloads", f"{self.name}_{part}")
                      for part in self.parts}
         return {self.records} if self.analyze else workloads
 
     def files(self):
         """rocprof-compute joins the program's words by spaces and splits them again: give it simple ones."""
-        words = shlex.join([sys.executable, self.profiled.path, *self.program_flags])
-        script = f"cd {shlex.quote(os.getcwd())} || exit 1\nexec {words}\n"
-        return {} if self.analyze else {"workload.sh": script}
+        words = [sys.executable, self.profiled.path, *self.program_flags]
+        script = f"import os\n\nwords = {words!r}\nos.chdir({os.getcwd()!r})\nos.execv(words[0], words)\n"
+        return {} if self.analyze else {"workload.py": script}
 
     def workload_directory(self, part):
         """The last folder is the GPU model, or what else a release appends; sysinfo.csv marks it."""
         workloads = pathlib.Path(self.directory, "workloads")
-        marks = sorted(workloads.glob(f"{self.options.output_name}_{part}/**/sysinfo.csv"))
+        marks = sorted(workloads.glob(f"{self.name}_{part}/**/sysinfo.csv"))
         return marks[0].parent if marks else None
 
     def commands(self):
         return self.analyze_commands() if self.analyze else self.profile_commands()
 
     def profile_commands(self):
-        """Run in the result directory, where every release writes workloads/NAME/<GPU model> by default."""
+        """Run in the result directory, where every release writes workloads/NAME/<GPU model> by default.
+
+        The program's first word is a path, which 3.0 insists on, and no shell: 3.5 and 3.6 set variables in a
+        way that a shell does not hand on.
+        """
         commands = []
         for part in self.parts:
-            arguments = ["--name", f"{self.options.output_name}_{part}"]
+            arguments = ["--name", f"{self.name}_{part}"]
             if part == "counters":
                 arguments += ["--no-roof"]
             elif self.has("--roofline"):
                 arguments += ["--roofline", "--roofline-device", str(self.options.device or 0)]
             else:
                 arguments += ["--roof-only", "--device", str(self.options.device or 0)]
-            commands.append(Command([self.tool.command, "profile", *arguments, "--", "bash", "workload.sh"],
+            commands.append(Command([self.tool.command, "profile", *arguments, "--", sys.executable,
+                                     "workload.py"],
                                     cwd=self.directory))
         return commands
 
@@ -113,10 +123,10 @@ class RocprofCompute(Wrapper):
         workloads = {part: path for part, path in workloads.items() if path}
         if not workloads and self.options.dry_run:
             self.notes.append("GPU_MODEL stands for the folder that profiling creates")
-            place = pathlib.Path(self.directory, "workloads", f"{self.options.output_name}_counters")
+            place = pathlib.Path(self.directory, "workloads", f"{self.name}_counters")
             workloads = {"counters": place / "GPU_MODEL"}
         if not workloads:
-            raise UserError(f"{self.directory}: no workload {self.options.output_name}_* there. Run "
+            raise UserError(f"{self.directory}: no workload {self.name}_* there. Run "
                               f"./{self.script} first, or name its directory with -o.")
         jobs = [("list_stats.txt", ["--list-stats"])] if self.options.list_stats else []
         jobs += [(f"dispatch_{dispatch}.txt", ["--dispatch", str(dispatch)])
@@ -130,9 +140,18 @@ class RocprofCompute(Wrapper):
 
     def problems(self):
         if self.analyze:
-            yield from tool_problems(self.tool, self.install_hint)
+            yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
         else:
             yield from super().problems()
+            yield from preflight.interpreter_problems(self.executable, sys.executable)
+            yield from preflight.architecture_problems(self.executable, self.before("10.0"))
+            if self.before("7.13"):
+                yield from preflight.pandas_problems(self.tool)
+
+    def warnings(self, commands):
+        yield from super().warnings(commands)
+        if not self.analyze:
+            yield from preflight.clock_warnings()
 
     def steps(self):
         return None if self.analyze else super().steps()
@@ -141,21 +160,46 @@ class RocprofCompute(Wrapper):
         if code != PROGRAM_FAILED or "execution failed" in log_text:  # what it says of a failed program
             return code, reason
         lines = log_text.strip().splitlines() or ["it printed nothing"]
-        return FAILED, f"rocprof-compute itself failed: {lines[-1][:200]}"
+        said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])[:200]
+        if said.startswith("AttributeError: 'NoneType'") and self.before("7.0"):
+            said += f". {OLD_PANDAS}"
+        return FAILED, f"rocprof-compute itself failed: {said}"
 
     def judge(self, log_text):
         if self.analyze:
             return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
-        missing = []
-        for part in self.parts:
-            place = self.workload_directory(part)
-            results = [path for kind in self.wanted[part] for path in (place.rglob(kind) if place else [])]
-            if any(path.stat().st_size for path in results):
-                say(f"{part}: {place}")
-            else:
-                missing.append(part)
+        places = {part: self.workload_directory(part) for part in self.parts}
+        missing = [part for part, place in places.items() if not (place and self.has_results(part, place))]
+        for part in set(self.parts) - set(missing):
+            say(f"{part}: {places[part]}")
         if missing:
-            return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/"
+            known = known_failure(log_text)
+            why = f": {known[0]}. {known[2]}" if known else ""
+            return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/{why}"
         where = f" -o {shlex.quote(self.options.output_dir)}" if self.options.output_dir else ""
         say(f"Next: ./{self.script}{where} --list-stats, then --dispatch ID")
-        return OK, f"{' and '.join(self.parts)} collected"
+        return OK, " and ".join(map(self.amount, self.parts)) + " collected" + self.lacking()
+
+    @staticmethod
+    def has_results(part, place):
+        """Did the tool write results? The lists of counters that it writes for itself are none."""
+        if part == "counters":
+            return bool(records.collected_counters(place))
+        return any(path.stat().st_size for pattern in ("roofline*", "empirRoof*")
+                   for path in records.result_files(place, pattern))
+
+    def lacking_counters(self):
+        place = self.workload_directory("counters")
+        return sorted(records.wanted_counters(place) - records.collected_counters(place))
+
+    def amount(self, part):
+        """"counters", or "3 of 4 counters" where some that the tool asked for are not there."""
+        if part != "counters" or not self.lacking_counters():
+            return part
+        wanted = len(records.wanted_counters(self.workload_directory(part)))
+        return f"{wanted - len(self.lacking_counters())} of {wanted} counters"
+
+    def lacking(self):
+        names = self.lacking_counters() if "counters" in self.parts else []
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return f" (not {', '.join(names[:5])}{more})" if names else ""

@@ -1,4 +1,6 @@
 """run_rocprof_sys.sh: call stack and timeline of CPU and GPU."""
+import mmap
+import os
 import pathlib
 import re
 import shlex
@@ -14,11 +16,14 @@ from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
 class RocprofSys(Wrapper):
     """Python call stack and timeline of CPU and GPU with rocprof-sys-python."""
     script, executable, default_dir = "run_rocprof_sys.sh", "rocprof-sys-python", "rocprof_sys_profiles_v2"
-    workload = ["--batch-size", "2", "--seq-len", "16", "--num-steps", "3", "--warmup-steps", "1"]
-    install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer), or set ROCM_PATH. Where "
-                    "only its Python part is missing: rocprof-sys-sample -- python3 tiny_openfold_v2.py")
+    workload = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
+    sizes = [("--seq-len", "16")]
+    install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer; pip wheels of ROCm do not "
+                    "have it), or set ROCM_PATH. Where only its Python part is missing: rocprof-sys-sample "
+                    "-- python3 PROGRAM")
+    components = "wall_clock trip_count cpu_clock peak_rss page_rss"
     examples = """examples:
-  ./run_rocprof_sys.sh                          batch 2, 16 residues, 3 steps
+  ./run_rocprof_sys.sh                          a small batch, 3 steps
   ./run_rocprof_sys.sh --modules . -o all       every Python call, import torch included: slow and large
   ./run_rocprof_sys.sh --rocpd --num-steps 5    also a rocpd database, which has child threads (from ROCm 7.2)
 """
@@ -33,20 +38,43 @@ class RocprofSys(Wrapper):
     def commands(self):
         modules = self.options.modules
         modules = modules or [pathlib.Path(self.profiled.path).stem, "torch/nn/modules", "torch/optim"]
+        rocpd = self.options.rocpd
+        if rocpd and self.release() and self.before("7.2"):  # 7.0 ignores the wish, 7.1 crashes on it
+            rocpd = False
+            self.notes.append(f"{self.tool_and_release()} writes no rocpd database, 7.2 and newer do: left "
+                              "out")
+        if not self.before("7.13"):
+            self.notes.append("from ROCm 7.13 on the GPU side covers the measured steps only, because "
+                              "rocprof-sys hears the program's start and stop")
         environment = {  # all explicit: the defaults depend on each other, and changed with ROCm 7.1 and 10.1
             "ROCPROFSYS_TRACE": "ON", "ROCPROFSYS_PROFILE": "ON",
-            "ROCPROFSYS_USE_ROCPD": "ON" if self.options.rocpd else "OFF",
-            "ROCPROFSYS_TIMEMORY_COMPONENTS": "wall_clock trip_count",
+            "ROCPROFSYS_USE_ROCPD": "ON" if rocpd else "OFF",
+            "ROCPROFSYS_TIMEMORY_COMPONENTS": self.components,
             "ROCPROFSYS_OUTPUT_PATH": self.directory, "ROCPROFSYS_TIME_OUTPUT": "OFF",
-            "ROCPROFSYS_USE_PID": "ON", "PYTHON_EXECUTABLE": versioned_python()}
+            "ROCPROFSYS_USE_PID": "ON", "PYTHON_EXECUTABLE": versioned_python(), **self.library_path()}
         # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
-        return [Command([self.tool.command, "--module-restrict", *modules, "--", self.profiled.path,
-                         *self.program_flags], set_env=environment,
+        return [Command([self.tool.command, "--module-restrict", *modules,
+                         "--function-exclude", "_call_impl", "--", self.profiled.path, *self.program_flags],
+                        set_env=environment,
                         unset_env=("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE"))]
+
+    def library_path(self):
+        """Torch's own GPU libraries, for the loader: without, early releases see nothing of the GPU."""
+        path = self.profiled.answer.get("torch_path")
+        if not path:
+            return {}
+        places = [os.path.join(os.path.dirname(path), "lib"), os.environ.get("LD_LIBRARY_PATH")]
+        return {"LD_LIBRARY_PATH": ":".join(filter(None, places))}
 
     def problems(self):
         yield from super().problems()
         yield from bindings_problems(self.tool)
+
+    def facts(self):
+        yield from super().facts()
+        path = self.library_path().get("LD_LIBRARY_PATH")
+        if path:
+            yield f"torch's own libraries will be found: LD_LIBRARY_PATH={path}"
 
     def judge(self, log_text):
         """The launcher returns 0 when the script fails, so look at what the script left behind."""
@@ -65,7 +93,8 @@ class RocprofSys(Wrapper):
 
     def list_results(self):
         place = pathlib.Path(self.directory)
-        results = sorted({path for pattern in ("*.proto", "*wall_clock*", "*trip_count*", "*.db")
+        patterns = ("*.proto", "*.db", *(f"*{name}*" for name in self.components.split()))
+        results = sorted({path for pattern in patterns
                           for path in place.rglob(pattern) if path.stat().st_size})
         if not results:
             return NO_DATA, "rocprof-sys-python wrote no trace, no profile and no database"
@@ -75,7 +104,18 @@ class RocprofSys(Wrapper):
             large = "; large: use fewer steps or --modules" if size > 500e6 else ""
             amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
             say(f"  {path.relative_to(place)}  {amount}  {how_to_open(path)}{large}")
-        return OK, f"{len(results)} result files"
+        blind = "" if sees_gpu(results) else ", but no GPU kernel in the trace"
+        return OK, f"{len(results)} result files{blind}"
+
+
+def sees_gpu(results):
+    """Is there a GPU kernel in a timeline? Its category stands there as text. True where there is none."""
+    timelines = [path for path in results if path.suffix == ".proto"]
+    for path in timelines:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"kernel_dispatch") >= 0:
+                return True
+    return not timelines
 
 
 def how_to_open(path):

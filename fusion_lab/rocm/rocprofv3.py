@@ -4,10 +4,14 @@ import pathlib
 import re
 import sys
 
-from fusion_lab.rocm import kernel_summary
+from fusion_lab.rocm import kernel_summary, preflight, records
+from fusion_lab.rocm.failures import STABLE_CLOCKS
 from fusion_lab.rocm.process import Command, say
 from fusion_lab.rocm.wrapper import Wrapper
 from fusion_lab.training.files import NO_DATA, OK, UserError, write_json, write_text
+
+MARKERS = "--marker-trace"
+WITH_MARKERS = {MARKERS, "--runtime-trace", "--sys-trace"}  # with them, recording ends at the last pause
 
 
 class Rocprofv3(Wrapper):
@@ -56,10 +60,23 @@ class Rocprofv3(Wrapper):
             except (UserError, OSError) as error:
                 raise UserError(f"--compare: {error}") from None
 
+    def counters(self):
+        return re.split(r"[\s,]+", self.options.pmc[0].strip(" ,")) if self.options.pmc else []
+
+    def warnings(self, commands):
+        yield from super().warnings(commands)
+        if self.counters() or self.options.preflight:
+            yield from preflight.clock_warnings()
+
+    def chosen_switches(self):
+        return [switch for switch in self.switches if getattr(self.options, switch[2:].replace("-", "_"))]
+
     def commands(self):
         options, arguments = self.options, ["--kernel-trace", "--stats"]
-        arguments += [self.require(switch) for switch in self.switches
-                      if getattr(options, switch[2:].replace("-", "_"))]
+        switches = self.chosen_switches()
+        if self.selected and MARKERS not in switches:  # without, 7.0 to 7.2 do not hear start and stop
+            switches.append(MARKERS)
+        arguments += [self.require(switch) for switch in switches]
         if options.memory_trace:
             arguments.append("--memory-copy-trace")
             if self.has("--memory-allocation-trace"):
@@ -67,24 +84,29 @@ class Rocprofv3(Wrapper):
             else:
                 self.notes.append("memory allocations are traced where rocprofv3 can (ROCm 6.3 or newer)")
         if options.pmc:
-            arguments += [self.require("--pmc"), *re.split(r"[\s,]+", options.pmc[0].strip(" ,"))]
+            arguments += [self.require("--pmc"), *self.counters()]
         if self.selected:
             arguments.append(self.require("--selected-regions"))
+            if options.pmc and self.release() in ("7.0", "7.1"):
+                self.notes.append(f"ROCm {self.release()} gives counters of the whole run, whatever is "
+                                  "selected")
         elif options.selected_regions:
             self.notes.append(f"{self.tool_and_release()} has no --selected-regions: the whole run is "
                               "recorded, start-up and warm-up included")
         # The default format became rocpd with ROCm 7.0, and ROCPROF_OUTPUT_* from outside would join ours.
         arguments += ["--output-format", "csv", *(["pftrace"] if options.pftrace else []),
-                      "--output-directory", self.directory, "--output-file", "tinyopenfold_%pid%"]
+                      "--output-directory", self.directory,
+                      "--output-file", f"{self.profiled.short_name()}_%pid%"]
         return [Command([self.tool.command, *arguments, "--", sys.executable, self.profiled.path,
                          *self.program_flags], unset_env=self.inherited)]
 
     def steps(self):
         counted = super().steps()
-        return counted and {**counted, "selected_regions": self.selected}
+        return counted and {**counted, "selected_regions": self.selected,
+                            "ends_with_steps": not WITH_MARKERS.isdisjoint(self.chosen_switches())}
 
     def replaced(self):
-        stale = kernel_summary.result_files(pathlib.Path(self.directory), "*kernel_stats.csv")
+        stale = records.result_files(pathlib.Path(self.directory), "*kernel_stats.csv")
         if stale:
             raise UserError(f"-o {self.directory}: holds kernel records ({stale[0].name}) that would be "
                             "added to the new ones. Name a fresh directory.")
@@ -97,14 +119,33 @@ class Rocprofv3(Wrapper):
         except kernel_summary.Unreadable as error:
             return NO_DATA, str(error)
         if not summary["launches"]:
-            why = "the program used no GPU, or only one that is hidden from the profiler"
-            if self.selected:
-                why = "no region was marked by roctxProfilerResume; try without --selected-regions"
-            return NO_DATA, f"rocprofv3 recorded no GPU kernel: {why}"
+            return NO_DATA, f"rocprofv3 recorded no GPU kernel: {self.why_no_kernel(log_text)}"
         differences = kernel_summary.differences(summary, self.earlier) if self.earlier else None
         text = kernel_summary.report(summary, differences)
         place = os.path.join(self.directory, "rocprofv3_summary")
         write_text(place + ".txt", text)
         write_json(place + ".json", {**summary, "comparison": differences})
         say("", text)
+        missing = self.why_no_counters({**summary["counters"], **summary["counter_averages"]})
+        if missing:
+            return NO_DATA, missing
         return OK, f"{summary['launches']} kernel launches, {summary['kernel_time_ms']:.3f} ms of kernels"
+
+    def why_no_kernel(self, log_text):
+        if not self.selected:
+            return "the program used no GPU, or only one that is hidden from the profiler"
+        unheard = re.search(r"no profiler start and stop \((.*)\)", log_text)
+        if unheard:
+            return f"the program could not say where its measured steps begin, {unheard[1]}"
+        return "no region was marked by roctxProfilerResume; try without --selected-regions"
+
+    def why_no_counters(self, values):
+        """What {counter: value} lacks of what was asked for, or None; rocprofv3 itself only warns."""
+        names = [name.partition(":")[0] for name in self.counters()]  # NAME:device=0 picks a GPU
+        missing = [name for name in names if name not in values]
+        if missing:
+            return (f"rocprofv3 left no value of {', '.join(missing)}: misspelled, or no counter of this "
+                    "GPU. rocprofv3 --list-avail lists what it has")
+        if names and not any(values[name] for name in names):
+            return f"all counters are 0. {STABLE_CLOCKS}"
+        return None

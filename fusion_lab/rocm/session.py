@@ -8,8 +8,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from fusion_lab.rocm import machine, preflight
-from fusion_lab.rocm.failures import MEANING
+from fusion_lab.rocm import machine, preflight, profiled
+from fusion_lab.rocm.failures import MEANING, without_colours
 from fusion_lab.rocm.process import failure, run, say
 from fusion_lab.training.files import OK, UserError, exit_code, set_aside, write_text
 from fusion_lab.training.program import ROOT
@@ -29,11 +29,12 @@ def profile(wrapper):
     if wrapper.options.dry_run:
         say(wrapper.script_text(commands).rstrip())
         return Outcome(OK, "dry run")
+    if wrapper.options.preflight:
+        return preflight_only(wrapper, commands)
     aside = wrapper.fresh_directory() and check_directory(wrapper.directory, wrapper.options)
     if not (wrapper.options.skip_preflight and wrapper.tool.path):
         preflight.refuse(list(wrapper.problems()))
-        handled = [name for command in commands for name in (*command.set_env, *command.unset_env)]
-        wrapper.notes += preflight.warnings_for(wrapper.tool, wrapper.torch, handled)
+        wrapper.notes += [f"warning: {text}" for text in wrapper.warnings(commands)]
     if aside:
         wrapper.notes.append(f"earlier results are now in {set_aside(wrapper.directory)}")
     for path in {os.path.join(wrapper.directory, command.log) for command in commands} | wrapper.replaced():
@@ -51,6 +52,18 @@ def profile(wrapper):
     return outcome
 
 
+def preflight_only(wrapper, commands):
+    """Everything that was looked at, in order of what helps or hinders."""
+    problems = list(wrapper.problems())
+    warnings = list(wrapper.warnings(commands))
+    say(wrapper.executable, *(f"  ok       {text}" for text in wrapper.facts()),
+        *(f"  note     {text}" for text in wrapper.notes), *(f"  warning  {text}" for text in warnings),
+        *(f"  problem  {problem.what}. {problem.advice}" for problem in problems))
+    code = preflight.worst_code(problems)
+    say(f"  {'can profile here' if code == OK else f'cannot profile here: {MEANING[code]}'}")
+    return Outcome(code, "; ".join(problem.what for problem in problems) or "fine")
+
+
 def execute(wrapper, commands):
     """Run the commands up to the first that fails, then judge what is there: half a trace is a trace."""
     code, reason = OK, ""
@@ -58,9 +71,9 @@ def execute(wrapper, commands):
     write_manifest(wrapper, commands, Outcome(None, "running"))
     for command in commands:
         ended = run(command, wrapper.directory, wrapper.options.timeout)
-        log = pathlib.Path(wrapper.directory, command.log).read_text(errors="replace")
+        log = without_colours(pathlib.Path(wrapper.directory, command.log).read_text(errors="replace"))
         if ended.code or ended.interrupted or ended.timed_out:
-            code, reason = wrapper.explain(*failure(ended, log), log)
+            code, reason = wrapper.explain(*failure(ended, log, wrapper.before("7.13")), log)
             write_manifest(wrapper, commands, Outcome(code, reason))
             break
     verdict, words = wrapper.judge(log)
@@ -98,7 +111,7 @@ def write_records(wrapper, commands):
              "ROCm of the tool": wrapper.tool.rocm, "git commit": commit.strip() if code == 0 else None,
              **{f"torch {key}": value for key, value in wrapper.torch.items()}}
     wanted = ("ROC", "HIP", "HSA", "GPU_", "AMD_", "MIOPEN", "TORCH", "PYTORCH", "TRITON", "OMP_", "LD_",
-              "PYTHON", "PATH", "VIRTUAL_ENV", "CUDA_VISIBLE", "TINYOPENFOLD")
+              "PYTHON", "PATH", "VIRTUAL_ENV", "CUDA_VISIBLE", profiled.VARIABLE)
     lines = [f"# {name}: {value}" for name, value in facts.items()]
     lines += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(wanted)]
     write_text(os.path.join(wrapper.records, "env.txt"), "\n".join(lines) + "\n")

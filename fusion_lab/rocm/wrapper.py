@@ -5,9 +5,10 @@ import re
 import shlex
 import time
 
-from fusion_lab.rocm import machine, preflight, profiled
+from fusion_lab.rocm import failures, machine, preflight, profiled
 from fusion_lab.training import flags
-from fusion_lab.training.files import MISSING, UserError
+from fusion_lab.training.files import FAILED, MISSING, PROGRAM_FAILED, UserError
+from fusion_lab.training.program import DEFAULT_PROGRAM
 
 OLDEST_ROCM, NEWEST_ROCM = "6.3", "10.1"  # of the releases whose tools are known here
 # Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU.
@@ -17,7 +18,7 @@ Everything that is not an option of this script goes to the profiled program unt
 
 environment:
   PYTHON               the interpreter that has torch for ROCm (default: python3)
-  TINYOPENFOLD_SCRIPT  program to profile, where --program names none
+  {variable}  program to profile, where --program names none
   ROCM_PATH            ROCm tree, searched after PATH (default: /opt/rocm)
   MIN_FREE_GB          disk space wanted for the results (default: 1)
 
@@ -32,17 +33,21 @@ class Parser(flags.Parser):
     def __init__(self, script, about, examples, timeout, default_dir, workload):
         if workload:
             about += f"\nFlags of the program before yours: {' '.join(OUTER)}\n{' '.join(workload)}"
-        super().__init__(prog=script, description=about, epilog=examples + EPILOG,
-                         usage=f"./{script} [options] [--] [flags of tiny_openfold_v2.py]",
+        default = os.path.basename(DEFAULT_PROGRAM)
+        super().__init__(prog=script, description=about,
+                         epilog=examples + EPILOG.replace("{variable}", profiled.VARIABLE),
+                         usage=f"./{script} [options] [--] [flags of {default}]",
                          formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
         self.add_argument("--program", metavar="FILE",
-                          help="the program to profile (default: tiny_openfold_v2.py next to this script)")
+                          help=f"the program to profile (default: {default} next to this script)")
         self.add_argument("-o", "--output-dir", metavar="DIR",
                           help=f"fresh directory for the results (default: ./{default_dir}, where earlier "
                                "results are set aside)")
         self.add_argument("--force", action="store_true",
                           help="use a directory that is not empty; earlier results in it are set aside")
         self.add_argument("--dry-run", action="store_true", help="print the exact commands, run nothing")
+        self.add_argument("--preflight", action="store_true",
+                          help="say whether it can work here, and what to do where it cannot; run nothing")
         self.add_argument("--skip-preflight", action="store_true", help="start without checking the machine")
         self.add_argument("--timeout", metavar="SECONDS", type=flags.whole_number(0), default=timeout,
                           help="limit for each command, 0 for none (default: %(default)s)")
@@ -57,7 +62,7 @@ class Parser(flags.Parser):
         return options, unknown + arguments[cut + 1:]
 
 
-def release(text):
+def rocm_release(text):
     """For argparse: "7.0"."""
     if not re.fullmatch(r"\d+\.\d+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a ROCm release such as 6.3, 7.0 or 10.1")
@@ -74,6 +79,7 @@ class Wrapper:
     script = executable = default_dir = examples = install_hint = ""
     timeout = 3600
     workload = []                  # flags of the program before the user's, besides OUTER
+    sizes = []                     # the same, (flag, value), for programs that have these flags
     help_arguments = ("--help",)   # what makes the tool list its options
     oldest = OLDEST_ROCM           # the first release that has all that was asked for
     since = {}                     # options that came later: the first release that has them
@@ -83,8 +89,7 @@ class Wrapper:
         self.options = options
         self.directory = os.path.abspath(options.output_dir or self.default_dir)
         self.records = self.directory  # where command.txt, env.txt and manifest.json go
-        self.program_flags = ["--profile-dir", self.directory, *OUTER, *self.workload, *self.extra_flags(),
-                              *own_flags]
+        self.own_flags = [*self.extra_flags(), *own_flags]
         self.profiled = profiled.Profiled(profiled.chosen_program(options.program))
         self.notes, self.torch, self.started = [], {}, time.time()
         self.tool = machine.Tool(self.executable)
@@ -92,26 +97,42 @@ class Wrapper:
             self.tool = machine.find_tool(self.executable, *self.help_arguments)
         elif not options.dry_run:
             raise UserError("--rocm: chooses what --dry-run prints; a run asks the installed tool")
+        oldest, newest = release_key(OLDEST_ROCM), release_key(NEWEST_ROCM)
+        if self.release() and not oldest <= release_key(self.release()) <= newest:
+            self.notes.append(f"ROCm {self.release()} is not among those known here ({OLDEST_ROCM} to "
+                              f"{NEWEST_ROCM}): what this release does differently was not looked at")
 
     @classmethod
-    def from_arguments(cls, arguments):
-        """A wrapper that is ready to run. Raises UserError, also where the program refuses its flags."""
-        parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, cls.workload)
-        parser.add_argument("--rocm", metavar="X.Y", type=release,
+    def from_arguments(cls, arguments, sizes=None):
+        """A wrapper that is ready to run, with other sizes than its own if they are given. Raises UserError,
+        also where the program refuses its flags."""
+        workload = [*cls.workload, *(word for pair in cls.sizes for word in pair)]
+        parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, workload)
+        parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
                             help="with --dry-run: print for this release, not for the installed tool")
         cls.add_options(parser)
         wrapper = cls(*parser.split(arguments))
+        if sizes is not None:
+            wrapper.sizes = sizes
         if wrapper.runs_program:
             wrapper.ask_program()
         return wrapper
 
     def ask_program(self):
-        self.profiled = profiled.ask(self.profiled.path, self.program_flags)
+        self.profiled = profiled.ask(self.profiled.path, self.flags_with([]))
         if self.profiled.unjudged:
             self.notes.append(f"flags were not judged: {self.profiled.unjudged}")
 
     def extra_flags(self):
         return []
+
+    def flags_with(self, sizes):
+        words = [word for pair in sizes for word in pair]
+        return ["--profile-dir", self.directory, *OUTER, *self.workload, *words, *self.own_flags]
+
+    @property
+    def program_flags(self):
+        return self.flags_with(self.profiled.sizes(self.sizes))
 
     def has(self, option):
         """Does the tool know the option? By its --help, else by --rocm, else None: nobody knows."""
@@ -134,6 +155,10 @@ class Wrapper:
         """ROCm release of the tool, or the one that --rocm names; None where nobody knows."""
         return self.options.rocm or self.tool.rocm
 
+    def before(self, release):
+        """Is, or may, the tool be of an earlier release than this?"""
+        return self.release() is None or release_key(self.release()) < release_key(release)
+
     def tool_and_release(self):
         return f"{self.executable} of ROCm {self.release()}" if self.release() else self.executable
 
@@ -151,17 +176,34 @@ class Wrapper:
     def problems(self):
         """Everything that stands in the way."""
         self.torch = self.profiled.torch()
-        yield from preflight.tool_problems(self.tool, self.install_hint)
+        yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
         if not os.access(self.profiled.path, os.R_OK):
             yield preflight.Problem(MISSING, f"cannot read {self.profiled.path}",
-                                    "--program or TINYOPENFOLD_SCRIPT names the program.")
+                                    f"--program or {profiled.VARIABLE} names the program.")
         yield from preflight.torch_problems(self.torch)
         yield from preflight.kfd_problems()
+        yield from preflight.render_problems()
         yield from preflight.disk_problems(self.directory)
+
+    def warnings(self, commands):
+        """What may be right, but explains many a failure."""
+        handled = [name for command in commands for name in (*command.set_env, *command.unset_env)]
+        yield from preflight.mismatch_warnings(self.tool, self.torch)
+        yield from preflight.environment_warnings(handled)
+
+    def facts(self):
+        """What is fine here, for --preflight; after problems()."""
+        if self.tool.path and not self.tool.trouble:
+            yield f"{self.tool_and_release()}, version {self.tool.version}: {self.tool.path}"
+        if self.torch.get("gpus"):
+            gpus = ", ".join(machine.architectures()) or "of unknown architecture"
+            yield (f"torch {self.torch['version']} for ROCm {self.torch['hip']}, {self.torch['gpus']} GPU(s) "
+                   f"({gpus}): {self.torch['path']}")
 
     def explain(self, code, reason, log_text):
         """Exit code and reason of a failed command, where the tool's output tells more than its code."""
-        return code, reason
+        crash = failures.crash_of_tool(log_text, self.profiled.path) if code == PROGRAM_FAILED else None
+        return (FAILED, f"{self.executable} itself failed: {crash}") if crash else (code, reason)
 
     def steps(self):
         """For 'launches per step': what the program was told; None where nobody knows."""

@@ -1,13 +1,16 @@
 """What the stand-ins share: their generation, one set of kernels, and the files that profilers write.
 
-FAKE_ROCM names the generation: 6.3, 7.0, 10.1, or next for what is announced after it; FAKE_FAIL a trap.
+FAKE_ROCM names the release, `wheels` for one from pip, `next` for what is announced; FAKE_FAIL names a trap.
+What they do was seen on the real parsers and launchers, or read in the real sources.
 """
 import os
 import signal
 
-GENERATION = os.environ.get("FAKE_ROCM", "7.0")
+RELEASE = os.environ.get("FAKE_ROCM", "7.0")
+WHEELS = RELEASE == "wheels"
 FAIL = os.environ.get("FAKE_FAIL", "")
-ORDER = ("6.3", "7.0", "10.1", "next")
+ORDER = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.13", "10.1", "next")
+COUNTERS = ("SQ_WAVES", "GRBM_COUNT", "SQ_BUSY_CYCLES", "FETCH_SIZE", "WRITE_SIZE", "OccupancyPercent")
 
 KERNELS = (  # demangled name, launches, nanoseconds of each: as rocprofv3 names the kernels of PyTorch
     ("Cijk_Ailk_Bljk_SB_MT128x128x16_MI32x32x1_SN_1LDSB0_APM1_AF0EM1", 120, 41_250),
@@ -41,12 +44,16 @@ TRACE_HEADERS = {
                       "Lds_Block_Size", "Scratch_Size", "Vgpr_Count", "Accum_Vgpr_Count", "Sgpr_Count",
                       "Workgroup_Size_X", "Grid_Size_X", "Duration"),
     "rocprof-compute": ("Dispatch_ID", "GPU_ID", "Grid_Size", "Workgroup_Size", "Kernel_Name",
-                        "Start_Timestamp", "End_Timestamp", "SQ_WAVES"),
+                        "Start_Timestamp", "End_Timestamp", "SQ_WAVES", "GRBM_COUNT", "SQ_BUSY_CYCLES"),
 }
 
 
-def at_least(generation):
-    return ORDER.index(GENERATION) >= ORDER.index(generation)
+def at_least(release):
+    return ORDER.index("7.13" if WHEELS else RELEASE) >= ORDER.index(release)
+
+
+def below(release):
+    return not at_least(release)
 
 
 def write_stats(path, kernels=KERNELS):
@@ -82,22 +89,34 @@ def write_trace(path, generation, kernels=KERNELS):
             writer.writerow([known.get(column, 1) for column in header])
 
 
-def write_rocpd(path, kernels=KERNELS, dispatch_tables=True):
+def write_rocpd(path, kernels=KERNELS, dispatch_tables=True, counters=(), copies=0):
     """A rocpd database: tables with a guid in their name, and the views over them that readers use."""
     import sqlite3
     connection = sqlite3.connect(path)
     if dispatch_tables:
-        connection.executescript("""
-            CREATE TABLE rocpd_info_kernel_symbol_abc (id INTEGER, guid TEXT, display_name TEXT);
-            CREATE TABLE rocpd_kernel_dispatch_abc (id INTEGER PRIMARY KEY, guid TEXT, kernel_id INTEGER,
-                                                    start BIGINT, "end" BIGINT);
-            CREATE VIEW rocpd_info_kernel_symbol AS SELECT * FROM rocpd_info_kernel_symbol_abc;
-            CREATE VIEW rocpd_kernel_dispatch AS SELECT * FROM rocpd_kernel_dispatch_abc;""")
+        tables = {"rocpd_info_kernel_symbol": "id INTEGER, guid TEXT, display_name TEXT",
+                  "rocpd_kernel_dispatch": "id INTEGER PRIMARY KEY, guid TEXT, kernel_id INTEGER, "
+                                           'start BIGINT, "end" BIGINT, agent_id INTEGER, event_id INTEGER',
+                  "rocpd_info_pmc": "id INTEGER, guid TEXT, name TEXT",
+                  "rocpd_pmc_event": "id INTEGER PRIMARY KEY, guid TEXT, event_id INTEGER, pmc_id INTEGER, "
+                                     "value REAL",
+                  "rocpd_memory_copy": 'id INTEGER PRIMARY KEY, guid TEXT, start BIGINT, "end" BIGINT'}
+        for name, columns in tables.items():
+            connection.execute(f"CREATE TABLE {name}_abc ({columns})")
+            connection.execute(f"CREATE VIEW {name} AS SELECT * FROM {name}_abc")
         numbers = {name: number for number, (name, _, _) in enumerate(kernels, 1)}
         connection.executemany("INSERT INTO rocpd_info_kernel_symbol_abc VALUES (?, 'abc', ?)",
                                [(number, name) for name, number in numbers.items()])
-        connection.executemany("INSERT INTO rocpd_kernel_dispatch_abc VALUES (NULL, 'abc', ?, ?, ?)",
-                               [(numbers[name], start, end) for name, start, end in dispatches(kernels)])
+        events = [(numbers[name], start, end, event)
+                  for event, (name, start, end) in enumerate(dispatches(kernels), 1)]
+        connection.executemany("INSERT INTO rocpd_kernel_dispatch_abc "
+                               "VALUES (NULL, 'abc', ?, ?, ?, 4, ?)", events)
+        for place, counter in enumerate(counters, 1):
+            connection.execute("INSERT INTO rocpd_info_pmc_abc VALUES (?, 'abc', ?)", (place, counter))
+            connection.executemany("INSERT INTO rocpd_pmc_event_abc VALUES (NULL, 'abc', ?, ?, ?)",
+                                   [(event, place, counter_value(counter)) for *_, event in events])
+        connection.executemany("INSERT INTO rocpd_memory_copy_abc VALUES (NULL, 'abc', 10, 1010)",
+                               [()] * copies)
     else:
         connection.execute("CREATE TABLE top_kernels (name, total_calls, total_duration, average)")
         connection.executemany("INSERT INTO top_kernels VALUES (?, ?, ?, ?)",
@@ -107,11 +126,29 @@ def write_rocpd(path, kernels=KERNELS, dispatch_tables=True):
     connection.close()
 
 
-def run_child(argv):
+def write_counters(path, counters, kernels=KERNELS, factor=1):
+    """*_counter_collection.csv: a row for each dispatch and counter."""
+    import csv
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+        writer.writerow(["Correlation_Id", "Dispatch_Id", "Agent_Id", "Kernel_Name", "Counter_Name",
+                         "Counter_Value", "Start_Timestamp", "End_Timestamp"])
+        for place, (name, start, end) in enumerate(dispatches(kernels), 1):
+            for counter in counters:
+                value = factor * counter_value(counter)
+                writer.writerow([place, place, "Agent 4", name, counter, value, start, end])
+
+
+def counter_value(counter):
+    """The same for every dispatch: 32 waves, 40%, 2 KB read and 1 KB written."""
+    return {"OccupancyPercent": 40.0, "FETCH_SIZE": 2.0, "WRITE_SIZE": 1.0}.get(counter, 32)
+
+
+def run_child(argv, **environment):
     """(exit code, pid) of the program. SIGINT reaches the whole group; a profiler outlives it and writes."""
     import subprocess
     signal.signal(signal.SIGINT, lambda number, frame: None)
-    child = subprocess.Popen(argv)
+    child = subprocess.Popen(argv, env={**os.environ, **environment})
     while True:
         try:
             return child.wait(), child.pid

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from .machine import FAKES, GENERATIONS, WRAPPERS
+from .machine import FAKES, RELEASES, WRAPPERS
 
 
 def write_tool(path, generation):
@@ -28,9 +28,15 @@ case "$FAKE_FAIL:$*" in ":{question}") exec cat {shlex.quote(str(kept))};; esac
 
 @pytest.fixture(scope="session")
 def installations(tmp_path_factory):
-    """A ROCm tree of each generation: bin/, .info/version and the Python bindings of rocprof-sys."""
+    """A ROCm tree of each release: bin/, .info/version and the Python bindings of rocprof-sys. Pip wheels
+    have rocprofv3 only, and no .info."""
     root = tmp_path_factory.mktemp("rocm")
-    for generation in (*GENERATIONS, "next"):
+    wheels = root / "rocm-wheels"
+    core = wheels / "lib" / "python3.11" / "site-packages" / "_rocm_sdk_core" / "bin"
+    core.mkdir(parents=True)
+    write_tool(core / "rocprofv3", "wheels")
+    (wheels / "bin").symlink_to(core)
+    for generation in (*RELEASES[:-1], "next"):
         prefix = root / f"rocm-{generation}"
         (prefix / "bin").mkdir(parents=True)
         (prefix / ".info").mkdir()
@@ -53,8 +59,10 @@ def machine(tmp_path, installations, monkeypatch):
         settings = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "ROCM_PATH": str(prefix), "KFD_DEVICE": str(kfd),
                     "PYTHON": sys.executable, "PYTHONPATH": str(FAKES), "MIN_FREE_GB": "0",
                     "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(installations / "pycache"),
-                    "FAKE_HIP": f"{'10.2' if generation == 'next' else generation}.1",
+                    "FAKE_HIP": f"{ {'next': '10.2', 'wheels': '7.14'}.get(generation, generation)}.1",
                     "TINYOPENFOLD_SCRIPT": str(FAKES / "trainer.py"), "FAKE_RECORD": str(tmp_path / "record"),
+                    **{name: str(tmp_path / "driver" / name) for name in (
+                        "KFD_TOPOLOGY", "DRM_DEVICES", "DRI_DEVICES")},
                     "PYTORCH_PROFILER_SCRIPT": str(tmp_path / "absent" / "run_pytorch_profiler.sh")}
         for name in list(os.environ):
             if name.startswith(("ROCP", "HSA_", "FAKE_")):

@@ -31,6 +31,9 @@ def setting(name, default):
 
 def write_results():
     newest = common.at_least("10.1")  # rocpd became the default, Perfetto and text have to be asked for
+    rocpd = setting("USE_ROCPD", "on" if newest else "off") and common.at_least("7.1")
+    if rocpd and common.RELEASE == "7.1":
+        common.end_like(-11)
     trace = setting("TRACE", "off" if newest or "ROCPROFSYS_PROFILE" in os.environ else "on")
     profile = setting("PROFILE", "off" if newest or trace else "on")
     directory = pathlib.Path(os.environ.get("ROCPROFSYS_OUTPUT_PATH", "rocprofsys-trainer-output"))
@@ -41,17 +44,22 @@ def write_results():
     (directory / f"metadata-{pid}.json").write_text("{}")
     (directory / f"functions-{pid}.json").write_text("{}")
     if trace:
-        (directory / f"perfetto-trace-{pid}.proto").write_bytes(b"\x0a\x02\x08\x01" * 64)
+        # Until 7.1 torch's own GPU libraries are found with the help of the environment only.
+        gpu = common.at_least("7.2") or "torch/lib" in os.environ.get("LD_LIBRARY_PATH", "")
+        content = b"\x0a\x02\x08\x01" * 64 + b"rocm_kernel_dispatch" * gpu
+        (directory / f"perfetto-trace-{pid}.proto").write_bytes(content)
     if profile:
         for name in os.environ.get("ROCPROFSYS_TIMEMORY_COMPONENTS", "wall_clock").split():
             (directory / f"{name}-{pid}.txt").write_text("|0>>> main | 1 | 0 | wall_clock | sec | 0.98 |\n")
             (directory / f"{name}-{pid}.json").write_text('{"timemory": {}}')
-    if setting("USE_ROCPD", "on" if newest else "off") and newest:
+    if rocpd:
         common.write_rocpd(directory / f"rocpd-{pid}.db")
     print(f"[rocprofsys][{pid}] Outputting results to '{directory}'")
 
 
 def main():
+    if common.FAIL == "crash":
+        raise RuntimeError("rocprofsys could not be initialised")
     if common.FAIL == "bindings":
         sys.stderr.write("Traceback (most recent call last):\n"
                          "ModuleNotFoundError: No module named 'rocprofsys.libpyrocprofsys'\n")

@@ -1,8 +1,9 @@
-"""Strict stand-in for rocprofv3 of ROCm 6.3 (SDK 0.5), 7.0 (1.0) and 10.1 (1.3)."""
+"""Strict stand-in for rocprofv3 of ROCm 6.3 (SDK 0.5) to 10.1 (1.3), from packages and from pip wheels."""
 import argparse
 import os
 import pathlib
 import sys
+import tempfile
 
 import common
 
@@ -10,6 +11,7 @@ BOOLEANS = ["--hip-trace", "--hsa-trace", "--marker-trace", "--kernel-trace", "-
             "--memory-allocation-trace", "--scratch-memory-trace", "--rccl-trace", "--runtime-trace",
             "--sys-trace", "--stats", "--summary", "--truncate-kernels", "--mangled-kernels",
             "--kernel-rename"]
+EVALUATION = "my_own_kernel(float*)"  # runs after the measured steps only
 
 
 def truth(text):
@@ -34,7 +36,7 @@ def build_parser():
     parser.add_argument(*["-f"] * modern, "--output-format", nargs="+", choices=formats, type=str.lower)
     parser.add_argument("-d", "--output-directory", default=os.environ.get("ROCPROF_OUTPUT_PATH"))
     parser.add_argument("-o", "--output-file", default=os.environ.get("ROCPROF_OUTPUT_FILE_NAME"))
-    if common.at_least("10.1"):
+    if common.at_least("7.13"):
         parser.add_argument("--pmc", nargs="*", action="append", help="multiple --pmc flags: multi-pass")
     else:
         parser.add_argument("--pmc", nargs="*")
@@ -51,25 +53,62 @@ def fatal(message):
     sys.exit(1)
 
 
-def write_results(options, pid, formats):
+def traced(options, *names):
+    return any(getattr(options, name[2:].replace("-", "_")) for name in names)
+
+
+def recorded_kernels(options, calls):
+    """What is recorded, given the program's calls of roctxProfilerResume and Pause."""
+    markers = traced(options, "--marker-trace", "--runtime-trace", "--sys-trace")
+    if getattr(options, "selected_regions", None):
+        heard = markers or common.at_least("7.13")  # before, the calls are listened to with markers only
+        listed = heard and "resume" in calls
+        return [(name, count // 2, time) for name, count, time in common.KERNELS] if listed else []
+    if markers and calls[-1:] == ["pause"]:
+        return [kernel for kernel in common.KERNELS if kernel[0] != EVALUATION]
+    return common.KERNELS
+
+
+def write_results(options, pid, formats, kernels):
     directory = pathlib.Path(options.output_directory or ".")
     directory.mkdir(parents=True, exist_ok=True)
     prefix = str(directory / (options.output_file or f"host/{pid}").replace("%pid%", str(pid)))
     pathlib.Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    kernels = common.KERNELS
-    if getattr(options, "selected_regions", None):
-        kernels = [(name, calls // 2, time) for name, calls, time in kernels]
     if "csv" in formats and common.FAIL != "rocpd_only":
         common.write_trace(f"{prefix}_kernel_trace.csv", "7.0" if common.at_least("7.0") else "6.3", kernels)
         if options.stats:
             common.write_stats(f"{prefix}_kernel_stats.csv", kernels)
-        if options.pmc:
-            pathlib.Path(f"{prefix}_counter_collection.csv").write_text(
-                '"Kernel_Name","Counter_Name","Counter_Value"\n' + '"k, 1","SQ_WAVES",32\n' * 2)
+        write_counters(options, prefix, kernels)
     if "rocpd" in formats or common.FAIL == "rocpd_only":
         common.write_rocpd(f"{prefix}_results.db", kernels)
     if "pftrace" in formats:
         pathlib.Path(f"{prefix}_results.pftrace").write_bytes(b"\x0a\x02\x08\x01")
+
+
+def asked_counters(options):
+    lists = options.pmc or []
+    return [name for words in lists for name in words] if common.at_least("7.13") else lists
+
+
+def write_counters(options, prefix, kernels):
+    """An unknown counter is a warning and no more; 7.0 and 7.1 count the whole run, whatever is selected."""
+    known = [name for name in asked_counters(options) if name in common.COUNTERS]
+    for name in set(asked_counters(options)) - set(known):
+        sys.stderr.write(f"W20260131 12:00:00.000000 7 tool.cpp:700] Unable to find counter {name}\n")
+    if known:
+        whole = common.RELEASE in ("7.0", "7.1")
+        common.write_counters(f"{prefix}_counter_collection.csv", known, common.KERNELS if whole else kernels,
+                              factor=common.FAIL != "zero_counters")
+
+
+def break_down():
+    """Traps that end the tool before or in place of the program."""
+    if common.FAIL == "fatal":
+        fatal("librocprofiler-sdk-tool.so does not exist")
+    if common.FAIL == "crash":
+        sys.stderr.write(f'Traceback (most recent call last):\n  File "{sys.argv[0]}", line 1501, in main\n'
+                         "KeyError: 'ROCPROF_OUTPUT'\n")
+        sys.exit(1)
 
 
 def main():
@@ -77,22 +116,31 @@ def main():
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options, app = build_parser().parse_args(arguments[:cut]), arguments[cut + 1:]
     if getattr(options, "version", False):
-        print("         version: 1.0.0\n    git_revision: abc\n    rocm_version: " + common.GENERATION + ".0")
+        release = "7.14" if common.WHEELS else common.RELEASE.replace("next", "10.2")
+        print(f"         version: 1.0.0\n    git_revision: abc\n    rocm_version: {release}.0")
         return
-    traces = [name for name in BOOLEANS
-              if name.endswith("-trace") and getattr(options, name[2:].replace("-", "_"))]
+    traces = [name for name in BOOLEANS if name.endswith("-trace") and traced(options, name)]
     if not traces and not options.pmc and options.stats:
         fatal("No tracing options were enabled for --stats option")
     if not app:
         fatal("No application provided")
-    if common.FAIL == "fatal":
-        fatal("librocprofiler-sdk-tool.so does not exist")
+    break_down()
+    if len(asked_counters(options)) > 4:
+        sys.stderr.write("F20260131 12:00:00.000000 7 tool.cpp:1036] Request exceeds the capabilities of the "
+                         "hardware to collect :: SQ_WAVES\n")
+        common.end_like(-6)
     formats = options.output_format or ["rocpd" if common.at_least("7.0") else "csv"]
     formats += os.environ.get("ROCPROF_OUTPUT_FORMAT", "").split(",")
-    code, pid = common.run_child(app)
-    blind = getattr(options, "selected_regions", None) and "--enable-rocm-profiling" not in app
-    if common.FAIL != "no_data" and not blind and code not in (-9, -11):
-        write_results(options, pid, formats)
+    libraries = "librocprofiler-sdk-roctx.so.1" + " librocprofiler-sdk-roctx.so" * (not common.WHEELS)
+    preloaded = " process" * traced(options, "--marker-trace", "--runtime-trace", "--sys-trace")
+    with tempfile.TemporaryDirectory() as place:
+        log = pathlib.Path(place, "calls")
+        log.touch()
+        code, pid = common.run_child(app, FAKE_ROCTX=libraries + preloaded, FAKE_ROCTX_LOG=str(log),
+                                     FAKE_ROCTX_STRICT="1" * common.below("7.13"))
+        kernels = recorded_kernels(options, log.read_text().split())
+    if common.FAIL != "no_data" and kernels and code not in (-9, -11):
+        write_results(options, pid, formats, kernels)
     common.end_like(code)
 
 

@@ -1,0 +1,230 @@
+"""Reading what AMD's profilers write: CSV of every rocprofv3 and rocprof-compute generation, and rocpd.
+
+Columns are found by name, because their order and number changed with ROCm 6.3, 7.0 and rocpd. Times are in
+nanoseconds. Standard library only.
+"""
+import contextlib
+import csv
+import gzip
+import re
+import sqlite3
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from fusion_lab.training.files import UserError
+
+OWN_INPUT = "perfmon"  # folder of rocprof-compute with the lists of counters that it is to collect
+NO_COUNTER = {"gpuid", "dispatchid", "gridsize", "workgroupsize", "kernelname", "starttimestamp",
+              "endtimestamp", "kernelid", "ldsperworkgroup", "scratchperworkitem", "archvgpr", "accumvgpr",
+              "sgpr"}
+
+
+class Unreadable(UserError):
+    """A file that is there but is not what its name says."""
+
+
+@dataclass
+class Kernels:
+    """What ran: {kernel name: (calls, nanoseconds)}, in whose words, from which files."""
+    totals: dict = field(default_factory=dict)
+    source: str | None = None
+    files: list = field(default_factory=list)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which files
+
+def pass_of(path):
+    """What run of the program a file comes from, where the profiler ran it again and again, or None."""
+    folder = re.search(r"/(pass_\d+)/|/workloads/.+/out/([^/]+)/", path.absolute().as_posix())
+    return folder and (folder[1] or folder[2])
+
+
+def result_files(directory, pattern):
+    """Files below directory, without those that were set aside and without lists that a profiler was given.
+    Of several passes over the same program the first counts."""
+    files = []
+    for path in sorted(directory.rglob(pattern)):
+        folders = path.relative_to(directory).parts
+        if not any(".old-" in folder for folder in folders) and OWN_INPUT not in folders:
+            files.append(path)
+    passes = sorted({pass_of(path) or "" for path in files} - {""})
+    return [path for path in files if pass_of(path) in (None, *passes[:1])]
+
+
+def preferably_counters(files):
+    """Of rocprof-compute's workloads, the one with counters rather than the roofline."""
+    return sorted(files, key=lambda path: "_roof" in str(path))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# CSV
+
+def open_text(path):
+    opener = gzip.open if path.suffix == ".gz" else open
+    return opener(path, "rt", newline="", encoding="utf-8-sig", errors="replace")
+
+
+def plain(cell):
+    """`Kernel_Name`, `KERNEL_NAME` and `KernelName` are one column."""
+    return re.sub(r"[^a-z]", "", cell.lower())
+
+
+def read_header(path):
+    with open_text(path) as file:
+        return next(csv.reader(file), [])
+
+
+def read_rows(path, *wanted):
+    """The wanted columns of every row. Raises Unreadable where one is missing."""
+    with open_text(path) as file:
+        reader = csv.reader(file)
+        header = [plain(cell) for cell in next(reader, [])]
+        missing = [name for name in wanted if name not in header]
+        if missing:
+            raise Unreadable(f"{path}: no column {', '.join(missing)} in its header: {', '.join(header)}")
+        columns = [header.index(name) for name in wanted]
+        for row in reader:
+            if len(row) > max(columns):  # an interrupted run can end in half a line
+                yield [row[column] for column in columns]
+
+
+def add_up(entries):
+    totals = defaultdict(lambda: (0, 0.0))
+    for name, calls, nanoseconds in entries:
+        count, time = totals[name]
+        totals[name] = (count + calls, time + nanoseconds)
+    return dict(totals)
+
+
+def merge(readings):
+    return add_up((name, calls, time) for reading in readings for name, (calls, time) in reading.items())
+
+
+def read_stats(path):
+    rows = read_rows(path, "name", "calls", "totaldurationns")
+    return add_up((name, int(calls), float(time)) for name, calls, time in rows)
+
+
+def read_trace(path, name="kernelname"):
+    rows = read_rows(path, name, "starttimestamp", "endtimestamp")
+    return add_up((kernel, 1, float(end) - float(start)) for kernel, start, end in rows)
+
+
+def read_long_form(path):
+    """rocprof-compute from 3.5 on: a row for each dispatch and counter, so a launch stands there often."""
+    launches = {tuple(row) for row in read_rows(path, "dispatchid", "kernelname", "starttimestamp",
+                                                "endtimestamp")}
+    return add_up((kernel, 1, float(end) - float(start)) for _, kernel, start, end in launches)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# rocpd: plain SQLite; ROCm's own reader is tied to one Python version, so not used
+
+def query_rocpd(path, *queries):
+    """Rows of the first query that this generation's tables answer. Raises Unreadable."""
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    with contextlib.closing(connection):
+        for query in queries:
+            try:
+                return connection.execute(query).fetchall()
+            except sqlite3.OperationalError as error:  # no such table or view: not this generation
+                problem = error
+            except sqlite3.DatabaseError as error:
+                problem = error
+                break
+    raise Unreadable(f"{path}: not a rocpd database: {problem}")
+
+
+def read_rocpd(path):
+    return add_up(query_rocpd(
+        path, 'SELECT s.display_name, COUNT(*), SUM(k."end" - k.start) FROM rocpd_kernel_dispatch k JOIN '
+        "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid GROUP BY 1",
+        "SELECT name, total_calls, total_duration * 1000 FROM top_kernels"))  # this view is in microseconds
+
+
+def optional_rocpd(directory, query):
+    """Rows of all databases below directory; none where they lack the tables, as other generations do."""
+    for path in result_files(directory, "*.db"):
+        with contextlib.suppress(Unreadable):
+            yield from query_rocpd(path, query)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Kernels, copies, counters of a result directory
+
+def read_kernels(directory):
+    """Kernels, from the best source there is."""
+    sources = (("kernel statistics CSV", "*kernel_stats.csv", read_stats),
+               ("kernel trace CSV", "*kernel_trace.csv", read_trace),
+               ("rocpd database", "*.db", read_rocpd),
+               ("rocprof-compute counters", "pmc_perf*.csv", read_trace),
+               ("rocprof-compute counters", "results_pmc_perf_*.csv", read_long_form),
+               ("rocprof-compute counters", "results_pmc_perf_*.csv.gz", read_long_form))
+    for source, pattern, reader in sources:
+        files = result_files(directory, pattern)
+        if source == "rocprof-compute counters":
+            files = preferably_counters(files)[:1]  # each file is one more run of the program
+        elif any("workloads" in path.relative_to(directory).parts for path in files):
+            first = preferably_counters(files)[0]
+            files = [path for path in files if path.parents[1] == first.parents[1]]  # processes of one run
+        totals = merge(map(reader, files))
+        if totals:
+            return Kernels(totals, source, [str(path.relative_to(directory)) for path in files])
+    return Kernels()
+
+
+def read_memory_copies(directory):
+    """Copies by the DMA engines; copies done by a kernel are in the kernel table. None if not traced."""
+    copies = merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv")))
+    if not copies:
+        copies = merge(read_trace(path, "direction")
+                       for path in result_files(directory, "*memory_copy_trace.csv"))
+    if not copies:
+        copies = add_up(("copy", 1, time) for (time,) in
+                        optional_rocpd(directory, 'SELECT "end" - start FROM rocpd_memory_copy'))
+    if not copies:
+        return None
+    return {"count": sum(calls for calls, _ in copies.values()),
+            "time_ms": sum(time for _, time in copies.values()) / 1e6}
+
+
+def read_counters(directory):
+    """(counter, value, nanoseconds of the dispatch) for each dispatch that rocprofv3 counted."""
+    for path in result_files(directory, "*counter_collection.csv"):
+        timed = {"starttimestamp", "endtimestamp"} <= set(map(plain, read_header(path)))
+        columns = ("countername", "countervalue", *(("starttimestamp", "endtimestamp") if timed else ()))
+        for name, value, *times in read_rows(path, *columns):
+            start, end = map(float, times) if times else (0.0, 0.0)
+            yield name, float(value), end - start
+    yield from optional_rocpd(
+        directory, 'SELECT i.name, p.value, k."end" - k.start FROM rocpd_pmc_event p '
+        "JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid "
+        "JOIN rocpd_kernel_dispatch k ON k.event_id = p.event_id AND k.guid = p.guid")
+
+
+def wanted_counters(workload):
+    """Counters that rocprof-compute set out to collect, by the lists that it wrote for itself."""
+    words = set()
+    for path in (workload / OWN_INPUT).glob("*.txt"):
+        for line in path.read_text(errors="replace").splitlines():
+            if line.startswith("pmc:"):
+                words.update(line[4:].split())
+    return {word for word in words if "ACCUM_PREV" not in word}  # those get another name in the results
+
+
+def collected_counters(workload):
+    """Counters that its result files hold, in whatever form."""
+    names = set()
+    for path in (path for ending in ("csv", "csv.gz") for path in result_files(workload, f"*.{ending}")):
+        header = read_header(path)
+        if "countername" in map(plain, header):
+            names.update(name for (name,) in read_rows(path, "countername"))
+        elif "kernelname" in map(plain, header):
+            names.update(cell for cell in header if plain(cell) not in NO_COUNTER)
+    for path in workload.rglob("*.db"):
+        with contextlib.suppress(Unreadable):
+            names.update(name for (name,) in query_rocpd(
+                path, "SELECT DISTINCT i.name FROM rocpd_pmc_event p "
+                "JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid"))
+    return names
