@@ -13,7 +13,7 @@ test: $(VENV)/dev
 
 lint: $(VENV)/dev
 	$(VENV)/bin/python -m ruff check .
-	if command -v shellcheck >/dev/null; then shellcheck *.sh; fi
+	if command -v shellcheck >/dev/null; then shellcheck *.sh fusion_lab/*.sh; fi
 
 $(VENV)/python:
 	$(PYTHON) -m venv --system-site-packages $(VENV)

@@ -12,7 +12,6 @@ plain block in float64. Writes OUT/peers.json after each shape, with the kernels
 that one sees whose ran. Exit code 1 if an error is above three times the plain block's, 3 where the package
 or a GPU for it is missing.
 """
-import argparse
 import os
 import pathlib
 import re
@@ -29,22 +28,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tiny_openfold_v2 as tof
+from fusion_lab.kernels.attention import prepare_flex_attention
 from fusion_lab.measuring.accuracy import shake
-from fusion_lab.measuring.clocks import (
-    PhaseTimer,
-    quantiles,
-)
+from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import (
-    UserError,
-    exit_code,
-    write_json,
-)
-from fusion_lab.training.flags import (
-    Parser,
-    regular_expression,
-    whole_number,
-)
+from fusion_lab.training.files import MISSING, UserError, exit_code, write_json
+from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import system_info
 
 SHAPES = {"B4 S64 N16": dict(batch=4, seq_len=64, num_seqs=16),
@@ -59,11 +49,10 @@ class PeerTriangleAttention(tof.FusedTriangleAttention):
     def attention(self, x, axis, bias=None, key_mask=None):
         from cuequivariance_torch import triangle_attention
         assert key_mask is None
-        to_rows, back = ((0, 2, 3, 1, 4), (0, 3, 1, 2, 4)) if axis == 1 else ((0, 1, 3, 2, 4),) * 2
-        *qkv, [gate] = self.project(x, *((name,) for name in (*self.QKV, "gate_proj")))
-        q, k, v = (p.unflatten(-1, (self.heads, -1)).permute(to_rows).contiguous() for [p] in qkv)
+        q, k, v, gate = self.project(x)
+        q, k, v = (self.to_heads(p, axis).contiguous() for p in (q, k, v))
         out = triangle_attention(q, k, v, bias[:, None].float().contiguous())
-        return self.o_proj(out.permute(back).flatten(-2) * gate.sigmoid())
+        return self.o_proj(self.from_heads(out, axis) * gate.sigmoid())
 
 
 class PeerTriangleMultiplication(tof.FusedTriangleMultiplication):
@@ -83,7 +72,7 @@ def blocks(config, device, dtype):
     """{name: block} with equal weights: plain, ours and with the peer's triangle sub-layers."""
     torch.manual_seed(0)
     plain = tof.FusedEvoformerBlock(config, tof.FusionConfig.preset(False))
-    shake(plain)
+    shake(tof.PROGRAM, plain)
     everything, packed = tof.FusionConfig.preset(True), tof.FusionConfig(enable_projection_fusion=False)
     ours, peer = tof.FusedEvoformerBlock(config, everything), tof.FusedEvoformerBlock(config, everything)
     peer.triangle_mult_outgoing = PeerTriangleMultiplication(config, packed, outgoing=True)
@@ -98,7 +87,7 @@ def blocks(config, device, dtype):
 
 
 def gradients_step(block):
-    """run(inputs) -> [msa, pair, gradients of both inputs and of all parameters, by unpacked name]."""
+    """run(inputs) -> ([msa, pair], gradients of the inputs msa and pair, {parameter name: its gradient})"""
     def run(tensors):
         msa, pair = (tensors[name].detach().requires_grad_() for name in ("msa", "pair"))
         out = block(msa, pair)
@@ -112,10 +101,8 @@ def gradients_step(block):
 def flat(block, results):
     """Results of a step by name, parameters under unpacked names, in float64."""
     outputs, of_inputs, of_parameters = results
-    for prefix, module in block.named_modules():
-        if isinstance(module, tof.PackedProjections):
-            module.split_packed(of_parameters, f"{prefix}.")
-    found = dict(msa=outputs[0], pair=outputs[1], d_msa=of_inputs[0], d_pair=of_inputs[1], **of_parameters)
+    found = dict(msa=outputs[0], pair=outputs[1], d_msa=of_inputs[0], d_pair=of_inputs[1],
+                 **unpacked(block, of_parameters))
     return {name: tensor.double() for name, tensor in found.items()}
 
 
@@ -126,16 +113,21 @@ def worst_error(found, exact):
                for name, truth in exact.items())
 
 
+def inputs(config, batch, device, dtype):
+    """msa (B, N, S, c_m), pair (B, S, S, c_z), and weights of the outputs' elements in a loss."""
+    generator = torch.Generator(device).manual_seed(1)
+    s, n = config.seq_len, config.num_seqs
+    forms = dict(msa=(batch, n, s, config.msa_dim), pair=(batch, s, s, config.pair_dim))
+    return {f"{name}{end}": torch.randn(form, device=device, generator=generator).to(dtype)
+            for name, form in forms.items() for end in ("", "_weight")}
+
+
 def compare(shape, steps, device, on_gpu):
     """{block: row}, interleaved."""
     sizes = dict(shape)
     batch, dtype = sizes.pop("batch"), torch.bfloat16 if on_gpu else torch.float32
     config = tof.TinyOpenFoldConfig(num_blocks=1, **sizes)
-    generator = torch.Generator(device).manual_seed(1)
-    s, n = config.seq_len, config.num_seqs
-    forms = dict(msa=(batch, n, s, config.msa_dim), pair=(batch, s, s, config.pair_dim))
-    tensors = {f"{name}{end}": torch.randn(form, device=device, generator=generator).to(dtype)
-               for name, form in forms.items() for end in ("", "_weight")}
+    tensors = inputs(config, batch, device, dtype)
     found = blocks(config, device, dtype)
     truth = blocks(config, device, torch.float64)["plain"]
     exact = flat(truth, gradients_step(truth)({k: v.double() for k, v in tensors.items()}))
@@ -172,25 +164,24 @@ def top_kernels(replay):
 
 
 def run(argv):
-    parser = Parser(prog="compare_peers.py", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--steps", type=whole_number, default=30)
+    parser = Parser(prog="compare_peers.py", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, help="directory for peers.json (default: none)")
+    parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
     parser.add_argument("--shapes", default="", type=regular_expression,
-                        help="regular expression over their names")
+                        help="regular expression over their names (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, eager float32, also on a CPU")
     arguments = parser.parse_args(argv)
     try:
         import cuequivariance_torch
     except ImportError:
         raise UserError("cuequivariance is not installed: pip install cuequivariance-torch "
-                        "cuequivariance-ops-torch-cu13 (NVIDIA only)", code=3) from None
+                        "cuequivariance-ops-torch-cu13 (NVIDIA only)", code=MISSING) from None
     on_gpu = torch.cuda.is_available() and not arguments.quick
     if not on_gpu and not arguments.quick:
-        raise UserError("cuEquivariance's kernels need an NVIDIA GPU; there is none", code=3)
+        raise UserError("cuEquivariance's kernels need an NVIDIA GPU; there is none", code=MISSING)
     device = torch.device("cuda" if on_gpu else "cpu")
     if on_gpu:
-        tof.prepare_flex_attention(torch.device("cuda", torch.cuda.current_device()))
+        prepare_flex_attention(torch.device("cuda", torch.cuda.current_device()))
     results = {}
     for name, shape in (QUICK if arguments.quick else SHAPES).items():
         if not re.search(arguments.shapes, name):

@@ -7,7 +7,6 @@ Runs every setting with every seed, all at once on a GPU, else one after the oth
 writes OUT/loss_curves.json, OUT/loss_curves.png (where matplotlib is installed) and a table: the mean loss
 of the last tenth of the steps, and P(L/2) on held-out synthetic proteins by step. A run that fails ends it.
 """
-import argparse
 import json
 import pathlib
 import re
@@ -17,17 +16,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from fusion_lab.training.files import (
-    UserError,
-    exit_code,
-)
-from fusion_lab.training.flags import (
-    Parser,
-    whole_number,
-)
+from fusion_lab.measuring.plotting import require_matplotlib
+from fusion_lab.training.files import UserError, exit_code, write_json
+from fusion_lab.training.flags import Parser, whole_number
+from tiny_openfold_v2 import PROGRAM
 
 SETTINGS = {
     "baseline fp32": "--disable-all-fusion",
@@ -43,15 +40,15 @@ def train(name, seed, arguments):
     directory = arguments.out / "runs" / f"{name.replace(' ', '_')}_{seed}"
     flags = [*SETTINGS[name].split(), "--seed", seed, "--num-steps", arguments.steps, "--log-every", 5,
              "--eval-every", max(arguments.steps // 5, 1), "--profile-dir", directory, *arguments.flags]
-    done = subprocess.run([sys.executable, ROOT / "tiny_openfold_v2.py", *map(str, flags)],
+    done = subprocess.run([sys.executable, PROGRAM.file, *map(str, flags)],
                           capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
         raise UserError(f"{name}, seed {seed}: exit {done.returncode}: {last}", code=done.returncode)
-    summary = json.loads((directory / "performance_summary_v2.json").read_text(encoding="utf-8"))
+    summary = json.loads(done.stdout.splitlines()[-1])
     evaluations = {str(arguments.steps) if step == "final" else step: statistics.fmean(
         protein["p_l2"] for protein in groups["held_out"].values())
-        for step, groups in summary["contact_precision"].items()}
+        for step, groups in summary[PROGRAM.evaluation_name].items()}
     return dict(name=name, seed=seed, flags=list(map(str, flags)), p_l2=evaluations,
                 system_info=summary["system_info"],
                 losses={int(step): float(loss) for step, loss in STEP_LINE.findall(done.stdout)})
@@ -63,9 +60,8 @@ def tail(run, steps):
 
 
 def draw(runs, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """The losses of all runs as curves. Raises UserError where matplotlib is missing."""
+    pyplot = require_matplotlib()
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for number, name in enumerate(SETTINGS):
         for run in (run for run in runs if run["name"] == name):
@@ -78,16 +74,15 @@ def draw(runs, path):
 
 
 def main(argv=None):
-    parser = Parser(prog="loss_curves.py", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=whole_number, default=500)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43])
+    parser = Parser(prog="loss_curves.py", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for results")
+    parser.add_argument("--steps", type=whole_number(), default=500, help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=whole_number(0), nargs="+", default=[42, 43],
+                        help="(default: 42 43)")
     parser.add_argument("flags", nargs="*", help="flags of the trainer for every run, after --")
     arguments = parser.parse_args(argv)
     if own := OWN.intersection(word.partition("=")[0] for word in arguments.flags):
         parser.error(f"flag {min(own)} after --: this program sets it itself")
-    import torch
     with ThreadPoolExecutor(8 if torch.cuda.is_available() else 1) as pool:
         runs = list(pool.map(lambda job: train(*job, arguments),
                              [(name, seed) for name in SETTINGS for seed in arguments.seeds]))
@@ -98,11 +93,12 @@ def main(argv=None):
                   run["p_l2"].items(), key=lambda item: int(item[0]))))
     result = dict(command=" ".join(["python benchmarks/loss_curves.py", *sys.argv[1:]]),
                   date=time.strftime("%F"), steps=arguments.steps, runs=runs)
-    (arguments.out / "loss_curves.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    write_json(arguments.out / "loss_curves.json", result)
     try:
         draw(runs, arguments.out / "loss_curves.png")
-    except ImportError:
-        print("no picture: pip install matplotlib")
+    except UserError as error:
+        print(f"no picture: {error}")
+    return 0
 
 
 if __name__ == "__main__":

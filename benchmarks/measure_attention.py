@@ -11,12 +11,11 @@ judged against float64: at most three times those of plain attention in the same
 of the largest element. Writes OUT/attention.json. With --quick, eager code on a CPU.
 Exit code 1 if math, SDPA or FlexAttention as the model uses it fails or is not accurate.
 """
-import argparse
-import contextlib
 import pathlib
 import re
 import sys
 import time
+from functools import partial
 
 import torch
 from torch.nn.attention.flex_attention import flex_attention
@@ -24,23 +23,14 @@ from torch.nn.attention.flex_attention import flex_attention
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import tiny_openfold_v2 as tof
-from fusion_lab.measuring.accuracy import TF32_EPSILON
-from fusion_lab.measuring.clocks import (
-    PhaseTimer,
-    quantiles,
-)
+from fusion_lab.kernels.attention import NO_BLOCK_MASK, prepare_flex_attention
+from fusion_lab.measuring.accuracy import ERROR_FACTOR, TF32_EPSILON
+from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import (
-    exit_code,
-    write_json,
-)
-from fusion_lab.training.flags import (
-    Parser,
-    regular_expression,
-    whole_number,
-)
-from fusion_lab.training.machine import system_info
+from fusion_lab.training.files import MISSING, UserError, exit_code, write_json
+from fusion_lab.training.flags import Parser, regular_expression, whole_number
+from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
+from tiny_openfold_v2 import attend
 
 SHAPES = {  # B, rows, H, L, D, biased
     "pair S64 B4": (4, 64, 4, 64, 32, True),
@@ -61,13 +51,14 @@ BLOCKS |= {f"bwd {m}x{n} w{w} s{s}": dict(bwd_BLOCK_M1=m, bwd_BLOCK_N1=n, bwd_BL
                                           bwd_num_warps=w, bwd_num_stages=s)
            for m, n, w, s in ((32, 64, 4, 3), (64, 64, 4, 2), (32, 128, 4, 3), (64, 128, 8, 2),
                               (32, 32, 2, 3), (32, 32, 4, 2))}
+JUDGED = ("math", "sdpa", "flex")  # as the model uses them
 THREE_PRODUCTS = dict(FLOAT32_PRECISION="'tf32x3'")  # each float32 product as three in TF32
 
 
 def flex_variant(copies=1, gradient=True, **options):
-    """tof.flex_attend with kernel options, the bias gradient in several copies, or none at all (not a way to
-    train: it shows what the gradient costs)."""
-    def attend(q, k, v, bias):
+    """flex_attend() with other kernel options, the bias gradient in several copies, or none at all (not a way
+    to train: it shows what the gradient costs)."""
+    def run(q, k, v, bias):
         rows = q.shape[1]
         bias = bias if gradient or bias is None else bias.detach()
         spread = None if bias is None else bias.float()[:, None].expand(-1, copies, -1, -1, -1)
@@ -76,24 +67,24 @@ def flex_variant(copies=1, gradient=True, **options):
             return score + spread[b // rows, b % copies, h, i, j]
         return flex_attention(*(x.flatten(0, 1) for x in (q, k, v)),
                               score_mod=None if bias is None else add_bias,
-                              block_mask=tof.NO_BLOCK_MASK.get(q.device),
+                              block_mask=NO_BLOCK_MASK.get(q.device),
                               kernel_options=dict(FORCE_USE_FLEX_ATTENTION=True, **options)
                               ).unflatten(0, (-1, rows))
-    return attend
+    return run
 
 
 def variants(biased, precision, on_gpu):
-    """{name: (backend, replacement of flex_attend or None)}"""
-    found = {name: (name, None) for name in ("math", "sdpa", "flex")}
+    """{name: function of q, k, v (B, R, H, L, D) and bias (B, H, L, L) or None}"""
+    found = {name: partial(attend, backend=name) for name in JUDGED}
     if not on_gpu:
         return found
     if biased:
-        found |= {f"flex, {n} bias gradients": ("flex", flex_variant(copies=n)) for n in (4, 16)}
-        found["flex, no bias gradient"] = ("flex", flex_variant(gradient=False))
-    found |= {f"flex, {name}": ("flex", flex_variant(**options)) for name, options in BLOCKS.items()}
+        found |= {f"flex, {n} bias gradients": flex_variant(copies=n) for n in (4, 16)}
+        found["flex, no bias gradient"] = flex_variant(gradient=False)
+    found |= {f"flex, {name}": flex_variant(**options) for name, options in BLOCKS.items()}
     if precision == "fp32":
-        found["flex, tf32x3"] = ("flex", flex_variant(**THREE_PRODUCTS))
-        found |= {f"flex, tf32x3, {name}": ("flex", flex_variant(**THREE_PRODUCTS, **options))
+        found["flex, tf32x3"] = flex_variant(**THREE_PRODUCTS)
+        found |= {f"flex, tf32x3, {name}": flex_variant(**THREE_PRODUCTS, **options)
                   for name, options in BLOCKS.items()}
     return found
 
@@ -110,12 +101,12 @@ def inputs(shape, dtype, device):
     return found | (dict(bias=normal(b, h, length, length)) if biased else {})
 
 
-def step_function(backend, heads, compiled):
-    """run(inputs) -> (output, gradients of qkv and bias)."""
-    def attend(qkv, bias):
+def step_function(attention, heads, compiled=False):
+    """run(inputs) -> [output, gradients of qkv and bias]"""
+    def forward(qkv, bias):
         q, k, v = (part.unflatten(-1, (heads, -1)).transpose(2, 3) for part in qkv.chunk(3, dim=-1))
-        return tof.attend(q, k, v, bias, None, backend)
-    function = torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
+        return attention(q, k, v, bias)
+    function = torch.compile(forward, fullgraph=True, dynamic=False) if compiled else forward
 
     def run(tensors):
         wanted = {k: tensors[k].detach().requires_grad_() for k in ("qkv", "bias") if k in tensors}
@@ -125,65 +116,52 @@ def step_function(backend, heads, compiled):
     return run
 
 
-@contextlib.contextmanager
-def using(replacement):
-    """tof.flex_attend replaced, and no compiled code left over from before."""
-    torch._dynamo.reset()
-    original = tof.flex_attend
-    tof.flex_attend = replacement or original
-    try:
-        yield
-    finally:
-        tof.flex_attend = original
-
-
-def measure(shape, dtype, backend, replacement, steps, device):
+def measure(shape, dtype, attention, steps, device):
     """(row, results) of one variant."""
-    on_gpu = device.type == "cuda"
-    tensors = inputs(shape, dtype, device)
-    row = {}
-    with using(replacement):
-        run = step_function(backend, shape[2], compiled=on_gpu)
-        results = run(tensors)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            run(tensors)
-            row["extra_mb"] = (torch.cuda.max_memory_allocated(device) - before) / 2 ** 20
-            graphed = GraphedStep(lambda t: run(t)[0].sum(), tensors, device)
-        timer = PhaseTimer(device)
-        for _ in range(steps):
-            timer.start()
-            graphed.graph.replay() if on_gpu else run(tensors)
-            timer.mark()
+    on_gpu, tensors, row = device.type == "cuda", inputs(shape, dtype, device), {}
+    torch._dynamo.reset()  # no compiled code left over from another variant
+    run = step_function(attention, shape[2], compiled=on_gpu)
+    results = run(tensors)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run(tensors)
+        row["extra_mb"] = (torch.cuda.max_memory_allocated(device) - before) / MEGABYTE
+        graphed = GraphedStep(lambda t: run(t)[0].sum(), tensors, device)
+    timer = PhaseTimer(device)
+    for _ in range(steps):
+        timer.start()
+        graphed.graph.replay() if on_gpu else run(tensors)
+        timer.mark()
     row["p20_ms"], row["median_ms"], row["p80_ms"] = (1e3 * t for t in quantiles(timer.seconds()[:, 0]))
     return row, results
 
 
 def errors(results, exact):
+    """Largest error of each result; None for one that was not computed."""
     return [None if x is None else (x.double() - y).abs().max().item()
             for x, y in zip(results, exact, strict=True)]
 
 
 def measure_shape(name, shape, precision, arguments, device):
-    dtype = DTYPES[precision]
+    """Rows of all variants of one shape in one precision, printed as they come."""
+    dtype, rows = DTYPES[precision], []
     epsilon = TF32_EPSILON if precision == "tf32" else torch.finfo(dtype).eps
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    double = {key: value.double() for key, value in inputs(shape, dtype, device).items()}
-    exact = step_function("math", shape[2], False)(double)
-    own, rows = errors(step_function("math", shape[2], False)(inputs(shape, dtype, device)), exact), []
-    for variant, (backend, replacement) in variants(shape[5], precision, device.type == "cuda").items():
+    tensors, plain = inputs(shape, dtype, device), step_function(partial(attend, backend="math"), shape[2])
+    exact = plain({key: value.double() for key, value in tensors.items()})
+    allowed = [ERROR_FACTOR * own + 2 * epsilon * truth.abs().max().item()
+               for own, truth in zip(errors(plain(tensors), exact), exact, strict=True)]
+    for variant, attention in variants(shape[5], precision, device.type == "cuda").items():
         label = f"{name} | {precision} | {variant}"
         if not re.search(arguments.variants, variant):
             continue
         row = dict(name=label)
         try:
-            found, results = measure(shape, dtype, backend, replacement, arguments.steps, device)
+            found, results = measure(shape, dtype, attention, arguments.steps, device)
             wrong = errors(results, exact)
-            floors = [2 * epsilon * y.abs().max().item() for y in exact]
             row |= found | dict(errors=wrong, accurate=all(
-                error is not None and error <= 3 * theirs + floor
-                for error, theirs, floor in zip(wrong, own, floors, strict=True)))
+                error is not None and error <= limit for error, limit in zip(wrong, allowed, strict=True)))
             print(f"{label:58s} {row['median_ms']:8.3f} ms ({row['p20_ms']:.3f}, {row['p80_ms']:.3f})  "
                   f"{row.get('extra_mb', 0):7.1f} MB  {'ok' if row['accurate'] else 'INACCURATE'}",
                   flush=True)
@@ -204,20 +182,20 @@ def save(rows, out, device):
 
 
 def main(argv=None):
-    parser = Parser(prog="measure_attention.py", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path)
+    parser = Parser(prog="measure_attention.py", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, help="directory for attention.json (default: none)")
     parser.add_argument("--shapes", default="", type=regular_expression,
-                        help="regular expression over their names")
+                        help="regular expression over their names (default: all)")
     parser.add_argument("--variants", default="", type=regular_expression, help="the same")
-    parser.add_argument("--precisions", nargs="+", choices=tuple(DTYPES), default=["bf16"])
-    parser.add_argument("--steps", type=whole_number, default=30)
+    parser.add_argument("--precisions", nargs="+", choices=tuple(DTYPES), default=["bf16"],
+                        help="(default: bf16)")
+    parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, eager, CPU: to try the script")
     arguments = parser.parse_args(argv)
     if not (arguments.quick or torch.cuda.is_available()):
-        parser.exit(3, "measure_attention.py: error: needs a GPU; --quick tries the script on a CPU\n")
-    device = torch.device("cpu" if arguments.quick else "cuda")
-    tof.prepare_flex_attention(torch.device("cuda", 0) if device.type == "cuda" else device)
+        raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
+    device = choose_device("cpu" if arguments.quick else "cuda")
+    prepare_flex_attention(device)
     rows = []
     for name, shape in (QUICK if arguments.quick else SHAPES).items():
         for precision in arguments.precisions:
@@ -226,7 +204,7 @@ def main(argv=None):
                 save(rows, arguments.out, device)
     if not rows:
         parser.error("no shape and variant is left")
-    judged = [row for row in rows if row["name"].split(" | ")[2] in ("math", "sdpa", "flex")]
+    judged = [row for row in rows if row["name"].split(" | ")[2] in JUDGED]
     return int(not all(row.get("accurate") for row in judged))
 
 

@@ -5,8 +5,8 @@
 
 Settings: from scratch; pre-trained on each synthetic world, then real; the pre-trained models as they are.
 Every family is held out once. Writes OUT/real_families.json and prints a table; a run that fails is an error.
+All other flags go to the trainer.
 """
-
 import json
 import pathlib
 import statistics
@@ -17,45 +17,35 @@ from concurrent.futures import ThreadPoolExecutor
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from fusion_lab.training.files import exit_code
-from fusion_lab.training.flags import (
-    Parser,
-    whole_number,
-)
+from fusion_lab.training.files import FAILED, UserError, exit_code, require_directory, write_json
+from fusion_lab.training.flags import Parser, whole_number
+from tiny_openfold_v2 import PROGRAM
 
 WORLDS = ("paired", "covarying")
 
 
 def train(directory, flags):
-    """Run the trainer; returns its summary."""
-    directory.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        str(ROOT / "tiny_openfold_v2.py"),
-        "--profile-dir",
-        str(directory),
-        *map(str, flags),
-    ]
-    with open(directory / "run.log", "w", encoding="utf-8") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    """Run the trainer; returns its summary. Raises UserError."""
+    require_directory(directory)
+    command = [sys.executable, PROGRAM.file, "--profile-dir", *map(str, [directory, *flags])]
+    log = directory / "run.log"
+    with open(log, "w", encoding="utf-8") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code:
-        raise SystemExit(f"exit {code}: {' '.join(command)}\n" + (directory / "run.log").read_text()[-1500:])
-    return json.loads((directory / "performance_summary_v2.json").read_text())
+        last = (log.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
+        raise UserError(f"{' '.join(command)}: exit {code}: {last} (all of it in {log})", code=FAILED)
+    return json.loads((directory / PROGRAM.result("performance_summary")).read_text(encoding="utf-8"))
 
 
 def held_out_scores(summaries):
-    """{family: P(L/2)} and the same by step, over all folds."""
-    final = {
-        name: p["p_l2"] for s in summaries for name, p in s["contact_precision"]["final"]["held_out"].items()
-    }
-    steps = sorted({int(step) for s in summaries for step in s["contact_precision"] if step != "final"})
-    by_step = {
-        step: statistics.median(
-            p["p_l2"] for s in summaries for p in s["contact_precision"][str(step)]["held_out"].values()
-        )
-        for step in steps
-    }
-    return final, by_step
+    """({family: P(L/2) at the end}, {step: median P(L/2)}) over the held-out families of all folds."""
+    by_step = {}  # step -> {family: P(L/2)}
+    for summary in summaries:
+        for step, groups in summary[PROGRAM.evaluation_name].items():
+            scores = {name: protein["p_l2"] for name, protein in groups["held_out"].items()}
+            by_step.setdefault(step, {}).update(scores)
+    final = by_step.pop("final")
+    return final, {int(step): statistics.median(by_step[step].values()) for step in sorted(by_step, key=int)}
 
 
 def run_all(arguments, common, folds):
@@ -86,15 +76,21 @@ def run_all(arguments, common, folds):
                 {key: job.result() for key, job in jobs.items()})
 
 
+def print_results(results, synthetic):
+    for setting, found in results.items():
+        print(f"{setting:22s} held-out P(L/2): median {found['median']:.3f}, mean {found['mean']:.3f} "
+              f"({len(found['p_l2'])} families) by step {found['median_by_step']}")
+    print("synthetic held-out P(L/2), mean:", json.dumps(synthetic))
+
+
 def main(argv=None):
-    parser = Parser(prog="real_families.py", description=__doc__.splitlines()[0],
-                    epilog="All other flags go to the trainer.")
+    parser = Parser(prog="real_families.py", description=__doc__)
     parser.add_argument("--data", type=pathlib.Path, required=True, help="directory of families")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for results")
-    parser.add_argument("--steps", type=whole_number, default=3000, help="(default: %(default)s)")
-    parser.add_argument("--pretrain-steps", type=whole_number, default=3000, help="(default: %(default)s)")
-    parser.add_argument("--folds", type=whole_number, default=4, help="(default: %(default)s)")
-    parser.add_argument("--jobs", type=whole_number, default=6, help="trainings at a time (default: 6)")
+    parser.add_argument("--steps", type=whole_number(), default=3000, help="(default: %(default)s)")
+    parser.add_argument("--pretrain-steps", type=whole_number(), default=3000, help="(default: %(default)s)")
+    parser.add_argument("--folds", type=whole_number(2), default=4, help="(default: %(default)s)")
+    parser.add_argument("--jobs", type=whole_number(), default=6, help="trainings at a time (default: 6)")
     arguments, common = parser.parse_known_args(argv)
     names = sorted({path.name.split(".")[0] for path in arguments.data.iterdir()})
     if len(names) < arguments.folds:
@@ -106,16 +102,15 @@ def main(argv=None):
         final, by_step = held_out_scores([s for (name, _), s in summaries.items() if name == setting])
         results[setting] = dict(p_l2=final, median_by_step=by_step, median=statistics.median(final.values()),
                                 mean=statistics.fmean(final.values()))
-        print(f"{setting:22s} held-out P(L/2): median {results[setting]['median']:.3f}, "
-              f"mean {results[setting]['mean']:.3f} ({len(final)} families) by step {by_step}")
     synthetic = {world: {step: statistics.fmean(p["p_l2"] for p in groups["held_out"].values())
-                         for step, groups in summary["contact_precision"].items()}
+                         for step, groups in summary[PROGRAM.evaluation_name].items()}
                  for world, summary in pretrained.items()}
-    print("synthetic held-out P(L/2), mean:", json.dumps(synthetic))
+    print_results(results, synthetic)
     example = next(iter(summaries.values()))
     kept = {key: example[key] for key in ("config", "training_params", "system_info", "timestamp")}
-    (arguments.out / "real_families.json").write_text(json.dumps(
-        dict(command=sys.argv, folds=folds, results=results, synthetic_held_out=synthetic, **kept), indent=1))
+    write_json(arguments.out / "real_families.json", dict(
+        command=sys.argv, folds=folds, results=results, synthetic_held_out=synthetic, **kept))
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 FAKE_TRAINER is JSON: `crash` and `inaccurate`, flags that make it fail; `memory_mb`, above which it is out of
 memory; `starts` {flag: seconds before that} and `seconds` that each run takes; `log`, a file with a line at
 the start and end of each measurement; `deaf`, whether it hears no answer when it asks for its turn; `orphans`
-{flag: seconds} that it sleeps before it asks to die with its parent, beside a child that never asks;
+{flag: seconds} that it sleeps before it asks to die with its parent, beside a child that never asks; `after`
+{flag: lines of the log for which it waits};
 `faster`, factors by which flags shorten a step; `both`, a further one for the first two of them together;
 `program` and `suffix`, of messages and of file names.
 """
@@ -43,8 +44,12 @@ def enabled(flags):
     return on
 
 
-def seconds_of(knob, flags):
-    """The largest of the knob's seconds whose flag is on."""
+def lines_of_log():
+    return pathlib.Path(KNOBS["log"]).read_bytes().count(b"\n") if os.path.exists(KNOBS["log"]) else 0
+
+
+def most(knob, flags):
+    """The largest of the knob's numbers whose flag is on."""
     return max([0, *(s for flag, s in KNOBS.get(knob, {}).items() if flag in enabled(flags))])
 
 
@@ -76,7 +81,7 @@ def write(folder, name, content):
 
 def main(flags):
     folder = flags[flags.index("--profile-dir") + 1]
-    if lifetime := seconds_of("orphans", flags):
+    if lifetime := most("orphans", flags):
         note("orphan")
         note("orphan", subprocess.Popen(["sleep", str(lifetime)]).pid)
         time.sleep(lifetime)
@@ -85,7 +90,9 @@ def main(flags):
         wrong = bool(set(KNOBS.get("inaccurate", [])) & enabled(flags))
         write(folder, "accuracy", dict(failures=["distances: off by 1"] if wrong else []))
         return int(wrong)
-    time.sleep(seconds_of("starts", flags))
+    time.sleep(most("starts", flags))
+    while "after" in KNOBS and lines_of_log() < most("after", flags):
+        time.sleep(0.02)
     seconds, memory = cost(flags)
     if set(KNOBS.get("crash", [])) & enabled(flags):
         return fail("broken on purpose")

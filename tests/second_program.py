@@ -25,7 +25,8 @@ class MlpConfig(Checked):
 class MlpSwitches(Switches):
     """Which of its operations run fused."""
     enable_fused_relu: bool = option(True, "bias and ReLU in the epilogue of their GEMM", preset=True)
-    enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True, rung=4)
+    enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True,
+                                         rung=4)
 
 
 class Up(nn.Linear):
@@ -94,8 +95,8 @@ def defined(output, batch):
 
 PROGRAM = Program(
     file=__file__, about=__doc__, version="mlp", suffix="mlp", model_config=MlpConfig,
-    training_config=TrainingConfig, fusion_config=MlpSwitches, model=Mlp, trainer=Trainer, open_source=Numbers,
-    check_batch=masked_batch, defined=defined, sublayers=("up", "down"),
+    training_config=TrainingConfig, fusion_config=MlpSwitches, model=Mlp, trainer=Trainer,
+    open_source=Numbers, check_batch=masked_batch, defined=defined, sublayers=("up", "down"),
     blocks=lambda settings: settings.model.depth, axes=dict(batch_size="B", width="W"),
     titles={"Fused ReLU": "enable_fused_relu"}, headline=("enable_fused_relu", "enable_fused_residual"),
     tiny=dict(width=8))

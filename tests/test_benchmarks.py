@@ -1,11 +1,15 @@
 """The programs in benchmarks/, at tiny sizes on a CPU: they run, judge accuracy and write their results."""
 import json
 import os
+import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 def run(program, *flags, **environment):
@@ -29,6 +33,45 @@ def test_ladder(tmp_path):
         done = run("measure_ladder.py", "--plot", tmp_path / "x.png", wrong)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "x.png").exists()
     assert rows[0]["accurate"] and rows[0]["median_ms"] > 0
+
+
+def test_ladder_of_two_checkouts(tmp_path):
+    """The other one's code runs: there the model says something else of its attention."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "fusion_lab", other / "fusion_lab")
+    shutil.copytree(ROOT / "proteins", other / "proteins")
+    text = (ROOT / "tiny_openfold_v2.py").read_text()
+    (other / "tiny_openfold_v2.py").write_text(text.replace(
+        "\nPROGRAM = ", '\nTinyOpenFoldV2.attention_kernel = lambda *_: "of the other"\n\nPROGRAM = '))
+    done = run("measure_ladder.py", "--quick", "--only", "fused bf16", "--steps", 2, "--out", tmp_path,
+               "--root", ROOT, other)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ladder.json").read_text())["rows"]
+    assert [row["name"].split(" | ")[1] for row in rows] == [f"fused bf16 autocast ({root})"
+                                                             for root in (ROOT, other)]
+    assert [row["kernel"] == "of the other" for row in rows] == [False, True]
+    done = run("measure_ladder.py", "--root", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr
+
+
+def test_a_rung_that_fails_is_a_row_with_its_reason(tmp_path):
+    import measure_ladder
+    rung = measure_ladder.Rung("x", ROOT, ["--use-tf32", "--batch-size", "0"], 2)
+    assert not rung.guest.wait_until_ready()
+    assert "--batch-size" in rung.finish()["failed"]
+
+
+def test_roofline_and_its_tables(tmp_path):
+    import measure_fusion
+    done = run("measure_fusion.py", "--quick", "--part", "roofline", "--shapes", "1,8,4", "--precisions",
+               "fp32", "--steps", 2, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "fusion.json").read_text())
+    assert result["compare"] == {} and list(result["roofline"]) == ["B1 S8 N4 fp32"]
+    part = result["roofline"]["B1 S8 N4 fp32"]
+    lines = measure_fusion.tables(result)
+    assert [line.startswith("| ") for line in lines].count(True) == 2 + 9 + len(part["checks"])
+    assert f"The step is {part['launch']['text']}." in lines
 
 
 def test_peers(tmp_path):
@@ -57,3 +100,35 @@ def test_loss_curves(tmp_path):
     assert len(runs) == 3 and all(len(r["losses"]) == 2 and "10" in r["p_l2"] for r in runs)
     done = run("loss_curves.py", "--out", tmp_path, "--", "--num-steps=3")  # it would read earlier results
     assert done.returncode == 2 and "--num-steps" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_real_families_holds_every_family_out_once_in_every_setting(tmp_path, monkeypatch, capsys):
+    import real_families
+    (tmp_path / "data").mkdir()
+    for name in "abcde":
+        (tmp_path / "data" / f"{name}.a3m").touch()
+    started = []
+
+    def train(directory, flags):
+        flags = list(map(str, flags))
+        given = dict(zip(flags[::2], flags[1::2], strict=True))
+        started.append((directory.name, given))
+        held_out = given.get("--holdout", "synthetic").split(",")
+        scores = {"held_out": {name: dict(p_l2=0.5) for name in held_out}}
+        return dict(config={}, training_params={}, system_info={}, timestamp="",
+                    contact_precision={"500": scores, "final": scores})
+
+    monkeypatch.setattr(real_families, "train", train)
+    flags = ["--data", tmp_path / "data", "--out", tmp_path, "--folds", 2, "--steps", 10,
+             "--pretrain-steps", 7, "--msa-dim", 16]
+    assert real_families.main(list(map(str, flags))) == 0
+    results = json.loads((tmp_path / "real_families.json").read_text())["results"]
+    assert list(results) == ["scratch", "paired", "covarying", "paired, not tuned", "covarying, not tuned"]
+    for found in results.values():
+        assert list(found["p_l2"]) == [*"acebd"] and found["median_by_step"] == {"500": 0.5}
+    steps = {name: (given["--num-steps"], pathlib.Path(given.get("--resume", "")).name)
+             for name, given in started}
+    assert steps["scratch-10-1"] == ("10", "") and steps["paired-17-0"] == ("17", "paired.pt")
+    assert steps["covarying-8-1"] == ("8", "covarying.pt") and len(steps) == 2 + 5 * 2
+    assert all(given["--msa-dim"] == "16" for _, given in started)
+    assert len(capsys.readouterr().out.splitlines()) == 6

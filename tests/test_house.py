@@ -1,8 +1,10 @@
-"""The house: imports run one way, and the lab serves any program; both programs there are keep to the seam."""
+"""The house: imports run one way; the lab serves any program, and the programs there are keep to the seam."""
 import ast
 import dataclasses
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -18,36 +20,39 @@ from fusion_lab.training.program import PARTS, load_program
 
 CPU = torch.device("cpu")
 SECOND = ROOT / "tests" / "second_program.py"
-EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1, num_seqs=6,
-                 seq_len=16)
+EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
+                 num_seqs=6, seq_len=16)
 PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.training.files", "fusion_lab.training.options", "fusion_lab.training.program",
           "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "companions",
           "tiny_openfold_v2", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
+PACKAGES = ("fusion_lab", "proteins", "companions", "benchmarks")
 STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
 
 
 def modules():
     """{dotted name: imported dotted names, those within functions too} of the whole project."""
     found = {}
-    for path in subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
-                               cwd=ROOT, capture_output=True, text=True, check=True).stdout.split():
-        name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        if not path.startswith("tests/") and (ROOT / path).exists():
-            imported = set()
-            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Import):
-                    imported |= {alias.name for alias in node.names}
-                elif isinstance(node, ast.ImportFrom):
-                    imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            found[name] = imported
+    for file in [*ROOT.glob("*.py"), *(f for d in PACKAGES for f in (ROOT / d).rglob("*.py"))]:
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = imported = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return {name: {i for i in imported if i in found} - {name} for name, imported in found.items()}
 
 
 def within(name, package):
     return name == package or name.startswith(package + ".")
+
+
+def run(command, directory):
+    return subprocess.run(list(map(str, command)), cwd=directory, capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHON": sys.executable})
 
 
 def floor(name):
@@ -83,16 +88,11 @@ def test_amd_wrappers_need_neither_torch_nor_numpy():
     names = [name for name in modules() if any(within(name, package) for package in STANDARD_LIBRARY_ONLY)]
     code = (f"import sys; sys.modules.update(torch=None, numpy=None, tqdm=None); import importlib; "
             f"[importlib.import_module(name) for name in {[*names, 'profile_summary']!r}]")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run([sys.executable, "-c", code], ROOT)
     assert done.returncode == 0 and len(names) > 4, done.stderr
 
 
-WORDS = re.compile(r"evoformer|msa|triangle|residue|protein|seq_len|num_seqs|openfold|outer_product|alphafold",
-                   re.IGNORECASE)
-ALLOWED = {  # where a word of the default program must stand: its path, and advice that names flags
-    "fusion_lab/training/program.py": "tiny_openfold_v2",
-}
-
+WORDS = re.compile(r"evoformer|msa|triangle|residue|protein|seq_len|num_seqs|outer_product|alphafold", re.I)
 
 def test_the_lab_names_nothing_of_the_evoformer():
     """In code, that is: docstrings and comments may give examples."""
@@ -165,17 +165,17 @@ def test_one_seed_gives_one_model_under_all_switches(program):
     assert all(torch.equal(state[name], states[0][name]) for state in states for name in state)
 
 
-def test_a_checkpoint_crosses_settings(program):
+def test_a_checkpoint_crosses_settings(program, tmp_path):
     settings = small(program)
     trainer = program.trainer(program, settings, CPU)
     batches = [program.open_source(settings).batch(step) for step in range(2)]
     trainer.step(batches[0])
-    saved = snapshot(trainer)
+    torch.save(snapshot(trainer), tmp_path / "saved.pt")
     expected = trainer.step(batches[1]).item()
     for other in each_switch(program, settings):
         if other.idle(False) == settings.idle(False):
             second = program.trainer(program, other, CPU)
-            restore(second, saved)
+            restore(second, tmp_path / "saved.pt")
             assert second.step(batches[1]).item() == pytest.approx(expected, rel=1e-4)
 
 
@@ -209,16 +209,18 @@ def flags_of(program):
 
 
 def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(program, tmp_path):
-    wide = ["--width", "512", "--batch-size", "512"] if program.file == str(SECOND) else []
-    result = run_program("run_pytorch_profiler.py", *flags_of(program), *wide, "--profile-dir", tmp_path / "p",
-                         "--profile-steps", "2", "--roofline")
+    large = dict(width=512, batch_size=512) if program.file == str(SECOND) else dict(
+        msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48)
+    flags = [word for name, value in large.items() for word in ("--" + name.replace("_", "-"), value)]
+    result = run_program("run_pytorch_profiler.py", *flags_of(program), *flags, "--profile-dir",
+                         tmp_path / "p", "--profile-steps", "3", "--roofline")
     assert result.returncode == 0, result.stderr + result.stdout
     analysis = json.loads((tmp_path / "p" / "fusion_analysis.json").read_text())
     names = {entry["name"] for entry in analysis["sublayers"]}
     assert names == {*program.sublayers, "rest"} and len(analysis["roofline"]) == len(program.sublayers)
     forward = {kind: sum(e["total_us"] for e in analysis["sublayers"] if e["direction"] == "forward"
                          and (e["name"] == "rest") == (kind == "rest")) for kind in ("rest", "within")}
-    assert forward["within"] > 0.8 * sum(forward.values())
+    assert forward["within"] > 0.9 * sum(forward.values())
 
 
 def test_the_study_runs(program, tmp_path):
@@ -228,25 +230,21 @@ def test_the_study_runs(program, tmp_path):
     kept = [word for pair in zip(flags[2::2], flags[3::2], strict=True) if pair[0] in (*own, "--depth")
             for word in pair]
     axes = ["--seq-lens", "16", "--num-seqs", "6"] if program.name.startswith("tiny") else []
-    done = subprocess.run([str(ROOT / "launch_performance_study.sh"), "--program", program.file, "--batch-sizes", "2",
-                           *axes, "--num-runs", "1", "--num-steps", "3", "--warmup-steps", "1", "--device", "cpu",
-                           "--no-plots", "--study-name", str(tmp_path / "s"), "--", *kept],
-                          capture_output=True, text=True, check=False, env={**__import__("os").environ,
-                                                                           "PYTHON": sys.executable})
+    done = run([ROOT / "launch_performance_study.sh", "--program", program.file, "--batch-sizes", "2",
+                *axes, "--num-runs", "1", "--num-steps", "3", "--warmup-steps", "1", "--device", "cpu",
+                "--no-plots",
+                "--study-name", tmp_path / "s", "--", *kept], tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     points = json.loads((tmp_path / "s" / "results_summary.json").read_text())["points"]
-    assert [point["setting"] for point in points] == ["baseline", "fused"] and all(p["n"] == 1 for p in points)
+    assert [(point["setting"], point["n"]) for point in points] == [("baseline", 1), ("fused", 1)]
 
 
 @pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh"])
 def test_amd_wrappers_show_their_commands(program, script, tmp_path):
     flags = flags_of(program)[:4]
-    done = subprocess.run([str(ROOT / script), "--dry-run", *flags], cwd=tmp_path, capture_output=True, text=True,
-                          check=False, env={**__import__("os").environ, "PYTHON": sys.executable})
+    done = run([ROOT / script, "--dry-run", *flags], tmp_path)
     assert done.returncode == 0 and program.name in done.stdout, done.stderr
-    wrong = subprocess.run([str(ROOT / script), "--dry-run", *flags, "--batch-size", "0"], cwd=tmp_path,
-                           capture_output=True, text=True, check=False,
-                           env={**__import__("os").environ, "PYTHON": sys.executable})
+    wrong = run([ROOT / script, "--dry-run", *flags, "--batch-size", "0"], tmp_path)
     assert wrong.returncode == 2 and "--batch-size" in wrong.stderr and wrong.stderr.count("\n") == 1
 
 
@@ -268,3 +266,20 @@ def test_flags_are_judged_and_shown():
     assert found["torch"] == torch.__version__ and found["summary"] == "performance_summary_v2.json"
     result = run_program("tiny_openfold_v2.py", "--check-flags", "--seq-len", 0)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+def test_pip_installs_packages_and_the_trainer_as_a_module(tmp_path):
+    pytest.importorskip("setuptools")
+    source, site = tmp_path / "source", tmp_path / "site"
+    for path in run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], ROOT).stdout.split():
+        if not path.startswith(("tests/", "benchmarks/results/")) and (ROOT / path).exists():
+            (source / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, source / path)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = run([*pip, "--target", site, source], tmp_path)
+    assert done.returncode == 0, done.stderr
+    module = ("import runpy, sys; sys.path[0:0] = [sys.argv.pop(1)]; "
+              "runpy.run_module('tiny_openfold_v2', run_name='__main__')")
+    done = run([sys.executable, "-c", module, site, "--help"], tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("usage: tiny_openfold_v2.py"), done.stderr
+    assert (site / "fusion_lab" / "study" / "design.py").exists() and (site / "proteins").is_dir()

@@ -3,6 +3,7 @@ import json
 import os
 import stat
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from conftest import ROOT, last_json, run_program
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import ceilings, predictions, roofline
 from fusion_lab.measuring.clocks import RangeSums
-from fusion_lab.measuring.probe import probe
+from fusion_lab.measuring.probe import Findings, probe
 from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.sizes import shapes_around, shrunk
 from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.profiler import analysis, report, several
+from fusion_lab.profiler import session as session_module
 from fusion_lab.profiler.session import (
+    analyse,
     launch_on_cpu,
     medians,
     operations_in_a_step,
@@ -117,6 +120,7 @@ def test_gpu_time_of_each_step_is_told_apart():
     assert [step["pair_transition", "forward"] for step in steps] == [30.0, 30.0, 300.0]
     assert [step["pair_transition", "backward"] for step in steps] == [60.0] * 3
     assert [step["rest", "forward"] for step in steps] == [10.0] * 3
+    assert [step["rest", "launch not recorded"] for step in steps] == [4.0] * 3
 
 
 def test_forward_within_backward_is_recomputation():
@@ -166,7 +170,7 @@ def test_launch_verdict_is_withheld_where_the_steps_disagree():
     assert on_gpu.verdict == "undecided"
 
 
-def test_the_step_without_work_takes_turns_with_the_step_itself(monkeypatch):
+def test_the_step_without_work_takes_turns_with_the_step_itself(tmp_path):
     turns = []
 
     class Noting(tof.Trainer):
@@ -174,15 +178,22 @@ def test_the_step_without_work_takes_turns_with_the_step_itself(monkeypatch):
             turns.append(self.settings.model.seq_len)
             return super().step(batch, mark)
 
-    settings = given()
-    trainer = Noting(replace(PROGRAM, trainer=Noting), settings, CPU)
+    program, settings = replace(PROGRAM, trainer=Noting), given()
+    trainer, source = Noting(program, settings, CPU), program.open_source(settings)
+    found = probe(trainer, source.batch(0))
+    turns.clear()
+    result, _ = analyse(trainer, source, found, str(tmp_path), 3)
+    assert turns[:7] == [2, *[SIZES["seq_len"], 2] * 3] and 2 not in turns[7:]
+    assert "operations at S 2, N 1" in result.launch.text and result.launch.host_ms > 0
+
+
+def test_without_a_smaller_step_the_launch_verdict_is_unknown():
     untraced = np.ones((3, 4))
-    launch = launch_on_cpu(trainer, 100, untraced, 3)
-    assert turns == [2, *[2, SIZES["seq_len"]] * 3] and launch.launches == 100
-    assert "operations at S 2, N 1" in launch.text
-    compiling = Noting(trainer.program, given(enable_torch_compile=True), CPU)
-    compiled = launch_on_cpu(compiling, None, untraced, 3)
-    assert compiled.verdict == "unknown" and "compiled" in compiled.text and len(turns) == 7
+    for values, reason in ((dict(enable_torch_compile=True), "compiled"),
+                           (dict(seq_len=2, num_seqs=2), "smallest sizes")):
+        trainer = tof.Trainer(PROGRAM, given(**values), CPU)
+        launch = launch_on_cpu(trainer, None, None, untraced)
+        assert launch.verdict == "unknown" and reason in launch.text and launch.step_ms == 2000
 
 
 def made_up(shares, samples=(), twins=(), unit="operation", kinds=None, saved=None):
@@ -208,10 +219,24 @@ def test_the_heaviest_sublayer_is_named_with_its_spread():
 
 
 def test_steps_that_disagree_withhold_the_heaviest_sublayer():
-    steps = [dict(a=0.5, b=0.2), dict(a=0.1, b=0.2), dict(a=0.45, b=0.5), dict(a=0.5, b=0.2)]
-    texts = made_up(dict(a=0.45, b=0.2), steps).findings()
-    assert "undecided: the steps disagree; `a` is the first in 2 of 4" in texts[0]
+    steps = [dict(a=0.5, b=0.2, c=0.1), dict(a=0.1, b=0.2, c=0.1), dict(a=0.1, b=0.2, c=0.4),
+             dict(a=0.5, b=0.2, c=0.1)]
+    texts = made_up(dict(a=0.45, b=0.2, c=0.1), steps).findings()
+    assert texts[0] == ("Which sub-layer takes most time is undecided: in 4 steps it was `a` 2x, `b` 1x, "
+                        "`c` 1x.")
     assert not any("takes most time of" in text or "least efficient" in text for text in texts)
+    texts = made_up(dict(a=0.45, b=0.4, c=0.1), [*steps[:2], dict(a=0.3, b=0.4, c=0.1)]).findings()
+    assert texts[0].startswith("`b` and `a` take most time of the 3 sub-layers, now one, now the other: 40%")
+
+
+def test_the_least_efficient_sublayer_is_named_where_the_steps_agree():
+    def texts(steps):
+        result = made_up(dict(a=0.5, b=0.3), steps)
+        return replace(result, flops_share=dict(a=0.9, b=0.1)).findings()
+
+    sentence = "`b` is the least efficient: 30% of the time for 10% of the sub-layers' FLOPs"
+    assert any(sentence in text for text in texts([dict(a=0.5, b=0.3)] * 3))
+    assert not any(sentence in text for text in texts([dict(a=0.5, b=0.3), dict(a=0.9, b=0.01)]))
 
 
 def test_twins_that_differ_twofold_are_noise():
@@ -401,6 +426,31 @@ def test_ablation_has_every_fusion_alone_and_left_out(tmp_path, monkeypatch, cap
         assert {"session.log", "fusion_analysis.json"} <= set(os.listdir(tmp_path / folder))
     assert "No difference to the baseline shown" in (tmp_path / "ablation_summary.md").read_text()
     assert (tmp_path / "ablation_summary.png").exists()
+
+
+def test_a_session_on_a_gpu_from_its_trace_to_its_report(tmp_path, monkeypatch):
+    """On the trace made by hand: what the CPU cannot run."""
+    (tmp_path / "t.json").write_text(json.dumps(dict(traceEvents=gpu_trace(4))))
+    untraced = np.full((4, 4), 0.25e-3)  # 1 ms a step, of which kernels run for 99 µs
+    monkeypatch.setattr(session_module, "time_and_trace", lambda *_: (untraced, str(tmp_path / "t.json")))
+    monkeypatch.setattr(session_module, "system_info", lambda _: dict(
+        gpu_name="GPU|`1`", host_cpu="CPU", torch_version="2", git_commit=None))
+    trainer = SimpleNamespace(program=PROGRAM, settings=given(), device=torch.device("cuda"))
+    found = Findings(saved=dict(pair_transition=2 ** 20), flops=1, launches=3, peak_memory_mb=5.0)
+    result, trace = analyse(trainer, None, found, str(tmp_path), 4)
+    assert result.unit == "kernel" and result.total_us == 104
+    assert result.times() == {"pair_transition": pytest.approx(90 / 104)}
+    assert all(step["pair_transition", "backward"] == pytest.approx(60 / 104) for step in result.samples)
+    assert result.launch.verdict == "launch-bound" and result.launch.busy_ms == pytest.approx(0.099)
+    assert result.step["gpu_busy_ms"] == pytest.approx(0.099)
+    assert result.coverage["unattributed"] == pytest.approx(4 / 104)
+    assert {kind: entry["calls"] for kind, entry in result.kinds.items()} == {
+        "matrix product": 2, "elementwise": 1, "copy": 1}
+    assert "`pair_transition` takes most time of the 9 sub-layers: 87% (p20" in result.findings()[0]
+    report.write_report(str(tmp_path), result, trace)
+    text = (tmp_path / report.REPORT).read_text()
+    assert "`GPU\\|'1'`" in text and "Top 20 kernels" in text and "GPU time in the trace" in text
+    assert json.loads((tmp_path / report.ANALYSIS).read_text())["launch"]["verdict"] == "launch-bound"
 
 
 # A new sub-layer and a new switch, which nobody told the lab about
@@ -671,13 +721,3 @@ def test_flags_follow_the_axes_of_the_program():
 
 def test_the_program_is_an_executable_file():
     assert os.stat(ROOT / "run_pytorch_profiler.py").st_mode & stat.S_IXUSR
-
-
-def test_the_lab_names_nothing_of_the_evoformer():
-    words = [*PROGRAM.sublayers, *(axis for axis in PROGRAM.axes if axis != "batch_size"), "residue", "qkv_",
-             "msa_", "pair_dim"]
-    lab = ROOT / "fusion_lab"
-    own = [lab / "measuring" / f"{name}.py" for name in ("ceilings", "predictions", "roofline", "sizes")]
-    for path in [*own, *sorted((lab / "profiler").glob("*.py"))]:
-        text = path.read_text()
-        assert not [word for word in words if word in text], path

@@ -113,11 +113,11 @@ def totals(amounts):
     return sums
 
 
-def launch_arithmetic(launches, step_s, busy_s=None, host_s=None, sizes="sizes near one",
-                      unknown="compiled code on CPU dispatches no operations"):
+def launch_arithmetic(launches, step_s, busy_s=None, host_s=None, sizes="sizes near one", unknown=None):
     """Launch. Seconds are one number or one a step. On a GPU busy_s is the time with a kernel running, of a
     whole step. On CPU step_s is forward and backward, and host_s what as many operations take with next to no
-    work, at `sizes`; None where that is unknown. Steps that disagree make it undecided."""
+    work, at `sizes`; None where that cannot be said, for the reason `unknown`. Steps that disagree make the
+    verdict UNDECIDED."""
     step, busy, host = (None if x is None else float(np.median(x)) for x in (step_s, busy_s, host_s))
     figures = dict(launches=launches, step_ms=1e3 * step, busy_ms=None if busy is None else 1e3 * busy,
                    host_ms=None if host is None else 1e3 * host)
@@ -156,9 +156,17 @@ def percent(share, shares):
     return f"{100 * share:.0f}% (p20 to p80 of the steps {100 * lowest:.0f} to {100 * highest:.0f}%)"
 
 
-def winner(samples, score):
-    """(name, in how many of the samples its score is the largest), of the name that is so most often."""
-    return Counter(max(sample, key=lambda name: score(name, sample)) for sample in samples).most_common(1)[0]
+def winners(analysis, score):
+    """[(name, in how many steps), ...]: sub-layers by how often score(name, its share) is the largest of a
+    step, the most frequent first, until they stand for nearly all steps."""
+    samples = [totals(sample) for sample in analysis.samples] or [analysis.times()]
+    counts = Counter(max(sample, key=lambda name: score(name, sample[name])) for sample in samples)
+    chosen, covered = [], 0
+    for name, count in counts.most_common():
+        if covered < AGREEMENT * len(samples):
+            chosen.append((name, count))
+            covered += count
+    return chosen
 
 
 def noise_of_twins(analysis):
@@ -176,33 +184,33 @@ def noise_of_twins(analysis):
 
 def heaviest(analysis, noise):
     """[the sentence on the sub-layer that takes most time], withheld where twins or steps disagree."""
-    times = analysis.times()
+    times, flops = analysis.times(), analysis.flops_share
     if not times or noise:
         return []
-    name = max(times, key=times.get)
-    samples = [totals(sample) for sample in analysis.samples]
-    if samples:
-        often, count = winner(samples, lambda name, sample: sample[name])
-        if often != name or count < AGREEMENT * len(samples):
-            return ["Which sub-layer takes most time is undecided: the steps disagree; "
-                    f"`{often}` is the first in {count} of {len(samples)}."]
-    return [f"`{name}` takes most time of the {len(analysis.program.sublayers)} sub-layers: "
-            f"{percent(times[name], [sample[name] for sample in samples])} of the step, with "
-            f"{100 * analysis.flops_share[name]:.0f}% of their FLOPs."]
+    first = winners(analysis, lambda _, share: share)
+    of_all = f"of the {len(analysis.program.sublayers)} sub-layers"
+    if len(first) == 1:
+        (name, _), = first
+        share = percent(times[name], [totals(sample)[name] for sample in analysis.samples])
+        return [f"`{name}` takes most time {of_all}: {share} of the step, with {100 * flops[name]:.0f}% of "
+                "their FLOPs."]
+    if len(first) == 2:
+        (a, _), (b, _) = first
+        return [f"`{a}` and `{b}` take most time {of_all}, now one, now the other: {100 * times[a]:.0f}% and "
+                f"{100 * times[b]:.0f}% of the step, with {100 * flops[a]:.0f}% and {100 * flops[b]:.0f}% of "
+                "their FLOPs."]
+    steps, counts = len(analysis.samples), ", ".join(f"`{name}` {count}x" for name, count in first)
+    return [f"Which sub-layer takes most time is undecided: in {steps} steps it was {counts}."]
 
 
 def least_efficient(analysis, noise):
     times, flops = analysis.times(), analysis.flops_share
     if not times or noise:
         return
-    name = max(times, key=lambda n: times[n] - flops[n])
-    samples = [totals(sample) for sample in analysis.samples]
-    agreed = not samples
-    if samples:
-        often, count = winner(samples, lambda n, sample: sample[n] - flops[n])
-        agreed = often == name and count >= AGREEMENT * len(samples)
+    first = winners(analysis, lambda name, share: share - flops[name])
+    name = first[0][0]
     gap = times[name] - flops[name]
-    if agreed and gap > 0 and name != max(times, key=times.get):
+    if len(first) == 1 and gap > 0 and name != max(times, key=times.get):
         yield gap, (f"`{name}` is the least efficient: {100 * times[name]:.0f}% of the time for "
                     f"{100 * flops[name]:.0f}% of the sub-layers' FLOPs: it moves data or waits.")
 

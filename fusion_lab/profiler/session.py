@@ -49,8 +49,9 @@ from fusion_lab.training.reporting import describe_start
 SHORT_US = 5.0  # a kernel below this takes about as long to launch as to run
 
 
-def time_and_trace(trainer, source, found, directory, steps):
-    """Seconds of untraced steps (steps, 4 phases), then a trace of as many; returns (times, path)."""
+def time_and_trace(trainer, source, found, directory, steps, between=lambda: None):
+    """Seconds of untraced steps (steps, 4 phases), with a call of between() after each, then a trace of as
+    many; returns (times, path)."""
     device = trainer.device
     pattern = os.path.join(glob.escape(directory), "*.pt.trace.json")
     timer, earlier = PhaseTimer(device), set(glob.glob(pattern))  # --force: sessions before this one
@@ -60,6 +61,7 @@ def time_and_trace(trainer, source, found, directory, steps):
         batch = next(supply)
         timer.mark()
         trainer.step(batch, timer.mark)
+        between()
     untraced = timer.seconds()
     config = ProfilerConfig(enable_pytorch_profiler=True, enable_memory_profiling=True, profile_dir=directory)
     with Profiling(config, device, trainer.model.sublayers(), found, steps + 1, steps) as profiling:
@@ -98,36 +100,46 @@ def operations_in_a_step(trainer, batch):
         return amounts_in_a_step(trainer, batch, lambda: counter.launches)
 
 
-def seconds_without_work(trainer, launches, steps):
-    """Forward and backward (seconds a step) of as many operations as launches says, with next to no work in
-    them, and of the step itself, one after the other, so that a busy machine hits both. The former is of
-    the smallest sizes, scaled, since some loops over samples and masks are not needed for these. On CPU,
-    where that is what dispatching costs."""
-    program, device = trainer.program, trainer.device
-    settings = shrunk(program, trainer.settings, largest=2)
-    small, timers = program.trainer(program, settings, device), [PhaseTimer(device), PhaseTimer(device)]
-    supply = [to_device(program.open_source(s).batch(0), device) for s in (settings, trainer.settings)]
-    with OpCounter() as counter:
-        small.step(supply[0])
-    with trainer.preserved():
-        for _ in range(steps):
-            for timer, each, batch in zip(timers, (small, trainer), supply, strict=True):
-                timer.start()
-                each.step(batch, timer.mark)
-    without, given = (timer.seconds()[:, :2].sum(axis=1) for timer in timers)
-    return without * launches / counter.launches, given, settings
+class StepWithoutWork:
+    """A step of the same model at sizes next to nothing, timed between steps at the given ones, so that a
+    busy machine hits both: on CPU that is what dispatching costs."""
+
+    def __init__(self, trainer):
+        program, device = trainer.program, trainer.device
+        self.settings = shrunk(program, trainer.settings, largest=2)
+        self.trainer, self.timer = program.trainer(program, self.settings, device), PhaseTimer(device)
+        self.batch = to_device(program.open_source(self.settings).batch(0), device)
+        with OpCounter() as counter:
+            self.trainer.step(self.batch)
+        self.launches = counter.launches
+
+    def run(self):
+        self.timer.start()
+        self.trainer.step(self.batch, self.timer.mark)
+
+    def seconds(self, launches):
+        """Forward and backward of every step, scaled to so many operations: some loops over samples and
+        masks are not needed at these sizes."""
+        return self.timer.seconds()[:, :2].sum(axis=1) * launches / self.launches
 
 
-def launch_on_cpu(trainer, launches, untraced, steps):
-    """Launch of a session on CPU; untraced: (steps, 4) seconds."""
-    forward_and_backward = untraced[:, 1:3].sum(axis=1)
+def why_no_step_without_work(trainer):
+    """The reason, or None where there is such a step."""
     if trainer.settings.fusion.enable_torch_compile:
-        return launch_arithmetic(launches, forward_and_backward)
+        return "compiled code on CPU dispatches no operations"
     if shrunk(trainer.program, trainer.settings, largest=2) == trainer.settings:
-        return launch_arithmetic(launches, forward_and_backward, unknown="these are the smallest sizes")
-    without, given, settings = seconds_without_work(trainer, launches, steps)
-    sizes = sizes_text(trainer.program, settings, other_axes(trainer.program))
-    return launch_arithmetic(launches, given, host_s=without, sizes=sizes)
+        return "these are the smallest sizes"
+    return None
+
+
+def launch_on_cpu(trainer, small, launches, untraced):
+    """Launch of a session on CPU; small: a StepWithoutWork that took turns with the untraced steps, whose
+    seconds are untraced (steps, 4), or None."""
+    forward_and_backward = untraced[:, 1:3].sum(axis=1)
+    if small is None:
+        return launch_arithmetic(launches, forward_and_backward, unknown=why_no_step_without_work(trainer))
+    sizes = sizes_text(trainer.program, small.settings, other_axes(trainer.program))
+    return launch_arithmetic(launches, forward_and_backward, host_s=small.seconds(launches), sizes=sizes)
 
 
 def seconds_by_sublayer(trainer, batch, data_s, steps):
@@ -210,15 +222,19 @@ def coverage(entries):
 def analyse(trainer, source, found, directory, steps):
     """Time, trace and count; returns (Analysis, TraceAnalysis). found: the probe's Findings."""
     program, settings, launches = trainer.program, trainer.settings, found.launches
-    untraced, path = time_and_trace(trainer, source, found, directory, steps)
+    on_cpu, small = trainer.device.type == "cpu", None
+    if on_cpu and not why_no_step_without_work(trainer):
+        small = StepWithoutWork(trainer)
+    untraced, path = time_and_trace(trainer, source, found, directory, steps,
+                                    small.run if small else lambda: None)
     trace = TraceAnalysis(read_trace(path), program.sublayers)
     operations = {}
-    if trainer.device.type == "cpu":
+    if on_cpu:
         batch = source.batch(0)
         samples = seconds_by_sublayer(trainer, batch, float(np.median(untraced[:, 0])), steps)
         if not settings.fusion.enable_torch_compile:  # compiled code dispatches no operations
             operations = operations_in_a_step(trainer, batch)
-        launch = launch_on_cpu(trainer, launches, untraced, steps)
+        launch = launch_on_cpu(trainer, small, launches, untraced)
     else:
         samples = trace.device_us_by_step()
         launch = launch_arithmetic(launches, untraced.sum(axis=1), (trace.gpu_busy() or 0.0) / 1e6)

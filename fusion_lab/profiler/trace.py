@@ -161,14 +161,14 @@ class TraceAnalysis:
                 for key, entry in sorted(sums.items())}
 
     def device_us_by_step(self):
-        """[{(sub-layer, direction): µs of GPU work}, ...], a dict for each step."""
+        """[{(sub-layer, direction): µs of GPU work}, ...], a dict for each step, by the time of the launch,
+        or of the work itself where its launch was not recorded."""
         begins = sorted(e["ts"] for e in self.phases if e["name"] == "forward")
         steps = [defaultdict(float) for _ in begins]
         for event in self.work:
-            launch = self.launch_of(event)
-            step = bisect.bisect_right(begins, launch["ts"]) - 1 if launch else -1
+            step = bisect.bisect_right(begins, (self.launch_of(event) or event)["ts"]) - 1
             if step >= 0:
-                steps[step][self.place(launch["tid"], launch["ts"])] += event["dur"]
+                steps[step][self.place_of_kernel(event)] += event["dur"]
         return steps
 
     def innermost(self, points):

@@ -11,7 +11,6 @@ from fusion_lab.study.records import Record, as_json, checked, spread
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import DEFAULT_PROGRAM, ROOT
 
-SIZES = {"batch_size": (2, 4), "seq_len": (32, 64)}  # two each, or a study shows no growth by default
 MAX_POINTS = 10 ** 6  # at half a minute each that is a year
 MAX_NAME = 200  # letters in the name of a point's files; most file systems allow 255
 
@@ -21,8 +20,8 @@ class Axis:
     """A field that a study varies, such as seq_len with the letter S.
 
     Its flag and its key in config.json are the field's plural, made by an s at the end where there is none:
-    --seq-lens, but --num-seqs as it is. Without that flag a study takes SIZES, and for an axis that is not
-    there the default of the program's config.
+    --seq-lens, but --num-seqs as it is. Without that flag a study takes the program's study_sizes, and for an
+    axis that is not there the default of the program's config.
     """
     field: str
     letter: str
@@ -125,7 +124,7 @@ class Vocabulary:
     def __init__(self, program):
         self.program = program
         defaults, config = program.settings(), program.fusion_config
-        self.axes = tuple(Axis(name, letter, SIZES.get(name) or (defaults.get(name),))
+        self.axes = tuple(Axis(name, letter, tuple(program.study_sizes.get(name, [defaults.get(name)])))
                           for name, letter in program.axes.items())
         # Those that are on by default come first: names of settings in older studies are in this order.
         attributes = sorted(config.names(), key=lambda name: not getattr(defaults.fusion, name))

@@ -17,6 +17,7 @@ from fusion_lab.training.files import UserError, set_aside, write_json, write_te
 
 SPARE_BYTES = 20 * 2 ** 20  # results, report and logs of a large study
 LOCK_PATIENCE_SECONDS = 5
+LONGEST_PATH = 500  # in a message
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ def read_config(directory, vocabulary):
     path = os.path.join(directory, "config.json")
     try:
         content = read_object(path)
-        theirs = program_of(checked(content.get("study"), dict))
+        theirs = checked(program_of(checked(content.get("study"), dict)), str)
         if theirs != vocabulary.program_key:
-            raise UserError(f"{path}: a study of {theirs}; add --program {theirs}")
+            name = shlex.quote(theirs) if theirs.isprintable() and len(theirs) < LONGEST_PATH else "FILE"
+            raise UserError(f"{path}: a study of another program; add --program {name}")
         study = Study.read(content["study"], vocabulary)
         command, created = (checked(content.get(key), str) for key in ("command", "created"))
     except OSError as error:

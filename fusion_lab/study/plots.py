@@ -1,38 +1,30 @@
 """The pictures of a performance study, as PNG files and as SVG for report.html."""
-import io
+import itertools
 import os
-import re
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.study.statistics import pareto
+from fusion_lab.study.canvas import STYLE, Figure, Panel, compose, svg_of
+from fusion_lab.study.statistics import pareto, ratio_interval
 from fusion_lab.study.summary import gain_of
 from fusion_lab.training.files import write_atomically
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers differ for prints in grey.
 COLOURS = ("#555555", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP*"
-STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9,
-         "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"], "axes.spines.top": False,
-         "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-         "svg.hashsalt": "study"}  # or ids are random, and the same results make another page each time
-MAX_PANELS, MAX_MAPS = 4, 6  # more would be too small to read; the table has them all
+MAX_PANELS, MAX_MAPS = 4, 6  # the table has what is left out
+REACH = 2  # log2 of the factor at which colours are deepest; fixed, so that noise never looks like a gain
+EFFECT_REACH = 1
+UNDECIDED = "#e4e4e4"
+SAME_MEMORY = 0.01  # share; allocators round more than that
 MAX_LINES = len(COLOURS)
 
 
-@dataclass
-class Figure:
-    """A drawn picture: its file, what it shows, and the SVG text."""
-    name: str
-    title: str
-    caption: str
-    svg: str
-
-
 def draw(summary, directory):
-    """All pictures that this study has the data for; PNGs are written into directory."""
+    """All pictures that this study has the data for. PNGs are written into directory; for a page each panel
+    is an SVG of its own, so that on a narrow screen they stand under each other in a size to be read."""
     pyplot = require_matplotlib()
     figures = []
     with pyplot.rc_context(STYLE):
@@ -40,36 +32,16 @@ def draw(summary, directory):
             drawn = plot(pyplot, summary)
             if drawn is None:
                 continue
-            picture, caption = drawn
+            panels, caption = drawn
+            picture = compose(pyplot, panels)
             write_atomically(os.path.join(directory, f"{name}.png"),
                              lambda file, picture=picture: picture.savefig(file, format="png", dpi=130))
-            svg = io.StringIO()
-            picture.savefig(svg, format="svg", metadata={"Date": None})
             pyplot.close(picture)
+            svgs = tuple(svg_of(pyplot, panel, f"{name}-{i}") for i, panel in enumerate(panels))
             title = title.format(main=summary.vocabulary.main_axis.field,
                                  others=" and ".join(axis.field for axis in more_axes(summary.study)))
-            figures.append(Figure(name, title, caption, inline(svg.getvalue(), name)))
+            figures.append(Figure(name, title, caption, svgs))
     return figures
-
-
-def inline(svg, name):
-    """SVG text to put into a page: without the XML head, every id made the picture's own, as wide as the page
-    but not much wider than it was drawn."""
-    head, body = svg[svg.index("<svg"):].split(">", 1)
-    body = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{name}-", body)
-    width = float(re.search(r' width="([\d.]+)pt"', head)[1])
-    head = re.sub(r' (width|height)="[^"]*"', "", head)
-    return f'{head} style="max-width: {1.8 * width:.0f}px">{body}'
-
-
-def panels(pyplot, count, width=4.2, height=3.4, most=2):
-    columns = min(count, most)
-    rows = -(-count // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False,
-                                   layout="constrained")
-    for spare in axes.flat[count:]:
-        spare.set_visible(False)
-    return figure, list(axes.flat[:count])
 
 
 def spread_out(values, most):
@@ -139,39 +111,46 @@ def speedup_heat_map(pyplot, summary):
     wanted = [(s, o) for o in others for s in study.settings if (s, o) in chosen]
     if not wanted:
         return None
-    columns, rows = study.sizes_of(main), study.sizes_of(across) if across else [""]
-    figure, axes = panels(pyplot, len(wanted), 1.6 + 0.72 * max(3, len(columns)),
-                          1.4 + 0.5 * max(3, len(rows)), 3)
-    reach = max(0.1, *(abs(np.log2(p.speedup)) for p in summary.points if p.speedup))
-    for axis, (setting, other) in zip(axes, wanted, strict=True):
-        grid = np.full((len(rows), len(columns)), np.nan)
-        for p in summary.points:
-            if (p.setting, p.shape.without(*names)) == (setting, other):
-                at = rows.index(p.shape[across.field]) if across else 0, columns.index(p.shape[main.field])
-                grid[at] = np.log2(p.speedup) if p.speedup else np.nan
-                write_speedup(axis, p, at, reach)
-        picture = axis.imshow(grid, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto", origin="lower")
-        axis.set(title=", ".join(filter(None, (setting, other.listed()))), xlabel=str(main),
-                 ylabel=str(across or ""))
-        axis.set_xticks(range(len(columns)), labels=columns)
-        axis.set_yticks(range(len(rows)), labels=rows)
-        axis.spines[:].set_visible(False)
-    bar = figure.colorbar(picture, ax=axes, shrink=0.85)
-    marks = [f for f in (1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if np.log2(f) <= reach][-4:]
-    factors = [*(1 / f for f in marks), 1, *marks]
-    bar.set_ticks(np.log2(factors), labels=[f"{factor:.3g}×" for factor in factors])
-    return figure, ("Step time of the baseline over step time of the setting, same shape. Blue is faster, "
-                    "red slower; (±) marks an interval that holds 1, or a single run, which has none."
+    sizes = study.sizes_of(main), study.sizes_of(across) if across else [""]
+    width, height = 1.2 + 0.75 * max(3, len(sizes[0])), 1.2 + 0.5 * max(3, len(sizes[1]))
+    panels = []
+    for setting, other in wanted:
+        points = [p for p in summary.points if (p.setting, p.shape.without(*names)) == (setting, other)]
+        title = ", ".join(filter(None, (setting, other.listed())))
+        panels.append(Panel(width, height, partial(draw_map, pyplot, points, (main, across), sizes, title)))
+    return panels, ("Step time of the baseline over step time of the setting, same shape. Blue is faster, "
+                    f"red slower, deepest at {2 ** REACH}× and beyond in every study; grey with (±) is "
+                    "undecided: the interval holds 1, or there is a single run, which has none."
                     + left_out(len(known) - len(wanted), "map"))
 
 
-def write_speedup(axis, point, at, reach):
-    """The text of a heat map's cell."""
-    text, colour = "baseline\nfailed" if point.n else "failed", "#900000"
-    if point.speedup:
-        text = f"{point.speedup:.2f}×" + ("" if gain_of(point).decided else "\n(±)")
-        colour = "white" if abs(np.log2(point.speedup)) > 0.72 * reach else "black"
-    axis.text(at[1], at[0], text, ha="center", va="center", color=colour, fontsize=8.5)
+def draw_map(pyplot, points, map_axes, sizes, title, axis):
+    """A heat map of speed-ups over two axes of the study, of which the second may be None."""
+    main, across = map_axes
+    columns, rows = sizes
+    grid = np.full((len(rows), len(columns)), np.nan)
+    for p in points:
+        y, x = rows.index(p.shape[across.field]) if across else 0, columns.index(p.shape[main.field])
+        text, colour = "baseline\nfailed" if p.n else "failed", "#900000"
+        if p.speedup:
+            decided = gain_of(p).decided
+            text, colour = f"{p.speedup:.2f}×" + ("" if decided else "\n(±)"), "black"
+            if decided:
+                grid[y, x] = np.log2(p.speedup)
+                colour = letters_on(grid[y, x], REACH)
+            else:
+                axis.add_patch(pyplot.Rectangle((x - 0.5, y - 0.5), 1, 1, color=UNDECIDED))
+        axis.text(x, y, text, ha="center", va="center", color=colour, fontsize=8.5)
+    axis.imshow(grid, cmap="RdBu", vmin=-REACH, vmax=REACH, aspect="auto", origin="lower")
+    axis.set(title=title, xlabel=str(main), ylabel=str(across or ""))
+    axis.set_xticks(range(len(columns)), labels=columns)
+    axis.set_yticks(range(len(rows)), labels=rows)
+    axis.spines[:].set_visible(False)
+
+
+def letters_on(value, reach):
+    """The colour of letters on that of a value between -reach and reach."""
+    return "white" if abs(value) > 0.6 * reach else "black"
 
 
 def against_main_axis(pyplot, summary, figure_key, y_label, error_bars):
@@ -182,23 +161,27 @@ def against_main_axis(pyplot, summary, figure_key, y_label, error_bars):
         return None
     every = list(dict.fromkeys(shape.without(main.field) for shape in study.shapes()))
     cases = spread_out(every, MAX_PANELS)
-    figure, axes = panels(pyplot, len(cases))
-    for axis, case in zip(axes, cases, strict=True):
-        for setting in shown_settings(summary):
-            line = [p for p in measured(summary, setting)
-                    if p.shape.without(main.field) == case and getattr(p, figure_key)]
-            line.sort(key=lambda p: p.shape)
-            if not line:
-                continue
-            y = np.array([getattr(p, figure_key) for p in line])
-            bars = np.abs(np.array([[p.p20_ms, p.p80_ms] for p in line], float).T - y) if error_bars else None
-            axis.errorbar([p.shape[main.field] for p in line], y, yerr=bars, capsize=2, markersize=5,
-                          linewidth=1.4, label=setting + exponent_of(summary, case, setting, figure_key),
-                          **style(summary, setting))
-        axis.set_title(case.listed())
-        size_axis(pyplot, axis, study, main, y_label)
-        axis.legend(fontsize=8)
-    return figure, settings_left_out(summary) + left_out(len(every) - len(cases), "panel")
+    panels = [Panel(4.2, 3.4, partial(draw_lines, pyplot, summary, case, figure_key, y_label, error_bars))
+              for case in cases]
+    return panels, settings_left_out(summary) + left_out(len(every) - len(cases), "panel")
+
+
+def draw_lines(pyplot, summary, case, figure_key, y_label, error_bars, axis):
+    main = summary.vocabulary.main_axis
+    for setting in shown_settings(summary):
+        line = [p for p in measured(summary, setting)
+                if p.shape.without(main.field) == case and getattr(p, figure_key)]
+        line.sort(key=lambda p: p.shape)
+        if not line:
+            continue
+        y = np.array([getattr(p, figure_key) for p in line])
+        bars = np.abs(np.array([[p.p20_ms, p.p80_ms] for p in line], float).T - y) if error_bars else None
+        axis.errorbar([p.shape[main.field] for p in line], y, yerr=bars, capsize=2, markersize=5,
+                      linewidth=1.4, label=setting + exponent_of(summary, case, setting, figure_key),
+                      **style(summary, setting))
+    axis.set_title(case.listed())
+    size_axis(pyplot, axis, summary.study, main, y_label)
+    axis.legend(fontsize=8)
 
 
 def exponent_of(summary, at, setting, figure_key):
@@ -246,19 +229,21 @@ def depth(pyplot, summary):
     wanted = [axis for axis in more_axes(study) if len(study.sizes_of(axis)) > 1]
     if not wanted:
         return None
-    figure, axes = panels(pyplot, len(wanted), 5.5, 3.6)
-    for axis, size in zip(axes, wanted, strict=True):
-        at = max(study.shapes()).without(size.field)
-        for setting in shown_settings(summary):
-            line = sorted((p for p in measured(summary, setting) if p.shape.without(size.field) == at),
-                          key=lambda p: p.shape)
-            if line:
-                axis.plot([p.shape[size.field] for p in line], [p.median_ms for p in line], label=setting,
-                          **style(summary, setting))
-        axis.set_title(at.listed())
-        size_axis(pyplot, axis, study, size, "step time, ms")
-        axis.legend()
-    return figure, "Median step time, the largest sizes along the other axes." + settings_left_out(summary)
+    panels = [Panel(4.8, 3.4, partial(draw_depth, pyplot, summary, size)) for size in wanted]
+    return panels, "Median step time, the largest sizes along the other axes." + settings_left_out(summary)
+
+
+def draw_depth(pyplot, summary, size, axis):
+    at = max(summary.study.shapes()).without(size.field)
+    for setting in shown_settings(summary):
+        line = sorted((p for p in measured(summary, setting) if p.shape.without(size.field) == at),
+                      key=lambda p: p.shape)
+        if line:
+            axis.plot([p.shape[size.field] for p in line], [p.median_ms for p in line], label=setting,
+                      **style(summary, setting))
+    axis.set_title(at.listed())
+    size_axis(pyplot, axis, summary.study, size, "step time, ms")
+    axis.legend()
 
 
 def ablation(pyplot, summary):
@@ -267,23 +252,26 @@ def ablation(pyplot, summary):
     if not entries:
         return None
     switches = [s for s in summary.study.switches if any(e.switch == s for e in entries)]
-    figure, (axis,) = panels(pyplot, 1, 7.2, 1.2 + 0.55 * len(switches))
+    shapes = len({e.shape for e in entries})
+    caption = "What each switch buys alone, and what it adds when all others are on"
+    panel = Panel(5, 1.4 + 0.55 * len(switches), partial(draw_ablation, pyplot, entries, switches))
+    return [panel], caption + (f"; bars are geometric means over {shapes} shapes, dots single shapes."
+                               if shapes > 1 else "; black lines are the intervals.")
+
+
+def draw_ablation(pyplot, entries, switches, axis):
     for row, switch in enumerate(reversed(switches)):
         for kind, offset, colour in (("alone", 0.2, COLOURS[1]), ("last", -0.2, COLOURS[2])):
             gains = [getattr(e, kind) for e in entries if e.switch == switch and getattr(e, kind)]
             if gains:
                 bar_of_gains(axis, row + offset, gains, colour)
     axis.axvline(1, color="black", linewidth=0.8)
-    axis.margins(x=0.14)
+    axis.margins(x=0.18)
     axis.set_yticks(range(len(switches)), labels=list(reversed(switches)))
     axis.set_xlabel("speed-up")
     keys = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS[1:3]]
-    figure.legend(keys, ("alone, over none", "as the last one, over all others"), ncols=2,
-                  loc="outside lower center")
-    caption = "What each switch buys alone, and what it adds when all others are on"
-    shapes = len({e.shape for e in entries})
-    return figure, caption + (f"; bars are geometric means over {shapes} shapes, dots single shapes."
-                              if shapes > 1 else "; black lines are the intervals.")
+    axis.figure.legend(keys, ("alone, over none", "as the last one, over all others"), ncols=2, fontsize=8,
+                       loc="outside lower center")
 
 
 def bar_of_gains(axis, y, gains, colour):
@@ -315,25 +303,31 @@ def interactions(pyplot, summary):
     sure = np.abs(logs) > errors  # not so where there is no error
     logs /= len(summary.effects)
     logs[np.triu_indices(count, 1)] = np.nan
-    figure, (axis,) = panels(pyplot, 1, 2.6 + 0.8 * count, 1.7 + 0.55 * count)
-    reach = max(0.02, np.nanmax(np.abs(logs)))
-    axis.imshow(logs, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto")
-    for row, column in zip(*np.tril_indices(count), strict=True):
-        mark = "" if sure[row, column] else " (±)"
-        axis.text(column, row, f"{2 ** logs[row, column]:.3f}×{mark}", ha="center", va="center", fontsize=8.5,
-                  weight="bold" if row == column else "normal",
-                  color="white" if abs(logs[row, column]) > 0.72 * reach else "black")
-    axis.set_yticks(range(count), labels=switches)
-    axis.set_xticks(range(count), labels=switches, rotation=25, ha="right")
+    panel = Panel(2.6 + 0.8 * count, 1.7 + 0.55 * count, partial(draw_matrix, pyplot, switches, logs, sure))
+    return [panel], (
+        "Diagonal: speed-up of switching it on, averaged over all settings of the others. Below it: how much "
+        "larger the speed-up of one is when the other is on; above 1 (blue) the two help each other, below 1 "
+        f"(red) they overlap, deepest at {2 ** EFFECT_REACH}× and beyond. Grey with (±) is undecided: the "
+        "interval holds 1, or there is a single run, which has none.")
+
+
+def draw_matrix(pyplot, switches, logs, sure, axis):
+    axis.imshow(np.where(sure, logs, np.nan), cmap="RdBu", vmin=-EFFECT_REACH, vmax=EFFECT_REACH,
+                aspect="auto")
+    for row, column in zip(*np.tril_indices(len(switches)), strict=True):
+        decided = sure[row, column]
+        if not decided:
+            axis.add_patch(pyplot.Rectangle((column - 0.5, row - 0.5), 1, 1, color=UNDECIDED))
+        axis.text(column, row, f"{2 ** logs[row, column]:.3f}×{'' if decided else ' (±)'}", ha="center",
+                  va="center", fontsize=8.5, weight="bold" if row == column else "normal",
+                  color=letters_on(logs[row, column], EFFECT_REACH) if decided else "black")
+    axis.set_yticks(range(len(switches)), labels=switches)
+    axis.set_xticks(range(len(switches)), labels=switches, rotation=25, ha="right")
     axis.spines[:].set_visible(False)
-    return figure, ("Diagonal: speed-up of switching it on, averaged over all settings of the others. Below "
-                    "it: how much larger the speed-up of one is when the other is on; above 1 (blue) the two "
-                    "help each other, below 1 (red) they overlap. (±) marks an interval that holds 1, or "
-                    "a single run, which has none.")
 
 
 def time_against_memory(pyplot, summary):
-    """Step time against memory of all settings, for the shapes that took longest; the Pareto front joined."""
+    """Step time against memory of all settings, for the shapes that took longest."""
     by_shape = {}
     for p in measured(summary):
         if p.peak_memory_mb:
@@ -342,32 +336,66 @@ def time_against_memory(pyplot, summary):
     if not chosen:
         return None
     chosen.sort(key=lambda shape: (-len(by_shape[shape]), -max(p.median_ms for p in by_shape[shape])))
-    figure, axes = panels(pyplot, len(chosen[:MAX_PANELS]))
-    shown, joined, grey = shown_settings(summary), False, False
-    for axis, shape in zip(axes, sorted(chosen[:MAX_PANELS]), strict=True):
-        mine = by_shape[shape]
-        front = [mine[i] for i in pareto([(p.median_ms, p.peak_memory_mb) for p in mine])]
-        joined, grey = joined or len(front) > 1, grey or any(p.setting not in shown for p in mine)
-        axis.plot([p.median_ms for p in front], [p.peak_memory_mb for p in front], color="#999999",
-                  linestyle="--", linewidth=1, zorder=1)
-        for p in sorted(mine, key=lambda p: p.setting in shown):
-            known = p.setting in shown
-            look = style(summary, p.setting) if known else dict(color="#bbbbbb", marker="o")
-            axis.plot(p.median_ms, p.peak_memory_mb, markersize=7 if known else 4, linestyle="",
-                      label=p.setting if known else None, **look)
-            if p in front and not known:
-                name = p.setting if len(p.setting) < 30 else \
-                    f"{len(summary.vocabulary.parse(p.setting))} on"
-                axis.annotate(name, (p.median_ms, p.peak_memory_mb), (5, 4), textcoords="offset points",
-                              fontsize=7.5)
-        axis.set(title=str(shape), xlabel="step time, ms", ylabel="peak tensor memory, MB")
-        axis.margins(0.15)
-        axis.grid(color="#dddddd", linewidth=0.6)
-        axis.legend(fontsize=8)
+    shown, used = shown_settings(summary), sorted(chosen[:MAX_PANELS])
+    panels = [Panel(4.2, 3.4, partial(draw_trade_off, summary, by_shape[shape])) for shape in used]
     which = f"the {MAX_PANELS} slowest of {len(chosen)} shapes" if len(chosen) > MAX_PANELS else "every shape"
-    line = "The dashed line joins the settings that no other one beats in both. " if joined else ""
+    joined = any(front_lines(by_shape[shape]) for shape in used)
+    line = "Dashed lines join settings that no other one surely beats, one of them surely faster, the " \
+           "other surely smaller. " if joined else ""
+    grey = any(p.setting not in shown for shape in used for p in by_shape[shape])
     dots = "Grey dots are the other settings. " if grey else ""
-    return figure, f"Left and low is better. {line}{dots}Shown: {which} with at least two settings."
+    return panels, f"Left and low is better. {line}{dots}Shown: {which} with at least two settings."
+
+
+def front(points):
+    """Points that no other one beats: none is surely better in time or memory and no worse in the other."""
+    return [points[i] for i in pareto([(p.median_ms, p.peak_memory_mb) for p in points], lambda a, b: (
+        surely_faster(points[a], points[b]), surely_smaller(points[a], points[b])))]
+
+
+def front_lines(points):
+    """Pairs of neighbours on the front that surely trade time for memory."""
+    return [(a, b) for a, b in itertools.pairwise(front(points))
+            if surely_faster(a, b) and surely_smaller(b, a)]
+
+
+def surely_faster(a, b):
+    """Whether a takes less time than b beyond noise; no single run does."""
+    low = ratio_interval(b.run_medians_ms, a.run_medians_ms).low
+    return low is not None and low > 1
+
+
+def surely_smaller(a, b):
+    return a.peak_memory_mb < (1 - SAME_MEMORY) * b.peak_memory_mb
+
+
+def draw_trade_off(summary, points, axis):
+    shown, best = shown_settings(summary), front(points)
+    for pair in front_lines(points):
+        axis.plot([p.median_ms for p in pair], [p.peak_memory_mb for p in pair], color="#999999",
+                  linestyle="--", linewidth=1, zorder=1)
+    for p in sorted(points, key=lambda p: p.setting in shown):
+        known = p.setting in shown
+        look = style(summary, p.setting) if known else dict(color="#bbbbbb", marker="o")
+        axis.plot(p.median_ms, p.peak_memory_mb, markersize=7 if known else 4, linestyle="",
+                  label=p.setting if known else None, **look)
+        if p in best and not known:
+            name = p.setting if len(p.setting) < 30 else f"{len(summary.vocabulary.parse(p.setting))} on"
+            axis.annotate(name, (p.median_ms, p.peak_memory_mb), (5, 4), textcoords="offset points",
+                          fontsize=7.5)
+    axis.set(title=str(points[0].shape), xlabel="step time, ms", ylabel="peak tensor memory, MB")
+    axis.margins(0.15)
+    axis.grid(color="#dddddd", linewidth=0.6)
+    widen(axis.set_xlim, axis.get_xlim())
+    widen(axis.set_ylim, axis.get_ylim())
+    axis.legend(fontsize=8)
+
+
+def widen(set_limits, limits):
+    """Let an axis span at least a tenth of its middle, so that next to nothing looks like it."""
+    middle = sum(limits) / 2
+    half = max((limits[1] - limits[0]) / 2, 0.05 * middle)
+    set_limits(middle - half, middle + half)
 
 
 PLOTS = (("speedup_heat_map", "Speed-up over the baseline", speedup_heat_map),

@@ -3,6 +3,7 @@ import html
 
 import numpy as np
 
+from fusion_lab.study.statistics import mean_ratio_interval, ratio_interval
 from fusion_lab.study.summary import INTERVAL, gain_of
 
 TEXT_COLUMNS = {"shape", "setting", "switch", "switch, or pair", "of", "in", "at", "over"}
@@ -22,9 +23,12 @@ code, pre { font: 0.85rem/1.45 ui-monospace, "DejaVu Sans Mono", Consolas, monos
 pre { background: #f4f4f4; padding: 0.6rem 0.8rem; border-radius: 4px; white-space: pre-wrap;
       overflow-wrap: anywhere; margin: 0.4rem 0; }
 figure { margin: 1rem 0 1.8rem; }
-figure svg { display: block; width: 100%; min-width: 32rem; height: auto; }
+figure svg { display: block; flex: none; max-width: 100%; height: auto; }
 figcaption { max-width: 50rem; margin-top: 0.4rem; }
 .wide { overflow-x: auto; }
+.panels { display: flex; flex-wrap: wrap; gap: 0.5rem 1.5rem; }
+nav a { margin-right: 1rem; }
+summary { cursor: pointer; color: #555; }
 table { border-collapse: collapse; font-size: 0.8rem; line-height: 1.35; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.2rem 0.55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; }
 th { border-bottom: 2px solid #999; white-space: normal; vertical-align: bottom; background: #fff; }
@@ -39,12 +43,12 @@ tr.new td { border-top: 1.5px solid #999; }
   @page { size: A4; margin: 14mm; }
   body { max-width: none; padding: 0; font-size: 10pt; }
   .wide { overflow: visible; }
-  figure svg { min-width: 0; }
+  figure svg { min-width: 0 !important; width: 47% !important; break-inside: avoid; }
   table { font-size: 7pt; }
   th, td { padding: 0.1rem 0.2rem; }
   td, td.setting, td.listed, td.reason, th.reason { white-space: normal; min-width: 0; }
   thead { display: table-header-group; }
-  tr, figure, pre { break-inside: avoid; }
+  tr, pre { break-inside: avoid; }
   h2 { break-after: avoid; }
 }
 """
@@ -59,10 +63,10 @@ def page(summary, config, figures):
         f"<h1>Performance study on {escape(where)}</h1>",
         f'<p class="meta">{escape(config.created[:10])}, {escape(versions)}, '
         f"{escape(study.amp_dtype or 'float32')}{escape(commit(machines))}</p>",
-        f"<pre>{escape(config.command)}</pre>", findings(summary),
-        *(f'<h2>{escape(f.title)}</h2><figure id="{f.name}"><div class="wide" role="img" '
-          f'aria-label="{escape(f.title)}">{f.svg}</div><figcaption>{escape(f.caption)}</figcaption></figure>'
-          for f in figures),
+        f"<pre>{escape(config.command)}</pre>", findings(summary), links(figures),
+        *(f'<h2>{escape(f.title)}</h2><figure id="{f.name}"><div class="wide panels" role="img" '
+          f'aria-label="{escape(f.title)}">{"".join(f.svgs)}</div>'
+          f"<figcaption>{escape(f.caption)}</figcaption></figure>" for f in figures),
         recommendation_section(summary), points_section(summary), failures_section(summary),
         ablation_section(summary), effects_section(summary), scaling_section(summary),
         settings_section(study), method_section(summary)]
@@ -75,6 +79,14 @@ def page(summary, config, figures):
 
 def escape(text):
     return html.escape(str(text))
+
+
+def links(figures):
+    """Where the page's parts are, and the files beside it."""
+    parts = [(f"#{figure.name}", figure.title) for figure in figures]
+    parts += [("#points", "All points"), ("#settings", "Settings"), ("#method", "How this was measured")]
+    parts += [(name, name) for name in ("results.csv", "results_summary.json", "results.jsonl")]
+    return "<nav>" + " ".join(f'<a href="{at}">{escape(text)}</a>' for at, text in parts) + "</nav>"
 
 
 def commit(machines):
@@ -118,46 +130,86 @@ def gain_cell(gain, form=".2f"):
     """Cell for a Gain: coloured only where the interval does not hold 1."""
     if not gain:
         return ""
-    if gain.low is None:
-        return f"{gain.factor:{form}}×"
     kind = "" if not gain.decided else "better" if gain.factor > 1 else "worse"
-    return f"{gain.factor:{form}}× [{gain.low:{form}},\u00a0{gain.high:{form}}]", kind
+    return in_words(gain, form, ",\u00a0"), kind
 
 
 def findings(summary):
-    """A sentence per principal setting: what a reader wants to know first."""
-    items = []
-    for setting in summary.vocabulary.principal(summary.study.settings):
-        mine = [p for p in summary.points if p.setting == setting and p.speedup]
-        if not mine:
-            continue
-        gains = [p.speedup for p in mine]
-        best = max(mine, key=lambda p: p.speedup)
-        mean = np.exp(np.mean(np.log(gains)))
-        line = f"<b>{escape(setting)}</b>: {mean:.2f}× the baseline's speed"
-        if len(mine) > 1:
-            line += (f" (geometric mean of {len(mine)} shapes; {min(gains):.2f}× to {max(gains):.2f}×, best "
-                     f"at {best.shape})")
-        line += memory_words(mine)
-        slower = [p for p in mine if p.speedup_high is not None and p.speedup_high < 1]
-        if slower:
-            line += f"; <b>slower</b> than the baseline at {', '.join(str(p.shape) for p in slower)}"
-        items.append(f"<li>{line}.</li>")
+    """What a reader wants to know first: which setting to use, and how sure that is."""
+    items = [fastest(summary), *(headline(summary, setting) for setting in
+                                 summary.vocabulary.principal(summary.study.settings))]
     failed = sum(p.n_failed for p in summary.points)
     if failed:
-        items.append(f"<li>{failed} runs failed; their reasons are in a table below.</li>")
+        items.append(f"{failed} runs failed; their reasons are in a table below.")
     if len(summary.machines) > 1:
-        items.append("<li><b>The runs come from more than one machine or version.</b></li>")
-    return f'<ul id="findings">{"".join(items)}</ul>' if items else ""
+        items.append("<b>The runs come from more than one machine or version.</b>")
+    if any(p.n == 2 for p in summary.points):
+        items.append("Two runs of a point make a very wide interval; the same command with a larger "
+                     "--num-runs and this --study-name adds some.")
+    items = "".join(f"<li>{item}</li>" for item in items if item)
+    return f'<ul id="findings">{items}</ul>' if items else ""
+
+
+def fastest(summary):
+    """"Fastest: all at 14 of 16 shapes, beyond noise at 9; compiled at 2 of 16 shapes, ..." """
+    shapes, places, sure = 0, {}, {}
+    for shape in dict.fromkeys(p.shape for p in summary.points):
+        ranked = sorted((p for p in summary.points if p.shape == shape and p.n), key=lambda p: p.median_ms)
+        if len(ranked) > 1:
+            first, shapes = ranked[0], shapes + 1
+            gains = (ratio_interval(other.run_medians_ms, first.run_medians_ms) for other in ranked[1:])
+            decided = all(gain.low is not None and gain.low > 1 for gain in gains)
+            places[first.setting] = places.get(first.setting, 0) + 1
+            sure[first.setting] = sure.get(first.setting, 0) + decided
+    of_all = f"of {shapes} shape{'s' if shapes > 1 else ''}"
+    parts = [f"{escape(setting)} at {count} {of_all}, beyond noise at {sure[setting] or 'none'}"
+             for setting, count in sorted(places.items(), key=lambda place: -place[1])]
+    return f"<b>Fastest:</b> {'; '.join(parts)}." if parts else ""
+
+
+def headline(summary, setting):
+    """A sentence on a setting's speed-up with its interval, and on how many shapes are undecided."""
+    mine = [p for p in summary.points if p.setting == setting and p.speedup]
+    if not mine:
+        return ""
+    base = {p.shape: p for p in summary.points if p.setting == "baseline"}
+    mean = mean_ratio_interval([(base[p.shape].run_medians_ms, p.run_medians_ms) for p in mine])
+    decided = [p for p in mine if gain_of(p).decided]
+    line = f"<b>{escape(setting)}</b>: {in_words(mean)} the baseline's speed"
+    if mean.low is None:
+        line += ", of single runs, which prove nothing"
+    elif not mean.decided:
+        line = f"<b>{escape(setting)}</b>: no difference from the baseline shown, {in_words(mean)}"
+    if len(mine) > 1:
+        line += f" (geometric mean of {len(mine)} shapes, {len(mine) - len(decided)} of {len(mine)} undecided"
+        if faster := [p for p in decided if p.speedup > 1]:
+            best = max(faster, key=lambda p: p.speedup)
+            line += f"; most at {best.shape}: {in_words(gain_of(best))}"
+        line += ")"
+    slower = [str(p.shape) for p in decided if p.speedup < 1]
+    if slower:
+        line += f"; <b>slower</b> than the baseline at {', '.join(slower)}"
+    return f"{line}{memory_words(mine)}."
+
+
+def in_words(gain, form=".2f", comma=", "):
+    """"1.20× [1.10, 1.30]" """
+    interval = "" if gain.low is None else f" [{gain.low:{form}}{comma}{gain.high:{form}}]"
+    return f"{gain.factor:{form}}×{interval}"
 
 
 def memory_words(points):
-    """"; 8% less memory (median; from 2% to 12% less)" """
+    """"; 8% less memory (median of 16 shapes; from 2% more to 12% less)" """
     less = [p.memory_reduction_percent for p in points if p.memory_reduction_percent is not None]
     if not less:
         return ""
-    words = f"; {abs(np.median(less)):.0f}% {'less' if np.median(less) >= 0 else 'more'} memory"
-    return words + (f" (median; from {min(less):.0f}% to {max(less):.0f}% less)" if len(less) > 1 else "")
+
+    def words(percent):
+        return f"{abs(percent):.0f}% {'less' if percent > 0 else 'more'}" if round(percent) else "the same"
+    if len(less) == 1 or words(min(less)) == words(max(less)):
+        return f"; {words(np.median(less))} memory"
+    return (f"; {words(np.median(less))} memory (median of {len(less)} shapes; from {words(min(less))} to "
+            f"{words(max(less))})")
 
 
 def points_section(summary):
@@ -209,7 +261,9 @@ def scaling_section(summary):
                              e.at.listed(), ", ".join(map(str, e.over))]))
     head = ("setting", "of", "in", "exponent", "at", "over")
     caption = "p in cost = c · size^p, least squares on logarithms; ± is the standard error of the fit."
-    return "<h2>Fitted exponents</h2>" + html_table("exponents", head, rows, caption) if rows else ""
+    table = html_table("exponents", head, rows, caption)
+    folded = f"<details><summary>{len(rows)} fits</summary>{table}</details>"
+    return f"<h2>Fitted exponents</h2>{folded}" if rows else ""
 
 
 def recommendation_section(summary):
@@ -246,7 +300,7 @@ def order(summary):
 
 def method_section(summary):
     study = summary.study
-    return f"""<h2>How this was measured</h2>
+    return f"""<h2 id="method">How this was measured</h2>
 <p>Every run is a process of its own: {study.warmup_steps} warm-up steps, then
 {study.num_steps} measured ones, of which the median counts. {study.num_runs} runs per point;
 a point's figure is the median over its runs, p20 and p80 are those of the steps (median over runs),

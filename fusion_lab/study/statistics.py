@@ -65,8 +65,15 @@ def with_interval(log_factor, half):
 
 def ratio_interval(above, below):
     """The Gain median(above) / median(below), lists of positive figures, one per run."""
-    half = half_width((1, -1), (np.log(above), np.log(below)), median_inflation)
-    return with_interval(np.log(np.median(above) / np.median(below)), half)
+    return mean_ratio_interval([(above, below)])
+
+
+def mean_ratio_interval(pairs):
+    """The Gain that is the geometric mean of median(above) / median(below) over pairs of such lists."""
+    groups = [np.log(group) for pair in pairs for group in pair]
+    weights = [sign / len(pairs) for _ in pairs for sign in (1, -1)]
+    middle = np.mean([np.log(np.median(above) / np.median(below)) for above, below in pairs])
+    return with_interval(middle, half_width(weights, groups, median_inflation))
 
 
 def fit_exponent(x, y):
@@ -107,9 +114,14 @@ def factor_effects(names, levels, groups):
     return dict(main=main, interaction=interaction)
 
 
-def pareto(costs):
-    """Indices of the points that no other beats in one cost without losing in another, by the first cost."""
+def pareto(costs, surely_less=None):
+    """Indices of the points that no other one beats, by the first cost. One beats another if it costs surely
+    less in something, and in nothing more; where costs are uncertain, surely_less(a, b) says so of two
+    indices, cost by cost."""
     costs = np.asarray(costs, float)
-    best = [i for i, mine in enumerate(costs)
-            if not any((other <= mine).all() and (other < mine).any() for other in costs)]
-    return sorted(best, key=lambda i: tuple(costs[i]))
+    surely_less = surely_less or (lambda a, b: costs[a] < costs[b])
+
+    def beaten(mine):
+        return any((costs[other] <= costs[mine]).all() and any(surely_less(other, mine))
+                   for other in range(len(costs)))
+    return sorted((i for i in range(len(costs)) if not beaten(i)), key=lambda i: tuple(costs[i]))

@@ -8,6 +8,7 @@ import numpy as np
 
 from fusion_lab.study.design import AtShape, Shape, Study
 from fusion_lab.study.records import as_json, checked, spread
+from fusion_lab.study.results import is_step_time
 from fusion_lab.study.statistics import CONFIDENCE, Gain, factor_effects, fit_exponent, ratio_interval
 
 INTERVAL = f"[{100 * CONFIDENCE:g}%]"
@@ -43,8 +44,14 @@ class PointSummary(AtShape):
     memory_reduction_percent: float | None = None
 
     def __post_init__(self):
-        if len(self.run_medians_ms) != self.n or min(self.run_medians_ms, default=1) <= 0:
+        times = self.run_medians_ms
+        if len(times) != self.n or not all(is_step_time(ms / 1e3) for ms in times):
             raise ValueError("run_medians_ms: must be as many times as there are runs")
+        factors = (self.speedup, self.speedup_low, self.speedup_high)
+        known = tuple(factor is not None for factor in factors)
+        if known not in ((False,) * 3, (True, False, False), (True,) * 3) or \
+                any(factor is not None and factor <= 0 for factor in factors):
+            raise ValueError("speedup, speedup_low, speedup_high: must be above 0, or None")
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class Program:
     version: str                   # in result files: "v2_fused"
     suffix: str                    # of their names: "v2" makes performance_summary_v2.json
     axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # fields that a study varies: letters
+    study_sizes: dict = field(default_factory=lambda: dict(batch_size=(2, 4)))  # its default for some
     defined: Callable = every_output  # defined(output, batch) -> {name: tensor}, 0 where a mask hides it
     shake: Callable = nothing      # shake(model): weights got noise; now keep kinks away from 0
     sublayers: tuple = ()          # names, in the order in which a step runs them

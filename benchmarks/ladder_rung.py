@@ -1,0 +1,89 @@
+"""One rung of measure_ladder.py, in a process of its own: ladder_rung.py ROOT STEPS FLAGS...
+
+Measures the project in ROOT, which may be another checkout than the one this file belongs to. Its last line
+is the result as JSON.
+"""
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = sys.path[0] = sys.argv[1]
+
+import torch
+
+from fusion_lab.measuring import turns
+from fusion_lab.measuring.accuracy import compare_numerics
+from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.flags import make_parser, parse
+from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from tiny_openfold_v2 import PROGRAM, TinyOpenFoldConfig
+
+UNTIMED = 5  # steps that follow the wait and are not counted
+TOP = 14  # kernels that a result names
+
+
+def failures_of(settings, device):
+    """What breaks the accuracy rules, with one block of the default widths."""
+    small = replace(settings, model=TinyOpenFoldConfig(num_blocks=1, seq_len=64, num_seqs=16))
+    return compare_numerics(PROGRAM, small, device)[1]
+
+
+def timed(trainer, batches, steps):
+    """Times (ms) of a step, its loss and, on a GPU, peak memory (MB), launches and the heaviest kernels."""
+    device = trainer.device
+    timer = PhaseTimer(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for i in range(steps + UNTIMED):
+        timer.start()
+        loss = trainer.step(batches[i % len(batches)])
+        timer.mark()
+    p20, median, p80 = quantiles(1e3 * timer.seconds()[UNTIMED:, 0])
+    result = dict(median_ms=median, p20_ms=p20, p80_ms=p80, loss=loss.item())
+    if device.type == "cuda":
+        peak = max(torch.cuda.max_memory_allocated(device), trainer.graph.peak if trainer.graph else 0)
+        result.update(peak_mb=peak / MEGABYTE, **kernels_of_a_step(trainer, batches[0]))
+    return result
+
+
+def kernels_of_a_step(trainer, batch):
+    """How many kernels, how long they and copies run (ms), and which take most: (name, calls, ms)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        trainer.step(batch)
+        torch.cuda.synchronize()
+    events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+    kernels = [e for e in events if not e.key.startswith(("Memcpy", "Memset"))]
+    heaviest = sorted(events, key=lambda e: -e.self_device_time_total)[:TOP]
+    return dict(launches=sum(e.count for e in kernels),
+                gpu_busy_ms=sum(e.self_device_time_total for e in events) / 1e3,
+                top=[(e.key[:90], e.count, round(e.self_device_time_total / 1e3, 3)) for e in heaviest])
+
+
+def main(steps, flags):
+    turns.die_with_parent()
+    _, settings, _ = parse(make_parser(PROGRAM), PROGRAM, flags)
+    device = choose_device(settings.training.device)
+    failures = failures_of(settings, device)
+    process_settings(settings, device)
+    trainer, source = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.open_source(settings)
+    batches = [to_device(source.batch(i), device) for i in range(4)]
+    started = time.perf_counter()
+    trainer.step(batches[0]).item()
+    first = time.perf_counter() - started
+    for batch in batches:
+        trainer.step(batch).item()
+    with turns.turn():
+        result = timed(trainer, batches, steps)
+    result.update(first_step_s=first, kernel=trainer.model.attention_kernel(trainer.amp_dtype),
+                  accurate=not failures, failures=failures[:3])
+    if os.path.realpath(ROOT) != os.path.realpath(os.path.dirname(HERE)):
+        result["git_commit"] = system_info(device)["git_commit"]  # the parent knows its own
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[2]), sys.argv[3:])
