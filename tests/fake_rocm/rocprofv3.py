@@ -136,6 +136,8 @@ def main():
     formats += os.environ.get("ROCPROF_OUTPUT_FORMAT", "").split(",")
     libraries = "librocprofiler-sdk-roctx.so.1" + " librocprofiler-sdk-roctx.so" * (not common.WHEELS)
     preloaded = " process" * traced(options, *MARKERS)
+    if common.FAIL == "no_roctx":
+        libraries = preloaded = ""
     with tempfile.TemporaryDirectory() as place:
         log = pathlib.Path(place, "calls")
         log.touch()
