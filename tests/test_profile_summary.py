@@ -1,4 +1,5 @@
 """Summaries of profiler results: every header generation, rocpd, kinds of kernels, comparison, errors."""
+import gzip
 import json
 import pathlib
 import subprocess
@@ -9,7 +10,7 @@ from conftest import ROOT
 from fake_rocm import common
 
 from fusion_lab.measuring.kinds import KINDS
-from fusion_lab.rocm import kernel_summary
+from fusion_lab.rocm import kernel_summary, timeline
 from fusion_lab.rocm.kernel_summary import summarize
 
 TOTALS = {"matrix product": (160, 5.074), "attention": (120, 7.41), "normalisation": (210, 1.308),
@@ -111,6 +112,69 @@ def test_steps_from_the_trainer_and_selected_regions(tmp_path):
     assert summarize(tmp_path)["steps"] == 4 and "nothing else" in summarize(tmp_path)["steps_counted"]
 
 
+def test_share_of_time_in_which_the_gpu_was_busy(run):
+    """Overlapping kernels of one GPU count once, gaps count against it, each GPU has its own clock."""
+    (run / "7_kernel_trace.csv").write_text(
+        "Agent_Id,Kernel_Name,Start_Timestamp,End_Timestamp\n"
+        "4,a,100,200\n4,b,150,180\n4,c,300,400\n5,a,1000,1050\n5,a,1075,1100\n")
+    summary = summarize(run)
+    assert summary["gpu_busy_percent"] == pytest.approx(100 * (200 + 75) / (300 + 100))
+    assert "GPU busy                 68.8 %" in kernel_summary.render(summary)
+    common.write_counters(run / "7_counter_collection.csv", ["SQ_WAVES"])  # kernels are kept apart for that
+    assert summarize(run)["gpu_busy_percent"] is None
+
+
+def test_time_by_range(run):
+    """By correlation number to the HIP call, by its thread and time to the innermost range."""
+    common.write_trace(run / "7_kernel_trace.csv", "7.0")
+    assert summarize(run)["by_range"] == []
+    common.write_api_traces(str(run / "7"))
+    rows = {row["range"]: row for row in summarize(run)["by_range"]}
+    assert {name: row["launches"] for name, row in rows.items()} == {
+        "pair_transition": 831, "pair_transition.backward": 832}
+    assert sum(row["time_ms"] for row in rows.values()) == pytest.approx(17.026)
+    assert "pair_transition.backward" in kernel_summary.render(summarize(run))
+
+
+@pytest.mark.parametrize("spans, moments, names", [
+    ([(0, 100, "a"), (10, 20, "b")], [5, 15, 25, 100], ["a", "b", "a", "outside all ranges"]),
+    ([(0, 10, "a"), (10, 20, "b")], [0, 9, 10, 19], ["a", "a", "b", "b"]),
+    ([(0, 10, "a"), (0, 5, "b")], [0, 7], ["b", "a"]),
+    ([], [3], ["outside all ranges"]),
+])
+def test_innermost_range(spans, moments, names):
+    assert list(timeline.ranges_at(spans, [(time, time) for time in moments]).values()) == names
+
+
+def test_memory_traffic(run):
+    """2 KB read and 1 KB written by each of 1663 launches, in 17.026 ms."""
+    common.write_stats(run / "7_kernel_stats.csv")
+    common.write_counters(run / "7_counter_collection.csv", ["FETCH_SIZE", "WRITE_SIZE"])
+    summary = summarize(run)
+    assert summary["memory_gb_per_s"] == pytest.approx(3 * 1024 * 1663 / 17.026e6)
+    assert "GB/s" in kernel_summary.render(summary)
+    common.write_counters(run / "7_counter_collection.csv", ["FETCH_SIZE"])
+    assert summarize(run)["memory_gb_per_s"] is None
+
+
+def test_copies_and_counters_of_a_database(run):
+    common.write_rocpd(run / "7_results.db", counters=["SQ_WAVES", "OccupancyPercent"], copies=3)
+    summary = summarize(run)
+    assert summary["memory_copies"] == {"count": 3, "time_ms": 0.003}
+    assert summary["counters"] == {"SQ_WAVES": 32 * 1663}
+    assert summary["counter_averages"] == {"OccupancyPercent": pytest.approx(40)}
+
+
+@pytest.mark.parametrize("name", ["results_pmc_perf_0.csv", "results_pmc_perf_0.csv.gz"])
+def test_long_form_of_rocprof_compute(name, tmp_path):
+    header = "GPU_ID,Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp,Counter_Name,Counter_Value\n"
+    rows = [f"0,{place},k,{start},{start + 10},{counter},1\n" for place, start in ((1, 0), (2, 20), (3, 20))
+            for counter in ("SQ_WAVES", "GRBM_COUNT")]
+    with (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wt") as file:
+        file.write(header + "".join(rows))
+    assert (summarize(tmp_path)["launches"], summarize(tmp_path)["kernel_time_ms"]) == (3, 30e-6)
+
+
 def test_dma_copies_and_counters(run):
     common.write_stats(run / "7_kernel_stats.csv")
     (run / "7_memory_copy_stats.csv").write_text(
@@ -152,7 +216,10 @@ def test_comparison(run, tmp_path):
     rows = {row["figure"]: row for row in json.loads(done.stdout)["comparison"]["rows"]}
     assert rows["launches"]["earlier"] == pytest.approx((1663 * 4 + 52) / 26)
     assert rows["matrix product launches"]["change_percent"] == pytest.approx(-50)
+    common.write_trace(run / "7_kernel_trace.csv", "7.0")
+    common.write_trace(baseline / "7_kernel_trace.csv", "7.0", kernels)
     text = cli(run, "--compare", baseline).stdout
+    assert "GPU busy %" in text
     assert f"Compared with {baseline}, per step" in text and "-50.0%" in text and "Caution" not in text
     slower = cli(baseline, "--compare", run).stdout
     assert "+100.0%" in slower

@@ -35,6 +35,13 @@ def test_selected_regions_record_the_measured_steps(release, machine):
     assert (summary_of(workplace / "x")["launches"], summary_of(workplace / "x")["steps"]) == (831, 10)
 
 
+def test_a_program_that_could_not_reach_roctx_is_named_as_the_reason(machine):
+    machine("7.13", FAKE_FAIL="no_roctx")
+    done = start("run_rocprofv3.sh", "--selected-regions")
+    assert done.returncode == 6
+    assert "could not say where its measured steps begin, librocprofiler" in done.stderr
+
+
 class Loader:
     """ctypes.CDLL of a machine on which some names can be loaded; its libraries note what is called."""
     calls = []

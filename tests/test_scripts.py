@@ -50,6 +50,13 @@ def test_help_is_the_same_from_anywhere(script, project, elsewhere):
     assert "of the user" not in away.stdout + away.stderr
 
 
+@pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "run_pytorch_profiler.py"])
+def test_programs_can_be_called_by_their_path(file):
+    """`rocprof-sys-python -- ./tiny_openfold_v2.py` is how people call them."""
+    assert os.access(ROOT / file, os.X_OK)
+    assert (ROOT / file).read_text().startswith("#!/usr/bin/env python3\n")
+
+
 @pytest.mark.parametrize("script", AMD)
 def test_dry_run_from_anywhere(script, project, elsewhere):
     """Also the process that judges the flags sees the project, not the directory of the user."""

@@ -15,7 +15,7 @@ import sys
 from collections import defaultdict
 
 from fusion_lab.measuring.kinds import KINDS, kind_of_kernel
-from fusion_lab.rocm import records
+from fusion_lab.rocm import records, timeline
 from fusion_lab.rocm.records import Unreadable
 from fusion_lab.training.files import NO_DATA, OK, UserError, exit_code
 from fusion_lab.training.flags import Parser
@@ -67,18 +67,28 @@ def steps_profiled(directory):
 ADDITIVE = re.compile(r"(SQC?|T[AD]|TC[ACP]|GRBM|CP[CF]|SPI|GL[012]\w*|GCEA|GCR|UTCL\d)_[A-Z0-9_]+"
                       r"(\[\d+\])?(_sum)?|(FETCH|WRITE)_?SIZE|TOTAL_\d+_OPS|(Fetch|Write)Size")
 
+TRAFFIC = ("fetchsize", "writesize")
+
 
 def counter_figures(directory):
-    """{"counters": sums, "counter_averages": means weighted by the kernels' times}."""
+    """{"counters": sums, "counter_averages": means weighted by the kernels' times, "memory_gb_per_s": from
+    the counters of memory traffic, which are in kilobytes, and the kernels' time; None without them}."""
     sums, weighted = defaultdict(float), defaultdict(lambda: [0.0, 0.0])
+    traffic, traffic_time = defaultdict(float), 0.0
     for name, value, time in records.read_counters(directory):
         if ADDITIVE.fullmatch(name):
             sums[name] += value
+            kind = records.plain(name)
+            if kind in TRAFFIC:
+                traffic[kind] += 1024 * value
+                traffic_time += time * (kind == TRAFFIC[0])
         else:
             weighted[name][0] += value * (time or 1)
             weighted[name][1] += time or 1
     return {"counters": dict(sums),
-            "counter_averages": {name: total / time for name, (total, time) in weighted.items()}}
+            "counter_averages": {name: total / time for name, (total, time) in weighted.items()},
+            "memory_gb_per_s": sum(traffic.values()) / traffic_time
+            if len(traffic) == len(TRAFFIC) and traffic_time else None}
 
 
 def summarize(directory):
@@ -88,6 +98,10 @@ def summarize(directory):
     launches = sum(calls for calls, _ in kernels.totals.values())
     total = sum(time for _, time in kernels.totals.values())
     steps, selected, counted = steps_profiled(directory)
+
+    counters = counter_figures(directory)
+    counting = counters["counters"] or counters["counter_averages"]  # which keeps kernels apart
+    traced = kernels.source in records.OF_ROCPROFV3 and not counting
 
     def share(time):
         return 100 * time / total if total else 0.0
@@ -108,7 +122,11 @@ def summarize(directory):
         "top_kernels": [{"name": name, "kind": kind_of_kernel(name), "calls": calls, "time_ms": time / 1e6,
                          "average_us": time / calls / 1e3, "percent": share(time)}
                         for name, (calls, time) in ordered[:TOP_KERNELS]],
-        "memory_copies": records.read_memory_copies(directory), **counter_figures(directory),
+        "gpu_busy_percent": timeline.busy_percent(directory) if traced else None,
+        "by_range": [{"range": name, "launches": calls, "time_ms": time / 1e6, "percent": share(time)}
+                     for name, (calls, time) in sorted(timeline.time_by_range(directory).items(),
+                                                       key=lambda item: -item[1][1])],
+        "memory_copies": records.read_memory_copies(directory), **counters,
     }
 
 
@@ -127,11 +145,20 @@ def render(summary):
                   f"Time per step    {summary['kernel_time_ms_per_step']:12.3f} ms"]
     else:
         lines += [f"Launches per step     unknown    ({summary['steps_counted']})"]
+    if summary["gpu_busy_percent"] is not None:
+        busy = summary["gpu_busy_percent"]
+        lines += [f"GPU busy         {busy:12.1f} %  of the time from first to last kernel"]
+    if summary["memory_gb_per_s"] is not None:
+        lines += [f"Memory traffic   {summary['memory_gb_per_s']:12.1f} GB/s while kernels ran"]
     if summary["memory_copies"]:
         lines += ["DMA copies       {count:12d}    {time_ms:.3f} ms".format(**summary["memory_copies"])]
     lines += ["", f"{'kind':<14}{'launches':>10}{'ms':>12}{'share':>8}"]
     lines += ["{kind:<14}{launches:>10}{time_ms:>12.3f}{percent:>7.1f}%".format(**row)
               for row in summary["by_kind"] if row["launches"]]
+    if summary["by_range"]:
+        lines += ["", f"{'range':<34}{'launches':>10}{'ms':>12}{'share':>8}"]
+        lines += ["{range:<34}{launches:>10}{time_ms:>12.3f}{percent:>7.1f}%".format(**row)
+                  for row in summary["by_range"]]
     lines += ["", f"Top {len(summary['top_kernels'])} kernels by total time",
               f"{'calls':>8}{'ms':>12}{'average us':>12}{'share':>8}  kind           name"]
     lines += ["{calls:>8}{time_ms:>12.3f}{average_us:>12.2f}{percent:>7.1f}%  {kind:<14} ".format(**row)
@@ -154,9 +181,16 @@ def differences(current, earlier):
         if now["launches"] or before["launches"]:
             rows += [(f"{now['kind']} launches", before["launches"], now["launches"]),
                      (f"{now['kind']} ms", before["time_ms"], now["time_ms"])]
+    ranges = [{row["range"]: row["time_ms"] for row in summary["by_range"]} for summary in (earlier, current)]
+    if all(ranges):
+        rows += [(f"{name} ms", ranges[0].get(name, 0.0), ranges[1].get(name, 0.0))
+                 for name in dict.fromkeys([*ranges[1], *ranges[0]])]
     per_step = bool(current["steps"] and earlier["steps"])
     if per_step:
         rows = [(label, a / earlier["steps"], b / current["steps"]) for label, a, b in rows]
+    for label, key in (("GPU busy %", "gpu_busy_percent"), ("memory traffic GB/s", "memory_gb_per_s")):
+        if current[key] is not None and earlier[key] is not None:
+            rows.append((label, earlier[key], current[key]))
     same_steps = earlier["selected_regions"] == current["selected_regions"]
     return {"earlier": earlier["directory"], "per_step": per_step, "same_steps": same_steps,
             "rows": [{"figure": label, "earlier": a, "current": b,
@@ -168,10 +202,10 @@ def render_differences(comparison):
     lines = [f"Compared with {comparison['earlier']}, {unit}"]
     if not comparison["same_steps"]:
         lines += ["Caution: one run recorded its measured steps only, the other also start-up and warm-up."]
-    lines += [f"{'':<26}{'earlier':>12}{'this run':>12}{'change':>10}"]
+    lines += [f"{'':<34}{'earlier':>12}{'this run':>12}{'change':>10}"]
     for row in comparison["rows"]:
         change = "new" if row["change_percent"] is None else f"{row['change_percent']:+.1f}%"
-        lines += [f"{row['figure']:<26}{row['earlier']:>12.3f}{row['current']:>12.3f}{change:>10}"]
+        lines += [f"{row['figure']:<34}{row['earlier']:>12.3f}{row['current']:>12.3f}{change:>10}"]
     return "\n".join(lines) + "\n"
 
 
@@ -197,6 +231,7 @@ def main_figures(directory):
         "launches per step, by the trainer": measured.get("launches_per_step"),
         "launches per step, recorded": kernels["launches_per_step"] if seen else None,
         "kernel time ms per step": kernels["kernel_time_ms_per_step"] if seen else None,
+        "GPU busy %": kernels["gpu_busy_percent"] if seen else None,
         "slowest kernel": f"{short_name(top['name'], 40)} ({top['percent']:.0f}%)" if top else None,
     }
 

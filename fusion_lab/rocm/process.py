@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from fusion_lab.rocm.failures import known_failure
+from fusion_lab.rocm.failures import known_failure, last_exception
 from fusion_lab.training.files import PROGRAM_FAILED, TIMEOUT, drop_output
 
 FLUSH_SECONDS = 60  # how long a profiler may write after SIGINT before it gets SIGTERM, then SIGKILL
@@ -132,4 +132,5 @@ def failure(ended, log_text, old_pandas=True):
     if 0 < number < 65:
         return PROGRAM_FAILED, (f"it died of {signal.Signals(number).name}. Try the lightest trace, and the "
                                 "same program without the profiler.")
-    return PROGRAM_FAILED, f"it ended with exit code {ended.code}"
+    _, exception = last_exception(log_text)
+    return PROGRAM_FAILED, exception or f"it ended with exit code {ended.code}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from fusion_lab.training.files import UserError
 
+OF_ROCPROFV3 = ("kernel statistics CSV", "kernel trace CSV", "rocpd database")
 OWN_INPUT = "perfmon"  # folder of rocprof-compute with the lists of counters that it is to collect
 NO_COUNTER = {"gpuid", "dispatchid", "gridsize", "workgroupsize", "kernelname", "starttimestamp",
               "endtimestamp", "kernelid", "ldsperworkgroup", "scratchperworkitem", "archvgpr", "accumvgpr",
@@ -155,9 +156,9 @@ def optional_rocpd(directory, query):
 
 def read_kernels(directory):
     """Kernels, from the best source there is."""
-    sources = (("kernel statistics CSV", "*kernel_stats.csv", read_stats),
-               ("kernel trace CSV", "*kernel_trace.csv", read_trace),
-               ("rocpd database", "*.db", read_rocpd),
+    sources = ((OF_ROCPROFV3[0], "*kernel_stats.csv", read_stats),
+               (OF_ROCPROFV3[1], "*kernel_trace.csv", read_trace),
+               (OF_ROCPROFV3[2], "*.db", read_rocpd),
                ("rocprof-compute counters", "pmc_perf*.csv", read_trace),
                ("rocprof-compute counters", "results_pmc_perf_*.csv", read_long_form),
                ("rocprof-compute counters", "results_pmc_perf_*.csv.gz", read_long_form))

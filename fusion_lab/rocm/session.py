@@ -47,8 +47,8 @@ def profile(wrapper):
     if outcome.code == OK:
         say(f"{wrapper.script}: done in {outcome.seconds:.0f} s, {outcome.reason}; in {wrapper.directory}")
     else:
-        print(f"{wrapper.script}: {MEANING.get(outcome.code, 'failed')}: {outcome.reason}\n"
-              f"Look at {os.path.join(wrapper.directory, commands[0].log)}", file=sys.stderr)
+        print(f"{wrapper.script}: {MEANING.get(outcome.code, 'failed')}: {outcome.reason.rstrip('.')}. "
+              f"Its output: {os.path.join(wrapper.directory, commands[0].log)}", file=sys.stderr)
     return outcome
 
 

@@ -85,7 +85,8 @@ def write_trace(path, generation, kernels=KERNELS):
         writer.writerow(header)
         for number, (name, start, end) in enumerate(dispatches(kernels), 1):
             known = {"Kernel_Name": name, "Start_Timestamp": start, "End_Timestamp": end, "Kind":
-                     "KERNEL_DISPATCH", "Dispatch_Id": number, "Agent_Id": "Agent 4", "Duration": end - start}
+                     "KERNEL_DISPATCH", "Dispatch_Id": number, "Agent_Id": "Agent 4",
+                     "Correlation_Id": number, "Duration": end - start}
             writer.writerow([known.get(column, 1) for column in header])
 
 
@@ -124,6 +125,30 @@ def write_rocpd(path, kernels=KERNELS, dispatch_tables=True, counters=(), copies
                                 for name, calls, time in kernels])
     connection.commit()
     connection.close()
+
+
+def write_api_traces(prefix, kernels=KERNELS, markers=True):
+    """HIP calls, one for each dispatch, and ranges: the first half in one of forward's, the rest in one of
+    backward's, which is on another thread."""
+    import csv
+    count = sum(calls for _, calls, _ in kernels)
+    header = ["Domain", "Function", "Process_Id", "Thread_Id", "Correlation_Id", "Start_Timestamp",
+              "End_Timestamp"]
+    ranges = [("forward", 7, 0, 10 * count), ("pair_transition", 7, 5, 5 * count),
+              ("pair_transition.backward", 8, 5 * count, 11 * count)]
+    with open(f"{prefix}_hip_api_trace.csv", "w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+        writer.writerow(header)
+        for place in range(1, count + 1):
+            thread = 7 if 10 * place < 5 * count else 8
+            start = 10 * place
+            writer.writerow(["HIP_RUNTIME_API", "hipLaunchKernel", 1, thread, place, start, start + 2])
+    if markers:
+        with open(f"{prefix}_marker_api_trace.csv", "w", newline="") as file:
+            writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+            writer.writerow(header)
+            for place, (name, thread, start, end) in enumerate(ranges):
+                writer.writerow(["MARKER_CORE_API", name, 1, thread, 100_000 + place, start, end])
 
 
 def write_counters(path, counters, kernels=KERNELS, factor=1):

@@ -11,6 +11,7 @@ BOOLEANS = ["--hip-trace", "--hsa-trace", "--marker-trace", "--kernel-trace", "-
             "--memory-allocation-trace", "--scratch-memory-trace", "--rccl-trace", "--runtime-trace",
             "--sys-trace", "--stats", "--summary", "--truncate-kernels", "--mangled-kernels",
             "--kernel-rename"]
+MARKERS = ("--marker-trace", "--runtime-trace", "--sys-trace")
 EVALUATION = "my_own_kernel(float*)"  # runs after the measured steps only
 
 
@@ -59,7 +60,7 @@ def traced(options, *names):
 
 def recorded_kernels(options, calls):
     """What is recorded, given the program's calls of roctxProfilerResume and Pause."""
-    markers = traced(options, "--marker-trace", "--runtime-trace", "--sys-trace")
+    markers = traced(options, *MARKERS)
     if getattr(options, "selected_regions", None):
         heard = markers or common.at_least("7.13")  # before, the calls are listened to with markers only
         listed = heard and "resume" in calls
@@ -79,6 +80,8 @@ def write_results(options, pid, formats, kernels):
         if options.stats:
             common.write_stats(f"{prefix}_kernel_stats.csv", kernels)
         write_counters(options, prefix, kernels)
+        if traced(options, "--hip-trace", "--runtime-trace", "--sys-trace"):
+            common.write_api_traces(prefix, kernels, traced(options, *MARKERS))
     if "rocpd" in formats or common.FAIL == "rocpd_only":
         common.write_rocpd(f"{prefix}_results.db", kernels)
     if "pftrace" in formats:
@@ -132,7 +135,9 @@ def main():
     formats = options.output_format or ["rocpd" if common.at_least("7.0") else "csv"]
     formats += os.environ.get("ROCPROF_OUTPUT_FORMAT", "").split(",")
     libraries = "librocprofiler-sdk-roctx.so.1" + " librocprofiler-sdk-roctx.so" * (not common.WHEELS)
-    preloaded = " process" * traced(options, "--marker-trace", "--runtime-trace", "--sys-trace")
+    preloaded = " process" * traced(options, *MARKERS)
+    if common.FAIL == "no_roctx":
+        libraries = preloaded = ""
     with tempfile.TemporaryDirectory() as place:
         log = pathlib.Path(place, "calls")
         log.touch()

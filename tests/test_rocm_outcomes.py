@@ -1,0 +1,81 @@
+"""Every wrapper, release and outcome: the right exit code and one line that helps."""
+import json
+import os
+import pathlib
+import re
+import signal
+import threading
+import time
+
+import pytest
+from fake_rocm.machine import RELEASES, WRAPPERS
+
+from fusion_lab.rocm import session, wrappers
+
+pytest_plugins = ("fake_rocm.plugin",)
+SCRIPTS = {"rocprofv3": "run_rocprofv3.sh", "rocprof-sys": "run_rocprof_sys.sh",
+           "rocprof-compute": "run_rocprof_compute.sh"}
+NOTHING_RECORDED = {"rocprofv3": "recorded no GPU kernel", "rocprof-sys": "wrote no trace",
+                    "rocprof-compute": "left no counters and no roof"}
+PANDAS = {"6.4": (1, "'pandas<3'"), **dict.fromkeys(("7.0", "7.1", "7.2"), (6, "'pandas<3'"))}
+
+
+def no_counters(name, release):
+    """(environment, arguments, exit code, words)"""
+    if name == "rocprofv3":
+        return {}, ["--pmc", "NO_SUCH_COUNTER"], 6, "no value of NO_SUCH_COUNTER"
+    if name == "rocprof-compute" and release in PANDAS:
+        return {"FAKE_FAIL": "pandas"}, [], *PANDAS[release]
+    return {"FAKE_FAIL": "no_data"}, [], 6, NOTHING_RECORDED[name]
+
+
+OUTCOMES = {
+    "fine": lambda name, release: ({}, [], 0, ""),
+    "tool missing": lambda name, release: ({"PATH": "/usr/bin:/bin", "ROCM_PATH": "/nonexistent"}, [], 3,
+                                           f"{WRAPPERS[SCRIPTS[name]]} not found on PATH"),
+    "wrong use": lambda name, release: ({}, ["--timeout", "soon"], 2, "--timeout: 'soon'"),
+    "flags refused": lambda name, release: ({}, ["--bad-flag"], 2, "unrecognized arguments: --bad-flag"),
+    "tool crash": lambda name, release: ({"FAKE_FAIL": "crash"}, ["--skip-preflight"], 1, "itself failed: "),
+    "program crash": lambda name, release: ({"FAKE_TRAINER": "raise"}, [], 5, "HIP out of memory"),
+    "time limit": lambda name, release: ({"FAKE_TRAINER": "hang"}, [], 124, "by --timeout"),
+    "no data": lambda name, release: ({"FAKE_FAIL": "no_data"}, [], 6, NOTHING_RECORDED[name]),
+    "no counters": no_counters,
+    "interrupted": lambda name, release: ({"FAKE_TRAINER": "hang"}, [], 130, "got SIGINT"),
+}
+
+
+def interrupt_when_started(record):
+    def wait():
+        for _ in range(1000):
+            if record.exists():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            time.sleep(0.01)
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch, capsys):
+    environment, arguments, code, words = OUTCOMES[outcome](name, release)
+    if release == "wheels" and name != "rocprofv3" and code != 2:  # pip wheels of ROCm hold rocprofv3 only
+        code, words = 3, "pip wheels of ROCm do not have it"
+    workplace = machine(release, **environment)
+    if outcome == "time limit":
+        monkeypatch.setattr(wrappers.WRAPPERS[name], "timeout", 0.3)
+    if outcome == "interrupted" and code != 3:
+        interrupt_when_started(tmp_path / "record")
+    assert session.main(wrappers.WRAPPERS[name], ["-o", "out", *arguments]) == code
+    said = capsys.readouterr()
+    started = (workplace / "out").exists()
+    assert started == (code not in (2, 3))
+    if code == 0:
+        assert not said.err and f"{SCRIPTS[name]}: done in" in said.out
+    else:
+        assert said.err.startswith(f"{SCRIPTS[name]}: ") and words in said.err, said.err
+        assert "Traceback" not in said.err and len(said.err.splitlines()) == 1 or code == 3
+    if started:
+        record = json.loads((workplace / "out" / "manifest.json").read_text())
+        assert record["exit_code"] == code and re.search(r"run\.log", said.err + str(record["files"]))
+        assert all(pathlib.Path(workplace, "out", file["path"]).exists() for file in record["files"])
