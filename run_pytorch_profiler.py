@@ -17,9 +17,10 @@ import os
 import sys
 import time
 
-from fusion_lab.training.files import exit_code, require_packages
+from fusion_lab.training.files import exit_code, quiet_interrupts, require_packages
 
 if __name__ == "__main__":  # one line, not a traceback, where one is missing
+    quiet_interrupts()
     require_packages("run_pytorch_profiler.py", "torch", "numpy", "tqdm")
 
 from fusion_lab.measuring.predictions import predict_mode

@@ -887,7 +887,6 @@ def run(argv=None, program=PROGRAM):
 
 def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    start.ready()
     return files.exit_code(partial(run, program=program), argv, program.name)
 
 

@@ -12,7 +12,7 @@ from conftest import ROOT, last_json, run_program
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics
-from fusion_lab.training import reporting, start
+from fusion_lab.training import files, reporting, start
 from fusion_lab.training.flags import make_parser, parse, read_settings, with_demo
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
@@ -44,7 +44,7 @@ def test_a_shell_that_ignores_ctrl_c_in_the_background_is_obeyed(monkeypatch):
     try:
         monkeypatch.setattr(sys, "argv", ["tiny_openfold_v2.py", "--num-steps", "1"])
         start.begin(tof.COMMAND_LINE)
-        start.ready()
+        assert files.exit_code(lambda _: 0, None, "x") == 0
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

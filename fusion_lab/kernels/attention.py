@@ -30,8 +30,8 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
         return "math"  # SDPA has no fused kernel for a bias on CPU, and its own plain one is slower
     if on_gpu and strict and not torch.version.hip:
         # FlexAttention's products are 1.4 times slower in float32 without TF32. SDPA's kernel makes each of
-        # three truncated TF32 products, which all err to the same side: single results are 3 times, sums of
-        # many (gradients of weights) 100 times as wrong as float32 is.
+        # three truncated TF32 products, which all err to the same side: single results are 2 to 5 times, sums
+        # of many (gradients of weights) 100 times as wrong as float32 is (LOG.md).
         return "math"
     if biased:
         return "flex" if flex_fits else "sdpa"

@@ -58,6 +58,19 @@ def write_json(path, result):
     write_text(path, json.dumps(result, indent=2, allow_nan=False))
 
 
+def leave(number, _frame):
+    """Ctrl-C while modules are imported: nothing is there yet that would have to be saved."""
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+def quiet_interrupts():
+    """Until exit_code() begins, Ctrl-C ends the program with one line; unless it is ignored, as shells have
+    it for what runs in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+
+
 class StopRequest:
     """Within, the first SIGINT or SIGTERM only asks the loop to stop; the second one acts at once."""
 
@@ -163,6 +176,8 @@ def drop_output():
 
 def exit_code(run, argv, program):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code."""
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
     try:
         code = run(argv)
