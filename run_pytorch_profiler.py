@@ -25,10 +25,10 @@ if __name__ == "__main__":  # one line, not a traceback, where one is missing
 from fusion_lab.measuring.predictions import predict_mode
 from fusion_lab.measuring.sizes import other_axes
 from fusion_lab.measuring.variants import with_fusion
-from fusion_lab.profiler.report import read_analysis
+from fusion_lab.profiler.report import ANALYSIS, read_analysis
 from fusion_lab.profiler.session import finite, run_session
-from fusion_lab.profiler.several import ablation, compare_v1
-from fusion_lab.training import flags
+from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1
+from fusion_lab.training import flags, reporting
 from fusion_lab.training.files import fresh_directory
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.options import flag
@@ -82,6 +82,10 @@ def results_directory(arguments, profiler):
     return path
 
 
+RESULT_FILES = dict(pytorch_profiler=ANALYSIS, ablation=f"{SUMMARY}.json", compare_v1=V1_COMPARISON)
+HEADLINES = ("mode", "findings", "step", "step_ms", "folders")
+
+
 def refuse_unused(parser, program, arguments):
     """End the program if a flag would have no effect beside another."""
     of_sessions = ("ablation", "compare_v1", "compare_with", "roofline", name_of_lengths(program), "force",
@@ -132,8 +136,12 @@ def run(argv=None):
             result = compare_v1(program, settings, directory, **options)
         else:
             result = run_session(program, settings, directory, **options, earlier=earlier).as_dict()
-    if not sys.stdout.isatty():  # people have read the findings; the files hold the rest
-        print(json.dumps(finite(result), allow_nan=False))
+    if arguments.predict or arguments.check_prediction:
+        print(json.dumps(finite(result), allow_nan=False))  # it has no file
+    else:
+        path = os.path.join(directory, RESULT_FILES[result["mode"]])
+        headline = finite({key: result[key] for key in HEADLINES if key in result})
+        reporting.print_result(headline, path, settings)
     return 0
 
 

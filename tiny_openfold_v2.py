@@ -13,49 +13,11 @@ Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z 
 `pair`, H heads, D head width, h hidden width of the outer product mean. "Alg." is an algorithm of the
 AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
-import sys
-
-from fusion_lab.training.files import OUT_OF_MEMORY, StopRequest, UserError, exit_code, require_packages
-
-if __name__ == "__main__":  # one line, not a traceback, where one is missing
-    require_packages("tiny_openfold_v2.py", "torch", "numpy", "tqdm")
-
-import contextlib
-import json
-import math
-import os
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
-import torch
-import torch._inductor
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
-
-from fusion_lab.kernels.attention import BACKENDS, attention_backend, flex_attend, prepare_flex_attention
-from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
-from fusion_lab.kernels.precision import at_least_float32, strict_float32
-from fusion_lab.measuring import accuracy, comparison, summary, turns
-from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
-from fusion_lab.measuring.ranges import Profiling
-from fusion_lab.training import reporting
-from fusion_lab.training.checkpoints import load_run, snapshot
-from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.feeding import batches
-from fusion_lab.training.files import require_directory, require_writable, write_atomically, write_json
-from fusion_lab.training.flags import make_parser, named_program, parse
-from fusion_lab.training.machine import choose_device, process_settings
-from fusion_lab.training.master_weights import MasterWeights
+from fusion_lab.training import start
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option  # noqa: F401  for importers
-from fusion_lab.training.program import Program
-from proteins import batches as proteins
-from proteins import contacts
-from proteins.costs import costs
-from proteins.files import TOKENS
+from fusion_lab.training.program import CommandLine, Program
 from proteins.options import TrainingConfig
 
 # --------------------------------------------------------------------------------------------------------
@@ -113,7 +75,8 @@ class FusionConfig(Switches):
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward: less memory, more time",
         rung=7)
-    attention_backend: str = option("auto", "implementation of fused attention", choices=BACKENDS)
+    attention_backend: str = option("auto", "implementation of fused attention",
+                                   choices=("auto", "math", "sdpa", "flex"))
 
     def combo_kernels_at(self, seq_len):
         return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
@@ -128,6 +91,50 @@ class FusionConfig(Switches):
             found.append("--attention-backend is for fused attention")
         return found
 
+
+COMMAND_LINE = CommandLine(
+    file=__file__, about=__doc__, model_config=TinyOpenFoldConfig, training_config=TrainingConfig,
+    fusion_config=FusionConfig, headline=("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle",
+                                          "enable_flash_attention", "enable_triangle_fusion"),
+    demo=dict(num_blocks=1, seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10,
+              eval_every=30))
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    start.begin(COMMAND_LINE)
+
+import contextlib
+import math
+import os
+import sys
+from functools import partial
+
+import numpy as np
+import torch
+import torch._inductor
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from fusion_lab.kernels.attention import attention_backend, flex_attend, prepare_flex_attention
+from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
+from fusion_lab.kernels.precision import at_least_float32, strict_float32
+from fusion_lab.measuring import accuracy, comparison, summary, turns
+from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.measuring.metrics import Metrics
+from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
+from fusion_lab.measuring.ranges import Profiling
+from fusion_lab.training import files, reporting
+from fusion_lab.training.checkpoints import load_run, snapshot
+from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.feeding import batches
+from fusion_lab.training.flags import make_parser, named_program, parse, with_demo
+from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.master_weights import MasterWeights
+from proteins import batches as proteins
+from proteins import contacts
+from proteins.costs import costs
+from proteins.files import TOKENS
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: packed projections and attention, fused and plain side by side
@@ -680,22 +687,12 @@ class Trainer:
         if not self.use_graph:
             return self.eager_step(batch, mark)
         if self.graph is None:
-            self.capture(batch)
+            with self.preserved():
+                self.graph = GraphedStep(self.eager_step, batch, self.device)
         loss = self.graph(batch)
         for _ in ("forward", "backward", "optimizer"):
             mark()
         return loss
-
-    def capture(self, batch):
-        """A failed capture leaves CUDA's random generator unusable, so there is nothing to fall back to."""
-        try:
-            with self.preserved():
-                self.graph = GraphedStep(self.eager_step, batch, self.device)
-        except RuntimeError as error:
-            if OUT_OF_MEMORY.search(str(error)):
-                raise
-            raise UserError(f"CUDA graphs: this step cannot be captured ({str(error).splitlines()[0]}); use "
-                            "--disable-cuda-graphs", code=1) from None
 
     def eager_step(self, batch, mark=lambda: None):
         loss = self.forward(batch)["loss"]
@@ -705,7 +702,7 @@ class Trainer:
         if self.masters:
             self.masters.take_gradients()
         self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.updated, self.training.grad_clip)
+        self.gradient_norm = nn.utils.clip_grad_norm_(self.updated, self.training.grad_clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -736,7 +733,7 @@ class Trainer:
             self.scaler.load_state_dict(scaler)
 
 
-def run_steps(trainer, source, profiling, found, stop):
+def run_steps(trainer, source, profiling, found, stop, metrics):
     """The measured steps. Returns (losses, (steps, 4) seconds for data, forward, backward, optimizer,
     evaluations by step)."""
     program, training, device = trainer.program, trainer.training, trainer.device
@@ -751,6 +748,7 @@ def run_steps(trainer, source, profiling, found, stop):
             timer.mark()
             losses.append(trainer.step(batch, timer.mark))
             trainer.step_number = done = step + 1
+            metrics.step(done, losses[-1], trainer)
             profiling.step()
             bar.update()
             stopping = stop.signal is not None  # read once: a signal may come at any moment
@@ -759,14 +757,16 @@ def run_steps(trainer, source, profiling, found, stop):
             if ending or saving or done % training.log_every == 0 or device.type == "cpu":
                 checked = reporting.require_finite(losses, checked, steps.start)
             if ending or done % training.log_every == 0:
+                metrics.flush()
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
                 bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
                                               peak_megabytes(device, found)), file=sys.stdout)
             if saving:
-                write_atomically(training.save_checkpoint, partial(torch.save, snapshot(trainer)))
+                files.write_atomically(training.save_checkpoint, partial(torch.save, snapshot(trainer)))
             if program.evaluate and not ending and done % training.eval_every == 0:
                 with profiling.paused(), unmeasured_memory(device, found):
                     evaluations[done] = program.evaluate(trainer, source, stop)
+                metrics.evaluation(done, program.scores(evaluations[done]))
                 bar.write(program.evaluation_line(evaluations[done]), file=sys.stdout)
             if stopping:
                 break
@@ -779,31 +779,36 @@ def train(program, settings, compare_with=None):
     earlier = summary.read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
     process_settings(settings, device)
-    require_directory(profiler.profile_dir)
-    require_writable(training.save_checkpoint)
+    path = os.path.join(profiler.profile_dir, program.result("performance_summary"))
+    files.results_directory(settings, path)
+    files.require_writable(training.save_checkpoint)
     source = program.open_source(settings)
     program.before_training(settings, source)
     trainer = program.trainer(program, settings, device)
     if training.resume:
         load_run(trainer, training.resume, source)
     trainer.trained_on.update(source.names)
+    metrics = Metrics(settings)
     reporting.describe_start(trainer, source)
-    with StopRequest() as stop:
+    with files.StopRequest() as stop:
         found = warm_up(trainer, source, stop)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         left = training.num_steps - trainer.step_number
         with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
-            losses, times, evaluations = run_steps(trainer, source, profiling, found, stop)
+            losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
             if program.evaluate and stop.signal is None:
                 evaluations["final"] = program.evaluate(trainer, source, stop, final=True)
+                metrics.evaluation(trainer.step_number, program.scores(evaluations["final"]))
                 print(program.evaluation_line(evaluations["final"]))
         result = summary.summarise(trainer, found, losses, times, evaluations)
         if earlier:
             result["compared_with_v1"] = summary.print_against(earlier, result)
-        write_json(os.path.join(profiler.profile_dir, program.result("performance_summary")), result)
-    print(json.dumps(result, allow_nan=False), flush=True)
+        files.write_json(path, result)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw()])
+        program.closing(trainer, source, evaluations)
+    summary.print_summary(result, path, settings)
     return 128 + stop.signal if stop.signal is not None else 0
 
 
@@ -849,18 +854,14 @@ def start_lines(trainer):
 
 
 PROGRAM = Program(
-    file=__file__, about=__doc__, version="v2_fused", suffix="v2", model_config=TinyOpenFoldConfig,
-    training_config=TrainingConfig, fusion_config=FusionConfig, model=TinyOpenFoldV2, trainer=Trainer,
+    **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
-    shake=move_kinks_away,
-    axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
-    study_sizes=dict(batch_size=(2, 4), seq_len=(32, 64)), sublayers=SUBLAYERS, costs=costs,
-    blocks=lambda settings: settings.model.num_blocks, evaluate=contacts.evaluate,
-    evaluation_name="contact_precision",
-    evaluation_line=contacts.contact_line, before_training=contacts.require_plots, start_lines=start_lines,
-    statistics=nominal_counts, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
-    headline=("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
-              "enable_triangle_fusion"),
+    shake=move_kinks_away, axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
+    study_sizes=dict(batch_size=(2, 4), seq_len=(32, 64)), tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
+    sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
+    before_training=contacts.require_plots, start_lines=start_lines, statistics=nominal_counts,
+    evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,
+    scores=contacts.scores, closing=contacts.closing,
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
             "Flash Attention": "enable_flash_attention",
             "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
@@ -870,14 +871,14 @@ PROGRAM = Program(
 def run(argv=None, program=PROGRAM):
     """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
     turns.die_with_parent()
-    argv = sys.argv[1:] if argv is None else argv
+    argv = with_demo(sys.argv[1:] if argv is None else argv)
     program = named_program(argv, program)
     arguments, settings, mode = parse(make_parser(program), program, argv)
     if mode is None:
         return train(program, settings, arguments.compare_with_v1)
     if mode == "--check-flags":
         return reporting.print_settings(program, settings)
-    require_directory(settings.profiler.profile_dir)
+    files.require_directory(settings.profiler.profile_dir)
     if mode == "--compare-fusion":
         return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)
     check = accuracy.validate_setup if mode == "--validate-setup" else accuracy.verify_accuracy
@@ -886,7 +887,8 @@ def run(argv=None, program=PROGRAM):
 
 def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    return exit_code(partial(run, program=program), argv, program.name)
+    start.ready()
+    return files.exit_code(partial(run, program=program), argv, program.name)
 
 
 if __name__ == "__main__":

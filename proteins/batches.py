@@ -51,6 +51,9 @@ class SyntheticProteins:
     def describe(self):
         return f"synthetic proteins ({self.training.synthetic_world}), {len(self.HELD_OUT)} held out"
 
+    def structure(self, name):
+        """What a structure file says of a protein, a files.Protein: here there is no file."""
+
     def make(self, indices, rng=None, clean=False):
         msa, coords = synthetic_proteins(self.training.seed, indices, self.config.num_seqs,
                                          self.config.seq_len, self.training.synthetic_world)
@@ -107,6 +110,9 @@ class RealProteins:
 
     def describe(self):
         return f"{len(self.families)} real proteins, {len(self.held_out)} held out"
+
+    def structure(self, name):
+        return next(family for family in self.families + self.unseen if family.name == name)
 
     def take(self, rng, family, seq_len, num_seqs):
         """One sample, padded to (num_seqs, seq_len): a crop with coordinates, the query and other rows."""

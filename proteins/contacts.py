@@ -1,29 +1,51 @@
 """Contact precision, the metric of the project, and its pictures."""
 import os
 import statistics
+import sys
 
 import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, require_directory
+from proteins import maps
+from proteins.files import LETTERS
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
+SUFFIXES = (".tsv", ".png")  # of the files of one map
+
+
+def true_distances(coords, coord_mask):
+    """(S, S) Å, NaN where a residue has no coordinates. coords (S, 3), coord_mask (S,)."""
+    seen = coord_mask.bool()
+    distances = (coords[:, None] - coords[None]).norm(dim=-1)
+    return distances.masked_fill(~(seen[:, None] & seen), float("nan"))
+
+
+def ranked_pairs(probability, coord_mask):
+    """(i, j), i < j, of the pairs that count, most probable first: at least SEPARATION apart, both residues
+    with coordinates. probability (S, S), coord_mask (S,)."""
+    seen = coord_mask.bool()
+    i, j = torch.triu_indices(len(seen), len(seen), SEPARATION, device=seen.device)
+    both = seen[i] & seen[j]
+    i, j = i[both], j[both]
+    order = probability[i, j].argsort(descending=True)
+    return i[order], j[order]
+
+
+def half_length(coord_mask):
+    """L/2, of the L residues with coordinates."""
+    return max(int(coord_mask.sum()) // 2, 1)
 
 
 def contact_precision(probability, coords, coord_mask):
     """Share of true contacts among the L/2 and L most probable pairs at least SEPARATION apart (L residues
     with coordinates), and among all such pairs. probability (S, S), coords (S, 3), coord_mask (S,)."""
-    seen = coord_mask.bool()
-    i, j = torch.triu_indices(len(seen), len(seen), SEPARATION, device=seen.device)
-    both = seen[i] & seen[j]
-    i, j = i[both], j[both]
+    i, j = ranked_pairs(probability, coord_mask)
     contact = ((coords[i] - coords[j]).norm(dim=-1) < CONTACT_DISTANCE).float()
-    ranked = contact[probability[i, j].argsort(descending=True)]
-    length = int(seen.sum())
-    return dict(p_l2=ranked[:max(length // 2, 1)].mean().item(), p_l=ranked[:length].mean().item(),
-                chance=contact.mean().item())
+    return dict(p_l2=contact[:half_length(coord_mask)].mean().item(),
+                p_l=contact[:int(coord_mask.sum())].mean().item(), chance=contact.mean().item())
 
 
 @torch.no_grad()
@@ -31,7 +53,8 @@ def evaluate(trainer, source, stop=None, final=False):
     """contact_precision() by protein: {"training": {name: ...}, "held_out": {name: ...}}. The model runs
     uncompiled here, since whole chains differ in length. A signal in stop ends it early. The final one writes
     maps of the held-out proteins into --plot-contacts, if that is given."""
-    model, plot_directory = trainer.model, trainer.training.plot_contacts if final else None
+    model, directory = trainer.model, trainer.training.plot_contacts if final else None
+    stems = maps.file_names(source.held_out) if directory else {}
     was_training = model.training
     model.eval()
     results = {}
@@ -41,6 +64,7 @@ def evaluate(trainer, source, stop=None, final=False):
             for name, batch in proteins:
                 if stop and stop.signal is not None:
                     break
+                tokens = batch["target_tokens"][0]
                 batch = to_device(batch, trainer.device)
                 coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
                 if coord_mask.sum() <= SEPARATION:
@@ -48,11 +72,17 @@ def evaluate(trainer, source, stop=None, final=False):
                 output = model(**batch)
                 probability, distances = output["contact_probability"][0], output["distances"][0]
                 results[group][name] = contact_precision(probability, coords, coord_mask)
-                if plot_directory and group == "held_out":
-                    plot_contacts(plot_directory, name, probability, distances, coords, coord_mask,
-                                  results[group][name])
+                if directory and group == "held_out":
+                    write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
+                              (probability, distances, coords, coord_mask))
     model.train(was_training)
     return results
+
+
+def scores(evaluation):
+    """{"held-out P(L/2)": mean over proteins, ...} of what evaluate() returned."""
+    return {f"{group.replace('_', '-')} P(L/2)": statistics.fmean(p["p_l2"] for p in proteins.values())
+            for group, proteins in evaluation.items() if proteins}
 
 
 def contact_line(evaluation):
@@ -67,6 +97,16 @@ def contact_line(evaluation):
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 
 
+def closing(trainer, source, evaluations):
+    """What the final evaluation says, in a sentence."""
+    held_out = evaluations.get("final", {}).get("held_out")
+    if not held_out:
+        return
+    found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
+    print(f"In words: after {trainer.step_number} steps, {found:.0f}% of the residue pairs that the model is "
+          f"surest of do touch, in {len(held_out)} proteins it never saw; by chance {chance:.0f}% would.")
+
+
 def require_plots(settings, source):
     """Raise UserError now rather than after training if --plot-contacts could not be obeyed."""
     directory = settings.training.plot_contacts
@@ -75,25 +115,33 @@ def require_plots(settings, source):
         require_directory(directory)
         if not source.held_out:
             raise UserError(f"--plot-contacts {directory}: no protein is held out")
+        files = {stem + suffix for stem in maps.file_names(source.held_out).values() for suffix in SUFFIXES}
+        there = sorted(files & set(os.listdir(directory)))
+        if there:
+            raise UserError(f"--plot-contacts {directory}: it holds {there[0]} already; name another one")
 
 
-def plot_contacts(directory, name, probability, distances, coords, coord_mask, precision):
-    """Write NAME.png: prediction above the diagonal and truth below it, as contacts and as distances (Å)."""
-    pyplot = require_matplotlib()
-    os.makedirs(directory, exist_ok=True)
-    true = (coords[:, None] - coords[None]).norm(dim=-1)
-    true[~(coord_mask[:, None] * coord_mask[None]).bool()] = float("nan")
-    figure, axes = pyplot.subplots(1, 2, figsize=(9.5, 4.2), layout="constrained")
-    true_contacts = (true < CONTACT_DISTANCE).where(~true.isnan(), float("nan"))
-    panels = (("contact probability", probability, true_contacts, dict(cmap="Greys", vmin=0, vmax=1)),
-              ("CB distance, Å", distances, true, dict(cmap="viridis_r", vmin=2, vmax=22)))
-    for axis, (title, predicted, truth, style) in zip(axes, panels, strict=True):
-        both = torch.triu(predicted.float(), 1).nan_to_num() + torch.tril(truth.float(), -1)
-        image = axis.imshow(both.cpu(), origin="upper", **style)
-        axis.axline((0, 0), slope=1, color="0.6", linewidth=0.7)
-        axis.set(title=f"{title}: predicted above, true below", xlabel="residue", ylabel="residue")
-        figure.colorbar(image, ax=axis, shrink=0.85)
-    figure.suptitle(f"{name}: P(L/2) {precision['p_l2']:.2f}, P(L) {precision['p_l']:.2f}, "
-                    f"chance {precision['chance']:.2f}")
-    figure.savefig(os.path.join(directory, f"{name}.png"), dpi=110)
-    pyplot.close(figure)
+def contact_map(name, protein, tokens, arrays):
+    """maps.ContactMap of one protein. protein is what files.py read, None for a built-in one, which is
+    numbered from 1; tokens (S,); arrays: probability, distances (S, S), coords (S, 3), coord_mask (S,)."""
+    probability, distances, coords, coord_mask = (array.detach().float().cpu() for array in arrays)
+    i, j = ranked_pairs(probability, coord_mask)
+    best = half_length(coord_mask)
+    return maps.ContactMap(
+        name, protein.chain if protein else "",
+        protein.numbers if protein else tuple(str(number) for number in range(1, len(tokens) + 1)),
+        "".join(LETTERS[token] for token in tokens.tolist()), probability.numpy(), distances.numpy(),
+        true_distances(coords, coord_mask).numpy(), (i[:best].numpy(), j[:best].numpy()),
+        contact_precision(probability, coords, coord_mask), CONTACT_DISTANCE, SEPARATION)
+
+
+def write_map(path, *protein):
+    """The files of contact_map(*protein). A failure is a line on stderr: a picture must not cost a run its
+    summary, and whatever is wrong with one may be right with the next."""
+    try:
+        found = contact_map(*protein)
+        for suffix, write in zip(SUFFIXES, (maps.write_table, maps.write_picture), strict=True):
+            write(path + suffix, found)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(f"warning: no contact map of {protein[0]!r}: {reason}", file=sys.stderr)

@@ -53,6 +53,7 @@ class Protein:
     msa: np.ndarray     # (R, L) uint8 tokens
     coords: np.ndarray  # (L, 3) float32, CB (CA for glycine), Å; NaN where the structure has none
     chain: str = ""     # the chain of the structure that was used
+    numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
 
     @property
     def length(self):
@@ -225,6 +226,7 @@ class Chain:
     coords: np.ndarray    # (C, 3) float32, CB (CA for glycine), Å; NaN where there is none
     seen: np.ndarray      # (C,) bool, residue is in the model, perhaps without its CB
     breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
+    numbers: np.ndarray   # (C,) str, the file's residue numbers with insertion codes; "" where not seen
 
 
 def split_structure_argument(argument):
@@ -312,7 +314,9 @@ def _read_chain(structure, model_chain):
     coords[labels] = np.where((observed == AMINO_ACIDS.index("G"))[:, None], alpha, beta)
     close = np.linalg.norm(np.diff(alpha, axis=0), axis=1) < BROKEN  # False where a CA is missing
     seen = np.isin(np.arange(len(full)), labels)
-    return Chain(model_chain.name, full, coords, seen, np.r_[True, ~close, True])
+    numbers = np.full(len(full), "", "<U12")
+    numbers[labels] = [str(residue.seqid) for residue in residues]
+    return Chain(model_chain.name, full, coords, seen, np.r_[True, ~close, True], numbers)
 
 
 def _position(residue, atom_name):
@@ -441,7 +445,8 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
     if located < 0.5 * mapped.sum():
         raise DataError(f"{structure_path}: only {located} of {mapped.sum()} residues of chain {best.name!r} "
                         "have a CB atom; a structure with side chains is needed")
-    return Protein(name or _split_suffix(msa_path)[0], msa, coords, best.name)
+    numbers = tuple(np.where(mapped, best.numbers[mapping[0]], "").tolist())
+    return Protein(name or _split_suffix(msa_path)[0], msa, coords, best.name, numbers)
 
 
 # --- Families -------------------------------------------------------------------------------------------

@@ -95,13 +95,13 @@ def test_idle_switches_are_named_and_only_the_users_own_are_measured():
 
 
 class SlowTrainer(tof.Trainer):
-    """A step with the triangle fusion takes 30 ms more, and notes whose turn it is."""
+    """A step with the triangle fusion takes 0.4 s more, and notes whose turn it is."""
     turns = []
 
     def step(self, batch, mark=lambda: None):
         SlowTrainer.turns.append(self.settings.fusion)
         if self.settings.fusion.enable_triangle_fusion:
-            time.sleep(0.03)
+            time.sleep(0.4)
         return super().step(batch, mark)
 
 
@@ -127,7 +127,6 @@ def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, ca
     baseline, fused, broken = result["variants"]
     assert broken["reason"] == "RuntimeError: no such kernel here" and not broken["measured"]
     assert fused["speedup"] < 1 and fused["batch_time_reduction_percent"] < 0
-    assert fused["median_batch_time"] > baseline["median_batch_time"] + 0.02
     last = [f.enable_triangle_fusion for f in SlowTrainer.turns[-8:]]
     assert last == [False, True, True, False, False, True, True, False]
     fresh = tof.Trainer(tof.PROGRAM, with_fusion(SETTINGS, PLAIN), CPU).model.state_dict()
@@ -220,7 +219,7 @@ def test_rows_are_kept_when_a_signal_ends_the_comparison(tmp_path):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 143
     report = json.loads((tmp_path / "fusion_comparison_v2.json").read_text())
-    assert report == json.loads(out.splitlines()[-1])
+    assert report == last_json(out)
     assert [row["measured"] for row in report["variants"]] == [True, True, False]
     assert report["variants"][2]["reason"] == "stopped before it was measured"
 

@@ -507,6 +507,13 @@ def test_setting_flags_mean_their_switches():
         assert WORDS.switches_of(fusion) == WORDS.parse(name), name
 
 
+def test_points_have_files_of_their_own():
+    """Also where their names are too long for a file system and differ at the end only."""
+    study = study_of((2,), (32,), (16,), settings=(WORDS.name(frozenset(WORDS.switches)), "baseline"))
+    names = [point.file_name() for point in study.points()]
+    assert len(set(names)) == 4 and max(map(len, names)) == design.MAX_NAME
+
+
 def test_random_order_is_stored():
     study = study_of((1, 2, 4), (8, 16), (4,), settings=("baseline", "fused"))
     order = study.points()

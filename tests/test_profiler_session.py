@@ -355,7 +355,7 @@ def test_a_second_session_in_a_directory_is_of_its_own_trace(tmp_path, capsys):
     (tmp_path / "aaa.1.pt.trace.json").write_text(json.dumps(dict(traceEvents=[])))  # an earlier one's
     flags = "--num-blocks 2 --batch-size 1 --seq-len 4 --num-seqs 2 --warmup-steps 1 --profile-steps 1"
     assert run([*flags.split(), "--device", "cpu", "--profile-dir", str(tmp_path), "--force"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = last_json(capsys.readouterr().out)
     assert result["trace"] != "aaa.1.pt.trace.json"
     assert {e["calls"] for e in result["sublayers"] if e["name"] == "pair_transition"} == {2}
     assert len(result["findings"]) == 3

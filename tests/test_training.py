@@ -123,7 +123,7 @@ def state_of(path):
 def test_resume_continues_bit_for_bit_also_with_dropout(tmp_path, capsys, amp):
     flags = [*amp, "--dropout", "0.2", "--save-every", "3"]
     assert train(tmp_path, "--num-steps", 6, "--save-checkpoint", tmp_path / "whole.pt", *flags) == 0
-    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
+    whole = last_json(capsys.readouterr().out)
     assert train(tmp_path, "--num-steps", 3, "--save-checkpoint", tmp_path / "part.pt", *flags) == 0
     assert (
         train(
@@ -138,7 +138,7 @@ def test_resume_continues_bit_for_bit_also_with_dropout(tmp_path, capsys, amp):
         )
         == 0
     )
-    resumed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    resumed = last_json(capsys.readouterr().out)
     assert resumed["performance_summary"]["final_loss"] == whole["performance_summary"]["final_loss"]
     expected, found = state_of(tmp_path / "whole.pt"), state_of(tmp_path / "part.pt")
     assert expected.keys() == found.keys() and all(torch.equal(expected[k], found[k]) for k in expected)
@@ -152,7 +152,7 @@ def test_checkpoint_with_its_optimizer_crosses_fusion_settings(tmp_path, capsys)
     for flags in (["--disable-all-fusion"], ["--enable-qkv-fusion-msa", "--enable-triangle-fusion"]):
         assert train(tmp_path, "--num-steps", 8, "--resume", tmp_path / "a.pt", *flags) == 0
         losses.append(
-            json.loads(capsys.readouterr().out.splitlines()[-1])["performance_summary"]["final_loss"]
+            last_json(capsys.readouterr().out)["performance_summary"]["final_loss"]
         )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert not any("qkv_proj" in name for name in state_of(tmp_path / "a.pt"))
@@ -183,14 +183,14 @@ def test_accuracy_mode_with_dropout_and_with_nan(tmp_path, capsys, monkeypatch):
     attend = tof.attend
     monkeypatch.setattr(tof, "attend", lambda *a: attend(*a) * (1 if a[-1] == "math" else float("nan")))
     assert train(tmp_path, "--verify-accuracy") == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["max_absolute"] is None
+    assert last_json(capsys.readouterr().out)["max_absolute"] is None
 
 
 def test_warmup_and_measurement_leave_no_trace(tmp_path, capsys):
     losses = []
     for warmup in (0, 4):
         assert train(tmp_path, "--num-steps", 3, "--dropout", "0.1", "--warmup-steps", warmup) == 0
-        losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["performance_summary"]["avg_loss"])
+        losses.append(last_json(capsys.readouterr().out)["performance_summary"]["avg_loss"])
     assert losses[0] == losses[1]
 
 
@@ -242,7 +242,7 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err
-    summary = json.loads(out.strip().splitlines()[-1])
+    summary = last_json(out)
     done = torch.load(tmp_path / "c.pt", weights_only=True)["step"]
     assert done * 2 == summary["performance_summary"]["total_samples"] > 0
     assert (tmp_path / "performance_summary_v2.json").exists()
@@ -400,7 +400,7 @@ def test_compare_with_an_earlier_summary(tmp_path, capsys):
     )
     assert train(tmp_path, "--num-steps", 2, "--compare-with-v1", earlier) == 0
     out = capsys.readouterr().out
-    summary = json.loads(out.splitlines()[-1])
+    summary = last_json(out)
     assert summary["compared_with_v1"]["speedup"] > 1 and "Training speed: 0.0 ->" in out
     earlier.write_text('{"performance_summary": {}}')
     assert train(tmp_path, "--num-steps", 2, "--compare-with-v1", earlier) == 2
@@ -444,7 +444,7 @@ def test_same_seed_same_losses_and_another_seed_others(tmp_path, capsys):
     losses = []
     for seed in (1, 1, 2):
         assert train(tmp_path, "--num-steps", 3, "--seed", seed) == 0
-        losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["performance_summary"]["avg_loss"])
+        losses.append(last_json(capsys.readouterr().out)["performance_summary"]["avg_loss"])
     assert losses[0] == losses[1] != losses[2]
 
 
@@ -522,7 +522,7 @@ def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
         )
         == 0
     )
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = last_json(capsys.readouterr().out)
     assert result["performance_summary"]["final_loss"] < result["performance_summary"]["first_loss"] - 0.3
     held_out = {
         step: np.mean([p["p_l2"] for p in groups["held_out"].values()])
@@ -535,7 +535,7 @@ def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
 def test_real_families_train_and_hold_out(families_dir, tmp_path, capsys):
     flags = ["--data", families_dir, "--holdout", "2PPN_A,1CTF_A", "--num-steps", "2"]
     assert train(tmp_path, *flags, "--plot-contacts", tmp_path / "maps") == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = last_json(capsys.readouterr().out)
     final = result["contact_precision"]["final"]
     assert set(final["held_out"]) == {"2PPN_A", "1CTF_A"} and len(final["training"]) == 30
     assert {p.name for p in (tmp_path / "maps").iterdir()} == {"2PPN_A.png", "1CTF_A.png"}

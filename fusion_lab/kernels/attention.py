@@ -7,7 +7,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-BACKENDS = ("auto", "math", "sdpa", "flex")
 FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
 SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 
@@ -15,10 +14,10 @@ SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased, training):
     """Which implementation runs: "math" (not fused), "sdpa" or "flex".
 
-    requested is one of BACKENDS; strict: products are float32 throughout; width of a head, length of a row;
-    biased: with a bias that is trained. FlexAttention is the one PyTorch kernel that neither copies a bias
-    shared by many rows nor writes the bias gradient once per row. "auto" goes by measurements on NVIDIA and
-    on CPU (benchmarks/LOG.md); on AMD nothing was measured, and the same rules are kept.
+    requested is what --attention-backend says; strict: products are float32 throughout; width of a head,
+    length of a row; biased: with a bias that is trained. FlexAttention is the one PyTorch kernel that neither
+    copies a bias shared by many rows nor writes the bias gradient once per row. "auto" goes by measurements
+    on NVIDIA and on CPU (benchmarks/LOG.md); on AMD nothing was measured, and the same rules are kept.
     """
     flex_fits = on_gpu and HAS_TRITON and dtype != torch.float64 and width in FLEX_WIDTHS
     if requested == "flex" and not flex_fits:

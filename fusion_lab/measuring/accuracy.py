@@ -11,6 +11,7 @@ from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
 from fusion_lab.training.files import write_json
 from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.reporting import print_result
 
 RTOL, ATOL = 1e-3, 1e-4  # fused against baseline in float32, as users know it from this example family
 TF32_EPSILON = 2.0 ** -10  # ten bits of mantissa
@@ -128,9 +129,10 @@ def verify_accuracy(program, settings):
     verdict = dict(zip(verdict, finite(verdict.values()), strict=True))
     result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **verdict,
                   failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
-    write_json(os.path.join(settings.profiler.profile_dir, program.result("accuracy")), result)
+    path = os.path.join(settings.profiler.profile_dir, program.result("accuracy"))
+    write_json(path, result)
     print("FAIL" if failures else "PASS")
-    print(json.dumps(result, allow_nan=False))
+    print_result(result, path, settings)
     return 1 if failures else 0
 
 

@@ -7,7 +7,6 @@ of them compile at the same time and then measure one by one, on a CPU one follo
 """
 import contextlib
 import gc
-import json
 import os
 import time
 from datetime import datetime, timezone
@@ -37,6 +36,7 @@ from fusion_lab.measuring.variants import (
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import StopRequest, require_writable, set_aside, write_json
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from fusion_lab.training.reporting import print_result
 
 MOST_BATCHES = 16  # alive on the device at once; longer comparisons repeat them
 
@@ -220,5 +220,6 @@ def compare_fusion(program, settings, picked=None, combinations=False):
         result = compare(program, settings, None, combinations, picked, stop=stop, table=table)
     write_json(path, result)
     print_details(result)
-    print(json.dumps(result, allow_nan=False))
+    print_result(dict(mode=result["mode"], variants=[
+        dict(name=row["name"], speedup=row.get("speedup")) for row in result["variants"]]), path, settings)
     return 128 + stop.signal if stop.signal is not None else 0

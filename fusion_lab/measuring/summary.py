@@ -1,6 +1,7 @@
 """The summary of a training run, and its comparison with an earlier one."""
 import json
 import statistics
+import sys
 from datetime import datetime, timezone
 
 import torch
@@ -8,8 +9,10 @@ import torch
 from fusion_lab.measuring.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.probe import peak_megabytes
+from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import system_info
+from fusion_lab.training.reporting import print_result
 
 
 def summarise(trainer, found, losses, times, evaluations):
@@ -37,6 +40,26 @@ def summarise(trainer, found, losses, times, evaluations):
     return dict(version=program.version, timestamp=datetime.now(timezone.utc).isoformat(), **configs,
                 performance_summary=performance, fusion_statistics=program.statistics(settings),
                 **{program.evaluation_name: evaluations}, system_info=system_info(device))
+
+
+HEADLINES = ("first_loss", "final_loss", "avg_loss", "median_batch_time", "p20_batch_time", "p80_batch_time",
+             "avg_training_speed", "peak_memory_mb", "launches_per_step", "saved_activation_mb", "mfu",
+             "achieved_tflops", "first_step_time", "avg_batch_time", "total_samples")
+
+
+def print_summary(result, path, settings):
+    """The end of a training run: a few figures for people, a line of JSON for programs."""
+    figures = result["performance_summary"]
+    if sys.stdout.isatty():
+        memory = figures["peak_memory_mb"]
+        rows = [("loss", f"{figures['first_loss']:.4f} -> {figures['final_loss']:.4f}"),
+                ("step", "{:.2f} ms (p20 {:.2f}, p80 {:.2f})".format(
+                    *(1e3 * figures[f"{q}_batch_time"] for q in ("median", "p20", "p80")))),
+                ("speed", f"{figures['avg_training_speed']:.1f} samples/s"),
+                ("peak memory", "not measured" if memory is None else f"{memory:.1f} MB")]
+        print("\n".join(f"   {line}" for line in aligned(rows)))
+    headline = dict(version=result["version"], performance_summary={k: figures[k] for k in HEADLINES})
+    print_result(headline, path, settings)
 
 
 def launch_kind(device):

@@ -10,10 +10,10 @@ from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, COMPILE, Variant, short, with_fusion
 from fusion_lab.profiler.plots import plot_ablation
 from fusion_lab.profiler.report import comparison_lines, interleaved_line, write_lines
-from fusion_lab.profiler.session import run_session
+from fusion_lab.profiler.session import finite, run_session
 from fusion_lab.training.files import write_json
 
-SUMMARY, COMPARISON = "ablation_summary", "v1_comparison.md"
+SUMMARY, COMPARISON, V1_COMPARISON = "ablation_summary", "v1_comparison.md", "v1_comparison.json"
 
 
 def ablation_variants(program, settings):
@@ -86,6 +86,8 @@ def compare_v1(program, settings, directory, **options):
     release()
     after = run_session(program, settings, paths[1], **options, earlier=(paths[0], before.as_dict()))
     comparison = dict(after.compared_with, interleaved=timed)
+    result = dict(comparison, mode="compare_v1")
     write_lines(os.path.join(directory, COMPARISON), comparison_lines(comparison))
+    write_json(os.path.join(directory, V1_COMPARISON), finite(result))
     print(f"{interleaved_line(*timed)} All of it: {os.path.join(directory, COMPARISON)}")
-    return dict(comparison, mode="compare_v1")
+    return result

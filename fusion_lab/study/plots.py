@@ -303,7 +303,7 @@ def interactions(pyplot, summary):
     sure = np.abs(logs) > errors  # not so where there is no error
     logs /= len(summary.effects)
     logs[np.triu_indices(count, 1)] = np.nan
-    panel = Panel(2.6 + 0.8 * count, 1.7 + 0.55 * count, partial(draw_matrix, pyplot, switches, logs, sure))
+    panel = Panel(1.9 + 0.6 * count, 1.4 + 0.5 * count, partial(draw_matrix, pyplot, switches, logs, sure))
     return [panel], (
         "Diagonal: speed-up of switching it on, averaged over all settings of the others. Below it: how much "
         "larger the speed-up of one is when the other is on; above 1 (blue) the two help each other, below 1 "
@@ -318,8 +318,9 @@ def draw_matrix(pyplot, switches, logs, sure, axis):
         decided = sure[row, column]
         if not decided:
             axis.add_patch(pyplot.Rectangle((column - 0.5, row - 0.5), 1, 1, color=UNDECIDED))
-        axis.text(column, row, f"{2 ** logs[row, column]:.3f}×{'' if decided else ' (±)'}", ha="center",
-                  va="center", fontsize=8.5, weight="bold" if row == column else "normal",
+        text = f"{2 ** logs[row, column]:.3f}×" + ("" if decided else "\n(±)")
+        axis.text(column, row, text, ha="center", va="center", fontsize=8.5,
+                  weight="bold" if row == column else "normal",
                   color=letters_on(logs[row, column], EFFECT_REACH) if decided else "black")
     axis.set_yticks(range(len(switches)), labels=switches)
     axis.set_xticks(range(len(switches)), labels=switches, rotation=25, ha="right")

@@ -11,6 +11,10 @@ def format_of(program):
     """What the checkpoints of a program call themselves."""
     return f"{program.name.removesuffix('.py')} checkpoint 1"
 
+# Fields that may differ between a run and its continuation without a word.
+OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
+                "resume", "device")
+
 
 def packings(model):
     """(module, its prefix in parameter names) of all modules that may have packed projections."""
@@ -47,7 +51,8 @@ def snapshot(trainer):
     updates = next((s["step"].item() for s in state.values()), 0.0)  # a scaler skips some
     return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
                 step=trainer.step_number, updates=updates, model=weights, moments=moments,
-                scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on))
+                scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
+                training=asdict(trainer.training))
 
 
 def read_checkpoint(path, program, config):
@@ -73,7 +78,8 @@ def read_checkpoint(path, program, config):
 
 
 def restore(trainer, path):
-    """Continue from a checkpoint made under any FusionConfig. Raises UserError, see read_checkpoint."""
+    """Continue from a checkpoint made under any FusionConfig; returns what was saved. Raises UserError, see
+    read_checkpoint."""
     saved = read_checkpoint(path, trainer.program, trainer.settings.model)
     try:
         trainer.model.load_state_dict(saved["model"])
@@ -103,13 +109,20 @@ def restore(trainer, path):
     if trainer.device.type == "cuda" and "cuda" in saved["rng"]:
         torch.cuda.set_rng_state(saved["rng"]["cuda"], trainer.device)
     trainer.step_number, trainer.trained_on = saved["step"], set(saved["trained_on"])
+    return saved
 
 
 def load_run(trainer, path, source):
     """restore(), and refuse what the run could not honestly do with it. Raises UserError."""
-    restore(trainer, path)
+    saved = restore(trainer, path)
     if trainer.step_number >= trainer.training.num_steps:
         raise UserError(f"--num-steps {trainer.training.num_steps}: {path} is at step {trainer.step_number} "
                         "already")
     if leaked := sorted(trainer.trained_on.intersection(source.held_out)):
         raise UserError(f"--resume {path}: was trained on {', '.join(leaked)}, held out now")
+    now = {**asdict(trainer.settings.model), **asdict(trainer.training)}
+    then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
+    different = [f"{name} {then[name]} -> {now[name]}" for name in now
+                 if name in then and name not in OF_A_SESSION and then[name] != now[name]]
+    print(f"Resumed from {path} at step {trainer.step_number}"
+          + (f"; different now: {', '.join(different)}" if different else ""))

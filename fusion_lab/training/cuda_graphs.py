@@ -1,6 +1,8 @@
 """A whole training step in one CUDA graph: one launch from the host where eager code makes some thousand."""
 import torch
 
+from fusion_lab.training.files import FAILED, OUT_OF_MEMORY, UserError
+
 
 class GraphedStep:
     """Capture run(batch), a step that leaves nothing on the host, and replay it on new data.
@@ -8,7 +10,9 @@ class GraphedStep:
     run must not synchronise; batches must keep their shapes. Warm-up and capture use one side stream: their
     memory then comes from one pool, and library handles made in warm-up are found again. Plain
     torch.cuda.CUDAGraph, so that it is the same on ROCm. Random numbers of the default generator advance with
-    every replay. `peak` is the largest amount of memory (bytes) allocated while the step was captured.
+    every replay. `peak` is the largest amount of memory (bytes) allocated while the step was captured. A step
+    that cannot be captured is a UserError: it leaves CUDA's random generator unusable, so there is nothing to
+    fall back to.
     """
     WARMUP_STEPS = 3
 
@@ -24,8 +28,14 @@ class GraphedStep:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.result = run(self.inputs)
+        try:
+            with torch.cuda.graph(self.graph, stream=stream):
+                self.result = run(self.inputs)
+        except RuntimeError as error:
+            if OUT_OF_MEMORY.search(str(error)):
+                raise
+            raise UserError(f"CUDA graphs: this step cannot be captured ({str(error).splitlines()[0]}); use "
+                            "--disable-cuda-graphs", code=FAILED) from None
         self.peak = torch.cuda.max_memory_allocated(device)
 
     def __call__(self, batch):

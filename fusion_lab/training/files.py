@@ -88,6 +88,17 @@ def require_directory(path, file=None):
         raise UserError(f"cannot write {file or f'into {path}'}: {error.strerror}") from None
 
 
+def results_directory(settings, path):
+    """Make the directory that a run writes its results into, path the main one. Nothing is overwritten: the
+    default directory is set aside whole, unless a run in it is resumed; in one that the user named, what is
+    at path is. Raises UserError."""
+    directory = settings.profiler.profile_dir
+    if directory == type(settings.profiler)().profile_dir and not settings.training.resume:
+        fresh_directory(directory, named=False, force=False)
+    require_directory(directory)
+    set_aside(path)
+
+
 def require_writable(path):
     """Raise UserError now rather than after hours of training if path cannot be written. None is fine."""
     if path is None:

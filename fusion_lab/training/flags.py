@@ -1,5 +1,6 @@
 """The command line of a program, made of its configs' fields. Needs no torch."""
 import argparse
+import difflib
 import re
 from dataclasses import asdict, fields
 
@@ -15,7 +16,10 @@ class Parser(argparse.ArgumentParser):
                             **kwargs})
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: error: {message}{meant}\n")
 
 
 def whole_number(low=1):
@@ -84,6 +88,7 @@ MODES = {"--validate-setup": "quick check of the chosen fusions on this machine:
          "--check-flags": "judge the other flags and print them, resolved, with torch, as one line of JSON"}
 OF_TRAINING = ("enable_pytorch_profiler", "enable_memory_profiling")
 OF_COMPARISON = ("combinations", "variants")
+VERSION = "2.0.0"
 
 
 def make_parser(program, about=None, prog=None):
@@ -97,6 +102,10 @@ def make_parser(program, about=None, prog=None):
                          help="everything that makes steps faster, torch.compile included (default: off)")
     presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const", const=False,
                          help="the baseline, V1: no fusion at all (default: off)")
+    if program.demo:
+        sizes = " ".join(f"{flag(name)} {value}" for name, value in program.demo.items())
+        presets.add_argument(DEMO, action="store_true", help="a first run, which learns within two minutes "
+                             f"on a CPU: {sizes}; also what no flags at all mean (default: off)")
     presets.add_argument("--enable-all-profiling", action="store_true",
                          help="all three profilers (default: off)")
     modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
@@ -110,7 +119,16 @@ def make_parser(program, about=None, prog=None):
                         help="after training, speed-up and memory against an earlier summary (default: None)")
     parser.add_argument("--program", metavar="FILE", default=None,
                         help="another model's file, which ends in its PROGRAM (default: None)")
+    parser.add_argument("--version", action="version", version=f"{program.name} of TinyOpenFold {VERSION}")
     return parser
+
+
+DEMO = "--demo"
+
+
+def with_demo(argv):
+    """The command line as it is meant: none at all is the demonstration."""
+    return list(argv) or [DEMO]
 
 
 def named_program(argv, default):
@@ -128,6 +146,8 @@ def config_classes(program):
 def read_settings(program, arguments):
     """Parsed arguments -> Settings; ValueError on impossible values."""
     given = vars(arguments)
+    if given.get("demo"):
+        given = {**program.demo, **given}
     if given["enable_all_profiling"]:
         given = {**{f.name: True for f in fields(ProfilerConfig) if f.metadata["type"] is bool}, **given}
     fusion = program.fusion_config

@@ -160,3 +160,5 @@ class ProfilerConfig(Checked):
     enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
                                                 "measured steps, for an outer profiler")
     profile_dir: str = option("./pytorch_profiles_v2", "where results go")
+    json: bool = option(False, "end with the result as a line of JSON on a terminal too")
+    tensorboard: bool = option(False, "write losses, learning rate and evaluations for TensorBoard as well")

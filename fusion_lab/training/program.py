@@ -70,8 +70,24 @@ def nothing(*_, **__):
     return None
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What flags need to know of a program; all of it is there before torch is imported."""
+    file: str                      # the model's file; a process of its own runs it by this path
+    about: str                     # its docstring, the text of --help
+    model_config: type
+    training_config: type
+    fusion_config: type
+    headline: tuple = ()           # switches of --combinations
+    demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
+
+    @property
+    def name(self):
+        return os.path.basename(self.file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(CommandLine):
     """What the lab must know of a model.
 
     A module made by `model` takes a batch's entries as keyword arguments and returns a dict of tensors with
@@ -79,11 +95,6 @@ class Program:
     hooks. A source has `batch(step)`, a pure function of (seed, step), on CPU; `describe()`; `names` and
     `held_out`, of real things it trains on and keeps out.
     """
-    file: str                      # the model's file; a process of its own runs it by this path
-    about: str                     # its docstring, the text of --help
-    model_config: type
-    training_config: type
-    fusion_config: type
     model: Callable                # model(config, fusion) -> torch.nn.Module
     trainer: type                  # trainer(program, settings, device), as tiny_openfold_v2.Trainer
     open_source: Callable          # open_source(settings) -> source
@@ -99,6 +110,8 @@ class Program:
     blocks: Callable = lambda settings: 1  # how often a step runs each sub-layer
     evaluate: Callable | None = None  # evaluate(trainer, source, stop, final=False) -> JSON
     evaluation_line: Callable = str  # what that returned, as a line
+    scores: Callable = dict        # what that returned -> {name: number}, for curves
+    closing: Callable = nothing    # closing(trainer, source, evaluations): last words, printed for people
     evaluation_name: str = "evaluation"  # its key in result files
     # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,
     # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
@@ -106,14 +119,9 @@ class Program:
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
     titles: dict = field(default_factory=dict)  # switch: its name in the start-up lines
-    headline: tuple = ()           # switches of --combinations
     tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
     success: str = "Validation successful."  # its last line; or failure and the reasons
     failure: str = "Validation failed"
-
-    @property
-    def name(self):
-        return os.path.basename(self.file)
 
     def result(self, kind):
         """File name of a result: result("accuracy") -> "accuracy_v2.json"."""

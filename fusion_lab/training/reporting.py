@@ -1,6 +1,8 @@
 """What a run prints: start-up and step lines."""
 import json
 import math
+import os
+import shlex
 import sys
 
 import torch
@@ -54,6 +56,37 @@ def describe_start(trainer, source):
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
     sys.stdout.flush()
+
+
+def print_ending(trainer, paths):
+    """Where the files of a run are, and how to go on from its end."""
+    print(f"Written: {', '.join(path for path in paths if path)}")
+    if saved := trainer.training.save_checkpoint:
+        steps = max(2 * trainer.step_number, trainer.training.num_steps)
+        print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
+
+
+MOST_BYTES = 1024  # of the line of JSON that ends the output
+
+
+def print_result(headline, path, settings):
+    """The end of the output. For programs: one line of JSON with the headline figures, named and nested as in
+    the file with all of them, and that file's path; for people on a terminal the path alone."""
+    if sys.stdout.isatty() and not settings.profiler.json:
+        print(f"Results: {path}", flush=True)
+        return
+    place = dict(summary_file=os.path.abspath(path))
+    while len(text := json.dumps(headline | place, allow_nan=False)) > MOST_BYTES:
+        longest = max(headline, key=lambda key: len(json.dumps(headline[key])))
+        headline = {**headline, longest: shorter(headline[longest])}  # whose least important stand last
+    print(text, flush=True)
+
+
+def shorter(value):
+    """A dict or list without its last entry; None instead of anything else."""
+    if isinstance(value, dict) and len(value) > 1:
+        return dict(list(value.items())[:-1])
+    return value[:-1] if isinstance(value, (list, str)) and value else None
 
 
 def print_settings(program, settings):

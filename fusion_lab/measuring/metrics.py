@@ -1,0 +1,111 @@
+"""How a run went: every step's loss, learning rate and gradient norm, and every evaluation, in metrics.jsonl;
+as a picture, and for TensorBoard, where these are installed."""
+import importlib.util
+import json
+import math
+import os
+
+from fusion_lab.measuring.plotting import require_matplotlib
+from fusion_lab.training.files import MISSING, UserError, set_aside, write_atomically
+
+METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
+
+
+class Metrics:
+    """The metrics of one run, which a resumed run continues. Values are read from the device when they are
+    written, at flush(), so that no step waits for it."""
+
+    def __init__(self, settings):
+        directory = settings.profiler.profile_dir
+        self.path, self.pending, self.writer = os.path.join(directory, METRICS), [], None
+        if settings.training.resume:
+            cut_torn_line(self.path)
+        else:
+            set_aside(self.path)
+        if settings.profiler.tensorboard:
+            self.writer = summary_writer(directory)
+
+    def step(self, number, loss, trainer):
+        """After step number (from 1): its loss, on the device."""
+        self.pending.append((number, loss, trainer.gradient_norm.clone(),
+                             trainer.optimizer.param_groups[0]["lr"]))
+
+    def evaluation(self, number, scores):
+        """scores {name: number} of an evaluation after step number."""
+        self.flush([dict(step=number, evaluation=scores)])
+
+    def flush(self, more=()):
+        """Write what has come since the last time."""
+        lines = [dict(step=number, loss=finite(loss), learning_rate=finite(rate), gradient_norm=finite(norm))
+                 for number, loss, norm, rate in self.pending]
+        self.pending = []
+        lines += more
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+        if self.writer:
+            for line in lines:
+                for name, value in [*line.get("evaluation", {}).items(), *line.items()]:
+                    if name not in ("step", "evaluation") and value is not None:
+                        self.writer.add_scalar(name, value, line["step"])
+            self.writer.flush()
+
+    def draw(self):
+        """The learning curve of all steps in the file, as a PNG; None where that cannot be made."""
+        try:
+            pyplot = require_matplotlib()
+        except UserError:
+            return None
+        steps, evaluations = read_metrics(self.path)
+        figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color="0.4", linewidth=0.9)
+        axis.set(xlabel="step", ylabel="training loss")
+        names = dict.fromkeys(name for e in evaluations for name in e["evaluation"])
+        right = axis.twinx() if names else None
+        for name in names:
+            points = [(e["step"], e["evaluation"][name]) for e in evaluations if name in e["evaluation"]]
+            right.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
+        if names:
+            right.set(ylim=(0, 1))
+            right.legend()
+        path = os.path.join(os.path.dirname(self.path), CURVE)
+        write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+        pyplot.close(figure)
+        return path
+
+
+def finite(value):
+    """A number as JSON can hold it: what is not finite becomes None."""
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def cut_torn_line(path):
+    """Take off a last line that a kill cut short."""
+    if os.path.exists(path):
+        with open(path, "r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def read_metrics(path):
+    """(steps, evaluations) of a metrics.jsonl, both lists of dicts; of a step that was done twice, in a run
+    and in the one that resumed it, the last. A torn last line and whatever is no such line are left out."""
+    steps, evaluations = {}, {}
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+                (evaluations if "evaluation" in line else steps)[int(line["step"])] = line
+            except (ValueError, KeyError, TypeError):
+                continue
+    return [steps[n] for n in sorted(steps)], [evaluations[n] for n in sorted(evaluations)]
+
+
+def summary_writer(directory):
+    """TensorBoard's writer. Raises UserError (code 3) where it is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise UserError("--tensorboard needs tensorboard: pip install tensorboard", code=MISSING)
+    from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(directory)

@@ -1,0 +1,202 @@
+"""Contact maps on disk: a picture and a table beside it. Knows nothing of models and of the metric."""
+import hashlib
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion_lab.measuring.plotting import require_matplotlib
+from fusion_lab.training.files import write_atomically, write_text
+
+# Blue and vermilion of Okabe and Ito's palette (2008), told apart under every colour blindness; the marks
+# differ in shape as well, for grey printers.
+RIGHT, WRONG = "#0072B2", "#D55E00"
+CONTACT, NEAR, HATCH = "#BDBDBD", "#EEEEEE", "#9A9A9A"
+PANEL = 3.4  # inches, against which letters of 10 points are still read at half size
+
+
+@dataclass
+class ContactMap:
+    """What a picture and its table show of one protein of S residues; arrays are numpy's."""
+    name: str
+    chain: str               # of the structure file, "" where there is none
+    numbers: tuple           # (S,) residue numbers as in that file, "" where it has no such residue
+    letters: str             # (S,) amino acids
+    probability: np.ndarray  # (S, S) of a contact
+    distances: np.ndarray    # (S, S) predicted, Å
+    true: np.ndarray         # (S, S) Å, NaN where a residue has no coordinates
+    chosen: tuple            # (i, j), i < j: the most probable pairs, those that precision counts
+    precision: dict          # p_l2, p_l, chance
+    cutoff: float            # Å; a contact is nearer
+    separation: int          # pairs nearer along the chain are not counted
+
+    @property
+    def missing(self):
+        """(S,) bool, residues without coordinates: not even the distance to themselves is known."""
+        return np.isnan(np.diagonal(self.true))
+
+
+# --- Names ----------------------------------------------------------------------------------------------
+
+
+def file_names(names):
+    """{name: file name without suffix}, different for different names, also where upper and lower case are
+    one. What a file name cannot safely hold is replaced, and '~' with a digest of the whole name added."""
+    plain = {name for name in names if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", name)}
+    spelled = Counter(name.lower() for name in plain)
+    return {name: name if name in plain and spelled[name.lower()] == 1 else _digested(name) for name in names}
+
+
+def _digested(name):
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
+    return f"{re.sub(r'[^A-Za-z0-9_+-]+', '_', name)[:60]}~{digest}"
+
+
+def printable(name, longest=40):
+    """A name for titles: what cannot be shown replaced, its middle left out if it is long."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
+    half = longest // 2
+    return shown if len(shown) <= longest else f"{shown[:half - 1]}…{shown[-half:]}"
+
+
+# --- Table ----------------------------------------------------------------------------------------------
+
+COLUMNS = ("number_i", "number_j", "residue_i", "residue_j", "contact_probability",
+           "predicted_distance_angstrom", "true_distance_angstrom", "contact", "position_i", "position_j")
+
+
+def write_table(path, m):
+    """All pairs i < j as tab-separated text. number_* are the structure file's residue numbers, empty where
+    it has no such residue; position_* count the residues of the query from 1."""
+    lines = ["\t".join(COLUMNS)]
+    for i in range(len(m.letters)):
+        for j in range(i + 1, len(m.letters)):
+            true = m.true[i, j]
+            known = not np.isnan(true)
+            contact = ("yes" if true < m.cutoff else "no") if known else "unknown"
+            lines.append(f"{m.numbers[i]}\t{m.numbers[j]}\t{m.letters[i]}\t{m.letters[j]}\t"
+                         f"{m.probability[i, j]:.4f}\t{m.distances[i, j]:.2f}\t"
+                         f"{f'{true:.2f}' if known else ''}\t{contact}\t{i + 1}\t{j + 1}")
+    write_text(path, "\n".join([*lines, ""]))
+
+
+# --- Picture --------------------------------------------------------------------------------------------
+
+
+def parsed(number):
+    """'52A' -> (52, 'A'); None for a residue that has no number."""
+    found = re.fullmatch(r"(-?\d+)(.*)", number)
+    return found and (int(found[1]), found[2])
+
+
+def ticks(numbers, most=8):
+    """([position], [label]): round residue numbers of the file, or evenly spaced residues where the file's
+    numbering has no two of them."""
+    plain = [(place, found[0]) for place, found in enumerate(map(parsed, numbers)) if found and not found[1]]
+    for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000):
+        chosen = [(place, str(number)) for place, number in plain if number % step == 0]
+        if len(chosen) <= most:
+            break
+    if len(chosen) < 2:
+        numbered = [(place, number) for place, number in enumerate(numbers) if number]
+        chosen = numbered[::max(1, -(-len(numbered) // most))]
+    return [place for place, _ in chosen], [label for _, label in chosen]
+
+
+def jumps(numbers):
+    """Positions whose number does not follow that of the residue before: the file has residues between them,
+    or starts anew, though the query has nothing there. An insertion code is no jump."""
+    found = [parsed(number) for number in numbers]
+    return [place for place in range(1, len(found))
+            if found[place - 1] and found[place] and found[place][0] - found[place - 1][0] not in (0, 1)]
+
+
+def runs(flags):
+    """[(first, last)] of the stretches of True."""
+    edges = np.flatnonzero(np.diff(np.r_[0, np.asarray(flags, int), 0]))
+    return [(int(first), int(end) - 1) for first, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def write_picture(path, m):
+    """Contacts, true and predicted, and distances beside them, as PNG."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(2 * PANEL + 1.7, PANEL + 1.4), layout="constrained")
+    contacts, distances = figure.subplots(1, 2)
+    handles = draw_contacts(contacts, m)
+    image = draw_distances(distances, m)
+    figure.colorbar(image, ax=distances, shrink=0.85, extend="max")
+    for axis in (contacts, distances):
+        dress(axis, m)
+    scores = ", ".join(f"{label} {m.precision[key]:.2f}" for label, key in
+                       (("P(L/2)", "p_l2"), ("P(L)", "p_l"), ("chance", "chance")))
+    chain = f", chain {printable(m.chain)}" if m.chain else ""
+    figure.suptitle(f"{printable(m.name)}{chain}: {scores}", parse_math=False)
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False,
+                  columnspacing=1.4, handletextpad=0.5, fontsize=9)
+    dpi = float(np.clip(1.5 * len(m.letters) / PANEL, 150, 300))  # no residue narrower than a pixel
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a rare script
+        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=dpi))
+
+
+def draw_contacts(axis, m):
+    """True contacts as squares on both sides, the chosen pairs above the diagonal as marks; returns what the
+    legend shows."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    size = len(m.letters)
+    place = np.arange(size)
+    touching = m.true < m.cutoff  # False where unknown
+    image = np.ones((size, size, 3))
+    image[touching] = to_rgb(CONTACT)
+    image[np.abs(place[:, None] - place) < m.separation] = to_rgb(NEAR)
+    axis.imshow(image, origin="upper")
+    i, j = m.chosen
+    right = touching[i, j]
+    width = float(np.clip(0.75 * 72 * PANEL / size, 3.4, 7))  # of a mark, in points
+    legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {m.cutoff:g} Å)")]
+    for which, label, style in (
+            (right, f"top L/2, right: {right.sum()}", dict(marker="o", color=RIGHT, markeredgewidth=0)),
+            (~right, f"wrong: {(~right).sum()}", dict(marker="D", color="white", markeredgecolor=WRONG,
+                                                      markeredgewidth=width / 4.5))):
+        size_here = width * (1 if style["marker"] == "o" else 0.75)
+        axis.plot(j[which], i[which], linestyle="", markersize=size_here, zorder=3, **style)
+        legend.append(Line2D([], [], linestyle="", label=label, markersize=6,
+                             **{**style, "markeredgewidth": style["markeredgewidth"] and 1.5}))
+    legend.append(Patch(facecolor=NEAR, label=f"|i-j| < {m.separation}, not counted"))
+    if m.missing.any():
+        legend.append(Patch(facecolor="white", edgecolor=HATCH, hatch="////", label="no coordinates"))
+    axis.set_title("contacts: marks predicted, squares true", fontsize=11)
+    return legend
+
+
+def draw_distances(axis, m):
+    both = np.triu(m.distances, 1) + np.tril(np.nan_to_num(m.true, nan=0.0), -1)
+    unknown = np.isnan(m.true) & np.tri(len(m.letters), dtype=bool)
+    axis.set_title("CB distance, Å: predicted above, true below", fontsize=11)
+    return axis.imshow(np.ma.masked_where(unknown, both), origin="upper", cmap="viridis_r", vmin=2, vmax=22)
+
+
+def dress(axis, m):
+    """What both panels share: the file's numbers, jumps of them, the diagonal, hatched missing residues."""
+    places, labels = ticks(m.numbers)
+    axis.set_xticks(places, labels)
+    axis.set_yticks(places, labels)
+    what = "residue number in the structure file" if m.chain else "residue"
+    axis.set(xlabel=what, ylabel=what)
+    size = len(m.letters)
+    axis.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color="0.6", linewidth=0.7)
+    gaps = jumps(m.numbers)
+    for place in gaps:
+        for line in (axis.axvline, axis.axhline):
+            line(place - 0.5, color="0.35", linewidth=0.6, linestyle=(0, (1, 2)))
+    if gaps:
+        axis.set_xlabel(f"{what}; dotted: it jumps")
+    for first, last in runs(m.missing):
+        for span in (axis.axvspan, axis.axhspan):
+            span(first - 0.5, last + 0.5, facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0)
+    axis.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5))

@@ -1,0 +1,148 @@
+"""The beginning and the end of a run: flags judged before torch, the demonstration, the result line,
+metrics, what a second and a resumed run say."""
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, last_json, run_program
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import metrics
+from fusion_lab.training import reporting, start
+from fusion_lab.training.flags import make_parser, parse, read_settings, with_demo
+
+SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
+         "--num-seqs 6 --seq-len 16 --batch-size 2 --warmup-steps 1 --device cpu").split()
+
+
+def train(directory, *flags):
+    return tof.main([*SMALL, "--profile-dir", str(directory), *map(str, flags)])
+
+
+@pytest.mark.parametrize("flags, code, words", [
+    (["--batchsize", "3"], 2, "did you mean --batch-size?"), (["--version"], 0, "TinyOpenFold 2"),
+    (["--seq-len", "0"], 2, "must be at least 1"), (["--help"], 0, "--demo")])
+def test_flags_are_judged_before_torch_is_imported(flags, code, words, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    result = run_program("tiny_openfold_v2.py", *flags, env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == code and words in result.stdout + result.stderr, result.stderr
+    assert code == 0 or result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_during_imports_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    result = run_program("tiny_openfold_v2.py", "--num-steps", "1", env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 130 and result.stderr == "interrupted\n" and result.stdout == ""
+
+
+def test_a_shell_that_ignores_ctrl_c_in_the_background_is_obeyed(monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(sys, "argv", ["tiny_openfold_v2.py", "--num-steps", "1"])
+        start.begin(tof.COMMAND_LINE)
+        start.ready()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
+    parser = make_parser(tof.PROGRAM)
+    settings = read_settings(tof.PROGRAM, parser.parse_args(with_demo([])))
+    assert settings == tof.PROGRAM.settings(**tof.PROGRAM.demo) and settings.model.num_blocks == 1
+    settings = read_settings(tof.PROGRAM, parser.parse_args(["--seq-len", "40", "--demo"]))
+    assert settings.model.seq_len == 40 and settings.training.batch_size == tof.PROGRAM.demo["batch_size"]
+    _, settings, _ = parse(parser, tof.PROGRAM, with_demo(["--seed", "1"]))
+    assert settings.model == tof.TinyOpenFoldConfig()
+
+
+def test_the_result_line_has_headlines_within_a_kilobyte(tmp_path, capsys):
+    settings, path = tof.PROGRAM.settings(), str(tmp_path / "result.json")
+    large = dict(mode="x", rows=[dict(name=f"row {i}", value=i / 7) for i in range(100)], words="y" * 900)
+    reporting.print_result(large, path, settings)
+    line = capsys.readouterr().out
+    found = json.loads(line)
+    assert len(line.strip().encode()) <= 1024 and found["summary_file"] == path and found["mode"] == "x"
+    assert found["rows"] == large["rows"][:len(found["rows"])] and large["words"].startswith(found["words"])
+
+
+def on_a_terminal(*flags):
+    """(exit code, output) of the trainer on a pseudo-terminal."""
+    leader, follower = os.openpty()
+    process = subprocess.Popen([sys.executable, str(ROOT / "tiny_openfold_v2.py"), *map(str, flags)],
+                               stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    output = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        output += part
+    os.close(leader)
+    return process.wait(), output.decode().replace("\r\n", "\n")
+
+
+def test_people_on_a_terminal_read_a_table_and_json_on_demand(tmp_path):
+    code, out = on_a_terminal(*SMALL, "--num-steps", 1, "--profile-dir", tmp_path / "a")
+    assert code == 0 and "loading PyTorch" in out and "{" not in out
+    assert out.strip().splitlines()[-1] == f"Results: {tmp_path / 'a' / 'performance_summary_v2.json'}"
+    code, out = on_a_terminal(*SMALL, "--num-steps", 1, "--json", "--profile-dir", tmp_path / "b")
+    assert code == 0 and last_json(out)["version"] == "v2_fused"
+
+
+def test_metrics_hold_every_step_and_evaluation_and_a_resumed_run_continues_them(tmp_path, capsys):
+    saved = tmp_path / "c.pt"
+    assert train(tmp_path, "--num-steps", 3, "--eval-every", 2, "--save-checkpoint", saved) == 0
+    out = capsys.readouterr().out
+    steps, evaluations = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    losses = [entry["loss"] for entry in steps]
+    assert [entry["step"] for entry in steps] == [1, 2, 3] and losses[-1] == last_json(out)[
+        "performance_summary"]["final_loss"]
+    assert all(entry["learning_rate"] == 3e-4 and entry["gradient_norm"] > 0 for entry in steps)
+    assert [entry["step"] for entry in evaluations] == [2, 3]
+    assert set(evaluations[0]["evaluation"]) == {"training P(L/2)", "held-out P(L/2)"}
+    assert f"--resume {saved} --num-steps 6" in out and "In words: after 3 steps" in out
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 4, "lo')  # a kill
+    assert train(tmp_path, "--num-steps", 5, "--resume", saved, "--seed", 1) == 0
+    out = capsys.readouterr().out
+    assert f"Resumed from {saved} at step 3; different now: seed 42 -> 1" in out
+    steps, _ = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4, 5] and [s["loss"] for s in steps[:3]] == losses
+    assert (tmp_path / "learning_curve.png").stat().st_size > 1000
+
+
+def test_the_gradient_norm_is_the_one_before_clipping(tmp_path):
+    settings = tof.PROGRAM.settings(num_blocks=1, msa_dim=8, pair_dim=8, num_seqs=4, seq_len=8, batch_size=1,
+                                    grad_clip=1e-3)
+    trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
+    batch = tof.PROGRAM.open_source(settings).batch(0)
+    trainer.forward(batch)["loss"].backward()
+    norm = sum(p.grad.square().sum() for p in trainer.weights.values() if p.grad is not None) ** 0.5
+    trainer.model.zero_grad()
+    trainer.step(batch)
+    assert trainer.gradient_norm.item() == pytest.approx(norm.item(), rel=1e-5) and norm > 0.1
+
+
+def test_a_second_run_sets_the_first_aside(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = [*SMALL, "--num-steps", "1"]
+    assert tof.main(flags) == tof.main(flags) == 0
+    assert len(list(tmp_path.glob("pytorch_profiles_v2.old-*"))) == 1
+    assert train("mine", "--num-steps", 1) == train("mine", "--num-steps", 1) == 0
+    names = [path.name for path in (tmp_path / "mine").iterdir()]
+    for kept in ("performance_summary_v2.json", "metrics.jsonl"):
+        assert kept in names and sum(name.startswith(f"{kept}.old-") for name in names) == 1
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    assert train(tmp_path, "--num-steps", 1, "--tensorboard") == 3
+    assert capsys.readouterr().err.strip().endswith("pip install tensorboard")
