@@ -78,4 +78,5 @@ def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch, capsys)
     if started:
         record = json.loads((workplace / "out" / "manifest.json").read_text())
         assert record["exit_code"] == code and re.search(r"run\.log", said.err + str(record["files"]))
+        assert outcome != "no data" or not (workplace / "out" / "rocprofv3_summary.txt").exists()
         assert all(pathlib.Path(workplace, "out", file["path"]).exists() for file in record["files"])

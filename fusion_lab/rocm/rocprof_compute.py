@@ -53,13 +53,12 @@ class RocprofCompute(Wrapper):
         self.analyze = options.mode == "analyze" or reading and not (options.mode or roof or options.no_roof)
         name = options.output_name
         if name is not None and not re.fullmatch(r"[A-Za-z0-9_]{1,26}", name):  # what 3.0 takes
-            raise UserError(f"--output-name: {name!r}; allowed are letters, digits and _, at "
-                            "most 26 of them")
+            raise UserError(f"--output-name: {name!r}; allowed are letters, digits and _, at most 26 of them")
         if roof and options.no_roof:
             raise UserError("--no-roof: contradicts --roof-only and --mode roof")
         if self.analyze and (roof or options.no_roof) or reading and not self.analyze:
             raise UserError("--list-stats, --dispatch: are for --mode analyze, --roof-only and --no-roof "
-                              "for --mode profile. Profile first, then run again to analyze.")
+                            "for --mode profile. Profile first, then run again to analyze.")
         if self.analyze and own_flags:
             raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
@@ -114,8 +113,7 @@ class RocprofCompute(Wrapper):
             else:
                 arguments += ["--roof-only", "--device", str(self.options.device or 0)]
             commands.append(Command([self.tool.command, "profile", *arguments, "--", sys.executable,
-                                     "workload.py"],
-                                    cwd=self.directory))
+                                     "workload.py"], cwd=self.directory))
         return commands
 
     def analyze_commands(self):
@@ -170,8 +168,9 @@ class RocprofCompute(Wrapper):
             return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
         places = {part: self.workload_directory(part) for part in self.parts}
         missing = [part for part, place in places.items() if not (place and self.has_results(part, place))]
-        for part in set(self.parts) - set(missing):
-            say(f"{part}: {places[part]}")
+        for part in self.parts:
+            if part not in missing:
+                say(f"{part}: {places[part]}")
         if missing:
             known = known_failure(log_text)
             why = f": {known[0]}. {known[2]}" if known else ""

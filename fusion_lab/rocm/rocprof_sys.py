@@ -41,8 +41,7 @@ class RocprofSys(Wrapper):
         rocpd = self.options.rocpd
         if rocpd and self.release() and self.before("7.2"):  # 7.0 ignores the wish, 7.1 crashes on it
             rocpd = False
-            self.notes.append(f"{self.tool_and_release()} writes no rocpd database, 7.2 and newer do: left "
-                              "out")
+            self.notes.append(f"{self.tool_and_release()} writes no rocpd database, 7.2 does: left out")
         if not self.before("7.13"):
             self.notes.append("from ROCm 7.13 on the GPU side covers the measured steps only, because "
                               "rocprof-sys hears the program's start and stop")
@@ -109,11 +108,12 @@ class RocprofSys(Wrapper):
 
 
 def sees_gpu(results):
-    """Is there a GPU kernel in a timeline? Its category stands there as text. True where there is none."""
+    """Is there a GPU kernel in a timeline? Its category stands there as text; before 6.4 it had another name.
+    True where there is no timeline."""
     timelines = [path for path in results if path.suffix == ".proto"]
     for path in timelines:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(b"kernel_dispatch") >= 0:
+            if re.search(b"kernel_dispatch|device_hip", content):
                 return True
     return not timelines
 
