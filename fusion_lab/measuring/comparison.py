@@ -135,7 +135,7 @@ def measure(program, variants, device, source, stop=None, gate=None, note=lambda
     supply = [to_device(source.batch(i), device) for i in range(min(steps, MOST_BATCHES))]
     flops = None
     for number, variant in enumerate(variants, 1):
-        if stop and stop.signal is not None:
+        if number > 1 and stop and stop.signal is not None:  # every row needs the baseline
             break
         if variant.found is None:
             note(f"{variant.name}: memory and launches, {number} of {len(variants)}")
@@ -212,9 +212,8 @@ def compare_fusion(program, settings, picked=None, combinations=False):
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
     require_writable(path)
     set_aside(path)
-    samples = ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
-    print(f"Device: {device} | torch {torch.__version__} | {samples} | {settings.training.num_steps} steps "
-          "of every variant, in turn", flush=True)
+    print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)} | "
+          f"{settings.training.num_steps} steps of every variant, in turn", flush=True)
     table = LiveTable(save=partial(write_json, path))
     with StopRequest() as stop:
         result = compare(program, settings, None, combinations, picked, stop=stop, table=table)
