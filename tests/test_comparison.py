@@ -1,6 +1,7 @@
 """--compare-fusion: which rows there are, that they are fair, and that they come as they are known."""
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -237,6 +238,17 @@ def test_a_signal_before_the_first_variant_still_leaves_the_baseline(monkeypatch
     report = json.loads((tmp_path / "fusion_comparison_v2.json").read_text())
     assert report == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["measured"] for row in report["variants"]] == [True, *[False] * (len(report["variants"]) - 1)]
+
+
+def test_earlier_results_stay_in_place_until_there_are_new_ones(tmp_path):
+    earlier = tmp_path / "fusion_comparison_v2.json"
+    earlier.write_text("{}")
+    with pytest.raises(UserError, match="is no row"):
+        comparison.compare_fusion(tof.PROGRAM, SETTINGS.having(profile_dir=str(tmp_path)), picked="al")
+    assert os.listdir(tmp_path) == [earlier.name]
+    settings = SETTINGS.having(profile_dir=str(tmp_path), num_steps=1)
+    assert comparison.compare_fusion(tof.PROGRAM, settings, picked="baseline") == 0
+    assert len(os.listdir(tmp_path)) == 2 and json.loads(earlier.read_text())["variants"]
 
 
 def test_benchmark_tables_are_made_from_results_and_tell_disagreement(monkeypatch):

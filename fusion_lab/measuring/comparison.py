@@ -11,7 +11,6 @@ import json
 import os
 import time
 from datetime import datetime, timezone
-from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -211,13 +210,19 @@ def compare_fusion(program, settings, picked=None, combinations=False):
     device = choose_device(settings.training.device)
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
     require_writable(path)
-    set_aside(path)
     print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)} | "
           f"{settings.training.num_steps} steps of every variant, in turn", flush=True)
-    table = LiveTable(save=partial(write_json, path))
+    earlier = [path]
+
+    def save(result):
+        while earlier:  # only now that there is something to put in its place
+            set_aside(earlier.pop())
+        write_json(path, result)
+
+    table = LiveTable(save)
     with StopRequest() as stop:
         result = compare(program, settings, None, combinations, picked, stop=stop, table=table)
-    write_json(path, result)
+    save(result)
     print_details(result)
     print(json.dumps(result, allow_nan=False))
     return 128 + stop.signal if stop.signal is not None else 0
