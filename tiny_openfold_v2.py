@@ -51,7 +51,7 @@ COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 
 
 @dataclass(frozen=True)
 class FusionConfig(Switches):
-    """Which operations run fused. Switches gives it torch.compile, CUDA graphs and master weights."""
+    """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair."""
     enable_qkv_fusion_msa: bool = option(
         True, "Q, K, V of MSA row and column attention in one GEMM", preset=True)
     enable_qkv_fusion_triangle: bool = option(

@@ -1,6 +1,7 @@
 """--compare-fusion: which rows there are, that they are fair, and that they come as they are known."""
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -222,6 +223,31 @@ def test_rows_are_kept_when_a_signal_ends_the_comparison(tmp_path):
     assert report == last_json(out)
     assert [row["measured"] for row in report["variants"]] == [True, True, False]
     assert report["variants"][2]["reason"] == "stopped before it was measured"
+
+
+def test_a_signal_before_the_first_variant_still_leaves_the_baseline(monkeypatch, tmp_path, capsys):
+    """The signal comes while the data are opened; the file keeps what later programs read."""
+    def open_source(settings):
+        signal.raise_signal(signal.SIGINT)
+        return tof.PROGRAM.open_source(settings)
+
+    program = dataclasses.replace(tof.PROGRAM, open_source=open_source)
+    settings = SETTINGS.having(profile_dir=str(tmp_path))
+    assert comparison.compare_fusion(program, settings, picked="all cuda_graphs torch.compile") == 130
+    report = json.loads((tmp_path / "fusion_comparison_v2.json").read_text())
+    assert report == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["measured"] for row in report["variants"]] == [True, *[False] * (len(report["variants"]) - 1)]
+
+
+def test_earlier_results_stay_in_place_until_there_are_new_ones(tmp_path):
+    earlier = tmp_path / "fusion_comparison_v2.json"
+    earlier.write_text("{}")
+    with pytest.raises(UserError, match="is no row"):
+        comparison.compare_fusion(tof.PROGRAM, SETTINGS.having(profile_dir=str(tmp_path)), picked="al")
+    assert os.listdir(tmp_path) == [earlier.name]
+    settings = SETTINGS.having(profile_dir=str(tmp_path), num_steps=1)
+    assert comparison.compare_fusion(tof.PROGRAM, settings, picked="baseline") == 0
+    assert len(os.listdir(tmp_path)) == 2 and json.loads(earlier.read_text())["variants"]
 
 
 def test_benchmark_tables_are_made_from_results_and_tell_disagreement(monkeypatch):

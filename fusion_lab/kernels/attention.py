@@ -35,7 +35,7 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
         return "math"
     if biased:
         return "flex" if flex_fits else "sdpa"
-    return "flex" if flex_fits and length <= SHORT else "sdpa"
+    return "flex" if flex_fits and not strict and length <= SHORT else "sdpa"
 
 
 NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing

@@ -10,7 +10,6 @@ import gc
 import os
 import time
 from datetime import datetime, timezone
-from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -135,7 +134,7 @@ def measure(program, variants, device, source, stop=None, gate=None, note=lambda
     supply = [to_device(source.batch(i), device) for i in range(min(steps, MOST_BATCHES))]
     flops = None
     for number, variant in enumerate(variants, 1):
-        if stop and stop.signal is not None:
+        if number > 1 and stop and stop.signal is not None:  # every row needs the baseline
             break
         if variant.found is None:
             note(f"{variant.name}: memory and launches, {number} of {len(variants)}")
@@ -211,14 +210,19 @@ def compare_fusion(program, settings, picked=None, combinations=False):
     device = choose_device(settings.training.device)
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
     require_writable(path)
-    set_aside(path)
-    samples = ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
-    print(f"Device: {device} | torch {torch.__version__} | {samples} | {settings.training.num_steps} steps "
-          "of every variant, in turn", flush=True)
-    table = LiveTable(save=partial(write_json, path))
+    print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)} | "
+          f"{settings.training.num_steps} steps of every variant, in turn", flush=True)
+    earlier = [path]
+
+    def save(result):
+        while earlier:  # only now that there is something to put in its place
+            set_aside(earlier.pop())
+        write_json(path, result)
+
+    table = LiveTable(save)
     with StopRequest() as stop:
         result = compare(program, settings, None, combinations, picked, stop=stop, table=table)
-    write_json(path, result)
+    save(result)
     print_details(result)
     print_result(dict(mode=result["mode"], variants=[
         dict(name=row["name"], speedup=row.get("speedup")) for row in result["variants"]]), path, settings)

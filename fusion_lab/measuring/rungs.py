@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +30,8 @@ class Rung:
         environment = {"TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS, **os.environ}
         command = [sys.executable, os.path.join(ROOT, "fusion_lab", "start.py"), "fusion_lab.measuring.rung",
                    program.file, variant.name, json.dumps(variant.settings.as_dict())]
-        self.guest = Guest(command, environment, stdin=-3, stdout=self.output, stderr=self.errors,
-                           start_new_session=True)  # so that Ctrl-C reaches the parent alone
+        self.guest = Guest(command, environment, stdin=subprocess.DEVNULL, stdout=self.output,
+                           stderr=self.errors, start_new_session=True)  # Ctrl-C reaches the parent alone
 
     def signal(self, number):
         if self.guest.process.poll() is None:

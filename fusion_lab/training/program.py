@@ -127,6 +127,11 @@ class Program(CommandLine):
         """File name of a result: result("accuracy") -> "accuracy_v2.json"."""
         return f"{kind}_{self.suffix}.json"
 
+    def sample(self, settings):
+        """The sizes of a batch by their letters: "B 4, N 16, S 64"."""
+        return ", ".join(f"{letter} {settings.get(axis)}"
+                         for letter, axis in sorted((letter, axis) for axis, letter in self.axes.items()))
+
     def settings(self, **values):
         """The defaults, with other values of some fields."""
         plain = Settings(self.model_config(), self.training_config(), self.fusion_config())

@@ -36,11 +36,10 @@ def describe_start(trainer, source):
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     dtype = str(trainer.amp_dtype or torch.float32).removeprefix("torch.")
     count = sum(p.numel() for p in trainer.model.parameters())
-    samples = ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
     print(f"Device: {device} ({name}) | torch {torch.__version__} | dtype: {dtype} | "
           f"seed: {settings.training.seed}")
     print(f"Model: {own['sizes']}{', ' if own['sizes'] else ''}{count:,} parameters")
-    print(f"Data: {source.describe()} | {samples}")
+    print(f"Data: {source.describe()} | {program.sample(settings)}")
     print("Fusion Optimizations:")
     for title, switch in program.titles.items():
         on = getattr(settings.fusion, switch)
