@@ -1,4 +1,5 @@
 """Contact precision, the metric of the project, and its pictures."""
+import math
 import os
 import statistics
 import sys
@@ -129,3 +130,23 @@ def write_map(path, *protein):
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         print(f"warning: no contact map of {protein[0]!r}: {reason}", file=sys.stderr)
+
+
+def contact_map_text(probability, coords, coord_mask, width=80, encoding=None):
+    """A map for a terminal, at most width characters wide, and a line that explains it in at most 80: above
+    the diagonal the L/2 most probable pairs, below it the true contacts, both of pairs that count. A long
+    chain is shrunk: a dot is filled if one of its pairs is. Blocks, or ASCII where the encoding (default:
+    that of stdout) lacks them. probability (S, S), coords (S, 3), coord_mask (S,)."""
+    marks = maps.characters(encoding or getattr(sys.stdout, "encoding", None) or "ascii")
+    probability, coords, coord_mask = (array.detach().float().cpu() for array in
+                                       (probability, coords, coord_mask))
+    touching = true_distances(coords, coord_mask) < CONTACT_DISTANCE
+    i, j = (index[:half_length(coord_mask)] for index in ranked_pairs(probability, coord_mask))
+    filled = touching.tril(-SEPARATION)
+    filled[i, j] = True
+    factor = math.ceil(len(coord_mask) / (width - 2))
+    lines = maps.text_map(filled.numpy(), coord_mask.bool().numpy(), factor, marks)
+    legend = [f"above: top L/2, {int(touching[i, j].sum())} of {len(i)} right",
+              f"below: true, CB < {CONTACT_DISTANCE:g} {marks['angstrom']}"]
+    legend += [f"{factor} to a dot"] * (factor > 1) + [f"{marks['unknown']} unknown"] * (not coord_mask.all())
+    return "\n".join([*lines, "; ".join(legend)])

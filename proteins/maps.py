@@ -51,7 +51,7 @@ def file_names(names):
 
 def _digested(name):
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return f"{re.sub(r'[^A-Za-z0-9_+-]+', '_', name)[:60]}~{digest}"
+    return f"{re.sub(r'[^A-Za-z0-9_+]+', '_', name)[:60] or '_'}~{digest}"
 
 
 def printable(name, longest=40):
@@ -200,3 +200,46 @@ def dress(axis, m):
         for span in (axis.axvspan, axis.axhspan):
             span(first - 0.5, last + 0.5, facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0)
     axis.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5))
+
+
+# --- Terminal -------------------------------------------------------------------------------------------
+
+BLOCKS = dict(pixels=" ▀▄█", unknown="░", diagonal="·", across="─", down="│", corners="┌┐└┘", angstrom="Å")
+PLAIN = dict(pixels=" '.:", unknown="?", diagonal="\\", across="-", down="|", corners="++++", angstrom="A")
+
+
+def characters(encoding):
+    """What a map in text is made of: Unicode blocks where the encoding has them, else ASCII."""
+    try:
+        "".join(BLOCKS.values()).encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN
+    return BLOCKS
+
+
+def shrunk(pairs, factor):
+    """(S, S) bool -> one for each square of factor by factor pairs: True if any of it is."""
+    size = -(-len(pairs) // factor)
+    padded = np.zeros((size * factor, size * factor), bool)
+    padded[:len(pairs), :len(pairs)] = pairs
+    return padded.reshape(size, factor, size, factor).any(axis=(1, 3))
+
+
+def text_map(filled, seen, factor, marks):
+    """Framed lines of filled (S, S) bool, shrunk by factor, two rows of dots a line; seen (S,) bool. A
+    character with nothing filled and a dot of unseen residues alone is marked as unknown. The diagonal is
+    empty once shrunk, since its dots would mix both triangles."""
+    dots = shrunk(filled, factor) & ~np.eye(-(-len(filled) // factor), dtype=bool)
+    unknown = ~shrunk(seen[:, None] & seen, factor)
+    edge = marks["across"] * len(dots)
+    even = ((0, len(dots) % 2), (0, 0))
+    dots, unknown = np.pad(dots, even), np.pad(unknown, even)
+    codes = dots[::2] + 2 * dots[1::2]
+    codes[(unknown[::2] | unknown[1::2]) & (codes == 0)] = 4
+    lines = np.arange(len(codes))
+    codes[lines, 2 * lines] = np.where(codes[lines, 2 * lines] == 0, 5, codes[lines, 2 * lines])
+    letters = marks["pixels"] + marks["unknown"] + marks["diagonal"]
+    top_left, top_right, bottom_left, bottom_right = marks["corners"]
+    return [top_left + edge + top_right,
+            *(marks["down"] + "".join(letters[code] for code in row) + marks["down"] for row in codes),
+            bottom_left + edge + bottom_right]
