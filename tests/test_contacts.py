@@ -8,6 +8,7 @@ from conftest import last_json, require_shared, run_program
 
 from proteins import contacts, files, maps
 from proteins.contacts import contact_map, contact_map_text, contact_precision, write_map
+from proteins.secondary import secondary_structure
 
 TRAINER = ["--num-blocks", 1, "--msa-dim", 8, "--pair-dim", 8, "--msa-heads", 2, "--pair-heads", 2,
            "--outer-product-dim", 4, "--num-seqs", 6, "--seq-len", 16, "--batch-size", 2, "--warmup-steps", 1,
@@ -46,8 +47,9 @@ def a_map(name="x", protein=None, **kwargs):
     return contact_map(name, protein, torch.arange(len(arrays[3])) % 20, arrays)
 
 
-def a_protein(numbers, chain="B"):
-    return files.Protein("x", np.zeros((1, len(numbers)), np.uint8), None, chain, tuple(numbers))
+def a_protein(numbers):
+    return files.Protein("x", np.zeros((1, len(numbers)), np.uint8), None, "B", tuple(numbers),
+                         "-HHHH  EEEHH--")
 
 
 # --- Numbers as in the file ------------------------------------------------------------------------------
@@ -93,6 +95,72 @@ def test_ticks_are_round_numbers_of_the_file():
     assert maps.ticks(odd) == ([0, 1, 2, 3], odd) and maps.ticks(["", ""]) == ([], [])
     assert len(maps.ticks([f"1{c}" for c in "ABCDEFGHIJKLMNOPQRST"])[0]) <= 8
     assert maps.jumps(["5", "6", "4", "", "9"]) == [2]  # beside a residue without a number nothing is known
+
+
+# --- Helices and strands ---------------------------------------------------------------------------------
+
+
+def recorded(path, chain):
+    """{residue number: "H" or "E"} of a PDB file's HELIX records of class 1 (alpha) and its SHEET records."""
+    found = {}
+    for line in path.read_text().splitlines():
+        if line.startswith("HELIX ") and line[19] == chain and line[38:40].strip() == "1":
+            found |= {str(n): "H" for n in range(int(line[21:25]), int(line[33:37]) + 1)}
+        if line.startswith("SHEET ") and line[21] == chain:
+            found |= {str(n): "E" for n in range(int(line[22:26]), int(line[33:37]) + 1)}
+    return found
+
+
+@pytest.mark.parametrize("folder, file, kind, share", [
+    ("pairs", "1a3a.pdb", "H", 1), ("nasty", "1pko.pdb", "E", 0.95)])
+def test_helices_and_strands_are_those_of_the_files_records(folder, file, kind, share):
+    pytest.importorskip("gemmi")
+    path = require_shared("data", folder, file)
+    chain, = files.read_structure(path, "A")
+    records = recorded(path, "A")
+    expected = np.array([records.get(number, "-") for number in chain.numbers]) == kind
+    assert expected.sum() > 40 and (chain.secondary[expected] == kind).mean() >= share
+    if kind == "E":
+        assert expected[chain.secondary == kind].mean() >= share
+    assert set(chain.secondary[~chain.seen]) == {" "} and " " not in chain.secondary[chain.seen]
+
+
+def chain_of(size, phi, psi):
+    """(size, 4, 3) backbone N, CA, C, O with these torsion angles in degrees."""
+    atoms = [np.array(p, float) for p in ((0, 0, 0), (1.46, 0, 0), (2, 1.42, 0))]
+
+    def add(a, b, c, length, angle, torsion):
+        """Position of an atom bound to c, from bond length, angle b-c-new and torsion a-b-c-new."""
+        angle, torsion = np.radians(180 - angle), np.radians(torsion)
+        along = (c - b) / np.linalg.norm(c - b)
+        normal = np.cross(b - a, along)
+        normal /= np.linalg.norm(normal)
+        return c + length * (np.cos(angle) * along + np.sin(angle) * np.cos(torsion) * np.cross(normal, along)
+                             + np.sin(angle) * np.sin(torsion) * normal)
+
+    for _ in range(size):
+        atoms.append(add(*atoms[-3:], 1.33, 116.6, psi))    # N
+        atoms.append(add(*atoms[-3:], 1.46, 121.7, 180.0))  # CA
+        atoms.append(add(*atoms[-3:], 1.53, 111.0, phi))    # C
+    residues = np.stack(atoms[:3 * size]).reshape(size, 3, 3)
+    oxygen = [add(*residue, 1.23, 120.5, psi + 180) for residue in residues]
+    return np.concatenate([residues, np.stack(oxygen)[:, None]], axis=1)
+
+
+def test_a_helix_is_bonds_four_residues_apart():
+    backbone, donors, whole = chain_of(14, -57, -47), np.ones(14, bool), np.zeros(13, bool)
+
+    def letters(backbone=backbone, donors=donors, broken=whole):
+        return "".join(secondary_structure(backbone, donors, broken))
+
+    assert letters() == "-HHHHHHHHHHHH-"
+    assert letters(chain_of(14, -120, 130)) == 14 * "-"  # one strand has no partner
+    assert letters(broken=np.arange(13) == 6) == "-HHHHH--HHHHH-"
+    assert letters(donors=~donors) == 14 * "-"  # proline alone gives no bond
+    lost = backbone.copy()
+    lost[6, 3] = np.nan
+    assert letters(lost) == "-HHHHH HHHHHH-" and letters(np.full_like(backbone, np.nan)) == 14 * " "
+    assert letters(backbone[:1], donors[:1], whole[:0]) == "-"
 
 
 # --- Names ----------------------------------------------------------------------------------------------
@@ -159,13 +227,15 @@ def test_picture_shows_right_wrong_near_and_missing():
     labels = [handle.get_label() for handle in maps.draw_contacts(axis, found)]
     right, wrong = (set(zip(line.get_ydata(), line.get_xdata(), strict=True)) for line in axis.lines)
     assert {(0, 13), (1, 12), (3, 10)} <= right and {(0, 8), (2, 9)} <= wrong and len(right | wrong) == 6
-    assert labels == ["contact (CB < 8 Å)", f"top L/2, right: {len(right)}", f"wrong: {len(wrong)}",
-                      "|i-j| < 6, not counted", "no coordinates"]
+    assert labels == ["contact (CB < 8 Å)", "|i-j| < 6, not counted", f"top L/2, right: {len(right)}",
+                      f"wrong: {len(wrong)}", "helix", "strand", "no coordinates"]
+    assert len(axis.patches) == 2 * 3 and not any(patch.get_clip_on() for patch in axis.patches)
+    assert [patch.get_xy()[:, 0].min() for patch in axis.patches[::2]] == [0.5, 9.5, 6.5]  # H, H, E
     image = np.asarray(axis.images[0].get_array())
     colours = [image[pair].tobytes() for pair in ((0, 13), (13, 0), (0, 3), (0, 7))]
     assert colours[0] == colours[1] and len(set(colours)) == 3
-    maps.dress(axis, found)
-    assert len(axis.patches) == 2 and all(patch.get_hatch() for patch in axis.patches)  # a row and a column
+    maps.dress(axis, found, "x")
+    assert [bool(patch.get_hatch()) for patch in axis.patches] == 6 * [False] + 2 * [True]  # row and column
     assert axis.get_xlabel() == "residue number in the structure file; dotted: it jumps"
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
 
