@@ -109,7 +109,7 @@ def closing(trainer, source, evaluations):
         batch = to_device(batch, trainer.device)
         coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
         with torch.compiler.set_stance("force_eager"):
-            probability = trainer.model(**batch)["contact_probability"][0]
+            probability = trainer.model.eval()(**batch)["contact_probability"][0]
         print(f"{maps.printable(name)}, which it never saw:")
         print(contact_map_text(probability, coords, coord_mask))
     found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
