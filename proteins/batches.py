@@ -75,10 +75,10 @@ class RealProteins:
 
     def __init__(self, settings):
         self.config, self.training = settings.model, settings.training
-        training = settings.training
+        training, self.left_out = settings.training, []  # files without a partner
         try:
             if training.data:
-                families = files.load_families(training.data)
+                families = files.load_families(training.data, self.left_out)
             else:
                 path, chain = files.split_structure_argument(training.structure)
                 families = [files.load_protein(training.msa, path, chain, training.query)]
@@ -109,7 +109,8 @@ class RealProteins:
         return set(chosen)
 
     def describe(self):
-        return f"{len(self.families)} real proteins, {len(self.held_out)} held out"
+        strays = f", left out for want of a partner: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{len(self.families)} real proteins, {len(self.held_out)} held out{strays}"
 
     def structure(self, name):
         return next(family for family in self.families + self.unseen if family.name == name)
