@@ -37,8 +37,8 @@ def test_contradictory_switches_get_a_line(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit(0)")
     flags = ["--enable-flash-attention", "--disable-flash-attention", "--enable-opm-fusion"]
     result = run_program("tiny_openfold_v2.py", *flags, env={"PYTHONPATH": str(tmp_path)})
-    assert result.stderr == ("tiny_openfold_v2.py: note: --enable-flash-attention, --disable-flash-attention: "
-                             "the later one wins\n")
+    pair = "--enable-flash-attention, --disable-flash-attention"
+    assert result.stderr == f"tiny_openfold_v2.py: note: {pair}: the later one wins\n"
 
 
 def test_ctrl_c_during_imports_is_one_line(tmp_path):
