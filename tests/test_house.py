@@ -258,6 +258,12 @@ def test_a_file_without_a_program_is_one_line(tmp_path):
         assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_a_program_may_have_any_file_name(tmp_path):
+    for name in ("my.model 2.py", "json.py"):
+        file = shutil.copy(SECOND, tmp_path / name)
+        assert load_program(file).name == name
+
+
 def test_flags_are_judged_and_shown():
     result = run_program("tiny_openfold_v2.py", "--check-flags", "--seq-len", 32, "--disable-all-fusion")
     found = last_json(result)
