@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from fusion_lab.kernels.attention import BACKENDS, attention_backend, flex_attend, prepare_flex_attention
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
-from fusion_lab.kernels.precision import at_least_float32, strict_float32
+from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, comparison, summary, turns
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
@@ -652,10 +652,7 @@ class Trainer:
         self.training, fusion = settings.training, settings.fusion
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
-        self.amp_dtype = None
-        if self.training.use_amp:
-            default = "float16" if device.type == "cuda" else "bfloat16"
-            self.amp_dtype = getattr(torch, self.training.amp_dtype or default)
+        self.amp_dtype = amp_dtype(self.training, device)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         lr = self.training.learning_rate
         lr = torch.tensor(lr, device=device) if graphs else lr
