@@ -248,6 +248,13 @@ def test_amd_wrappers_show_their_commands(program, script, tmp_path):
     assert wrong.returncode == 2 and "--batch-size" in wrong.stderr and wrong.stderr.count("\n") == 1
 
 
+def test_a_quick_session_asks_for_sizes_that_the_program_has(program, tmp_path):
+    done = run([ROOT / "run_all_profilers.sh", "--dry-run", "--quick", "--only", "pytorch", "--program",
+                program.file], tmp_path)
+    assert done.returncode == 0 and "--num-steps 3" in done.stdout, done.stderr
+    assert ("--seq-len" in done.stdout) is hasattr(program.model_config(), "seq_len")
+
+
 def test_a_file_without_a_program_is_one_line(tmp_path):
     empty = tmp_path / "empty.py"
     empty.write_text("")
