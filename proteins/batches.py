@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import MISSING, UserError
 from proteins import files
 from proteins.files import GAP, MASK
 from proteins.synthetic import synthetic_proteins
@@ -87,7 +87,7 @@ class RealProteins:
         except OSError as error:
             raise UserError(f"{error.filename}: {error.strerror}") from None
         except files.MissingPackageError as error:
-            raise UserError(str(error), code=3) from None
+            raise UserError(str(error), code=MISSING) from None
         self.held_out = self.choose_held_out([family.name for family in families])
         self.families = [family for family in families if family.name not in self.held_out]
         self.unseen = [family for family in families if family.name in self.held_out]

@@ -256,6 +256,13 @@ def test_amd_wrappers_show_their_commands(program, script, tmp_path):
     assert wrong.returncode == 2 and "--batch-size" in wrong.stderr and wrong.stderr.count("\n") == 1
 
 
+def test_a_quick_session_asks_for_sizes_that_the_program_has(program, tmp_path):
+    done = run([ROOT / "run_all_profilers.sh", "--dry-run", "--quick", "--only", "pytorch", "--program",
+                program.file], tmp_path)
+    assert done.returncode == 0 and "--num-steps 3" in done.stdout, done.stderr
+    assert ("--seq-len" in done.stdout) is hasattr(program.model_config(), "seq_len")
+
+
 def test_a_file_without_a_program_is_one_line(tmp_path):
     empty = tmp_path / "empty.py"
     empty.write_text("")
@@ -264,6 +271,12 @@ def test_a_file_without_a_program_is_one_line(tmp_path):
             load_program(file)
         result = run_program("tiny_openfold_v2.py", "--program", file)
         assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_program_may_have_any_file_name(tmp_path):
+    for name in ("my.model 2.py", "json.py"):
+        file = shutil.copy(SECOND, tmp_path / name)
+        assert load_program(file).name == name
 
 
 def test_flags_are_judged_and_shown():

@@ -149,10 +149,10 @@ def load_program(path=DEFAULT_PROGRAM):
     for place in (directory, ROOT):
         if place not in sys.path:
             sys.path.append(place)
-    found = importlib.util.find_spec(name)
+    found = None if "." in name else importlib.util.find_spec(name)  # a dot would mean a package
     if found and found.origin and os.path.realpath(found.origin) == os.path.realpath(path):
         module = importlib.import_module(name)
-    else:  # another module has this name
+    else:  # another module has this name, or no module can
         specification = importlib.util.spec_from_file_location(f"program_{name}", path)
         module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(module)
