@@ -23,14 +23,15 @@ if __name__ == "__main__":  # one line, not a traceback, where one is missing
     quiet_interrupts()
     require_packages("run_pytorch_profiler.py", "torch", "numpy", "tqdm")
 
+from fusion_lab.measuring.attribution import ANALYSIS
 from fusion_lab.measuring.predictions import predict_mode
 from fusion_lab.measuring.sizes import other_axes
 from fusion_lab.measuring.variants import with_fusion
-from fusion_lab.profiler.report import ANALYSIS, read_analysis
-from fusion_lab.profiler.session import finite, run_session
+from fusion_lab.profiler.report import read_analysis
+from fusion_lab.profiler.session import run_session
 from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1
 from fusion_lab.training import flags, reporting
-from fusion_lab.training.files import fresh_directory
+from fusion_lab.training.files import finite, fresh_directory
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.options import flag
 from tiny_openfold_v2 import PROGRAM

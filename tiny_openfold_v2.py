@@ -116,10 +116,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from fusion_lab.kernels.attention import attention_backend, flex_attend, prepare_flex_attention
+from fusion_lab.kernels import attention
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from fusion_lab.kernels.precision import at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, comparison, summary, turns
+from fusion_lab.measuring.attribution import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
@@ -253,9 +254,10 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
     Returns (B, R, H, L, D).
     """
-    backend = attention_backend(
+    backend = attention.attention_backend(
         backend, on_gpu=q.is_cuda, dtype=q.dtype, strict=strict_float32(q.dtype), width=q.shape[-1],
-        length=q.shape[-2], biased=bias is not None, training=torch.is_grad_enabled())
+        length=q.shape[-2], biased=bias is not None, training=torch.is_grad_enabled(),
+        arch=attention.architecture(q.is_cuda))
     if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
         bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias  # (B, H, L, L); sizes of 1 are shared
         bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
@@ -264,7 +266,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
         scores = scores if bias is None else scores + bias[:, None]
         return scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
     if backend == "flex":
-        return flex_attend(q, k, v, bias)
+        return attention.flex_attend(q, k, v, bias)
     bias = None if bias is None else bias[:, None].to(q.dtype)  # (B, 1, H, L, L)
     if bias is None or bias.shape[2:4] == (1, 1):  # a mask of keys is small enough to be copied to every row
         mask = None if bias is None else bias.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
@@ -560,7 +562,7 @@ class TinyOpenFoldV2(nn.Module):
         and (B, N), 1 = present. Targets: msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3)
         in Å with coord_mask (B, S). Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S),
         distogram_logits, msa_repr, pair_repr and, with targets, loss and its parts."""
-        prepare_flex_attention(msa_tokens.device)
+        attention.prepare_flex_attention(msa_tokens.device)
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
         msa, pair = embed(msa_tokens, msa_tokens[:, 0] if target_tokens is None else target_tokens)
         for block in self.blocks:
@@ -612,12 +614,12 @@ class TinyOpenFoldV2(nn.Module):
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training in this dtype (default: the weights'), in words."""
         c, weight = self.config, self.distogram_head.weight
-        dtype = dtype or weight.dtype
+        dtype, arch = dtype or weight.dtype, attention.architecture(weight.is_cuda)
 
         def name(length, width, biased):
-            backend = attention_backend(
+            backend = attention.attention_backend(
                 self.fusion.attention_backend, on_gpu=weight.is_cuda, dtype=dtype, width=width,
-                strict=strict_float32(dtype), length=length, biased=biased, training=True)
+                strict=strict_float32(dtype), length=length, biased=biased, training=True, arch=arch)
             if weight.is_cuda:
                 return {"flex": "flex_attention"}.get(backend, backend)
             return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
@@ -625,7 +627,8 @@ class TinyOpenFoldV2(nn.Module):
         msa_width = c.msa_dim // c.msa_heads
         parts = dict(pair=name(c.seq_len, c.pair_dim // c.pair_heads, True),
                      rows=name(c.seq_len, msa_width, True), columns=name(c.num_seqs, msa_width, False))
-        return "; ".join([parts["pair"], *(f"{k}: {v}" for k, v in parts.items() if v != parts["pair"])])
+        others = [f"{k}: {v}" for k, v in parts.items() if v != parts["pair"]]
+        return "; ".join([parts["pair"], *others, *filter(None, [attention.remark(arch)])])
 
     def get_fusion_statistics(self):
         """The switches, the nominal kernel counts of this example family, and the exact number of GEMMs for
@@ -806,7 +809,8 @@ def train(program, settings, compare_with=None):
         if earlier:
             result["compared_with_v1"] = summary.print_against(earlier, result)
         files.write_json(path, result)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw()])
+        analysis = profiling.trace and write_analysis(trainer, source, found, times, profiling)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis])
         program.closing(trainer, source, evaluations)
     summary.print_summary(result, path, settings)
     return 128 + stop.signal if stop.signal is not None else 0
@@ -874,10 +878,10 @@ def run(argv=None, program=PROGRAM):
     argv = with_demo(sys.argv[1:] if argv is None else argv)
     program = named_program(argv, program)
     arguments, settings, mode = parse(make_parser(program), program, argv)
+    if arguments.check_flags:
+        return reporting.print_settings(program, settings, mode)
     if mode is None:
         return train(program, settings, arguments.compare_with_v1)
-    if mode == "--check-flags":
-        return reporting.print_settings(program, settings)
     files.require_directory(settings.profiler.profile_dir)
     if mode == "--compare-fusion":
         return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)

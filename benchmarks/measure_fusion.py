@@ -32,9 +32,9 @@ from fusion_lab.measuring.predictions import predict_mode, prediction_rows
 from fusion_lab.measuring.roofline import roofline_rows
 from fusion_lab.measuring.tables import aligned, markdown
 from fusion_lab.measuring.variants import ALL, BASELINE, comparison_variants
-from fusion_lab.profiler.session import finite, run_session
+from fusion_lab.profiler.session import run_session
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, exit_code, require_directory, write_json, write_text
+from fusion_lab.training.files import UserError, exit_code, finite, require_directory, write_json, write_text
 from fusion_lab.training.flags import Parser, make_parser, parse, whole_number
 from fusion_lab.training.machine import choose_device, process_settings
 from tiny_openfold_v2 import PROGRAM

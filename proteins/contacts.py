@@ -1,4 +1,5 @@
 """Contact precision, the metric of the project, and its pictures."""
+import math
 import os
 import statistics
 import sys
@@ -97,11 +98,20 @@ def contact_line(evaluation):
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 
 
+@torch.no_grad()
 def closing(trainer, source, evaluations):
-    """What the final evaluation says, in a sentence."""
+    """What the final evaluation says, in a sentence; and on a terminal the map of one protein."""
     held_out = evaluations.get("final", {}).get("held_out")
     if not held_out:
         return
+    if sys.stdout.isatty():
+        name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
+        batch = to_device(batch, trainer.device)
+        coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
+        with torch.compiler.set_stance("force_eager"):
+            probability = trainer.model.eval()(**batch)["contact_probability"][0]
+        print(f"{maps.printable(name)}, which it never saw:")
+        print(contact_map_text(probability, coords, coord_mask))
     found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
     print(f"In words: after {trainer.step_number} steps, {found:.0f}% of the residue pairs that the model is "
           f"surest of do touch, in {len(held_out)} proteins it never saw; by chance {chance:.0f}% would.")
@@ -130,7 +140,8 @@ def contact_map(name, protein, tokens, arrays):
     return maps.ContactMap(
         name, protein.chain if protein else "",
         protein.numbers if protein else tuple(str(number) for number in range(1, len(tokens) + 1)),
-        "".join(LETTERS[token] for token in tokens.tolist()), probability.numpy(), distances.numpy(),
+        "".join(LETTERS[token] for token in tokens.tolist()), protein.secondary if protein else "",
+        probability.numpy(), distances.numpy(),
         true_distances(coords, coord_mask).numpy(), (i[:best].numpy(), j[:best].numpy()),
         contact_precision(probability, coords, coord_mask), CONTACT_DISTANCE, SEPARATION)
 
@@ -145,3 +156,23 @@ def write_map(path, *protein):
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         print(f"warning: no contact map of {protein[0]!r}: {reason}", file=sys.stderr)
+
+
+def contact_map_text(probability, coords, coord_mask, width=80, encoding=None):
+    """A map for a terminal, at most width characters wide, and a line that explains it in at most 80: above
+    the diagonal the L/2 most probable pairs, below it the true contacts, both of pairs that count. A long
+    chain is shrunk: a dot is filled if one of its pairs is. Blocks, or ASCII where the encoding (default:
+    that of stdout) lacks them. probability (S, S), coords (S, 3), coord_mask (S,)."""
+    marks = maps.characters(encoding or getattr(sys.stdout, "encoding", None) or "ascii")
+    probability, coords, coord_mask = (array.detach().float().cpu() for array in
+                                       (probability, coords, coord_mask))
+    touching = true_distances(coords, coord_mask) < CONTACT_DISTANCE
+    i, j = (index[:half_length(coord_mask)] for index in ranked_pairs(probability, coord_mask))
+    filled = touching.tril(-SEPARATION)
+    filled[i, j] = True
+    factor = math.ceil(len(coord_mask) / (width - 2))
+    lines = maps.text_map(filled.numpy(), coord_mask.bool().numpy(), factor, marks)
+    legend = [f"above: top L/2, {int(touching[i, j].sum())} of {len(i)} right",
+              f"below: true, CB < {CONTACT_DISTANCE:g} {marks['angstrom']}"]
+    legend += [f"{factor} to a dot"] * (factor > 1) + [f"{marks['unknown']} unknown"] * (not coord_mask.all())
+    return "\n".join([*lines, "; ".join(legend)])

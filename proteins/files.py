@@ -16,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from proteins.secondary import UNKNOWN as NO_BACKBONE
+from proteins.secondary import secondary_structure
+
 # --- Tokens ---------------------------------------------------------------------------------------------
 
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"  # tokens 0..19
@@ -54,6 +57,7 @@ class Protein:
     coords: np.ndarray  # (L, 3) float32, CB (CA for glycine), Å; NaN where the structure has none
     chain: str = ""     # the chain of the structure that was used
     numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
+    secondary: str = ""  # (L,) helices and strands, see secondary.py
 
     @property
     def length(self):
@@ -227,6 +231,7 @@ class Chain:
     seen: np.ndarray      # (C,) bool, residue is in the model, perhaps without its CB
     breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
     numbers: np.ndarray   # (C,) str, the file's residue numbers with insertion codes; "" where not seen
+    secondary: np.ndarray  # (C,) str, letters of secondary.py
 
 
 def split_structure_argument(argument):
@@ -314,9 +319,12 @@ def _read_chain(structure, model_chain):
     coords[labels] = np.where((observed == AMINO_ACIDS.index("G"))[:, None], alpha, beta)
     close = np.linalg.norm(np.diff(alpha, axis=0), axis=1) < BROKEN  # False where a CA is missing
     seen = np.isin(np.arange(len(full)), labels)
-    numbers = np.full(len(full), "", "<U12")
+    numbers, secondary = np.full(len(full), "", "<U12"), np.full(len(full), NO_BACKBONE)
     numbers[labels] = [str(residue.seqid) for residue in residues]
-    return Chain(model_chain.name, full, coords, seen, np.r_[True, ~close, True], numbers)
+    nitrogen, carbon, oxygen = (np.stack([_position(r, name) for r in residues]) for name in ("N", "C", "O"))
+    secondary[labels] = secondary_structure(np.stack([nitrogen, alpha, carbon, oxygen], axis=1),
+                                            observed != AMINO_ACIDS.index("P"), ~close)
+    return Chain(model_chain.name, full, coords, seen, np.r_[True, ~close, True], numbers, secondary)
 
 
 def _position(residue, atom_name):
@@ -446,7 +454,8 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
         raise DataError(f"{structure_path}: only {located} of {mapped.sum()} residues of chain {best.name!r} "
                         "have a CB atom; a structure with side chains is needed")
     numbers = tuple(np.where(mapped, best.numbers[mapping[0]], "").tolist())
-    return Protein(name or _split_suffix(msa_path)[0], msa, coords, best.name, numbers)
+    secondary = "".join(np.where(mapped, best.secondary[mapping[0]], NO_BACKBONE))
+    return Protein(name or _split_suffix(msa_path)[0], msa, coords, best.name, numbers, secondary)
 
 
 # --- Families -------------------------------------------------------------------------------------------

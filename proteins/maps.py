@@ -1,5 +1,6 @@
 """Contact maps on disk: a picture and a table beside it. Knows nothing of models and of the metric."""
 import hashlib
+import math
 import re
 import warnings
 from collections import Counter
@@ -9,11 +10,15 @@ import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.files import write_atomically, write_text
+from proteins.secondary import HELIX, STRAND
 
 # Blue and vermilion of Okabe and Ito's palette (2008), told apart under every colour blindness; the marks
 # differ in shape as well, for grey printers.
 RIGHT, WRONG = "#0072B2", "#D55E00"
-CONTACT, NEAR, HATCH = "#BDBDBD", "#EEEEEE", "#9A9A9A"
+CONTACT, NEAR, HATCH = "#B0B0B0", "#EEEEEE", "#9A9A9A"
+STRUCTURE = "#505050"
+BAR = np.array([(0, 0.1), (1, 0.1), (1, 0.9), (0, 0.9)])  # along the chain, across it
+ARROW = np.array([(0, 0.35), (0.55, 0.35), (0.55, 0), (1, 0.5), (0.55, 1), (0.55, 0.65), (0, 0.65)])
 PANEL = 3.4  # inches, against which letters of 10 points are still read at half size
 
 
@@ -24,6 +29,7 @@ class ContactMap:
     chain: str               # of the structure file, "" where there is none
     numbers: tuple           # (S,) residue numbers as in that file, "" where it has no such residue
     letters: str             # (S,) amino acids
+    secondary: str           # (S,) letters of secondary.py, "" where there is no file
     probability: np.ndarray  # (S, S) of a contact
     distances: np.ndarray    # (S, S) predicted, Å
     true: np.ndarray         # (S, S) Å, NaN where a residue has no coordinates
@@ -51,7 +57,7 @@ def file_names(names):
 
 def _digested(name):
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return f"{re.sub(r'[^A-Za-z0-9_+-]+', '_', name)[:60]}~{digest}"
+    return f"{re.sub(r'[^A-Za-z0-9_+]+', '_', name)[:60] or '_'}~{digest}"
 
 
 def printable(name, longest=40):
@@ -71,14 +77,13 @@ def write_table(path, m):
     """All pairs i < j as tab-separated text. number_* are the structure file's residue numbers, empty where
     it has no such residue; position_* count the residues of the query from 1."""
     lines = ["\t".join(COLUMNS)]
-    for i in range(len(m.letters)):
-        for j in range(i + 1, len(m.letters)):
-            true = m.true[i, j]
-            known = not np.isnan(true)
-            contact = ("yes" if true < m.cutoff else "no") if known else "unknown"
-            lines.append(f"{m.numbers[i]}\t{m.numbers[j]}\t{m.letters[i]}\t{m.letters[j]}\t"
-                         f"{m.probability[i, j]:.4f}\t{m.distances[i, j]:.2f}\t"
-                         f"{f'{true:.2f}' if known else ''}\t{contact}\t{i + 1}\t{j + 1}")
+    pairs = np.triu_indices(len(m.letters), 1)
+    values = (array[pairs].tolist() for array in (m.probability, m.distances, m.true))
+    for i, j, probability, distance, true in zip(*(p.tolist() for p in pairs), *values, strict=True):
+        known = not math.isnan(true)
+        contact = ("yes" if true < m.cutoff else "no") if known else "unknown"
+        lines.append(f"{m.numbers[i]}\t{m.numbers[j]}\t{m.letters[i]}\t{m.letters[j]}\t{probability:.4f}\t"
+                     f"{distance:.2f}\t{f'{true:.2f}' if known else ''}\t{contact}\t{i + 1}\t{j + 1}")
     write_text(path, "\n".join([*lines, ""]))
 
 
@@ -128,13 +133,14 @@ def write_picture(path, m):
     handles = draw_contacts(contacts, m)
     image = draw_distances(distances, m)
     figure.colorbar(image, ax=distances, shrink=0.85, extend="max")
-    for axis in (contacts, distances):
-        dress(axis, m)
+    dress(contacts, m, "contacts: marks predicted, squares true")
+    dress(distances, m, "CB distance, Å: predicted above, true below")
     scores = ", ".join(f"{label} {m.precision[key]:.2f}" for label, key in
                        (("P(L/2)", "p_l2"), ("P(L)", "p_l"), ("chance", "chance")))
     chain = f", chain {printable(m.chain)}" if m.chain else ""
     figure.suptitle(f"{printable(m.name)}{chain}: {scores}", parse_math=False)
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False,
+    figure.legend(handles=handles, loc="outside lower left", frameon=False,
+                  ncols=len(handles) if len(handles) <= 5 else -(-len(handles) // 2),
                   columnspacing=1.4, handletextpad=0.5, fontsize=9)
     dpi = float(np.clip(1.5 * len(m.letters) / PANEL, 150, 300))  # no residue narrower than a pixel
     with warnings.catch_warnings():
@@ -158,7 +164,8 @@ def draw_contacts(axis, m):
     i, j = m.chosen
     right = touching[i, j]
     width = float(np.clip(0.75 * 72 * PANEL / size, 3.4, 7))  # of a mark, in points
-    legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {m.cutoff:g} Å)")]
+    legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {m.cutoff:g} Å)"),
+              Patch(facecolor=NEAR, label=f"|i-j| < {m.separation}, not counted")]
     for which, label, style in (
             (right, f"top L/2, right: {right.sum()}", dict(marker="o", color=RIGHT, markeredgewidth=0)),
             (~right, f"wrong: {(~right).sum()}", dict(marker="D", color="white", markeredgecolor=WRONG,
@@ -167,22 +174,39 @@ def draw_contacts(axis, m):
         axis.plot(j[which], i[which], linestyle="", markersize=size_here, zorder=3, **style)
         legend.append(Line2D([], [], linestyle="", label=label, markersize=6,
                              **{**style, "markeredgewidth": style["markeredgewidth"] and 1.5}))
-    legend.append(Patch(facecolor=NEAR, label=f"|i-j| < {m.separation}, not counted"))
+    legend += draw_secondary(axis, m.secondary)
     if m.missing.any():
         legend.append(Patch(facecolor="white", edgecolor=HATCH, hatch="////", label="no coordinates"))
-    axis.set_title("contacts: marks predicted, squares true", fontsize=11)
+    return legend
+
+
+def draw_secondary(axis, secondary):
+    """Helices as bars and strands as arrows along the upper and the right edge; what the legend shows."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Polygon
+    legend = []
+    for kind, name, outline, sample in ((HELIX, "helix", BAR, "s"), (STRAND, "strand", ARROW, ">")):
+        found = runs([letter == kind for letter in secondary])
+        for first, last in found:
+            along, across = first - 0.5 + (last + 1 - first) * outline[:, 0], 1.012 + 0.036 * outline[:, 1]
+            for corners, edge in (((along, across), axis.get_xaxis_transform()),
+                                  ((across, along), axis.get_yaxis_transform())):
+                axis.add_patch(Polygon(np.stack(corners, axis=1), facecolor=STRUCTURE, transform=edge,
+                                       clip_on=False))
+        if found:
+            legend.append(Line2D([], [], linestyle="", marker=sample, color=STRUCTURE, label=name))
     return legend
 
 
 def draw_distances(axis, m):
     both = np.triu(m.distances, 1) + np.tril(np.nan_to_num(m.true, nan=0.0), -1)
     unknown = np.isnan(m.true) & np.tri(len(m.letters), dtype=bool)
-    axis.set_title("CB distance, Å: predicted above, true below", fontsize=11)
     return axis.imshow(np.ma.masked_where(unknown, both), origin="upper", cmap="viridis_r", vmin=2, vmax=22)
 
 
-def dress(axis, m):
+def dress(axis, m, title):
     """What both panels share: the file's numbers, jumps of them, the diagonal, hatched missing residues."""
+    axis.set_title(title, fontsize=11, pad=15 if m.secondary else 6)  # above helices and strands
     places, labels = ticks(m.numbers)
     axis.set_xticks(places, labels)
     axis.set_yticks(places, labels)
@@ -200,3 +224,46 @@ def dress(axis, m):
         for span in (axis.axvspan, axis.axhspan):
             span(first - 0.5, last + 0.5, facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0)
     axis.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5))
+
+
+# --- Terminal -------------------------------------------------------------------------------------------
+
+BLOCKS = dict(pixels=" ▀▄█", unknown="░", diagonal="·", across="─", down="│", corners="┌┐└┘", angstrom="Å")
+PLAIN = dict(pixels=" '.:", unknown="?", diagonal="\\", across="-", down="|", corners="++++", angstrom="A")
+
+
+def characters(encoding):
+    """What a map in text is made of: Unicode blocks where the encoding has them, else ASCII."""
+    try:
+        "".join(BLOCKS.values()).encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN
+    return BLOCKS
+
+
+def shrunk(pairs, factor):
+    """(S, S) bool -> one for each square of factor by factor pairs: True if any of it is."""
+    size = -(-len(pairs) // factor)
+    padded = np.zeros((size * factor, size * factor), bool)
+    padded[:len(pairs), :len(pairs)] = pairs
+    return padded.reshape(size, factor, size, factor).any(axis=(1, 3))
+
+
+def text_map(filled, seen, factor, marks):
+    """Framed lines of filled (S, S) bool, shrunk by factor, two rows of dots a line; seen (S,) bool. A
+    character with nothing filled and a dot of unseen residues alone is marked as unknown. The diagonal is
+    empty once shrunk, since its dots would mix both triangles."""
+    dots = shrunk(filled, factor) & ~np.eye(-(-len(filled) // factor), dtype=bool)
+    unknown = ~shrunk(seen[:, None] & seen, factor)
+    edge = marks["across"] * len(dots)
+    even = ((0, len(dots) % 2), (0, 0))
+    dots, unknown = np.pad(dots, even), np.pad(unknown, even)
+    codes = dots[::2] + 2 * dots[1::2]
+    codes[(unknown[::2] | unknown[1::2]) & (codes == 0)] = 4
+    lines = np.arange(len(codes))
+    codes[lines, 2 * lines] = np.where(codes[lines, 2 * lines] == 0, 5, codes[lines, 2 * lines])
+    letters = marks["pixels"] + marks["unknown"] + marks["diagonal"]
+    top_left, top_right, bottom_left, bottom_right = marks["corners"]
+    return [top_left + edge + top_right,
+            *(marks["down"] + "".join(letters[code] for code in row) + marks["down"] for row in codes),
+            bottom_left + edge + bottom_right]

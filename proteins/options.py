@@ -21,8 +21,8 @@ class TrainingConfig(options.TrainingConfig):
     holdout: str = option(None, "names of families kept out of training, NAME[,NAME...]", type=str)
     holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
                                      type=float)
-    plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG)", type=str,
-                                training_only=True)
+    plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
+                                      "as TSV)", type=str, training_only=True)
 
     def __post_init__(self):
         super().__post_init__()

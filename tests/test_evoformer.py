@@ -510,8 +510,12 @@ def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
     assert backend(single, 64, True, "flex", strict=True) == "flex"
     assert backend(half, 64, True, "flex", on_gpu=False) == "sdpa"
     assert {backend(half, 64, True, name, training=False) for name in ("auto", "flex")} == {"sdpa"}
-    monkeypatch.setattr(torch.version, "hip", "7.0")  # nothing of this was measured: as it always was
-    assert [backend(single, 64, biased, strict=True) for biased in (True, False)] == ["flex", "sdpa"]
+    for arch, expected in (("gfx942", ["flex", "sdpa"]), ("gfx1100", ["sdpa", "sdpa"])):  # nothing measured
+        for dtype, strict in ((half, False), (single, True)):
+            found = [backend(dtype, 64, biased, strict=strict, arch=arch) for biased in (True, False)]
+            assert found == expected
+    assert attention.remark("gfx90a") == "gfx90a: CDNA, not measured" and attention.remark("") == ""
+    assert attention.remark("gfx1201") == "gfx1201: RDNA, so no FlexAttention, not measured"
 
 
 def truncated(x):
@@ -537,9 +541,9 @@ def test_three_truncated_products_are_not_float32():
 
 
 def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
-    gpu, wanted = SimpleNamespace(), SimpleNamespace(use_tf32=True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    for gpu.major, expected in ((7, False), (8, True)):
+    wanted = SimpleNamespace(use_tf32=True)
+    for expected in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda expected=expected: expected)
         assert runs_in_tf32(wanted, torch.device("cuda")) is expected
     assert not runs_in_tf32(wanted, torch.device("cpu"))
     assert not runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))

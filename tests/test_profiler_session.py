@@ -11,23 +11,17 @@ import torch
 from conftest import ROOT, last_json, run_program
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import ceilings, predictions, roofline
+from fusion_lab.measuring import analysis, attribution, ceilings, predictions, roofline
+from fusion_lab.measuring.attribution import launch_on_cpu, medians, operations_in_a_step, share_samples
 from fusion_lab.measuring.clocks import RangeSums
 from fusion_lab.measuring.probe import Findings, probe
 from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.sizes import shapes_around, shrunk
+from fusion_lab.measuring.trace import RECOMPUTE, Ranges, TraceAnalysis, own_times, read_trace, split_name
 from fusion_lab.measuring.variants import with_fusion
-from fusion_lab.profiler import analysis, report, several
+from fusion_lab.profiler import report, several
 from fusion_lab.profiler import session as session_module
-from fusion_lab.profiler.session import (
-    analyse,
-    launch_on_cpu,
-    medians,
-    operations_in_a_step,
-    run_session,
-    share_samples,
-)
-from fusion_lab.profiler.trace import RECOMPUTE, Ranges, TraceAnalysis, own_times, read_trace, split_name
+from fusion_lab.profiler.session import analyse, run_session
 from fusion_lab.training.files import UserError, exit_code
 from fusion_lab.training.options import option
 from fusion_lab.training.program import Cost
@@ -433,7 +427,7 @@ def test_a_session_on_a_gpu_from_its_trace_to_its_report(tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text(json.dumps(dict(traceEvents=gpu_trace(4))))
     untraced = np.full((4, 4), 0.25e-3)  # 1 ms a step, of which kernels run for 99 µs
     monkeypatch.setattr(session_module, "time_and_trace", lambda *_: (untraced, str(tmp_path / "t.json")))
-    monkeypatch.setattr(session_module, "system_info", lambda _: dict(
+    monkeypatch.setattr(attribution, "system_info", lambda _: dict(
         gpu_name="GPU|`1`", host_cpu="CPU", torch_version="2", git_commit=None))
     trainer = SimpleNamespace(program=PROGRAM, settings=given(), device=torch.device("cuda"))
     found = Findings(saved=dict(pair_transition=2 ** 20), flops=1, launches=3, peak_memory_mb=5.0)

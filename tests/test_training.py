@@ -15,7 +15,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training import files
 from fusion_lab.training.flags import make_parser, read_settings
 from proteins.batches import RealProteins, SyntheticProteins, corrupt
-from proteins.contacts import SEPARATION, contact_precision
+from proteins.contacts import SEPARATION
 from proteins.files import MASK
 from proteins.synthetic import PARTNER, synthetic_proteins
 
@@ -479,17 +479,6 @@ def test_corruption_follows_af2(rng_seed=0):
     assert masked == pytest.approx(0.7, abs=0.01) and kept == pytest.approx(0.1 + 0.2 / 20, abs=0.01)
 
 
-def test_contact_precision_against_a_hand_count():
-    coords = torch.zeros(8, 3)
-    coords[:, 0] = torch.tensor([0.0, 10, 20, 30, 40, 50, 5, 100])
-    probability = torch.zeros(8, 8)
-    probability[0, 6], probability[1, 7], probability[0, 7] = 0.9, 0.8, 0.1  # only 0 and 6 touch
-    found = contact_precision(probability, coords, torch.ones(8))
-    assert found == dict(p_l2=pytest.approx(1 / 3), p_l=pytest.approx(1 / 3), chance=pytest.approx(1 / 3))
-    seen = torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1])  # residue 1 has no coordinates
-    assert contact_precision(probability, coords, seen)["chance"] == pytest.approx(1 / 2)
-
-
 def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
     assert (
         tof.main(
@@ -538,7 +527,8 @@ def test_real_families_train_and_hold_out(families_dir, tmp_path, capsys):
     result = last_json(capsys.readouterr().out)
     final = result["contact_precision"]["final"]
     assert set(final["held_out"]) == {"2PPN_A", "1CTF_A"} and len(final["training"]) == 30
-    assert {p.name for p in (tmp_path / "maps").iterdir()} == {"2PPN_A.png", "1CTF_A.png"}
+    assert {p.name for p in (tmp_path / "maps").iterdir()} == {
+        f"{name}.{suffix}" for name in ("2PPN_A", "1CTF_A") for suffix in ("png", "tsv")}
     assert train(tmp_path, *flags[:2], "--holdout", "NOPE") == 2
     assert "--holdout NOPE: no such family" in capsys.readouterr().err
     assert train(tmp_path, *flags[:2], "--holdout-fraction", "0.99") == 2

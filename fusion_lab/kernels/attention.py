@@ -11,13 +11,36 @@ FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
 SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 
 
-def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased, training):
+def architecture(on_gpu):
+    """"gfx942", say, for an AMD GPU; "" for any other device."""
+    return amd_architecture() if on_gpu and torch.version.hip else ""
+
+
+@cache
+def amd_architecture():
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
+
+
+def has_matrix_cores(arch):
+    """CDNA (gfx9..) has matrix instructions for float32 too, which FlexAttention's kernels want; RDNA (gfx10
+    to gfx12) has none for it."""
+    return arch.startswith("gfx9")
+
+
+def remark(arch):
+    """What the start-up line says of the choice on AMD; "" elsewhere."""
+    if not arch:
+        return ""
+    return f"{arch}: {'CDNA' if has_matrix_cores(arch) else 'RDNA, so no FlexAttention'}, not measured"
+
+
+def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased, training, arch=""):
     """Which implementation runs: "math" (not fused), "sdpa" or "flex".
 
     requested is what --attention-backend says; strict: products are float32 throughout; width of a head,
-    length of a row; biased: with a bias that is trained. FlexAttention is the one PyTorch kernel that neither
-    copies a bias shared by many rows nor writes the bias gradient once per row. "auto" goes by measurements
-    on NVIDIA and on CPU (benchmarks/LOG.md); on AMD nothing was measured, and the same rules are kept.
+    length of a row; biased: with a bias that is trained; arch: an AMD GPU's, else "". FlexAttention is the
+    one PyTorch kernel that neither copies a bias shared by many rows nor writes the bias gradient once per
+    row. "auto" goes by measurements on NVIDIA and on CPU (benchmarks/LOG.md); on AMD nothing was measured.
     """
     flex_fits = on_gpu and HAS_TRITON and dtype != torch.float64 and width in FLEX_WIDTHS
     if requested == "flex" and not flex_fits:
@@ -28,14 +51,16 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
         return requested
     if biased and not on_gpu:
         return "math"  # SDPA has no fused kernel for a bias on CPU, and its own plain one is slower
-    if on_gpu and strict and not torch.version.hip:
+    if arch:
+        return "flex" if biased and flex_fits and has_matrix_cores(arch) else "sdpa"
+    if on_gpu and strict:
         # FlexAttention's products are 1.4 times slower in float32 without TF32. SDPA's kernel makes each of
         # three truncated TF32 products, which all err to the same side: single results are 2 to 5 times, sums
         # of many (gradients of weights) 100 times as wrong as float32 is (LOG.md).
         return "math"
     if biased:
         return "flex" if flex_fits else "sdpa"
-    return "flex" if flex_fits and not strict and length <= SHORT else "sdpa"
+    return "flex" if flex_fits and length <= SHORT else "sdpa"
 
 
 NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing

@@ -13,6 +13,5 @@ def strict_float32(dtype):
 
 
 def runs_in_tf32(training, device):
-    """Whether --use-tf32 has effect: NVIDIA from Ampere on. On AMD, numbered from 9 on, torch decides."""
-    return (training.use_tf32 and device.type == "cuda"
-            and torch.cuda.get_device_properties(device).major >= 8)
+    """Whether --use-tf32 has effect: NVIDIA from Ampere on, AMD where torch says so (CDNA 3 and 4)."""
+    return bool(training.use_tf32 and device.type == "cuda" and torch.cuda.is_tf32_supported())

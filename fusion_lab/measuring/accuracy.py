@@ -1,6 +1,5 @@
 """Does fusion change the numbers, and is the set-up right: --validate-setup, --verify-accuracy."""
 import json
-import math
 import os
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
-from fusion_lab.training.files import write_json
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.reporting import print_result
 
@@ -103,11 +102,6 @@ def compare_numerics(program, settings, device):
     return judge(*runs, TF32_EPSILON if tf32 else torch.finfo(dtype).eps, tolerances)
 
 
-def finite(values):
-    """Numbers as JSON can hold them: what is not finite becomes None."""
-    return [value if math.isfinite(value) else None for value in values]
-
-
 def verify_accuracy(program, settings):
     """--verify-accuracy: print the differences and PASS or FAIL; exit code 0 or 1."""
     training = settings.training
@@ -126,8 +120,7 @@ def verify_accuracy(program, settings):
         print(f"   {line}")
     if len(failures) > 10:
         print(f"   ... and {len(failures) - 10} more")
-    verdict = dict(zip(verdict, finite(verdict.values()), strict=True))
-    result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **verdict,
+    result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **finite(verdict),
                   failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
     path = os.path.join(settings.profiler.profile_dir, program.result("accuracy"))
     write_json(path, result)

@@ -2,11 +2,10 @@
 as a picture, and for TensorBoard, where these are installed."""
 import importlib.util
 import json
-import math
 import os
 
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.training.files import MISSING, UserError, set_aside, write_atomically
+from fusion_lab.training.files import MISSING, UserError, finite, set_aside, write_atomically
 
 METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
 
@@ -36,8 +35,8 @@ class Metrics:
 
     def flush(self, more=()):
         """Write what has come since the last time."""
-        lines = [dict(step=number, loss=finite(loss), learning_rate=finite(rate), gradient_norm=finite(norm))
-                 for number, loss, norm, rate in self.pending]
+        lines = [finite(dict(step=number, loss=float(loss), learning_rate=float(rate),
+                             gradient_norm=float(norm))) for number, loss, norm, rate in self.pending]
         self.pending = []
         lines += more
         try:
@@ -74,12 +73,6 @@ class Metrics:
         write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
         pyplot.close(figure)
         return path
-
-
-def finite(value):
-    """A number as JSON can hold it: what is not finite becomes None."""
-    value = float(value)
-    return value if math.isfinite(value) else None
 
 
 def cut_torn_line(path):

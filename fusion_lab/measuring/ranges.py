@@ -1,5 +1,6 @@
 """Named ranges round modules and phases, attached from outside, for profilers of either kind."""
 import contextlib
+import glob
 import os
 
 import torch
@@ -40,7 +41,8 @@ class Profiling:
 
     def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS):
         self.config, self.device, self.found, self.traced_steps = config, device, found, traced_steps
-        self.open_ranges, self.profiler = [], None
+        self.open_ranges, self.profiler, self.trace = [], None, None  # trace: the file's path, afterwards
+        self.earlier = self.traces()
         self.outer = config.enable_rocm_profiling and device.type == "cuda"
         if config.enable_rocm_profiling and not self.outer:
             print("ROCm profiling: no GPU here, so no ranges for an outer profiler are emitted")
@@ -54,6 +56,9 @@ class Profiling:
                                                  active=min(traced_steps, num_steps - warmup)),
                 on_trace_ready=torch.profiler.tensorboard_trace_handler(config.profile_dir),
                 record_shapes=True, profile_memory=config.enable_memory_profiling)
+
+    def traces(self):
+        return set(glob.glob(os.path.join(glob.escape(self.config.profile_dir), "*.pt.trace.json")))
 
     def __enter__(self):
         self.hooks.__enter__()
@@ -97,6 +102,7 @@ class Profiling:
             switch_outer_profiler(on=False)
         if self.profiler:
             self.profiler.__exit__(*error)
+            self.trace = next(iter(self.traces() - self.earlier), None)
             print(f"PyTorch profiler: trace of up to {self.traced_steps} steps in {self.config.profile_dir}")
         self.hooks.__exit__(*error)
         if self.config.enable_memory_profiling and error[0] is None:

@@ -2,6 +2,7 @@
 import json
 import os
 
+from fusion_lab.measuring.attribution import ANALYSIS
 from fusion_lab.measuring.ceilings import ceiling_line
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.predictions import scaling_rows
@@ -12,7 +13,7 @@ from fusion_lab.profiler.plots import HISTOGRAM, SUBLAYERS, TIMELINE, write_plot
 from fusion_lab.training.files import UserError, write_json, write_text
 from fusion_lab.training.machine import MEGABYTE
 
-ANALYSIS, REPORT = "fusion_analysis.json", "comprehensive_profiling_report.md"
+REPORT = "comprehensive_profiling_report.md"
 TOP = 20
 TRACED = {  # by the unit of the analysis: what the columns of times are
     "kernel": "Total and self are GPU time in the trace, host is what the CPU took under the profiler.",

@@ -1,60 +1,38 @@
 """One session of the PyTorch profiler: where time and memory go, by sub-layer, forward and backward."""
-import glob
-import math
-import os
-import time
-from datetime import datetime, timezone
 
-import numpy as np
-
+from fusion_lab.measuring.attribution import ANALYSIS, StepWithoutWork, analysis_of, why_no_step_without_work
 from fusion_lab.measuring.ceilings import measure_ceilings
-from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
-from fusion_lab.measuring.counters import OpCounter
+from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.predictions import ATTENTION, memory_scaling
 from fusion_lab.measuring.probe import peak_of_two_steps, warm_up
-from fusion_lab.measuring.ranges import Profiling, ranges
+from fusion_lab.measuring.ranges import Profiling
 from fusion_lab.measuring.roofline import (
-    REST,
-    equal_work,
-    flops_share,
     roofline_rows,
     roofline_table,
-    sublayer_costs,
 )
-from fusion_lab.measuring.sizes import other_axes, shrunk, sizes_text
+from fusion_lab.measuring.sizes import other_axes
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.profiler.analysis import Analysis, SublayerTime, launch_arithmetic
+from fusion_lab.measuring.trace import (
+    PHASES,
+)
 from fusion_lab.profiler.report import (
-    ANALYSIS,
     REPORT,
     compare_sessions,
     comparison_lines,
     length_rows,
     write_report,
 )
-from fusion_lab.profiler.trace import (
-    NOT_RECORDED,
-    OUTSIDE,
-    PHASES,
-    RECOMPUTE,
-    TraceAnalysis,
-    read_trace,
-    split_name,
-)
 from fusion_lab.training.feeding import batches, to_device
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.options import ProfilerConfig
 from fusion_lab.training.reporting import describe_start
-
-SHORT_US = 5.0  # a kernel below this takes about as long to launch as to run
 
 
 def time_and_trace(trainer, source, found, directory, steps, between=lambda: None):
     """Seconds of untraced steps (steps, 4 phases), with a call of between() after each, then a trace of as
     many; returns (times, path)."""
     device = trainer.device
-    pattern = os.path.join(glob.escape(directory), "*.pt.trace.json")
-    timer, earlier = PhaseTimer(device), set(glob.glob(pattern))  # --force: sessions before this one
+    timer = PhaseTimer(device)
     supply = batches(source, range(2 * steps + 1), device)
     for _ in range(steps):
         timer.start()
@@ -72,187 +50,15 @@ def time_and_trace(trainer, source, found, directory, steps, between=lambda: Non
             timer.mark()
             trainer.step(batch, timer.mark)
             profiling.step()
-    own, = set(glob.glob(pattern)) - earlier
-    return untraced, own
-
-
-def amounts_in_a_step(trainer, batch, clock):
-    """{(sub-layer or REST, direction or phase): what clock() advances in one step}, on CPU."""
-    marks = []
-
-    def relabel(name):  # a forward during backward is activation checkpointing at work
-        return name if len(marks) == 1 or name.endswith(".backward") else f"{name}.{RECOMPUTE}"
-
-    sums = RangeSums(clock, relabel)
-    with trainer.preserved(), ranges(trainer.model.sublayers(), sums.enter, sums.leave, backward=True):
-        marks.append(clock())
-        trainer.step(batch, lambda: marks.append(clock()))
-    result = {split_name(name): amount for name, amount in sums.sums.items()}
-    forward, backward, optimizer = np.diff(marks).tolist()
-    inside = sum(amount for (_, direction), amount in result.items() if direction == "forward")
-    return {**result, (REST, "forward"): forward - inside, (REST, "optimizer"): optimizer,
-            (REST, "backward"): backward - (sum(result.values()) - inside)}
-
-
-def operations_in_a_step(trainer, batch):
-    """{(sub-layer or REST, direction or phase): operations that run}, on CPU."""
-    with OpCounter() as counter:
-        return amounts_in_a_step(trainer, batch, lambda: counter.launches)
-
-
-class StepWithoutWork:
-    """A step of the same model at sizes next to nothing, timed between steps at the given ones, so that a
-    busy machine hits both: on CPU that is what dispatching costs."""
-
-    def __init__(self, trainer):
-        program, device = trainer.program, trainer.device
-        self.settings = shrunk(program, trainer.settings, largest=2)
-        self.trainer, self.timer = program.trainer(program, self.settings, device), PhaseTimer(device)
-        self.batch = to_device(program.open_source(self.settings).batch(0), device)
-        with OpCounter() as counter:
-            self.trainer.step(self.batch)
-        self.launches = counter.launches
-
-    def run(self):
-        self.timer.start()
-        self.trainer.step(self.batch, self.timer.mark)
-
-    def seconds(self, launches):
-        """Forward and backward of every step, scaled to so many operations: some loops over samples and
-        masks are not needed at these sizes."""
-        return self.timer.seconds()[:, :2].sum(axis=1) * launches / self.launches
-
-
-def why_no_step_without_work(trainer):
-    """The reason, or None where there is such a step."""
-    if trainer.settings.fusion.enable_torch_compile:
-        return "compiled code on CPU dispatches no operations"
-    if shrunk(trainer.program, trainer.settings, largest=2) == trainer.settings:
-        return "these are the smallest sizes"
-    return None
-
-
-def launch_on_cpu(trainer, small, launches, untraced):
-    """Launch of a session on CPU; small: a StepWithoutWork that took turns with the untraced steps, whose
-    seconds are untraced (steps, 4), or None."""
-    forward_and_backward = untraced[:, 1:3].sum(axis=1)
-    if small is None:
-        return launch_arithmetic(launches, forward_and_backward, unknown=why_no_step_without_work(trainer))
-    sizes = sizes_text(trainer.program, small.settings, other_axes(trainer.program))
-    return launch_arithmetic(launches, forward_and_backward, host_s=small.seconds(launches), sizes=sizes)
-
-
-def seconds_by_sublayer(trainer, batch, data_s, steps):
-    """A dict a step, {(sub-layer or REST, direction or phase): seconds}, on CPU, without the profiler."""
-    return [{**amounts_in_a_step(trainer, batch, time.perf_counter), (REST, "data"): data_s}
-            for _ in range(steps)]
-
-
-def medians(samples):
-    """Dicts of one step each -> {key: median over the steps}"""
-    return {key: float(np.median([sample.get(key, 0.0) for sample in samples]))
-            for key in dict.fromkeys(key for sample in samples for key in sample)}
-
-
-def share_samples(samples, places):
-    """Dicts of one step each -> the same as shares of the step, each with all places."""
-    return [{place: sample.get(place, 0.0) / (sum(sample.values()) or 1.0) for place in places}
-            for sample in samples]
-
-
-def sublayer_entries(program, trace, saved, operations, seconds):
-    """(a SublayerTime for each sub-layer and direction, their total), times in µs per step. On a GPU total_us
-    is kernels and copies, traced; on CPU it is the host's time, measured without the profiler, which would
-    double the time of small operations. traced_host_us and self_us on CPU are the profiler's."""
-    sums = trace.sublayer_table()
-    whole = {place: e["device_us"] if trace.on_gpu else 1e6 * seconds.get(place, 0.0)
-             for place, e in sums.items()}
-    total = sum(whole.values()) or 1.0
-    entries = []
-    for (name, direction), e in sums.items():
-        launches = e["launches"] if trace.on_gpu else operations.get((name, direction))
-        entries.append(SublayerTime(
-            name=name, direction=direction, calls=e["calls"], total_us=whole[name, direction],
-            self_us=e["device_us"] if trace.on_gpu else e["operations_us"], traced_host_us=e["host_us"],
-            share=whole[name, direction] / total, launches=launches,
-            allocated_mb=None if e["allocated_bytes"] is None else e["allocated_bytes"] / MEGABYTE,
-            saved_activation_mb=saved.get(name, 0) / MEGABYTE if direction == "forward" else None))
-    order = {name: i for i, name in enumerate((*program.sublayers, REST))}
-    return sorted(entries, key=lambda e: (order[e.name], e.direction != "forward")), total
-
-
-def kernel_entries(trace):
-    """(per-kernel table, the same by kind), with shares of the sum of own times."""
-    kernels = trace.kernel_table()
-    total = sum(e["self_us"] for e in kernels) or 1.0
-    kinds = {}
-    for e in kernels:
-        e["share"] = e["self_us"] / total
-        entry = kinds.setdefault(e["kind"], dict(calls=0, self_us=0.0, share=0.0))
-        for key in entry:
-            entry[key] += e[key]
-    return kernels, kinds
-
-
-def short_kernels(durations):
-    """How many kernels are very short, and the share of all time that they take."""
-    durations = np.array(durations) if durations else np.ones(1)
-    small = durations < SHORT_US
-    return dict(limit_us=SHORT_US, count_share=float(small.mean()),
-                time_share=float(durations[small].sum() / durations.sum()))
-
-
-def step_times(untraced, trace):
-    """The part of an analysis about a step as a whole, in ms; untraced: (steps, 4) seconds."""
-    p20, median, p80 = quantiles(untraced.sum(axis=1))
-    busy = trace.gpu_busy()
-    phases = [1e3 * float(x) for x in np.median(untraced, axis=0)]
-    return dict(untraced_ms=1e3 * median, p20_ms=1e3 * p20, p80_ms=1e3 * p80, traced_ms=trace.step_us() / 1e3,
-                gpu_busy_ms=None if busy is None else busy / 1e3,
-                phases_ms=dict(zip(PHASES, phases, strict=True)))
-
-
-def coverage(entries):
-    """Shares of the time within sub-layers, outside them, and in no phase of a step."""
-    outside = sum(e.share for e in entries if e.direction in (OUTSIDE, NOT_RECORDED))
-    inside = sum(e.share for e in entries if e.name != REST)
-    return dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside)
+    return untraced, profiling.trace
 
 
 def analyse(trainer, source, found, directory, steps):
     """Time, trace and count; returns (Analysis, TraceAnalysis). found: the probe's Findings."""
-    program, settings, launches = trainer.program, trainer.settings, found.launches
-    on_cpu, small = trainer.device.type == "cpu", None
-    if on_cpu and not why_no_step_without_work(trainer):
-        small = StepWithoutWork(trainer)
+    small = None if why_no_step_without_work(trainer) else StepWithoutWork(trainer)
     untraced, path = time_and_trace(trainer, source, found, directory, steps,
                                     small.run if small else lambda: None)
-    trace = TraceAnalysis(read_trace(path), program.sublayers)
-    operations = {}
-    if on_cpu:
-        batch = source.batch(0)
-        samples = seconds_by_sublayer(trainer, batch, float(np.median(untraced[:, 0])), steps)
-        if not settings.fusion.enable_torch_compile:  # compiled code dispatches no operations
-            operations = operations_in_a_step(trainer, batch)
-        launch = launch_on_cpu(trainer, small, launches, untraced)
-    else:
-        samples = trace.device_us_by_step()
-        launch = launch_arithmetic(launches, untraced.sum(axis=1), (trace.gpu_busy() or 0.0) / 1e6)
-    entries, total = sublayer_entries(program, trace, found.saved, operations, medians(samples))
-    kernels, kinds = kernel_entries(trace)
-    costs = sublayer_costs(program, settings)
-    return Analysis(
-        program=program, settings=settings, timestamp=datetime.now(timezone.utc).isoformat(),
-        profile_steps=steps, system_info=system_info(trainer.device), trace=os.path.basename(path),
-        time_kind="GPU time of kernels and copies" if trace.on_gpu else "CPU time, without the profiler",
-        unit="kernel" if trace.on_gpu else "operation", step=step_times(untraced, trace), total_us=total,
-        sublayers=entries, launches_per_step=launches, coverage=coverage(entries), kernels=kernels,
-        kinds=kinds, short_kernels=short_kernels(trace.durations()),
-        saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
-        flops_per_step=found.flops, flops_share=flops_share(program, costs),
-        memory_peak_mb=found.peak_memory_mb, launch=launch,
-        samples=share_samples(samples, [(e.name, e.direction) for e in entries]),
-        twins=equal_work(program, costs)), trace
+    return analysis_of(trainer, source, found, untraced, path, steps, small)
 
 
 def measured_times(analysis):
@@ -304,12 +110,3 @@ def print_session(analysis, directory, pictures, compared):
     print("Findings:")
     for number, text in enumerate(analysis.findings(), 1):
         print(f"   {number}. {text}")
-
-
-def finite(value):
-    """The same with null for what is not a finite number."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,8 +10,8 @@ from fusion_lab.measuring.tables import markdown
 from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, COMPILE, Variant, short, with_fusion
 from fusion_lab.profiler.plots import plot_ablation
 from fusion_lab.profiler.report import comparison_lines, interleaved_line, write_lines
-from fusion_lab.profiler.session import finite, run_session
-from fusion_lab.training.files import write_json
+from fusion_lab.profiler.session import run_session
+from fusion_lab.training.files import finite, write_json
 
 SUMMARY, COMPARISON, V1_COMPARISON = "ablation_summary", "v1_comparison.md", "v1_comparison.json"
 

@@ -12,10 +12,9 @@ import sys
 from dataclasses import dataclass, field
 
 from fusion_lab.training.files import MISSING, USAGE, UserError
-from fusion_lab.training.flags import MODES
+from fusion_lab.training.flags import QUESTION
 from fusion_lab.training.program import DEFAULT_PROGRAM
 
-QUESTION = "--check-flags"
 VARIABLE = "TINYOPENFOLD_SCRIPT"  # names the program where --program does not
 SECONDS = 120  # a first import of torch can take half a minute on a network file system
 PROBE = """import sys
@@ -65,7 +64,7 @@ class Profiled:
     def steps(self):
         """{"measured", "warmup"}, or None where nobody knows."""
         training = self.answer.get("training_params", {})
-        if "num_steps" not in training:
+        if "num_steps" not in training or self.answer.get("asked"):  # a mode counts no steps
             return None
         return {"measured": training["num_steps"], "warmup": training.get("warmup_steps", 0)}
 
@@ -73,11 +72,6 @@ class Profiled:
 def chosen_program(option):
     """Path of the program: --program, else TINYOPENFOLD_SCRIPT, else the project's own."""
     return os.path.abspath(option or os.environ.get(VARIABLE) or DEFAULT_PROGRAM)
-
-
-def modes_among(program_flags):
-    """Flags of modes that run no counted steps."""
-    return (MODES.keys() - {QUESTION}).intersection(program_flags)
 
 
 def start_python(*arguments):
@@ -93,19 +87,15 @@ def ask(path, program_flags):
     """Profiled. Raises UserError where the program refuses its flags."""
     if not os.access(path, os.R_OK):
         return Profiled(path, unjudged=f"cannot read {path}")
-    # A mode cannot be given together with the question; of its flags, only those of training could be judged.
-    mode = ", ".join(sorted(modes_among(program_flags)))
     try:
-        done = start_python(path, *([] if mode else program_flags), QUESTION)
+        done = start_python(path, *program_flags, QUESTION)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Profiled(path, unjudged=str(error))
     said = re.sub(r"^\S+: (error: )?", "", last_line(done.stderr))
     with contextlib.suppress(ValueError):
         answer = json.loads(last_line(done.stdout))
         if done.returncode == 0 and isinstance(answer, dict) and answer.get("mode") == "check_flags":
-            if mode:  # what it said of itself is right, its steps and places are not those of the run
-                answer = {**answer, "training_params": {}, "profiler_config": {}}
-            return Profiled(path, answer, f"{mode} is a mode of its own" if mode else "")
+            return Profiled(path, answer)
     if done.returncode == USAGE and said and QUESTION not in said:
         raise UserError(said)
     if done.returncode == MISSING:

@@ -4,6 +4,7 @@ Standard library only, since the AMD wrappers use it where there is no torch.
 """
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -69,6 +70,15 @@ def quiet_interrupts():
     it for what runs in the background."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
+
+
+def finite(value):
+    """The same, lists and dicts within it too, with None for numbers that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class StopRequest:

@@ -84,8 +84,8 @@ def add_config_flags(parser, config_class, paired=False):
 
 MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
          "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
-         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything",
-         "--check-flags": "judge the other flags and print them, resolved, with torch, as one line of JSON"}
+         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything"}
+QUESTION = "--check-flags"
 OF_TRAINING = ("enable_pytorch_profiler", "enable_memory_profiling")
 OF_COMPARISON = ("combinations", "variants")
 VERSION = "2.0.0"
@@ -111,6 +111,8 @@ def make_parser(program, about=None, prog=None):
     modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
     for name, text in MODES.items():
         modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
+    parser.add_argument(QUESTION, action="store_true", help="judge the other flags, those of a mode too, and "
+                        "print them, resolved, with torch, as one line of JSON (default: off)")
     parser.add_argument("--combinations", action="store_true", help="with --compare-fusion: all combinations "
                         f"of {', '.join(program.headline) or 'no switch'} (default: off)")
     parser.add_argument("--variants", metavar='"NAME ..."', default=None, help="with --compare-fusion: only "
@@ -186,7 +188,7 @@ def parse(parser, program, argv):
         parser.error("argument --variants: not with --combinations")
     if arguments.combinations and not program.headline:
         parser.error(f"argument --combinations: {program.name} names no switches for it")
-    if mode not in (None, "--check-flags"):
+    if mode is not None:
         needs_training(program, parser, arguments, mode)
         for name in OF_TRAINING:
             if getattr(arguments, name, False):

@@ -10,6 +10,7 @@ import torch
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import cpu_name
+from fusion_lab.training.options import MODES_WITH_GRAPHS
 
 
 def require_finite(losses, checked, first_step):
@@ -54,6 +55,10 @@ def describe_start(trainer, source):
         idle.append("this device has no TF32")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
+    fusion = settings.fusion
+    if torch.version.hip and fusion.enable_torch_compile and fusion.torch_compile_mode in MODES_WITH_GRAPHS:
+        print(f"Note: on ROCm, training in mode {fusion.torch_compile_mode} was seen to go wrong silently "
+              "(pytorch issue 187715): compare its losses with those of the default mode")
     sys.stdout.flush()
 
 
@@ -88,10 +93,11 @@ def shorter(value):
     return value[:-1] if isinstance(value, (list, str)) and value else None
 
 
-def print_settings(program, settings):
-    """--check-flags: what the flags mean and which torch would run them, as one line of JSON."""
+def print_settings(program, settings, asked):
+    """--check-flags: what the flags mean, beside which mode they ask for, and which torch would run them, as
+    one line of JSON."""
     print(json.dumps(dict(
-        mode="check_flags", program=program.name, suffix=program.suffix,
+        mode="check_flags", asked=asked, program=program.name, suffix=program.suffix,
         summary=program.result("performance_summary"), **settings.as_dict(), torch=torch.__version__,
         torch_path=torch.__file__, hip=torch.version.hip, cuda=torch.version.cuda,
         gpus=torch.cuda.device_count())))
