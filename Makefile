@@ -6,7 +6,7 @@ PYTHON ?= python3
 IN := $(PYTHON) fusion_lab/environment.py
 
 train:
-	@$(IN) requirements.txt tiny_openfold_v2.py $(ARGS)
+	@$(IN) requirements.txt tiny_openfold_v2.py --demo $(ARGS)
 
 test:
 	@$(IN) requirements-dev.txt -m pytest -n 2 $(ARGS)

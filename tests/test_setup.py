@@ -1,4 +1,4 @@
-"""From a clone to a run: which Python `make` takes, and that its torch stays."""
+"""From a clone to a run: the Python that `make` takes, a torch that stays, pages that keep to the code."""
 import os
 import re
 import subprocess
@@ -160,3 +160,62 @@ def test_requirements_are_of_the_form_that_is_understood():
     core = environment.requirements(ROOT / "requirements.txt")
     assert set(core) == {"torch", "numpy", "tqdm"} and core.items() < REQUIREMENTS.items()
     assert all(re.fullmatch(r">=[\d.]+(,<[\d.]+)?", condition) for condition in REQUIREMENTS.values())
+
+
+# README and docs
+
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py",
+            *(path.name for path in sorted(ROOT.glob("*.sh")))]
+ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
+FOREIGN = {"--index-url", "--function-exclude"}  # of pip and rocprof-sys
+
+
+@pytest.fixture(scope="module")
+def flags():
+    """{program: its flags, those that it hands on included}."""
+    own = {}
+    for name in PROGRAMS:
+        done = run(*([sys.executable] if name.endswith(".py") else []), ROOT / name, "--help",
+                   env={**os.environ, "PYTHON": sys.executable})
+        assert done.returncode == 0, done.stderr
+        own[name] = set(FLAG.findall(done.stdout))
+    trainer = own["tiny_openfold_v2.py"]
+    return {name: found | (set() if name == "profile_summary.py" else trainer) for name, found in own.items()}
+
+
+def anchors(page):
+    """Names that links may have after #, as GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith("https://") and link not in ON_ITS_SITE:
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_and_programs_exist(page, flags):
+    """Every flag is one of some program; in a command, one of its program."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    assert set(FLAG.findall(text)) - set.union(FOREIGN, *flags.values()) == set()
+    for command in re.findall(r"^(?:\./|python )(.*)$", text, re.MULTILINE):
+        program, _, words = command.partition(" #")[0].partition(" ")
+        assert (ROOT / program).is_file(), f"{page.name}: {command}"
+        if program in flags:
+            assert set(FLAG.findall(words)) <= flags[program], f"{page.name}: {command}"
+
+
+def test_readme_is_short_and_its_example_runs(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 150
+    (tmp_path / "example.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1))
+    done = run(sys.executable, tmp_path / "example.py", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stdout.count("[1, 32, 32]") == 2, done.stderr
