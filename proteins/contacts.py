@@ -31,7 +31,7 @@ def ranked_pairs(probability, coord_mask):
     i, j = torch.triu_indices(len(seen), len(seen), SEPARATION, device=seen.device)
     both = seen[i] & seen[j]
     i, j = i[both], j[both]
-    order = probability[i, j].argsort(descending=True)
+    order = probability[i, j].argsort(descending=True, stable=True)  # ties alike on every device
     return i[order], j[order]
 
 
@@ -170,7 +170,7 @@ def contact_map_text(probability, coords, coord_mask, width=80, encoding=None):
     i, j = (index[:half_length(coord_mask)] for index in ranked_pairs(probability, coord_mask))
     filled = touching.tril(-SEPARATION)
     filled[i, j] = True
-    factor = math.ceil(len(coord_mask) / (width - 2))
+    factor = math.ceil(len(coord_mask) / max(width - 2, 1))
     lines = maps.text_map(filled.numpy(), coord_mask.bool().numpy(), factor, marks)
     legend = [f"above: top L/2, {int(touching[i, j].sum())} of {len(i)} right",
               f"below: true, CB < {CONTACT_DISTANCE:g} {marks['angstrom']}"]

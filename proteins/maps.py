@@ -210,7 +210,7 @@ def dress(axis, m, title):
     places, labels = ticks(m.numbers)
     axis.set_xticks(places, labels)
     axis.set_yticks(places, labels)
-    what = "residue number in the structure file" if m.chain else "residue"
+    what = "residue number in the structure file" if m.secondary else "residue"
     axis.set(xlabel=what, ylabel=what)
     size = len(m.letters)
     axis.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color="0.6", linewidth=0.7)
