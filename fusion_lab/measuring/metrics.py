@@ -3,6 +3,7 @@ as a picture, and for TensorBoard, where these are installed."""
 import importlib.util
 import json
 import os
+import sys
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.files import MISSING, UserError, finite, set_aside, write_atomically
@@ -52,11 +53,18 @@ class Metrics:
             self.writer.flush()
 
     def draw(self):
-        """The learning curve of all steps in the file, as a PNG; None where that cannot be made."""
+        """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made. A picture
+        never ends a run."""
         try:
-            pyplot = require_matplotlib()
+            return self.picture(require_matplotlib())
         except UserError:
             return None
+        except Exception as error:  # matplotlib fails in many ways
+            print(f"warning: no {CURVE}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                  file=sys.stderr)
+            return None
+
+    def picture(self, pyplot):
         steps, evaluations = read_metrics(self.path)
         figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
         axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color="0.4", linewidth=0.9)
