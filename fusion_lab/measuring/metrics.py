@@ -53,15 +53,15 @@ class Metrics:
             self.writer.flush()
 
     def draw(self):
-        """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made. A picture
-        never ends a run."""
+        """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made. A
+        picture never ends a run."""
         try:
             return self.picture(require_matplotlib())
         except UserError:
             return None
         except Exception as error:  # matplotlib fails in many ways
-            print(f"warning: no {CURVE}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-                  file=sys.stderr)
+            said = str(error).splitlines() or [type(error).__name__]
+            print(f"warning: no {CURVE}: {said[0]}", file=sys.stderr)
             return None
 
     def picture(self, pyplot):
