@@ -118,7 +118,7 @@ from tqdm import tqdm
 
 from fusion_lab.kernels import attention
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
-from fusion_lab.kernels.precision import at_least_float32, strict_float32
+from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, comparison, summary, turns
 from fusion_lab.measuring.attribution import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
@@ -662,10 +662,7 @@ class Trainer:
         self.training, fusion = settings.training, settings.fusion
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
-        self.amp_dtype = None
-        if self.training.use_amp:
-            default = "float16" if device.type == "cuda" else "bfloat16"
-            self.amp_dtype = getattr(torch, self.training.amp_dtype or default)
+        self.amp_dtype = amp_dtype(self.training, device)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         lr = self.training.learning_rate
         lr = torch.tensor(lr, device=device) if graphs else lr

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import MISSING, UserError
 from proteins import files
 from proteins.files import GAP, MASK
 from proteins.synthetic import synthetic_proteins
@@ -75,10 +75,10 @@ class RealProteins:
 
     def __init__(self, settings):
         self.config, self.training = settings.model, settings.training
-        training = settings.training
+        training, self.left_out = settings.training, []  # files without a partner
         try:
             if training.data:
-                families = files.load_families(training.data)
+                families = files.load_families(training.data, self.left_out)
             else:
                 path, chain = files.split_structure_argument(training.structure)
                 families = [files.load_protein(training.msa, path, chain, training.query)]
@@ -87,7 +87,7 @@ class RealProteins:
         except OSError as error:
             raise UserError(f"{error.filename}: {error.strerror}") from None
         except files.MissingPackageError as error:
-            raise UserError(str(error), code=3) from None
+            raise UserError(str(error), code=MISSING) from None
         self.held_out = self.choose_held_out([family.name for family in families])
         self.families = [family for family in families if family.name not in self.held_out]
         self.unseen = [family for family in families if family.name in self.held_out]
@@ -109,7 +109,8 @@ class RealProteins:
         return set(chosen)
 
     def describe(self):
-        return f"{len(self.families)} real proteins, {len(self.held_out)} held out"
+        strays = f", left out for want of a partner: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{len(self.families)} real proteins, {len(self.held_out)} held out{strays}"
 
     def structure(self, name):
         return next(family for family in self.families + self.unseen if family.name == name)

@@ -464,9 +464,10 @@ ALIGNMENT_SUFFIXES = (".a3m", ".a2m", ".sto", ".stk", ".fasta", ".fa", ".fas", "
 STRUCTURE_SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
 
 
-def load_families(directory):
+def load_families(directory, left_out=None):
     """Directory -> list of Protein sorted by name: each alignment NAME.a3m, .sto or .fasta and the structure
-    NAME.cif or NAME.pdb beside it, gzipped or not. Other files are ignored.
+    NAME.cif or NAME.pdb beside it, gzipped or not. Other files are ignored. A file without its partner is an
+    error, or, where left_out is a list and there are whole pairs, has its name added there.
     Raises DataError: no such directory, nothing in it, a file without its partner, two files for one NAME.
     """
     directory = Path(directory)
@@ -480,6 +481,10 @@ def load_families(directory):
     if not found:
         raise DataError(f"{directory}: no families; needed are alignments NAME.a3m, .sto or .fasta, "
                         "each with its structure NAME.cif or NAME.pdb beside it")
+    if left_out is not None and any(all(kinds) for kinds in found.values()):
+        alone = {stem: kinds for stem, kinds in found.items() if not all(kinds)}
+        left_out += sorted(path.name for kinds in alone.values() for path in sum(kinds, []))
+        found = {stem: kinds for stem, kinds in found.items() if stem not in alone}
     for stem, kinds in sorted(found.items()):
         for paths, suffixes in zip(kinds, (".a3m, .sto or .fasta", ".cif or .pdb"), strict=True):
             if not paths:

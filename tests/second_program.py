@@ -49,6 +49,7 @@ class Mlp(nn.Module):
     def __init__(self, config, fusion):
         super().__init__()
         self.config, self.fusion, wide = config, fusion, 4 * config.width
+        self.shift = nn.Parameter(torch.zeros(config.width))  # so that the first input wants a gradient
         self.up = nn.ModuleList(Up(config.width, wide) for _ in range(config.depth))
         self.down = nn.ModuleList(Down(wide, config.width) for _ in range(config.depth))
         for up, down in zip(self.up, self.down, strict=True):
@@ -59,6 +60,7 @@ class Mlp(nn.Module):
 
     def forward(self, x, target, mask):
         """x, target (B, width), mask (B,); returns dict(output=(B, width), loss=())."""
+        x = x + self.shift
         for up, down in zip(self.up, self.down, strict=True):
             x = down(x, up(x))
         return dict(output=x, loss=((x - target).square().mean(-1) * mask).sum() / mask.sum())

@@ -72,6 +72,10 @@ def test_rows_are_picked_by_name_and_the_baseline_is_always_there():
     assert picked == ["baseline", "flash_attention alone", "all"]
     assert [v.name for v in pick(variants, "torch.compile,projection")] == [
         "baseline", "projection alone", "all + torch.compile", "+ projection"]
+    for words in ("opm-alone", "opm_alone"):
+        assert [v.name for v in pick(variants, words)] == ["baseline", "opm alone"]
+    for words in ("--enable-opm-fusion", "enable_opm_fusion", "opm-fusion", "opm"):
+        assert "opm alone" in [v.name for v in pick(variants, words)]
     for wrong in ("al", "", "all  baselines"):
         with pytest.raises(UserError, match="is no row; there are baseline qkv_msa"):
             pick(variants, wrong)

@@ -23,6 +23,8 @@ SECOND = ROOT / "tests" / "second_program.py"
 EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
                  num_seqs=6, seq_len=16)
 PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64)}
+LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
+          "tests/second_program.py": dict(width=512, batch_size=512)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.training.files", "fusion_lab.training.options", "fusion_lab.training.program",
@@ -119,9 +121,13 @@ def program(request):
     return load_program(ROOT / request.param)
 
 
+def sizes_of(program, table=PROGRAMS):
+    return next(sizes for file, sizes in table.items() if file.endswith(program.name))
+
+
 def small(program, **values):
-    sizes = next(sizes for file, sizes in PROGRAMS.items() if file.endswith(program.name))
-    return program.settings(**{**sizes, "batch_size": 3, "device": "cpu", "num_steps": 2, **values})
+    usual = dict(sizes_of(program), batch_size=3, device="cpu", num_steps=2)
+    return program.settings(**{**usual, **values})
 
 
 def each_switch(program, settings):
@@ -202,16 +208,18 @@ def test_comparison_runs(program):
     assert result["config"] == dataclasses.asdict(settings.model)
 
 
+def as_flags(values):
+    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
 def flags_of(program):
-    sizes = next(sizes for file, sizes in PROGRAMS.items() if file.endswith(program.name))
-    flags = [word for name, value in sizes.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    flags = as_flags(sizes_of(program))
     return ["--program", program.file, *flags, "--batch-size", "4", "--device", "cpu", "--warmup-steps", "1"]
 
 
 def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(program, tmp_path):
-    large = dict(width=512, batch_size=512) if program.file == str(SECOND) else dict(
-        msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48)
-    flags = [word for name, value in large.items() for word in ("--" + name.replace("_", "-"), value)]
+    large = sizes_of(program, LARGER)
+    flags = as_flags(large)
     result = run_program("run_pytorch_profiler.py", *flags_of(program), *flags, "--profile-dir",
                          tmp_path / "p", "--profile-steps", "3", "--roofline")
     assert result.returncode == 0, result.stderr + result.stdout
@@ -248,6 +256,13 @@ def test_amd_wrappers_show_their_commands(program, script, tmp_path):
     assert wrong.returncode == 2 and "--batch-size" in wrong.stderr and wrong.stderr.count("\n") == 1
 
 
+def test_a_quick_session_asks_for_sizes_that_the_program_has(program, tmp_path):
+    done = run([ROOT / "run_all_profilers.sh", "--dry-run", "--quick", "--only", "pytorch", "--program",
+                program.file], tmp_path)
+    assert done.returncode == 0 and "--num-steps 3" in done.stdout, done.stderr
+    assert ("--seq-len" in done.stdout) is hasattr(program.model_config(), "seq_len")
+
+
 def test_a_file_without_a_program_is_one_line(tmp_path):
     empty = tmp_path / "empty.py"
     empty.write_text("")
@@ -256,6 +271,12 @@ def test_a_file_without_a_program_is_one_line(tmp_path):
             load_program(file)
         result = run_program("tiny_openfold_v2.py", "--program", file)
         assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_program_may_have_any_file_name(tmp_path):
+    for name in ("my.model 2.py", "json.py"):
+        file = shutil.copy(SECOND, tmp_path / name)
+        assert load_program(file).name == name
 
 
 def test_flags_are_judged_and_shown():

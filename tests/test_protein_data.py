@@ -636,6 +636,17 @@ def test_directory_that_is_not_pairs(files, expected, tmp_path):
     assert str(tmp_path / "d") in error and all(part in error for part in expected), error
 
 
+def test_strays_beside_whole_families_are_named_and_left_out(tmp_path):
+    for name, msa, structure in (("a", ".a3m", ".pdb"), ("b", None, ".pdb"), ("c", ".fasta", None)):
+        family(tmp_path / "d", name, msa, structure)
+    strays = []
+    assert [protein.name for protein in load_families(tmp_path / "d", strays)] == ["a"]
+    assert strays == ["b.pdb", "c.fasta"]
+    (tmp_path / "d" / "a.pdb").unlink()
+    with pytest.raises(DataError, match="beside it"):
+        load_families(tmp_path / "d", strays)
+
+
 def test_without_gemmi_alignments_are_still_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "gemmi", None)
     assert read_alignment(data("nasty/globins4.sto")).shape == (4, 146)

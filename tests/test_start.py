@@ -33,6 +33,14 @@ def test_flags_are_judged_before_torch_is_imported(flags, code, words, tmp_path)
     assert code == 0 or result.stderr.count("\n") == 1
 
 
+def test_contradictory_switches_get_a_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit(0)")
+    flags = ["--enable-flash-attention", "--disable-flash-attention", "--enable-opm-fusion"]
+    result = run_program("tiny_openfold_v2.py", *flags, env={"PYTHONPATH": str(tmp_path)})
+    pair = "--enable-flash-attention, --disable-flash-attention"
+    assert result.stderr == f"tiny_openfold_v2.py: note: {pair}: the later one wins\n"
+
+
 def test_ctrl_c_during_imports_is_one_line(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
     result = run_program("tiny_openfold_v2.py", "--num-steps", "1", env={"PYTHONPATH": str(tmp_path)})

@@ -12,6 +12,13 @@ def strict_float32(dtype):
     return dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
 
 
+def amp_dtype(training, device):
+    """The dtype of --use-amp, None without it. float16 needs a gradient scaler, and CPUs are slow in it."""
+    if not training.use_amp:
+        return None
+    return getattr(torch, training.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16"))
+
+
 def runs_in_tf32(training, device):
     """Whether --use-tf32 has effect: NVIDIA from Ampere on, AMD where torch says so (CDNA 3 and 4)."""
     return bool(training.use_tf32 and device.type == "cuda" and torch.cuda.is_tf32_supported())

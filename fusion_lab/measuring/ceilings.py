@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from fusion_lab.kernels.precision import runs_in_tf32
+from fusion_lab.kernels.precision import amp_dtype, runs_in_tf32
 from fusion_lab.measuring.clocks import PhaseTimer
 
 
@@ -56,12 +56,11 @@ def measure_ceilings(device, training):
     for name, dtype in dtypes.items():
         with tf32(name == "tf32"):
             matmul[name] = float(matmul_ceiling(device, dtype))
-    if training.use_amp:
-        name = training.amp_dtype or ("float16" if device.type == "cuda" else "bfloat16")
-    else:
-        name = "tf32" if runs_in_tf32(training, device) else "float32"
+    dtype = amp_dtype(training, device) or torch.float32
+    name = "tf32" if dtype == torch.float32 and runs_in_tf32(training, device) else \
+        str(dtype).removeprefix("torch.")
     if name not in matmul:
-        matmul[name] = float(matmul_ceiling(device, getattr(torch, name)))
+        matmul[name] = float(matmul_ceiling(device, dtype))
     return dict(copy_bytes_per_s=float(copy_ceiling(device)), matmul_flops_per_s=matmul, dtype=name,
                 element_bytes=element_bytes(training), dispatch_s=dispatch_cost(device))
 

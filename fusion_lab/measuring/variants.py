@@ -45,6 +45,11 @@ def pick_name(name):
     return name.removesuffix(" alone").removeprefix("all + ").removeprefix("+ ").replace(" ", "-")
 
 
+def spoken(word):
+    """A word without the differences between a flag, a field and a row: --enable-opm-fusion is opm."""
+    return short(word.lstrip("-").replace("-", "_").replace(" ", "_"))
+
+
 def with_fusion(settings, fusion):
     return replace(settings, fusion=fusion)
 
@@ -95,11 +100,14 @@ def combination_variants(program, settings):
 
 
 def pick(variants, text):
-    """The variants whose names text holds, by blanks or commas, and the baseline. Raises UserError."""
+    """The variants whose names text holds, by blanks or commas, and the baseline. "opm" picks every row of
+    that switch, "opm-alone" one of them. Raises UserError."""
     words = text.replace(",", " ").split()
     names = [pick_name(variant.name) for variant in variants]
-    unknown = [word for word in words if word not in names]
+    wanted = {spoken(word) for word in words}
+    rows = {variant.name: {spoken(pick_name(variant.name)), spoken(variant.name)} for variant in variants}
+    unknown = [word for word in words if not any(spoken(word) in found for found in rows.values())]
     if unknown or not words:
         raise UserError(f"--variants {text!r}: {unknown[0] if unknown else 'nothing'} is no row; there are "
                         f"{' '.join(dict.fromkeys(names))}")
-    return [v for v in variants if v.name == BASELINE or pick_name(v.name) in words]
+    return [v for v in variants if v.name == BASELINE or rows[v.name] & wanted]

@@ -14,7 +14,7 @@ from fusion_lab.measuring.tables import markdown
 from fusion_lab.rocm import kernel_summary, session
 from fusion_lab.rocm.failures import MEANING
 from fusion_lab.rocm.process import Command, failure, run, say
-from fusion_lab.rocm.profiled import Profiled, chosen_program
+from fusion_lab.rocm.profiled import ask, chosen_program
 from fusion_lab.rocm.session import Outcome
 from fusion_lab.rocm.wrapper import Parser
 from fusion_lab.rocm.wrappers import WRAPPERS
@@ -78,10 +78,13 @@ def make_wrapper(name, options, directory, own_flags):
 
 
 def session_sizes(options, wrappers):
-    """Flags that make the PyTorch session small with --quick, by what the program told another wrapper."""
+    """Flags that make the PyTorch session small with --quick, by what the program told another wrapper, or
+    tells now."""
+    if not options.quick or "pytorch" not in options.names:
+        return []
     asked = next((wrapper.profiled for wrapper in wrappers.values() if wrapper.runs_program), None)
-    asked = asked or Profiled(chosen_program(options.program))
-    return [word for pair in asked.sizes(QUICK_SIZES) for word in pair] if options.quick else []
+    asked = asked or ask(chosen_program(options.program), [])
+    return [word for pair in asked.sizes(QUICK_SIZES) for word in pair]
 
 
 def run_pytorch(options, directory, own_flags):

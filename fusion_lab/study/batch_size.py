@@ -7,7 +7,7 @@ import torch
 from fusion_lab.study.design import Point, Shape
 from fusion_lab.study.recommendation import command_line
 from fusion_lab.study.records import as_json, spread
-from fusion_lab.training.files import UserError, write_json
+from fusion_lab.training.files import FAILED, UserError, write_json
 
 BATCH_RESOLUTION = 32  # bisection ends when the next step would change the batch by less than 1/32
 EQUAL_SPEED = 0.98  # batches within 2% of the best throughput count as equal: the smallest one is taken
@@ -35,7 +35,7 @@ class BatchSearch:
             self.runner.measure_some([point], 1, self.results.append)
             row = self.results.rows[-1]
         if row.status == "failed":
-            raise UserError(f"{point}: {row.reason}", code=1)
+            raise UserError(f"{point}: {row.reason}", code=FAILED)
         if row.ok and row.figures.peak_memory_mb is None:
             raise UserError(f"{point}: memory of compiled code is not measured on CPU; choose other "
                             "--settings")

@@ -3,7 +3,7 @@ from dataclasses import asdict, fields
 
 import torch
 
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.options import flag
 
 
@@ -44,7 +44,7 @@ def snapshot(trainer):
                for kind in (("exp_avg", "exp_avg_sq") if state else ())}
     weights = unpacked(trainer.model, {name: p.detach() for name, p in trainer.weights.items()})
     if not all(weight.isfinite().all() for weight in weights.values()):
-        raise UserError(f"weights are not finite at step {trainer.step_number}: not saved", code=1)
+        raise UserError(f"weights are not finite at step {trainer.step_number}: not saved", code=FAILED)
     rng = dict(cpu=torch.get_rng_state())
     if trainer.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(trainer.device)

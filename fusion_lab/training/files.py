@@ -17,6 +17,11 @@ OK, FAILED, USAGE, MISSING, NO_GPU, PROGRAM_FAILED, NO_DATA, TIMEOUT = 0, 1, 2, 
 CLOSED_PIPE = 141  # the reader of the output has gone
 
 
+EXIT_CODES = """exit codes: 0 done, 1 the thing checked failed, 2 wrong use or unreadable input, 3 a tool or
+package is missing, 4 no usable GPU, 5 the profiled program failed, 6 a profiler left no data, 124 time
+limit, 130 and 143 interrupted, 141 the reader of the output has gone"""
+
+
 class UserError(Exception):
     """Ends the program with its message on stderr and this exit code; details, if any, are the lines to print
     instead of it."""

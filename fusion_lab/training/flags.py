@@ -4,6 +4,7 @@ import difflib
 import re
 from dataclasses import asdict, fields
 
+from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, flag
 from fusion_lab.training.program import Settings, load_program
 
@@ -94,7 +95,7 @@ VERSION = "2.0.0"
 def make_parser(program, about=None, prog=None):
     """A program's command line; about is the text of --help (default: the program's own)."""
     summary, _, rest = (about or program.about or "").partition("\n")
-    parser = Parser(prog=prog or program.name, description=summary, epilog=rest)
+    parser = Parser(prog=prog or program.name, description=summary, epilog=f"{rest}\n{EXIT_CODES}")
     for config_class in config_classes(program):
         add_config_flags(parser, config_class, paired=config_class is program.fusion_config)
     presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
@@ -174,6 +175,13 @@ def judged(parser, program, arguments):
     except ValueError as error:
         name, _, rest = str(error).partition(" = ")
         parser.error(f"argument {flag(name)}: {rest}")
+
+
+def contradictions(program, argv):
+    """"--enable-x, --disable-x" for every switch that is given both ways."""
+    pairs = ((flag(name), flag(name).replace("--enable", "--disable", 1))
+             for name in program.fusion_config.names())
+    return [", ".join(pair) for pair in pairs if set(pair) <= set(argv)]
 
 
 def parse(parser, program, argv):

@@ -10,7 +10,7 @@ import torch
 import torch._functorch.config
 
 from fusion_lab.kernels.precision import runs_in_tf32
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import NO_GPU, UserError
 
 MEGABYTE = 2 ** 20
 
@@ -27,7 +27,7 @@ def choose_device(name):
         raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N or N")
     if int(index or 0) >= count:
         raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees {count}",
-                        code=4)
+                        code=NO_GPU)
     device = torch.device("cuda", int(index or 0))
     torch.cuda.set_device(device)
     return device

@@ -92,7 +92,8 @@ class Program(CommandLine):
 
     A module made by `model` takes a batch's entries as keyword arguments and returns a dict of tensors with
     "loss"; it has `config`, `fusion` (what it was made from) and `sublayers()`, (name, module) pairs for
-    hooks. A source has `batch(step)`, a pure function of (seed, step), on CPU; `describe()`; `names` and
+    hooks; the input of a sub-layer must require a gradient, or its backward pass is counted as the rest. A
+    source has `batch(step)`, a pure function of (seed, step), on CPU; `describe()`; `names` and
     `held_out`, of real things it trains on and keeps out.
     """
     model: Callable                # model(config, fusion) -> torch.nn.Module
@@ -118,7 +119,7 @@ class Program(CommandLine):
     start_lines: Callable = nothing
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
-    titles: dict = field(default_factory=dict)  # switch: its name in the start-up lines
+    titles: dict = field(default_factory=dict)  # {name in the start-up lines: switch}
     tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
     success: str = "Validation successful."  # its last line; or failure and the reasons
     failure: str = "Validation failed"
@@ -148,10 +149,10 @@ def load_program(path=DEFAULT_PROGRAM):
     for place in (directory, ROOT):
         if place not in sys.path:
             sys.path.append(place)
-    found = importlib.util.find_spec(name)
+    found = None if "." in name else importlib.util.find_spec(name)  # a dot would mean a package
     if found and found.origin and os.path.realpath(found.origin) == os.path.realpath(path):
         module = importlib.import_module(name)
-    else:  # another module has this name
+    else:  # another module has this name, or no module can
         specification = importlib.util.spec_from_file_location(f"program_{name}", path)
         module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(module)

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.machine import cpu_name
 from fusion_lab.training.options import MODES_WITH_GRAPHS
 
@@ -19,7 +19,7 @@ def require_finite(losses, checked, first_step):
         loss = losses[number].item()
         if not math.isfinite(loss):
             raise UserError(f"loss is {loss} at step {first_step + number + 1}: nothing was saved since; "
-                            "lower --learning-rate, or use --amp-dtype bfloat16 if it is float16", code=1)
+                            "lower --learning-rate, or use --amp-dtype bfloat16 if it is float16", FAILED)
     return len(losses)
 
 

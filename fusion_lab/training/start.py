@@ -4,7 +4,7 @@ import os
 import sys
 
 from fusion_lab.training.files import quiet_interrupts, require_packages
-from fusion_lab.training.flags import make_parser, parse, with_demo
+from fusion_lab.training.flags import contradictions, make_parser, parse, with_demo
 
 # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps the
 # one that works from running (benchmarks/LOG.md).
@@ -19,6 +19,8 @@ def begin(command_line):
     arguments = with_demo(sys.argv[1:])
     if not any(word.partition("=")[0] == "--program" for word in arguments):  # another one's flags
         parse(make_parser(command_line), command_line, arguments)
+        for pair in contradictions(command_line, arguments):
+            print(f"{command_line.name}: note: {pair}: the later one wins", file=sys.stderr)
     require_packages(command_line.name, "torch", "numpy", "tqdm")
     if sys.stderr and sys.stderr.isatty():
         print(f"{command_line.name}: loading PyTorch ...", file=sys.stderr, flush=True)
