@@ -45,7 +45,8 @@ def train(name, seed, arguments):
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
         raise UserError(f"{name}, seed {seed}: exit {done.returncode}: {last}", code=done.returncode)
-    summary = json.loads(done.stdout.splitlines()[-1])
+    path = directory / PROGRAM.result("performance_summary")
+    summary = json.loads(path.read_text(encoding="utf-8"))
     evaluations = {str(arguments.steps) if step == "final" else step: statistics.fmean(
         protein["p_l2"] for protein in groups["held_out"].values())
         for step, groups in summary[PROGRAM.evaluation_name].items()}

@@ -225,5 +225,6 @@ def compare_fusion(program, settings, picked=None, combinations=False):
     save(result)
     print_details(result)
     print_result(dict(mode=result["mode"], variants=[
-        dict(name=row["name"], speedup=row.get("speedup")) for row in result["variants"]]), path, settings)
+        {key: row[key] for key in ("name", "speedup") if key in row} for row in result["variants"]]),
+        path, settings)
     return 128 + stop.signal if stop.signal is not None else 0

@@ -10,6 +10,7 @@ import sys
 import time
 
 SUMMARY = os.environ.get("FAKE_SUMMARY", "performance_summary_v2.json")
+MODES = ("--validate-setup", "--verify-accuracy", "--compare-fusion")
 
 
 def value(name, default):
@@ -33,6 +34,7 @@ def check_flags(behaviour):
     import torch
     print(json.dumps({
         "mode": "check_flags", "program": "trainer.py", "summary": SUMMARY,
+        "asked": next((word for word in sys.argv if word in MODES), None),
         "config": {"num_blocks": 4, "num_seqs": 16, "seq_len": 64},
         "training_params": {"num_steps": int(value("--num-steps", 50)),
                             "warmup_steps": int(value("--warmup-steps", 5))},
