@@ -47,6 +47,15 @@ def test_ctrl_c_during_imports_is_one_line(tmp_path):
     assert result.returncode == 130 and result.stderr == "interrupted\n" and result.stdout == ""
 
 
+@pytest.mark.parametrize("given, expected", [
+    ({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
+def test_threads_wait_less_unless_the_user_decides(given, expected, tmp_path):
+    shown = "str(os.environ.get('GOMP_SPINCOUNT'))"
+    (tmp_path / "torch.py").write_text(f"import os\nraise SystemExit({shown})")
+    result = run_program("tiny_openfold_v2.py", "--num-steps", "1", env={"PYTHONPATH": str(tmp_path), **given})
+    assert result.stderr == f"{expected}\n"
+
+
 def test_a_shell_that_ignores_ctrl_c_in_the_background_is_obeyed(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

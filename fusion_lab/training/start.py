@@ -7,15 +7,17 @@ from fusion_lab.training.files import quiet_interrupts, require_packages
 from fusion_lab.training.flags import contradictions, make_parser, parse, with_demo
 
 # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps the
-# one that works from running (benchmarks/LOG.md).
-PATIENCE = "OMP_WAIT_POLICY"
+# one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine and
+# spares a third on a busy one (benchmarks/LOG.md).
+TURNS = ("GOMP_SPINCOUNT", "30000")
 
 
 def begin(command_line):
     """Judge sys.argv by a program's CommandLine, and get ready for the import of torch. Ends the program
     where the flags are wrong."""
     quiet_interrupts()
-    os.environ.setdefault(PATIENCE, "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(*TURNS)
     arguments = with_demo(sys.argv[1:])
     if not any(word.partition("=")[0] == "--program" for word in arguments):  # another one's flags
         parse(make_parser(command_line), command_line, arguments)
