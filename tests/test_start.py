@@ -52,7 +52,8 @@ def test_ctrl_c_during_imports_is_one_line(tmp_path):
 def test_threads_wait_less_unless_the_user_decides(given, expected, tmp_path):
     shown = "str(os.environ.get('GOMP_SPINCOUNT'))"
     (tmp_path / "torch.py").write_text(f"import os\nraise SystemExit({shown})")
-    result = run_program("tiny_openfold_v2.py", "--num-steps", "1", env={"PYTHONPATH": str(tmp_path), **given})
+    environment = {"PYTHONPATH": str(tmp_path), **given}
+    result = run_program("tiny_openfold_v2.py", "--num-steps", "1", env=environment)
     assert result.stderr == f"{expected}\n"
 
 
