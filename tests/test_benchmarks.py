@@ -35,6 +35,7 @@ def test_ladder(tmp_path):
     assert rows[0]["accurate"] and rows[0]["median_ms"] > 0
 
 
+@pytest.mark.slow
 def test_ladder_of_two_checkouts(tmp_path):
     """The other one's code runs: there the model says something else of its attention."""
     other = tmp_path / "other"
@@ -61,6 +62,7 @@ def test_a_rung_that_fails_is_a_row_with_its_reason(tmp_path):
     assert "--batch-size" in rung.finish()["failed"]
 
 
+@pytest.mark.slow
 def test_roofline_and_its_tables(tmp_path):
     import measure_fusion
     done = run("measure_fusion.py", "--quick", "--part", "roofline", "--shapes", "1,8,4", "--precisions",
@@ -91,6 +93,7 @@ def test_peers_that_are_not_installed():
     assert "pip install cuequivariance" in done.stderr
 
 
+@pytest.mark.slow
 def test_loss_curves(tmp_path):
     tiny = "--num-blocks 1 --seq-len 16 --num-seqs 4 --batch-size 2 --msa-dim 16 --pair-dim 16 --device cpu"
     done = run("loss_curves.py", "--steps", 10, "--seeds", 1, "--out", tmp_path, "--", *tiny.split(),

@@ -79,6 +79,7 @@ def gone(pid):
 
 # The whole thing
 
+@pytest.mark.slow
 def test_real_study(tmp_path):
     """Two shapes, two settings, two runs with the real trainer, through the shell script."""
     out = tmp_path / "study"

@@ -54,8 +54,12 @@ def interrupt_when_started(record):
     threading.Thread(target=wait, daemon=True).start()
 
 
+USUAL = ("6.3", "7.2", "10.1", "wheels")  # the others only in CI
+
+
 @pytest.mark.parametrize("outcome", OUTCOMES)
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", [pytest.param(release, marks=[] if release in USUAL else pytest.mark.slow)
+                                     for release in RELEASES])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch, capsys):
     environment, arguments, code, words = OUTCOMES[outcome](name, release)

@@ -326,7 +326,7 @@ def test_real_trainer(machine):
     assert figures["median step ms"] > 0 and figures["samples/s"] > 0
 
 
-@pytest.mark.skipif(not (ROOT / "run_pytorch_profiler.sh").exists(), reason="not written yet")
+@pytest.mark.slow
 def test_quick_on_a_machine_without_rocm(machine):
     workplace = machine(None, TINYOPENFOLD_SCRIPT="", PYTHONPATH="", KFD_DEVICE="/nonexistent",
                         PYTORCH_PROFILER_SCRIPT="", PYTHONPYCACHEPREFIX="")

@@ -60,7 +60,9 @@ def flops_of_a_step(program, settings, batch):
 def warm_up(trainer, source, stop=None):
     """Untimed steps until a signal, then the probe; everything is restored afterwards. Returns Findings."""
     times, batch = [], to_device(source.batch(trainer.step_number), trainer.device)
-    print(f"Warming up: {trainer.training.warmup_steps} steps, then counting memory and launches", flush=True)
+    compiling = trainer.settings.fusion.enable_torch_compile
+    print(f"Warming up: {trainer.training.warmup_steps} steps, then counting memory and launches"
+          f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         for _ in range(trainer.training.warmup_steps):
             if stop and stop.signal is not None:

@@ -63,6 +63,16 @@ def converter(kind):
     return convert if kind in (int, float) else kind
 
 
+class OnOff(argparse.Action):
+    """--enable-X and --disable-X of one field; the later one on the command line wins."""
+
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, not option_string.startswith("--disable"))
+
+
 def add_config_flags(parser, config_class, paired=False):
     """One flag for every field. A bool is a switch; with paired, an --enable-X/--disable-X pair of which the
     later one on the command line wins. A flag that is not given leaves no trace in the parsed arguments."""
@@ -77,10 +87,8 @@ def add_config_flags(parser, config_class, paired=False):
                                choices=f.metadata["choices"], metavar=f.name.split("_")[-1].upper(),
                                help=text, default=argparse.SUPPRESS)
             continue
-        group.add_argument(flag(f.name), action="store_true", help=text, default=argparse.SUPPRESS)
-        if paired:
-            group.add_argument(flag(f.name).replace("--enable", "--disable", 1), dest=f.name,
-                               action="store_false", help="the opposite", default=argparse.SUPPRESS)
+        names = [flag(f.name), *[flag(f.name).replace("--enable", "--disable", 1)] * paired]
+        group.add_argument(*names, action=OnOff, help=text, default=argparse.SUPPRESS)
 
 
 MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
@@ -95,7 +103,8 @@ VERSION = "2.0.0"
 def make_parser(program, about=None, prog=None):
     """A program's command line; about is the text of --help (default: the program's own)."""
     summary, _, rest = (about or program.about or "").partition("\n")
-    parser = Parser(prog=prog or program.name, description=summary, epilog=f"{rest}\n{EXIT_CODES}")
+    prog = prog or program.name
+    parser = Parser(prog=prog, usage=f"{prog} [flags]", description=summary, epilog=f"{rest}\n{EXIT_CODES}")
     for config_class in config_classes(program):
         add_config_flags(parser, config_class, paired=config_class is program.fusion_config)
     presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
