@@ -1,5 +1,5 @@
 # make train    a small model learns, in minutes      make train ARGS="--num-steps 200 --use-amp"
-# make test     runs the tests                        make test ARGS="-k masks"
+# make test     runs the tests                        make test ARGS="-m slow"  (the long ones)
 # make lint     ruff and, where installed, shellcheck
 # fusion_lab/environment.py chooses the Python: an activated environment with a torch, or a venv that it makes.
 PYTHON ?= python3

@@ -510,12 +510,13 @@ def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
     assert backend(single, 64, True, "flex", strict=True) == "flex"
     assert backend(half, 64, True, "flex", on_gpu=False) == "sdpa"
     assert {backend(half, 64, True, name, training=False) for name in ("auto", "flex")} == {"sdpa"}
-    for arch, expected in (("gfx942", ["flex", "sdpa"]), ("gfx1100", ["sdpa", "sdpa"])):  # nothing measured
+    for arch, expected in (("gfx942", ["flex", "sdpa"]), ("gfx1100", ["sdpa", "sdpa"]),
+                           ("gfx906", ["sdpa", "sdpa"])):  # nothing measured
         for dtype, strict in ((half, False), (single, True)):
             found = [backend(dtype, 64, biased, strict=strict, arch=arch) for biased in (True, False)]
             assert found == expected
     assert attention.remark("gfx90a") == "gfx90a: CDNA, not measured" and attention.remark("") == ""
-    assert attention.remark("gfx1201") == "gfx1201: RDNA, so no FlexAttention, not measured"
+    assert attention.remark("gfx1201") == "gfx1201: not CDNA, so no FlexAttention, not measured"
 
 
 def truncated(x):

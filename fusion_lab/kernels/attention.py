@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
+CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD's architectures with matrix cores, MI100 to MI350
 SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 
 
@@ -22,16 +23,16 @@ def amd_architecture():
 
 
 def has_matrix_cores(arch):
-    """CDNA (gfx9..) has matrix instructions for float32 too, which FlexAttention's kernels want; RDNA (gfx10
-    to gfx12) has none for it."""
-    return arch.startswith("gfx9")
+    """CDNA has matrix instructions for float32 too, which FlexAttention's kernels want; RDNA (gfx10 to gfx12)
+    has none for it, and Vega (gfx900 to gfx906, gfx90c) none at all."""
+    return arch.startswith(CDNA)
 
 
 def remark(arch):
     """What the start-up line says of the choice on AMD; "" elsewhere."""
     if not arch:
         return ""
-    return f"{arch}: {'CDNA' if has_matrix_cores(arch) else 'RDNA, so no FlexAttention'}, not measured"
+    return f"{arch}: {'CDNA' if has_matrix_cores(arch) else 'not CDNA, so no FlexAttention'}, not measured"
 
 
 def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased, training, arch=""):

@@ -163,9 +163,9 @@ def apart_from(baseline):
 
 
 def compare(program, settings, variants=None, combinations=False, picked=None, stop=None, table=None):
-    """The comparison as one dict, see README.md. variants replace those that the switches suggest, of which
-    picked chooses by name; table, a LiveTable, hears of every row as soon as it is known. Trainers that ran
-    in this process stay in variant.trainer."""
+    """The comparison as one dict, that of fusion_comparison_*.json. variants replace those that the switches
+    suggest, of which picked chooses by name; table, a LiveTable, hears of every row as soon as it is known.
+    Trainers that ran in this process stay in variant.trainer."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     source, table, suggested = program.open_source(settings), table or LiveTable(), variants is None
