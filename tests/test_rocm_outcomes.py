@@ -10,7 +10,7 @@ import time
 import pytest
 from fake_rocm.machine import RELEASES, WRAPPERS
 
-from fusion_lab.rocm import session, wrappers
+from fusion_lab.rocm import process, session, wrappers
 
 pytest_plugins = ("fake_rocm.plugin",)
 SCRIPTS = {"rocprofv3": "run_rocprofv3.sh", "rocprof-sys": "run_rocprof_sys.sh",
@@ -84,3 +84,11 @@ def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch, capsys)
         assert record["exit_code"] == code and re.search(r"run\.log", said.err + str(record["files"]))
         assert outcome != "no data" or not (workplace / "out" / "rocprofv3_summary.txt").exists()
         assert all(pathlib.Path(workplace, "out", file["path"]).exists() for file in record["files"])
+
+
+@pytest.mark.parametrize("code, words", [(139, "SIGSEGV"), (-11, "SIGSEGV"), (160, "exit code 160"),
+                                         (3, "exit code 3")])
+def test_an_exit_code_need_not_be_a_signal(code, words):
+    """Numbers 32 and 33 lie among the signals and have no name."""
+    found, reason = process.failure(process.Ended(code), "")
+    assert found == 5 and words in reason

@@ -129,7 +129,7 @@ def failure(ended, log_text, old_pandas=True):
     number = -ended.code if ended.code < 0 else ended.code - 128
     if number in (signal.SIGINT, signal.SIGTERM):
         return 128 + number, f"the profiled program ended by {signal.Signals(number).name}"
-    if 0 < number < 65:
+    if number in list(signal.Signals):  # not all numbers up to 64 are, so 160 is a code like any other
         return PROGRAM_FAILED, (f"it died of {signal.Signals(number).name}. Try the lightest trace, and the "
                                 "same program without the profiler.")
     _, exception = last_exception(log_text)
