@@ -97,10 +97,10 @@ COMMAND_LINE = CommandLine(
     fusion_config=FusionConfig, headline=("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle",
                                           "enable_flash_attention", "enable_triangle_fusion"),
     demo=dict(num_blocks=1, seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10,
-              eval_every=30))
+              eval_every=30), axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
+    study_sizes=dict(batch_size=(2, 4), seq_len=(32, 64)))
 
-if __name__ == "__main__":  # before torch is imported, which takes seconds
-    start.begin(COMMAND_LINE)
+start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
 
 import contextlib
 import math
@@ -857,8 +857,7 @@ def start_lines(trainer):
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
-    shake=move_kinks_away, axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
-    study_sizes=dict(batch_size=(2, 4), seq_len=(32, 64)), tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
+    shake=move_kinks_away, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
     sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
     before_training=contacts.require_plots, start_lines=start_lines, statistics=nominal_counts,
     evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,

@@ -6,6 +6,7 @@ import shlex
 import time
 
 from fusion_lab.rocm import failures, machine, preflight, profiled
+from fusion_lab.rocm.process import said_if_slow
 from fusion_lab.training import flags
 from fusion_lab.training.files import FAILED, MISSING, PROGRAM_FAILED, UserError
 from fusion_lab.training.program import DEFAULT_PROGRAM
@@ -111,11 +112,14 @@ class Wrapper:
         parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
                             help="with --dry-run: print for this release, not for the installed tool")
         cls.add_options(parser)
-        wrapper = cls(*parser.split(arguments))
-        if sizes is not None:
-            wrapper.sizes = sizes
-        if wrapper.runs_program:
-            wrapper.ask_program()
+        options, own_flags = parser.split(arguments)
+        program = os.path.basename(profiled.chosen_program(options.program))
+        with said_if_slow(f"{cls.script}: looking for {cls.executable}, asking {program} for its flags ..."):
+            wrapper = cls(options, own_flags)
+            if sizes is not None:
+                wrapper.sizes = sizes
+            if wrapper.runs_program:
+                wrapper.ask_program()
         return wrapper
 
     def ask_program(self):

@@ -143,11 +143,16 @@ def with_demo(argv):
     return list(argv) or [DEMO]
 
 
+def program_file(argv, name):
+    """The FILE of --program FILE in argv, or None; name is that of the program with this command line."""
+    finder = Parser(prog=name, add_help=False)
+    finder.add_argument("--program")
+    return finder.parse_known_args(argv)[0].program
+
+
 def named_program(argv, default):
     """The Program that --program FILE in argv names, or default. Raises UserError."""
-    finder = Parser(prog=default.name, add_help=False)
-    finder.add_argument("--program")
-    path = finder.parse_known_args(argv)[0].program
+    path = program_file(argv, default.name)
     return load_program(path) if path else default
 
 
