@@ -17,11 +17,11 @@ from collections import defaultdict
 from fusion_lab.measuring.kinds import KINDS, kind_of_kernel
 from fusion_lab.rocm import records, timeline
 from fusion_lab.rocm.records import Unreadable
-from fusion_lab.training.files import NO_DATA, OK, UserError, exit_code
+from fusion_lab.training.files import NO_DATA, OK, USAGE, UserError, exit_code
 from fusion_lab.training.flags import Parser
 
 PROGRAM = "profile_summary.py"
-TOP_KERNELS = 20
+TOP_KERNELS, MOST_NAMES = 20, 10  # in a summary; in a message
 SUMMARIES = "performance_summary*.json"  # of any program
 
 
@@ -237,13 +237,18 @@ def main_figures(directory):
 
 
 def load(directory):
-    """Summary of a directory that must hold kernel records. Raises UserError."""
-    if not pathlib.Path(directory).is_dir():
+    """Summary of a directory that must hold the kernel records of one run. Raises UserError."""
+    path = pathlib.Path(directory)
+    if not path.is_dir():
         raise Unreadable(f"{directory}: no such directory")
-    summary = summarize(directory)
+    if others := records.other_runs(path):
+        raise UserError(f"{directory}: holds no kernel records itself; name one of its folders that do: "
+                        f"{', '.join(others[:MOST_NAMES])}{', ...' * (len(others) > MOST_NAMES)}")
+    summary = summarize(path)
     if not summary["launches"]:
-        raise UserError(f"{directory}: no kernel records (looked for *kernel_stats.csv, *kernel_trace.csv, "
-                        "*.db, pmc_perf*.csv and results_pmc_perf_*.csv)", NO_DATA)
+        raise UserError(f"{directory}: no kernel records (looked for {', '.join(records.KERNEL_FILES)} there "
+                        "and where a profiler puts them below)",
+                        NO_DATA if records.is_session(path) else USAGE)
     return summary
 
 
