@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyOpenFold V2: AlphaFold 2's Evoformer in one file, with every kernel fusion as a switch.
 
-    python tiny_openfold_v2.py                                    # train on built-in synthetic proteins
-    python tiny_openfold_v2.py --disable-all-fusion               # the same model and weights, nothing fused
-    python tiny_openfold_v2.py --verify-accuracy                  # prove that fusion changes no number
-    python tiny_openfold_v2.py --data DIR --holdout-fraction 0.2  # train on your own alignments
+    python tiny_openfold_v2.py                       # train, built-in proteins
+    python tiny_openfold_v2.py --disable-all-fusion  # the same, nothing fused
+    python tiny_openfold_v2.py --verify-accuracy     # fusion keeps all numbers
+    python tiny_openfold_v2.py --data DIR            # train on your alignments
 
 Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them, then
 PackedProjections and attend(), the two places where fused and plain code stand side by side.

@@ -85,7 +85,7 @@ def test_results_set_aside_do_not_count(run):
 
 
 def test_a_directory_of_something_else_is_not_searched_to_its_bottom(tmp_path, monkeypatch):
-    """Two levels, of which the second is looked into below pass_1 alone; a run further down is not its own."""
+    """Two levels, the second of which is looked into below pass_1 alone; further down is another's run."""
     common.write_stats(place(tmp_path / "far" / "away" / "host") / "7_kernel_stats.csv")
     (place(tmp_path / "far" / "pass_1") / "x.txt").touch()
     seen = []

@@ -6,11 +6,11 @@ from fusion_lab.training.options import flag
 SCRIPT = "run_pytorch_profiler.py"
 ABOUT = """One PyTorch profiler session: where time and memory go, by sub-layer, forward and backward.
 
-    python run_pytorch_profiler.py                              # trace, report, plots
-    python run_pytorch_profiler.py --roofline --seq-lens "32 64 128"
-    python run_pytorch_profiler.py --compare-with DIR           # this session beside an earlier one
-    python run_pytorch_profiler.py --predict 1 256 64           # least time and memory of another size
-    ./run_pytorch_profiler.sh --ablation                        # every fusion alone and left out
+    ./run_pytorch_profiler.sh                     # trace, report, plots
+    ./run_pytorch_profiler.sh --roofline --seq-lens "32 64 128"
+    ./run_pytorch_profiler.sh --compare-with DIR  # an earlier session beside it
+    ./run_pytorch_profiler.sh --predict 1 256 64  # least time of another size
+    ./run_pytorch_profiler.sh --ablation          # each fusion alone, left out
 
 Takes the flags of tiny_openfold_v2.py, or of the program that --program names, but its modes and the files
 that only training reads or writes. Results go to --profile-dir: a trace, fusion_analysis.json,
@@ -33,11 +33,11 @@ def make_parser(program):
                      help="steps timed, and then traced (default: 5)")
     if lengths := name_of_lengths(program):
         own.add_argument(flag(lengths), type=flags.whole_numbers, metavar='"N N ..."', default=None,
-                         help="peak and saved memory for these lengths, fused and plain (default: None)")
+                         help="peak and saved memory for these lengths, fused and plain (default: none)")
     own.add_argument("--roofline", action="store_true", help="FLOPs, bytes and bounds by sub-layer, against "
                      "ceilings measured here (default: off)")
     own.add_argument("--compare-with", metavar="DIR", default=None,
-                     help="an earlier session's directory, put beside this one (default: None)")
+                     help="an earlier session's directory, put beside this one (default: none)")
     own.add_argument("--force", action="store_true",
                      help="write into a --profile-dir that is not empty (default: off)")
     sorts = parser.add_argument_group("Instead of one session").add_mutually_exclusive_group()
@@ -51,7 +51,7 @@ def make_parser(program):
     predictions = parser.add_argument_group("Predictions, instead of a session")
     predictions.add_argument("--predict", type=flags.whole_number(), nargs=len(program.axes), default=None,
                              metavar=tuple(program.axes.values()),
-                             help="least step time and peak memory of another size (default: None)")
+                             help="least step time and peak memory of another size (default: none)")
     predictions.add_argument("--check-prediction", action="store_true", help="predictions against "
                              "measurement for the given size and some round it (default: off)")
     return parser
@@ -80,8 +80,8 @@ def parse(argv, program):
     """(arguments, Settings) for a program, of which its CommandLine is enough. Wrong use ends it here."""
     parser = make_parser(program)
     arguments, settings, mode = flags.parse(parser, program, argv)
-    if mode:
-        parser.error(f"argument {mode}: belongs to {program.name}")
+    if mode or arguments.check_flags:
+        parser.error(f"argument {mode or flags.QUESTION}: belongs to {program.name}")
     flags.needs_training(program, parser, arguments, "a profiler session")
     refuse_unused(parser, program, arguments)
     if arguments.predict:

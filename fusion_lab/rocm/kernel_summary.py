@@ -1,8 +1,8 @@
 """What ran on the GPU, how often, how long and of what kind: a summary of profiler results.
 
-    python profile_summary.py DIR                    results of run_rocprofv3.sh, or of rocprofv3 itself
-    python profile_summary.py DIR --compare EARLIER  DIR against an earlier run, fused against baseline
-    python profile_summary.py DIR --json             the same as JSON
+    python profile_summary.py DIR                    # of run_rocprofv3.sh
+    python profile_summary.py DIR --compare EARLIER  # against another run
+    python profile_summary.py DIR --json             # for programs
 
 Reads *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and of `rocpd convert`, rocpd
 databases (*.db), and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
@@ -17,7 +17,7 @@ from collections import defaultdict
 from fusion_lab.measuring.kinds import KINDS, kind_of_kernel
 from fusion_lab.rocm import records, timeline
 from fusion_lab.rocm.records import Unreadable
-from fusion_lab.training.files import NO_DATA, OK, USAGE, UserError, exit_code
+from fusion_lab.training.files import EXIT_CODES, NO_DATA, OK, USAGE, UserError, exit_code
 from fusion_lab.training.flags import Parser
 
 PROGRAM = "profile_summary.py"
@@ -254,7 +254,7 @@ def load(directory):
 
 def run(argv=None):
     """Print the summary of a directory; returns the exit code. Raises UserError."""
-    parser = Parser(prog=PROGRAM, description=__doc__)
+    parser = Parser(prog=PROGRAM, description=__doc__, epilog=EXIT_CODES)
     parser.add_argument("directory", metavar="DIR")
     parser.add_argument("--compare", metavar="EARLIER", help="result directory of an earlier run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -2,11 +2,11 @@
 import argparse
 import re
 import shlex
-import textwrap
 from dataclasses import fields
 
 from fusion_lab.study import design
 from fusion_lab.study.design import Study, Vocabulary
+from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.flags import (
     MODES,
     Parser,
@@ -24,18 +24,17 @@ ABOUT = "How speed and memory of each fusion setting change with a model's sizes
 EPILOG = """Everything after -- goes to {program} for every point, --learning-rate for instance.
 
 settings: {named}, only-X, without-X, X+Y; baseline is no fusion, fused the defaults,
-compiled the defaults with torch.compile, all whatever makes steps faster. X and Y are among
-{switches}
+compiled the defaults with torch.compile, all whatever makes steps faster. X and Y are among {switches}
 
 examples:
-  ./{script} {sizes} --num-runs 3
+  ./{script} --batch-sizes "2 4" --num-runs 3
   ./{script} --ablation --study-name ablation
-  ./{script} --settings "baseline fused all" --amp-dtype bfloat16 --jobs 8 -- --learning-rate 1e-3
-  ./{script} --check-against results_summary.json --min-speedup 1.3 --max-regression 5%
-  ./{script} --find-batch-size --target-memory-usage 0.8
+  ./{script} --settings "baseline fused all" -- --use-tf32
+  ./{script} --check-against results_summary.json
+  ./{script} --find-batch-size --memory-limit-mb 300
 
-exit codes: 0 done, 1 the check failed or nothing could be measured, 2 wrong use, 3 package missing, 4 no such
-GPU, 130 or 143 interrupted: the same command with that --study-name continues
+{exit_codes}.
+An interrupted study goes on with the same command and its --study-name.
 """
 SET_BY_THE_STUDY = {"num_steps", "warmup_steps", "log_every", "use_amp", "amp_dtype", "device", "program",
                     "compare_with_v1", "fusion_preset", "enable_all_profiling",
@@ -100,14 +99,10 @@ def quoted(numbers):
 
 def make_parser(vocabulary):
     program = vocabulary.program
-    switches = textwrap.fill(", ".join(vocabulary.switches), 100, initial_indent="  ", subsequent_indent="  ",
-                             break_on_hyphens=False)
-    epilog = EPILOG.format(program=program.name, named=", ".join(vocabulary.named), switches=switches,
-                           script=SCRIPT, sizes=" ".join(
-                               f"{flag(axis.plural)} {quoted(axis.default)}" for axis in vocabulary.axes))
+    epilog = EPILOG.format(program=program.name, named=", ".join(vocabulary.named),
+                           switches=", ".join(vocabulary.switches), script=SCRIPT, exit_codes=EXIT_CODES)
     parser = Parser(prog=SCRIPT, description=ABOUT, epilog=epilog,
-                    usage=f"./{SCRIPT} [options] [-- flags of {program.name}]",
-                    formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
+                    usage=f"./{SCRIPT} [options] [-- flags of {program.name}]")
     add_what(parser.add_argument_group("What is measured").add_argument, vocabulary)
     add_how(parser.add_argument_group("How").add_argument)
     add_decisions(parser.add_argument_group("What to do with it").add_argument)
