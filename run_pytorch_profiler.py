@@ -12,15 +12,18 @@ that only training reads or writes. Results go to --profile-dir: a trace, fusion
 comprehensive_profiling_report.md and plots. Where the output is no terminal, its last line is the result as
 JSON.
 """
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
 import json
 import os
 import sys
 import time
 
-from fusion_lab.training.files import exit_code, quiet_interrupts, require_packages
+from fusion_lab.training.files import exit_code, require_packages
 
 if __name__ == "__main__":  # one line, not a traceback, where one is missing
-    quiet_interrupts()
     require_packages("run_pytorch_profiler.py", "torch", "numpy", "tqdm")
 
 from fusion_lab.measuring.attribution import ANALYSIS
