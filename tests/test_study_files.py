@@ -13,12 +13,13 @@ from study_parts import WORDS, row_of, study_of
 
 from fusion_lab.study import directory
 from fusion_lab.study.recommendation import Accuracy
-from fusion_lab.study.records import as_json, parse_json
+from fusion_lab.study.records import as_json
 from fusion_lab.study.regression import check, read_reference
 from fusion_lab.study.report import page
 from fusion_lab.study.results import Results
 from fusion_lab.study.summary import Recommendation, Recommended, summarise
 from fusion_lab.training.files import UserError
+from fusion_lab.training.reading import parse_json
 
 CASES = int(os.environ.get("FUZZ_CASES", "150"))
 VALUES = (None, True, "x", "", "<b>|`$a^$", "a\nb", "\ud800", [], {}, [1], ["x"], [[]], {"a": 1}, -1, 0, 1,
