@@ -4,7 +4,6 @@ It is asked in a process of its own, by `PROGRAM FLAGS --check-flags`, since not
 """
 import contextlib
 import functools
-import json
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from fusion_lab.training.files import MISSING, USAGE, UserError
 from fusion_lab.training.flags import QUESTION
 from fusion_lab.training.program import DEFAULT_PROGRAM
+from fusion_lab.training.reading import parse_json
 
 VARIABLE = "TINYOPENFOLD_SCRIPT"  # names the program where --program does not
 SECONDS = 120  # a first import of torch can take half a minute on a network file system
@@ -83,6 +83,19 @@ def last_line(text):
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
+def understood(answer):
+    """Whether it is what print_settings() of a program says, with the types that are counted on here."""
+    if not isinstance(answer, dict) or answer.get("mode") != "check_flags":
+        return False
+    kinds = dict(config=dict, training_params=dict, profiler_config=dict, summary=str, torch_path=str)
+    if not all(isinstance(answer.get(key, kind()), kind) for key, kind in kinds.items()):
+        return False
+    training = answer.get("training_params", {})
+    return isinstance(answer.get("torch"), str) and "hip" in answer and all(
+        isinstance(count, int) for count in (answer.get("gpus"), training.get("num_steps", 0),
+                                             training.get("warmup_steps", 0)))
+
+
 def ask(path, program_flags):
     """Profiled. Raises UserError where the program refuses its flags."""
     if not os.access(path, os.R_OK):
@@ -93,8 +106,8 @@ def ask(path, program_flags):
         return Profiled(path, unjudged=str(error))
     said = re.sub(r"^\S+: (error: )?", "", last_line(done.stderr))
     with contextlib.suppress(ValueError):
-        answer = json.loads(last_line(done.stdout))
-        if done.returncode == 0 and isinstance(answer, dict) and answer.get("mode") == "check_flags":
+        answer = parse_json(last_line(done.stdout))
+        if done.returncode == 0 and understood(answer):
             return Profiled(path, answer)
     if done.returncode == USAGE and said and QUESTION not in said:
         raise UserError(said)
@@ -111,5 +124,5 @@ def probe_torch():
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
     with contextlib.suppress(ValueError):
-        return json.loads(last_line(done.stdout))
+        return parse_json(last_line(done.stdout))
     return {"error": last_line(done.stderr) or f"exit code {done.returncode}"}
