@@ -228,6 +228,7 @@ def read_alignment(path, query=None):
 
 # --- Structures -----------------------------------------------------------------------------------------
 
+FARTHEST = 1e6      # Å from the origin
 BROKEN = 4.5        # Å between successive CA atoms; 3.8 in a trans, 2.9 in a cis peptide
 MIN_IDENTITY = 0.9  # of two sequences said to be one: point mutants pass, homologues do not
 
@@ -272,6 +273,10 @@ def _parse_structure(path):
     except (RuntimeError, ValueError, IndexError, TypeError) as error:  # what gemmi raises on damaged files
         reason = " ".join(str(error).split())[:120]
         raise DataError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
+    box = structure.calculate_box()
+    farthest = max(map(abs, (*box.minimum.tolist(), *box.maximum.tolist())))
+    if farthest > FARTHEST and box.minimum.x <= box.maximum.x:  # it has atoms
+        raise DataError(f"{path}: an atom {farthest:g} Å from the origin; the file is damaged")
     return structure
 
 
@@ -340,7 +345,8 @@ def _read_chain(structure, model_chain):
 def _position(residue, atom_name):
     """(3,) position of the atom's alternate location with the highest occupancy, NaN if there is none."""
     atoms = [atom for atom in residue if atom.name == atom_name]
-    return np.array(max(atoms, key=lambda atom: atom.occ).pos.tolist() if atoms else [np.nan] * 3)
+    position = max(atoms, key=lambda atom: atom.occ).pos.tolist() if atoms else [np.nan]
+    return np.array(position if np.isfinite(position).all() else [np.nan] * 3)
 
 
 # --- Which residue has which coordinates ----------------------------------------------------------------

@@ -83,17 +83,23 @@ def last_line(text):
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
-def understood(answer):
-    """Whether it is what print_settings() of a program says, with the types that are counted on here."""
+def answer_in(output):
+    """What a program's print_settings() says, its last line, with the types that are counted on here; None
+    for anything else."""
+    try:
+        answer = parse_json(last_line(output))
+    except ValueError:
+        return None
     if not isinstance(answer, dict) or answer.get("mode") != "check_flags":
-        return False
+        return None
     kinds = dict(config=dict, training_params=dict, profiler_config=dict, summary=str, torch_path=str)
     if not all(isinstance(answer.get(key, kind()), kind) for key, kind in kinds.items()):
-        return False
-    training = answer.get("training_params", {})
-    return isinstance(answer.get("torch"), str) and "hip" in answer and all(
-        isinstance(count, int) for count in (answer.get("gpus"), training.get("num_steps", 0),
-                                             training.get("warmup_steps", 0)))
+        return None
+    training, profiler = answer.get("training_params", {}), answer.get("profiler_config", {})
+    texts = (answer.get("torch"), answer.get("hip") or "", profiler.get("profile_dir", ""))
+    counts = (answer.get("gpus"), training.get("num_steps", 0), training.get("warmup_steps", 0))
+    usable = all(isinstance(text, str) for text in texts) and all(type(count) is int for count in counts)
+    return answer if usable and "hip" in answer else None
 
 
 def ask(path, program_flags):
@@ -105,10 +111,9 @@ def ask(path, program_flags):
     except (OSError, subprocess.TimeoutExpired) as error:
         return Profiled(path, unjudged=str(error))
     said = re.sub(r"^\S+: (error: )?", "", last_line(done.stderr))
-    with contextlib.suppress(ValueError):
-        answer = parse_json(last_line(done.stdout))
-        if done.returncode == 0 and understood(answer):
-            return Profiled(path, answer)
+    answer = answer_in(done.stdout) if done.returncode == 0 else None
+    if answer is not None:
+        return Profiled(path, answer)
     if done.returncode == USAGE and said and QUESTION not in said:
         raise UserError(said)
     if done.returncode == MISSING:

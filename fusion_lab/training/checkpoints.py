@@ -84,7 +84,7 @@ def read_checkpoint(path, program, config):
         if not isinstance(saved[name], kind) or isinstance(saved[name], bool):
             raise UserError(f"checkpoint {path}: damaged: {name} is of the wrong type")
     resized = [f.name for f in fields(config) if f.metadata["resized"]]
-    different = [f"{flag(str(k))} {str(v):.60}" for k, v in saved["config"].items()
+    different = [f"{flag(printable(k))} {printable(v):.60}" for k, v in saved["config"].items()
                  if k not in resized and repr(v) != repr(getattr(config, str(k), None))]
     if different:
         raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")

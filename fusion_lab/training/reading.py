@@ -39,7 +39,7 @@ def parse_json(text, nan=False):
     that cannot be written again, or NaN; with nan, that becomes None."""
     try:
         content = json.loads(text, parse_constant=(lambda _: None) if nan else refuse_constant)
-        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair
+        json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")  # which bytes of names pass
     except RecursionError:
         raise ValueError("nested too deeply") from None
     level = [content]
