@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
 """One PyTorch profiler session; see --help. The command line is in fusion_lab/profiler/arguments.py."""
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
 import os
 import sys
 import time

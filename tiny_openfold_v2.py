@@ -13,6 +13,10 @@ Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z 
 `pair`, H heads, D head width, h hidden width of the outer product mean. "Alg." is an algorithm of the
 AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)  # Ctrl-C during the imports is one line
+
 from dataclasses import dataclass
 
 from fusion_lab.training import start
@@ -798,14 +802,13 @@ def train(program, settings, compare_with=None):
         with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
+            result = summary.summarise(trainer, found, losses, times, evaluations)
+            files.write_json(path, result)  # before anything that can fail: evaluation, comparison, pictures
             if program.evaluate and stop.signal is None:
                 evaluations["final"] = program.evaluate(trainer, source, stop, final=True)
                 metrics.evaluation(trainer.step_number, program.scores(evaluations["final"]))
                 print(program.evaluation_line(evaluations["final"]))
-        result = summary.summarise(trainer, found, losses, times, evaluations)
-        if earlier:
-            result["compared_with_v1"] = summary.print_against(earlier, result)
-        files.write_json(path, result)
+        summary.complete(path, result, earlier)
         analysis = profiling.trace and write_analysis(trainer, source, found, times, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis])
         program.closing(trainer, source, evaluations)

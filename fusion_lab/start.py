@@ -9,10 +9,11 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE), *(place for place in sys.path if os.path.abspath(place or ".") != HERE)]
 
-import runpy  # noqa: E402  only now, with the path in order
+from fusion_lab.training import interrupts  # noqa: E402  only now, with the path in order
 
-from fusion_lab.training.files import quiet_interrupts  # noqa: E402
+interrupts.quiet(__name__)
 
-quiet_interrupts()
+import runpy  # noqa: E402
+
 del sys.argv[0]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -114,10 +114,7 @@ class Rocprofv3(Wrapper):
 
     def judge(self, log_text):
         """Summarise whatever was recorded; a run without a kernel is a failure of its own."""
-        try:
-            summary = kernel_summary.summarize(self.directory)
-        except kernel_summary.Unreadable as error:
-            return NO_DATA, str(error)
+        summary = kernel_summary.summarize(self.directory)
         if not summary["launches"]:
             return NO_DATA, f"rocprofv3 recorded no GPU kernel: {self.why_no_kernel(log_text)}"
         differences = kernel_summary.differences(summary, self.earlier) if self.earlier else None

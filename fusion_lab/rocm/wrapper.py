@@ -8,7 +8,7 @@ import time
 from fusion_lab.rocm import failures, machine, preflight, profiled
 from fusion_lab.rocm.process import said_if_slow
 from fusion_lab.training import flags
-from fusion_lab.training.files import EXIT_CODES, FAILED, MISSING, PROGRAM_FAILED, UserError
+from fusion_lab.training.files import EXIT_CODES, FAILED, MISSING, PROGRAM_FAILED, UserError, printable
 from fusion_lab.training.program import DEFAULT_PROGRAM
 
 OLDEST_ROCM, NEWEST_ROCM = "6.3", "10.1"  # of the releases whose tools are known here
@@ -220,11 +220,13 @@ class Wrapper:
             about = f"for {self.tool_and_release()}"
         else:
             about = f"{self.executable} is not installed; this is for ROCm {self.oldest} to {NEWEST_ROCM}"
-        lines = [f"# {line}" for line in (about, *self.notes)]
+        lines = [f"# {printable(line)}" for line in (about, *self.notes)]
         lines += [f"mkdir -p {shlex.quote(self.directory)}"]
         for name, content in self.files().items():
-            path = shlex.quote(os.path.join(self.directory, name))
-            lines += [f"cat > {path} <<'END_OF_FILE'", content + "END_OF_FILE"]
+            path, end = shlex.quote(os.path.join(self.directory, name)), "END_OF_FILE"
+            while end in content:
+                end += "_"
+            lines += [f"cat > {path} <<'{end}'", content + end]
         for command in commands:
             lines += command.script()
         return "\n".join(lines) + "\n"

@@ -3,7 +3,8 @@ missing packages are told at once, Ctrl-C ends without a traceback, and there is
 import os
 import sys
 
-from fusion_lab.training.files import UserError, announce, quiet_interrupts, require_packages
+from fusion_lab.training import interrupts
+from fusion_lab.training.files import UserError, announce, require_packages
 from fusion_lab.training.flags import QUESTION, contradictions, make_parser, parse, program_file, with_demo
 from fusion_lab.training.program import DEFAULT_PROGRAM, load_program
 
@@ -43,7 +44,7 @@ def begin_tool(name, argv, judge):
 
 
 def get_ready():
-    quiet_interrupts()
+    interrupts.quiet("__main__")  # for programs that have not done so as their first call
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*TURNS)
 
