@@ -1,0 +1,232 @@
+"""--verify-accuracy and --validate-setup: every limit of the rule by hand, and what the rule is asked of."""
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import last_json
+from second_program import PROGRAM as SECOND
+from second_program import Mlp
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import accuracy
+from fusion_lab.training.checkpoints import optimizer_state
+
+CPU = torch.device("cpu")
+FLOAT32 = 2.0 ** -23
+SMALL = dict(width=8, batch_size=3, device="cpu")
+
+
+def doubles(tensors):
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in tensors.items()}
+
+
+def judge(fused, baseline, exact, epsilon=FLOAT32, tolerances=None):
+    return accuracy.judge(*map(doubles, (fused, baseline, exact)), epsilon, tolerances)
+
+
+def failed(*args, **options):
+    """Names of the tensors that break the rule."""
+    return [line.partition(": ")[0] for line in judge(*args, **options)[1]]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("epsilon, roundings", [(FLOAT32, 16), (2.0 ** -7, 2), (2.0 ** -10, 2)])
+def test_three_times_the_baselines_error_and_a_few_roundings_are_allowed(epsilon, roundings, sign):
+    """Of the largest element, 8; in float32 sixteen roundings, in lower precision two."""
+    exact, baseline = dict(x=[1.0, -8.0]), dict(x=[1.0 - 0.25, -8.0])
+    limit = 3 * 0.25 + roundings * epsilon * 8
+    for error, broken in ((limit * (1 - 1e-9), []), (limit * (1 + 1e-9), ["x"])):
+        assert failed(dict(x=[1.0, -8.0 + sign * error]), baseline, exact, epsilon) == broken
+    text, = judge(dict(x=[1.0, -7.0]), dict(x=[1.0, -7.75]), exact, 0.0)[1]
+    assert text == "x: error 1.00e+00 against float64, allowed 7.50e-01 (baseline's own 2.50e-01)"
+
+
+def test_the_floor_of_a_small_tensor_is_a_thousandth_of_the_largest_of_its_kind():
+    """Outputs and gradients are two kinds; the sign of the largest element does not matter."""
+    exact = {"out": [1e6], "zero": [0.0], "gradient of a": [0.0], "gradient of b": [1.0, -1000.0]}
+    for name, limit in (("zero", 16 * FLOAT32 * 1e3), ("gradient of a", 16 * FLOAT32)):
+        for error, broken in ((limit * (1 - 1e-9), []), (limit * (1 + 1e-9), [name])):
+            assert failed(dict(exact, **{name: [error]}), exact, exact) == broken
+
+
+def test_tolerances_hold_for_every_element():
+    """rtol of the baseline's element and atol together; the error rule alone would let all of these pass."""
+    exact = dict(x=[-1.0, -10.0])
+    baseline = dict(x=[0.0, -20.0])  # its own error is 10
+    limit = 1e-4 + 1e-3 * 20
+    for sign in (1, -1):
+        for error, broken in ((limit * (1 - 1e-9), []), (limit * (1 + 1e-9), ["x"])):
+            fused = dict(x=[0.0, -20.0 + sign * error])
+            assert failed(fused, baseline, exact, tolerances=(1e-3, 1e-4)) == broken
+            assert failed(fused, baseline, exact) == []
+    for error, broken in ((0.99e-4, []), (1.01e-4, ["x"])):
+        assert failed(dict(x=[error, -20.0]), baseline, exact, tolerances=(1e-3, 1e-4)) == broken
+    text, = judge(dict(x=[0.5, -20.0]), baseline, exact, tolerances=(1e-3, 1e-4))[1]
+    assert text == "x: differs from the baseline by 5.00e-01, outside rtol=0.001, atol=0.0001"
+
+
+@pytest.mark.parametrize("tolerances", [None, (1e-3, 1e-4)])
+def test_a_nan_is_never_within_limits(tolerances):
+    """As in mixed precision, which has no tolerances; also where another tensor's ratio is larger."""
+    nan, exact = float("nan"), dict(a=[1.0, 1.0], b=[1.0])
+    summary, lines = judge(dict(a=[nan, 1.0], b=[5.0]), exact, exact, tolerances=tolerances)
+    assert [line[0] for line in lines] == ["a", "b"]
+    assert all(summary[key] != summary[key] for key in ("max_absolute", "worst_error_ratio"))
+
+
+def test_the_summary_of_differences_by_hand():
+    """Relative ones of elements above 1e-4 only; the ratio is of errors against float64, with the floor."""
+    exact = dict(a=[2.0, 0.0], b=[4.0, 1.0])
+    baseline, fused = dict(a=[2.5, 1e-4], b=[4.0, 1.25]), dict(a=[3.0, 0.0002], b=[4.5, 1.0])
+    summary, _ = judge(fused, baseline, exact, epsilon=2.0 ** -6)
+    assert summary == dict(
+        max_absolute=0.5, mean_absolute=pytest.approx((0.5 + 1e-4 + 0.5 + 0.25) / 4),
+        max_relative=0.2, mean_relative=pytest.approx((0.2 + 0.125 + 0.2) / 3),
+        worst_error_ratio=pytest.approx(1.0 / (0.5 + 2 * 2.0 ** -6 * 2)), tensors=2)
+
+
+# What is compared
+
+
+def asked_of_judge(monkeypatch, **values):
+    """(fused, baseline, exact, epsilon, tolerances) of a check of the second program."""
+    monkeypatch.setattr(accuracy, "judge", lambda *asked: asked)
+    return accuracy.compare_numerics(SECOND, SECOND.settings(**{**SMALL, **values}), CPU)
+
+
+@pytest.mark.parametrize("values, tf32, epsilon, tolerances", [
+    ({}, False, 2.0 ** -23, (1e-3, 1e-4)), ({}, True, 2.0 ** -10, None),
+    (dict(use_amp=True), False, 2.0 ** -7, None),
+    (dict(use_amp=True, amp_dtype="float16"), True, 2.0 ** -10, None),
+    (dict(use_amp=True, amp_dtype="bfloat16"), True, 2.0 ** -7, None)])
+def test_limits_follow_the_precision(values, tf32, epsilon, tolerances, monkeypatch):
+    monkeypatch.setattr(accuracy, "runs_in_tf32", lambda *_: tf32)
+    assert asked_of_judge(monkeypatch, **values)[3:] == (epsilon, tolerances)
+
+
+def test_three_runs_have_the_same_weights_and_their_own_precision(monkeypatch):
+    fused, baseline, exact, *_ = asked_of_judge(monkeypatch, use_amp=True)
+    assert fused.keys() == baseline.keys() == exact.keys() > {"output", "loss", "gradient of shift"}
+    low = exact["output"].bfloat16().double()
+    assert 0 < (exact["output"] - baseline["output"]).abs().max() < 0.1 * low.abs().max()
+    fused, baseline, exact, *_ = asked_of_judge(monkeypatch)
+    singles = [torch.equal(run["output"], run["output"].float().double()) for run in (fused, baseline, exact)]
+    assert singles == [True, True, False]  # the exact one is float64 throughout
+    assert exact["output"][-1].abs().max() == 0 < exact["output"][0].abs().max()  # masked
+    assert (exact["output"] - baseline["output"]).abs().max() < 1e-5
+
+
+def test_shaken_weights_differ_from_those_of_an_initialised_model():
+    """By half a standard deviation of an initialised matrix, and by 0.1 in vectors, which begin at 0."""
+    noted, model = [], Mlp(SECOND.model_config(width=400), SECOND.fusion_config())
+    program = replace(SECOND, shake=noted.append)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    accuracy.shake(program, model)
+    spread = {name: (p - before[name]).std().item() for name, p in model.named_parameters()}
+    assert noted == [model] and spread["shift"] == pytest.approx(0.1, rel=0.1)
+    assert spread["up.0.weight"] == pytest.approx(0.5 / 20, rel=0.01)
+    assert spread["down.1.weight"] == pytest.approx(0.5 / 40, rel=0.01)
+    again = Mlp(SECOND.model_config(width=400), SECOND.fusion_config())
+    again.load_state_dict(before)
+    accuracy.shake(program, again)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_fused_path_without_its_row_mask_is_caught(monkeypatch):
+    """Columns of the MSA are the only attention without a bias, and its keys are the rows."""
+    attend = tof.attend
+
+    def no_row_mask(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(q, k, v, bias, key_mask if backend == "math" or bias is not None else None, backend)
+
+    settings = tof.PROGRAM.settings(**tof.PROGRAM.tiny, msa_dim=16, pair_dim=16, outer_product_dim=4,
+                                    batch_size=2)
+    assert accuracy.compare_numerics(tof.PROGRAM, settings, CPU)[1] == []
+    monkeypatch.setattr(tof, "attend", no_row_mask)
+    lines = accuracy.compare_numerics(tof.PROGRAM, settings, CPU)[1]
+    assert any(line.startswith("msa_repr: ") for line in lines)
+
+
+# What is printed and written
+
+
+VERDICT = dict(max_absolute=0.25, mean_absolute=0.125, max_relative=float("inf"), mean_relative=0.5,
+               worst_error_ratio=1.5, tensors=7)
+
+
+@pytest.mark.parametrize("broken", [0, 10, 12])
+def test_a_check_prints_ten_failures_and_writes_all(broken, tmp_path, monkeypatch, capsys):
+    lines = [f"tensor {i}: bad" for i in range(broken)]
+    monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: (VERDICT, lines))
+    settings = SECOND.settings(**SMALL, profile_dir=str(tmp_path))
+    assert accuracy.verify_accuracy(SECOND, settings) == (1 if broken else 0)
+    out = capsys.readouterr().out
+    assert [line.strip() for line in out.splitlines() if "tensor " in line[:12]] == lines[:10]
+    assert ("... and 2 more" in out) is (broken == 12)
+    assert out.splitlines()[-2] == ("FAIL" if broken else "PASS")
+    assert "max 2.500e-01, mean 1.250e-01" in out and "at most 1.50x the baseline's own, allowed 3x" in out
+    assert "Tolerance: rtol=0.001, atol=0.0001\n" in out
+    assert last_json(out) == dict(
+        mode="verify_accuracy", passed=not broken, device="cpu", **dict(VERDICT, max_relative=None),
+        failures=lines, rtol=1e-3, atol=1e-4, error_factor=3.0)
+
+
+def test_tolerances_that_do_not_apply_are_said_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: (VERDICT, []))
+    settings = SECOND.settings(**SMALL, use_amp=True, profile_dir=str(tmp_path))
+    assert accuracy.verify_accuracy(SECOND, settings) == 0
+    assert "atol=0.0001 (float32 only, not applied)" in capsys.readouterr().out
+    monkeypatch.setattr(accuracy, "runs_in_tf32", lambda *_: True)
+    assert accuracy.verify_accuracy(SECOND, settings.having(use_amp=False)) == 0
+    assert "atol=0.0001 (float32 only, not applied)" in capsys.readouterr().out
+
+
+class Deaf(Mlp):
+    """One parameter is cut off from the loss, in the fused and in the plain path alike."""
+
+    def forward(self, x, target, mask):
+        self.down[0].bias.requires_grad_(False)
+        return super().forward(x, target, mask)
+
+
+class Stuck(tof.Trainer):
+    """Learns nothing, and notes how many steps it was asked for."""
+    steps = 0
+
+    def step(self, batch, mark=lambda: None):
+        Stuck.steps += 1
+        super().step(batch, mark)
+        return torch.tensor(2.0)
+
+
+def validation(program, capsys):
+    """(exit code, result, last line) of --validate-setup."""
+    code = accuracy.validate_setup(program, program.settings(**SMALL))
+    *_, line, last = capsys.readouterr().out.splitlines()
+    return code, json.loads(line), last
+
+
+def test_validation_by_its_reasons(monkeypatch, capsys):
+    code, result, last = validation(SECOND, capsys)
+    assert (code, result["passed"], result["reasons"], last) == (0, True, [], SECOND.success)
+    assert len(result["losses"]) == 5 and result["losses"][-1] < result["losses"][0]
+    code, result, last = validation(replace(SECOND, model=Deaf), capsys)
+    assert (code, result["reasons"]) == (1, ["parameters without a gradient: down.0.bias"])
+    assert last == f"{SECOND.failure}: parameters without a gradient: down.0.bias"
+    code, result, _ = validation(replace(SECOND, trainer=Stuck), capsys)
+    assert code == 1 and Stuck.steps == 5
+    assert result["reasons"] == ["loss did not fall in five steps on one batch: 2.0000 -> 2.0000"]
+    monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, list("abcd")))
+    code, result, _ = validation(SECOND, capsys)
+    assert code == 1 and not result["passed"] and result["reasons"] == ["a", "b", "c"]
+
+
+def test_a_gradient_that_never_came_is_zero_and_one_that_came_is_not():
+    trainer = SECOND.trainer(replace(SECOND, model=Deaf), SECOND.settings(**SMALL), CPU)
+    batch = SECOND.check_batch(trainer.settings, CPU)
+    assert not any(t.any() for t in optimizer_state(trainer, "exp_avg_sq").values())
+    trainer.step(batch)
+    squares = optimizer_state(trainer, "exp_avg_sq")
+    assert [name for name, square in squares.items() if not square.any()] == ["down.0.bias"]
+    assert not accuracy.results_and_gradients(trainer, batch)["gradient of down.0.bias"].any()
