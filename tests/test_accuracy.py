@@ -48,6 +48,8 @@ def test_the_floor_of_a_small_tensor_is_a_thousandth_of_the_largest_of_its_kind(
     for name, limit in (("zero", 16 * FLOAT32 * 1e3), ("gradient of a", 16 * FLOAT32)):
         for error, broken in ((limit * (1 - 1e-9), []), (limit * (1 + 1e-9), [name])):
             assert failed(dict(exact, **{name: [error]}), exact, exact) == broken
+    exact = {"x": [1e-6], "gradient of b": [1.0]}
+    assert failed(dict(exact, x=[1e-6 + 1e-11]), exact, exact) == ["x"]  # of little, little
 
 
 def test_tolerances_hold_for_every_element():
@@ -80,6 +82,7 @@ def test_the_summary_of_differences_by_hand():
     exact = dict(a=[2.0, 0.0], b=[4.0, 1.0])
     baseline, fused = dict(a=[2.5, 1e-4], b=[4.0, 1.25]), dict(a=[3.0, 0.0002], b=[4.5, 1.0])
     summary, _ = judge(fused, baseline, exact, epsilon=2.0 ** -6)
+    assert judge(dict(x=[5.0]), dict(x=[8.0]), dict(x=[4.0]), 0.0)[0]["worst_error_ratio"] == 0.25
     assert summary == dict(
         max_absolute=0.5, mean_absolute=pytest.approx((0.5 + 1e-4 + 0.5 + 0.25) / 4),
         max_relative=0.2, mean_relative=pytest.approx((0.2 + 0.125 + 0.2) / 3),
@@ -115,6 +118,10 @@ def test_three_runs_have_the_same_weights_and_their_own_precision(monkeypatch):
     assert singles == [True, True, False]  # the exact one is float64 throughout
     assert exact["output"][-1].abs().max() == 0 < exact["output"][0].abs().max()  # masked
     assert (exact["output"] - baseline["output"]).abs().max() < 1e-5
+    trainer = SECOND.trainer(SECOND, SECOND.settings(**SMALL), CPU)
+    batch = SECOND.check_batch(trainer.settings, CPU)
+    once, again = (accuracy.results_and_gradients(trainer, batch) for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)  # gradients do not pile up
 
 
 def test_shaken_weights_differ_from_those_of_an_initialised_model():
@@ -155,18 +162,21 @@ VERDICT = dict(max_absolute=0.25, mean_absolute=0.125, max_relative=float("inf")
                worst_error_ratio=1.5, tensors=7)
 
 
-@pytest.mark.parametrize("broken", [0, 10, 12])
+@pytest.mark.parametrize("broken", [0, 10, 11])
 def test_a_check_prints_ten_failures_and_writes_all(broken, tmp_path, monkeypatch, capsys):
     lines = [f"tensor {i}: bad" for i in range(broken)]
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: (VERDICT, lines))
     settings = SECOND.settings(**SMALL, profile_dir=str(tmp_path))
     assert accuracy.verify_accuracy(SECOND, settings) == (1 if broken else 0)
     out = capsys.readouterr().out
-    assert [line.strip() for line in out.splitlines() if "tensor " in line[:12]] == lines[:10]
-    assert ("... and 2 more" in out) is (broken == 12)
-    assert out.splitlines()[-2] == ("FAIL" if broken else "PASS")
-    assert "max 2.500e-01, mean 1.250e-01" in out and "at most 1.50x the baseline's own, allowed 3x" in out
-    assert "Tolerance: rtol=0.001, atol=0.0001\n" in out
+    more = ["   ... and 1 more"] if broken == 11 else []
+    assert out.splitlines()[:-1] == [
+        "Fused against baseline on cpu: 7 tensors (outputs, loss, all gradients), same weights and inputs",
+        "   Absolute difference: max 2.500e-01, mean 1.250e-01",
+        "   Relative difference: max inf, mean 5.000e-01 (of elements above 0.0001)",
+        "   Tolerance: rtol=0.001, atol=0.0001",
+        "   Error against float64: at most 1.50x the baseline's own, allowed 3x",
+        *(f"   {line}" for line in lines[:10]), *more, "FAIL" if broken else "PASS"]
     assert last_json(out) == dict(
         mode="verify_accuracy", passed=not broken, device="cpu", **dict(VERDICT, max_relative=None),
         failures=lines, rtol=1e-3, atol=1e-4, error_factor=3.0)
@@ -183,43 +193,57 @@ def test_tolerances_that_do_not_apply_are_said_so(tmp_path, monkeypatch, capsys)
 
 
 class Deaf(Mlp):
-    """One parameter is cut off from the loss, in the fused and in the plain path alike."""
+    """Some parameters are cut off from the loss, in the fused and in the plain path alike."""
+    deaf = ("down.0.bias",)
 
     def forward(self, x, target, mask):
-        self.down[0].bias.requires_grad_(False)
+        for name in self.deaf:
+            self.get_parameter(name).requires_grad_(False)
         return super().forward(x, target, mask)
 
 
-class Stuck(tof.Trainer):
-    """Learns nothing, and notes how many steps it was asked for."""
-    steps = 0
+class Deafer(Deaf):
+    deaf = ("up.0.bias", "up.1.bias", "down.0.bias", "down.1.bias")
 
-    def step(self, batch, mark=lambda: None):
-        Stuck.steps += 1
-        super().step(batch, mark)
-        return torch.tensor(2.0)
+
+def telling(losses):
+    """A trainer whose steps take a batch of two and return these losses."""
+    def step(trainer, batch):
+        assert len(batch["x"]) == 2 and trainer.training.learning_rate == 1e-3
+        tof.Trainer.step(trainer, batch)
+        return torch.tensor(left.pop(0))
+    left = list(losses)
+    return type("Telling", (tof.Trainer,), dict(step=step))
 
 
 def validation(program, capsys):
-    """(exit code, result, last line) of --validate-setup."""
+    """(exit code, result, all lines) of --validate-setup."""
     code = accuracy.validate_setup(program, program.settings(**SMALL))
-    *_, line, last = capsys.readouterr().out.splitlines()
-    return code, json.loads(line), last
+    lines = capsys.readouterr().out.splitlines()
+    return code, json.loads(lines[-2]), lines
 
 
 def test_validation_by_its_reasons(monkeypatch, capsys):
-    code, result, last = validation(SECOND, capsys)
-    assert (code, result["passed"], result["reasons"], last) == (0, True, [], SECOND.success)
+    code, result, lines = validation(SECOND, capsys)
+    assert (code, result["passed"], result["reasons"], lines[-1]) == (0, True, [], SECOND.success)
     assert len(result["losses"]) == 5 and result["losses"][-1] < result["losses"][0]
-    code, result, last = validation(replace(SECOND, model=Deaf), capsys)
+    code, result, lines = validation(replace(SECOND, model=Deaf), capsys)
     assert (code, result["reasons"]) == (1, ["parameters without a gradient: down.0.bias"])
-    assert last == f"{SECOND.failure}: parameters without a gradient: down.0.bias"
-    code, result, _ = validation(replace(SECOND, trainer=Stuck), capsys)
-    assert code == 1 and Stuck.steps == 5
-    assert result["reasons"] == ["loss did not fall in five steps on one batch: 2.0000 -> 2.0000"]
+    assert lines[-1] == f"{SECOND.failure}: parameters without a gradient: down.0.bias"
+    reasons = validation(replace(SECOND, model=Deafer), capsys)[1]["reasons"]
+    assert reasons == ["parameters without a gradient: up.0.bias, up.1.bias, down.0.bias"]  # three are enough
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, list("abcd")))
-    code, result, _ = validation(SECOND, capsys)
-    assert code == 1 and not result["passed"] and result["reasons"] == ["a", "b", "c"]
+    code, result, lines = validation(replace(SECOND, trainer=telling([3.0, 2.0, 2.0, 4.0, 3.0])), capsys)
+    assert code == 1 and not result["passed"] and result["losses"] == [3.0, 2.0, 2.0, 4.0, 3.0]
+    assert result["reasons"] == [
+        "a", "b", "c", "loss did not fall in five steps on one batch: 3.0000 -> 3.0000"]
+    assert lines[:3] == [
+        f"Device: cpu | torch {torch.__version__}", "   Fused against baseline numerics: FAIL",
+        "   Five training steps: loss 3.0000 -> 3.0000 FAIL"]
+    monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, []))
+    code, _, lines = validation(replace(SECOND, trainer=telling([3.0, 4.0, 1.0, 4.0, 2.0])), capsys)
+    assert code == 0 and lines[1:3] == ["   Fused against baseline numerics: ok",
+                                        "   Five training steps: loss 3.0000 -> 2.0000 ok"]
 
 
 def test_a_gradient_that_never_came_is_zero_and_one_that_came_is_not():

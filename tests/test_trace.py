@@ -23,8 +23,8 @@ class Events(list):
 
 
 def cpu_trace():
-    """Two steps on thread 1, 1000 µs apart, 100 forward and 80 backward; autograd's thread is 2. Both steps
-    are alike, but for a last operation after the second one. The events stand in no order."""
+    """Two steps on thread 1, 1000 µs apart, 100 forward and 80 backward, and an optimizer step of 20 in the
+    first; autograd's thread is 2. One operation comes after both. The events stand in no order."""
     events = Events()
     for t in (1000.0, 0.0):
         events.add("user_annotation", "backward", 1, t + 100, 80.0)
@@ -45,6 +45,8 @@ def cpu_trace():
         events.memory(1, t + 40, -192)  # given back
         events.memory(1, t + 16, 1024, device=1)  # of a GPU, where nothing of this runs
         events.memory(1, t + 71, 0)
+    events.add("user_annotation", "optimizer", 1, 180.0, 20.0)
+    events.memory(1, 17.0, 1)  # at the same time as another one
     events.memory(3, 50.0, 2)  # on a thread without operations
     events.add("cpu_op", "aten::item", 1, 1500.0, 5.0)
     events.append(dict(ph="X", cat="cpu_op", name="without an end", tid=1, ts=3.0))
@@ -59,11 +61,12 @@ def test_sums_of_a_cpu_trace():
     figures = {key: (entry["calls"], entry["host_us"], entry["operations_us"], entry["allocated_bytes"])
                for key, entry in table.items()}
     assert figures == {
-        ("mix", "forward"): (1, 30.0, 5.0, 64.0), ("up", "forward"): (1, 10.0, 8.0, 896.0),
+        ("mix", "forward"): (1, 30.0, 5.0, 64.0), ("up", "forward"): (1, 10.0, 8.0, 896.5),
         ("mix", "backward"): (1, 30.0, 7.0, 0.0), (REST, "forward"): (1, 60.0, 3.0, 1.0),
-        (REST, "backward"): (1, 50.0, 0.0, 0.0), (REST, OUTSIDE): (0, 0.0, 2.5, 0.0)}
+        (REST, "backward"): (1, 50.0, 0.0, 0.0), (REST, "optimizer"): (0.5, 10.0, 0.0, 0.0),
+        (REST, OUTSIDE): (0, 0.0, 2.5, 0.0)}
     assert all(entry["device_us"] is entry["launches"] is None for entry in table.values())
-    assert list(table) == sorted(table) and trace.step_us() == 180.0
+    assert list(table) == sorted(table) and trace.step_us() == 190.0
     assert sorted(trace.durations()) == [2.0] * 2 + [3.0] * 2 + [5.0] * 3 + [6.0] * 2 + [7.0] * 2
 
 
@@ -74,7 +77,7 @@ def test_operations_of_a_cpu_trace():
     assert list(table) == ["aten::mm", "aten::add_", "aten::item", "aten::linear"]  # by their own time
     product, linear = table["aten::mm"], table["aten::linear"]
     assert product == dict(name="aten::mm", kind="matrix product", calls=3.0, self_us=18.0, total_us=18.0,
-                           launches=None, allocated_bytes=512.0 + 256 + 64)
+                           launches=None, allocated_bytes=512.5 + 256 + 64)
     assert (linear["self_us"], linear["total_us"], linear["allocated_bytes"]) == (2.0, 8.0, 128.0)
     assert table["aten::item"]["calls"] == 0.5 and table["aten::add_"]["allocated_bytes"] == 0
     for event in (events := cpu_trace()):
@@ -88,11 +91,12 @@ def test_operations_of_a_cpu_trace():
 
 def test_memory_over_time_begins_with_the_first_event():
     trace = TraceAnalysis(cpu_trace(), SUBLAYERS)
-    first = [(0.0, 512), (5.0, 768), (6.0, 896), (13.0, 960), (23.0, 768), (33.0, 770), (54.0, 770)]
-    assert trace.memory_timeline() == first + [(1000.0 + t, 770 + live - 2 * (live == 770)) for t, live in (
+    assert trace.memory_timeline() == [
+        (0.0, 512), (0.0, 513), (5.0, 769), (6.0, 897), (13.0, 961), (23.0, 769), (33.0, 771), (54.0, 771)
+    ] + [(1000.0 + t, 771 + size) for t, size in (
         (0.0, 512), (5.0, 768), (6.0, 896), (13.0, 960), (23.0, 768), (54.0, 768))]
     assert trace.phase_begins() == [(1083.0, "backward"), (983.0, "forward"), (83.0, "backward"),
-                                    (-17.0, "forward")]
+                                    (-17.0, "forward"), (163.0, "optimizer")]
 
 
 def gpu_trace():
@@ -142,6 +146,18 @@ def test_kernels_of_a_gpu_trace():
              e["allocated_bytes"]) for e in rows] == [
         ("sm90_gemm", "matrix product", 2, 120.0, 120.0, 2, 300), ("Memcpy DtoD", "copy", 1, 8.0, 8.0, 0, 0),
         ("Memset", "fill", 1, 3.0, 3.0, 0, 0), ("lost", "other", 1, 1.0, 1.0, 1, 0)]
+
+
+def test_gpu_work_of_two_steps_in_any_order():
+    events = Events()
+    for t, correlation in ((1000.0, 2), (0.0, 1)):
+        events.add("user_annotation", "forward", 1, t, 100.0)
+        events.add("user_annotation", "up", 1, t + 10, 50.0)
+        events.add("cuda_runtime", "cudaLaunchKernel", 1, t + 20, 5.0, correlation=correlation)
+        events.add("kernel", "k", 7, t + 500, 10.0 * correlation, correlation=correlation)
+    trace = TraceAnalysis(events, SUBLAYERS)
+    assert trace.device_us_by_step() == [{("up", "forward"): 10.0}, {("up", "forward"): 20.0}]
+    assert trace.gpu_busy() == 15.0 and trace.kernel_table()[0]["launches"] == 1.0
 
 
 def test_work_before_the_first_step_is_no_step_s():
