@@ -38,26 +38,32 @@ def settings(**values):
 
 
 def test_ceilings_of_a_gpu_are_of_larger_matrices_and_of_every_precision(monkeypatch):
-    asked = []
+    asked, said = [], []
 
     class Timer:
         def __init__(self, device):
             asked.append(device)
 
-        start = mark = lambda self: None
+        def start(self):
+            said.append("start")
+
+        def mark(self):
+            said.append("mark")
 
         def seconds(self):
-            return np.array([[0.01], [0.5], [0.25]])
+            return np.array([[0.01], [0.25], [0.5]])  # the first is the warm-up
 
     monkeypatch.setattr(ceilings, "PhaseTimer", Timer)
     monkeypatch.setattr(torch, "randn", lambda *sizes, device, dtype: asked.append(sizes))
-    monkeypatch.setattr(torch, "mm", lambda *_: None)
+    monkeypatch.setattr(torch, "mm", lambda *_: said.append("work"))
     assert ceilings.matmul_ceiling(GPU, torch.float16) == 2 * 8192 ** 3 / 0.25
+    assert said == ["start", "work", "mark"] * 6
     assert asked == [(8192, 8192)] * 2 + [GPU]
-    tensor = SimpleNamespace(zero_=lambda: tensor, numel=lambda: 1000, copy_=lambda other: None)
+    tensor = SimpleNamespace(zero_=lambda: tensor, numel=lambda: 1000, copy_=lambda _: said.append("work"))
     monkeypatch.setattr(torch, "empty", lambda size, device: asked.append(size) or tensor)
     monkeypatch.setattr(torch, "empty_like", lambda other: tensor)
     assert ceilings.copy_ceiling(GPU) == 2 * 1000 * 4 / 0.25 and asked[3] == 2 ** 28
+    assert said == ["start", "work", "mark"] * 12
 
     def matmul(device, dtype):
         return {torch.float32: 1.0, torch.bfloat16: 2.0, torch.float16: 3.0}[dtype] + \
