@@ -1,12 +1,16 @@
 """--compare-fusion: its figures and tables by hand, from times that somebody else measured."""
+import contextlib
+import json
+import signal
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from second_program import PROGRAM as SECOND
 
-from fusion_lab.measuring import comparison_table
+from fusion_lab.measuring import comparison, comparison_table, rungs
 from fusion_lab.measuring.comparison_rows import reduction, rows_of, switch_effects
 from fusion_lab.measuring.comparison_table import (
     LiveTable,
@@ -17,7 +21,8 @@ from fusion_lab.measuring.comparison_table import (
     table,
 )
 from fusion_lab.measuring.probe import Findings
-from fusion_lab.measuring.variants import Variant, with_fusion
+from fusion_lab.measuring.rungs import Rungs
+from fusion_lab.measuring.variants import ALL, BASELINE, UNMEASURED, Variant, with_fusion
 
 PLAIN = SECOND.fusion_config.preset(False)
 SETTINGS = with_fusion(SECOND.settings(batch_size=3), PLAIN)
@@ -177,3 +182,195 @@ def test_the_live_table_prints_every_row_once(monkeypatch, capsys):
     silent.note("nothing")
     silent.add(dict(variants=[before]))
     assert capsys.readouterr() == ("", "")
+
+
+# Who measures when
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+COMPILED = replace(PLAIN, enable_torch_compile=True)
+
+
+class FakeRung:
+    """A process that answers with these rows, one each time it is asked, and notes what it hears."""
+    rows, heard_by_all = [], []
+
+    def __init__(self, program, variant):
+        self.variant, self.log = variant, FakeRung.heard_by_all
+        self.guest = SimpleNamespace(wait_until_ready=lambda: True, go=lambda: self.log.append("go"))
+        self.log.append(f"start {variant.name}")
+
+    def heard(self, stop):
+        return True
+
+    def signal(self, number):
+        self.log.append(number)
+
+    def row(self):
+        return FakeRung.rows.pop(0)
+
+    def end(self):
+        self.log.append(f"end {self.variant.name}")
+
+
+@pytest.fixture
+def fake_rungs(monkeypatch):
+    monkeypatch.setattr(rungs, "Rung", FakeRung)
+    FakeRung.rows, FakeRung.heard_by_all = [], []
+    return FakeRung.heard_by_all
+
+
+def measured(name, **values):
+    return dict(name=name, measured=True, median_batch_time=0.5, flops_per_step=10, peak_memory_mb=5.0,
+                saved_activation_mb=4.0, launches_per_step=None, **values)
+
+
+BASE = measured("baseline", reason=None) | dict(peak_memory_mb=10.0, launches_per_step=9)
+
+
+def test_others_are_stopped_while_rows_of_this_process_are_measured(fake_rungs, monkeypatch):
+    slept = []
+    monkeypatch.setattr(rungs.time, "sleep", slept.append)
+    variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "ab"]
+    with Rungs(SECOND, variants, GPU, print) as both:
+        with contextlib.suppress(KeyError), both.paused():
+            fake_rungs.append("within")
+            raise KeyError
+    stop, go_on = signal.SIGSTOP, signal.SIGCONT
+    assert fake_rungs == ["start a", "start b", stop, stop, "within", go_on, go_on, "end a", "end b"]
+    with Rungs(SECOND, variants, CPU, print) as none, none.paused():
+        assert slept == [rungs.SETTLE_SECONDS, 0] and none.running == []
+
+
+def test_compiled_variants_one_after_the_other_on_a_cpu(fake_rungs, monkeypatch):
+    """The first took 10 s and the second 20, so the third has 15 left."""
+    ticks, said = iter([0.0, 10.0, 10.0, 30.0, 30.0, 40.0]), []
+    monkeypatch.setattr(rungs.time, "monotonic", lambda: next(ticks))
+    variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "abc"]
+    FakeRung.rows = [measured("a"), dict(name="b", measured=False, reason="out of memory"), measured("c")]
+    with Rungs(SECOND, variants, CPU, said.append) as queue:
+        first, second, third = queue.measure(BASE, 40.0)
+    assert (first["mfu"], first["peak_memory_reduction_percent"]) == (0.5, 50.0)
+    assert first["launch_reduction_percent"] is None and "mfu" not in second and third["name"] == "c"
+    assert said == ["compiling a, 1 of 3", "measuring a, 1 of 3", "compiling b, 2 of 3, about 20 s left",
+                    "measuring b, 2 of 3", "compiling c, 3 of 3, about 15 s left", "measuring c, 3 of 3"]
+    assert fake_rungs.count("go") == 3 and fake_rungs[-3:] == ["end a", "end b", "end c"]
+
+
+def test_what_ran_out_of_memory_beside_others_has_a_second_try(fake_rungs):
+    said, variants = [], [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "ab"]
+    FakeRung.rows = [dict(name="a", measured=False, reason="CUDA error: out of memory"), measured("b"),
+                     measured("a again")]
+    with Rungs(SECOND, variants, GPU, said.append) as both:
+        rows = list(both.measure(BASE, 40.0))
+    assert [row["name"] for row in rows] == ["b", "a again"]
+    assert said[0] == "waiting for 2 variants to compile"
+    assert fake_rungs == ["start a", "start b", "go", "go", "end a", "end b", "start a", "go", "end a"]
+
+
+def test_a_signal_leaves_the_rest_unmeasured(fake_rungs):
+    variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "ab"]
+    stop = SimpleNamespace(signal=2)
+    with Rungs(SECOND, variants, CPU, print) as queue:
+        assert [row["reason"] for row in queue.measure(BASE, 1.0, stop)] == [UNMEASURED] * 2
+    assert fake_rungs == []
+
+
+def stepping(name, log, fails_at=None, device=CPU):
+    """A variant with a trainer that notes each of its steps and of its marks."""
+    def step(batch, mark=None):
+        log.append((name, batch))
+        if mark:
+            mark()
+            if fails_at == sum(entry == "mark" for entry in log):
+                raise RuntimeError("broken\nreally")
+        return torch.tensor(1.0)
+
+    @contextlib.contextmanager
+    def preserved():
+        log.append(f"keep {name}")
+        yield
+        log.append(f"restore {name}")
+
+    made = Variant(name, SETTINGS, trainer=SimpleNamespace(step=step, preserved=preserved, device=device))
+    made.timer = SimpleNamespace(start=lambda: log.append("start"), mark=lambda: log.append("mark"))
+    return made
+
+
+def test_rounds_begin_with_another_variant_each_and_repeat_their_batches():
+    log = []
+    variants = [stepping(name, log) for name in "abc"]
+    comparison.alternate(variants, 4, ["x", "y"], None)
+    assert [entry for entry in log if isinstance(entry, tuple)] == [
+        *((name, "x") for name in "abc"), *((name, "y") for name in "bca"),
+        *((name, "x") for name in "cab"), *((name, "y") for name in "abc")]
+    assert log[:3] == ["keep a", "keep b", "keep c"] and log[-3:] == ["restore c", "restore b", "restore a"]
+    assert log[3:6] == ["start", ("a", "x"), "mark"] and variants[0].losses == [1.0] * 4
+
+
+def test_a_variant_that_fails_drops_out_and_a_signal_ends_after_the_round():
+    log = []
+    variants = [stepping(BASELINE, log), stepping("b", log, fails_at=3)]
+    comparison.alternate(variants, 4, ["x"], None)
+    assert variants[1].reason == "RuntimeError: broken" and variants[1].trainer is None
+    assert len(variants[0].losses) == 4 and len(variants[1].losses) == 1
+    log.clear()
+    again = [stepping(name, log) for name in "ab"]
+    comparison.alternate(again, 9, ["x"], SimpleNamespace(signal=15))
+    assert [variant.losses for variant in again] == [[1.0], [1.0]]
+
+
+def test_on_a_gpu_an_untimed_step_keeps_the_queue_full(monkeypatch):
+    log, seeds = [], []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    comparison.take_turn(stepping("a", log, device=GPU), 7, "x")
+    assert log == [("a", "x"), "start", ("a", "x"), "mark"] and seeds == [7]
+
+
+def test_reasons_are_one_line_and_the_baseline_must_run():
+    for error, reason in ((ValueError("x" * 200), f"ValueError: {'x' * 160}"),
+                          (KeyError(), "KeyError: no message")):
+        broken = Variant("a", SETTINGS, trainer="there")
+        with comparison.reasons(broken):
+            raise error
+        assert (broken.reason, broken.trainer) == (reason, None)
+    with pytest.raises(ValueError), comparison.reasons(Variant(BASELINE, SETTINGS)):
+        raise ValueError
+
+
+def test_memory_alone_on_a_gpu_is_without_what_others_left(monkeypatch):
+    """Of 30 MB when the variant begins, 10 are its batch; it peaks at 100."""
+    batch = dict(x=SimpleNamespace(nbytes=6 * MB), y=SimpleNamespace(nbytes=4 * MB))
+    order, ticks = [], iter([1.0, 3.5])
+    trainer = SimpleNamespace(preserved=contextlib.nullcontext,
+                              step=lambda _: order.append("step") or torch.ones(()))
+    program = replace(SECOND, trainer=lambda *_: trainer)
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: order.append("cleared"), raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30 * MB)
+    monkeypatch.setattr(comparison, "process_settings", lambda *_: order.append("settings"))
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(comparison, "probe", lambda trainer, batch, flops: Findings({}, flops))
+    monkeypatch.setattr(comparison, "peak_of_two_steps", lambda *_: 100.0)
+    alone = Variant("a", SETTINGS)
+    comparison.measure_alone(program, alone, GPU, batch, 7)
+    assert (alone.found.peak_memory_mb, alone.found.first_step_time, alone.found.flops) == (80.0, 2.5, 7)
+    assert alone.trainer is None and order == ["cleared", "settings", "step"]
+    idle = Variant("idle", with_fusion(SETTINGS, replace(PLAIN, enable_master_weights=True)))
+    comparison.measure_alone(program, idle, GPU, batch)
+    assert idle.found is None and idle.reason == "master weights need --use-amp" and len(order) == 3
+
+
+def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path, capsys):
+    settings = with_fusion(SETTINGS.having(width=4, num_steps=2, device="cpu", warmup_steps=1,
+                                           profile_dir=str(tmp_path)), PLAIN)
+    assert comparison.compare_fusion(SECOND, settings, picked=ALL) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].endswith("| B 3, W 4 | 2 steps of every variant, in turn")
+    result = json.loads((tmp_path / SECOND.result("fusion_comparison")).read_text())
+    rows, line = result["variants"], json.loads(out[-1])
+    assert line["variants"] == [dict(name=row["name"], speedup=row["speedup"]) for row in rows]
+    assert [row["name"] for row in rows] == [BASELINE, ALL]
+    for row in rows:
+        assert row["speedup"] == pytest.approx(rows[0]["median_batch_time"] / row["median_batch_time"])
+        assert row["mfu"] == pytest.approx(row["achieved_tflops"] / result["matmul_ceiling_tflops"])

@@ -83,15 +83,15 @@ def test_launching_on_a_cpu_in_words():
 
 
 def test_the_step_without_work_is_scaled_to_as_many_operations():
-    """Optimizers are left out on both sides: 3 s of forward and backward here, 1 s there for half as many."""
+    """Optimizers are left out on both sides: 3 s of forward and backward here, 1.25 there for half of it."""
     trainer = SECOND.trainer(SECOND, settings(), CPU)
     small = StepWithoutWork(trainer)
     assert small.settings.get("width") == 2 and small.batch["x"].shape == (3, 2) and small.launches > 20
     small.run()
     assert small.timer.seconds().shape == (1, 3)
-    small.launches, small.timer = 50, SimpleNamespace(seconds=lambda: np.array([[0.25, 0.75, 9.0]] * 3))
+    small.launches, small.timer = 50, SimpleNamespace(seconds=lambda: np.array([[0.5, 0.75, 9.0]] * 3))
     launch = launch_on_cpu(trainer, small, 100, np.array([[7.0, 1.0, 2.0, 8.0]] * 3))
-    assert (launch.step_ms, launch.host_ms, launch.verdict) == (3000.0, 2000.0, "launch-bound")
+    assert (launch.step_ms, launch.host_ms, launch.verdict) == (3000.0, 2500.0, "launch-bound")
     assert "100 operations at W 2, next to no work" in launch.text
 
 
@@ -99,7 +99,7 @@ def test_reasons_for_no_step_without_work():
     def why(device=CPU, **values):
         return why_no_step_without_work(SimpleNamespace(program=SECOND, settings=settings(**values),
                                                         device=device))
-    assert why() is None and why(width=2) == "these are the smallest sizes"
+    assert why() is why(width=3) is None and why(width=2) == "these are the smallest sizes"
     assert why(GPU) == "a GPU tells how long it waits"
     assert why(enable_torch_compile=True) == "compiled code on CPU dispatches no operations"
 
@@ -211,10 +211,10 @@ def test_short_kernels_are_those_below_five_microseconds():
 
 
 def test_times_of_steps_in_milliseconds():
-    untraced = np.array([[0.001, 0.002, 0.003, 0.004]] * 5) * np.array([[1], [2], [3], [4], [5]])
+    untraced = np.array([[0.001, 0.002, 0.003, 0.004]] * 5) * np.array([[1], [2], [3], [4], [10]])
     trace = SimpleNamespace(gpu_busy=lambda: 2500.0, step_us=lambda: 50_000.0)
     assert step_times(untraced, trace) == dict(
-        untraced_ms=pytest.approx(30), p20_ms=pytest.approx(18), p80_ms=pytest.approx(42), traced_ms=50.0,
+        untraced_ms=pytest.approx(30), p20_ms=pytest.approx(18), p80_ms=pytest.approx(52), traced_ms=50.0,
         gpu_busy_ms=2.5, phases_ms=dict(data=pytest.approx(3), forward=pytest.approx(6),
                                         backward=pytest.approx(9), optimizer=pytest.approx(12)))
     trace.gpu_busy = lambda: None
@@ -258,6 +258,44 @@ def test_the_analysis_of_a_run_is_of_steps_after_the_profiler_s(steps, untraced,
     assert asked[1][5] == steps
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_analysis_of_a_trace_of_a_cpu(compiled, tmp_path, monkeypatch):
+    """Two steps of 100 µs forward; what is known of them elsewhere comes from there."""
+    events = [dict(ph="X", cat=category, name=name, tid=1, ts=t + start, dur=length, args={})
+              for t in (0.0, 1000.0) for category, name, start, length in (
+                  ("user_annotation", "forward", 0.0, 100.0), ("user_annotation", "up", 10.0, 40.0),
+                  ("cpu_op", "aten::mm", 20.0, 12.0), ("cpu_op", "aten::add", 60.0, 4.0))]
+    path, asked = tmp_path / "t.json", []
+    path.write_text(json.dumps(dict(traceEvents=events)))
+
+    def samples(trainer, batch, data_s, steps):
+        asked.append((batch, data_s, steps))
+        return [{("up", "forward"): up, (REST, "forward"): 1e-3} for up in (1e-3, 3e-3, 9e-3)]
+
+    monkeypatch.setattr(attribution, "seconds_by_sublayer", samples)
+    monkeypatch.setattr(attribution, "operations_in_a_step", lambda *_: {("up", "forward"): 1})
+    monkeypatch.setattr(attribution, "launch_on_cpu", lambda *given: given)
+    monkeypatch.setattr(attribution, "system_info", str)
+    given = settings(enable_torch_compile=compiled)
+    trainer = SimpleNamespace(program=SECOND, settings=given, device=CPU)
+    found = Findings(dict(up=3 * MB, rest=MB), 7, launches=5, peak_memory_mb=2.0)
+    untraced = np.array([[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
+    result, trace = attribution.analysis_of(trainer, SECOND.open_source(given), found, untraced, str(path), 2)
+    (batch, data_s, steps), = asked
+    assert torch.equal(batch["x"], SECOND.open_source(given).batch(0)["x"]) and (data_s, steps) == (2.0, 2)
+    assert result.launch == (trainer, None, 5, untraced) and trace.steps == 2
+    assert (result.unit, result.time_kind) == ("operation", "CPU time, without the profiler")
+    assert (result.profile_steps, result.trace, result.flops_per_step) == (2, "t.json", 7)
+    assert result.saved_activation_mb == dict(up=3.0, rest=1.0) and result.memory_peak_mb == 2.0
+    up, rest = result.sublayers
+    assert (up.total_us, up.share, up.launches) == (pytest.approx(3000.0), 0.75, None if compiled else 1)
+    assert result.total_us == pytest.approx(4000.0) and result.system_info == "cpu"
+    assert [sample["up", "forward"] for sample in result.samples] == [0.5, 0.75, 0.9]
+    assert [(e["name"], e["share"]) for e in result.kernels] == [("aten::mm", 0.75), ("aten::add", 0.25)]
+    assert result.coverage == dict(sublayers=0.75, rest=0.25, unattributed=0)
+    assert result.flops_share == dict(up=0.5, down=0.5) and result.twins == []
+
+
 # Sentences
 
 
@@ -268,7 +306,8 @@ def made_up(sublayers=(), unit="operation", samples=(), **values):
         step=dict(untraced_ms=10.0, traced_ms=25.5, phases_ms=dict(data=0.5, forward=1.0, backward=7.5,
                                                                     optimizer=1.0)),
         total_us=9500.0, sublayers=list(sublayers), launches_per_step=1, coverage={}, kinds={},
-        kernels=[dict(name="k" * 81, share=0.75, calls=4, self_us=50.0)],
+        kernels=[dict(name="k" * 81, kind="copy", share=0.75, calls=4, self_us=50.0, total_us=50.0,
+                      launches=None, allocated_bytes=None)],
         short_kernels=dict(limit_us=5.0, count_share=0.95, time_share=0.85), saved_activation_mb={},
         flops_per_step=1, flops_share=dict(up=0.75, down=0.25), memory_peak_mb=None,
         launch=launch_arithmetic(1, 0.010, host_s=0.001), samples=[
@@ -390,6 +429,7 @@ def test_rows_of_sublayers_are_in_milliseconds_and_megabytes():
     e = SublayerTime("up", "forward", 2.0, 1250.0, 500.0, 2000.0, 0.125, 7.0, 1.5, 2.25)
     assert report.sublayer_rows(made_up([e], samples=samples))[1] == [
         "up", "forward", "2", "1.250", "12.5% (30.0, 45.0)", "0.500", "2.000", "7", "1.5", "2.2"]
+    assert report.sublayer_rows(made_up([e], samples=samples[:2]))[1][4] == "12.5% (27.5, 35.0)"
     assert report.sublayer_rows(made_up([e], samples=samples[:1]))[1][4] == "12.5%"
     assert len(report.sublayer_rows(made_up([e], samples=samples))[0]) == 10
 
@@ -432,15 +472,48 @@ def test_the_report_counts_its_findings_and_adds_up():
     lines = report.report_lines(replace(found, memory_peak_mb=3.5), [report.SUBLAYERS])
     assert "Peak of a step: 3.5 MB. Saved for backward: 2.5 MB." in lines
     assert f"![time by sublayer]({report.SUBLAYERS})" in lines
+    assert [line for line in lines if line.startswith("## ")] == [
+        "## Findings", "## Launch-bound?", "## Time and memory by sub-layer", "## Top 20 operations",
+        "## Memory"]
+    assert lines[lines.index("## Launch-bound?") + 2] == found.launch.text + "."
+
+
+def test_sections_that_were_asked_for():
+    info = dict(gpu_name="G", host_cpu="CPU", torch_version="2", git_commit=None)
+    speeds = dict(copy_bytes_per_s=1e9, matmul_flops_per_s=dict(float32=1.0), dispatch_s=1.0, dtype="float32")
+    row = dict(name="up", flops=1e9, minimal_bytes=None, flops_per_byte=None, compute_s=1.0, memory_s=None,
+               launch_s=0.0, measured_s=2.0, bound="compute", share=0.5)
+    points = [dict(attention="as given", width=8, peak_memory_mb=1.0, saved_activation_mb=2.0, reason=None)]
+    found = made_up(system_info=info, coverage=dict(sublayers=0.0, rest=1.0, unattributed=0.0))
+    plain = report.report_lines(found)
+    whole = report.report_lines(replace(
+        found, scaling=dict(points=points, exponents={}), ceilings=speeds, roofline=[row],
+        compared_with=report.compare_sessions(session(4.0), session(1.0), "earlier")))
+    assert whole[:len(plain)] == plain
+    assert [line for line in whole[len(plain):] if line.startswith(("##", "| as given", "| up |"))] == [
+        "## Memory against length", "| as given | 8 | 1.0 | 2.0 |  |", "## Roofline",
+        "| up | 1.00 |  |  | 1000.000 |  | 0.000 | 2000.000 | compute | 50.0% |", "## Against earlier"]
+
+
+def test_a_report_and_its_analysis_are_written(tmp_path, monkeypatch):
+    info = dict(gpu_name="G", host_cpu="CPU", torch_version="2", git_commit=None)
+    found = made_up(system_info=info, coverage=dict(sublayers=0.0, rest=1.0, unattributed=0.0))
+    monkeypatch.setattr(report, "write_plots", lambda *_: ["time_by_sublayer.png"])
+    assert report.write_report(str(tmp_path), found, None) == ["time_by_sublayer.png"]
+    text = (tmp_path / report.REPORT).read_text()
+    assert text == "\n".join(report.report_lines(found, ["time_by_sublayer.png"])) + "\n"
+    assert json.loads((tmp_path / report.ANALYSIS).read_text()) == json.loads(json.dumps(found.as_dict()))
 
 
 def test_sessions_are_matched_by_name_and_the_longest_comes_first():
     before = [dict(name="a", us=10.0), dict(name="gone", us=40.0), dict(name="zero", us=0.0)]
-    after = [dict(name="a", us=25.0), dict(name="new", us=30.0), dict(name="zero", us=1.0)]
+    after = [dict(name="zero", us=0.5), dict(name="a", us=25.0), dict(name="new", us=30.0)]
     rows = report.matched(before, after, lambda e: e["name"], "us")
     assert [tuple(row.values()) for row in rows] == [
         ("gone", 40.0, None, None), ("new", None, 30.0, None), ("a", 10.0, 25.0, 2.5),
-        ("zero", 0.0, 1.0, None)]
+        ("zero", 0.0, 0.5, None)]
+    short = report.matched([dict(name="b", us=0.25)], [dict(name="c", us=0.5)], lambda e: e["name"], "us")
+    assert [row["name"] for row in short] == ["c", "b"]
     assert report.comparison_rows(rows[:3], "t") == [
         ["t", "before ms", "after ms", "ratio"], ["`gone`", "0.040", "", "gone"],
         ["`new`", "", "0.030", "new"], ["`a`", "0.010", "0.025", "2.50"]]
@@ -479,6 +552,7 @@ def test_two_sessions_in_words():
 def test_only_sessions_are_read(tmp_path):
     (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0)))
     assert report.read_analysis(str(tmp_path)) == session(1.0)
-    (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0, mode="ablation")))
-    with pytest.raises(UserError, match="not the analysis"):
-        report.read_analysis(str(tmp_path))
+    for broken in (dict(mode="ablation"), dict(step=dict(untraced_ms=0.0))):
+        (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0, **broken)))
+        with pytest.raises(UserError, match="not the analysis"):
+            report.read_analysis(str(tmp_path))
