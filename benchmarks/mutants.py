@@ -46,12 +46,13 @@ FAILED = 1e9  # seconds of a test that fails without any mutant
 LOOKS = "profile_summary kinds profiling profiler_session"
 AMD = f"rocm_outcomes rocm_profilers rocm_wrappers rocm_preflight rocm_releases {LOOKS}"
 TESTS = {  # file: which tests/test_*.py are meant to notice
-    "tiny_openfold_v2.py": "evoformer training",
-    "proteins/batches.py": "training", "proteins/synthetic.py": "training",
-    "proteins/contacts.py": "contacts", "proteins/files.py": "protein_data", "proteins/costs.py": "profiler_session",
-    "fusion_lab/training/checkpoints.py": "training house",
-    "fusion_lab/training/master_weights.py": "evoformer",
-    "fusion_lab/training/files.py": "training start study_files",
+    "tiny_openfold_v2.py": "numbers_by_hand evoformer training",
+    "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
+    "proteins/contacts.py": "contacts batches", "proteins/costs.py": "profiler_session",
+    "proteins/files.py": "protein_data",
+    "fusion_lab/training/checkpoints.py": "checkpoints training house",
+    "fusion_lab/training/master_weights.py": "numbers_by_hand evoformer",
+    "fusion_lab/training/files.py": "checkpoints training start study_files",
     "fusion_lab/study/statistics.py": "study_report performance_study",
     **{f"fusion_lab/measuring/{name}.py": f"comparison evoformer training {LOOKS}" for name in (
         "accuracy analysis attribution ceilings clocks comparison comparison_rows comparison_table counters "
