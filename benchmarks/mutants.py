@@ -9,7 +9,7 @@ renamed; on top come calls left out whose result nobody wants, and `if` turned o
 is left out, since it crashes, and so are wording and zip's strict. They are run here, because mutmut's own
 way, a wrapper round every function, stops torch.compile and spares constants and decorated functions. torch
 is imported once; a mutant is a fork in a copy of the tree with one file changed, and meets the tests of its
-file, cheapest first, as many as fit in --budget seconds: a score is a lower bound.
+file, those named first and the cheapest first, as many as fit in --budget seconds: a score is a lower bound.
 """
 import argparse
 import contextlib
@@ -48,7 +48,7 @@ AMD = f"rocm_outcomes rocm_profilers rocm_wrappers rocm_preflight rocm_releases 
 TESTS = {  # file: which tests/test_*.py are meant to notice
     "tiny_openfold_v2.py": "numbers_by_hand evoformer training",
     "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
-    "proteins/contacts.py": "contacts batches", "proteins/costs.py": "profiler_session",
+    "proteins/contacts.py": "contacts batches", "proteins/costs.py": "numbers_by_hand profiler_session",
     "proteins/files.py": "protein_data",
     "fusion_lab/training/checkpoints.py": "checkpoints training house",
     "fusion_lab/training/master_weights.py": "numbers_by_hand evoformer",
@@ -118,8 +118,9 @@ def mutants(file, each):
     return number, sorted(chosen, key=lambda mutant: int(mutant[0].partition(":")[0]))
 
 
-class CheapestFirst:
-    """A plugin of pytest: measures all tests, or runs until one fails those whose known seconds fit in."""
+class Chosen:
+    """A plugin of pytest: measures all tests, or runs until one fails those whose known seconds fit in, file
+    by file, the cheapest first."""
 
     def __init__(self, seconds=None, budget=0):
         self.seconds, self.budget, self.found = seconds, budget, {}
@@ -127,8 +128,10 @@ class CheapestFirst:
     def pytest_collection_modifyitems(self, session, items):
         if self.seconds:
             session.config.option.maxfail = 1
-            items.sort(key=lambda item: self.seconds.get(item.nodeid, FAILED))
-            total = itertools.accumulate(self.seconds.get(item.nodeid, FAILED) for item in items)
+            files = list(dict.fromkeys(item.path for item in items))
+            cost = {item: self.seconds.get(item.nodeid, FAILED) for item in items}
+            items.sort(key=lambda item: (cost[item] >= FAILED, files.index(item.path), cost[item]))
+            total = itertools.accumulate(cost[item] for item in items)
             items[sum(seconds < self.budget for seconds in total):] = []
 
     def pytest_runtest_logreport(self, report):
@@ -173,7 +176,7 @@ def run(tests, limit, plugin):
 
 def measure(name):
     """{test: seconds} of tests/test_<name>.py without any mutant."""
-    run([name], 1200, CheapestFirst())
+    run([name], 1200, Chosen())
     return json.loads((tree.parent / "seconds.json").read_text())
 
 
@@ -182,7 +185,7 @@ def judge(task):
     file, (text, code), seconds, budget = task
     whole = (tree / file).read_text(encoding="utf-8")
     (tree / file).write_text(code, encoding="utf-8")
-    ended = run(TESTS[file].split(), 3 * budget + 30, CheapestFirst(seconds, budget))
+    ended = run(TESTS[file].split(), 3 * budget + 30, Chosen(seconds, budget))
     (tree / file).write_text(whole, encoding="utf-8")
     return file, text, ended != 0
 

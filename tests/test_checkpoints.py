@@ -160,9 +160,12 @@ def test_a_checkpoint_of_another_program_or_model_is_refused(tmp_path):
     assert "No such file" in refused(tmp_path / "absent.pt")
 
 
-def test_a_checkpoint_with_other_tensors_is_refused(tmp_path):
+@pytest.mark.parametrize("change", [lambda model, name: model.update({name: torch.zeros(5)}),
+                                    lambda model, name: model.pop(name),
+                                    lambda model, name: model.update({f"{name}.more": torch.zeros(23)})])
+def test_a_checkpoint_with_other_tensors_is_refused(change, tmp_path):
     saved = snapshot(trainer_of())
-    saved["model"]["masked_msa_head.bias"] = torch.zeros(5)
+    change(saved["model"], "masked_msa_head.bias")
     torch.save(saved, tmp_path / "c.pt")
     with pytest.raises(UserError) as caught:
         restore(trainer_of(), tmp_path / "c.pt")

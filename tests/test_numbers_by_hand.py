@@ -13,6 +13,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.training.master_weights import MasterWeights
 from proteins.batches import SyntheticProteins
+from proteins.costs import costs
 
 CPU = torch.device("cpu")
 TINY = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
@@ -379,6 +380,22 @@ def test_fusion_statistics_against_a_hand_count(on, kernels, gemms):
                          kernel_reduction_percent=round(100 * (15 - kernels) / 15, 1),
                          total_kernel_reduction=3 * (15 - kernels), projection_gemms_per_block_unfused=20,
                          projection_gemms_per_block=gemms)
+
+
+def test_costs_of_every_sub_layer_by_hand():
+    """12 positions of the MSA tensor and 18 of the pair tensor, 4 bytes each: a pass over them is 192 and 432
+    bytes, over the outer product's hidden tensor 240, over the biases of rows 144 and of pairs 216."""
+    found = costs(tof.PROGRAM.settings(batch_size=2, num_seqs=2, seq_len=3, msa_dim=4, pair_dim=6,
+                                       msa_heads=2, pair_heads=3, outer_product_dim=5))
+    multiplication = (8424, 9 * 432, 15 * 432)
+    attention = (8424, 11 * 432 + 2 * 216, 18 * 432 + 3 * 216)
+    assert {name: dataclasses.astuple(cost) for name, cost in found.items()} == dict(
+        msa_row_attention=(2928, 11 * 192 + 432 + 2 * 144, 18 * 192 + 2 * 432 + 3 * 144),
+        msa_column_attention=(2304, 11 * 192, 18 * 192), msa_transition=(3072, 2 * 192, 3 * 192),
+        outer_product_mean=(8160, 432 + 192 + 4 * 240, 432 + 3 * 192 + 6 * 240),
+        triangle_mult_outgoing=multiplication, triangle_mult_incoming=multiplication,
+        triangle_attn_starting=attention, triangle_attn_ending=attention,
+        pair_transition=(10368, 2 * 432, 3 * 432), heads=(16032, None, None))
 
 
 def test_what_masks_leave_defined():
