@@ -48,7 +48,7 @@ AMD = f"rocm_outcomes rocm_profilers rocm_wrappers rocm_preflight rocm_releases 
 TESTS = {  # file: which tests/test_*.py are meant to notice
     "tiny_openfold_v2.py": "numbers_by_hand evoformer training",
     "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
-    "proteins/contacts.py": "contacts batches", "proteins/costs.py": "numbers_by_hand profiler_session",
+    "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
     "proteins/files.py": "protein_data",
     "fusion_lab/training/checkpoints.py": "checkpoints training house",
     "fusion_lab/training/master_weights.py": "numbers_by_hand evoformer",

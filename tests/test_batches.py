@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
+from fusion_lab.training import feeding
 from fusion_lab.training.files import UserError
 from proteins import batches, contacts
 from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt, masked_batch
@@ -121,6 +122,12 @@ def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
     assert torch.equal(batch["msa_targets"][0], plain["msa_targets"][0])
     assert torch.equal(batch["msa_targets"][1, :7, :6], plain["msa_targets"][1, :7, :6])
     assert (batch["msa_targets"] >= 0).any() and torch.equal(batch["msa_tokens"], plain["msa_tokens"])
+
+
+def test_every_step_gets_its_own_batch():
+    source = SimpleNamespace(batch=lambda step: dict(number=step))
+    found = feeding.batches(source, range(3, 6), torch.device("cpu"))
+    assert [batch["number"] for batch in found] == [3, 4, 5]
 
 
 # --- Real batches --------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from conftest import last_json
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.training import reporting
+from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.master_weights import MasterWeights
 from proteins.batches import SyntheticProteins
 from proteins.costs import costs
@@ -127,6 +129,32 @@ def test_true_distances_fall_into_the_bin_whose_upper_end_they_reach():
         assert loss == pytest.approx(math.log(64) / 2, rel=1e-4), distance  # the diagonal's, no more
 
 
+def test_padding_changes_nothing_in_the_whole_model():
+    """Two residues and one row too many, full of garbage, against the same sample without them."""
+    torch.manual_seed(0)
+    model = model_of(num_blocks=2).double()
+    tof.accuracy.shake(tof.PROGRAM, model)
+    tokens, coords = torch.randint(0, 20, (1, 4, 8)), 5 * torch.randn(1, 8, 3).double()
+    seq_mask, row_mask = torch.tensor([[1.0] * 6 + [0] * 2]), torch.tensor([[1.0] * 3 + [0]])
+    targets = tokens.clone()
+    targets[:, 3], targets[:, :, 6:] = -100, -100
+    padded = model(tokens, None, seq_mask, row_mask, targets, coords, seq_mask.double())
+    alone = model(tokens[:, :3, :6], None, None, None, targets[:, :3, :6], coords[:, :6],
+                  torch.ones(1, 6).double())
+    for name in ("distances", "contact_probability", "pair_repr"):
+        torch.testing.assert_close(padded[name][:, :6, :6], alone[name], rtol=0, atol=1e-10)
+    torch.testing.assert_close(padded["msa_repr"][:, :3, :6], alone["msa_repr"], rtol=0, atol=1e-10)
+    assert padded["loss"].item() == pytest.approx(alone["loss"].item(), rel=1e-10)
+
+
+def test_a_masked_row_of_very_low_scores_stays_finite():
+    """-2545 would leave float16's range if it were added to the lowest number."""
+    q = torch.full((1, 1, 1, 4, 8), 30.0, dtype=torch.float16)
+    v = torch.arange(4.0, dtype=torch.float16)[:, None].expand(1, 1, 1, 4, 8)
+    for bias in (None, torch.zeros(1, 1, 4, 4, dtype=torch.float16)):
+        assert (tof.attend(q, -q, v, bias, torch.zeros(1, 4), "math") == 1.5).all()  # the mean of all keys
+
+
 # --- Weights at the start ------------------------------------------------------------------------------
 
 
@@ -137,8 +165,10 @@ def test_initial_weights():
         assert layer.weight.std().item() == pytest.approx(deviation, rel=0.01) and not layer.bias.any()
         assert layer.weight.abs().max().item() == pytest.approx(2 * deviation / 0.8796, rel=1e-3)  # truncated
     assert tof.linear(3, 3, bias=False).bias is None
-    block = model_of().blocks[0]
-    for name, weight in block.named_parameters():
+    model = model_of()
+    assert not any(weight.any() for head in (model.distogram_head, model.masked_msa_head)
+                   for weight in head.parameters())
+    for name, weight in model.blocks[0].named_parameters():
         layer, kind = name.split(".")[-2:]
         if layer in ("o_proj", "linear2", "output_proj"):
             assert not weight.any(), name  # the last layers of residual branches
@@ -148,6 +178,14 @@ def test_initial_weights():
             assert weight.any() == (kind == "weight"), name
             deviation = ((2 if layer == "linear1" else 1) / weight.shape[-1]) ** 0.5
             assert kind == "bias" or weight.std().item() == pytest.approx(deviation, rel=0.25), name
+
+
+def test_the_seed_alone_decides_the_weights():
+    torch.manual_seed(42)
+    expected = model_of().state_dict()
+    for seed, equal in ((42, True), (43, False)):
+        found = trainer_of(seed=seed).model.state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected) == equal
 
 
 # --- Dropout -------------------------------------------------------------------------------------------
@@ -226,12 +264,14 @@ def test_one_step_is_adamw_with_the_given_learning_rate():
     trainer.model.zero_grad()
     loss = trainer.step(batch)
     assert not loss.requires_grad and torch.equal(loss, trainer_of().forward(batch)["loss"])
-    moved = 0
+    moved, state = 0, trainer.optimizer.state
     for name, weight in trainer.model.named_parameters():
         if name in gradients:  # decay of 0.01, then a step of the learning rate along the gradient's sign
             g = gradients[name]
             expected = before[name] * (1 - 0.01 * 0.01) - 0.01 * g / (g.abs() + 1e-8)
             torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-4 * 0.01, msg=name)
+            torch.testing.assert_close(state[weight]["exp_avg"], 0.1 * g, rtol=1e-4, atol=1e-9)
+            torch.testing.assert_close(state[weight]["exp_avg_sq"], 0.001 * g * g, rtol=1e-4, atol=1e-12)
             moved += (weight != before[name]).sum().item()
     assert moved > 1000
 
@@ -261,6 +301,7 @@ def test_preserved_brings_back_a_run_that_is_under_way(amp):
     trainer.step(batch)
     before = everything(trainer)
     with trainer.preserved():
+        trainer.step(batch)
         trainer.model.distogram_head.weight.register_hook(lambda gradient: gradient * float("inf"))
         trainer.step(batch)  # in float16 the scale changes
         assert any(not torch.equal(a, b) for a, b in zip(before, everything(trainer), strict=True))
@@ -323,6 +364,14 @@ def test_log_lines_give_the_median_of_the_steps_since_the_last(tmp_path, capsys,
     assert [(line[0], line[2].split()[1], line[4].split()[1]) for line in lines] == [
         ("Step   3/7", "100.0", "20.0ms"), ("Step   6/7", "40.0", "50.0ms"), ("Step   7/7", "33.3", "60.0ms")]
     assert list(last_json(out)["contact_precision"]) == ["2", "4", "6", "final"]
+
+
+def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
+    losses = [torch.tensor(value) for value in (float("nan"), 1.0, 2.0, float("inf"))]
+    assert reporting.require_finite(losses[:3], 1, 40) == 3  # the first was looked at before
+    with pytest.raises(UserError, match="loss is inf at step 44: nothing was saved since") as caught:
+        reporting.require_finite(losses, 3, 40)
+    assert caught.value.code == FAILED
 
 
 def test_checkpoints_are_written_when_asked_for_and_at_the_end(tmp_path, monkeypatch):
