@@ -198,6 +198,7 @@ def test_a_check_prints_ten_failures_and_writes_all(broken, tmp_path, monkeypatc
         "   Tolerance: rtol=0.001, atol=0.0001",
         "   Error against float64: at most 1.50x the baseline's own, allowed 3x",
         *(f"   {line}" for line in lines[:10]), *more, "FAIL" if broken else "PASS"]
+    assert [path.name for path in tmp_path.iterdir()] == ["accuracy_mlp.json"]
     assert last_json(out) == dict(
         mode="verify_accuracy", passed=not broken, device="cpu", **dict(VERDICT, max_relative=None),
         failures=lines, rtol=1e-3, atol=1e-4, error_factor=3.0)
@@ -228,9 +229,9 @@ class Deafer(Deaf):
 
 
 def telling(losses):
-    """A trainer whose steps take a batch of two and return these losses."""
+    """A trainer whose steps take a batch of two of the tiny model and return these losses."""
     def step(trainer, batch):
-        assert len(batch["x"]) == 2 and trainer.training.learning_rate == 1e-3
+        assert batch["x"].shape == (2, 8) and trainer.training.learning_rate == 1e-3
         tof.Trainer.step(trainer, batch)
         return torch.tensor(left.pop(0))
     left = list(losses)
@@ -239,7 +240,7 @@ def telling(losses):
 
 def validation(program, capsys):
     """(exit code, result, all lines) of --validate-setup."""
-    code = accuracy.validate_setup(program, program.settings(**SMALL))
+    code = accuracy.validate_setup(program, program.settings(**dict(SMALL, width=16)))
     lines = capsys.readouterr().out.splitlines()
     return code, json.loads(lines[-2]), lines
 
@@ -262,7 +263,7 @@ def test_validation_by_its_reasons(monkeypatch, capsys):
         f"Device: cpu | torch {torch.__version__}", "   Fused against baseline numerics: FAIL",
         "   Five training steps: loss 3.0000 -> 3.0000 FAIL"]
     monkeypatch.setattr(accuracy, "compare_numerics", lambda *_: ({}, []))
-    code, _, lines = validation(replace(SECOND, trainer=telling([3.0, 4.0, 1.0, 4.0, 2.0])), capsys)
+    code, _, lines = validation(replace(SECOND, trainer=telling([3.0, 1.0, 1.0, 4.0, 2.0])), capsys)
     assert code == 0 and lines[1:3] == ["   Fused against baseline numerics: ok",
                                         "   Five training steps: loss 3.0000 -> 2.0000 ok"]
 

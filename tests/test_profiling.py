@@ -13,6 +13,7 @@ from second_program import PROGRAM as SECOND
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import clocks
 from fusion_lab.measuring import probe as probe_module
+from fusion_lab.measuring import ranges as ranges_module
 from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
 from fusion_lab.measuring.counters import OpCounter, gpu_kernels, saved_activations
 from fusion_lab.measuring.probe import (
@@ -326,6 +327,95 @@ def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch, capsys):
 
 
 # Traces
+
+
+def outer_profiling(monkeypatch, said, **values):
+    """Profiling of a run on a GPU under an outer profiler; what is done on the GPU is appended to said."""
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("pop"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
+    config = ProfilerConfig(enable_rocm_profiling=True, profile_dir="/nonexistent", **values)
+    layer = torch.nn.Linear(2, 2)
+    return layer, Profiling(config, GPU, [("layer", layer)], Findings({}, 1), 4)
+
+
+def test_an_outer_profiler_hears_of_steps_ranges_and_pauses(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.version, "hip", None)
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: said.append(name))
+    layer, profiling = outer_profiling(monkeypatch, said)
+    with profiling:
+        layer(torch.zeros(1, 2, requires_grad=True)).sum().backward()
+        with pytest.raises(KeyError), profiling.paused():
+            raise KeyError
+        profiling.step()
+    assert said == ["start", "layer", "pop", "layer.backward", "pop", "stop", "start", "wait", "stop"]
+    layer(torch.zeros(1, 2))
+    assert len(said) == 9 and profiling.trace is None
+
+
+def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for name in ("resume", "pause"):
+        monkeypatch.setattr(ranges_module.roctx, name, lambda name=name: said.append(name))
+    with outer_profiling(monkeypatch, said)[1]:
+        pass
+    assert said == ["resume", "wait", "pause"]
+
+    def missing():
+        raise OSError("no library")
+    monkeypatch.setattr(ranges_module.roctx, "resume", missing)
+    ranges_module.switch_outer_profiler(on=True)
+    assert "no profiler start and stop (no library)" in capsys.readouterr().out
+    with Profiling(ProfilerConfig(enable_rocm_profiling=True), CPU, [], Findings({}, 1), 4) as profiling:
+        with profiling.paused():
+            pass
+    assert said == ["resume", "wait", "pause"] and "no GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps, traced, warmup, active", [(10, 5, 1, 5), (4, 5, 1, 3), (1, 5, 0, 1)])
+def test_traced_steps_come_after_one_that_warms_the_profiler_up(steps, traced, warmup, active, tmp_path,
+                                                               monkeypatch, capsys):
+    asked, said = [], []
+    trace = tmp_path / "new.1.pt.trace.json"
+
+    class Profile:
+        def __init__(self, **options):
+            asked.append(options)
+
+        def __enter__(self):
+            said.append("begin")
+
+        def step(self):
+            said.append("step")
+
+        def __exit__(self, *_):
+            trace.write_text("{}")
+
+    monkeypatch.setattr(torch.profiler, "schedule", lambda **plan: plan)
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    (tmp_path / "old.1.pt.trace.json").write_text("{}")
+    config = ProfilerConfig(enable_pytorch_profiler=True, enable_memory_profiling=True,
+                            profile_dir=str(tmp_path))
+    layer = torch.nn.Linear(2, 2)
+    profiling = Profiling(config, CPU, [("layer", layer)], Findings(dict(a=1), 1), steps)
+    assert asked[0]["schedule"] == dict(wait=0, warmup=warmup, repeat=1, active=active)
+    assert asked[0]["record_shapes"] and asked[0]["profile_memory"] and profiling.traced_steps == traced
+    with profiling:
+        layer(torch.zeros(1, 2))
+        assert profiling.open_ranges == []
+        profiling.step()
+    assert said == ["begin", "step"] and profiling.trace == str(trace)
+    assert "trace of up to 5 steps" in capsys.readouterr().out and (tmp_path / "memory_profile.json").exists()
+
+
+def test_a_run_that_fails_leaves_no_memory_profile(tmp_path):
+    config = ProfilerConfig(profile_dir=str(tmp_path), enable_memory_profiling=True)
+    with pytest.raises(KeyError), Profiling(config, CPU, [], Findings(dict(a=1), 1), 4):
+        raise KeyError
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_memory_profile_is_sorted_and_in_megabytes(tmp_path, capsys):

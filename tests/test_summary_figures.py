@@ -11,7 +11,7 @@ from conftest import last_json
 from second_program import PROGRAM as SECOND
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import summary
+from fusion_lab.measuring import metrics, summary
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.training.files import UserError
@@ -175,3 +175,83 @@ def test_how_to_go_on(capsys):
         print_ending(trainer(done, steps), ["s.json", None, "m.jsonl"])
         assert capsys.readouterr().out == (
             f"Written: s.json, m.jsonl\nContinue: the same flags and --resume 'a b.pt' --num-steps {more}\n")
+
+
+# The metrics of a run
+
+
+def noted(number, loss=1.0, norm=0.5, rate=1e-3):
+    """Arguments of Metrics.step()."""
+    return number, torch.tensor(loss), SimpleNamespace(
+        gradient_norm=torch.tensor(norm), optimizer=SimpleNamespace(param_groups=[dict(lr=rate)]))
+
+
+def test_metrics_are_read_when_they_are_written(tmp_path):
+    """A norm that the trainer overwrites, and a rate that it changes, stay those of their step."""
+    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
+    step = noted(1, loss=2.0)
+    found.step(*step)
+    step[2].gradient_norm.fill_(9.0)
+    found.step(*noted(2, loss=float("nan"), rate=5e-4))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    found.evaluation(2, dict(score=0.25))
+    found.step(*noted(3))
+    found.flush()
+    found.flush()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        dict(step=1, loss=2.0, learning_rate=1e-3, gradient_norm=0.5),
+        dict(step=2, loss=None, learning_rate=5e-4, gradient_norm=0.5),
+        dict(step=2, evaluation=dict(score=0.25)),
+        dict(step=3, loss=1.0, learning_rate=1e-3, gradient_norm=0.5)]
+
+
+def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
+    path, settings = tmp_path / "metrics.jsonl", SECOND.settings(profile_dir=str(tmp_path))
+    lines = '{"step": 1, "loss": 2}\n{"step": 3, "loss": 4}\n{"step": 2, "evaluation": {}}\n[1]\nnonsense\n'
+    path.write_text(lines + '{"step": 3, "loss": 5}\n{"step": 4, "lo')
+    metrics.Metrics(settings.having(resume="c.pt"))
+    assert path.read_text() == lines + '{"step": 3, "loss": 5}\n'
+    assert metrics.read_metrics(path) == (
+        [dict(step=1, loss=2), dict(step=3, loss=5)], [dict(step=2, evaluation={})])
+    metrics.Metrics(settings)
+    assert not path.exists() and len(list(tmp_path.glob("metrics.jsonl.old-*"))) == 1
+    metrics.cut_torn_line(path)
+    path.mkdir()
+    with pytest.raises(UserError, match="cannot write .*metrics.jsonl: Is a directory"):
+        metrics.Metrics.flush(SimpleNamespace(pending=[], path=str(path), writer=None))
+
+
+def test_tensorboard_hears_every_number(tmp_path, monkeypatch):
+    heard = []
+    writer = SimpleNamespace(add_scalar=lambda *given: heard.append(given),
+                             flush=lambda: heard.append("flushed"))
+    monkeypatch.setattr(metrics, "summary_writer", lambda directory: heard.append(directory) or writer)
+    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path), tensorboard=True))
+    found.step(*noted(7, loss=float("inf")))
+    found.evaluation(8, dict(score=0.25))
+    assert heard == [str(tmp_path), ("learning_rate", 1e-3, 7), ("gradient_norm", 0.5, 7), ("score", 0.25, 8),
+                     "flushed"]
+
+
+def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch, capsys):
+    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 2, "evaluation": {"a": 0.5, "b": 0.25}}\n'
+        '{"step": 4, "evaluation": {"a": 0.75}}\n')
+    figures = []
+    pyplot = metrics.require_matplotlib()
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    assert found.draw() == str(tmp_path / "learning_curve.png")
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    left, right = figures[0].axes
+    lines = [[line.get_label(), *(list(data) for data in line.get_data())] for line in right.get_lines()]
+    assert lines == [["a", [2, 4], [0.5, 0.75]], ["b", [2], [0.25]]] and right.get_ylim() == (0, 1)
+    loss, = left.get_lines()
+    assert [list(data) for data in loss.get_data()] == [[1, 2], [2, 1]]
+    assert (left.get_xlabel(), left.get_ylabel()) == ("step", "training loss") and right.get_legend()
+    monkeypatch.setattr(metrics, "write_atomically", lambda *_: 1 / 0)
+    assert found.draw() is None
+    assert capsys.readouterr().err == "warning: no learning_curve.png: division by zero\n"
+    monkeypatch.setattr(metrics, "require_matplotlib", lambda: metrics.summary_writer("") or 1 / 0)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    assert found.draw() is None and capsys.readouterr().err == ""  # not installed: nobody asked for a picture
