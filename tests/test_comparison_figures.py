@@ -18,10 +18,12 @@ from fusion_lab.measuring.comparison_table import (
     detail_table,
     headline,
     print_details,
+    print_table,
     table,
 )
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.rungs import Rungs
+from fusion_lab.measuring.tables import aligned
 from fusion_lab.measuring.variants import ALL, BASELINE, UNMEASURED, Variant, with_fusion
 
 PLAIN = SECOND.fusion_config.preset(False)
@@ -142,7 +144,7 @@ def test_the_headline_is_of_all_default_fusions():
     unknown = dict(after, peak_memory_reduction_percent=None, launch_reduction_percent=None)
     assert headline([before, unknown], None, "cpu_ops")[1::2] == ["Memory reduction: not measured",
                                                                  "Kernel reduction: not measured"]
-    slow = headline([before, dict(after, name="x", speedup=0.999)], None, "")
+    slow = headline([before, other, dict(after, name="x", speedup=0.999)], None, "")  # the last one, then
     assert "1.00x speed-up (a slowdown) (" in slow[0] and "% (a slowdown) (" in slow[2]
     assert "slowdown" not in headline([before, dict(after, speedup=1.0)], None, "")[0]
     failed = dict(name="x", measured=False, reason="why")
@@ -153,7 +155,7 @@ def test_the_headline_is_of_all_default_fusions():
 def test_details_name_what_is_within_noise(capsys):
     before, after = two_rows()
     rows = [before, *(dict(after, name=name, speedup_p20=low, speedup_p80=high) for name, low, high in (
-        ("faster", 1.01, 1.2), ("slower", 0.8, 0.99), ("unclear", 0.9, 1.1), ("from one", 1.0, 1.3),
+        ("unclear", 0.9, 1.1), ("faster", 1.01, 1.2), ("slower", 0.8, 0.99), ("from one", 1.0, 1.3),
         ("to one", 0.7, 1.0)))]
     rows.append(dict(name="broken", measured=False, reason="x"))
     effects = {"enable_opm_fusion": dict(speedup=1.25, smallest=1.0, largest=1.5, saved_activation_mb=2.0)}
@@ -162,8 +164,11 @@ def test_details_name_what_is_within_noise(capsys):
     assert "(p20 to p80 of the paired steps includes 1): unclear, from one, to one\n" in out
     assert "\nopm              1.250x over all settings of the others (from 1.000 to 1.500), saved " \
            "activations -2.0 MB\n" in out
-    print_details(dict(variants=rows[:2], switch_effects=None, nominal=None, launch_kind="gpu_kernels"))
-    assert "within noise" not in capsys.readouterr().out
+    few = dict(variants=[before, rows[2]], switch_effects=None, nominal=None, launch_kind="gpu_kernels")
+    print_table(few)
+    assert capsys.readouterr().out.splitlines() == [
+        *aligned(table(few["variants"])), "", *aligned(detail_table(few["variants"])), "",
+        *headline(few["variants"], None, "gpu_kernels")]
 
 
 def test_the_live_table_prints_every_row_once(monkeypatch, capsys):
@@ -361,7 +366,8 @@ def test_memory_alone_on_a_gpu_is_without_what_others_left(monkeypatch):
     assert idle.found is None and idle.reason == "master weights need --use-amp" and len(order) == 3
 
 
-def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path, capsys):
+def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(comparison, "matmul_ceiling", lambda *_: 4e9)
     settings = with_fusion(SETTINGS.having(width=4, num_steps=2, device="cpu", warmup_steps=1,
                                            profile_dir=str(tmp_path)), PLAIN)
     assert comparison.compare_fusion(SECOND, settings, picked=ALL) == 0
@@ -373,4 +379,6 @@ def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path
     assert [row["name"] for row in rows] == [BASELINE, ALL]
     for row in rows:
         assert row["speedup"] == pytest.approx(rows[0]["median_batch_time"] / row["median_batch_time"])
-        assert row["mfu"] == pytest.approx(row["achieved_tflops"] / result["matmul_ceiling_tflops"])
+        assert row["mfu"] == pytest.approx(row["achieved_tflops"] / 0.004)
+    assert result["matmul_ceiling_tflops"] == 0.004 and result["mode"] == "compare_fusion"
+    assert result["training_params"]["amp_dtype"] is None and result["launch_kind"] == "cpu_ops"
