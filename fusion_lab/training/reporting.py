@@ -63,10 +63,14 @@ def describe_start(trainer, source):
 
 
 def print_ending(trainer, paths):
-    """Where the files of a run are, and how to go on from its end."""
+    """How far a run came, where its files are, and how to go on."""
+    done, planned, saved = trainer.step_number, trainer.training.num_steps, trainer.training.save_checkpoint
+    if done < planned:
+        print(f"Interrupted at step {done} of {planned}"
+              + ("" if saved else "; without --save-checkpoint FILE there is nothing to continue from"))
     print(f"Written: {', '.join(path for path in paths if path)}")
-    if saved := trainer.training.save_checkpoint:
-        steps = max(2 * trainer.step_number, trainer.training.num_steps)
+    if saved:
+        steps = planned if done < planned else 2 * planned
         print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
 
 
