@@ -77,10 +77,15 @@ def print_ending(trainer, paths):
 MOST_BYTES = 1024  # of the line of JSON that ends the output
 
 
+def for_people(settings):
+    """Whether people read the output, and not a program."""
+    return sys.stdout.isatty() and not settings.profiler.json
+
+
 def print_result(headline, path, settings):
     """The end of the output. For programs: one line of JSON with the headline figures, named and nested as in
     the file with all of them, and that file's path; for people on a terminal the path alone."""
-    if sys.stdout.isatty() and not settings.profiler.json:
+    if for_people(settings):
         print(f"Results: {path}", flush=True)
         return
     place = dict(summary_file=os.path.abspath(path))
