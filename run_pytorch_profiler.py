@@ -98,7 +98,8 @@ def run(argv=None):
     if "checks" in headline:
         headline["checks"] = [{key: check.get(key) for key in (*program.axes, *CHECKED)}
                               for check in headline["checks"]]
-    reporting.print_result(headline, path, settings)
+    if not (reporting.for_people(settings) and result["mode"] == "pytorch_profiler"):  # ends in its findings
+        reporting.print_result(headline, path, settings)
     return 0
 
 

@@ -3,12 +3,13 @@ import math
 import os
 import statistics
 import sys
+from importlib.util import find_spec
 
 import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, require_directory
+from fusion_lab.training.files import UserError, require_directory, set_aside
 from proteins import maps
 from proteins.files import LETTERS
 
@@ -100,21 +101,36 @@ def contact_line(evaluation):
 
 @torch.no_grad()
 def closing(trainer, source, evaluations):
-    """What the final evaluation says, in a sentence; and on a terminal the map of one protein."""
+    """What the final evaluation says, in a sentence; before it the map of one protein, on a terminal as text,
+    and after a run that was evaluated on its way as a picture beside its results."""
     held_out = evaluations.get("final", {}).get("held_out")
     if not held_out:
         return
-    if sys.stdout.isatty():
-        name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
-        batch = to_device(batch, trainer.device)
-        coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
-        with torch.compiler.set_stance("force_eager"):
-            probability = trainer.model.eval()(**batch)["contact_probability"][0]
-        print(f"{maps.printable(name)}, which it never saw:")
-        print(contact_map_text(probability, coords, coord_mask))
+    picture = len(evaluations) > 1 and not trainer.training.plot_contacts and find_spec("matplotlib")
+    if sys.stdout.isatty() or picture:
+        show_one(trainer, source, held_out, picture)
     found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
     print(f"In words: after {trainer.step_number} steps, {found:.0f}% of the residue pairs that the model is "
           f"surest of do touch, in {len(held_out)} proteins it never saw; by chance {chance:.0f}% would.")
+
+
+def show_one(trainer, source, held_out, picture):
+    """The map of the first protein that is among held_out."""
+    name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
+    tokens, batch = batch["target_tokens"][0], to_device(batch, trainer.device)
+    coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
+    with torch.compiler.set_stance("force_eager"):
+        output = trainer.model.eval()(**batch)
+    probability, distances = output["contact_probability"][0], output["distances"][0]
+    if sys.stdout.isatty():
+        print(f"{maps.printable(name)}, which it never saw:")
+        print(contact_map_text(probability, coords, coord_mask))
+    if picture:
+        path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
+        for suffix in SUFFIXES:
+            set_aside(path + suffix)
+        write_map(path, name, source.structure(name), tokens, (probability, distances, coords, coord_mask))
+        print(f"Its contact map: {path}.png, the numbers {path}.tsv")
 
 
 def require_plots(settings, source):

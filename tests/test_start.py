@@ -199,9 +199,11 @@ def test_a_second_run_sets_the_first_aside(tmp_path, monkeypatch, capsys):
     flags = [*SMALL, "--num-steps", "1"]
     assert tof.main(flags) == tof.main(flags) == 0
     assert len(list(tmp_path.glob("pytorch_profiles_v2.old-*"))) == 1
-    assert train("mine", "--num-steps", 1) == train("mine", "--num-steps", 1) == 0
+    flags = ["--num-steps", 2, "--eval-every", 1]
+    assert train("mine", *flags) == train("mine", *flags) == 0
+    assert "Its contact map: mine/contacts.png, the numbers mine/contacts.tsv" in capsys.readouterr().out
     names = [path.name for path in (tmp_path / "mine").iterdir()]
-    for kept in ("performance_summary_v2.json", "metrics.jsonl"):
+    for kept in ("performance_summary_v2.json", "metrics.jsonl", "contacts.png", "contacts.tsv"):
         assert kept in names and sum(name.startswith(f"{kept}.old-") for name in names) == 1
 
 

@@ -245,6 +245,7 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
     summary = last_json(out)
     done = torch.load(tmp_path / "c.pt", weights_only=True)["step"]
     assert done * 2 == summary["performance_summary"]["total_samples"] > 0
+    assert f"Interrupted at step {done} of 100000\n" in out and "c.pt --num-steps 100000\n" in out
     assert (tmp_path / "performance_summary_v2.json").exists()
 
 

@@ -2,15 +2,16 @@
 import json
 import os
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
-from fusion_lab.training.files import finite, write_json
+from fusion_lab.training.files import finite, set_aside, write_json
 from fusion_lab.training.machine import choose_device, process_settings
-from fusion_lab.training.reporting import print_result
+from fusion_lab.training.reporting import for_people, print_result
 
 RTOL, ATOL = 1e-3, 1e-4  # fused against baseline in float32, as users know it from this example family
 TF32_EPSILON = 2.0 ** -10  # ten bits of mantissa
@@ -76,8 +77,9 @@ def judge(fused, baseline, exact, epsilon, tolerances):
     return summary, failures
 
 
-def compare_numerics(program, settings, device):
-    """Run fused, baseline and float64 baseline on the same weights and batch; returns judge()'s verdict."""
+def compare_numerics(program, settings, device, note=lambda text: None):
+    """Run fused, baseline and float64 baseline on the same weights and batch; returns judge()'s verdict.
+    note(text) hears what goes on."""
     training = settings.training
     if hasattr(settings.model, "dropout"):
         settings = settings.having(dropout=0.0)  # three runs cannot draw the same masks
@@ -94,8 +96,11 @@ def compare_numerics(program, settings, device):
         trainer.model.load_state_dict(baseline.model.state_dict())
     exact.model.double()
     double = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
-    runs = [results_and_gradients(fused, batch), results_and_gradients(baseline, batch),
-            results_and_gradients(exact, double)]
+    runs = []
+    for name, trainer, inputs in (("as given", fused, batch), ("the baseline", baseline, batch),
+                                  ("the baseline in float64", exact, double)):
+        note(f"Running {name}")
+        runs.append(results_and_gradients(trainer, inputs))
     dtype = baseline.amp_dtype or torch.float32
     tf32 = dtype == torch.float32 and runs_in_tf32(training, device)
     tolerances = (RTOL, ATOL) if dtype == torch.float32 and not tf32 else None
@@ -106,7 +111,7 @@ def verify_accuracy(program, settings):
     """--verify-accuracy: print the differences and PASS or FAIL; exit code 0 or 1."""
     training = settings.training
     device = choose_device(training.device)
-    verdict, failures = compare_numerics(program, settings, device)
+    verdict, failures = compare_numerics(program, settings, device, partial(print, flush=True))
     print(f"Fused against baseline on {device}: {verdict['tensors']} tensors (outputs, loss, all gradients), "
           f"same weights and inputs")
     print(f"   Absolute difference: max {verdict['max_absolute']:.3e}, mean {verdict['mean_absolute']:.3e}")
@@ -123,6 +128,7 @@ def verify_accuracy(program, settings):
     result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **finite(verdict),
                   failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
     path = os.path.join(settings.profiler.profile_dir, program.result("accuracy"))
+    set_aside(path)
     write_json(path, result)
     print("FAIL" if failures else "PASS")
     print_result(result, path, settings)
@@ -131,13 +137,13 @@ def verify_accuracy(program, settings):
 
 def validate_setup(program, settings):
     """--validate-setup: numerics of the fusions and five steps of training on a small model. The last line
-    is the verdict, the line before it the result as JSON; exit code 0 or 1."""
+    is the verdict, the line before it, for programs, the result as JSON; exit code 0 or 1."""
     device = choose_device(settings.training.device)
     small = settings.having(**program.tiny, batch_size=2)
-    print(f"Device: {device} | torch {torch.__version__}")
+    print(f"Device: {device} | torch {torch.__version__}", flush=True)
     reasons = []
     _, failures = compare_numerics(program, small, device)
-    print(f"   Fused against baseline numerics: {'FAIL' if failures else 'ok'}")
+    print(f"   Fused against baseline numerics: {'FAIL' if failures else 'ok'}", flush=True)
     reasons += failures[:3]
     trainer = program.trainer(program, small.having(learning_rate=1e-3), device)
     batch = program.check_batch(small, device)
@@ -149,7 +155,8 @@ def validate_setup(program, settings):
     missing = [name for name, square in optimizer_state(trainer, "exp_avg_sq").items() if not square.any()]
     if missing:
         reasons.append(f"parameters without a gradient: {', '.join(missing[:3])}")
-    print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons, losses=finite(losses),
-                          device=str(device)), allow_nan=False))
+    if not for_people(settings):
+        print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons,
+                              losses=finite(losses), device=str(device)), allow_nan=False))
     print(program.success if not reasons else f"{program.failure}: {'; '.join(reasons)}")
     return 1 if reasons else 0

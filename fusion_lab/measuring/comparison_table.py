@@ -67,13 +67,18 @@ def detail_table(rows):
     return lines
 
 
+def within_noise(row):
+    return row["speedup_p20"] <= 1 <= row["speedup_p80"]
+
+
 def headline(rows, nominal, launch_kind):
     """The four lines that users look for: all fusions that are on by default, against the baseline."""
     before = rows[0]
     after = next((r for r in rows if r["name"] == ALL and r["measured"]), rows[-1])
     if not after["measured"]:
         return [f"No headline: {after['name']} was not measured ({after['reason']})"]
-    slow = " (a slowdown)" if after["speedup"] < 1 else ""
+    said = ["a slowdown"] * (after["speedup"] < 1) + ["within noise"] * within_noise(after)
+    slow = f" ({', '.join(said)})" if said else ""
     launches = "not measured" if after["launch_reduction_percent"] is None else (
         f"{after['launch_reduction_percent']:.1f}% measured ({before['launches_per_step']} -> "
         f"{after['launches_per_step']} {launch_kind} per step)")
@@ -101,7 +106,7 @@ def print_details(result):
     """What comes below the table: phases, what is within noise, the switches' effects, the headline."""
     rows = result["variants"]
     print("\n".join(["", *aligned(detail_table(rows)), ""]))
-    noise = [r["name"] for r in rows[1:] if r["measured"] and r["speedup_p20"] <= 1 <= r["speedup_p80"]]
+    noise = [r["name"] for r in rows[1:] if r["measured"] and within_noise(r)]
     if noise:
         print(f"Speed-up within noise (p20 to p80 of the paired steps includes 1): {', '.join(noise)}")
     for name, effect in (result["switch_effects"] or {}).items():

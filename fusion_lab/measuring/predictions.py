@@ -1,4 +1,7 @@
 """Memory against length, and the roofline's predictions against measurement."""
+import sys
+from functools import partial
+
 import numpy as np
 
 from fusion_lab.measuring.ceilings import ceiling_line, measure_ceilings
@@ -71,11 +74,14 @@ def scaling_rows(scaling, axis, letter):
     return rows + ([["fused", "runs", scaling["fused_runs"]]] if "fused_runs" in scaling else [])
 
 
-def check_predictions(program, settings, device, ceilings, shapes):
+def check_predictions(program, settings, device, ceilings, shapes, note=lambda text: None):
     """predict() against measurement for every shape, {axis: size}: rows with measured step time (s), peak
-    (MB), the ratio measured / bound of time, and the error of the peak in percent."""
+    (MB), the ratio measured / bound of time, and the error of the peak in percent. note(text) hears what
+    goes on."""
     rows = []
-    for shape in shapes:
+    for number, shape in enumerate(shapes, 1):
+        note(f"measuring {', '.join(f'{program.axes[a]} {n}' for a, n in shape.items())}, {number} of "
+             f"{len(shapes)}")
         sized = settings.having(**shape, warmup_steps=2)
         variant, batch = measured_alone(program, sized, device)
         entry = dict(shape, reason=variant.reason)
@@ -125,8 +131,8 @@ def predict_mode(program, settings, sizes=None, check=False):
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     ceilings = measure_ceilings(device, settings.training)
-    print(ceiling_line(ceilings))
-    configs = settings.as_dict()
+    print(ceiling_line(ceilings), flush=True)
+    configs, note = settings.as_dict(), partial(print, file=sys.stderr, flush=True)
     result = dict(mode="predict", ceilings=ceilings, system_info=system_info(device),
                   **{key: configs[key] for key in ("config", "fusion_config", "training_params")})
     if sizes:
@@ -137,7 +143,7 @@ def predict_mode(program, settings, sizes=None, check=False):
         print("\n".join(aligned(bound_rows(sizes_text(program, sized), bound))))
     if check:
         result["checks"] = check_predictions(program, settings, device, ceilings,
-                                             shapes_around(program, settings))
+                                             shapes_around(program, settings), note)
         print("\n".join(aligned(prediction_rows(result["checks"], program.axes))))
         print(errors_line(result["checks"]))
     return result

@@ -14,7 +14,7 @@ from fusion_lab.training.files import PROGRAM_FAILED, TIMEOUT, drop_output
 
 FLUSH_SECONDS = 60  # how long a profiler may write after SIGINT before it gets SIGTERM, then SIGKILL
 
-SLOW_SECONDS = 1.5
+SLOW_SECONDS = 1.2
 
 
 def say(*lines):

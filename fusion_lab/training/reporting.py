@@ -63,20 +63,29 @@ def describe_start(trainer, source):
 
 
 def print_ending(trainer, paths):
-    """Where the files of a run are, and how to go on from its end."""
+    """How far a run came, where its files are, and how to go on."""
+    done, planned, saved = trainer.step_number, trainer.training.num_steps, trainer.training.save_checkpoint
+    if done < planned:
+        print(f"Interrupted at step {done} of {planned}"
+              + ("" if saved else "; without --save-checkpoint FILE there is nothing to continue from"))
     print(f"Written: {', '.join(path for path in paths if path)}")
-    if saved := trainer.training.save_checkpoint:
-        steps = max(2 * trainer.step_number, trainer.training.num_steps)
+    if saved:
+        steps = planned if done < planned else 2 * planned
         print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
 
 
 MOST_BYTES = 1024  # of the line of JSON that ends the output
 
 
+def for_people(settings):
+    """Whether people read the output, and not a program."""
+    return sys.stdout.isatty() and not settings.profiler.json
+
+
 def print_result(headline, path, settings):
     """The end of the output. For programs: one line of JSON with the headline figures, named and nested as in
     the file with all of them, and that file's path; for people on a terminal the path alone."""
-    if sys.stdout.isatty() and not settings.profiler.json:
+    if for_people(settings):
         print(f"Results: {path}", flush=True)
         return
     place = dict(summary_file=os.path.abspath(path))

@@ -52,7 +52,7 @@ def get_ready():
 def go_on(name, judge, command_line):
     judge(command_line)
     require_packages(name, "torch", "numpy", "tqdm")
-    if QUESTION not in sys.argv:  # whose whole output is one line
+    if QUESTION not in sys.argv or sys.stderr and sys.stderr.isatty():  # all that it prints is one line
         announce(f"{name}: loading PyTorch ...")
 
 
