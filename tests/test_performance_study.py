@@ -206,6 +206,13 @@ def test_interrupt_keeps_results_and_resumes(fake, tmp_path):
     assert rows_of()[:len(before)] == before and len(rows_of()) == 8
 
 
+def test_a_study_in_a_directory_of_any_name_is_continued(fake):
+    name = os.fsdecode(b"st\xe9 \ny")
+    for runs in (1, 2):
+        assert fake(*SMALL, "--num-runs", runs, "--settings", "fused", name=name) == 0
+    assert len(rows_of(name)) == 2 and b"st\xe9" in pathlib.Path(name, "report.html").read_bytes()
+
+
 def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
     log = tmp_path / "log"
     study = start(*SMALL, "--num-runs", "3", "--jobs", "2", "--study-name", "s", seconds=0.5, log=str(log))
