@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, last_json
+from conftest import PATIENCE, ROOT, last_json
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import rungs, summary
@@ -329,7 +329,7 @@ def test_results_of_an_interrupted_program_are_whole(tmp_path):
             assert any(line.startswith("Step ") for line in process.stdout)
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate()
+            _, err = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert process.returncode == 130 and "Traceback" not in err

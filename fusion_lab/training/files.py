@@ -253,7 +253,7 @@ def printable(text):
 def exit_code(run, argv, program):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
-    if hasattr(sys.stdout, "reconfigure"):  # not where somebody has put something else in its place
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="shown")
     with Raised():
         try:
