@@ -200,6 +200,13 @@ def test_a_full_disk_is_said_in_the_systems_words(tmp_path, small_disk):
     pyplot.close(figure)
 
 
+def test_a_write_that_fails_elsewhere_is_not_blamed_on_stdout(capsys):
+    def run(_argv):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert files.exit_code(run, [], "p") == 1
+    assert capsys.readouterr().err == f"p: error: writing a file: {os.strerror(errno.ENOSPC)}\n"
+
+
 @pytest.mark.parametrize("text", [
     "[" * 200_000, "[" * 51 + "]" * 51, '{"a": "\\ud800"}', "NaN", '{"a"', b"\xff\xfe{", "9" * 5000, ""])
 def test_json_that_cannot_be_used_is_a_value_error(text):

@@ -284,9 +284,18 @@ def ended(run, argv):
             raise
         return code, [message]
     except OSError as error:
-        if error.filename is None:  # it was stdout
-            drop_output()
-        if isinstance(error, BrokenPipeError):
-            return CLOSED_PIPE, ()
-        return (USAGE, [f"{error.filename}: {error.strerror}"]) if error.filename else \
-            (FAILED, [f"standard output: {error.strerror}"])
+        if error.filename is not None:
+            return USAGE, [f"{error.filename}: {error.strerror}"]
+        where = "standard output" if output_fails() else "writing a file"
+        return (CLOSED_PIPE, ()) if isinstance(error, BrokenPipeError) else \
+            (FAILED, [f"{where}: {error.strerror or error}"])
+
+
+def output_fails():
+    """Whether stdout takes nothing any more; what is still to be printed goes nowhere then."""
+    try:
+        sys.stdout.flush()
+        return False
+    except OSError:
+        drop_output()
+        return True
