@@ -6,7 +6,7 @@ interrupts.quiet(__name__)
 
 import sys
 
-from fusion_lab.rocm.kernel_summary import main
-
 if __name__ == "__main__":
+    from fusion_lab.rocm.kernel_summary import main
+
     sys.exit(main())

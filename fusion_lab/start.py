@@ -13,14 +13,7 @@ from fusion_lab.training import interrupts  # noqa: E402  only now, with the pat
 
 interrupts.quiet(__name__)
 
-import importlib.util  # noqa: E402
 import runpy  # noqa: E402
 
 del sys.argv[0]
-# The AMD wrappers do without, for --dry-run and --help.
-if not sys.argv[0].startswith("fusion_lab.rocm.") and not all(
-        map(importlib.util.find_spec, ("torch", "numpy", "tqdm"))):
-    print(f"{sys.executable} lacks torch, numpy or tqdm: pip install -r requirements.txt, or set PYTHON",
-          file=sys.stderr)
-    sys.exit(3)
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

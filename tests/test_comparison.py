@@ -16,6 +16,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring import clocks, comparison
 from fusion_lab.measuring.comparison_rows import switch_effects
 from fusion_lab.measuring.comparison_table import print_table
+from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.variants import (
     Variant,
     combination_variants,
@@ -156,6 +157,39 @@ def test_baseline_that_fails_is_an_error(monkeypatch):
     monkeypatch.setattr(comparison, "probe", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         comparison.compare(tof.PROGRAM, SETTINGS, variants=some_variants())
+
+
+@pytest.mark.parametrize("values", [{}, dict(use_amp=True, amp_dtype="float16"), dict(
+    use_amp=True, enable_master_weights=True), dict(enable_activation_checkpointing=True, dropout=0.1)])
+def test_a_first_step_counts_as_much_as_the_third(values):
+    """Nothing that only the first step makes is in its count, and nothing of the count stays."""
+    settings = SETTINGS.having(**values)
+    trainer = tof.Trainer(tof.PROGRAM, settings, CPU)
+    batch = tof.PROGRAM.open_source(settings).batch(0)
+    weights = [p.clone() for p in trainer.updated]
+    with trainer.preserved():
+        first = probe(trainer, batch)
+    assert all(torch.equal(a, b) for a, b in zip(weights, trainer.updated, strict=True))
+    assert not any(t.any() for state in trainer.optimizer.state.values() for t in state.values())
+    for _ in range(2):
+        trainer.step(batch)
+    third = probe(trainer, batch)
+    assert first.launches > 400 and first.saved_mb > 0.2
+    assert dataclasses.replace(first, timeline=None) == dataclasses.replace(third, timeline=None)
+
+
+def test_a_fusion_that_changes_no_operation_is_named_instead_of_timed(monkeypatch):
+    """At these sizes the outer product mean is the baseline's; who asks for the row gets it."""
+    settings, names = SETTINGS.having(num_steps=1), ("baseline", "opm alone", "all", "projection alone")
+    few = [v for v in rows_for(tof.FusionConfig(), **TINY, num_steps=1) if v.name in names]
+    monkeypatch.setattr(comparison, "comparison_variants", lambda *_: list(few))
+    rows = {row["name"]: row for row in comparison.compare(tof.PROGRAM, settings)["variants"]}
+    launches = rows["baseline"]["launches_per_step"]
+    assert rows["opm alone"]["reason"] == f"here it runs the same {launches} operations as the baseline"
+    assert tuple(rows) == names and all(rows[n]["measured"] for n in names if n != "opm alone")
+    monkeypatch.undo()
+    rows = comparison.compare(tof.PROGRAM, settings, picked="opm")["variants"]
+    assert [(row["name"], row["measured"]) for row in rows] == [("baseline", True), ("opm alone", True)]
 
 
 def test_switch_effects():

@@ -306,8 +306,9 @@ def test_python_without_torch(script, machine, tmp_path):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -IS "$@"\n')
     bare.chmod(0o755)
     machine(None, PYTHON=str(bare))
-    done = start(script, "--help")
-    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "lacks torch" in done.stderr
+    assert start(script, "--help").returncode == 0
+    done = start(script, "--num-steps", "3")
+    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "lacks torch, numpy" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------

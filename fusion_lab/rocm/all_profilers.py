@@ -38,7 +38,7 @@ QUICK_SIZES = [("--num-blocks", "2"), ("--num-seqs", "8"), ("--seq-len", "16")] 
 ABOUT = f"""{', '.join(NAMES)} one after the other, each in its own directory, and
 PROFILING_SUMMARY.md with the result, duration and main figures of each."""
 EXAMPLES = """examples:
-  ./run_all_profilers.sh --quick                    a small model, 3 steps, no roofline: minutes
+  ./run_all_profilers.sh --quick     a small model, 3 steps: minutes
   ./run_all_profilers.sh --only pytorch,rocprofv3 --batch-size 8
   ./run_all_profilers.sh --skip rocprof-compute -o before
 """

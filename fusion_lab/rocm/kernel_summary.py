@@ -1,8 +1,8 @@
 """What ran on the GPU, how often, how long and of what kind: a summary of profiler results.
 
-    python profile_summary.py DIR                    results of run_rocprofv3.sh, or of rocprofv3 itself
-    python profile_summary.py DIR --compare EARLIER  DIR against an earlier run, fused against baseline
-    python profile_summary.py DIR --json             the same as JSON
+    python profile_summary.py DIR                    # of run_rocprofv3.sh
+    python profile_summary.py DIR --compare EARLIER  # against another run
+    python profile_summary.py DIR --json             # for programs
 
 Reads *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and of `rocpd convert`, rocpd
 databases (*.db), and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
@@ -18,11 +18,11 @@ from fusion_lab.measuring.kinds import KINDS, kind_of_kernel
 from fusion_lab.rocm import records, timeline
 from fusion_lab.rocm.records import Unreadable
 from fusion_lab.training import reading
-from fusion_lab.training.files import NO_DATA, OK, UserError, exit_code, printable
+from fusion_lab.training.files import EXIT_CODES, NO_DATA, OK, USAGE, UserError, exit_code, printable
 from fusion_lab.training.flags import Parser
 
 PROGRAM = "profile_summary.py"
-TOP_KERNELS = 20
+TOP_KERNELS, MOST_NAMES = 20, 10  # in a summary; in a message
 SUMMARIES = "performance_summary*.json"  # of any program
 
 
@@ -252,19 +252,24 @@ def main_figures(directory):
 
 
 def load(directory):
-    """Summary of a directory that must hold kernel records. Raises UserError."""
-    if not pathlib.Path(directory).is_dir():
+    """Summary of a directory that must hold the kernel records of one run. Raises UserError."""
+    path = pathlib.Path(directory)
+    if not path.is_dir():
         raise Unreadable(f"{directory}: no such directory")
-    summary = summarize(directory)
+    if others := records.other_runs(path):
+        raise UserError(f"{directory}: holds no kernel records itself; name one of its folders that do: "
+                        f"{', '.join(others[:MOST_NAMES])}{', ...' * (len(others) > MOST_NAMES)}")
+    summary = summarize(path)
     if not summary["launches"]:
-        raise UserError(f"{directory}: no kernel records (looked for *kernel_stats.csv, *kernel_trace.csv, "
-                        "*.db, pmc_perf*.csv and results_pmc_perf_*.csv)", NO_DATA)
+        raise UserError(f"{directory}: no kernel records (looked for {', '.join(records.KERNEL_FILES)} there "
+                        "and where a profiler puts them below)",
+                        NO_DATA if records.is_session(path) else USAGE)
     return summary
 
 
 def run(argv=None):
     """Print the summary of a directory; returns the exit code. Raises UserError."""
-    parser = Parser(prog=PROGRAM, description=__doc__)
+    parser = Parser(prog=PROGRAM, description=__doc__, epilog=EXIT_CODES)
     parser.add_argument("directory", metavar="DIR")
     parser.add_argument("--compare", metavar="EARLIER", help="result directory of an earlier run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

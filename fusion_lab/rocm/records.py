@@ -6,6 +6,7 @@ nanoseconds. Standard library only.
 import contextlib
 import csv
 import gzip
+import os
 import re
 import sqlite3
 import zlib
@@ -16,6 +17,10 @@ from fusion_lab.training.files import UserError
 from fusion_lab.training.reading import read_regular, require_regular
 
 OF_ROCPROFV3 = ("kernel statistics CSV", "kernel trace CSV", "rocpd database")
+KERNEL_FILES = ("*kernel_stats.csv", "*kernel_trace.csv", "*.db", "pmc_perf*.csv", "results_pmc_perf_*.csv",
+                "results_pmc_perf_*.csv.gz")
+WORKLOADS = "workloads"  # of rocprof-compute: workloads/NAME/GPU, with folders of their own in newer releases
+PASS = re.compile(r"pass_\d+")  # of rocprofv3, which runs a program again for each group of counters
 OWN_INPUT = "perfmon"  # folder of rocprof-compute with the lists of counters that it is to collect
 NO_COUNTER = {"gpuid", "dispatchid", "gridsize", "workgroupsize", "kernelname", "starttimestamp",
               "endtimestamp", "kernelid", "ldsperworkgroup", "scratchperworkitem", "archvgpr", "accumvgpr",
@@ -43,16 +48,58 @@ def pass_of(path):
     return folder and (folder[1] or folder[2])
 
 
+def folders_below(directory):
+    """Folders in a directory, without links and without what was set aside."""
+    return sorted(path for path in directory.glob("*")
+                  if path.is_dir() and not path.is_symlink() and ".old-" not in path.name)
+
+
+def is_session(directory):
+    """Whether one of the wrappers wrote into it."""
+    return os.path.exists(directory / "manifest.json")
+
+
+def result_folders(directory):
+    """Where the files of one run can lie: the directory, HOST, pass_1 and pass_1/HOST in it, and whatever is
+    below rocprof-compute's `workloads`. What else is below, other sessions among it, is none of its business,
+    and may be a whole disk."""
+    if WORKLOADS in directory.absolute().parts:
+        return [directory, *(path for path in directory.rglob("*") if path.is_dir())]
+    found = [directory]
+    for folder in folders_below(directory):
+        if folder.name == WORKLOADS:
+            found += result_folders(folder)
+        elif not is_session(folder):
+            found += [folder, *(folders_below(folder) if PASS.fullmatch(folder.name) else ())]
+    return found
+
+
 def result_files(directory, pattern):
-    """Regular files below directory, without those that were set aside and without lists that a profiler was
-    given. Of several passes over the same program the first counts."""
+    """Regular files of the run in a directory, without those that were set aside and without lists that a
+    profiler was given. Of several passes over the same program the first counts."""
     files = []
-    for path in sorted(directory.rglob(pattern)):
+    for path in sorted(path for folder in result_folders(directory) for path in folder.glob(pattern)):
         folders = path.relative_to(directory).parts
         if not any(".old-" in folder for folder in folders) and OWN_INPUT not in folders and path.is_file():
             files.append(path)
     passes = sorted({pass_of(path) or "" for path in files} - {""})
     return [path for path in files if pass_of(path) in (None, *passes[:1])]
+
+
+def has_kernels(directory):
+    return any(any(directory.glob(pattern)) for pattern in KERNEL_FILES)
+
+
+def other_runs(directory):
+    """Names of folders with kernel records in a directory that has none itself, if they are not one run of
+    which it is the directory: sessions of their own, or several."""
+    if has_kernels(directory):
+        return []
+    folders = [path for path in folders_below(directory) if path.name != WORKLOADS]
+    sessions = [path for path in folders if is_session(path)
+                and any(result_files(path, pattern) for pattern in KERNEL_FILES)]
+    runs = [path for path in folders if has_kernels(path) and not PASS.fullmatch(path.name)]
+    return sorted({path.name for path in runs + sessions}) if sessions or len(runs) > 1 else []
 
 
 def preferably_counters(files):
@@ -214,17 +261,13 @@ def optional_rocpd(directory, query, names=0):
 
 def read_kernels(directory):
     """Kernels, from the best source there is."""
-    sources = ((OF_ROCPROFV3[0], "*kernel_stats.csv", read_stats),
-               (OF_ROCPROFV3[1], "*kernel_trace.csv", read_trace),
-               (OF_ROCPROFV3[2], "*.db", read_rocpd),
-               ("rocprof-compute counters", "pmc_perf*.csv", read_trace),
-               ("rocprof-compute counters", "results_pmc_perf_*.csv", read_long_form),
-               ("rocprof-compute counters", "results_pmc_perf_*.csv.gz", read_long_form))
+    sources = zip((*OF_ROCPROFV3, *["rocprof-compute counters"] * 3), KERNEL_FILES,
+                  (read_stats, read_trace, read_rocpd, read_trace, *[read_long_form] * 2), strict=True)
     for source, pattern, reader in sources:
         files = result_files(directory, pattern)
         if source == "rocprof-compute counters":
             files = preferably_counters(files)[:1]  # each file is one more run of the program
-        elif any("workloads" in path.relative_to(directory).parts for path in files):
+        elif any(WORKLOADS in path.relative_to(directory).parts for path in files):
             first = preferably_counters(files)[0]
             files = [path for path in files if path.parents[1] == first.parents[1]]  # processes of one run
         totals = merge(map(reader, files))

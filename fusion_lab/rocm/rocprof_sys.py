@@ -23,9 +23,9 @@ class RocprofSys(Wrapper):
                     "-- python3 PROGRAM")
     components = "wall_clock trip_count cpu_clock peak_rss page_rss"
     examples = """examples:
-  ./run_rocprof_sys.sh                          a small batch, 3 steps
-  ./run_rocprof_sys.sh --modules . -o all       every Python call, import torch included: slow and large
-  ./run_rocprof_sys.sh --rocpd --num-steps 5    also a rocpd database, which has child threads (from ROCm 7.2)
+  ./run_rocprof_sys.sh                         a small batch, 3 steps
+  ./run_rocprof_sys.sh --modules . -o all      every Python call: slow and large
+  ./run_rocprof_sys.sh --rocpd --num-steps 5   child threads too, from ROCm 7.2
 """
 
     @classmethod

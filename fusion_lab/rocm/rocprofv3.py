@@ -28,10 +28,10 @@ class Rocprofv3(Wrapper):
                 "--marker-trace": "the trainer's named ranges",
                 "--truncate-kernels": "short kernel names; the roll-up by kind becomes coarser"}
     examples = """examples:
-  ./run_rocprofv3.sh                                     10 steps of the default model
-  ./run_rocprofv3.sh --selected-regions -o fused         warm steps only (ROCm 7.0 or newer)
+  ./run_rocprofv3.sh                               10 steps of the default model
+  ./run_rocprofv3.sh --selected-regions -o fused   only warm steps (ROCm 7.0 on)
   ./run_rocprofv3.sh --selected-regions -o base --disable-all-fusion
-  python profile_summary.py fused --compare base         or --compare base in the second run
+  python profile_summary.py fused --compare base   both runs side by side
   ./run_rocprofv3.sh --pmc "SQ_WAVES GRBM_COUNT" --batch-size 8 --num-steps 5
 """
 

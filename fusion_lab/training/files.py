@@ -209,9 +209,17 @@ def require_packages(program, *names):
     """End the program with one line where a package is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"{program}: error: needs {', '.join(missing)}: pip install -r requirements.txt, or activate "
-              "the environment that has it", file=sys.stderr)
+        print(f"{program}: error: {sys.executable} lacks {', '.join(missing)}: pip install -r "
+              "requirements.txt, or activate the environment that has it; scripts take PYTHON=... as well",
+              file=sys.stderr)
         raise SystemExit(MISSING)
+
+
+def announce(text):
+    """Say what takes a while now: on stderr where that is a terminal, else on stdout, so that a failure still
+    leaves one line on stderr."""
+    with contextlib.suppress(OSError):  # whatever is wrong with it, the next line tells
+        print(text, file=sys.stderr if sys.stderr and sys.stderr.isatty() else sys.stdout, flush=True)
 
 
 OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|allocate memory", re.IGNORECASE)

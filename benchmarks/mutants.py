@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Would a test notice? Mutants of the project's files, and how many of them its tests kill.
+
+    make mutants                                      # a seeded sample of every file, an hour on two cores
+    make mutants ARGS="proteins/batches.py --each 0"  # every mutant of some files
+
+mutmut makes the mutants: numbers plus one, operators exchanged, arguments left out, conditions forced, keys
+renamed; on top come calls left out whose result nobody wants, and `if` turned over. None in place of a value
+is left out, since it crashes, and so are wording and zip's strict. They are run here, because mutmut's own
+way, a wrapper round every function, stops torch.compile and spares constants and decorated functions. torch
+is imported once; a mutant is a fork in a copy of the tree with one file changed, and meets the tests of its
+file, those named first and the cheapest first, as many as fit in --budget seconds: a score is a lower bound.
+"""
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+os.environ |= dict(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+import libcst as cst
+import pytest
+import torch._inductor  # noqa: F401  what takes long to import, once for all
+from libcst.metadata import MetadataWrapper, PositionProvider
+from mutmut.mutation import mutators
+from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
+from mutmut.mutation.pragma_handling import IgnoredCode
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "benchmarks" / "mutants.md"
+BY_HAND = "## Why they survive\n"  # what stands below it on the table's page is kept
+GOAL = 85  # percent
+FAILED = 1e9  # seconds of a test that fails without any mutant
+
+AMD = "rocm_figures profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight rocm_wrappers"
+SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
+TESTS = {  # file: which tests/test_*.py are meant to notice
+    "tiny_openfold_v2.py": "numbers_by_hand evoformer training",
+    "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
+    "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
+    "proteins/files.py": "protein_data",
+    "fusion_lab/training/checkpoints.py": "checkpoints training house",
+    "fusion_lab/training/master_weights.py": "numbers_by_hand evoformer",
+    "fusion_lab/training/files.py": "checkpoints training start study_files",
+    "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
+    "fusion_lab/measuring/metrics.py": "summary_figures start",
+    "fusion_lab/measuring/summary.py": "summary_figures training",
+    "fusion_lab/measuring/trace.py": "trace profiler_session",
+    "fusion_lab/profiler/report.py": SESSION,
+    **{f"fusion_lab/measuring/{name}.py": SESSION for name in ("analysis", "attribution")},
+    **{f"fusion_lab/measuring/{name}.py": COMPARISON for name in (
+        "comparison", "comparison_rows", "comparison_table")},
+    **{f"fusion_lab/measuring/{name}.py": "predictions profiling profiler_session" for name in (
+        "ceilings", "predictions", "roofline")},
+    **{f"fusion_lab/measuring/{name}.py": "profiling evoformer profiler_session" for name in (
+        "clocks", "counters", "probe")},
+    **{f"fusion_lab/study/{name}.py": "study_figures study_report study_files performance_study" for name in (
+        "recommendation", "regression", "results", "statistics", "summary")},
+    **{f"fusion_lab/rocm/{name}.py": AMD for name in (
+        "kernel_summary records rocprof_compute rocprof_sys rocprofv3 session timeline").split()}}
+
+
+def strict(node):
+    return isinstance(node, cst.Arg) and node.keyword is not None and node.keyword.value == "strict"
+
+
+def fewer_arguments(call):
+    return (mutant for mutant in mutators.operator_arg_removal(call)
+            if len(mutant.args) < len(call.args) and not any(map(strict, set(call.args) - set(mutant.args))))
+
+
+def renamed_key(string):
+    if isinstance(string, cst.SimpleString) and str(string.evaluated_value).isidentifier():
+        yield next(iter(mutators.operator_string(string)))
+
+
+def no_call(statement):
+    if isinstance(statement.value, cst.Call):
+        yield statement.with_changes(value=cst.Name("None"))
+
+
+def turned_over(statement):
+    test = statement.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    yield statement.with_changes(test=cst.UnaryOperation(cst.Not(), test))
+
+
+OWN = {mutators.operator_arg_removal: fewer_arguments, mutators.operator_string: renamed_key}
+OPERATORS = [(kind, OWN.get(operator, operator)) for kind, operator in mutators.mutation_operators
+             if operator is not mutators.operator_assignment] + [(cst.Expr, no_call), (cst.If, turned_over)]
+
+
+class Visitor(MutationVisitor):
+    """mutmut's, in decorated functions too, and with the line of every mutation."""
+
+    def _skip_node_and_children(self, node):
+        return strict(node) or not isinstance(node, cst.FunctionDef) and super()._skip_node_and_children(node)
+
+    def _create_mutations(self, node):
+        before = len(self.mutations)
+        super()._create_mutations(node)
+        for mutation in self.mutations[before:]:
+            mutation.line = self.get_metadata(PositionProvider, node).start.line
+
+
+def mutants(file, each):
+    """How many a file has, and a sample by order of lines: [("line: its text then", the mutated source)]."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    visitor = Visitor(OPERATORS, IgnoredCode(set(), set(), set()))
+    module = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True).visit(visitor)
+    chosen, number = [], len(visitor.mutations)
+    for mutation in random.Random(file).sample(visitor.mutations, min(each or number, number)):
+        code = deep_replace(module, mutation.original_node, mutation.mutated_node).code
+        lines = zip(source.splitlines(), code.splitlines(), strict=False)
+        old, new = next(((old.strip(), new.strip()) for old, new in lines if old != new), ("", ""))
+        text = new if new != "None" else f"without {old}"
+        chosen.append((f"{mutation.line}: {text}", code))
+    return number, sorted(chosen, key=lambda mutant: int(mutant[0].partition(":")[0]))
+
+
+class Chosen:
+    """A plugin of pytest: measures all tests, or runs until one fails those whose known seconds fit in, file
+    by file, the cheapest first."""
+
+    def __init__(self, seconds=None, budget=0):
+        self.seconds, self.budget, self.found = seconds, budget, {}
+
+    def pytest_collection_modifyitems(self, session, items):
+        if self.seconds:
+            session.config.option.maxfail = 1
+            files = list(dict.fromkeys(item.path for item in items))
+            cost = {item: self.seconds.get(item.nodeid, FAILED) for item in items}
+            items.sort(key=lambda item: (cost[item] >= FAILED, files.index(item.path), cost[item]))
+            total = itertools.accumulate(cost[item] for item in items)
+            items[sum(seconds < self.budget for seconds in total):] = []
+
+    def pytest_runtest_logreport(self, report):
+        spent = FAILED if report.failed else report.duration
+        self.found[report.nodeid] = self.found.get(report.nodeid, 0) + spent
+
+    def pytest_sessionfinish(self):
+        Path("../seconds.json").write_text(json.dumps(self.found))
+
+
+def make_tree(into):
+    """This process works in a copy of the project as git would add it, beside the same ../shared."""
+    global tree
+    tree = Path(tempfile.mkdtemp(dir=into)) / "project"
+    listed = ["git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    (tree.parent / "shared").symlink_to(ROOT.parent / "shared")
+
+
+def run(tests, limit, plugin):
+    """pytest's exit code for tests/test_*.py of these names in the tree; None after limit seconds."""
+    if not (process := os.fork()):
+        os.setsid()
+        os.chdir(tree)
+        log = os.open("../log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2)
+        sys.path[0] = str(tree)
+        os._exit(pytest.main(["-q", "-p", "no:cacheprovider", "--basetemp", str(tree.parent / "tmp"),
+                              *[f"tests/test_{name}.py" for name in tests]], [plugin]))
+    ended, status, begun = 0, 0, time.monotonic()
+    while not ended and time.monotonic() - begun < limit:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)  # with whatever it started
+    if not ended:
+        os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def measure(name):
+    """{test: seconds} of tests/test_<name>.py without any mutant."""
+    run([name], 1200, Chosen())
+    return json.loads((tree.parent / "seconds.json").read_text())
+
+
+def judge(task):
+    """(file, text of the mutant, whether the tests killed it)"""
+    file, (text, code), seconds, budget = task
+    whole = (tree / file).read_text(encoding="utf-8")
+    (tree / file).write_text(code, encoding="utf-8")
+    ended = run(TESTS[file].split(), 3 * budget + 30, Chosen(seconds, budget))
+    (tree / file).write_text(whole, encoding="utf-8")
+    return file, text, ended != 0
+
+
+def write_table(found):
+    """The page, with the rows and survivors of the files in found, {file: (mutants, sample, survivors)}, in
+    place of their old ones."""
+    before, _, by_hand = (TABLE.read_text(encoding="utf-8") if TABLE.exists() else "").partition(BY_HAND)
+    lines = [line for line in before.splitlines()
+             if (name := re.match(r"[|-] ([\w/]+\.py)", line)) and name[1] not in found]
+    for file, (number, sample, alive) in found.items():
+        lines += [f"| {file} | {sample} of {number} | {sample - len(alive)} | {len(alive)} | "
+                  f"{100 - 100 * len(alive) / sample:.0f}% | {datetime.date.today()} |"]
+        lines += [f"- {file}:{text}" for text in alive]
+    rows, alive = (sorted(line for line in lines if line[0] == sign) for sign in "|-")
+    TABLE.write_text("\n".join([
+        "# Mutants", "", "Written by `make mutants`; [mutants.py](mutants.py) says how.", "",
+        "| file | mutants | killed | survived | score | date |", "|---|--:|--:|--:|--:|--:|", *rows, "",
+        "## Survivors", "", "```", *alive, "```", "", BY_HAND]) + by_hand, encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="*", default=list(TESTS), metavar="FILE", help="default: all")
+    parser.add_argument("--each", type=int, default=60, help="mutants of a file, 0 for all (default: 60)")
+    parser.add_argument("--budget", type=float, default=15, help="seconds of tests (default: 15)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (default: all cores)")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.files) - set(TESTS):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(TESTS)}")
+    made = {file: mutants(file, arguments.each) for file in arguments.files}
+    found = {file: (number, len(sample), []) for file, (number, sample) in made.items()}
+    with tempfile.TemporaryDirectory() as into, get_context("fork").Pool(arguments.jobs, make_tree,
+                                                                         [into]) as pool:
+        seconds = {}
+        for measured in pool.imap(measure, sorted({name for file in made for name in TESTS[file].split()})):
+            seconds |= measured
+        for test in (test for test in seconds if seconds[test] >= FAILED):
+            print(f"left out, it fails without a mutant: {test}", flush=True)
+        tasks = [(file, mutant, seconds, arguments.budget) for file in made for mutant in made[file][1]]
+        for file, text, killed in pool.imap(judge, tasks):
+            if not killed:
+                found[file][2].append(text)
+                print(f"survived: {file}:{text}", flush=True)
+    write_table(found)
+    poor = [file for file, (_, sample, alive) in found.items() if 100 * len(alive) > (100 - GOAL) * sample]
+    print(f"{TABLE}: " + (f"under {GOAL}%: {', '.join(poor)}" if poor else f"{GOAL}% or more everywhere"))
+    return 1 if poor else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+"""Batches and synthetic proteins against cases worked out by hand: what is drawn, cropped, padded, masked."""
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.training import feeding
+from fusion_lab.training.files import UserError
+from proteins import batches, contacts
+from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt, masked_batch
+from proteins.files import AMINO_ACIDS, GAP, MASK
+from proteins.synthetic import (
+    PARTNER,
+    covarying_alignment,
+    match_contacts,
+    paired_alignment,
+    random_chains,
+    synthetic_proteins,
+)
+
+SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
+             seq_len=8, batch_size=2)
+
+
+def settings_of(**values):
+    return tof.PROGRAM.settings(**{**SMALL, **values})
+
+
+class Script:
+    """A random generator that returns what it is told, method by method, and remembers what it was asked."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked = {name: list(values) for name, values in answers.items()}, []
+
+    def __getattr__(self, name):
+        def answer(*arguments):
+            self.asked.append((name, *arguments))
+            return self.answers[name].pop(0)
+        return answer
+
+
+# --- Corruption and targets ----------------------------------------------------------------------------
+
+
+def test_corruption_at_its_thresholds():
+    """Of 15% of the positions 10% become random, 10% another row's, 10% stay, 70% are masked."""
+    msa = np.array([[[1, 2, 3, 4, 5, 6, 7, 8, MASK], [11, 12, 13, 14, 15, 16, 17, 18, 19]]])
+    chosen = np.full(msa.shape, 0.9)
+    chosen[0, 0] = [0.149, 0.15, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    kind = np.full(msa.shape, 0.0)
+    kind[0, 0] = [0.099, 0.0, 0.1, 0.199, 0.2, 0.299, 0.3, 0.99, 0.5]
+    rng = Script(random=[chosen, kind], integers=[np.ones(msa.shape, int), np.full(msa.shape, 9)])
+    corrupted, targets = corrupt(rng, msa)
+    assert corrupted[0].tolist() == [[9, 2, 13, 14, 5, 6, MASK, MASK, MASK], msa[0, 1].tolist()]
+    assert targets[0].tolist() == [[1, -100, 3, 4, 5, 6, 7, 8, -100], 9 * [-100]]
+    assert rng.asked == [("random", (1, 2, 9)), ("random", (1, 2, 9)), ("integers", 0, 2, (1, 2, 9)),
+                         ("integers", 0, 20, (1, 2, 9))]
+
+
+def test_rows_that_are_missing_are_not_drawn_from():
+    msa, row_mask = np.zeros((2, 4, 5), int), np.array([[1.0, 1, 0, 0], [1, 1, 1, 0]], np.float32)
+    rng = Script(random=2 * [np.ones(msa.shape)], integers=[msa, msa])
+    corrupt(rng, msa, row_mask)
+    assert rng.asked[2][1] == 0 and rng.asked[2][2].tolist() == [[[2]], [[3]]]  # rows of each sample
+
+
+def test_targets_lie_within_both_masks_and_the_query_stays_whole():
+    msa = np.arange(12).reshape(1, 3, 4)
+    rng = Script(random=[np.zeros(msa.shape), np.ones(msa.shape)], integers=[0 * msa, 0 * msa])  # all masked
+    seq_mask, row_mask = np.array([[1.0, 1, 1, 0]], np.float32), np.array([[1.0, 0, 1]], np.float32)
+    arrays = dict(coords=np.ones((1, 4, 3)), coord_mask=np.ones((1, 4)), seq_mask=seq_mask, row_mask=row_mask)
+    batch = assemble(rng, msa, **arrays)
+    assert (batch["msa_tokens"] == MASK).all() and batch["target_tokens"].tolist() == [[0, 1, 2, 3]]
+    assert batch["msa_targets"][0].tolist() == [[0, 1, 2, -100], 4 * [-100], [8, 9, 10, -100]]
+    assert {key: tuple(value.shape) for key, value in batch.items()} == dict(
+        msa_tokens=(1, 3, 4), target_tokens=(1, 4), seq_mask=(1, 4), row_mask=(1, 3), msa_targets=(1, 3, 4),
+        coords=(1, 4, 3), coord_mask=(1, 4))
+    clean = assemble(None, msa, clean=True, **arrays)
+    assert clean["msa_tokens"][0].tolist() == msa[0].tolist() and "msa_targets" not in clean
+
+
+# --- Synthetic batches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", ["paired", "covarying"])
+def test_synthetic_batches_are_proteins_from_16_on(world):
+    source = SyntheticProteins(settings_of(seed=5, synthetic_world=world))
+    for step, numbers in ((0, [16, 17]), (3, [22, 23])):
+        msa, coords = synthetic_proteins(5, numbers, 4, 8, world)
+        corrupted, targets = corrupt(np.random.default_rng((5, step, 1)), msa)
+        batch = source.batch(step)
+        expected = dict(coords=coords, msa_tokens=corrupted, msa_targets=targets, target_tokens=msa[:, 0],
+                        coord_mask=np.ones((2, 8), np.float32))
+        assert batch.keys() == expected.keys()
+        assert all(np.array_equal(batch[key], expected[key]) for key in batch)
+
+
+def test_synthetic_evaluation_is_clean_and_apart_from_training():
+    source = SyntheticProteins(settings_of(seed=5))
+    assert source.held_out == [f"synthetic-{i}" for i in range(16)] and source.names == []
+    assert source.describe() == "synthetic proteins (paired), 16 held out" and source.structure("x") is None
+    groups = source.evaluation()
+    for key, first in (("held_out", 0), ("training", 16)):
+        found = list(groups[key])
+        assert [name for name, _ in found] == [f"synthetic-{i}" for i in range(first, first + 16)]
+        for number in (0, 15):
+            msa, coords = synthetic_proteins(5, [first + number], 4, 8)
+            batch = found[number][1]
+            assert np.array_equal(batch["msa_tokens"], msa) and np.array_equal(batch["coords"], coords)
+            assert "msa_targets" not in batch
+
+
+def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
+    settings = settings_of(num_seqs=9, seq_len=8)
+    plain = SyntheticProteins(settings).batch(0)
+    batch = masked_batch(settings, torch.device("cpu"))
+    assert batch["seq_mask"].tolist() == [8 * [1], 6 * [1] + 2 * [0]] == batch["coord_mask"].tolist()
+    assert batch["row_mask"].tolist() == [9 * [1], 7 * [1] + 2 * [0]]
+    assert (batch["msa_targets"][1, 7:] == -100).all() and (batch["msa_targets"][1, :, 6:] == -100).all()
+    assert torch.equal(batch["msa_targets"][0], plain["msa_targets"][0])
+    assert torch.equal(batch["msa_targets"][1, :7, :6], plain["msa_targets"][1, :7, :6])
+    assert (batch["msa_targets"] >= 0).any() and torch.equal(batch["msa_tokens"], plain["msa_tokens"])
+
+
+def test_every_step_gets_its_own_batch():
+    source = SimpleNamespace(batch=lambda step: dict(number=step))
+    found = feeding.batches(source, range(3, 6), torch.device("cpu"))
+    assert [batch["number"] for batch in found] == [3, 4, 5]
+
+
+# --- Real batches --------------------------------------------------------------------------------------
+
+
+def family(name="f", rows=3, length=20, unseen=()):
+    """Row r, residue s holds token (r + s) % 20; residue s stands at (s, 10 s, 0)."""
+    place = np.arange(length)
+    coords = np.stack([place, 10 * place, 0 * place], 1).astype(np.float32)
+    coords[list(unseen)] = np.nan
+    return SimpleNamespace(name=name, msa=((np.arange(rows)[:, None] + place) % 20).astype(np.uint8),
+                           coords=coords, length=length)
+
+
+def real(families=(), unseen=(), **values):
+    source = object.__new__(RealProteins)  # without files
+    source.config = settings_of(**values).model
+    source.training = settings_of(**values).training
+    source.families, source.unseen = list(families), list(unseen)
+    return source
+
+
+@pytest.mark.parametrize("centre, before, start", [
+    (19, 0, 12), (0, 7, 0), (10, 3, 7), (3, 7, 0), (18, 2, 12)])
+def test_crops_reach_both_ends(centre, before, start):
+    rng = Script(choice=[centre], integers=[before], permutation=[np.array([2, 1])])
+    protein = family(unseen=[4])
+    msa, coords, seen, seq_mask, row_mask = real().take(rng, protein, 8, 3)
+    columns = [*range(start, start + 8)]
+    assert msa.tolist() == [[(row + s) % 20 for s in columns] for row in (0, 2, 1)]
+    assert coords[:, 0].tolist() == [0 if s == 4 else s for s in columns]  # at the origin: absent
+    assert seen.tolist() == [s != 4 for s in columns]
+    assert seq_mask.tolist() == 8 * [1] and row_mask.tolist() == 3 * [1]
+    (_, centres), (_, offset), (_, rows) = rng.asked
+    assert centres.tolist() == [s for s in range(20) if s != 4] and offset == 8 and rows.tolist() == [1, 2]
+
+
+def test_the_query_comes_first_and_once_and_padding_is_marked():
+    order = np.array([5, 1, 3, 2, 4])
+    msa, coords, seen, seq_mask, row_mask = real().take(
+        Script(permutation=[order]), family(rows=6, length=5, unseen=[1]), 5, 3)  # no crop is drawn
+    assert msa.tolist() == [[(row + s) % 20 for s in range(5)] for row in (0, 5, 1)] and msa.dtype == np.int64
+    msa, coords, seen, seq_mask, row_mask = real().take(
+        Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 5)
+    rows = [[(row + s) % 20 for s in range(5)] + [GAP, GAP] for row in (0, 1, 3)]
+    assert msa.tolist() == [*rows, 7 * [GAP], 7 * [GAP]]
+    assert coords[:, 1].tolist() == [0, 0, 20, 30, 40, 0, 0] and coords.dtype == np.float32
+    assert seen.tolist() == [1, 0, 1, 1, 1, 0, 0] and seq_mask.tolist() == [1, 1, 1, 1, 1, 0, 0]
+    assert row_mask.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_every_step_draws_other_families_crops_and_rows():
+    source = real([family(f"f{i}", rows=9, length=30 + i) for i in range(3)], batch_size=3, seed=7)
+    steps = [source.batch(step) for step in range(4)]
+    for key in ("msa_tokens", "coords", "msa_targets"):
+        assert not torch.equal(steps[0][key], steps[1][key])
+    assert all(torch.equal(steps[2][key], source.batch(2)[key]) for key in steps[2])
+    assert not torch.equal(real(source.families, batch_size=3, seed=8).batch(0)["coords"], steps[0]["coords"])
+    assert set(steps[0]) == {"msa_tokens", "target_tokens", "seq_mask", "row_mask", "msa_targets", "coords",
+                             "coord_mask"}
+    assert steps[0]["msa_tokens"].shape == (3, 4, 8) and steps[0]["coords"].shape == (3, 8, 3)
+    asked = []
+    for size, kinds in ((2, 2), (3, 3), (40, 3)):  # one family twice only where there are too few
+        source = real(source.families, batch_size=size)
+        source.take = lambda rng, protein, length, rows: asked.append((protein.name, length, rows)) or (
+            np.zeros((rows, length), int), *np.zeros((3, length)), np.ones(rows))
+        source.batch(0)
+        assert len(asked) == size and len({name for name, *_ in asked}) == kinds
+        assert all(entry[1:] == (8, 4) for entry in asked)
+        asked.clear()
+
+
+def test_evaluation_of_real_proteins_is_whole_clean_and_always_the_same():
+    families = [family("a", rows=9, length=30), family("b", rows=2)]
+    unseen = [family("c", rows=9, unseen=[3])]
+    for eval_seqs, expected in ((None, [4, 2, 4]), (6, [6, 2, 6])):
+        source = real(families, unseen, eval_seqs=eval_seqs, seed=7)
+        groups = [[(key, name, batch) for name, batch in group] for key, group in source.evaluation().items()]
+        found = [entry for group in groups for entry in group]
+        assert [entry[:2] for entry in found] == [("training", "a"), ("training", "b"), ("held_out", "c")]
+        assert [batch["msa_tokens"].shape for *_, batch in found] == [
+            (1, rows, length) for rows, length in zip(expected, (30, 20, 20), strict=True)]
+        again = [batch for group in source.evaluation().values() for _, batch in group]
+        for (*_, batch), other in zip(found, again, strict=True):
+            assert all(torch.equal(batch[key], other[key]) for key in batch) and "msa_targets" not in batch
+            assert not (batch["msa_tokens"] == MASK).any()
+        assert found[2][2]["coord_mask"][0].tolist() == [s != 3 for s in range(20)]
+
+
+def test_held_out_families_are_named_or_a_share_of_them_rounded_up():
+    names = [f"f{i}" for i in range(10)]
+    assert real(data="x", holdout="f3,f7").choose_held_out(names) == {"f3", "f7"}
+    assert real(data="x").choose_held_out(names) == set()
+    shares = {share: real(data="x", holdout_fraction=share, seed=1).choose_held_out(names)
+              for share in (0.2, 0.21)}
+    assert [len(chosen) for chosen in shares.values()] == [2, 3] and shares[0.2] < shares[0.21]
+    assert real(data="x", holdout_fraction=0.2, seed=2).choose_held_out(names) != shares[0.2]
+    for holdout, words in (("f3,g", "--holdout g: no such family in x; there are f0, .*f7, ..."),
+                           (",".join(names), "keeps every family out")):
+        with pytest.raises(UserError, match=words):
+            real(data="x", holdout=holdout).choose_held_out(names)
+    with pytest.raises(UserError, match="there are f0, f1, f2, f3, f4, f5, f6, f7$"):
+        real(data="x", holdout="g").choose_held_out(names[:8])
+
+
+def test_a_source_sorts_its_families(monkeypatch):
+    families, read = [family(name) for name in "abc"], batches.files
+    monkeypatch.setattr(read, "load_families", lambda path, strays: strays.append("s.pdb") or families)
+    source = batches.open_source(settings_of(data="x", holdout="b"))
+    assert [f.name for f in source.families] == ["a", "c"] == source.names and source.held_out == {"b"}
+    assert source.unseen == [families[1]] and source.structure("b") is families[1]
+    assert source.structure("c") is families[2]
+    assert source.describe() == "2 real proteins, 1 held out, left out for want of a partner: s.pdb"
+    asked = []
+    monkeypatch.setattr(read, "load_protein", lambda *arguments: asked.append(arguments) or families[0])
+    source = batches.open_source(settings_of(msa="x.a3m", structure="y.pdb:B", query="q"))
+    assert asked == [("x.a3m", "y.pdb", "B", "q")] and source.describe() == "1 real proteins, 0 held out"
+    assert isinstance(batches.open_source(settings_of()), SyntheticProteins)
+
+
+# --- Evaluation ----------------------------------------------------------------------------------------
+
+
+def test_evaluation_turns_dropout_off_and_on_again():
+    settings = settings_of(dropout=0.5)
+    trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
+    source, modes = SyntheticProteins(settings), []
+    trainer.model.register_forward_pre_hook(
+        lambda model, _: modes.append((model.training, torch.is_grad_enabled())))
+    found = contacts.evaluate(trainer, source)
+    assert trainer.model.training and set(modes) == {(False, False)} and len(modes) == 32
+    assert [len(group) for group in found.values()] == [16, 16]
+    trainer.model.eval()
+    contacts.evaluate(trainer, source)
+    assert not trainer.model.training
+    assert contacts.evaluate(trainer, source, SimpleNamespace(signal=2)) == dict(training={}, held_out={})
+
+
+# --- Synthetic proteins --------------------------------------------------------------------------------
+
+
+def test_chains_of_three_steps_by_hand():
+    """Directions: deviate plus half of the one before, here x, y, z; each step pulls what was back by 6%."""
+    noise = np.array([[[2.0, 0, 0], [1, 0, 0], [-0.5, 3, 0], [0.25, -1.5, 1]]])
+    np.testing.assert_allclose(random_chains(noise)[0], 3.8 * np.array(
+        [[1, 0, 0], [0.94, 1, 0], [0.94 ** 2, 0.94, 1]]))
+
+
+def spread(size, **together):
+    """(1, S, 3): residues 1000 Å apart, but for groups of them, each along a line with the given step."""
+    coords = np.zeros((1, size, 3))
+    coords[0, :, 0] = 1000 * np.arange(size)
+    for number, (step, members) in enumerate(together.values()):
+        coords[0, members] = [(step * k, 1000 * (number + 1), 0) for k in range(len(members))]
+    return coords
+
+
+def test_contacts_are_matched_by_the_pairs_that_prefer_each_other():
+    """0, 6 and 12 touch, and 1, 2, 8 and 9. Of the first, 0 and 12 have the highest sum of both priorities;
+    of the second, 2 and 8 find each other at once, 1 and 9 in the second round."""
+    coords = spread(14, a=(3, [0, 6, 12]), b=(1, [1, 2, 8, 9]))
+    priority = np.zeros((1, 14, 14))
+    for i, j, value in ((0, 6, 0.9), (0, 12, 0.3), (12, 0, 0.7), (6, 12, 0.2), (2, 8, 0.9), (1, 8, 0.8),
+                        (1, 9, 0.5), (2, 9, 0.4), (3, 13, 5.0), (1, 2, 5.0), (8, 9, 5.0)):
+        priority[0, i, j] = value
+    assert match_contacts(coords, priority)[0].tolist() == [12, 9, 8, 3, 4, 5, 6, 7, 2, 1, 10, 11, 0, 13]
+    assert match_contacts(coords, priority, rounds=1)[0].tolist()[:3] == [12, 1, 8]
+
+
+@pytest.mark.parametrize("distance, places, touch", [
+    (7.99, (0, 6), True), (8.0, (0, 6), False), (7.99, (0, 5), False), (1.0, (7, 0), True)])
+def test_contacts_lie_within_8_angstrom_and_6_places(distance, places, touch):
+    coords, priority = spread(8, a=(distance, [*places])), np.ones((1, 8, 8))
+    expected = np.arange(8)
+    if touch:
+        expected[[*places]] = places[::-1]
+    assert match_contacts(coords, priority)[0].tolist() == expected.tolist()
+
+
+def test_four_rounds_match_four_pairs_of_a_ladder():
+    """Ten residues in a row, each pair of neighbours preferred to the one before: a round takes the last."""
+    members = [7 * k for k in range(10)]
+    priority = np.zeros((1, 64, 64))
+    for k, (i, j) in enumerate(zip(members, members[1:], strict=False)):
+        priority[0, i, j] = k + 1
+    partner = match_contacts(spread(64, a=(7.0, members)), priority)[0]
+    assert [m for m in members if partner[m] == m] == [0, 7] and partner[14] == 21 and partner[63] == 56
+
+
+def test_paired_world_follows_one_table():
+    assert "".join(AMINO_ACIDS[i] for i in PARTNER) == "WYKRLPNVDFQHGMETSIAC"  # of ACDEFGHIKLMNPQRSTVWY
+    msa = paired_alignment(np.random.default_rng(0), np.array([3, 1, 2, 0, 6, 5, 4]), 400)
+    assert msa.shape == (400, 7)
+    assert (msa[:, 3] == PARTNER[msa[:, 0]]).all() and (msa[:, 6] == PARTNER[msa[:, 4]]).all()
+    assert [len(np.unique(msa[:, column])) for column in (0, 1, 2, 4, 5)] == 5 * [20]
+    assert (msa[:, 2] == PARTNER[msa[:, 1]]).mean() < 0.1
+
+
+def test_covarying_world_by_its_rates():
+    rng = np.random.default_rng(0)
+    alone = np.arange(400)
+    # one letter a column: what differs is noise, of which one in twenty hits the letter; no gap in the query
+    msa = covarying_alignment(rng, alone, 101, letters=1)
+    letter = np.array([np.bincount(column[column != GAP]).argmax() for column in msa.T])
+    differs = ((msa != letter) & (msa != GAP)).sum() / (msa != GAP).sum()
+    assert differs == pytest.approx(0.1 * 19 / 20, abs=0.005)
+    assert (msa[1:] == GAP).mean() == pytest.approx(0.05, abs=0.003) and not (msa[0] == GAP).any()
+    assert msa.max() == GAP and msa[msa != GAP].max() == 19
+    # matched columns choose together, others do not; four letters a column
+    partner = alone.copy()
+    partner[[0, 9]] = 9, 0
+    msa = covarying_alignment(rng, partner, 300, noise=0, gaps=0)
+    pairs = [len(np.unique(msa[:, [0, j]], axis=0)) for j in (9, 8)]
+    assert pairs[0] <= 4 < pairs[1] and max(len(np.unique(column)) for column in msa.T) == 4
+    # rows of a clade share a quarter of their choices, others only what chance gives; ten clades of 100 rows
+    msa = covarying_alignment(rng, np.arange(2000), 100, letters=200, noise=0, gaps=0)
+    alike = (msa[:, None] == msa[None]).mean(-1)
+    same = alike > 0.17
+    assert len(np.unique(same, axis=0)) == 10
+    assert alike[same & ~np.eye(100, dtype=bool)].mean() == pytest.approx(0.05 + 0.95 / 4, abs=0.01)
+    assert alike[~same].mean() == pytest.approx(0.05, abs=0.005)
+
+
+def test_a_synthetic_protein_depends_on_seed_and_number_alone():
+    msa, coords = synthetic_proteins(3, [4, 9], 5, 40, "covarying")
+    assert msa.shape == (2, 5, 40) and coords.shape == (2, 40, 3) and coords.dtype == np.float32
+    for other in (synthetic_proteins(4, [4, 9], 5, 40), synthetic_proteins(3, [5, 10], 5, 40)):
+        assert not np.array_equal(other[1][0], coords[0]) and not np.array_equal(other[1][1], coords[1])
+    assert np.array_equal(synthetic_proteins(3, [9], 5, 40)[1][0], coords[1])
+    draws = np.random.default_rng((3, 9))
+    chain, = random_chains(draws.standard_normal((1, 41, 3)))
+    np.testing.assert_allclose(chain, coords[1], rtol=1e-6, atol=1e-5)
+    assert (synthetic_proteins(3, [9], 5, 40)[0] != msa[1]).any()  # another world

@@ -1,0 +1,489 @@
+"""The model and its optimizer step against numbers worked out by hand: a wrong constant, sign, axis or mask
+shows here, where other tests compare the code with itself."""
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import last_json
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.training import reporting
+from fusion_lab.training.files import FAILED, UserError
+from fusion_lab.training.master_weights import MasterWeights
+from proteins.batches import SyntheticProteins
+from proteins.costs import costs
+
+CPU = torch.device("cpu")
+TINY = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
+            seq_len=8, batch_size=2)
+MEAN_CENTRE, FIRST_CENTRE, STEP = 12.0, 2.15625, 0.3125  # Å, of the 64 bins
+
+
+def model_of(**sizes):
+    return tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**{**dict(
+        num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4), **sizes}))
+
+
+def trainer_of(**values):
+    torch.manual_seed(1)  # not the seed of the settings, which must be what counts
+    return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**{**TINY, **values}), CPU)
+
+
+# --- Embedding -----------------------------------------------------------------------------------------
+
+
+def test_embedding_of_tokens_and_of_clipped_relative_positions():
+    model = model_of(msa_dim=1, pair_dim=1, msa_heads=1, pair_heads=1)
+    with torch.no_grad():
+        for name, factor in (("msa", 1), ("target", 100), ("left", 1e4), ("right", 1e6), ("position", 1)):
+            weight = getattr(model, f"{name}_embedding").weight
+            weight.copy_(factor * torch.arange(float(len(weight)))[:, None])
+    target = torch.tensor([[5, 7, *38 * [0]]])
+    rows = torch.stack([target[0] + 1, target[0] + 2])[None]
+    msa, pair = model.embed(rows, target)
+    assert msa[0, :, :3, 0].tolist() == [[506, 708, 1], [507, 709, 2]]
+    # left of i, right of j, and i - j within -32..32, counted from 0
+    expected = {(0, 1): 7_050_031, (1, 0): 5_070_033, (2, 7): 27, (7, 2): 37, (39, 2): 64, (2, 39): 0}
+    assert {(i, j): pair[0, i, j, 0].item() for i, j in expected} == expected
+
+
+def test_forward_takes_the_target_and_else_the_first_row():
+    model = model_of()
+    tokens = torch.randint(0, 20, (1, 4, 8))
+    first, given, other = (model(tokens, *target)["pair_repr"]
+                           for target in ((), (tokens[:, 0],), (tokens[:, 1],)))
+    assert torch.equal(first, given) and not torch.equal(first, other)
+
+
+# --- Heads and losses ----------------------------------------------------------------------------------
+
+
+def heads_of_identity():
+    """A model whose logits are pair + its transpose, and whose letters' logits are msa."""
+    model = model_of(msa_dim=23, pair_dim=64, msa_heads=1, pair_heads=1)
+    with torch.no_grad():
+        model.distogram_head.weight.copy_(torch.eye(64))
+        model.masked_msa_head.weight.copy_(torch.eye(23))
+    return model.heads, torch.zeros(2, 2, 3, 23), torch.zeros(2, 3, 3, 64)
+
+
+def test_distances_and_contacts_against_a_hand_count():
+    heads, msa, pair = heads_of_identity()
+    pair[0, 0, 2, 5] = math.log(3)       # one of 66 parts becomes three: bin 5 is 3/66, the others 1/66
+    pair[0, 0, 1, 18] = pair[0, 1, 2, 19] = 50.0  # bin 18 ends at 7.9375 Å, bin 19 beyond 8 Å
+    pair[1, 0, 1, 0] = pair[1, 0, 2, 63] = 50.0   # the first and the last bin
+    found = heads(msa, pair, None, None, None)
+    assert found["distogram_logits"][0, 2, 0, 5].item() == pytest.approx(math.log(3))
+    distances, contact = found["distances"], found["contact_probability"]
+    close = dict(rtol=0, atol=1e-5)
+    torch.testing.assert_close(distances, distances.mT, **close)
+    mixed = (64 * MEAN_CENTRE + 2 * (FIRST_CENTRE + 5 * STEP)) / 66
+    torch.testing.assert_close(distances[0, 0], torch.tensor([MEAN_CENTRE, FIRST_CENTRE + 18 * STEP, mixed]),
+                               **close)
+    torch.testing.assert_close(distances[1, 0, 1:], torch.tensor([FIRST_CENTRE, 21.84375]), **close)
+    torch.testing.assert_close(contact[0], torch.tensor([
+        [19 / 64, 1, 21 / 66], [1, 19 / 64, 0], [21 / 66, 0, 19 / 64]]), **close)
+    assert distances.requires_grad and contact.requires_grad and set(found) == {
+        "msa_repr", "pair_repr", "distogram_logits", "distances", "contact_probability"}
+
+
+def test_losses_against_a_hand_count():
+    """Of sample 0 residues 0 and 1 are known, 5 Å apart (bin 9); of sample 1 residue 2 alone."""
+    heads, msa, pair = heads_of_identity()
+    coords = torch.tensor([[[0.0, 0, 0], [3, 4, 0], [0, 0, 30]], [[9, 9, 9], [8, 8, 8], [0, 0, 0]]])
+    known = torch.tensor([[1.0, 1, 0], [0, 0, 1]])
+    pair[0, 0, 1, 9] = math.log(3)
+    pair[0, :, 2], pair[1, 0] = torch.arange(64.0), torch.arange(64.0)  # of pairs that nobody knows
+    found = heads(msa, pair, None, coords, known)
+    expected = (2 * math.log(66 / 3) + 3 * math.log(64)) / 5  # (0, 1) and (1, 0); three on the diagonal
+    assert found["distogram_loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert found["loss"] is found["distogram_loss"] and found["loss"].requires_grad
+    assert not found["distances"].requires_grad  # a by-product in training
+    one = heads(msa, pair, None, coords, torch.tensor([[0.0, 0, 0], [0, 0, 1]]))
+    assert one["loss"].item() == pytest.approx(math.log(64))
+    assert heads(msa, pair, None, coords, torch.zeros(2, 3))["loss"].item() == 0
+
+    msa[0, 1, 2, 0] = math.log(2)  # 2 of 24 parts
+    msa[1, 0, 0] = torch.arange(23.0)  # of a position that nobody asks for
+    targets = torch.full((2, 2, 3), -100)
+    targets[0, 1, 2], targets[1, 1, 1] = 0, 22
+    both = heads(msa, pair, targets, coords, known)
+    letters = (math.log(24 / 2) + math.log(23)) / 2
+    assert both["masked_msa_loss"].item() == pytest.approx(letters, rel=1e-5)
+    assert both["loss"].item() == pytest.approx(expected + 0.1 * letters, rel=1e-5)
+    assert heads(msa, pair, targets, None, None)["loss"].item() == pytest.approx(0.1 * letters, rel=1e-5)
+    assert heads(msa, pair, torch.full((2, 2, 3), -100), None, None)["loss"].item() == 0
+
+
+def test_true_distances_fall_into_the_bin_whose_upper_end_they_reach():
+    heads, msa, pair = heads_of_identity()
+    for distance, number in ((2.3125, 0), (2.313, 1), (21.6875, 62), (21.69, 63), (400.0, 63)):
+        coords = torch.tensor([[[0.0, 0, 0], [distance, 0, 0], [0, 0, 0]]])
+        logits = torch.zeros(1, 3, 3, 64)
+        logits[0, 0, 1, number] = 30.0
+        loss = heads(msa[:1], logits, None, coords, torch.tensor([[1.0, 1, 0]]))["loss"].item()
+        assert loss == pytest.approx(math.log(64) / 2, rel=1e-4), distance  # the diagonal's, no more
+
+
+def test_padding_changes_nothing_in_the_whole_model():
+    """Two residues and one row too many, full of garbage, against the same sample without them."""
+    torch.manual_seed(0)
+    model = model_of(num_blocks=2).double()
+    tof.accuracy.shake(tof.PROGRAM, model)
+    tokens, coords = torch.randint(0, 20, (1, 4, 8)), 5 * torch.randn(1, 8, 3).double()
+    seq_mask, row_mask = torch.tensor([[1.0] * 6 + [0] * 2]), torch.tensor([[1.0] * 3 + [0]])
+    targets = tokens.clone()
+    targets[:, 3], targets[:, :, 6:] = -100, -100
+    padded = model(tokens, None, seq_mask, row_mask, targets, coords, seq_mask.double())
+    alone = model(tokens[:, :3, :6], None, None, None, targets[:, :3, :6], coords[:, :6],
+                  torch.ones(1, 6).double())
+    for name in ("distances", "contact_probability", "pair_repr"):
+        torch.testing.assert_close(padded[name][:, :6, :6], alone[name], rtol=0, atol=1e-10)
+    torch.testing.assert_close(padded["msa_repr"][:, :3, :6], alone["msa_repr"], rtol=0, atol=1e-10)
+    assert padded["loss"].item() == pytest.approx(alone["loss"].item(), rel=1e-10)
+
+
+def test_a_masked_row_of_very_low_scores_stays_finite():
+    """-2545 would leave float16's range if it were added to the lowest number."""
+    q = torch.full((1, 1, 1, 4, 8), 30.0, dtype=torch.float16)
+    v = torch.arange(4.0, dtype=torch.float16)[:, None].expand(1, 1, 1, 4, 8)
+    for bias in (None, torch.zeros(1, 1, 4, 4, dtype=torch.float16)):
+        assert (tof.attend(q, -q, v, bias, torch.zeros(1, 4), "math") == 1.5).all()  # the mean of all keys
+
+
+# --- Weights at the start ------------------------------------------------------------------------------
+
+
+def test_initial_weights():
+    torch.manual_seed(0)
+    for kind, deviation in (("default", 0.05), ("relu", 0.05 * 2 ** 0.5)):
+        layer = tof.linear(400, 500, init=kind)
+        assert layer.weight.std().item() == pytest.approx(deviation, rel=0.01) and not layer.bias.any()
+        assert layer.weight.abs().max().item() == pytest.approx(2 * deviation / 0.8796, rel=1e-3)  # truncated
+    assert tof.linear(3, 3, bias=False).bias is None
+    model = model_of()
+    assert not any(weight.any() for head in (model.distogram_head, model.masked_msa_head)
+                   for weight in head.parameters())
+    for name, weight in model.blocks[0].named_parameters():
+        layer, kind = name.split(".")[-2:]
+        if layer in ("o_proj", "linear2", "output_proj"):
+            assert not weight.any(), name  # the last layers of residual branches
+        elif "gate" in layer:
+            assert weight.unique().tolist() == [float(kind == "bias")], name  # open
+        elif layer not in ("layer_norm", "pair_norm", "center_norm"):
+            assert weight.any() == (kind == "weight"), name
+            deviation = ((2 if layer == "linear1" else 1) / weight.shape[-1]) ** 0.5
+            assert kind == "bias" or weight.std().item() == pytest.approx(deviation, rel=0.25), name
+
+
+def test_the_seed_alone_decides_the_weights():
+    torch.manual_seed(42)
+    expected = model_of().state_dict()
+    for seed, equal in ((42, True), (43, False)):
+        found = trainer_of(seed=seed).model.state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected) == equal
+
+
+# --- Dropout -------------------------------------------------------------------------------------------
+
+AXES = dict(msa_row_attention=1, triangle_mult_outgoing=1, triangle_mult_incoming=1, triangle_attn_starting=1,
+            triangle_attn_ending=2)
+
+
+@pytest.mark.parametrize("name", tof.SUBLAYERS)
+def test_dropout_axes_of_every_sub_layer_in_the_block(name, monkeypatch):
+    """Each sub-layer alone returns ones, so that what the block adds is its dropout mask."""
+    block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2,
+                                                           outer_product_dim=4, dropout=0.75))
+    msa, pair = torch.zeros(2, 5, 6, 8), torch.zeros(2, 6, 6, 8)
+    into = msa if name.startswith("msa") else pair
+    for other in tof.SUBLAYERS:
+        update = torch.zeros_like(msa if other.startswith("msa") else pair)
+        monkeypatch.setattr(getattr(block, other), "forward", lambda *_, u=update, o=other: u + (o == name))
+    torch.manual_seed(0)
+    added = block(msa, pair)[0 if into is msa else 1]
+    if name not in AXES:
+        assert (added == 1).all()
+        return
+    assert added.unique().tolist() == [0, 4]  # kept with probability 1/4, four times as large
+    assert 0.1 < (added > 0).float().mean() < 0.4
+    assert [bool((added == added.narrow(dim, 0, 1)).all()) for dim in range(4)] == [
+        dim == AXES[name] for dim in range(4)]
+    assert (block.eval()(msa, pair)[0 if into is msa else 1] == 1).all()
+
+
+def test_recomputed_blocks_draw_the_same_dropout():
+    gradients = []
+    for recompute in (False, True):
+        trainer = trainer_of(dropout=0.5, num_blocks=2, enable_activation_checkpointing=recompute)
+        tof.accuracy.shake(tof.PROGRAM, trainer.model)
+        torch.manual_seed(3)
+        trainer.forward(SyntheticProteins(trainer.settings).batch(0))["loss"].backward()
+        gradients.append([p.grad for p in trainer.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# --- Optimizer step ------------------------------------------------------------------------------------
+
+
+def moments(trainer, kind):
+    return torch.cat([state[kind].flatten() for state in trainer.optimizer.state.values()])
+
+
+@pytest.mark.parametrize("amp", [{}, dict(use_amp=True, amp_dtype="float16"),
+                                 dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True),
+                                 dict(use_amp=True, amp_dtype="float16", enable_master_weights=True)])
+def test_gradients_are_unscaled_then_clipped_to_the_norm(amp):
+    """AdamW's first moment after one step is a tenth of the clipped gradient."""
+    trainer = trainer_of(grad_clip=1e-3, **amp)
+    assert trainer.scaler.is_enabled() == (amp.get("amp_dtype") == "float16")
+    batch = SyntheticProteins(trainer.settings).batch(0)
+    trainer.step(batch)
+    assert trainer.gradient_norm > 0.1
+    assert moments(trainer, "exp_avg").norm().item() == pytest.approx(1e-4, rel=1e-3)
+    loose = trainer_of(grad_clip=1e3, **amp)
+    loose.step(batch)
+    norm = moments(loose, "exp_avg").norm().item()
+    assert norm == pytest.approx(0.1 * loose.gradient_norm.item(), rel=1e-3)  # smaller ones stay
+    assert loose.gradient_norm.item() == pytest.approx(trainer.gradient_norm.item())
+    assert all(w.grad is None for w in [*loose.updated, *loose.model.parameters()])
+
+
+def test_one_step_is_adamw_with_the_given_learning_rate():
+    trainer = trainer_of(learning_rate=0.01)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    batch = SyntheticProteins(trainer.settings).batch(0)
+    trainer.forward(batch)["loss"].backward()
+    norm = sum(p.grad.square().sum() for p in trainer.model.parameters() if p.grad is not None).sqrt()
+    gradients = {name: p.grad * min(1, 1 / norm) for name, p in trainer.model.named_parameters()
+                 if p.grad is not None}
+    trainer.model.zero_grad()
+    loss = trainer.step(batch)
+    assert not loss.requires_grad and torch.equal(loss, trainer_of().forward(batch)["loss"])
+    moved, state = 0, trainer.optimizer.state
+    for name, weight in trainer.model.named_parameters():
+        if name in gradients:  # decay of 0.01, then a step of the learning rate along the gradient's sign
+            g = gradients[name]
+            expected = before[name] * (1 - 0.01 * 0.01) - 0.01 * g / (g.abs() + 1e-8)
+            torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-4 * 0.01, msg=name)
+            torch.testing.assert_close(state[weight]["exp_avg"], 0.1 * g, rtol=1e-4, atol=1e-9)
+            torch.testing.assert_close(state[weight]["exp_avg_sq"], 0.001 * g * g, rtol=1e-4, atol=1e-12)
+            moved += (weight != before[name]).sum().item()
+    assert moved > 1000
+
+
+def test_an_overflow_in_float16_skips_the_step_and_halves_the_scale():
+    trainer = trainer_of(use_amp=True, amp_dtype="float16")
+    batch = SyntheticProteins(trainer.settings).batch(0)
+    trainer.step(batch)
+    scale, before = trainer.scaler.get_scale(), trainer.weights["distogram_head.weight"].detach().clone()
+    trainer.model.distogram_head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    trainer.step(batch)
+    assert trainer.scaler.get_scale() == scale / 2
+    assert torch.equal(trainer.weights["distogram_head.weight"], before)
+
+
+def everything(trainer):
+    state = trainer.optimizer.state_dict()["state"]
+    return [*(w.detach().clone() for w in trainer.updated), *(p.detach().clone() for p in
+            trainer.model.parameters()), torch.get_rng_state(), torch.tensor(trainer.scaler.get_scale()),
+            *(t.clone() for s in state.values() for t in s.values())]
+
+
+@pytest.mark.parametrize("amp", [{}, dict(use_amp=True, amp_dtype="float16", enable_master_weights=True)])
+def test_preserved_brings_back_a_run_that_is_under_way(amp):
+    trainer = trainer_of(dropout=0.5, **amp)
+    batch = SyntheticProteins(trainer.settings).batch(0)
+    trainer.step(batch)
+    before = everything(trainer)
+    with trainer.preserved():
+        trainer.step(batch)
+        trainer.model.distogram_head.weight.register_hook(lambda gradient: gradient * float("inf"))
+        trainer.step(batch)  # in float16 the scale changes
+        assert any(not torch.equal(a, b) for a, b in zip(before, everything(trainer), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(trainer), strict=True))
+
+
+def test_mixed_precision_is_autocast_and_low_weights_with_masters():
+    dtypes = {}
+    for masters in (False, True):
+        trainer = trainer_of(use_amp=True, amp_dtype="bfloat16", enable_master_weights=masters)
+        trainer.model.blocks[0].pair_transition.linear2.register_forward_hook(
+            lambda _, x, y, m=masters: dtypes.update({m: (y.dtype, torch.is_autocast_enabled("cpu"))}))
+        trainer.step(SyntheticProteins(trainer.settings).batch(0))
+        assert (trainer.masters is not None) == masters
+        assert next(trainer.model.parameters()).dtype == (torch.bfloat16 if masters else torch.float32)
+    assert dtypes == {False: (torch.bfloat16, True), True: (torch.bfloat16, False)}
+    assert trainer_of(enable_master_weights=True).masters is None
+
+
+def test_master_weights_lie_in_steps_of_64_and_move_in_float32():
+    layer = torch.nn.Linear
+    model = torch.nn.Sequential(layer(65, 1, bias=False), layer(1, 3), layer(8, 8))
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    masters = MasterWeights(model, torch.bfloat16)
+    assert masters.starts == [0, 128, 192, 256, 320] and masters.flat.shape == (384,)  # of 65, 3, 3, 64, 8
+    assert masters.flat.dtype == torch.float32 and masters.low.dtype == torch.bfloat16
+    for name, p in model.named_parameters():
+        assert torch.equal(masters.views(masters.flat)[name], whole[name])
+        assert torch.equal(p, whole[name].bfloat16()) and p.shape == whole[name].shape
+    gaps = torch.ones(384, dtype=torch.bool)
+    for start, p in zip(masters.starts, whole.values(), strict=True):
+        gaps[start:start + p.numel()] = False
+    assert not masters.flat[gaps].any()
+    model[1](torch.ones(2, 1).bfloat16()).sum().backward()  # the other layers get no gradient
+    masters.take_gradients()
+    assert masters.flat.grad.dtype == torch.float32 and all(p.grad is None for p in model.parameters())
+    assert masters.flat.grad.nonzero().flatten().tolist() == [*range(128, 131), *range(192, 195)]
+    assert masters.flat.grad[128:131].tolist() == [2, 2, 2]
+    masters.flat += 1
+    assert torch.equal(model[1].bias, whole["1.bias"].bfloat16())  # not before publish()
+    masters.publish()
+    assert all(torch.equal(p, (whole[name] + 1).bfloat16()) for name, p in model.named_parameters())
+
+
+# --- Loop ----------------------------------------------------------------------------------------------
+
+
+def flags_of(**values):
+    return [word for name, value in {**TINY, "device": "cpu", "warmup_steps": 1, **values}.items()
+            for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def test_log_lines_give_the_median_of_the_steps_since_the_last(tmp_path, capsys, monkeypatch):
+    """The clock is a fake one: step n takes 1, 2, 3 and 4 n ms in its four phases, 10 n ms in all."""
+    monkeypatch.setattr(PhaseTimer, "seconds", lambda timer: 1e-3 * np.outer(
+        np.arange(1, len(timer.steps) + 1), [1.0, 2, 3, 4]))
+    assert tof.main(flags_of(num_steps=7, log_every=3, eval_every=2, profile_dir=tmp_path)) == 0
+    out = capsys.readouterr().out
+    lines = [line.split(" | ") for line in out.splitlines() if line.startswith("Step ")]
+    assert [(line[0], line[2].split()[1], line[4].split()[1]) for line in lines] == [
+        ("Step   3/7", "100.0", "20.0ms"), ("Step   6/7", "40.0", "50.0ms"), ("Step   7/7", "33.3", "60.0ms")]
+    assert list(last_json(out)["contact_precision"]) == ["2", "4", "6", "final"]
+
+
+def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
+    losses = [torch.tensor(value) for value in (float("nan"), 1.0, 2.0, float("inf"))]
+    assert reporting.require_finite(losses[:3], 1, 40) == 3  # the first was looked at before
+    with pytest.raises(UserError, match="loss is inf at step 44: nothing was saved since") as caught:
+        reporting.require_finite(losses, 3, 40)
+    assert caught.value.code == FAILED
+
+
+def test_checkpoints_are_written_when_asked_for_and_at_the_end(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(tof, "snapshot", lambda trainer: written.append(trainer.step_number) or {})
+    saving = dict(profile_dir=tmp_path, save_checkpoint=tmp_path / "c.pt")
+    assert tof.main(flags_of(num_steps=5, save_every=2, **saving)) == 0 and written == [2, 4, 5]
+    written.clear()
+    assert tof.main(flags_of(num_steps=3, **saving)) == 0 and written == [3]
+
+
+# --- Sizes, switches, counts ---------------------------------------------------------------------------
+
+
+def test_defaults_are_the_documented_ones():
+    assert dataclasses.asdict(tof.TinyOpenFoldConfig()) == dict(
+        msa_dim=64, pair_dim=128, num_blocks=4, num_seqs=16, seq_len=64, msa_heads=4, pair_heads=4,
+        outer_product_dim=32, dropout=0.0)
+    on = {name for name, value in dataclasses.asdict(tof.FusionConfig()).items() if value is True}
+    assert on == {"enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
+                  "enable_triangle_fusion", "enable_opm_fusion"}
+    preset = tof.FusionConfig.preset(True)
+    left_out = [name for name in preset.names() if not getattr(preset, name)]
+    assert left_out == ["enable_activation_checkpointing"]
+    assert tof.FusionConfig().attention_backend == "auto"
+    assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
+        "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
+        "combo_kernels", "activation_checkpointing")]
+    combos = tof.FusionConfig(enable_combo_kernels=True)
+    assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
+    assert not tof.FusionConfig().combo_kernels_at(64)
+    names = ("msa_dim", "pair_dim", "num_blocks", "num_seqs", "seq_len", "msa_heads", "pair_heads",
+             "outer_product_dim")
+    tof.TinyOpenFoldConfig(**dict.fromkeys(names, 1))
+    for name in names:
+        with pytest.raises(ValueError, match=f"{name} = 0: must be at least 1"):
+            tof.TinyOpenFoldConfig(**{name: 0})
+    for heads in ("msa_heads", "pair_heads"):
+        with pytest.raises(ValueError, match=f"{heads} = 3: must divide"):
+            tof.TinyOpenFoldConfig(**{heads: 3})
+
+
+@pytest.mark.parametrize("on, kernels, gemms", [
+    ((), 15, 20), (("qkv_fusion_msa",), 11, 16), (("qkv_fusion_triangle",), 11, 16),
+    (("triangle_fusion",), 11, 16), (("flash_attention",), 15, 20),
+    (("triangle_fusion", "projection_fusion"), 11, 14), (("projection_fusion",), 15, 20),
+    (("qkv_fusion_msa", "qkv_fusion_triangle", "triangle_fusion", "projection_fusion"), 3, 6)])
+def test_fusion_statistics_against_a_hand_count(on, kernels, gemms):
+    fusion = dataclasses.replace(tof.FusionConfig.preset(False), **{f"enable_{name}": True for name in on})
+    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(num_blocks=3), fusion)
+    found = model.get_fusion_statistics()
+    titles = ("qkv_fusion_msa", "qkv_fusion_triangle", "flash_attention", "triangle_fusion", "torch_compile")
+    assert found == dict({f"{name}_enabled": name in on for name in titles}, baseline_kernels_per_block=15,
+                         fused_kernels_per_block=kernels,
+                         kernel_reduction_percent=round(100 * (15 - kernels) / 15, 1),
+                         total_kernel_reduction=3 * (15 - kernels), projection_gemms_per_block_unfused=20,
+                         projection_gemms_per_block=gemms)
+
+
+def test_costs_of_every_sub_layer_by_hand():
+    """12 positions of the MSA tensor and 18 of the pair tensor, 4 bytes each: a pass over them is 192 and 432
+    bytes, over the outer product's hidden tensor 240, over the biases of rows 144 and of pairs 216."""
+    found = costs(tof.PROGRAM.settings(batch_size=2, num_seqs=2, seq_len=3, msa_dim=4, pair_dim=6,
+                                       msa_heads=2, pair_heads=3, outer_product_dim=5))
+    multiplication = (8424, 9 * 432, 15 * 432)
+    attention = (8424, 11 * 432 + 2 * 216, 18 * 432 + 3 * 216)
+    assert {name: dataclasses.astuple(cost) for name, cost in found.items()} == dict(
+        msa_row_attention=(2928, 11 * 192 + 432 + 2 * 144, 18 * 192 + 2 * 432 + 3 * 144),
+        msa_column_attention=(2304, 11 * 192, 18 * 192), msa_transition=(3072, 2 * 192, 3 * 192),
+        outer_product_mean=(8160, 432 + 192 + 4 * 240, 432 + 3 * 192 + 6 * 240),
+        triangle_mult_outgoing=multiplication, triangle_mult_incoming=multiplication,
+        triangle_attn_starting=attention, triangle_attn_ending=attention,
+        pair_transition=(10368, 2 * 432, 3 * 432), heads=(16032, None, None))
+
+
+def test_what_masks_leave_defined():
+    output = dict(msa_repr=torch.ones(1, 2, 3, 4), pair_repr=torch.ones(1, 3, 3, 5),
+                  distances=torch.ones(1, 3, 3), loss=torch.tensor(7.0))
+    batch = dict(seq_mask=torch.tensor([[1.0, 1, 0]]), row_mask=torch.tensor([[1.0, 0]]))
+    found = tof.defined(output, batch)
+    assert found["msa_repr"][0].sum(-1).tolist() == [[4, 4, 0], [0, 0, 0]]
+    assert found["pair_repr"][0].sum(-1).tolist() == [[5, 5, 0], [5, 5, 0], [0, 0, 0]]
+    assert found["distances"][0].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0]] and found["loss"] == 7
+
+
+def test_kinks_are_moved_half_to_either_side():
+    model = model_of()
+    tof.move_kinks_away(model)
+    for module in model.modules():
+        if isinstance(module, tof.Transition):
+            assert module.linear1.bias.tolist() == 16 * [8, -8]
+
+
+def test_start_lines_name_sizes_kernels_and_counts():
+    trainer = trainer_of(num_blocks=3)
+    lines = tof.start_lines(trainer)
+    assert lines["sizes"] == "3 blocks, c_m 8, c_z 8, heads 2 and 2"
+    assert lines["last"] == "Kernel Reduction: 80.0% (36 fewer kernels) [nominal]"
+    assert lines["remarks"] == dict(enable_flash_attention="math on CPU; columns: sdpa: flash on CPU")
+    assert tof.nominal_counts(trainer.settings) == trainer.model.get_fusion_statistics()
+
+
+def test_idle_switches_are_named():
+    def idle(seq_len=64, on_gpu=True, **switches):
+        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(seq_len=seq_len),
+                                   training=SimpleNamespace(use_amp=False))
+        return tof.FusionConfig(**switches).idle(settings, on_gpu)
+    combos = dict(enable_combo_kernels=True)
+    compiled = dict(combos, enable_torch_compile=True)
+    assert idle() == [] and idle(**compiled) == [] and idle(128, **compiled) == []
+    assert idle(**combos) == idle(on_gpu=False, **compiled) == ["combo kernels need torch.compile on a GPU"]
+    assert idle(129, **compiled) == ["combo kernels cost time above 128 residues"]
+    backend = dict(attention_backend="sdpa")
+    assert idle(**backend) == [] and idle(**backend, enable_flash_attention=False) == [
+        "--attention-backend is for fused attention"]
