@@ -1,4 +1,5 @@
 """Nothing lost, nothing silently wrong: Ctrl-C, kills, full disks, devices, names, earlier results."""
+import copy
 import dataclasses
 import errno
 import fcntl
@@ -17,7 +18,7 @@ from conftest import PATIENCE, ROOT, last_json
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import rungs, summary
 from fusion_lab.training import files, reading
-from fusion_lab.training.checkpoints import read_checkpoint
+from fusion_lab.training.checkpoints import read_checkpoint, restore, snapshot
 from fusion_lab.training.files import UserError
 from proteins.files import DataError, read_alignment, read_structure
 
@@ -236,6 +237,54 @@ def test_a_checkpoint_with_one_flipped_bit_is_refused(tmp_path, capsys):
     torch.save(saved, path)
     assert train(tmp_path, "--resume", path, "--num-steps", 9) == 2
     assert "names of moments exp_avg cannot be used" in capsys.readouterr().err
+
+
+WEIGHT = "msa_embedding.weight"  # (23, 8)
+ZEROS = torch.zeros(23, 8)
+
+
+@pytest.mark.parametrize("place, value, words", [
+    (("step",), "x", "step is of the wrong type"), (("step",), True, "step is of the wrong type"),
+    (("step",), -1, "step cannot be used"), (("step",), 10 ** 400, "step cannot be used"),
+    (("updates",), float("nan"), "updates cannot be used"), (("updates",), -0.5, "updates cannot be used"),
+    (("trained_on",), [1], "trained_on"), (("training",), [1], "training"),
+    (("config",), [1], "config is of"), (("config", "msa_dim"), ZEROS, "made for another model"),
+    (("model", WEIGHT), None, "names of model"), (("model", "more"), ZEROS, "names of model"),
+    (("model", WEIGHT), [1.0], f"model {WEIGHT}"), (("model", WEIGHT), ZEROS[:, :7], f"model {WEIGHT}"),
+    (("model", WEIGHT), ZEROS.double(), f"model {WEIGHT}"),
+    (("model", WEIGHT), ZEROS.to_sparse(), f"model {WEIGHT}"),
+    (("model", WEIGHT), ZEROS + float("inf"), f"model {WEIGHT}"),
+    (("moments",), {"exp_avg": {}}, "moments"), (("moments", "exp_avg"), [1], "names of moments exp_avg"),
+    (("moments", "exp_avg_sq", WEIGHT), ZEROS[0], f"moments exp_avg_sq {WEIGHT}"),
+    (("scaler",), {"scale": 1.0}, "scaler"), (("scaler", "scale"), "x", "scaler"),
+    (("scaler", "scale"), float("inf"), "scaler"), (("rng",), {}, "rng cpu"),
+    (("rng", "cpu"), "x", "rng cpu"), (("rng", "cpu"), torch.zeros(5056), "rng cpu"),
+    (("rng", "cpu"), torch.zeros(7, dtype=torch.uint8), "rng cpu")],
+    ids=lambda part: "-".join(part) if isinstance(part, tuple) else "")
+def test_every_field_of_a_checkpoint_is_checked_before_any_is_used(place, value, words, tmp_path):
+    sizes = dict(num_blocks=1, msa_dim=8, pair_dim=8, num_seqs=4, seq_len=8, batch_size=1, use_amp=True,
+                 amp_dtype="float16")
+    trainer = tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**sizes), torch.device("cpu"))
+    trainer.step(tof.PROGRAM.open_source(trainer.settings).batch(0))
+    saved = copy.deepcopy(snapshot(trainer))
+    before = copy.deepcopy(trainer.model.state_dict())
+    restore(trainer, save(saved, tmp_path))
+    inner = saved
+    for key in place[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value
+    with pytest.raises(UserError, match="checkpoint .*") as caught:
+        restore(trainer, save(saved, tmp_path))
+    assert words in str(caught.value) and caught.value.code == 2
+    assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
+
+
+def save(content, directory):
+    torch.save(content, directory / "c.pt")
+    return directory / "c.pt"
 
 
 # --- Ctrl-C and kills --------------------------------------------------------------------------------------
