@@ -40,6 +40,7 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, exit_code, finite, require_directory, write_json, write_text
 from fusion_lab.training.flags import Parser, make_parser, parse, whole_number
 from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.reading import read_json
 from tiny_openfold_v2 import PROGRAM
 
 PRECISIONS = {"fp32": [], "tf32": ["--use-tf32"], "bf16": ["--use-amp", "--amp-dtype", "bfloat16"]}
@@ -240,7 +241,7 @@ def render(paths):
     after = rest.partition(END)[2]
     for path in paths:
         try:
-            parts.append("\n".join(tables(json.loads(pathlib.Path(path).read_text(encoding="utf-8")))))
+            parts.append("\n".join(tables(read_json(path))))
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: no result of this program") from None
     body = "\n\n".join(parts)

@@ -36,6 +36,7 @@ from fusion_lab.measuring.turns import Guest
 from fusion_lab.training.files import UserError, exit_code, require_directory, require_writable, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
+from fusion_lab.training.reading import read_json
 
 RUNG = str(pathlib.Path(__file__).resolve().with_name("ladder_rung.py"))
 SHAPES = {
@@ -163,7 +164,7 @@ def plot(paths, picture):
     require_writable(picture)
     for path in paths:
         try:
-            rows += json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["rows"]
+            rows += read_json(path)["rows"]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: no result of this program") from None
     for row in rows:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -169,17 +170,38 @@ def test_measured_in_planned_order(fake, tmp_path):
     assert sorted(row["turn"] for row in rows_of()[8:]) == [1, 2, 3, 4]
 
 
-def test_a_point_that_ends_gives_up_its_place_and_waiting_is_not_timed(fake):
-    """The first point of the plan fails after 2.5 s, the second one then measures for 2.5 s: only without the
-    wait is that within 4 s."""
+class Clock:
+    """Stands in for the runner's: on the thread that follows a point, hours pass at every look as long as
+    passing(point) says so; waiting has the points that wait for their turn."""
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self, passing):
+        self.passing, self.waiting, self.hours = passing, set(), {}
+
+    def monotonic(self):
+        seen = sys._getframe(1).f_locals  # of Runner.follow, as far as it has come
+        point = seen.get("point")
+        (self.waiting.add if seen.get("waits") else self.waiting.discard)(point)
+        if point is not None and self.passing(self, point):
+            self.hours[point] = self.hours.get(point, 0) + 1
+        return time.monotonic() + 3600 * self.hours.get(point, 0)
+
+
+def test_a_point_that_ends_gives_up_its_place_and_waiting_is_not_timed(fake, monkeypatch):
+    """While the second point of the plan waits for the first, which fails, hours pass: it is measured all the
+    same. When they pass for the first one instead, that is out of time, and the second one's turn comes."""
     settings = ["only-flash-attention", "only-opm-fusion"]
     first, second = order_of_plan(settings, 1)
     flag = flags_of(first.setting)[-1]
     flags = [*SMALL, "--num-runs", 1, "--settings", " ".join(settings), "--jobs", 2]
-    assert fake(*flags, "--timeout", 4, crash=[flag], starts={flag: 2.5}, seconds=2.5) == 0
+    clock = Clock(lambda clock, point: point == second and point in clock.waiting)
+    monkeypatch.setattr(runner, "time", clock)
+    assert fake(*flags, crash=[flag], starts={flag: 1}) == 0
     assert {row["setting"]: row["status"] for row in rows_of()} == {first.setting: "failed",
                                                                     second.setting: "ok"}
-    assert fake(*flags, "--timeout", 3, name="t", starts={flag: 60}) == 0
+    clock = Clock(lambda clock, point: point == first and second in clock.waiting)
+    monkeypatch.setattr(runner, "time", clock)
+    assert fake(*flags, name="t", starts={flag: 10 ** 6}) == 0
     by_setting = {row["setting"]: row for row in rows_of("t")}
     assert by_setting[first.setting]["status"] == "timeout" and by_setting[first.setting]["turn"] is None
     assert by_setting[second.setting]["turn"] == 1
@@ -204,6 +226,13 @@ def test_interrupt_keeps_results_and_resumes(fake, tmp_path):
     assert 2 <= len(before) < 8
     assert fake(*SMALL, "--num-runs", 4) == 0
     assert rows_of()[:len(before)] == before and len(rows_of()) == 8
+
+
+def test_a_study_in_a_directory_of_any_name_is_continued(fake):
+    name = os.fsdecode(b"st\xe9 \ny")
+    for runs in (1, 2):
+        assert fake(*SMALL, "--num-runs", runs, "--settings", "fused", name=name) == 0
+    assert len(rows_of(name)) == 2 and b"st\xe9" in pathlib.Path(name, "report.html").read_bytes()
 
 
 def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):

@@ -1,7 +1,9 @@
 """Summaries of profiler results: every header generation, rocpd, kinds of kernels, comparison, errors."""
 import gzip
 import json
+import os
 import pathlib
+import sqlite3
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ from conftest import ROOT
 from fake_rocm import common
 
 from fusion_lab.measuring.kinds import KINDS
-from fusion_lab.rocm import kernel_summary, timeline
+from fusion_lab.rocm import kernel_summary, records, timeline
 from fusion_lab.rocm.kernel_summary import summarize
 from fusion_lab.training.files import UserError
 
@@ -260,13 +262,69 @@ def test_comparison(run, tmp_path):
     assert "Caution" in cli(run, "--compare", baseline).stdout
 
 
+STATS = "Name,Calls,TotalDurationNs\nx,3,5\n"
+
+
+@pytest.mark.parametrize("rest", [
+    "y,5,", "y,5", "y", '"y', "Name,Calls,TotalDurationNs\n", "\n", "y,five,5\n"])
+def test_an_interrupted_or_joined_csv_counts_as_far_as_it_goes(rest, tmp_path):
+    (tmp_path / "1_kernel_stats.csv").write_text(STATS + rest)
+    assert summarize(tmp_path)["launches"] == 3
+
+
+def test_what_lies_beside_the_records_may_be_damaged(tmp_path):
+    (tmp_path / "1_kernel_stats.csv").write_text(STATS)
+    os.mkfifo(tmp_path / "2_kernel_stats.csv")
+    for manifest, training in (
+            ("null", "null"), ('{"steps": [1]}', "[1]"), ('{"steps": {"measured": "x"}}', "{}"),
+            ('{"summary": "/etc/*"}', '{"num_steps": true}'), ("[" * 100_000, '{"num_steps"')):
+        (tmp_path / "manifest.json").write_text(manifest)
+        (tmp_path / "performance_summary_v2.json").write_text(f'{{"training_params": {training}}}')
+        assert summarize(tmp_path)["launches"] == 3 and summarize(tmp_path)["steps"] is None
+        assert kernel_summary.main_figures(tmp_path)["median step ms"] is None
+
+
+def test_a_kernels_name_stays_on_its_line(tmp_path):
+    (tmp_path / "1_kernel_stats.csv").write_text('Name,Calls,TotalDurationNs\n"a\n\x1b[2Jb",3,5\n')
+    assert kernel_summary.render(summarize(tmp_path)).endswith(r"a\n\x1b[2Jb" + "\n")
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path):
+    with gzip.open(tmp_path / "results_pmc_perf_0.csv.gz", "wb") as file:
+        file.write(b"Dispatch_ID,Kernel_Name,Start_Timestamp,End_Timestamp\n")
+        file.write(b"A" * 3 * records.LONGEST_LINE)
+    with pytest.raises(records.Unreadable, match="a line of more than 1048576 letters"):
+        summarize(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["x", None, b"\xff", 1e300, float("inf")])
+@pytest.mark.parametrize("change", [
+    "top_kernels SET total_duration = ?", "rocpd_kernel_dispatch_abc SET start = ?"])
+def test_a_database_with_a_wrong_value_is_one_line(change, value, tmp_path):
+    """SQLite itself would reckon with a text as 0."""
+    path = tmp_path / "1_results.db"
+    common.write_rocpd(path, dispatch_tables="abc" in change)
+    connection = sqlite3.connect(path)
+    connection.execute(f"UPDATE {change} WHERE rowid = 2", (value,))
+    connection.commit()
+    connection.close()
+    with pytest.raises(records.Unreadable, match="not a rocpd database"):
+        summarize(tmp_path)
+
+
 @pytest.mark.parametrize("name,content,code,words", [
+    ("a_kernel_stats.csv", STATS + "y,5,\nz,1,1\n", 2, "row 3 is damaged"),
+    ("a_kernel_stats.csv", STATS + "y,5,1e999\nz,1,1\n", 2, "row 3 is damaged"),
+    ("a_kernel_stats.csv", STATS + "y,0,4\n", 2, "a kernel without calls"),
+    ("a_kernel_stats.csv", STATS + "y" * 200_000 + ",1,1\n", 2, "field larger than field limit"),
+    ("a_kernel_trace.csv", "Kernel_Name,Start_Timestamp,End_Timestamp\nx,1,\ny,1,2\n", 2, "row 2 is damaged"),
     (None, None, 2, "no kernel records"),
     ("manifest.json", "{}", 6, "no kernel records"),
     ("a_kernel_stats.csv", "Kernel,Count\nx,1\n", 2, "no column name, calls, totaldurationns"),
     ("a_kernel_stats.csv", "", 2, "no column"),
     ("a_results.db", "not a database", 2, "not a rocpd database"),
-], ids=["empty", "session without data", "wrong header", "empty file", "no database"])
+], ids=["damaged", "infinite", "no calls", "long name", "damaged trace", "empty", "session without data",
+        "wrong header", "empty file", "no database"])
 def test_unusable_directories(name, content, code, words, tmp_path):
     if name:
         (tmp_path / name).write_text(content)

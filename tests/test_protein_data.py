@@ -11,6 +11,7 @@ from conftest import ROOT, require_shared
 
 from proteins import files
 from proteins.files import DataError, load_families, load_protein, map_query, read_alignment, read_structure
+from proteins.matching import align
 
 pytest.importorskip("gemmi")
 
@@ -542,6 +543,55 @@ def test_query_longer_and_shorter_than_the_chain(tmp_path):
     assert columns_with_coords(mutant.coords) == list(range(25))
     deletion = load_protein(write(tmp_path / "x.fasta", ">q\nGVLIPFYWTSWDEFNQRST\n"), path)
     np.testing.assert_allclose(deletion.coords[:, 0], 3.8 * np.r_[0:10, 16:25], atol=1e-3)
+
+
+@pytest.mark.parametrize("inserted, broken, bridged", [
+    (0, False, True), (31, False, True), (33, False, False), (127, True, True), (129, True, False)])
+def test_a_gap_costs_by_its_length(inserted, broken, bridged):
+    """Two residues behind an insertion: matched across it they gain 2 * 32, aligned with it instead they lose
+    as much. Opening the gap costs 96, but nothing where the chain is broken, and each residue in it 1: 31 of
+    them leave one of 128, 33 none."""
+    short, long = np.arange(10), np.r_[np.arange(8), np.full(inserted, 19), 8, 9]
+    breaks = np.isin(np.arange(11), (0, 8, 10) if broken else (0, 10))
+    index = align(long, short, breaks, unknown=20)
+    assert index[:8].tolist() == list(range(8))
+    assert (index[-2:].tolist() == [8, 9]) is bridged
+    if not broken:  # what the chain has in addition costs the same
+        ends = np.isin(np.arange(len(long) + 1), (0, len(long)))
+        last = [len(long) - 2, len(long) - 1] if bridged else [8, 9]
+        assert align(short, long, ends, unknown=20).tolist() == [*range(8), *last]
+
+
+def test_a_long_query_does_not_match_by_chance(tmp_path):
+    """With gaps of any length at one price, 50,000 random letters match 40 residues."""
+    letters_ = np.random.default_rng(0).choice(list(files.AMINO_ACIDS), 50_040)
+    path = write_model(tmp_path / "x.pdb", *model("".join(letters_[:40])))
+    alignment = write(tmp_path / "x.a3m", f">q\n{''.join(letters_[40:])}\n")
+    assert "does not match" in one_line_error(load_protein, alignment, path)
+
+
+def test_coordinates_that_no_atom_has(query, tmp_path):
+    """One unknown of three makes a residue unseen; a molecule of kilometres is a damaged file."""
+    lines = model("MKTAYIAKQR")
+    path = write_model(tmp_path / "x.pdb", *lines)
+    text = as_cif(path).read_text()
+    msa = write(tmp_path / "x.fasta", ">q\nMKTAYIAKQR\n")
+    assert "3.8 -1.5 0 " in text
+    path = write(tmp_path / "x.cif", text.replace("3.8 -1.5 0 ", "3.8 ? 0 "))
+    assert columns_with_coords(load_protein(msa, path).coords) == [0, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert np.isnan(load_protein(msa, path).coords[1]).all()
+    for far in ("1e7", "1e308"):
+        path = write(tmp_path / "x.cif", text.replace("3.8 -1.5 0 ", f"3.8 -{far} 0 "))
+        assert "from the origin; the file is damaged" in one_line_error(read_structure, path)
+
+
+def test_gzip_unpacks_to_a_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SMALL", 10_000)
+    honest = ">q\n" + "".join(np.random.default_rng(0).choice(list("ACDE"), 20_000)) + "\n"
+    path = write(tmp_path / "x.a3m.gz", gzip.compress(honest.encode()))
+    assert read_alignment(path).shape == (1, 20_000)
+    write(path, gzip.compress(b">q\n" + b"A" * 10 ** 7))
+    assert "unzips to more than 100 times its size" in one_line_error(read_alignment, path)
 
 
 def test_exact_fragment_goes_before_a_homologue(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 from fake_rocm import common
 from fake_rocm.machine import FAKES, GENERATIONS, ODD_FLAGS, ROOT, interrupt, manifest, recorded, start
 
-from fusion_lab.rocm import kernel_summary, wrappers
+from fusion_lab.rocm import all_profilers, kernel_summary, wrappers
+from fusion_lab.rocm.session import Outcome
 from fusion_lab.training.files import UserError
 
 pytest_plugins = ("fake_rocm.plugin",)
@@ -227,6 +228,14 @@ def test_rocprof_compute_keeps_the_counters_when_the_roofline_fails(machine, ins
     assert list((workplace / "rocprof_compute_profiles_v2").rglob("pmc_perf.csv"))
 
 
+def test_rocprof_sys_hides_the_exit_code_but_not_the_programs_last_words(machine, tmp_path):
+    """Its summary is there before the evaluation, so it does not tell that all went well."""
+    workplace = machine("7.0")
+    (workplace / "performance_summary_v2.json").write_text("{}")
+    judged = wrapper("rocprof-sys", "-o", ".").judge("Step 1\ntrainer.py: error: out of memory: lower it\n")
+    assert judged == (5, "out of memory: lower it")
+
+
 # ---------------------------------------------------------------------------------------------------------
 # All of them
 
@@ -295,6 +304,14 @@ def test_all_profilers_failing_pytorch_and_dry_run(machine, pytorch_profiler):
     assert results(workplace)[0] == {"pytorch": "FAIL"}
     assert start("run_all_profilers.sh", "--only", "nonsense").returncode == 2
     assert start("run_all_profilers.sh", "--only", "sys", "--skip", "rocprof-sys").returncode == 2
+
+
+def test_words_from_elsewhere_do_not_break_the_page(tmp_path):
+    outcome = Outcome(1, "operator| <b>*x*</b>\n| a | b |", str(tmp_path / "a|b"))
+    page = all_profilers.summary_page(tmp_path, {"rocprofv3": outcome}, "x --note '`|`' '\n# y'")
+    command, *_, row, end = page.split("\n")[2:]
+    assert command.endswith(r", ``x --note '`|`' '\n# y'``") and not end
+    assert row == r"| rocprofv3 | FAIL | 0.0 s | a\|b | operator\| \<b\>\*x\*\</b\>\\n\| a \| b \| |"
 
 
 def test_interrupting_all_profilers(machine):

@@ -28,6 +28,7 @@ from fake_rocm.machine import (
 
 from fusion_lab.rocm import machine as rocm_machine
 from fusion_lab.rocm import preflight, process, session, wrappers
+from fusion_lab.training.files import UserError
 
 pytest_plugins = ("fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
@@ -73,6 +74,20 @@ def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(script, chos
         subprocess.run(["rm", "-rf", *map(str, workplace.iterdir())], check=True)
 
 
+@pytest.mark.parametrize("name", wrappers.WRAPPERS)
+def test_nothing_breaks_out_of_the_script(name, machine):
+    """Neither a path in a remark nor the content of a file is run."""
+    workplace = machine(None)
+    wrapper = wrappers.WRAPPERS[name].from_arguments(["--dry-run", "-o", "o", "--program", "x\ntouch PWNED"])
+    wrapper.notes.append("y\ntouch PWNED")
+    content = "END_OF_FILE\ntouch PWNED\nEND_OF_FILE_\n"
+    wrapper.files = lambda: {"z": content}
+    text = wrapper.script_text([])
+    subprocess.run(["bash", "-e"], input=text, text=True, check=True)
+    assert [path.name for path in workplace.iterdir()] == ["o"] and "PWNED" in text
+    assert (workplace / "o" / "z").read_text() == content
+
+
 @every_wrapper
 def test_dry_run_shows_what_a_run_runs(script, machine):
     workplace = machine("10.1")
@@ -93,6 +108,9 @@ def test_default_directory_is_set_aside_never_overwritten(machine):
 @pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_rocprof_compute.sh"])
 def test_directory_of_the_user(script, machine):
     workplace = machine("10.1")
+    (workplace / "file").touch()
+    refused = start(script, "-o", "file/x", "--skip-preflight")
+    assert refused.returncode == 2 and "Not a directory" in refused.stderr and refused.stderr.count("\n") == 1
     (workplace / "mine").mkdir()
     assert start(script, "-o", "mine").returncode == 0  # empty is fine
     refused = start(script, "-o", "mine")
@@ -338,6 +356,17 @@ def test_reader_of_the_output_goes_away(machine):
     command = f"{shlex.quote(str(ROOT / 'run_rocprofv3.sh'))} -o out | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and manifest(workplace / "out")["status"] == "done"
+
+
+@pytest.mark.parametrize("error", [UserError("row 3 is damaged"), OSError(5, "Input/output error", "x")])
+def test_results_that_cannot_be_judged_end_the_session_in_order(error, machine, monkeypatch, capsys):
+    def judge(*_):
+        raise error
+    workplace = machine("7.0")
+    monkeypatch.setattr(wrappers.WRAPPERS["rocprofv3"], "judge", judge)
+    assert session.main(wrappers.WRAPPERS["rocprofv3"], ["-o", "out"]) == 6
+    record, said = manifest(workplace / "out"), capsys.readouterr().err
+    assert record["exit_code"] == 6 and str(error) in record["reason"] and str(error) in said
 
 
 def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch, hours_pass):

@@ -237,10 +237,12 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
         str(tmp_path / "c.pt"),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while not process.stdout.readline().startswith("Step "):
-            pass
-        process.send_signal(number)
-        out, err = process.communicate(timeout=PATIENCE)
+        try:
+            assert any(line.startswith("Step ") for line in process.stdout)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
     assert process.returncode == code and "Traceback" not in err
     summary = last_json(out)
     done = torch.load(tmp_path / "c.pt", weights_only=True)["step"]

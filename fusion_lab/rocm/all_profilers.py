@@ -131,7 +131,7 @@ def cell(value):
 
 def summary_page(directory, outcomes, command_line):
     """PROFILING_SUMMARY.md: what became of each profiler, and their main figures side by side."""
-    command = code(command_line, len(command_line))
+    command = code(command_line, longest=None)
     lines = ["# Profiling summary", "", f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {command}", ""]
     rows = [["profiler", "result", "duration", "directory", "reason"]]
     for name, outcome in outcomes.items():

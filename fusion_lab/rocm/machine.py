@@ -54,7 +54,7 @@ def architectures():
     nodes = pathlib.Path(os.environ.get("KFD_TOPOLOGY", "/sys/class/kfd/kfd/topology/nodes"))
     names = []
     for path in sorted(nodes.glob("*/properties")):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             version = re.search(r"^gfx_target_version ([1-9]\d+)$", path.read_text(), re.MULTILINE)
             if version:  # 90402 is 9.4.2, 90010 is 9.0.10: hexadecimal in the name, gfx90a
                 digits = int(version[1])
@@ -70,7 +70,7 @@ def performance_levels():
     """What the driver does with the clocks of each GPU: ["auto"], or ["profile_standard"]."""
     levels = []
     for path in pathlib.Path(os.environ.get("DRM_DEVICES", "/sys/class/drm")).glob("card*/device"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             levels.append((path / "power_dpm_force_performance_level").read_text().strip())
     return levels
 
@@ -87,12 +87,14 @@ def own_interpreter(tool_path):
             start = re.match(rb"#!\s*(.*python[\d.]*)\s*$", file.readline(200))
     except OSError:
         return []
-    return shlex.split(start[1].decode()) if start else []
+    with contextlib.suppress(ValueError):  # bytes or quotes that make no words
+        return shlex.split(start[1].decode()) if start else []
+    return []
 
 
 def release_of_tree(tool_path):
     """'7.0' for a tool in a ROCm tree, or None, as for one in a virtual environment."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         text = (pathlib.Path(tool_path).resolve().parent.parent / ".info" / "version").read_text()
         start = re.match(r"\d+\.\d+", text)
         return start and start[0]

@@ -236,11 +236,17 @@ def query_rocpd(path, *queries, names=1):
     raise Unreadable(f"{path}: not a rocpd database: {problem}")
 
 
+# SQLite reckons with whatever is no number as 0; here it becomes NULL, which is no number either.
+NANOSECONDS = """CASE SUM(typeof(k."end") != 'integer' OR typeof(k.start) != 'integer') WHEN 0
+                 THEN SUM(k."end" - k.start) END"""
+
+
 def read_rocpd(path):
-    return of_calls(path, query_rocpd(
-        path, 'SELECT s.display_name, COUNT(*), SUM(k."end" - k.start) FROM rocpd_kernel_dispatch k JOIN '
+    rows = query_rocpd(
+        path, f"SELECT s.display_name, COUNT(*), {NANOSECONDS}, 1 FROM rocpd_kernel_dispatch k JOIN "
         "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid GROUP BY 1",
-        "SELECT name, total_calls, total_duration * 1000 FROM top_kernels"))  # this view is in microseconds
+        "SELECT name, total_calls, total_duration, 1000 FROM top_kernels")  # this view is in microseconds
+    return of_calls(path, ((name, calls, time * factor) for name, calls, time, factor in rows))
 
 
 def optional_rocpd(directory, query, names=0):

@@ -261,7 +261,7 @@ def printable(text):
 def exit_code(run, argv, program):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
-    if hasattr(sys.stdout, "reconfigure"):  # not where somebody has put something else in its place
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="shown")
     with Raised():
         try:
@@ -292,9 +292,18 @@ def ended(run, argv):
             raise
         return code, [message]
     except OSError as error:
-        if error.filename is None:  # it was stdout
-            drop_output()
-        if isinstance(error, BrokenPipeError):
-            return CLOSED_PIPE, ()
-        return (USAGE, [f"{error.filename}: {error.strerror}"]) if error.filename else \
-            (FAILED, [f"standard output: {error.strerror}"])
+        if error.filename is not None:
+            return USAGE, [f"{error.filename}: {error.strerror}"]
+        where = "standard output" if output_fails() else "writing a file"
+        return (CLOSED_PIPE, ()) if isinstance(error, BrokenPipeError) else \
+            (FAILED, [f"{where}: {error.strerror or error}"])
+
+
+def output_fails():
+    """Whether stdout takes nothing any more; what is still to be printed goes nowhere then."""
+    try:
+        sys.stdout.flush()
+        return False
+    except OSError:
+        drop_output()
+        return True

@@ -4,7 +4,7 @@ import os
 import sys
 
 from fusion_lab.training import interrupts
-from fusion_lab.training.files import UserError, announce, require_packages
+from fusion_lab.training.files import UserError, announce, require_packages, say_why
 from fusion_lab.training.flags import QUESTION, contradictions, make_parser, parse, program_file, with_demo
 from fusion_lab.training.program import DEFAULT_PROGRAM, load_program
 
@@ -38,7 +38,7 @@ def begin_tool(name, argv, judge):
     try:
         load_program(path)
     except UserError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        say_why(name, error.lines)
         raise SystemExit(error.code) from None
     waiting.clear()  # a program that does not call begin() is judged later
 

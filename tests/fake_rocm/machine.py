@@ -14,7 +14,7 @@ RELEASES = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.13", "10.1", "wheels")
 WRAPPERS = {"run_rocprofv3.sh": "rocprofv3", "run_rocprof_sys.sh": "rocprof-sys-python",
             "run_rocprof_compute.sh": "rocprof-compute"}
 ODD_FLAGS = ["--data", "my files/a b", "--title=x  y", "--note", "it's \"quoted\" $HOME *", "-5",
-             "--empty", ""]
+             "--empty", "", "--text", "a\nEND_OF_FILE\ntouch PWNED\n"]
 
 
 def start(script, *arguments):
