@@ -46,12 +46,12 @@ FAILED = 1e9  # seconds of a test that fails without any mutant
 LOOKS = "profile_summary kinds profiling profiler_session"
 AMD = f"rocm_outcomes rocm_profilers rocm_wrappers rocm_preflight rocm_releases {LOOKS}"
 TESTS = {  # file: which tests/test_*.py are meant to notice
-    "tiny_openfold_v2.py": "numbers_by_hand evoformer training",
+    "tiny_openfold_v2.py": "numbers_by_hand steps evoformer training",
     "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
     "proteins/files.py": "protein_data",
     "fusion_lab/training/checkpoints.py": "checkpoints training house",
-    "fusion_lab/training/master_weights.py": "numbers_by_hand evoformer",
+    "fusion_lab/training/master_weights.py": "steps evoformer",
     "fusion_lab/training/files.py": "checkpoints training start study_files",
     "fusion_lab/study/statistics.py": "study_report performance_study",
     **{f"fusion_lab/measuring/{name}.py": f"comparison evoformer training {LOOKS}" for name in (

@@ -79,6 +79,7 @@ def test_targets_lie_within_both_masks_and_the_query_stays_whole():
         coords=(1, 4, 3), coord_mask=(1, 4))
     clean = assemble(None, msa, clean=True, **arrays)
     assert clean["msa_tokens"][0].tolist() == msa[0].tolist() and "msa_targets" not in clean
+    assert rng.asked[2][2].tolist() == [[[2]]]  # corrupt() was told of the row that is missing
 
 
 # --- Synthetic batches ---------------------------------------------------------------------------------
