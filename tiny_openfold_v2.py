@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyOpenFold V2: AlphaFold 2's Evoformer in one file, with every kernel fusion as a switch.
 
-    python tiny_openfold_v2.py                                    # train on built-in synthetic proteins
-    python tiny_openfold_v2.py --disable-all-fusion               # the same model and weights, nothing fused
-    python tiny_openfold_v2.py --verify-accuracy                  # prove that fusion changes no number
-    python tiny_openfold_v2.py --data DIR --holdout-fraction 0.2  # train on your own alignments
+    python tiny_openfold_v2.py                       # train, built-in proteins
+    python tiny_openfold_v2.py --disable-all-fusion  # the same, nothing fused
+    python tiny_openfold_v2.py --verify-accuracy     # fusion keeps all numbers
+    python tiny_openfold_v2.py --data DIR            # train on your alignments
 
 Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them, then
 PackedProjections and attend(), the two places where fused and plain code stand side by side.
@@ -13,6 +13,10 @@ Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z 
 `pair`, H heads, D head width, h hidden width of the outer product mean. "Alg." is an algorithm of the
 AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)  # Ctrl-C during the imports is one line
+
 from dataclasses import dataclass
 
 from fusion_lab.training import start
@@ -97,10 +101,10 @@ COMMAND_LINE = CommandLine(
     fusion_config=FusionConfig, headline=("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle",
                                           "enable_flash_attention", "enable_triangle_fusion"),
     demo=dict(num_blocks=1, seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10,
-              eval_every=30))
+              eval_every=30), axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
+    study_sizes=dict(batch_size=(2, 4), seq_len=(32, 64)))
 
-if __name__ == "__main__":  # before torch is imported, which takes seconds
-    start.begin(COMMAND_LINE)
+start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
 
 import contextlib
 import math
@@ -798,14 +802,13 @@ def train(program, settings, compare_with=None):
         with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
+            result = summary.summarise(trainer, found, losses, times, evaluations)
+            files.write_json(path, result)  # before anything that can fail: evaluation, comparison, pictures
             if program.evaluate and stop.signal is None:
                 evaluations["final"] = program.evaluate(trainer, source, stop, final=True)
                 metrics.evaluation(trainer.step_number, program.scores(evaluations["final"]))
                 print(program.evaluation_line(evaluations["final"]))
-        result = summary.summarise(trainer, found, losses, times, evaluations)
-        if earlier:
-            result["compared_with_v1"] = summary.print_against(earlier, result)
-        files.write_json(path, result)
+        summary.complete(path, result, earlier)
         analysis = profiling.trace and write_analysis(trainer, source, found, times, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis])
         program.closing(trainer, source, evaluations)
@@ -857,8 +860,7 @@ def start_lines(trainer):
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
-    shake=move_kinks_away, axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
-    study_sizes=dict(batch_size=(2, 4), seq_len=(32, 64)), tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
+    shake=move_kinks_away, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
     sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
     before_training=contacts.require_plots, start_lines=start_lines, statistics=nominal_counts,
     evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,

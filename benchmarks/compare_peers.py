@@ -22,10 +22,13 @@ from functools import partial
 os.environ.setdefault("CUEQ_TRIATTN_FALLBACK_THRESHOLD", "0")  # or short sequences run plain torch instead,
 os.environ.setdefault("CUEQ_TRIMUL_FALLBACK_THRESHOLD", "0")  # and say nothing
 
-import torch
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels.attention import prepare_flex_attention

@@ -17,11 +17,14 @@ import sys
 import time
 from functools import partial
 
-import torch
-from torch.nn.attention.flex_attention import flex_attention
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from fusion_lab.kernels.attention import NO_BLOCK_MASK, prepare_flex_attention
 from fusion_lab.measuring.accuracy import ERROR_FACTOR, TF32_EPSILON

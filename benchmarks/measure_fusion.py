@@ -20,10 +20,13 @@ import sys
 import tempfile
 import time
 
-import torch
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+import torch
 
 from fusion_lab.measuring.ceilings import ceiling_line
 from fusion_lab.measuring.comparison import compare, release

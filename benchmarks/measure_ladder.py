@@ -23,10 +23,13 @@ import sys
 import tempfile
 import time
 
-import torch
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.measuring.turns import Guest

@@ -43,8 +43,8 @@ BY_HAND = "## Why they survive\n"  # what stands below it on the table's page is
 GOAL = 85  # percent
 FAILED = 1e9  # seconds of a test that fails without any mutant
 
-LOOKS = "profile_summary kinds profiling profiler_session"
-AMD = f"rocm_outcomes rocm_profilers rocm_wrappers rocm_preflight rocm_releases {LOOKS}"
+AMD = "rocm_figures profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight rocm_wrappers"
+SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
 TESTS = {  # file: which tests/test_*.py are meant to notice
     "tiny_openfold_v2.py": "numbers_by_hand steps evoformer training",
     "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
@@ -53,10 +53,20 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "fusion_lab/training/checkpoints.py": "checkpoints training house",
     "fusion_lab/training/master_weights.py": "steps evoformer",
     "fusion_lab/training/files.py": "checkpoints training start study_files",
-    "fusion_lab/study/statistics.py": "study_report performance_study",
-    **{f"fusion_lab/measuring/{name}.py": f"comparison evoformer training {LOOKS}" for name in (
-        "accuracy analysis attribution ceilings clocks comparison comparison_rows comparison_table counters "
-        "metrics predictions probe roofline summary trace").split()},
+    "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
+    "fusion_lab/measuring/metrics.py": "summary_figures start",
+    "fusion_lab/measuring/summary.py": "summary_figures training",
+    "fusion_lab/measuring/trace.py": "trace profiler_session",
+    "fusion_lab/profiler/report.py": SESSION,
+    **{f"fusion_lab/measuring/{name}.py": SESSION for name in ("analysis", "attribution")},
+    **{f"fusion_lab/measuring/{name}.py": COMPARISON for name in (
+        "comparison", "comparison_rows", "comparison_table")},
+    **{f"fusion_lab/measuring/{name}.py": "predictions profiling profiler_session" for name in (
+        "ceilings", "predictions", "roofline")},
+    **{f"fusion_lab/measuring/{name}.py": "profiling evoformer profiler_session" for name in (
+        "clocks", "counters", "probe")},
+    **{f"fusion_lab/study/{name}.py": "study_figures study_report study_files performance_study" for name in (
+        "recommendation", "regression", "results", "statistics", "summary")},
     **{f"fusion_lab/rocm/{name}.py": AMD for name in (
         "kernel_summary records rocprof_compute rocprof_sys rocprofv3 session timeline").split()}}
 

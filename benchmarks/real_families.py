@@ -16,6 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
 
 from fusion_lab.training.files import FAILED, UserError, exit_code, require_directory, write_json
 from fusion_lab.training.flags import Parser, whole_number

@@ -5,6 +5,12 @@ An activated environment (venv or conda) that has a torch is used, and given wha
 without one, a venv `.venv` beside the Makefile, which sees the base Python's packages. A torch in range is
 never replaced. The Makefile calls this; the standard library is enough.
 """
+import signal
+
+AT_START = signal.getsignal(signal.SIGINT)
+if __name__ == "__main__" and AT_START is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before main() is no traceback either
+
 import importlib.metadata
 import os
 import re
@@ -132,6 +138,7 @@ def main(argv):
 
 if __name__ == "__main__":
     try:
+        signal.signal(signal.SIGINT, AT_START)
         main(sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(130)

@@ -9,17 +9,11 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE), *(place for place in sys.path if os.path.abspath(place or ".") != HERE)]
 
-import importlib.util  # noqa: E402  only now, with the path in order
+from fusion_lab.training import interrupts  # noqa: E402  only now, with the path in order
+
+interrupts.quiet(__name__)
+
 import runpy  # noqa: E402
 
-from fusion_lab.training.files import quiet_interrupts  # noqa: E402
-
-quiet_interrupts()
 del sys.argv[0]
-# The AMD wrappers do without, for --dry-run and --help.
-if not sys.argv[0].startswith("fusion_lab.rocm.") and not all(
-        map(importlib.util.find_spec, ("torch", "numpy", "tqdm"))):
-    print(f"{sys.executable} lacks torch, numpy or tqdm: pip install -r requirements.txt, or set PYTHON",
-          file=sys.stderr)
-    sys.exit(3)
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import MISSING, UserError
+from fusion_lab.training.files import MISSING, UserError, printable
 from proteins import files
 from proteins.files import GAP, MASK
 from proteins.synthetic import synthetic_proteins
@@ -109,7 +109,8 @@ class RealProteins:
         return set(chosen)
 
     def describe(self):
-        strays = f", left out for want of a partner: {', '.join(self.left_out)}" if self.left_out else ""
+        names = ", ".join(map(printable, self.left_out))
+        strays = f", left out for want of a partner: {names}" if names else ""
         return f"{len(self.families)} real proteins, {len(self.held_out)} held out{strays}"
 
     def structure(self, name):

@@ -8,6 +8,7 @@ wrong with a file ends in a DataError of one line. Reading order: tokens, alignm
 to the other, families. Letters in shapes: R alignment rows, L query residues, C residues of a chain.
 """
 import gzip
+import io
 import itertools
 import re
 import zlib
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fusion_lab.training.reading import read_regular
+from proteins.matching import align
 from proteins.secondary import UNKNOWN as NO_BACKBONE
 from proteins.secondary import secondary_structure
 
@@ -68,17 +71,24 @@ class Protein:
         return _letters(self.msa[0])
 
 
+SMALL, MOST_UNZIPPED = 2 ** 26, 100  # bytes, and times the size of the gzip file; alignments come to 50
+
+
 def _read_bytes(path):
     """Content of a file, unzipped if it is gzip whatever its name, with \\n line ends and no BOM."""
     try:
-        data = Path(path).read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     if data[:2] == b"\x1f\x8b":
+        most = SMALL + MOST_UNZIPPED * len(data)
         try:
-            data = gzip.decompress(data)
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(most + 1)
         except (EOFError, OSError, zlib.error):
             raise DataError(f"{path}: truncated or damaged gzip file; fetch it again") from None
+        if len(data) > most:
+            raise DataError(f"{path}: unzips to more than {MOST_UNZIPPED} times its size, as no alignment or "
+                            "structure does; if it is one, unzip it first")
     data = re.sub(rb"\A(\xef\xbb\xbf|\xff\xfe|\xfe\xff)", b"", data)
     # MMseqs2 servers put a NUL between the alignments of one file, and UTF-16 has one in every letter.
     data = data.replace(b"\0", b"").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -218,6 +228,7 @@ def read_alignment(path, query=None):
 
 # --- Structures -----------------------------------------------------------------------------------------
 
+FARTHEST = 1e6      # Å from the origin
 BROKEN = 4.5        # Å between successive CA atoms; 3.8 in a trans, 2.9 in a cis peptide
 MIN_IDENTITY = 0.9  # of two sequences said to be one: point mutants pass, homologues do not
 
@@ -262,6 +273,10 @@ def _parse_structure(path):
     except (RuntimeError, ValueError, IndexError, TypeError) as error:  # what gemmi raises on damaged files
         reason = " ".join(str(error).split())[:120]
         raise DataError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
+    box = structure.calculate_box()
+    farthest = max(map(abs, (*box.minimum.tolist(), *box.maximum.tolist())))
+    if farthest > FARTHEST and box.minimum.x <= box.maximum.x:  # it has atoms
+        raise DataError(f"{path}: an atom {farthest:g} Å from the origin; the file is damaged")
     return structure
 
 
@@ -330,47 +345,13 @@ def _read_chain(structure, model_chain):
 def _position(residue, atom_name):
     """(3,) position of the atom's alternate location with the highest occupancy, NaN if there is none."""
     atoms = [atom for atom in residue if atom.name == atom_name]
-    return np.array(max(atoms, key=lambda atom: atom.occ).pos.tolist() if atoms else [np.nan] * 3)
+    position = max(atoms, key=lambda atom: atom.occ).pos.tolist() if atoms else [np.nan]
+    return np.array(position if np.isfinite(position).all() else [np.nan] * 3)
 
 
 # --- Which residue has which coordinates ----------------------------------------------------------------
 
-MATCH, MISMATCH, GAP_COST = 2, -2, 6
 MIN_COVERAGE = 0.5  # of the shorter of query and chain, so that a few residues by chance do not pass
-
-
-def _align(query, chain, breaks):
-    """Overlap alignment of query (L,) with chain (C,): (L,) index into the chain, -1 where there is none.
-
-    Overhanging ends are free, a gap costs the same at any length, an unknown residue fits any at no gain.
-    Leaving out query residues is free where the chain is broken, `breaks` (C+1,): without this the residue
-    beside a missing loop lands on the wrong side of it whenever the letters allow.
-    """
-    rows, columns = len(query), len(chain)
-    known = (query[:, None] < UNKNOWN) & (chain < UNKNOWN)
-    gain = np.where(known, np.where(query[:, None] == chain, MATCH, MISMATCH), 0)  # (L, C)
-    skip_query = np.where(breaks, 0, GAP_COST)
-    skip_chain = np.where(np.arange(rows + 1) < rows, GAP_COST, 0)
-    best = np.zeros((rows + 1, columns + 1), np.int32)
-    skipped = best[0] - skip_query  # best of the rows above with the query residues since then left out
-    for i in range(1, rows + 1):
-        row = best[i]
-        row[1:] = best[i - 1, :-1] + gain[i - 1]
-        np.maximum(row, skipped, out=row)
-        row[1:] = np.maximum(row[1:], np.maximum.accumulate(row)[:-1] - skip_chain[i])
-        np.maximum(skipped, row - skip_query, out=skipped)
-
-    index = np.full(rows, -1)
-    i, j = rows, columns
-    while i and j:
-        if best[i, j] == best[i - 1, j - 1] + gain[i - 1, j - 1]:
-            i, j = i - 1, j - 1
-            index[i] = j
-        elif len(above := np.flatnonzero(best[:i, j] - skip_query[j] == best[i, j])):
-            i = above[-1]
-        else:
-            j = np.flatnonzero(best[i, :j] - skip_chain[i] == best[i, j])[-1]
-    return index
 
 
 def map_query(query, chain):
@@ -387,7 +368,7 @@ def map_query(query, chain):
         attempts.insert(0, (whole[:-1], np.isin(whole, (0, whole[-1]))))
     results = []
     for places, breaks in attempts:
-        aligned = _align(query, chain.sequence[places], breaks)
+        aligned = align(query, chain.sequence[places], breaks, UNKNOWN)
         index = np.where((aligned >= 0) & chain.seen[places[aligned]], places[aligned], -1)
         known = (index >= 0) & (query < UNKNOWN) & (chain.sequence[index] < UNKNOWN)
         identical = int((query == chain.sequence[index])[known].sum())

@@ -7,22 +7,23 @@ from fusion_lab.training.options import option
 
 @dataclass(frozen=True)
 class TrainingConfig(options.TrainingConfig):
-    """The training run, its proteins and its files."""
+    """Proteins to train on, held out, drawn."""
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs",
                             low=1, type=int)
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
                                   "covarying (hard, nearer to real alignments)",
                                   choices=("paired", "covarying"))
     data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
-                             "NAME.pdb", type=str)
-    msa: str = option(None, "alignment of one real protein", type=str)
-    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str)
-    query: str = option(None, "name of the query row in --msa; default: the first row", type=str)
-    holdout: str = option(None, "names of families kept out of training, NAME[,NAME...]", type=str)
+                             "NAME.pdb", type=str, metavar="DIR")
+    msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE")
+    structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
+    query: str = option(None, "name of the query row in --msa; default: the first row", type=str,
+                        metavar="NAME")
+    holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
     holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
                                      type=float)
     plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
-                                      "as TSV)", type=str, training_only=True)
+                                      "as TSV)", type=str, training_only=True, metavar="DIR")
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,9 +1,13 @@
-"""Shared fixtures: where the ground truth lies, and how a program of this project is started."""
+"""Shared fixtures: where the ground truth lies, how a program of this project is started, that none stays."""
+import contextlib
+import ctypes
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -12,6 +16,10 @@ SHARED = ROOT.parent / "shared"  # reference values and real proteins; never cop
 sys.path.insert(0, str(ROOT))
 # One OpenMP thread: two that spin on a core shared with another process are a hundred times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Shells let what runs in the background ignore Ctrl-C, and that is handed on to every program started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+PATIENCE = 300  # s, on any machine under any load; only what hangs is kept waiting so long
 
 
 def require_shared(*parts):
@@ -37,11 +45,66 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA or ROCm GPU"))
 
 
-def run_program(program, *args, cwd=None, env=None, timeout=240):
+def wait_for(condition, patience=PATIENCE):
+    """Return as soon as condition() holds; a test whose condition never comes fails."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail("this should have happened by now")
+        time.sleep(0.02)
+
+
+def state_of(pid):
+    """"S" of a process that sleeps, "T" of one that was stopped, "Z" of one that has ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+def gone(pid):
+    """Whether a process has ended; a zombie that nobody has reaped yet has."""
+    return state_of(pid) == "Z"
+
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+OF_TORCH = b"compile_worker"  # ends with this process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left_behind():
+    """Whatever a module's tests have started has ended after them, grandchildren too: with this prctl they
+    become children of this process when their parents end."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    before = set(children())
+    yield
+    try:
+        wait_for(lambda: set(children()) <= before, 20)
+    except pytest.fail.Exception:
+        left = {pid: line for pid, line in children().items() if pid not in before}
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        pytest.fail(f"left running: {left}")
+
+
+def children():
+    """{process id: command line} of the children of this process that have not ended."""
+    found = {}
+    for place in pathlib.Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, place.read_text().split()):
+            with contextlib.suppress(OSError):
+                line = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+                if not gone(pid) and OF_TORCH not in line:
+                    found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def run_program(program, *args, cwd=None, env=None):
     """Run a program of this project as a user does; returns CompletedProcess with text output."""
     command = [sys.executable, str(ROOT / program), *map(str, args)]
     return subprocess.run(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-                          timeout=timeout, capture_output=True, text=True, check=False)
+                          timeout=PATIENCE, capture_output=True, text=True, check=False)
 
 
 def last_json(result):

@@ -4,14 +4,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.nn as nn
-
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fusion_lab.kernels.custom_gradients import LinearReLU
+from fusion_lab.training import start
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import Program
-from tiny_openfold_v2 import Trainer, main
+from fusion_lab.training.program import CommandLine, Program
 
 
 @dataclass(frozen=True)
@@ -27,6 +23,20 @@ class MlpSwitches(Switches):
     enable_fused_relu: bool = option(True, "bias and ReLU in the epilogue of their GEMM", preset=True)
     enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True,
                                          rung=4)
+
+
+COMMAND_LINE = CommandLine(
+    file=__file__, about=__doc__, model_config=MlpConfig, training_config=TrainingConfig,
+    fusion_config=MlpSwitches, headline=("enable_fused_relu", "enable_fused_residual"),
+    axes=dict(batch_size="B", width="W"))
+
+start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
+
+import torch
+import torch.nn as nn
+
+from fusion_lab.kernels.custom_gradients import LinearReLU
+from tiny_openfold_v2 import Trainer, main
 
 
 class Up(nn.Linear):
@@ -96,11 +106,9 @@ def defined(output, batch):
 
 
 PROGRAM = Program(
-    file=__file__, about=__doc__, version="mlp", suffix="mlp", model_config=MlpConfig,
-    training_config=TrainingConfig, fusion_config=MlpSwitches, model=Mlp, trainer=Trainer,
-    open_source=Numbers, check_batch=masked_batch, defined=defined, sublayers=("up", "down"),
-    blocks=lambda settings: settings.model.depth, axes=dict(batch_size="B", width="W"),
-    titles={"Fused ReLU": "enable_fused_relu"}, headline=("enable_fused_relu", "enable_fused_residual"),
+    **vars(COMMAND_LINE), version="mlp", suffix="mlp", model=Mlp, trainer=Trainer, open_source=Numbers,
+    check_batch=masked_batch, defined=defined, sublayers=("up", "down"),
+    blocks=lambda settings: settings.model.depth, titles={"Fused ReLU": "enable_fused_relu"},
     tiny=dict(width=8))
 
 if __name__ == "__main__":

@@ -2,9 +2,16 @@
 import json
 import pathlib
 
+from fusion_lab.study import directory
 from fusion_lab.study.design import Study, Vocabulary
-from fusion_lab.study.results import Figures, Machine, Row
+from fusion_lab.study.recommendation import Accuracy
+from fusion_lab.study.records import as_json
+from fusion_lab.study.regression import check, read_reference
+from fusion_lab.study.report import page
+from fusion_lab.study.results import Figures, Machine, Results, Row
+from fusion_lab.study.summary import Recommendation, Recommended, summarise
 from fusion_lab.training.program import load_program
+from fusion_lab.training.reading import read_json
 
 WORDS = Vocabulary(load_program())
 
@@ -27,3 +34,44 @@ def row_of(point, seconds):
 
 def summary_of(directory="s"):
     return json.loads(pathlib.Path(directory, "results_summary.json").read_text())
+
+
+def write_study(place):
+    """The files of a study of two shapes and three settings into a directory; returns the Study."""
+    asked = study_of((2,), (32, 64), (8,), settings=("baseline", "fused", "only-flash-attention"))
+    rows = [row_of(point, 0.01 * point.run) for point in asked.points()]
+    recommendation = Recommendation(None, (Recommended(rows[0].shape, ("all: broken",), "fused", "x"),))
+    summary = summarise(asked, rows)
+    results = Results(str(place), asked.axes)
+    for row in rows:
+        results.append(row)
+    for name, content in (
+            ("config", dict(study=asked.as_json(), command="x", created="2026-01-01")),
+            ("results_summary", as_json(summary) | dict(recommendation=as_json(recommendation))),
+            ("accuracy", {"B 2 S 32 N 8 fused": "passed"})):
+        (place / f"{name}.json").write_text(json.dumps(content))
+    return asked
+
+
+class Bystander:
+    """What Accuracy needs of a Runner to read its file."""
+
+    def __init__(self, path):
+        self.directory = str(path)
+
+
+def read_back(kind, path, asked):
+    """Read one of a study's files as the study does, and use all that was read."""
+    folder = str(path)
+    if kind == "accuracy.json":
+        return "".join(Accuracy(Bystander(path)).known.values())
+    config = directory.read_config(folder, WORDS)
+    results = Results(folder, WORDS.axes)
+    results.load()
+    summary = summarise(config.study, results.rows)
+    if kind == "results_summary.json":
+        directory.earlier_recommendation(folder, summary)
+        return check(summary, read_reference(str(path / kind), asked), 1.1, 0.05)
+    directory.write_results(folder, summary, config, plots=False)
+    read_json(path / "results_summary.json")
+    return page(summary, config, [])

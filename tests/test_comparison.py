@@ -10,12 +10,13 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, last_json, run_program
+from conftest import PATIENCE, ROOT, last_json, run_program
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import comparison
+from fusion_lab.measuring import clocks, comparison
 from fusion_lab.measuring.comparison_rows import switch_effects
 from fusion_lab.measuring.comparison_table import print_table
+from fusion_lab.measuring.probe import probe
 from fusion_lab.measuring.variants import (
     Variant,
     combination_variants,
@@ -100,14 +101,18 @@ def test_idle_switches_are_named_and_only_the_users_own_are_measured():
 
 
 class SlowTrainer(tof.Trainer):
-    """A step with the triangle fusion takes 0.4 s more, and notes whose turn it is."""
-    turns = []
+    """By its own clock a step takes 1 s, with the triangle fusion 1.25 s; it notes whose turn it is."""
+    turns, clock = [], 0.0
 
     def step(self, batch, mark=lambda: None):
         SlowTrainer.turns.append(self.settings.fusion)
-        if self.settings.fusion.enable_triangle_fusion:
-            time.sleep(0.4)
+        SlowTrainer.clock += 1.25 if self.settings.fusion.enable_triangle_fusion else 1.0
         return super().step(batch, mark)
+
+    @staticmethod
+    def perf_counter():
+        """Real time passes too, a millionth of it, for what is measured without a step."""
+        return SlowTrainer.clock + 1e-6 * time.perf_counter()
 
 
 SLOW = dataclasses.replace(tof.PROGRAM, trainer=SlowTrainer)
@@ -127,11 +132,13 @@ def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, ca
         return real_probe(trainer, *args, **kwargs)
 
     monkeypatch.setattr(comparison, "probe", failing_probe)
+    monkeypatch.setattr(clocks, "time", SlowTrainer)
     variants = some_variants()
     result = comparison.compare(SLOW, SETTINGS, variants=variants)
     baseline, fused, broken = result["variants"]
     assert broken["reason"] == "RuntimeError: no such kernel here" and not broken["measured"]
-    assert fused["speedup"] < 1 and fused["batch_time_reduction_percent"] < 0
+    assert fused["speedup"] == pytest.approx(0.8, rel=1e-3)
+    assert fused["batch_time_reduction_percent"] == pytest.approx(-25, rel=1e-3)
     last = [f.enable_triangle_fusion for f in SlowTrainer.turns[-8:]]
     assert last == [False, True, True, False, False, True, True, False]
     fresh = tof.Trainer(tof.PROGRAM, with_fusion(SETTINGS, PLAIN), CPU).model.state_dict()
@@ -150,6 +157,39 @@ def test_baseline_that_fails_is_an_error(monkeypatch):
     monkeypatch.setattr(comparison, "probe", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         comparison.compare(tof.PROGRAM, SETTINGS, variants=some_variants())
+
+
+@pytest.mark.parametrize("values", [{}, dict(use_amp=True, amp_dtype="float16"), dict(
+    use_amp=True, enable_master_weights=True), dict(enable_activation_checkpointing=True, dropout=0.1)])
+def test_a_first_step_counts_as_much_as_the_third(values):
+    """Nothing that only the first step makes is in its count, and nothing of the count stays."""
+    settings = SETTINGS.having(**values)
+    trainer = tof.Trainer(tof.PROGRAM, settings, CPU)
+    batch = tof.PROGRAM.open_source(settings).batch(0)
+    weights = [p.clone() for p in trainer.updated]
+    with trainer.preserved():
+        first = probe(trainer, batch)
+    assert all(torch.equal(a, b) for a, b in zip(weights, trainer.updated, strict=True))
+    assert not any(t.any() for state in trainer.optimizer.state.values() for t in state.values())
+    for _ in range(2):
+        trainer.step(batch)
+    third = probe(trainer, batch)
+    assert first.launches > 400 and first.saved_mb > 0.2
+    assert dataclasses.replace(first, timeline=None) == dataclasses.replace(third, timeline=None)
+
+
+def test_a_fusion_that_changes_no_operation_is_named_instead_of_timed(monkeypatch):
+    """At these sizes the outer product mean is the baseline's; who asks for the row gets it."""
+    settings, names = SETTINGS.having(num_steps=1), ("baseline", "opm alone", "all", "projection alone")
+    few = [v for v in rows_for(tof.FusionConfig(), **TINY, num_steps=1) if v.name in names]
+    monkeypatch.setattr(comparison, "comparison_variants", lambda *_: list(few))
+    rows = {row["name"]: row for row in comparison.compare(tof.PROGRAM, settings)["variants"]}
+    launches = rows["baseline"]["launches_per_step"]
+    assert rows["opm alone"]["reason"] == f"here it runs the same {launches} operations as the baseline"
+    assert tuple(rows) == names and all(rows[n]["measured"] for n in names if n != "opm alone")
+    monkeypatch.undo()
+    rows = comparison.compare(tof.PROGRAM, settings, picked="opm")["variants"]
+    assert [(row["name"], row["measured"]) for row in rows] == [("baseline", True), ("opm alone", True)]
 
 
 def test_switch_effects():
@@ -227,7 +267,7 @@ def test_rows_are_kept_when_a_signal_ends_the_comparison(tmp_path):
         if "compiling" in line:
             break
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
     report = json.loads((tmp_path / "fusion_comparison_v2.json").read_text())
     assert report == last_json(out)

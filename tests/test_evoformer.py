@@ -488,6 +488,12 @@ def test_saved_activations_and_launches_against_a_hand_count():
         peak = counter.peak
         del y
     assert counter.launches == 2 and peak == 2 * 5 * 4 * 4 and counter.live == 0
+    found = {}
+    for name, size in (("once", 5), ("again", 5), ("longer", 6)):
+        with OpCounter() as counter:
+            torch.zeros(size).relu()
+        found[name] = counter.operations
+    assert found["once"] == found["again"] != found["longer"]
 
 
 def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):

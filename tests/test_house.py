@@ -27,7 +27,8 @@ LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq
           "tests/second_program.py": dict(width=512, batch_size=512)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
-FLOORS = ("fusion_lab.training.files", "fusion_lab.training.options", "fusion_lab.training.program",
+FLOORS = ("fusion_lab.training.interrupts", "fusion_lab.training.reading", "fusion_lab.training.files",
+          "fusion_lab.training.options", "fusion_lab.training.program",
           "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "companions",
           "tiny_openfold_v2", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
 PACKAGES = ("fusion_lab", "proteins", "companions", "benchmarks")

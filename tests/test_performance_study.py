@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import PATIENCE, ROOT, gone, state_of, wait_for
 from study_parts import WORDS, study_of, summary_of
 
 from fusion_lab.study import command, design, directory, runner
@@ -53,28 +52,8 @@ def start(*flags, **knobs):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "this should have happened by now"
-        time.sleep(0.02)
-
-
 def count_lines(path):
     return pathlib.Path(path).read_bytes().count(b"\n") if os.path.exists(path) else 0
-
-
-def state_of(pid):
-    """"S" of a process that sleeps, "T" of one that was stopped, "Z" of one that has ended."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
-
-
-def gone(pid):
-    """Whether a process has ended; a zombie that nobody has reaped yet has."""
-    return state_of(pid) == "Z"
 
 
 # The whole thing
@@ -219,7 +198,7 @@ def test_interrupt_keeps_results_and_resumes(fake, tmp_path):
     study = start(*SMALL, "--num-runs", "4", "--study-name", "s", seconds=0.3)
     wait_for(lambda: count_lines("s/results.jsonl") >= 2)
     study.send_signal(signal.SIGINT)
-    output, errors = study.communicate(timeout=20)
+    output, errors = study.communicate(timeout=PATIENCE)
     assert study.returncode == 130 and "continues" in errors and errors.count("\n") == 1
     before = rows_of()
     assert 2 <= len(before) < 8
@@ -232,8 +211,8 @@ def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
     study = start(*SMALL, "--num-runs", "3", "--jobs", "2", "--study-name", "s", seconds=0.5, log=str(log))
     wait_for(lambda: count_lines("s/results.jsonl") >= 1 and count_lines(log) >= 3)
     study.kill()
-    study.communicate(timeout=20)
-    wait_for(lambda: all(gone(line.split()[1]) for line in log.read_text().splitlines()), 10)
+    study.communicate(timeout=PATIENCE)
+    wait_for(lambda: all(gone(line.split()[1]) for line in log.read_text().splitlines()))
     before = rows_of()
     with open("s/results.jsonl", "ab") as file:
         file.write(b'{"batch_size": 2, "seq_len": 3')  # what a kill in the middle of a write leaves
@@ -252,8 +231,8 @@ def test_kill_leaves_no_stopped_newborns(fake, tmp_path):
     pids = [line.split()[1] for line in log.read_text().splitlines()]
     wait_for(lambda: {state_of(pid) for pid in pids} == {"S", "T"})
     study.kill()
-    study.communicate(timeout=20)
-    wait_for(lambda: all(map(gone, pids)), 10)
+    study.communicate(timeout=PATIENCE)
+    wait_for(lambda: all(map(gone, pids)))
 
 
 def test_one_study_at_a_time(fake, capsys, monkeypatch):

@@ -12,6 +12,7 @@ from fake_rocm import common
 from fusion_lab.measuring.kinds import KINDS
 from fusion_lab.rocm import kernel_summary, timeline
 from fusion_lab.rocm.kernel_summary import summarize
+from fusion_lab.training.files import UserError
 
 TOTALS = {"matrix product": (160, 5.074), "attention": (120, 7.41), "normalisation": (210, 1.308),
           "elementwise": (1050, 2.34), "reduction": (75, 0.66), "copy": (42, 0.228), "other": (6, 0.006)}
@@ -81,6 +82,37 @@ def test_results_set_aside_do_not_count(run):
         (run / name).parent.mkdir(exist_ok=True)
         common.write_stats(run / name)
     check_totals(summarize(run))
+
+
+def test_a_directory_of_something_else_is_not_searched_to_its_bottom(tmp_path, monkeypatch):
+    """Two levels, the second of which is looked into below pass_1 alone; further down is another's run."""
+    common.write_stats(place(tmp_path / "far" / "away" / "host") / "7_kernel_stats.csv")
+    (place(tmp_path / "far" / "pass_1") / "x.txt").touch()
+    seen = []
+    glob = pathlib.Path.glob
+    monkeypatch.setattr(pathlib.Path, "glob", lambda path, pattern: seen.append(path) or glob(path, pattern))
+    with pytest.raises(UserError, match="no kernel records") as caught:
+        kernel_summary.load(tmp_path)
+    assert caught.value.code == 2 and set(seen) == {tmp_path, tmp_path / "far"}
+    common.write_stats(place(tmp_path / "host") / "7_kernel_stats.csv")
+    assert kernel_summary.load(tmp_path)["launches"] == 1663
+
+
+@pytest.mark.parametrize("names, told", [
+    (["one/7_kernel_stats.csv", "two/7_kernel_stats.csv"], "one, two"),
+    (["mine/7_kernel_stats.csv", "mine/manifest.json"], "mine"),
+    (["mine/manifest.json", "mine/workloads/x/MI300X_A1/pmc_perf.csv", "b/c/7_kernel_stats.csv"], "mine")])
+def test_runs_of_others_are_named_and_not_mixed(names, told, tmp_path):
+    for name in names:
+        path = place((tmp_path / name).parent) / pathlib.Path(name).name
+        path.write_text("{}") if name.endswith("json") else common.write_stats(path)
+    done = cli(tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.endswith(f"that do: {told}\n")
+
+
+def place(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def test_case_and_spelling_of_columns_and_a_broken_last_line(tmp_path):
@@ -229,11 +261,12 @@ def test_comparison(run, tmp_path):
 
 
 @pytest.mark.parametrize("name,content,code,words", [
-    (None, None, 6, "no kernel records"),
+    (None, None, 2, "no kernel records"),
+    ("manifest.json", "{}", 6, "no kernel records"),
     ("a_kernel_stats.csv", "Kernel,Count\nx,1\n", 2, "no column name, calls, totaldurationns"),
     ("a_kernel_stats.csv", "", 2, "no column"),
     ("a_results.db", "not a database", 2, "not a rocpd database"),
-], ids=["empty", "wrong header", "empty file", "no database"])
+], ids=["empty", "session without data", "wrong header", "empty file", "no database"])
 def test_unusable_directories(name, content, code, words, tmp_path):
     if name:
         (tmp_path / name).write_text(content)

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, last_json, run_program
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import analysis, attribution, ceilings, predictions, roofline
+from fusion_lab.measuring import analysis, attribution, ceilings, predictions, roofline, tables
 from fusion_lab.measuring.attribution import launch_on_cpu, medians, operations_in_a_step, share_samples
 from fusion_lab.measuring.clocks import RangeSums
 from fusion_lab.measuring.probe import Findings, probe
@@ -387,8 +387,9 @@ def test_an_earlier_session_that_cannot_be_compared_is_refused_before_the_sessio
 
 
 def test_names_of_kernels_cannot_break_a_table():
-    rows = report.comparison_rows([dict(name="operator|<`x`>", before_us=1.0, after_us=2.0, ratio=2.0)], "k")
-    assert rows[1][0] == "`operator\\|<'x'>`"
+    rows = report.comparison_rows([dict(name="f|<`x`>\n", before_us=1e3, after_us=2e3, ratio=2.0)], "k")
+    assert tables.markdown(rows)[2] == r"| ``f\|<`x`>\n`` | 1.000 | 2.000 | 2.00 |"
+    assert tables.code("`") == "`` ` ``" and tables.escaped("a<b>*[c]`\\") == r"a\<b\>\*\[c\]\`\\"
 
 
 def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):

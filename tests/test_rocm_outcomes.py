@@ -1,11 +1,11 @@
 """Every wrapper, release and outcome: the right exit code and one line that helps."""
+import contextlib
 import json
 import os
 import pathlib
 import re
 import signal
 import threading
-import time
 
 import pytest
 from fake_rocm.machine import RELEASES, WRAPPERS
@@ -44,14 +44,23 @@ OUTCOMES = {
 }
 
 
-def interrupt_when_started(record):
+@contextlib.contextmanager
+def interrupted_when(exists):
+    """Within, Ctrl-C comes as soon as exists() is true."""
+    over = threading.Event()
+
     def wait():
-        for _ in range(1000):
-            if record.exists():
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-            time.sleep(0.01)
-    threading.Thread(target=wait, daemon=True).start()
+        while not exists() and not over.wait(0.01):
+            pass
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 USUAL = ("6.3", "7.2", "10.1", "wheels")  # the others only in CI
@@ -68,9 +77,8 @@ def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch, capsys)
     workplace = machine(release, **environment)
     if outcome == "time limit":
         monkeypatch.setattr(wrappers.WRAPPERS[name], "timeout", 0.3)
-    if outcome == "interrupted" and code != 3:
-        interrupt_when_started(tmp_path / "record")
-    assert session.main(wrappers.WRAPPERS[name], ["-o", "out", *arguments]) == code
+    with interrupted_when(lambda: outcome == "interrupted" and (tmp_path / "record").exists()):
+        assert session.main(wrappers.WRAPPERS[name], ["-o", "out", *arguments]) == code
     said = capsys.readouterr()
     started = (workplace / "out").exists()
     assert started == (code not in (2, 3))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import PATIENCE, ROOT
 
 AMD = ["run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh", "run_all_profilers.sh"]
 SCRIPTS = [*AMD, "run_pytorch_profiler.sh", "launch_performance_study.sh"]
@@ -38,7 +38,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def run(*command, cwd=None):
-    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -7,7 +7,7 @@ import venv
 import zipfile
 
 import pytest
-from conftest import ROOT
+from conftest import PATIENCE, ROOT
 
 from fusion_lab import environment
 
@@ -42,7 +42,7 @@ def activate(place, **more):
 
 
 def run(*command, env):
-    return subprocess.run(list(map(str, command)), cwd=ROOT, env=env, timeout=240,
+    return subprocess.run(list(map(str, command)), cwd=ROOT, env=env, timeout=PATIENCE,
                           capture_output=True, text=True)
 
 

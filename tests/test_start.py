@@ -2,6 +2,7 @@
 metrics, what a second and a resumed run say."""
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,14 +24,64 @@ def train(directory, *flags):
     return tof.main([*SMALL, "--profile-dir", str(directory), *map(str, flags)])
 
 
-@pytest.mark.parametrize("flags, code, words", [
-    (["--batchsize", "3"], 2, "did you mean --batch-size?"), (["--version"], 0, "TinyOpenFold 2"),
-    (["--seq-len", "0"], 2, "must be at least 1"), (["--help"], 0, "--demo")])
-def test_flags_are_judged_before_torch_is_imported(flags, code, words, tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    result = run_program("tiny_openfold_v2.py", *flags, env={"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == code and words in result.stdout + result.stderr, result.stderr
-    assert code == 0 or result.stderr.count("\n") == 1
+# What people start, with the line of flags that a wrong one is told by
+TRAINER, SESSION, SECOND = "tiny_openfold_v2.py", "run_pytorch_profiler.py", "tests/second_program.py"
+SESSION_SH, STUDY = "run_pytorch_profiler.sh", "launch_performance_study.sh"
+
+
+def begun(program, *flags, torch, directory):
+    """CompletedProcess of a program in whose place of torch there is a module with this text."""
+    (directory / "torch.py").write_text(torch)
+    environment = dict(os.environ, PYTHON=sys.executable, PYTHONPATH=str(directory))
+    command = [*([sys.executable] if program.endswith(".py") else []), str(ROOT / program), *flags]
+    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=60,
+                          check=False)
+
+
+@pytest.mark.parametrize("program, flags, code, words", [
+    (TRAINER, ["--batchsize", "3"], 2, "did you mean --batch-size?"),
+    (TRAINER, ["--version"], 0, "TinyOpenFold 2"), (TRAINER, ["--help"], 0, "--demo"),
+    (TRAINER, ["--seq-len", "0"], 2, "must be at least 1"),
+    (TRAINER, ["--program", SECOND, "--widt", "3"], 2, "did you mean --width?"),
+    (TRAINER, ["--program", "nowhere.py"], 2, "no such Python file"),
+    (SECOND, ["--width", "0"], 2, "must be at least 1"),
+    (SESSION, ["--profile-step", "3"], 2, "did you mean --profile-steps?"),
+    (SESSION, ["--predict", "1", "2"], 2, "expected 3 arguments"), (SESSION, ["--help"], 0, "--roofline"),
+    (SESSION_SH, ["--validate-setup"], 2, "belongs to tiny_openfold_v2.py"),
+    (SESSION, ["--program", SECOND, "--predict", "1", "0"], 2, "must be a whole number of at least 1"),
+    (STUDY, ["--num-run", "3"], 2, "did you mean --num-runs?"), (STUDY, ["--help"], 0, "--recommend"),
+    (STUDY, ["--", "--num-bloks", "1"], 2, "did you mean --num-blocks?"),
+    (STUDY, ["--msa-heads", "5"], 2, "go behind --"),
+    (STUDY, ["--", "--msa-heads", "5"], 2, "must divide"),
+    (STUDY, ["--program", SECOND, "--widths", "x"], 2, "argument --widths")])
+def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, tmp_path):
+    flags = [str(ROOT / word) if word == SECOND else word for word in flags]
+    done = begun(program, *flags, torch="raise SystemExit('torch was imported')", directory=tmp_path)
+    assert done.returncode == code and words in done.stdout + done.stderr, done.stderr
+    assert code == 0 or done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("program", [TRAINER, SECOND, SESSION, SESSION_SH, STUDY])
+def test_a_sign_of_life_comes_before_torch_and_ctrl_c_meanwhile_is_one_line(program, tmp_path):
+    done = begun(program, "--num-steps", "1", directory=tmp_path,
+                 torch="import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    name = SESSION if program == SESSION_SH else os.path.basename(program)
+    assert done.returncode == 130 and done.stderr == "interrupted\n"
+    assert done.stdout == f"{name}: loading PyTorch ...\n"
+
+
+@pytest.mark.parametrize("program", [
+    TRAINER, SECOND, SESSION, STUDY, "profile_summary.py", "run_rocprofv3.sh", "run_rocprof_sys.sh",
+    "run_rocprof_compute.sh", "run_all_profilers.sh"])
+def test_help_comes_in_groups_that_fit_a_screen(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = begun(program, "--help", torch="raise SystemExit('torch was imported')", directory=tmp_path).stdout
+    groups = [group.strip("\n").splitlines() for group in text.split("\n\n")]
+    assert max(map(len, groups)) <= 24 and max(map(len, text.splitlines())) <= 80
+    assert "exit codes: 0 done, 1 the thing checked failed, 2 wrong use" in text
+    switches = [line for line in text.splitlines() if "--disable-" in line and "all-fusion" not in line]
+    assert all(re.match(r"  --enable-([\w-]+), --disable-\1$", line) for line in switches)
+    assert len(switches) == {TRAINER: 12, SESSION: 12, SECOND: 5}.get(program, 0)
 
 
 def test_contradictory_switches_get_a_line(tmp_path):
@@ -39,12 +90,6 @@ def test_contradictory_switches_get_a_line(tmp_path):
     result = run_program("tiny_openfold_v2.py", *flags, env={"PYTHONPATH": str(tmp_path)})
     pair = "--enable-flash-attention, --disable-flash-attention"
     assert result.stderr == f"tiny_openfold_v2.py: note: {pair}: the later one wins\n"
-
-
-def test_ctrl_c_during_imports_is_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
-    result = run_program("tiny_openfold_v2.py", "--num-steps", "1", env={"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 130 and result.stderr == "interrupted\n" and result.stdout == ""
 
 
 @pytest.mark.parametrize("given, expected", [
@@ -61,7 +106,7 @@ def test_a_shell_that_ignores_ctrl_c_in_the_background_is_obeyed(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         monkeypatch.setattr(sys, "argv", ["tiny_openfold_v2.py", "--num-steps", "1"])
-        start.begin(tof.COMMAND_LINE)
+        start.begin(tof.COMMAND_LINE, "__main__")
         assert files.exit_code(lambda _: 0, None, "x") == 0
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

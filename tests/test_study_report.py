@@ -5,6 +5,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from conftest import PATIENCE
 from study_parts import WORDS, row_of, study_of, summary_of
 
 from fusion_lab.study import design, directory, plots, report
@@ -258,7 +259,7 @@ def browse(directory, *flags):
     common = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
               "--disable-background-networking", "--disable-component-update", "--disable-sync",
               f"--user-data-dir={directory / 'profile'}", "--hide-scrollbars", "--enable-logging=stderr"]
-    return subprocess.run([*common, *flags], timeout=60, capture_output=True, text=True, check=True)
+    return subprocess.run([*common, *flags], timeout=PATIENCE, capture_output=True, text=True, check=True)
 
 
 @pytest.mark.parametrize("width", [1200, 420])

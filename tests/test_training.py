@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, last_json, require_shared, run_program
+from conftest import PATIENCE, ROOT, last_json, require_shared, run_program
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import files
@@ -240,7 +240,7 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
         while not process.stdout.readline().startswith("Step "):
             pass
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code and "Traceback" not in err
     summary = last_json(out)
     done = torch.load(tmp_path / "c.pt", weights_only=True)["step"]

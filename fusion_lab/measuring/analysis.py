@@ -6,6 +6,7 @@ import numpy as np
 
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.roofline import REST
+from fusion_lab.measuring.tables import code
 from fusion_lab.training.program import Program, Settings
 
 LAUNCH_BOUND, BUSY = 0.5, 0.85  # shares of the step: below, the GPU mostly waits; above, it mostly works
@@ -261,6 +262,6 @@ def short_ones(analysis):
 
 def longest(analysis):
     top, unit = analysis.kernels[0], analysis.unit
-    yield top["share"], (f"The longest {unit} is `{top['name'][:80]}`: {100 * top['share']:.0f}% of all "
+    yield top["share"], (f"The longest {unit} is {code(top['name'], 80)}: {100 * top['share']:.0f}% of all "
                          f"{unit}s' own time in {top['calls']:.0f} calls of "
                          f"{top['self_us'] / top['calls']:.1f} µs.")

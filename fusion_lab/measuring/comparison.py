@@ -18,11 +18,12 @@ from fusion_lab.measuring.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison_rows import rows_of, switch_effects
 from fusion_lab.measuring.comparison_table import LiveTable, print_details
-from fusion_lab.measuring.probe import peak_of_two_steps, probe
+from fusion_lab.measuring.probe import counts_its_first_step, peak_of_two_steps, probe
 from fusion_lab.measuring.rungs import Rungs
 from fusion_lab.measuring.summary import dtype_name, launch_kind
 from fusion_lab.measuring.variants import (
     ALL,
+    AS_GIVEN,
     BASELINE,
     UNMEASURED,
     Variant,
@@ -62,6 +63,12 @@ def release(variants=()):
         torch.cuda.empty_cache()
 
 
+def seconds_of_a_step(trainer, batch):
+    started = time.perf_counter()
+    trainer.step(batch).item()
+    return time.perf_counter() - started
+
+
 def measure_alone(program, variant, device, batch, flops=None):
     """Fill variant.found while no other variant is on the device, so that its peak is that of a lone run:
     what others may have left behind (library workspaces, CUDA graph pools) is not counted. On CPU the
@@ -76,9 +83,7 @@ def measure_alone(program, variant, device, batch, flops=None):
         process_settings(variant.settings, device)
         trainer = program.trainer(program, variant.settings, device)
         with trainer.preserved():
-            started = time.perf_counter()
-            trainer.step(batch).item()
-            first_step_time = time.perf_counter() - started
+            first_step_time = None if counts_its_first_step(trainer) else seconds_of_a_step(trainer, batch)
             found = probe(trainer, batch, flops=flops)
         found.first_step_time = first_step_time
         peak = peak_of_two_steps(trainer, batch, found)
@@ -125,10 +130,18 @@ def alternate(variants, steps, supply, stop):
                 break
 
 
-def measure(program, variants, device, source, stop=None, gate=None, note=lambda text: None):
+def refuse_equal(variant, baseline):
+    """Give a variant its reason if its step turned out to be the baseline's, as on a CPU at sizes at which a
+    fusion does not pay; its timing would be a third of a minute of noise."""
+    if variant.found and variant.found.operations and variant.found.operations == baseline.found.operations:
+        variant.reason = f"here it runs the same {variant.found.launches} operations as the baseline"
+        variant.trainer = None
+
+
+def measure(program, variants, device, source, stop=None, gate=None, note=lambda text: None, equal=True):
     """Measure variants, the baseline first, within one process: each alone, unless that is known already,
     then steps in turn within the context manager gate. Their trainers stay alive in variant.trainer.
-    note(text) hears what goes on."""
+    note(text) hears what goes on. equal: also those whose operations are the baseline's."""
     settings = variants[0].settings
     steps = settings.training.num_steps
     supply = [to_device(source.batch(i), device) for i in range(min(steps, MOST_BATCHES))]
@@ -140,6 +153,8 @@ def measure(program, variants, device, source, stop=None, gate=None, note=lambda
             note(f"{variant.name}: memory and launches, {number} of {len(variants)}")
             measure_alone(program, variant, device, supply[0], flops)
             flops = variant.found.flops if variant.found else flops
+            if number > 1 and not equal and variant.name not in (ALL, AS_GIVEN):
+                refuse_equal(variant, variants[0])
             release()
     measured = [variant for variant in variants if variant.found and not variant.reason]
     if device.type == "cuda" and any(variant.compiled for variant in measured):
@@ -173,6 +188,7 @@ def compare(program, settings, variants=None, combinations=False, picked=None, s
         variants = (combination_variants(program, settings) if combinations
                     else comparison_variants(program, settings, device.type == "cuda"))
     variants = pick(variants, picked) if picked else variants
+    equal = bool(picked or combinations or not suggested)  # who asks for a row gets it
     together, compiled = ([v for v in variants if v.compiled is how] for how in (False, True))
     later = []
     if suggested and not combinations:  # first the table that people ask for
@@ -183,7 +199,7 @@ def compare(program, settings, variants=None, combinations=False, picked=None, s
                   system_info=system_info(device), launch_kind=launch_kind(device),
                   nominal=program.statistics(with_fusion(settings, program.fusion_config())))
     with Rungs(program, compiled, device, table.note) as rungs:
-        measure(program, together, device, source, stop, rungs.paused(), table.note)
+        measure(program, together, device, source, stop, rungs.paused(), table.note, equal)
         amp_dtype = together[0].trainer.amp_dtype
         ceiling = matmul_ceiling(device, amp_dtype or torch.float32)
         result["training_params"]["amp_dtype"] = dtype_name(amp_dtype)
@@ -192,7 +208,7 @@ def compare(program, settings, variants=None, combinations=False, picked=None, s
         table.begin(result, [variant.name for variant in variants])
         if later:
             later = [apart_from(together[0]), *later]
-            measure(program, later, device, source, stop, rungs.paused(), table.note)
+            measure(program, later, device, source, stop, rungs.paused(), table.note, equal)
             rows += rows_of(later, ceiling)[1:]
             table.add(result)
         if device.type == "cuda" and compiled:

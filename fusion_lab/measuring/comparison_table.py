@@ -2,7 +2,7 @@
 import sys
 import time
 
-from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.measuring.variants import ALL, short
 
 COLUMNS = (("peak MB (saved)", "peak_memory_mb", ".1f", "peak_memory_reduction_percent"),
@@ -62,7 +62,8 @@ def detail_table(rows):
     for r in (r for r in rows if r["measured"]):
         phases = [r[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer")]
         lines.append([r["name"], *("in one graph" if t is None else f"{1e3 * t:.2f}" for t in phases),
-                      f"{r['achieved_tflops']:.3f}", f"{100 * r['mfu']:.1f}%", f"{r['first_step_time']:.2f}"])
+                      f"{r['achieved_tflops']:.3f}", f"{100 * r['mfu']:.1f}%",
+                      cell(r["first_step_time"]) or "not compiled"])
     return lines
 
 

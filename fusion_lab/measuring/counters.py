@@ -1,4 +1,5 @@
 """Counters of operations, launches and bytes."""
+import contextlib
 import weakref
 
 import torch
@@ -12,16 +13,19 @@ class OpCounter(TorchDispatchMode):
 
     `peak` is the largest sum of storages that were made under the mode and alive at once; memory that a
     kernel takes and frees within itself is not seen. `timeline` holds (operation number, live bytes).
+    `operations` is equal for two runs of the same operations on tensors of the same form.
     """
     ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
     def __init__(self):
         super().__init__()
-        self.launches = self.live = self.peak = 0
+        self.launches = self.live = self.peak = self.operations = 0
         self.timeline, self.known = [], set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        self.operations = hash((self.operations, func, *map(form, leaves)))
         if not func.is_view and func.overloadpacket.__name__ not in self.ALLOCATIONS:
             self.launches += 1
         if not any(returned.alias_info for returned in func._schema.returns):  # views, in-place: nothing new
@@ -45,9 +49,18 @@ class OpCounter(TorchDispatchMode):
         self.live -= size
 
 
-def saved_activations(model, named_modules, compute_loss):
-    """Bytes that autograd keeps for the backward pass of compute_loss(), by name of the module that saved
-    them ("rest" outside all): each storage once, where it is saved first; parameters and buffers excluded."""
+def form(value):
+    """An argument of an operation, of a tensor all but its content."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride()
+    return value if isinstance(value, (int, float, str, torch.dtype)) else type(value)
+
+
+@contextlib.contextmanager
+def counting_saved(model, named_modules):
+    """Within, a dict fills with bytes that autograd keeps for the backward pass, by name of the module that
+    saved them ("rest" outside all): each storage once, where it is saved first; parameters and buffers
+    excluded. The loss must live until the end, so that no storage's address is used twice."""
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     seen, stack, sizes = set(), ["rest"], {}
 
@@ -60,7 +73,13 @@ def saved_activations(model, named_modules, compute_loss):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with ranges(named_modules, stack.append, stack.pop):
-            loss = compute_loss()  # alive until here, so that no storage's address is used twice
+            yield sizes
+
+
+def saved_activations(model, named_modules, compute_loss):
+    """What counting_saved() finds in compute_loss()."""
+    with counting_saved(model, named_modules) as sizes:
+        loss = compute_loss()
     del loss
     return sizes
 

@@ -5,8 +5,9 @@ import json
 import os
 import sys
 
-from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.training.files import MISSING, UserError, finite, set_aside, write_atomically
+from fusion_lab.measuring.plotting import require_matplotlib, save
+from fusion_lab.training.files import MISSING, UserError, finite, set_aside
+from fusion_lab.training.reading import open_regular, parse_json, require_regular
 
 METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
 
@@ -78,7 +79,7 @@ class Metrics:
             right.set(ylim=(0, 1))
             right.legend()
         path = os.path.join(os.path.dirname(self.path), CURVE)
-        write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+        save(figure, path)
         pyplot.close(figure)
         return path
 
@@ -86,6 +87,7 @@ class Metrics:
 def cut_torn_line(path):
     """Take off a last line that a kill cut short."""
     if os.path.exists(path):
+        require_regular(path)
         with open(path, "r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -94,12 +96,15 @@ def read_metrics(path):
     """(steps, evaluations) of a metrics.jsonl, both lists of dicts; of a step that was done twice, in a run
     and in the one that resumed it, the last. A torn last line and whatever is no such line are left out."""
     steps, evaluations = {}, {}
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open_regular(path) as file:
         for text in file:
             try:
-                line = json.loads(text)
-                (evaluations if "evaluation" in line else steps)[int(line["step"])] = line
-            except (ValueError, KeyError, TypeError):
+                line = parse_json(text)
+                number, kind = line["step"], evaluations if "evaluation" in line else steps
+                values = line["evaluation"].values() if "evaluation" in line else [line["loss"]]
+                if type(number) is int and all(v is None or type(v) in (int, float) for v in values):
+                    kind[number] = line
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue
     return [steps[n] for n in sorted(steps)], [evaluations[n] for n in sorted(evaluations)]
 

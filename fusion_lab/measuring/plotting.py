@@ -1,5 +1,5 @@
 """Pictures, where matplotlib is installed."""
-from fusion_lab.training.files import MISSING, UserError
+from fusion_lab.training.files import MISSING, UserError, write_atomically
 
 
 def require_matplotlib():
@@ -11,3 +11,8 @@ def require_matplotlib():
     matplotlib.use("Agg")
     from matplotlib import pyplot
     return pyplot
+
+
+def save(figure, path):
+    """A figure as PNG. Raises UserError."""
+    write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))

@@ -134,16 +134,23 @@ def predict_mode(program, settings, sizes=None, check=False):
         trial, _ = measured_alone(program, shrunk(program, sized, SMALL), device)
         bound = predict(program, sized, device, ceilings, trial.found.launches if trial.found else None)
         result["prediction"] = bound
-        print(f"{sizes_text(program, sized)}: a step takes at least {1e3 * bound['step_s']:.3f} ms "
-              f"({1e3 * bound['device_s']:.3f} ms at the device's ceilings, {1e3 * bound['launch_s']:.3f} ms "
-              f"for the host to launch it); peak memory of an eager step {bound['peak_memory_mb']:.1f} MB, "
-              f"of which {bound['saved_activation_mb']:.1f} MB saved for backward")
+        print("\n".join(aligned(bound_rows(sizes_text(program, sized), bound))))
     if check:
         result["checks"] = check_predictions(program, settings, device, ceilings,
                                              shapes_around(program, settings))
         print("\n".join(aligned(prediction_rows(result["checks"], program.axes))))
         print(errors_line(result["checks"]))
     return result
+
+
+def bound_rows(sizes, bound):
+    """predict() as cells, the header first."""
+    at_ceilings, host = (f"{1e3 * bound[key]:.3f} ms" for key in ("device_s", "launch_s"))
+    return [[sizes, "at least", ""],
+            ["a step", f"{1e3 * bound['step_s']:.3f} ms",
+             f"the longer of: device at its ceilings {at_ceilings}, host to launch it {host}"],
+            ["peak memory", f"{bound['peak_memory_mb']:.1f} MB",
+             f"{bound['saved_activation_mb']:.1f} MB saved for backward; of an eager step"]]
 
 
 def errors_line(checks):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusion_lab.measuring.counters import OpCounter, gpu_kernels, saved_activations
+from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import MEGABYTE
 
@@ -22,6 +22,7 @@ class Findings:
     warmup_time: float | None = None  # s
     first_step_time: float | None = None  # s, compilation included
     peak_memory_mb: float | None = None  # of a step by itself, where somebody measured that
+    operations: int | None = None   # equal where the same operations run, on a CPU
 
     @property
     def saved_mb(self):
@@ -29,23 +30,49 @@ class Findings:
 
 
 def probe(trainer, batch, count_launches=True, flops=None):
-    """Findings about one step; flops of it, if they are known."""
-    model, on_gpu = trainer.model, trainer.device.type == "cuda"
+    """Findings about one step; flops of it, if they are known. On a CPU, compiled code apart, that is one
+    step, which may be the trainer's first: it costs as much there as those that are timed."""
+    flops = flops or flops_of_a_step(trainer.program, trainer.settings, batch)
+    if counts_its_first_step(trainer):
+        return counted_step(trainer, batch, flops)
+    model = trainer.model
     if not trainer.optimizer.state:  # the very first step makes the optimizer's state, compiles, captures
         trainer.step(batch)
-    found = Findings(saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"]),
-                     flops or flops_of_a_step(trainer.program, trainer.settings, batch))
-    if on_gpu:
+    saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
+    found = Findings(saved, flops)
+    if trainer.device.type == "cuda":
         found.peak = trainer.graph.peak if trainer.graph else None
         found.launches = len(gpu_kernels(lambda: trainer.step(batch))) if count_launches else None
-    elif not trainer.settings.fusion.enable_torch_compile:  # compiled code dispatches no operations
-        held = [*{*model.parameters(), *trainer.updated}, *model.buffers(), *batch.values(),
-                *(t for state in trainer.optimizer.state.values() for t in state.values())]
-        with OpCounter() as counter:
-            trainer.step(batch)
-        found.launches, found.timeline = counter.launches, counter.timeline
-        found.peak = counter.peak + sum(t.nbytes for t in held)
     return found
+
+
+def counts_its_first_step(trainer):
+    """Whether a step's operations can be counted while it runs; compiled code dispatches none."""
+    return trainer.device.type == "cpu" and not trainer.settings.fusion.enable_torch_compile
+
+
+def counted_step(trainer, batch, flops):
+    """Findings about a step on a CPU, while it runs."""
+    model = trainer.model
+    if not trainer.optimizer.state:
+        make_lasting_tensors(trainer)
+    held = [*{*model.parameters(), *trainer.updated}, *model.buffers(), *batch.values(),
+            *(t for state in trainer.optimizer.state.values() for t in state.values())]
+    with OpCounter() as counter, contextlib.ExitStack() as forward:
+        saved = forward.enter_context(counting_saved(model, model.sublayers()))
+        trainer.step(batch, forward.close)  # which is called first after the forward pass
+    return Findings(saved, flops, launches=counter.launches, timeline=counter.timeline,
+                    peak=counter.peak + sum(t.nbytes for t in held), operations=counter.operations)
+
+
+def make_lasting_tensors(trainer):
+    """What a trainer's first step makes and all others find, by an update without gradients: the optimizer's
+    moments and the scaler's numbers. A count of the first step would not be that of the others."""
+    trainer.scaler.scale(torch.zeros((), device=trainer.device))
+    for weight in trainer.updated:
+        weight.grad = torch.zeros_like(weight)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
 
 
 def flops_of_a_step(program, settings, batch):

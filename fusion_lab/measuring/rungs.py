@@ -12,10 +12,12 @@ import time
 import numpy as np
 
 from fusion_lab.measuring.comparison_rows import add_savings, not_measured
+from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.measuring.turns import Guest
 from fusion_lab.measuring.variants import UNMEASURED, refuse_idle
 from fusion_lab.training.files import OUT_OF_MEMORY
 from fusion_lab.training.program import ROOT
+from fusion_lab.training.reading import parse_json
 
 SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
 COMPILE_THREADS = "2"  # of each of them; torch would take as many as there are cores
@@ -51,7 +53,7 @@ class Rung:
         self.output.seek(0)
         self.errors.seek(0)
         with contextlib.suppress(ValueError, IndexError):
-            return json.loads(self.output.read().splitlines()[-1])
+            return parse_json(self.output.read().splitlines()[-1])
         lines = self.errors.read().strip().splitlines() or [f"exit code {self.guest.process.returncode}"]
         self.variant.reason = lines[-1][:LAST_WORDS]
         return not_measured(self.variant)
@@ -70,17 +72,34 @@ class Rungs:
     def __init__(self, program, variants, device, note):
         self.program, self.variants, self.note = program, variants, note
         self.together, self.running, self.seconds = device.type == "cuda", [], []
+        self.guardian = None
         for variant in variants:
             refuse_idle(variant, device)
 
     def __enter__(self):
         if self.together:
-            self.running = [Rung(self.program, v) for v in self.variants if not v.reason]
+            for variant in self.variants:
+                if not variant.reason:
+                    self.start(variant)
         return self
 
     def __exit__(self, *_):
+        self.end_all()
+        if self.guardian:
+            self.guardian.close()
+
+    def start(self, variant):
+        self.guardian = self.guardian or Guardian()
+        rung = Rung(self.program, variant)
+        self.guardian.tell("+", rung.guest.process.pid)
+        self.running.append(rung)
+        return rung
+
+    def end_all(self):
         for rung in self.running:
             rung.end()
+            self.guardian.tell("-", rung.guest.process.pid)
+        self.running = []
 
     @contextlib.contextmanager
     def paused(self):
@@ -107,9 +126,7 @@ class Rungs:
                 again.append(variant)  # while the others held memory as well
             else:
                 yield finished(row, baseline_row, ceiling)
-        for rung in self.running:
-            rung.end()
-        self.running = []
+        self.end_all()
         for number, variant in enumerate(again, 1):
             variant.reason = None
             yield finished(self.one(variant, number, stop), baseline_row, ceiling)
@@ -125,8 +142,7 @@ class Rungs:
         if rung is None:
             left = np.mean(self.seconds) * (len(self.variants) - number + 1) if self.seconds else 0
             self.note(f"compiling {variant.name}, {place}" + (f", about {left:.0f} s left" if left else ""))
-            rung = Rung(self.program, variant)
-            self.running.append(rung)
+            rung = self.start(variant)
         if rung.heard(stop) and rung.guest.wait_until_ready():
             self.note(f"measuring {variant.name}, {place}")
             rung.guest.go()

@@ -1,5 +1,5 @@
 """The summary of a training run, and its comparison with an earlier one."""
-import json
+import math
 import statistics
 import sys
 from datetime import datetime, timezone
@@ -10,8 +10,9 @@ from fusion_lab.measuring.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import UserError, printable, write_json
 from fusion_lab.training.machine import system_info
+from fusion_lab.training.reading import read_json
 from fusion_lab.training.reporting import print_result
 
 
@@ -71,47 +72,75 @@ def dtype_name(dtype):
     return dtype and str(dtype).removeprefix("torch.")
 
 
+LARGEST = 1e15  # samples/s and MB; sums and quotients of such figures stay finite
+
+
 def read_summary(path):
-    """A performance summary, of this version or an earlier one. Raises UserError naming what is wrong."""
+    """A performance summary, of this version or an earlier one: what print_against() needs of it, checked.
+    Raises UserError naming what is wrong."""
     try:
-        with open(path, encoding="utf-8") as file:
-            summary = json.load(file, parse_constant=lambda name: None)  # NaN and Infinity become null
-        figures = summary["performance_summary"]
-        speed = figures["avg_training_speed"] = float(figures["avg_training_speed"])
-        figures["peak_memory_mb"] = figures.get("peak_memory_mb") and float(figures["peak_memory_mb"])
+        summary = read_json(path, nan=True)
+        figures = section(summary, "performance_summary")
+        found = dict(
+            speed=figure(figures, "avg_training_speed"),
+            memory=figure(figures, "peak_memory_mb") if figures.get("peak_memory_mb") else None,
+            version=str(summary.get("version") or "a run"),
+            timestamp=str(summary.get("timestamp") or "unknown date"),
+            **{key: section(summary, key, {}) for key in ("config", "training_params", "system_info")})
     except OSError as error:
         raise UserError(f"summary {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"summary {path}: not a performance summary (it lacks "
-                        "performance_summary.avg_training_speed)") from None
-    if not speed > 0:
-        raise UserError(f"summary {path}: avg_training_speed = {speed}: must be positive")
-    return summary
+    except ValueError as error:
+        raise UserError(f"summary {path}: not a performance summary: {error}") from None
+    return found
+
+
+def section(summary, key, default=None):
+    found = summary.get(key) or default
+    if not isinstance(found, dict):
+        raise ValueError(f"it lacks {key}" if found is None else f"{key} must be an object")
+    return found
+
+
+def figure(figures, name):
+    """A positive number that can be reckoned with."""
+    try:
+        number = float(figures.get(name))
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 1 / LARGEST < number < LARGEST:
+        raise ValueError(f"performance_summary.{name} = {figures.get(name)!r:.40}: must be positive, and a "
+                         f"number below {LARGEST:g}")
+    return number
+
+
+def complete(path, result, earlier):
+    """Write a summary, with how it stands against an earlier one, as read_summary() has it, or None."""
+    if earlier:
+        result["compared_with_v1"] = print_against(earlier, result)
+    write_json(path, result)
 
 
 def print_against(earlier, now):
     """Speed-up and memory against an earlier summary; says so where the two runs are not alike. Returns the
     figures."""
-    before, after = earlier["performance_summary"], now["performance_summary"]
-    speedup = after["avg_training_speed"] / before["avg_training_speed"]
-    print(f"\nAgainst {earlier.get('version', 'a run')} of {earlier.get('timestamp', 'unknown date')}:")
-    print(f"   Training speed: {before['avg_training_speed']:.1f} -> {after['avg_training_speed']:.1f} "
+    after = now["performance_summary"]
+    speedup = after["avg_training_speed"] / earlier["speed"]
+    print(f"\nAgainst {printable(earlier['version'])} of {printable(earlier['timestamp'])}:")
+    print(f"   Training speed: {earlier['speed']:.1f} -> {after['avg_training_speed']:.1f} "
           f"samples/sec, {speedup:.2f}x")
-    memory = {key: run.get("peak_memory_mb") for key, run in (("before", before), ("after", after))}
-    reduction = None
-    if memory["before"] and memory["after"]:
-        reduction = 100 * (1 - memory["after"] / memory["before"])
-        print(f"   Peak memory: {memory['before']:.1f} -> {memory['after']:.1f} MB, {reduction:+.1f}% saved")
+    memory, reduction = after["peak_memory_mb"], None
+    if earlier["memory"] and memory:
+        reduction = 100 * (1 - memory / earlier["memory"])
+        print(f"   Peak memory: {earlier['memory']:.1f} -> {memory:.1f} MB, {reduction:+.1f}% saved")
     else:
         print("   Peak memory: not measured in both runs")
     compared = [*(("config", key) for key in now["config"]), ("training_params", "batch_size"),
                 ("training_params", "use_amp")]
-    different = [f"{key} {old} -> {new}" for section, key in compared
-                 if (old := (earlier.get(section) or {}).get(key)) is not None
-                 and old != (new := now[section].get(key))]
-    old_device = (earlier.get("system_info") or {}).get("gpu_name", "unknown")
+    different = [f"{key} {printable(old):.60} -> {new}" for section, key in compared
+                 if (old := earlier[section].get(key)) is not None and old != (new := now[section].get(key))]
+    old_device = earlier["system_info"].get("gpu_name", "unknown")
     if old_device != now["system_info"]["gpu_name"]:
-        different.append(f"GPU {old_device} -> {now['system_info']['gpu_name']}")
+        different.append(f"GPU {printable(old_device):.60} -> {now['system_info']['gpu_name']}")
     if different:
         print(f"   These runs differ in more than fusion: {'; '.join(different)}")
     return dict(speedup=speedup, memory_reduction_percent=reduction, differences=different)

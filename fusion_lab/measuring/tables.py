@@ -1,5 +1,7 @@
 """Rows of cells as text and as markdown."""
+import re
 
+from fusion_lab.training.files import printable
 
 
 def aligned(rows):
@@ -12,10 +14,25 @@ def aligned(rows):
 
 
 def markdown(rows):
-    """The same rows as lines of a markdown table."""
+    """The same rows as lines of a markdown table, whatever is in the cells."""
     width = len(rows[0])
-    lines = ["| " + " | ".join([*row, *[""] * (width - len(row))]) + " |" for row in rows]
+    lines = ["| " + " | ".join(printable(cell).replace("|", "\\|") for cell in
+                               [*row, *[""] * (width - len(row))]) + " |" for row in rows]
     return [lines[0], "|" + "---|" * width, *lines[1:]]
+
+
+def code(text, longest=90):
+    """A name from elsewhere as code in markdown: between more backticks than there are in a row in it."""
+    text = printable(text)
+    text = text if len(text) <= longest else text[:longest - 3] + "..."
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if text[:1] == "`" or text[-1:] == "`" else ""
+    return fence + space + text + space + fence
+
+
+def escaped(text):
+    """Words from elsewhere as plain text in markdown."""
+    return re.sub(r"([\\`*\[\]<>])", r"\\\1", printable(text))
 
 
 def cell(value, form=".2f", scale=1.0, unit=""):

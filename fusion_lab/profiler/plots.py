@@ -1,10 +1,11 @@
 """The pictures of a session: time by sub-layer, live memory, durations of kernels; and of an ablation."""
 import os
+import sys
 
 import numpy as np
 
-from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.training.files import UserError
+from fusion_lab.measuring.plotting import require_matplotlib, save
+from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import MEGABYTE
 
 SUBLAYERS, TIMELINE, HISTOGRAM = "time_by_sublayer.png", "memory_timeline.png", "kernel_histogram.png"
@@ -20,19 +21,24 @@ def pyplot_or_none():
 
 
 def write_plots(directory, analysis, trace):
-    """The pictures of a session, into its directory; returns their names."""
-    pyplot = pyplot_or_none()
+    """The pictures of a session, into its directory; returns the names of those that could be made. What goes
+    wrong with one is a line on stderr: the others, and the report, are still wanted."""
+    pyplot, made = pyplot_or_none(), []
     if pyplot is None:
-        return []
+        return made
     plots = {SUBLAYERS: (plot_sublayers, analysis),
              TIMELINE: (plot_timeline, trace.memory_timeline(), trace.phase_begins()),
              HISTOGRAM: (plot_durations, trace.durations(), analysis.unit)}
     for name, (plot, *data) in plots.items():
         figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        plot(axis, *data)
-        figure.savefig(os.path.join(directory, name), dpi=110)
+        try:
+            plot(axis, *data)
+            save(figure, os.path.join(directory, name))
+            made.append(name)
+        except Exception as error:  # matplotlib fails in many ways
+            print(f"warning: no {name}: {printable(error)}", file=sys.stderr)
         pyplot.close(figure)
-    return list(plots)
+    return made
 
 
 def plot_sublayers(axis, analysis):
@@ -91,5 +97,5 @@ def plot_ablation(path, results):
     axes[1].barh(names, [r["saved_activation_mb"] for r in results], color="0.6")
     axes[1].set(xlabel="saved activations, MB")
     axes[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
+    save(figure, path)
     pyplot.close(figure)

@@ -1,5 +1,4 @@
 """The report of a session, and two sessions side by side."""
-import json
 import os
 
 from fusion_lab.measuring.attribution import ANALYSIS
@@ -8,23 +7,21 @@ from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.predictions import scaling_rows
 from fusion_lab.measuring.roofline import roofline_rows
 from fusion_lab.measuring.sizes import other_axes, sizes_text
-from fusion_lab.measuring.tables import cell, markdown
+from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.profiler.plots import HISTOGRAM, SUBLAYERS, TIMELINE, write_plots
 from fusion_lab.training.files import UserError, write_json, write_text
 from fusion_lab.training.machine import MEGABYTE
+from fusion_lab.training.reading import read_json
 
 REPORT = "comprehensive_profiling_report.md"
 TOP = 20
+MACHINE = ("gpu_name", "host_cpu", "torch_version")  # what of system_info two sessions should share
+LARGEST = 1e15  # µs; quotients of such times stay finite
 TRACED = {  # by the unit of the analysis: what the columns of times are
     "kernel": "Total and self are GPU time in the trace, host is what the CPU took under the profiler.",
     "operation": "Total is measured without the profiler. The columns \"traced\" are of other steps, under "
                  "the profiler, which slows small operations down: compare them only with each other."}
 COMPILED = "The blocks are compiled, each as one piece, so there are no sub-layers to see inside them."
-
-
-def code(text):
-    """A name from elsewhere as code, also within a markdown table."""
-    return "`" + text[:90].replace("`", "'").replace("|", "\\|") + "`"
 
 
 def sublayer_rows(analysis):
@@ -126,16 +123,28 @@ def read_analysis(directory):
     """The analysis of an earlier session, as JSON has it. Raises UserError."""
     path = os.path.join(directory, ANALYSIS)
     try:
-        with open(path, encoding="utf-8") as file:
-            analysis = json.load(file)
-        if analysis["mode"] == "pytorch_profiler":
-            comparison_lines(compare_sessions(analysis, analysis, directory))  # whatever it lacks is told now
+        analysis = read_json(path)
+        if analysis.get("mode") == "pytorch_profiler" and comparable(analysis):
             return analysis
     except OSError as error:
         raise UserError(f"--compare-with {directory}: {path}: {error.strerror}") from None
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise UserError(f"--compare-with {directory}: {path} is not the analysis of a profiler session")
+
+
+def comparable(analysis):
+    """Whether the analysis has all that compare_sessions() needs, which is told now rather than after the new
+    session. Where it has not, this may also raise AttributeError, KeyError or TypeError."""
+    parts = [analysis[name] for name in ("config", "fusion_config", "training_params", "system_info")]
+    texts, numbers = [analysis["time_kind"]], [analysis["step"]["untraced_ms"]]
+    for entries, names, microseconds in ((analysis["sublayers"], ("name", "direction"), "total_us"),
+                                         (analysis["kernels"], ("name",), "self_us")):
+        texts += [entry[name] for entry in entries for name in names]
+        numbers += [entry[microseconds] for entry in entries]
+    return (all(isinstance(part, dict) for part in parts) and {*MACHINE} <= set(analysis["system_info"])
+            and all(isinstance(text, str) for text in texts) and numbers[0] > 0
+            and all(type(n) in (int, float) and (n == 0 or 1 / LARGEST < n < LARGEST) for n in numbers))
 
 
 def matched(before, after, name_of, microseconds):
@@ -156,7 +165,7 @@ def compare_sessions(before, after, directory):
                  for s in ("config", "fusion_config", "training_params")
                  for k in after[s] if before[s].get(k) != after[s][k]]
     different += [f"{k} {before['system_info'][k]} -> {after['system_info'][k]}"
-                  for k in ("gpu_name", "host_cpu", "torch_version")
+                  for k in MACHINE
                   if before["system_info"][k] != after["system_info"][k]]
     return dict(before=str(directory), differences=different,
                 time_kind=[before["time_kind"], after["time_kind"]],
@@ -184,13 +193,13 @@ def interleaved_line(before, after):
 def comparison_lines(comparison):
     """Two sessions side by side, as markdown."""
     before, after = comparison["step_ms"]
-    lines = [f"## Against {comparison['before']}", "",
+    lines = [f"## Against {escaped(comparison['before'])}", "",
              f"Step without profiler: {before:.2f} -> {after:.2f} ms, ratio {after / before:.2f}, of two "
              f"sessions, one after the other. Different: "
-             f"{'; '.join(comparison['differences']) or 'nothing in the settings'}.", ""]
+             f"{escaped('; '.join(comparison['differences'])) or 'nothing in the settings'}.", ""]
     if "interleaved" in comparison:
         lines += [interleaved_line(*comparison["interleaved"]), ""]
     if len(set(comparison["time_kind"])) > 1:
-        lines += [f"These are different clocks: {' and '.join(comparison['time_kind'])}.", ""]
+        lines += [f"These are different clocks: {escaped(' and '.join(comparison['time_kind']))}.", ""]
     return [*lines, *markdown(comparison_rows(comparison["sublayers"], "sub-layer")), "",
             *markdown(comparison_rows(comparison["kernels"][:2 * TOP], "kernel"))]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fusion_lab.measuring.comparison import compare, release
 from fusion_lab.measuring.comparison_table import LiveTable, print_details, table
 from fusion_lab.measuring.sizes import sizes_text
-from fusion_lab.measuring.tables import markdown
+from fusion_lab.measuring.tables import code, markdown
 from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, COMPILE, Variant, short, with_fusion
 from fusion_lab.profiler.plots import plot_ablation
 from fusion_lab.profiler.report import comparison_lines, interleaved_line, write_lines
@@ -56,7 +56,7 @@ def summary_lines(program, settings, result):
     noise = [row["name"] for row in rows[1:]
              if row["measured"] and row["speedup_p20"] <= 1 <= row["speedup_p80"]]
     return ["# Ablation", "",
-            f"{system['gpu_name'] or system['host_cpu']}, torch {system['torch_version']}, "
+            f"{code(system['gpu_name'] or system['host_cpu'])}, torch {system['torch_version']}, "
             f"{result['timestamp']}: {settings.training.num_steps} interleaved steps of every variant, "
             f"{sizes_text(program, settings)}.", "", *markdown(table(rows)), "",
             "No difference to the baseline shown (p20 to p80 of the paired steps includes 1): "

@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 
-from fusion_lab.measuring.tables import markdown
+from fusion_lab.measuring.tables import code, escaped, markdown
 from fusion_lab.rocm import kernel_summary, session
 from fusion_lab.rocm.failures import MEANING
 from fusion_lab.rocm.process import Command, failure, run, say
@@ -38,7 +38,7 @@ QUICK_SIZES = [("--num-blocks", "2"), ("--num-seqs", "8"), ("--seq-len", "16")] 
 ABOUT = f"""{', '.join(NAMES)} one after the other, each in its own directory, and
 PROFILING_SUMMARY.md with the result, duration and main figures of each."""
 EXAMPLES = """examples:
-  ./run_all_profilers.sh --quick                    a small model, 3 steps, no roofline: minutes
+  ./run_all_profilers.sh --quick     a small model, 3 steps: minutes
   ./run_all_profilers.sh --only pytorch,rocprofv3 --batch-size 8
   ./run_all_profilers.sh --skip rocprof-compute -o before
 """
@@ -126,17 +126,17 @@ def result_word(outcome):
 def cell(value):
     if value is None:
         return "not measured"
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return f"{value:.4g}" if isinstance(value, float) else escaped(value)
 
 
 def summary_page(directory, outcomes, command_line):
     """PROFILING_SUMMARY.md: what became of each profiler, and their main figures side by side."""
-    lines = ["# Profiling summary", "", f"{time.strftime('%Y-%m-%d %H:%M:%S')}, `{command_line}`", ""]
+    command = code(command_line, len(command_line))
+    lines = ["# Profiling summary", "", f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {command}", ""]
     rows = [["profiler", "result", "duration", "directory", "reason"]]
     for name, outcome in outcomes.items():
         shown = outcome or Outcome(OK, "not started: interrupted")
-        where = os.path.relpath(shown.directory, directory) if shown.directory else ""
+        where = escaped(os.path.relpath(shown.directory, directory)) if shown.directory else ""
         rows.append([name, result_word(outcome), f"{shown.seconds:.1f} s", where, cell(shown.reason)])
     lines += markdown(rows)
     figures = {name: kernel_summary.main_figures(outcome.directory) for name, outcome in outcomes.items()

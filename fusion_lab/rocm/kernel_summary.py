@@ -1,8 +1,8 @@
 """What ran on the GPU, how often, how long and of what kind: a summary of profiler results.
 
-    python profile_summary.py DIR                    results of run_rocprofv3.sh, or of rocprofv3 itself
-    python profile_summary.py DIR --compare EARLIER  DIR against an earlier run, fused against baseline
-    python profile_summary.py DIR --json             the same as JSON
+    python profile_summary.py DIR                    # of run_rocprofv3.sh
+    python profile_summary.py DIR --compare EARLIER  # against another run
+    python profile_summary.py DIR --json             # for programs
 
 Reads *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and of `rocpd convert`, rocpd
 databases (*.db), and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
@@ -17,11 +17,12 @@ from collections import defaultdict
 from fusion_lab.measuring.kinds import KINDS, kind_of_kernel
 from fusion_lab.rocm import records, timeline
 from fusion_lab.rocm.records import Unreadable
-from fusion_lab.training.files import NO_DATA, OK, UserError, exit_code
+from fusion_lab.training import reading
+from fusion_lab.training.files import EXIT_CODES, NO_DATA, OK, USAGE, UserError, exit_code, printable
 from fusion_lab.training.flags import Parser
 
 PROGRAM = "profile_summary.py"
-TOP_KERNELS = 20
+TOP_KERNELS, MOST_NAMES = 20, 10  # in a summary; in a message
 SUMMARIES = "performance_summary*.json"  # of any program
 
 
@@ -31,25 +32,36 @@ SUMMARIES = "performance_summary*.json"  # of any program
 def read_json(path):
     """A JSON object, or {}: these files describe a result, they are not the result."""
     try:
-        data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        return reading.read_json(path, nan=True)
     except (OSError, ValueError):
         return {}
-    return data if isinstance(data, dict) else {}
 
 
 def program_summary(directory):
     """The profiled program's own summary below directory, under the name that the session's record has."""
-    name = read_json(directory / "manifest.json").get("summary") or SUMMARIES
-    files = records.result_files(directory, name)
+    name = read_json(directory / "manifest.json").get("summary")
+    plain = isinstance(name, str) and re.fullmatch(r"[\w.-]+\.json", name)  # no pattern
+    files = records.result_files(directory, name if plain else SUMMARIES)
     return read_json(files[0]) if files else {}
+
+
+def section(content, key):
+    """A JSON object within another one; {} where there is none."""
+    return content[key] if isinstance(content.get(key), dict) else {}
+
+
+def whole(value):
+    """A count of a JSON file, or None."""
+    return value if type(value) is int and 0 <= value < records.LARGEST else None
 
 
 def steps_profiled(directory):
     """(number of steps, measured steps only?, in words); the number is None where nothing tells."""
-    training = program_summary(directory).get("training_params", {})
+    training, manifest = section(program_summary(directory), "training_params"), read_json(
+        directory / "manifest.json")
     steps = {"measured": training.get("num_steps"), "warmup": training.get("warmup_steps")}
-    steps = read_json(directory / "manifest.json").get("steps", steps) or {}  # null there: nobody knows
-    measured, warmup = steps.get("measured"), steps.get("warmup")
+    steps = section(manifest, "steps") if "steps" in manifest else steps  # null there: nobody knows
+    measured, warmup = whole(steps.get("measured")), whole(steps.get("warmup"))
     selected = bool(steps.get("selected_regions"))
     rest = "start-up is in the count, evaluation is not" if steps.get("ends_with_steps") else \
         "start-up and evaluation are in the count"
@@ -83,12 +95,13 @@ def counter_figures(directory):
                 traffic[kind] += 1024 * value
                 traffic_time += time * (kind == TRAFFIC[0])
         else:
-            weighted[name][0] += value * (time or 1)
-            weighted[name][1] += time or 1
+            weight = time if time > 0 else 1
+            weighted[name][0] += value * weight
+            weighted[name][1] += weight
     return {"counters": dict(sums),
             "counter_averages": {name: total / time for name, (total, time) in weighted.items()},
             "memory_gb_per_s": sum(traffic.values()) / traffic_time
-            if len(traffic) == len(TRAFFIC) and traffic_time else None}
+            if len(traffic) == len(TRAFFIC) and traffic_time > 0 else None}
 
 
 def summarize(directory):
@@ -131,7 +144,7 @@ def summarize(directory):
 
 
 def short_name(kernel, width=64):
-    name = re.sub(r"^void |\(anonymous namespace\)::|at::native::|\.kd$", "", kernel)
+    name = printable(re.sub(r"^void |\(anonymous namespace\)::|at::native::|\.kd$", "", kernel))
     return name if len(name) <= width else name[:width - 3] + "..."
 
 
@@ -216,7 +229,9 @@ def report(summary, comparison=None):
 def main_figures(directory):
     """The few figures that make different profilers' runs comparable; None where not measured."""
     directory = pathlib.Path(directory)
-    measured = program_summary(directory).get("performance_summary", {})
+    figures = section(program_summary(directory), "performance_summary")
+    measured = {key: value for key, value in figures.items()
+                if type(value) in (int, float) and abs(value) < records.LARGEST}
     median = measured.get("median_batch_time")
     try:
         kernels = summarize(directory)
@@ -237,19 +252,24 @@ def main_figures(directory):
 
 
 def load(directory):
-    """Summary of a directory that must hold kernel records. Raises UserError."""
-    if not pathlib.Path(directory).is_dir():
+    """Summary of a directory that must hold the kernel records of one run. Raises UserError."""
+    path = pathlib.Path(directory)
+    if not path.is_dir():
         raise Unreadable(f"{directory}: no such directory")
-    summary = summarize(directory)
+    if others := records.other_runs(path):
+        raise UserError(f"{directory}: holds no kernel records itself; name one of its folders that do: "
+                        f"{', '.join(others[:MOST_NAMES])}{', ...' * (len(others) > MOST_NAMES)}")
+    summary = summarize(path)
     if not summary["launches"]:
-        raise UserError(f"{directory}: no kernel records (looked for *kernel_stats.csv, *kernel_trace.csv, "
-                        "*.db, pmc_perf*.csv and results_pmc_perf_*.csv)", NO_DATA)
+        raise UserError(f"{directory}: no kernel records (looked for {', '.join(records.KERNEL_FILES)} there "
+                        "and where a profiler puts them below)",
+                        NO_DATA if records.is_session(path) else USAGE)
     return summary
 
 
 def run(argv=None):
     """Print the summary of a directory; returns the exit code. Raises UserError."""
-    parser = Parser(prog=PROGRAM, description=__doc__)
+    parser = Parser(prog=PROGRAM, description=__doc__, epilog=EXIT_CODES)
     parser.add_argument("directory", metavar="DIR")
     parser.add_argument("--compare", metavar="EARLIER", help="result directory of an earlier run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -14,6 +14,8 @@ from fusion_lab.training.files import PROGRAM_FAILED, TIMEOUT, drop_output
 
 FLUSH_SECONDS = 60  # how long a profiler may write after SIGINT before it gets SIGTERM, then SIGKILL
 
+SLOW_SECONDS = 1.5
+
 
 def say(*lines):
     """Print, also where nobody reads any more (`| head`): a session ends in order, its files are complete."""
@@ -21,6 +23,18 @@ def say(*lines):
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
         drop_output()
+
+
+@contextlib.contextmanager
+def said_if_slow(text):
+    """Say on stderr what takes longer than a moment; what is refused at once leaves its one line alone."""
+    timer = threading.Timer(SLOW_SECONDS, print, [text], dict(file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass

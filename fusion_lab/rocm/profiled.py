@@ -4,7 +4,6 @@ It is asked in a process of its own, by `PROGRAM FLAGS --check-flags`, since not
 """
 import contextlib
 import functools
-import json
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from fusion_lab.training.files import MISSING, USAGE, UserError
 from fusion_lab.training.flags import QUESTION
 from fusion_lab.training.program import DEFAULT_PROGRAM
+from fusion_lab.training.reading import parse_json
 
 VARIABLE = "TINYOPENFOLD_SCRIPT"  # names the program where --program does not
 SECONDS = 120  # a first import of torch can take half a minute on a network file system
@@ -83,6 +83,25 @@ def last_line(text):
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
+def answer_in(output):
+    """What a program's print_settings() says, its last line, with the types that are counted on here; None
+    for anything else."""
+    try:
+        answer = parse_json(last_line(output))
+    except ValueError:
+        return None
+    if not isinstance(answer, dict) or answer.get("mode") != "check_flags":
+        return None
+    kinds = dict(config=dict, training_params=dict, profiler_config=dict, summary=str, torch_path=str)
+    if not all(isinstance(answer.get(key, kind()), kind) for key, kind in kinds.items()):
+        return None
+    training, profiler = answer.get("training_params", {}), answer.get("profiler_config", {})
+    texts = (answer.get("torch"), answer.get("hip") or "", profiler.get("profile_dir", ""))
+    counts = (answer.get("gpus"), training.get("num_steps", 0), training.get("warmup_steps", 0))
+    usable = all(isinstance(text, str) for text in texts) and all(type(count) is int for count in counts)
+    return answer if usable and "hip" in answer else None
+
+
 def ask(path, program_flags):
     """Profiled. Raises UserError where the program refuses its flags."""
     if not os.access(path, os.R_OK):
@@ -92,10 +111,9 @@ def ask(path, program_flags):
     except (OSError, subprocess.TimeoutExpired) as error:
         return Profiled(path, unjudged=str(error))
     said = re.sub(r"^\S+: (error: )?", "", last_line(done.stderr))
-    with contextlib.suppress(ValueError):
-        answer = json.loads(last_line(done.stdout))
-        if done.returncode == 0 and isinstance(answer, dict) and answer.get("mode") == "check_flags":
-            return Profiled(path, answer)
+    answer = answer_in(done.stdout) if done.returncode == 0 else None
+    if answer is not None:
+        return Profiled(path, answer)
     if done.returncode == USAGE and said and QUESTION not in said:
         raise UserError(said)
     if done.returncode == MISSING:
@@ -111,5 +129,5 @@ def probe_torch():
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
     with contextlib.suppress(ValueError):
-        return json.loads(last_line(done.stdout))
+        return parse_json(last_line(done.stdout))
     return {"error": last_line(done.stderr) or f"exit code {done.returncode}"}

@@ -26,10 +26,10 @@ class RocprofCompute(Wrapper):
                     "have it), or set ROCM_PATH.")
     since = {"--roofline": "99.0"}  # it came after 10.1: only --help can tell
     examples = """examples:
-  ./run_rocprof_compute.sh                     counters, then roofline (a dozen runs and more)
-  ./run_rocprof_compute.sh --roof-only         roofline only; --no-roof: counters only
-  ./run_rocprof_compute.sh --list-stats        kernels and dispatch ids of the last run -> list_stats.txt
-  ./run_rocprof_compute.sh --dispatch 12       everything about one dispatch -> dispatch_12.txt
+  ./run_rocprof_compute.sh                 counters, then roofline: a dozen runs
+  ./run_rocprof_compute.sh --roof-only     roofline alone; --no-roof: counters
+  ./run_rocprof_compute.sh --list-stats    the last run's kernels and dispatches
+  ./run_rocprof_compute.sh --dispatch 12   one dispatch -> dispatch_12.txt
 """
 
     @classmethod

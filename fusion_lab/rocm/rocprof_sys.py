@@ -23,9 +23,9 @@ class RocprofSys(Wrapper):
                     "-- python3 PROGRAM")
     components = "wall_clock trip_count cpu_clock peak_rss page_rss"
     examples = """examples:
-  ./run_rocprof_sys.sh                          a small batch, 3 steps
-  ./run_rocprof_sys.sh --modules . -o all       every Python call, import torch included: slow and large
-  ./run_rocprof_sys.sh --rocpd --num-steps 5    also a rocpd database, which has child threads (from ROCm 7.2)
+  ./run_rocprof_sys.sh                         a small batch, 3 steps
+  ./run_rocprof_sys.sh --modules . -o all      every Python call: slow and large
+  ./run_rocprof_sys.sh --rocpd --num-steps 5   child threads too, from ROCm 7.2
 """
 
     @classmethod
@@ -78,6 +78,10 @@ class RocprofSys(Wrapper):
     def judge(self, log_text):
         """The launcher returns 0 when the script fails, so look at what the script left behind."""
         raised = re.search(r"^Exception - (.*)$", log_text, re.MULTILINE)
+        said = re.search(rf"^{re.escape(os.path.basename(self.profiled.path))}: error: (.*)", log_text,
+                         re.MULTILINE)
+        if said:
+            return PROGRAM_FAILED, said[1][:200]
         if raised or re.search(r"^Traceback \(most recent call last\)", log_text, re.MULTILINE):
             return PROGRAM_FAILED, "it raised an exception" + (f": {raised[1]}" if raised else "")
         if not self.left_result() and not re.search(r"^\{.*\}\s*$", log_text, re.MULTILINE):

@@ -28,10 +28,10 @@ class Rocprofv3(Wrapper):
                 "--marker-trace": "the trainer's named ranges",
                 "--truncate-kernels": "short kernel names; the roll-up by kind becomes coarser"}
     examples = """examples:
-  ./run_rocprofv3.sh                                     10 steps of the default model
-  ./run_rocprofv3.sh --selected-regions -o fused         warm steps only (ROCm 7.0 or newer)
+  ./run_rocprofv3.sh                               10 steps of the default model
+  ./run_rocprofv3.sh --selected-regions -o fused   only warm steps (ROCm 7.0 on)
   ./run_rocprofv3.sh --selected-regions -o base --disable-all-fusion
-  python profile_summary.py fused --compare base         or --compare base in the second run
+  python profile_summary.py fused --compare base   both runs side by side
   ./run_rocprofv3.sh --pmc "SQ_WAVES GRBM_COUNT" --batch-size 8 --num-steps 5
 """
 
@@ -114,10 +114,7 @@ class Rocprofv3(Wrapper):
 
     def judge(self, log_text):
         """Summarise whatever was recorded; a run without a kernel is a failure of its own."""
-        try:
-            summary = kernel_summary.summarize(self.directory)
-        except kernel_summary.Unreadable as error:
-            return NO_DATA, str(error)
+        summary = kernel_summary.summarize(self.directory)
         if not summary["launches"]:
             return NO_DATA, f"rocprofv3 recorded no GPU kernel: {self.why_no_kernel(log_text)}"
         differences = kernel_summary.differences(summary, self.earlier) if self.earlier else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fusion_lab.rocm import machine, preflight, profiled
 from fusion_lab.rocm.failures import MEANING, without_colours
 from fusion_lab.rocm.process import failure, run, say
-from fusion_lab.training.files import OK, UserError, exit_code, set_aside, write_text
+from fusion_lab.training.files import NO_DATA, OK, UserError, exit_code, set_aside, write_text
 from fusion_lab.training.program import ROOT
 
 
@@ -76,7 +76,10 @@ def execute(wrapper, commands):
             code, reason = wrapper.explain(*failure(ended, log, wrapper.before("7.13")), log)
             write_manifest(wrapper, commands, Outcome(code, reason))
             break
-    verdict, words = wrapper.judge(log)
+    try:
+        verdict, words = wrapper.judge(log)
+    except (UserError, OSError) as error:  # damaged results; or a full disk
+        verdict, words = NO_DATA, str(error)
     if code == OK:
         code, reason = verdict, words
     elif verdict == OK:

@@ -1,7 +1,7 @@
 """What the traces of one run say about time: how busy the GPU was, and which named range launched what."""
 from collections import defaultdict
 
-from fusion_lab.rocm.records import optional_rocpd, plain, read_header, read_rows, result_files
+from fusion_lab.rocm.records import TIMES, optional_rocpd, plain, read_header, read_rows, result_files
 
 OUTSIDE = "outside all ranges"
 
@@ -10,9 +10,9 @@ def read_spans(directory):
     """(GPU, start, end) of every kernel."""
     for path in result_files(directory, "*kernel_trace.csv"):
         agent = ["agentid"] if "agentid" in map(plain, read_header(path)) else []
-        for start, end, *gpu in read_rows(path, "starttimestamp", "endtimestamp", *agent):
-            yield (gpu or [""])[0], float(start), float(end)
-    yield from optional_rocpd(directory, 'SELECT agent_id, start, "end" FROM rocpd_kernel_dispatch')
+        for *gpu, start, end in read_rows(path, *agent, numbers=TIMES):
+            yield (gpu or [""])[0], start, end
+    yield from optional_rocpd(directory, 'SELECT agent_id, start, "end" FROM rocpd_kernel_dispatch', names=1)
 
 
 def busy_percent(directory):
@@ -48,8 +48,8 @@ def ranges_at(spans, moments):
 def read_launches(path):
     """{thread: [(time, correlation number)]} of the HIP calls that a process made."""
     by_thread = defaultdict(list)
-    for thread, number, start in read_rows(path, "threadid", "correlationid", "starttimestamp"):
-        by_thread[thread].append((float(start), number))
+    for thread, call, start in read_rows(path, "threadid", "correlationid", numbers=TIMES[:1]):
+        by_thread[thread].append((start, call))
     return by_thread
 
 
@@ -63,14 +63,13 @@ def time_by_range(directory):
         if not calls.exists() or not kernels.exists():
             continue
         spans = defaultdict(list)
-        for name, thread, start, end in read_rows(markers, "function", "threadid", "starttimestamp",
-                                                  "endtimestamp"):
-            if float(end) > float(start):  # a mark has no length
-                spans[thread].append((float(start), float(end), name))
+        for name, thread, start, end in read_rows(markers, "function", "threadid", numbers=TIMES):
+            if end > start:  # a mark has no length
+                spans[thread].append((start, end, name))
         names = {}
         for thread, moments in read_launches(calls).items():
             names.update(ranges_at(spans[thread], moments))
-        for number, start, end in read_rows(kernels, "correlationid", "starttimestamp", "endtimestamp"):
-            launches, time = totals[names.get(number, OUTSIDE)]
-            totals[names.get(number, OUTSIDE)] = (launches + 1, time + float(end) - float(start))
+        for call, start, end in read_rows(kernels, "correlationid", numbers=TIMES):
+            launches, time = totals[names.get(call, OUTSIDE)]
+            totals[names.get(call, OUTSIDE)] = (launches + 1, time + end - start)
     return dict(totals)

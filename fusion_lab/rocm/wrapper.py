@@ -6,8 +6,9 @@ import shlex
 import time
 
 from fusion_lab.rocm import failures, machine, preflight, profiled
+from fusion_lab.rocm.process import said_if_slow
 from fusion_lab.training import flags
-from fusion_lab.training.files import FAILED, MISSING, PROGRAM_FAILED, UserError
+from fusion_lab.training.files import EXIT_CODES, FAILED, MISSING, PROGRAM_FAILED, UserError, printable
 from fusion_lab.training.program import DEFAULT_PROGRAM
 
 OLDEST_ROCM, NEWEST_ROCM = "6.3", "10.1"  # of the releases whose tools are known here
@@ -17,13 +18,12 @@ EPILOG = """
 Everything that is not an option of this script goes to the profiled program untouched; `--` forces that.
 
 environment:
-  PYTHON               the interpreter that has torch for ROCm (default: python3)
+  PYTHON               interpreter that has torch for ROCm (default: python3)
   {variable}  program to profile, where --program names none
   ROCM_PATH            ROCm tree, searched after PATH (default: /opt/rocm)
   MIN_FREE_GB          disk space wanted for the results (default: 1)
 
-exit codes: 0 done, 1 profiler failed, 2 wrong use, 3 tool or package missing, 4 no usable GPU, 5 the profiled
-program failed, 6 no data, 124 time limit, 130 interrupted
+{exit_codes}
 """
 
 
@@ -35,9 +35,8 @@ class Parser(flags.Parser):
             about += f"\nFlags of the program before yours: {' '.join(OUTER)}\n{' '.join(workload)}"
         default = os.path.basename(DEFAULT_PROGRAM)
         super().__init__(prog=script, description=about,
-                         epilog=examples + EPILOG.replace("{variable}", profiled.VARIABLE),
-                         usage=f"./{script} [options] [--] [flags of {default}]",
-                         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
+                         epilog=examples + EPILOG.format(variable=profiled.VARIABLE, exit_codes=EXIT_CODES),
+                         usage=f"./{script} [options] [--] [flags of {default}]")
         self.add_argument("--program", metavar="FILE",
                           help=f"the program to profile (default: {default} next to this script)")
         self.add_argument("-o", "--output-dir", metavar="DIR",
@@ -110,12 +109,15 @@ class Wrapper:
         parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, workload)
         parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
                             help="with --dry-run: print for this release, not for the installed tool")
-        cls.add_options(parser)
-        wrapper = cls(*parser.split(arguments))
-        if sizes is not None:
-            wrapper.sizes = sizes
-        if wrapper.runs_program:
-            wrapper.ask_program()
+        cls.add_options(parser.add_argument_group(cls.executable))
+        options, own_flags = parser.split(arguments)
+        program = os.path.basename(profiled.chosen_program(options.program))
+        with said_if_slow(f"{cls.script}: looking for {cls.executable}, asking {program} for its flags ..."):
+            wrapper = cls(options, own_flags)
+            if sizes is not None:
+                wrapper.sizes = sizes
+            if wrapper.runs_program:
+                wrapper.ask_program()
         return wrapper
 
     def ask_program(self):
@@ -218,11 +220,13 @@ class Wrapper:
             about = f"for {self.tool_and_release()}"
         else:
             about = f"{self.executable} is not installed; this is for ROCm {self.oldest} to {NEWEST_ROCM}"
-        lines = [f"# {line}" for line in (about, *self.notes)]
+        lines = [f"# {printable(line)}" for line in (about, *self.notes)]
         lines += [f"mkdir -p {shlex.quote(self.directory)}"]
         for name, content in self.files().items():
-            path = shlex.quote(os.path.join(self.directory, name))
-            lines += [f"cat > {path} <<'END_OF_FILE'", content + "END_OF_FILE"]
+            path, end = shlex.quote(os.path.join(self.directory, name)), "END_OF_FILE"
+            while end in content:
+                end += "_"
+            lines += [f"cat > {path} <<'{end}'", content + end]
         for command in commands:
             lines += command.script()
         return "\n".join(lines) + "\n"

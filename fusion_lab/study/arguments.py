@@ -1,47 +1,40 @@
-"""The command line of launch_performance_study.sh, and the Study that it asks for."""
+"""The command line of launch_performance_study.sh, and the Study that it asks for. Needs no torch."""
 import argparse
 import re
 import shlex
-import textwrap
 from dataclasses import fields
 
-import torch
-
 from fusion_lab.study import design
-from fusion_lab.study.batch_size import device_memory_mb
 from fusion_lab.study.design import Study, Vocabulary
+from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.flags import (
     MODES,
     Parser,
     config_classes,
     flag,
-    named_program,
     read_settings,
     whole_number,
     whole_numbers,
 )
 from fusion_lab.training.flags import make_parser as trainer_parser
-from fusion_lab.training.machine import choose_device, cpu_name
 from fusion_lab.training.options import ProfilerConfig
-from fusion_lab.training.program import load_program
 
 SCRIPT = "launch_performance_study.sh"
 ABOUT = "How speed and memory of each fusion setting change with a model's sizes, and which one to use."
 EPILOG = """Everything after -- goes to {program} for every point, --learning-rate for instance.
 
 settings: {named}, only-X, without-X, X+Y; baseline is no fusion, fused the defaults,
-compiled the defaults with torch.compile, all whatever makes steps faster. X and Y are among
-{switches}
+compiled the defaults with torch.compile, all whatever makes steps faster. X and Y are among {switches}
 
 examples:
-  ./{script} {sizes} --num-runs 3
+  ./{script} --batch-sizes "2 4" --num-runs 3
   ./{script} --ablation --study-name ablation
-  ./{script} --settings "baseline fused all" --amp-dtype bfloat16 --jobs 8 -- --learning-rate 1e-3
-  ./{script} --check-against results_summary.json --min-speedup 1.3 --max-regression 5%
-  ./{script} --find-batch-size --target-memory-usage 0.8
+  ./{script} --settings "baseline fused all" -- --use-tf32
+  ./{script} --check-against results_summary.json
+  ./{script} --find-batch-size --memory-limit-mb 300
 
-exit codes: 0 done, 1 the check failed or nothing could be measured, 2 wrong use, 3 package missing, 4 no such
-GPU, 130 or 143 interrupted: the same command with that --study-name continues
+{exit_codes}.
+An interrupted study goes on with the same command and its --study-name.
 """
 SET_BY_THE_STUDY = {"num_steps", "warmup_steps", "log_every", "use_amp", "amp_dtype", "device", "program",
                     "compare_with_v1", "fusion_preset", "enable_all_profiling",
@@ -106,14 +99,10 @@ def quoted(numbers):
 
 def make_parser(vocabulary):
     program = vocabulary.program
-    switches = textwrap.fill(", ".join(vocabulary.switches), 100, initial_indent="  ", subsequent_indent="  ",
-                             break_on_hyphens=False)
-    epilog = EPILOG.format(program=program.name, named=", ".join(vocabulary.named), switches=switches,
-                           script=SCRIPT, sizes=" ".join(
-                               f"{flag(axis.plural)} {quoted(axis.default)}" for axis in vocabulary.axes))
+    epilog = EPILOG.format(program=program.name, named=", ".join(vocabulary.named),
+                           switches=", ".join(vocabulary.switches), script=SCRIPT, exit_codes=EXIT_CODES)
     parser = Parser(prog=SCRIPT, description=ABOUT, epilog=epilog,
-                    usage=f"./{SCRIPT} [options] [-- flags of {program.name}]",
-                    formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
+                    usage=f"./{SCRIPT} [options] [-- flags of {program.name}]")
     add_what(parser.add_argument_group("What is measured").add_argument, vocabulary)
     add_how(parser.add_argument_group("How").add_argument)
     add_decisions(parser.add_argument_group("What to do with it").add_argument)
@@ -201,12 +190,16 @@ def choose_settings(options, vocabulary):
     return [name for name in names if not (options.no_baseline and name == "baseline")]
 
 
-def parse(argv):
-    """(options, Study). Ends the program on wrong use; raises UserError."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    vocabulary = Vocabulary(named_program(argv[:cut], load_program()))
+def own_part(argv):
+    """What of a command line stands before the trainer's flags."""
+    return argv[:argv.index("--")] if "--" in argv else argv
+
+
+def parse(argv, program):
+    """(options, Study) for a program, of which its CommandLine is enough. Ends the program on wrong use."""
+    own, vocabulary = own_part(argv), Vocabulary(program)
     parser = make_parser(vocabulary)
-    options, unknown = parser.parse_known_args(argv[:cut])
+    options, unknown = parser.parse_known_args(own)
     if unknown:
         parser.error(f"unrecognized arguments: {shlex.join(unknown)}; flags of {vocabulary.program.name} go "
                      "behind --")
@@ -214,14 +207,11 @@ def parse(argv):
     if not settings:
         parser.error("argument --no-baseline: no setting is left, so there are zero points")
     try:
-        study = study_of(options, vocabulary, settings, argv[cut + 1:])
+        study = study_of(options, vocabulary, settings, argv[len(own) + 1:])
     except ValueError as error:
         refuse_value(parser, error)
     check_combinations(parser, options, study)
     check_trainer_flags(parser, study)
-    limit = options.memory_limit_mb or options.find_batch_size and device_memory_mb(options.device)
-    if options.find_batch_size and not limit:
-        parser.error("argument --find-batch-size: without a GPU needs --memory-limit-mb")
     return options, study
 
 
@@ -235,8 +225,7 @@ def study_of(options, vocabulary, settings, trainer_flags):
         settings=tuple(settings), switches=tuple(options.switches),
         num_runs=1 if searched else options.num_runs, num_steps=options.num_steps,
         warmup_steps=options.warmup_steps, device=options.device, amp_dtype=options.amp_dtype,
-        trainer_flags=tuple(trainer_flags), seed=options.seed, torch_version=torch.__version__,
-        host_cpu=cpu_name())
+        trainer_flags=tuple(trainer_flags), seed=options.seed)
 
 
 def refuse_value(parser, error):
@@ -259,8 +248,6 @@ def check_combinations(parser, options, study):
         parser.error("argument --report-only: needs --study-name, not with --check-against or --recommend")
     if options.gpus > 1 and options.device not in ("auto", "cuda"):
         parser.error(f"argument --gpus: not with --device {options.device}")
-    if options.device not in ("auto", "cpu"):
-        choose_device(options.device)
 
 
 def check_trainer_flags(parser, study):

@@ -11,13 +11,19 @@ import shlex
 import shutil
 import signal
 import sys
+from dataclasses import replace
+
+from fusion_lab.study.arguments import SCRIPT, own_part, parse
+from fusion_lab.training import start
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    start.begin_tool(SCRIPT, own_part(sys.argv[1:]), lambda program: parse(sys.argv[1:], program))
 
 import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.study.arguments import SCRIPT, parse
-from fusion_lab.study.batch_size import find_batch_sizes
+from fusion_lab.study.batch_size import device_memory_mb, find_batch_sizes
 from fusion_lab.study.directory import (
     locked,
     open_directory,
@@ -32,6 +38,9 @@ from fusion_lab.study.results import Results
 from fusion_lab.study.runner import VISIBLE_GPUS, Runner, duration, run_points, seconds_left
 from fusion_lab.study.summary import gain_of, summarise
 from fusion_lab.training.files import FAILED, NO_GPU, OK, UserError, exit_code
+from fusion_lab.training.flags import named_program
+from fusion_lab.training.machine import choose_device, cpu_name
+from fusion_lab.training.program import load_program
 
 
 class Stopped(BaseException):
@@ -149,8 +158,18 @@ def report_only(options, study):
     return OK
 
 
+def on_this_machine(options, study):
+    """The study with what it depends on beside its options. Raises UserError where it cannot run here."""
+    if options.device not in ("auto", "cpu"):
+        choose_device(options.device)
+    if options.find_batch_size and not (options.memory_limit_mb or device_memory_mb(options.device)):
+        raise UserError("argument --find-batch-size: without a GPU needs --memory-limit-mb")
+    return replace(study, torch_version=torch.__version__, host_cpu=cpu_name())
+
+
 def run_command(argv):
-    options, study = parse(argv)
+    options, study = parse(argv, named_program(own_part(argv), load_program()))
+    study = on_this_machine(options, study)
     if options.dry_run:
         return dry_run(options, study)
     if not options.no_plots and study.mode == "study":

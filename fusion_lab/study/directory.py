@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from fusion_lab.study.arguments import SCRIPT
 from fusion_lab.study.design import Study, program_of
 from fusion_lab.study.plots import draw
-from fusion_lab.study.records import as_json, checked, parse_json
+from fusion_lab.study.records import as_json, checked
 from fusion_lab.study.report import page
 from fusion_lab.study.summary import Recommendation, as_csv
 from fusion_lab.training.files import UserError, set_aside, write_json, write_text
+from fusion_lab.training.reading import read_json
 
 SPARE_BYTES = 20 * 2 ** 20  # results, report and logs of a large study
 LOCK_PATIENCE_SECONDS = 5
@@ -69,17 +70,11 @@ def locked(path):
         os.close(lock)
 
 
-def read_object(path):
-    """The JSON object in a file, as it is. Raises OSError or ValueError."""
-    with open(path, encoding="utf-8") as file:
-        return checked(parse_json(file.read()), dict)
-
-
 def read_config(directory, vocabulary):
     """The Config of a study of this program. Raises UserError."""
     path = os.path.join(directory, "config.json")
     try:
-        content = read_object(path)
+        content = read_json(path)
         theirs = checked(program_of(checked(content.get("study"), dict)), str)
         if theirs != vocabulary.program_key:
             name = shlex.quote(theirs) if theirs.isprintable() and len(theirs) < LONGEST_PATH else "FILE"
@@ -108,7 +103,7 @@ def require_same_study(directory, study):
 def write_grown_config(directory, study, argv):
     """Put the study's larger number of runs into config.json; keys that nobody knows here stay."""
     path = os.path.join(directory, "config.json")
-    content = read_object(path)
+    content = read_json(path)
     write_json(path, content | dict(study=content["study"] | study.as_json(), command=command_of(argv)))
 
 
@@ -117,7 +112,7 @@ def earlier_recommendation(directory, summary):
     axes = summary.study.axes
     ours = [(dict(p.shape), p.setting, list(p.run_medians_ms)) for p in summary.points]
     try:
-        earlier = read_object(os.path.join(directory, "results_summary.json"))
+        earlier = read_json(os.path.join(directory, "results_summary.json"))
         theirs = [({axis.field: p[axis.field] for axis in axes}, p["setting"], p["run_medians_ms"])
                   for p in earlier["points"]]
         return Recommendation.read(earlier["recommendation"], axes) if ours == theirs else None

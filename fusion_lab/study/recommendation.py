@@ -3,9 +3,9 @@ import os
 import shlex
 from dataclasses import replace
 
-from fusion_lab.study.records import checked, parse_json
 from fusion_lab.study.summary import Recommendation, Recommended
 from fusion_lab.training.files import UserError, write_json
+from fusion_lab.training.reading import read_json
 
 
 def command_line(study, shape, setting):
@@ -23,8 +23,7 @@ class Accuracy:
         self.known = {}
         if os.path.exists(self.path):
             try:
-                with open(self.path, encoding="utf-8") as file:
-                    self.known = checked(parse_json(file.read()), dict)
+                self.known = read_json(self.path)
                 "".join(self.known.values())
             except (ValueError, TypeError):
                 raise UserError(f"{self.path}: holds no accuracy verdicts; delete it") from None
@@ -50,8 +49,8 @@ class Accuracy:
 
     def reason(self, folder, code):
         try:
-            with open(os.path.join(folder, self.runner.program.result("accuracy")), encoding="utf-8") as file:
-                return f"failed: {parse_json(file.read())['failures'][0]}"
+            found = read_json(os.path.join(folder, self.runner.program.result("accuracy")))
+            return f"failed: {found['failures'][0]}"
         except (OSError, ValueError, KeyError, IndexError, TypeError):
             return f"not checked: {self.runner.outcome(folder, code)[1]}"
 

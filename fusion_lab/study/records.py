@@ -1,25 +1,9 @@
 """Records that are kept as JSON: one reader that checks every type on the way in, one writer out."""
 import dataclasses
-import json
 import types
 import typing
 
 LARGEST = 1e30  # no figure of a study comes near it, and products of a few stay finite
-
-
-def parse_json(text):
-    """What JSON text (or bytes) holds. Raises ValueError, also where it holds NaN, is nested too deeply, or
-    has a string that cannot be written again."""
-    try:
-        content = json.loads(text, parse_constant=refuse_constant)
-        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return content
-
-
-def refuse_constant(name):
-    raise ValueError(f"{name} is no number")
 
 
 def is_number(value):

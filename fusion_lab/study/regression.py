@@ -3,11 +3,12 @@ import math
 from dataclasses import dataclass
 
 from fusion_lab.study.design import program_of
-from fusion_lab.study.records import checked, parse_json
+from fusion_lab.study.records import checked
 from fusion_lab.study.results import Machine
 from fusion_lab.study.statistics import Gain, ratio_interval
 from fusion_lab.study.summary import FORMAT, PointSummary, gain_of
 from fusion_lab.training.files import UserError
+from fusion_lab.training.reading import read_json
 
 ALIKE = ("trainer_flags", "amp_dtype")  # in both studies
 
@@ -22,7 +23,7 @@ class Reference:
     @classmethod
     def read(cls, content, axes):
         """The reference in a JSON object. Raises ValueError."""
-        if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("points"):
+        if content.get("format") != FORMAT or not content.get("points"):
             raise ValueError(f"must be of the format {FORMAT}")
         study, kinds = checked(content.get("study"), dict), dict(trainer_flags=list, num_runs=int)
         known = {key: checked(study.get(key), kinds.get(key, str | None)) for key in (*ALIKE, "num_runs")}
@@ -34,9 +35,7 @@ class Reference:
 def read_reference(path, study):
     """An earlier results_summary.json with the same program and trainer flags. Raises UserError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            content = parse_json(file.read())
-        reference = Reference.read(content, study.axes)
+        reference = Reference.read(read_json(path), study.axes)
     except OSError as error:
         raise UserError(f"--check-against {path}: {error.strerror}") from None
     except ValueError:

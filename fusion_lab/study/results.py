@@ -4,8 +4,9 @@ import os
 from dataclasses import dataclass, fields
 
 from fusion_lab.study.design import AtShape, Point
-from fusion_lab.study.records import Record, as_json, parse_json
+from fusion_lab.study.records import Record, as_json
 from fusion_lab.training.files import UserError, write_text
+from fusion_lab.training.reading import parse_json, read_regular
 
 SHORTEST, LONGEST = 1e-9, 1e9  # s; a step outside is a broken file
 
@@ -109,8 +110,7 @@ class Results:
         """Read what is there. A last line that a kill cut short is taken off, with mend from the file too."""
         if not os.path.exists(self.path):
             return
-        with open(self.path, "rb") as file:
-            content = file.read()
+        content = read_regular(self.path)
         whole = content[:content.rfind(b"\n") + 1]
         if mend and whole != content:
             os.truncate(self.path, len(whole))

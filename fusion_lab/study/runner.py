@@ -17,11 +17,11 @@ from datetime import datetime, timezone
 import torch
 from tqdm import tqdm
 
+from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.measuring.turns import Guest
-from fusion_lab.study.guardian import Guardian
-from fusion_lab.study.records import parse_json
 from fusion_lab.study.results import Figures, Machine, Row
 from fusion_lab.training.files import OUT_OF_MEMORY, UserError
+from fusion_lab.training.reading import read_json
 
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
 VISIBLE_GPUS = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
@@ -256,9 +256,8 @@ class Runner:
 
 def read_result(path):
     """(Figures, Machine) of the trainer's summary. Raises OSError or ValueError."""
-    with open(path, encoding="utf-8") as file:
-        summary = parse_json(file.read())
-    if not isinstance(summary, dict) or not isinstance(summary.get("system_info"), dict):
+    summary = read_json(path)
+    if not isinstance(summary.get("system_info"), dict):
         raise ValueError(f"{path}: no summary of a training run")
     unknown = dict.fromkeys(Machine.__dataclass_fields__)
     return Figures.read(summary.get("performance_summary")), Machine.read(unknown | summary["system_info"])

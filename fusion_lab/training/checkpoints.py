@@ -1,10 +1,13 @@
 """Checkpoints: the state of a run under unpacked parameter names, so that any switches can continue it."""
+import math
+import zipfile
 from dataclasses import asdict, fields
 
 import torch
 
-from fusion_lab.training.files import FAILED, UserError
+from fusion_lab.training.files import FAILED, UserError, printable
 from fusion_lab.training.options import flag
+from fusion_lab.training.reading import open_regular
 
 
 def format_of(program):
@@ -55,37 +58,81 @@ def snapshot(trainer):
                 training=asdict(trainer.training))
 
 
+MOST_STEPS = 2 ** 53  # a float counts no further
+FIELDS = {"config": dict, "step": int, "updates": (int, float), "model": dict, "moments": dict,
+          "scaler": dict, "rng": dict, "trained_on": list}
+
+
 def read_checkpoint(path, program, config):
     """The dict in a checkpoint file of a program whose model has this config; UserError if the file cannot be
-    read, is foreign or has other model sizes."""
+    read, is damaged, foreign or has other model sizes."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            damaged = zipfile.ZipFile(file).testzip()  # torch.load does not look at checksums
+        saved = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"checkpoint {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to
         raise UserError(f"checkpoint {path}: damaged or not a checkpoint") from None
-    if not isinstance(saved, dict) or saved.get("format") != format_of(program):
+    if damaged:
+        raise UserError(f"checkpoint {path}: damaged: the checksum of its part {damaged} is wrong")
+    if not isinstance(saved, dict) or str(saved.get("format")) != format_of(program):
         raise UserError(f"checkpoint {path}: not a checkpoint of this program")
-    needed = {"config", "step", "updates", "model", "moments", "scaler", "rng", "trained_on"}
-    if absent := needed - set(saved):
-        raise UserError(f"checkpoint {path}: it lacks {', '.join(sorted(absent))}")
+    if absent := sorted(set(FIELDS) - set(saved)):
+        raise UserError(f"checkpoint {path}: it lacks {', '.join(absent)}")
+    for name, kind in FIELDS.items():
+        if not isinstance(saved[name], kind) or isinstance(saved[name], bool):
+            raise UserError(f"checkpoint {path}: damaged: {name} is of the wrong type")
     resized = [f.name for f in fields(config) if f.metadata["resized"]]
-    different = [f"{flag(k)} {v}" for k, v in saved["config"].items()
-                 if k not in resized and v != getattr(config, k, None)]
+    different = [f"{flag(printable(k))} {printable(v):.60}" for k, v in saved["config"].items()
+                 if k not in resized and repr(v) != repr(getattr(config, str(k), None))]
     if different:
         raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")
     return saved
+
+
+def alike(tensor, expected):
+    """Whether it is a tensor that can take the place of the expected one."""
+    return (isinstance(tensor, torch.Tensor) and tensor.shape == expected.shape and
+            (tensor.device.type, tensor.layout, tensor.dtype) == ("cpu", torch.strided, expected.dtype))
+
+
+def faults(saved, trainer):
+    """What of read_checkpoint()'s dict this trainer cannot use, as it comes upon it."""
+    expected = unpacked(trainer.model, {name: p.detach() for name, p in trainer.weights.items()})
+    kinds = {"model": saved["model"], **{f"moments {kind}": part for kind, part in saved["moments"].items()}}
+    if saved["moments"] and set(saved["moments"]) != {"exp_avg", "exp_avg_sq"}:
+        yield "moments"
+    for kind, tensors in kinds.items():
+        if not isinstance(tensors, dict) or set(tensors) != set(expected):
+            yield f"names of {kind}"
+        else:
+            yield from (f"{kind} {name}" for name in expected if not alike(tensors[name], expected[name])
+                        or kind == "model" and not tensors[name].isfinite().all())
+    yield from (name for name in ("step", "updates") if not 0 <= saved[name] <= MOST_STEPS)
+    scaler = saved["scaler"]
+    if scaler and (set(scaler) != set(torch.amp.GradScaler("cpu").state_dict()) or not all(
+            isinstance(value, (int, float)) and 0 <= value < math.inf for value in scaler.values())):
+        yield "scaler"
+    if not all(isinstance(name, str) for name in saved["trained_on"]):
+        yield "trained_on"
+    if not isinstance(saved.get("training", {}), dict):
+        yield "training"
+    devices = [trainer.device] if trainer.device.type == "cuda" and "cuda" in saved["rng"] else []
+    for device in [torch.device("cpu"), *devices]:
+        try:
+            torch.Generator(device).set_state(saved["rng"][device.type])
+        except (KeyError, RuntimeError, TypeError):
+            yield f"rng {device.type}"
 
 
 def restore(trainer, path):
     """Continue from a checkpoint made under any FusionConfig; returns what was saved. Raises UserError, see
     read_checkpoint."""
     saved = read_checkpoint(path, trainer.program, trainer.settings.model)
-    try:
-        trainer.model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-        raise UserError(f"checkpoint {path}: {lines[min(1, len(lines) - 1)].strip()[:200]}") from None
+    if fault := next(faults(saved, trainer), None):
+        raise UserError(f"checkpoint {path}: damaged, or of another version: {fault[:200]} cannot be used")
+    trainer.model.load_state_dict(saved["model"])
     for tensors in (saved["model"], *saved["moments"].values()):
         for module, prefix in packings(trainer.model):
             module.adapt(tensors, prefix)
@@ -122,7 +169,7 @@ def load_run(trainer, path, source):
         raise UserError(f"--resume {path}: was trained on {', '.join(leaked)}, held out now")
     now = {**asdict(trainer.settings.model), **asdict(trainer.training)}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
-    different = [f"{name} {then[name]} -> {now[name]}" for name in now
-                 if name in then and name not in OF_A_SESSION and then[name] != now[name]]
+    different = [f"{name} {printable(then[name]):.200} -> {now[name]}" for name in now
+                 if name in then and name not in OF_A_SESSION and repr(then[name]) != repr(now[name])]
     print(f"Resumed from {path} at step {trainer.step_number}"
           + (f"; different now: {', '.join(different)}" if different else ""))

@@ -2,7 +2,11 @@
 
 Standard library only, since the AMD wrappers use it where there is no torch.
 """
+import codecs
+import contextlib
+import fcntl
 import importlib.util
+import io
 import json
 import math
 import os
@@ -11,6 +15,9 @@ import signal
 import sys
 import tempfile
 import time
+
+from fusion_lab.training.interrupts import Raised
+from fusion_lab.training.reading import open_regular, require_regular
 
 # Exit codes of every program of this project; a signal adds its number to 128.
 OK, FAILED, USAGE, MISSING, NO_GPU, PROGRAM_FAILED, NO_DATA, TIMEOUT = 0, 1, 2, 3, 4, 5, 6, 124
@@ -31,50 +38,86 @@ class UserError(Exception):
         self.code, self.lines = code, tuple(details) or (str(message),)
 
 
+class Noting(io.BufferedWriter):
+    """A file that keeps the first OSError of its write(), because torch.save tells of a full disk as
+    something else, and so do pictures, which are written by file number where there is one."""
+    error = None
+
+    def fileno(self):
+        raise io.UnsupportedOperation
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
 def write_atomically(path, write):
-    """write(file) into a temporary file beside path, then rename: a kill leaves the old file or the new."""
+    """write(file) into a temporary file beside path, then rename: a kill leaves the old file or the new. What
+    killed runs left behind is removed. Only regular files are replaced, never a device or FIFO."""
     path = os.path.realpath(path)  # through a symbolic link, not over it
-    directory = os.path.dirname(path)
+    directory, file = os.path.split(path)
     try:
         os.makedirs(directory, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=os.path.basename(path), suffix=".part")
+        require_regular(path)
+        remove_leftovers(directory, file)
+        temporary, handle = temporary_file(directory, file)
         try:
-            with os.fdopen(handle, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
-            os.replace(temporary, path)
+            with Noting(io.FileIO(handle, "wb")) as file:
+                try:
+                    write(file)
+                    file.flush()
+                except Exception as error:
+                    raise file.error or error from None
+                os.fsync(handle)
+                umask = os.umask(0)
+                os.umask(umask)
+                os.fchmod(handle, 0o666 & ~umask)
+                os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
             raise
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+    except (OSError, RuntimeError) as error:
         raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
+LONGEST_STEM = 60  # letters of a name that its temporary file repeats; a letter is up to 4 of the 255 bytes
+
+
+def temporary_file(directory, name):
+    """(path, handle) of an empty <name>????????.part, locked for as long as it is open: as long as somebody
+    writes it. A file system without locks has it unlocked."""
+    while True:
+        handle, path = tempfile.mkstemp(dir=directory, prefix=name[:LONGEST_STEM], suffix=".part")
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.path.exists(path):  # or remove_leftovers() of another process came between
+            return path, handle
+        os.close(handle)
+
+
+def remove_leftovers(directory, name):
+    """Delete this user's temporary files of killed runs: those that nobody has locked."""
+    pattern = re.compile(re.escape(name[:LONGEST_STEM]) + r"[a-z0-9_]{8}\.part")
+    for entry in os.scandir(directory):
+        with contextlib.suppress(OSError):  # locked, gone meanwhile, or on a file system without locks
+            if pattern.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                with open_regular(entry.path) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(entry.path)
+
+
 def write_text(path, text):
-    """write_atomically() for text."""
-    write_atomically(path, lambda file: file.write(text.encode()))
+    """write_atomically() for text; names of files in it are the bytes that they are on disk."""
+    write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 
 def write_json(path, result):
     """write_atomically() for what json can hold; NaN and infinity are errors."""
     write_text(path, json.dumps(result, indent=2, allow_nan=False))
-
-
-def leave(number, _frame):
-    """Ctrl-C while modules are imported: nothing is there yet that would have to be saved."""
-    print("interrupted", file=sys.stderr, flush=True)
-    os._exit(128 + number)
-
-
-def quiet_interrupts():
-    """Until exit_code() begins, Ctrl-C ends the program with one line; unless it is ignored, as shells have
-    it for what runs in the background."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
 
 
 def finite(value):
@@ -131,8 +174,10 @@ def require_writable(path):
     """Raise UserError now rather than after hours of training if path cannot be written. None is fine."""
     if path is None:
         return
-    if os.path.isdir(path):
-        raise UserError(f"cannot write {path}: it is a directory")
+    try:
+        require_regular(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
     require_directory(os.path.dirname(os.path.abspath(path)), path)
 
 
@@ -164,9 +209,17 @@ def require_packages(program, *names):
     """End the program with one line where a package is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"{program}: error: needs {', '.join(missing)}: pip install -r requirements.txt, or activate "
-              "the environment that has it", file=sys.stderr)
+        print(f"{program}: error: {sys.executable} lacks {', '.join(missing)}: pip install -r "
+              "requirements.txt, or activate the environment that has it; scripts take PYTHON=... as well",
+              file=sys.stderr)
         raise SystemExit(MISSING)
+
+
+def announce(text):
+    """Say what takes a while now: on stderr where that is a terminal, else on stdout, so that a failure still
+    leaves one line on stderr."""
+    with contextlib.suppress(OSError):  # whatever is wrong with it, the next line tells
+        print(text, file=sys.stderr if sys.stderr and sys.stderr.isatty() else sys.stdout, flush=True)
 
 
 OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|allocate memory", re.IGNORECASE)
@@ -189,29 +242,59 @@ def drop_output():
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def shown(error):
+    """For codecs, where stdout's encoding lacks a letter: bytes of a file's name stay what they are, others
+    are spelled out."""
+    letter = error.object[error.start]
+    is_byte = "\udc80" <= letter <= "\udcff"
+    return letter.encode("ascii", "surrogateescape") if is_byte else ascii(letter)[1:-1], error.start + 1
+
+
+codecs.register_error("shown", shown)
+
+
+def printable(text):
+    """Text on one line: control characters, such as a name may hold, are spelled out."""
+    return "".join(c if c.isprintable() or "\udc80" <= c <= "\udcff" else ascii(c)[1:-1] for c in str(text))
+
+
 def exit_code(run, argv, program):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code."""
-    if signal.getsignal(signal.SIGINT) is leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
+    if hasattr(sys.stdout, "reconfigure"):  # not where somebody has put something else in its place
+        sys.stdout.reconfigure(errors="shown")
+    with Raised():
+        try:
+            code, lines = ended(run, argv)
+            say_why(program, lines)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+            say_why(program, ["interrupted"])
+    return code
+
+
+def say_why(program, lines):
+    if lines:
+        print(f"{program}: error: " + "\n".join(map(printable, lines)), file=sys.stderr)
+
+
+def ended(run, argv):
+    """(exit code, lines that say why) of run(argv)."""
     try:
         code = run(argv)
         sys.stdout.flush()
-        return code
+        return code, ()
     except UserError as error:
-        message, code = "\n".join(error.lines), error.code
+        return error.code, error.lines
     except (MemoryError, RuntimeError) as error:
         message, code = explain(error)
         if message is None:
             raise
-    except KeyboardInterrupt:
-        message, code = "interrupted", 128 + signal.SIGINT
+        return code, [message]
     except OSError as error:
         if error.filename is None:  # it was stdout
             drop_output()
         if isinstance(error, BrokenPipeError):
-            return CLOSED_PIPE
-        message = f"{error.filename or 'standard output'}: {error.strerror}"
-        code = USAGE if error.filename else FAILED
-    print(f"{program}: error: {message}", file=sys.stderr)
-    return code
+            return CLOSED_PIPE, ()
+        return (USAGE, [f"{error.filename}: {error.strerror}"]) if error.filename else \
+            (FAILED, [f"standard output: {error.strerror}"])

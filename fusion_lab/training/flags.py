@@ -1,7 +1,9 @@
 """The command line of a program, made of its configs' fields. Needs no torch."""
 import argparse
 import difflib
+import itertools
 import re
+import textwrap
 from dataclasses import asdict, fields
 
 from fusion_lab.training.files import EXIT_CODES
@@ -9,12 +11,31 @@ from fusion_lab.training.options import ProfilerConfig, flag
 from fusion_lab.training.program import Settings, load_program
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """--help as wide as the terminal: text is filled, indented lines (examples) stay lines of their own.
+    Flags are not broken at their hyphens."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=28)
+
+    def _split_lines(self, text, width):
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text, width, indent):
+        filled = []
+        for example, lines in itertools.groupby(text.strip("\n").splitlines(), lambda s: s[:1] in ("", " ")):
+            if not example:
+                lines = self._split_lines(" ".join(lines), width)
+            filled += [textwrap.fill(line, width + 2, subsequent_indent=8 * " ", break_on_hyphens=False)
+                       for line in lines]
+        return "\n".join(filled)
+
+
 class Parser(argparse.ArgumentParser):
     """Wrong use is one line and exit code 2; options in full only."""
 
     def __init__(self, **kwargs):
-        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter,
-                            **kwargs})
+        super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **kwargs})
 
     def error(self, message):
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
@@ -73,22 +94,39 @@ class OnOff(argparse.Action):
         setattr(namespace, self.dest, not option_string.startswith("--disable"))
 
 
+def config_groups(config_class, paired):
+    """{title: fields} of a config: what each of its classes adds, switches that are on by default apart."""
+    groups, classes = {}, [c for c in reversed(config_class.__mro__) if hasattr(c, "__dataclass_fields__")]
+    for f in fields(config_class):
+        owner = next(c for c in classes if f.name in c.__dataclass_fields__)
+        kind = "" if not paired else ", on by default" if f.default is True else ", off by default"
+        groups.setdefault(re.split(r"\.(?:\s|$)", owner.__doc__)[0] + kind, []).append(f)
+    return groups
+
+
 def add_config_flags(parser, config_class, paired=False):
     """One flag for every field. A bool is a switch; with paired, an --enable-X/--disable-X pair of which the
     later one on the command line wins. A flag that is not given leaves no trace in the parsed arguments."""
-    group = parser.add_argument_group(config_class.__doc__.strip().rstrip("."))
-    for f in fields(config_class):
-        words = {True: "on", False: "off", None: "none"}
-        allowed = f"; {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
-        default = words.get(f.default, f.default) if isinstance(f.default, (bool, type(None))) else f.default
-        text = f"{f.metadata['help']}{allowed} (default: {default})".replace("%", "%%")
-        if f.metadata["type"] is not bool:
-            group.add_argument(flag(f.name), type=converter(f.metadata["type"]),
-                               choices=f.metadata["choices"], metavar=f.name.split("_")[-1].upper(),
-                               help=text, default=argparse.SUPPRESS)
-            continue
+    for title, members in config_groups(config_class, paired).items():
+        group = parser.add_argument_group(title)
+        for f in members:
+            add_flag(group, f, paired)
+
+
+def add_flag(group, f, paired):
+    meta, words = f.metadata, {True: "on", False: "off", None: "none"}
+    default = words[f.default] if f.default is None or meta["type"] is bool else f.default
+    named = all(choice in meta["help"] for choice in meta["choices"] or ())
+    text = meta["help"] + ("" if named else f": {', '.join(meta['choices'])}")
+    text += "" if "default:" in text else f" (default: {default})"
+    shared = dict(help=text.replace("%", "%%"), default=argparse.SUPPRESS)
+    if meta["type"] is bool:
         names = [flag(f.name), *[flag(f.name).replace("--enable", "--disable", 1)] * paired]
-        group.add_argument(*names, action=OnOff, help=text, default=argparse.SUPPRESS)
+        group.add_argument(*names, action=OnOff, **shared)
+        return
+    metavar = meta["metavar"] or {int: "N", float: "X"}.get(meta["type"]) or f.name.split("_")[-1].upper()
+    group.add_argument(flag(f.name), type=converter(meta["type"]), choices=meta["choices"], metavar=metavar,
+                       **shared)
 
 
 MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
@@ -118,21 +156,30 @@ def make_parser(program, about=None, prog=None):
                              f"on a CPU: {sizes}; also what no flags at all mean (default: off)")
     presets.add_argument("--enable-all-profiling", action="store_true",
                          help="all three profilers (default: off)")
-    modes = parser.add_argument_group("Modes, instead of training").add_mutually_exclusive_group()
-    for name, text in MODES.items():
-        modes.add_argument(name, action="store_true", help=f"{text} (default: off)")
-    parser.add_argument(QUESTION, action="store_true", help="judge the other flags, those of a mode too, and "
-                        "print them, resolved, with torch, as one line of JSON (default: off)")
-    parser.add_argument("--combinations", action="store_true", help="with --compare-fusion: all combinations "
-                        f"of {', '.join(program.headline) or 'no switch'} (default: off)")
-    parser.add_argument("--variants", metavar='"NAME ..."', default=None, help="with --compare-fusion: only "
-                        'these rows, of those that it would print, such as "baseline all" (default: None)')
-    parser.add_argument("--compare-with-v1", metavar="FILE", default=None,
-                        help="after training, speed-up and memory against an earlier summary (default: None)")
+    add_modes(parser, program, str if about is None else lambda text: argparse.SUPPRESS)
     parser.add_argument("--program", metavar="FILE", default=None,
-                        help="another model's file, which ends in its PROGRAM (default: None)")
-    parser.add_argument("--version", action="version", version=f"{program.name} of TinyOpenFold {VERSION}")
+                        help=f"another model's file, which ends in its PROGRAM (default: {program.name})")
+    parser.add_argument("--version", action="version", version=f"{program.name} of TinyOpenFold {VERSION}",
+                        help="its version, and end")
     return parser
+
+
+def add_modes(parser, program, told):
+    """Flags about modes; told(text) is their help. Tools with other modes know them too, to refuse them."""
+    modes = parser.add_argument_group("Modes, instead of training")
+    one_of = modes.add_mutually_exclusive_group()
+    for name, text in MODES.items():
+        one_of.add_argument(name, action="store_true", help=told(f"{text} (default: off)"))
+    modes.add_argument(QUESTION, action="store_true", help=told(
+        "judge the other flags, those of a mode too, and print them, resolved, with torch, as one line of "
+        "JSON (default: off)"))
+    compared = parser.add_argument_group("With --compare-fusion, and after training")
+    compared.add_argument("--combinations", action="store_true", help=told(
+        f"all combinations of {', '.join(program.headline) or 'no switch'} (default: off)"))
+    compared.add_argument("--variants", metavar='"NAME ..."', default=None, help=told(
+        'only these rows, of those that it would print, such as "baseline all" (default: all)'))
+    compared.add_argument("--compare-with-v1", metavar="FILE", default=None, help=told(
+        "after training, speed-up and memory against an earlier summary (default: none)"))
 
 
 DEMO = "--demo"
@@ -143,11 +190,16 @@ def with_demo(argv):
     return list(argv) or [DEMO]
 
 
+def program_file(argv, name):
+    """The FILE of --program FILE in argv, or None; name is that of the program with this command line."""
+    finder = Parser(prog=name, add_help=False)
+    finder.add_argument("--program")
+    return finder.parse_known_args(argv)[0].program
+
+
 def named_program(argv, default):
     """The Program that --program FILE in argv names, or default. Raises UserError."""
-    finder = Parser(prog=default.name, add_help=False)
-    finder.add_argument("--program")
-    path = finder.parse_known_args(argv)[0].program
+    path = program_file(argv, default.name)
     return load_program(path) if path else default
 
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, fields
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
-           rung=None, alone=True, training_only=False, resized=False):
+           rung=None, alone=True, training_only=False, resized=False, metavar=None):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; rung, its place on the ladder of --compare-fusion, which adds one switch
     after the other (None: not on it); alone, whether it has a row of its own there. training_only: a file
-    that only training reads or writes. resized: a checkpoint may be continued with another value.
+    that only training reads or writes. resized: a checkpoint may be continued with another value. metavar:
+    what --help shows in place of its value.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
-        preset=preset, rung=rung, alone=alone, training_only=training_only, resized=resized))
+        preset=preset, rung=rung, alone=alone, training_only=training_only, resized=resized, metavar=metavar))
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes C
 
 @dataclass(frozen=True)
 class Switches(Checked):
-    """Ways to run a step that any model can have. A model's own switches are fields of a subclass; every bool
-    becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
+    """Ways to run a step. These any model can have; a model's own switches are fields of a subclass. Every
+    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
     enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1, alone=False)
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True, rung=2)
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
@@ -134,10 +135,10 @@ class TrainingConfig(Checked):
     deterministic: bool = option(False, "deterministic kernels (slower)")
     log_every: int = option(10, "steps between log lines", low=1)
     eval_every: int = option(100, "steps between evaluations; there is always one at the end", low=1)
-    save_checkpoint: str = option(None, "checkpoint file", type=str, training_only=True)
+    save_checkpoint: str = option(None, "checkpoint file", type=str, training_only=True, metavar="FILE")
     save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
                              type=int)
-    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True)
+    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
 
     def __post_init__(self):
         super().__post_init__()

@@ -80,10 +80,17 @@ class CommandLine:
     fusion_config: type
     headline: tuple = ()           # switches of --combinations
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
+    axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # fields that a study varies: letters
+    study_sizes: dict = field(default_factory=lambda: dict(batch_size=(2, 4)))  # its default for some
 
     @property
     def name(self):
         return os.path.basename(self.file)
+
+    def settings(self, **values):
+        """The defaults, with other values of some fields."""
+        plain = Settings(self.model_config(), self.training_config(), self.fusion_config())
+        return plain.having(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +109,6 @@ class Program(CommandLine):
     check_batch: Callable          # check_batch(settings, device) -> a batch in which every mask masks
     version: str                   # in result files: "v2_fused"
     suffix: str                    # of their names: "v2" makes performance_summary_v2.json
-    axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # fields that a study varies: letters
-    study_sizes: dict = field(default_factory=lambda: dict(batch_size=(2, 4)))  # its default for some
     defined: Callable = every_output  # defined(output, batch) -> {name: tensor}, 0 where a mask hides it
     shake: Callable = nothing      # shake(model): weights got noise; now keep kinks away from 0
     sublayers: tuple = ()          # names, in the order in which a step runs them
@@ -132,11 +137,6 @@ class Program(CommandLine):
         """The sizes of a batch by their letters: "B 4, N 16, S 64"."""
         return ", ".join(f"{letter} {settings.get(axis)}"
                          for letter, axis in sorted((letter, axis) for axis, letter in self.axes.items()))
-
-    def settings(self, **values):
-        """The defaults, with other values of some fields."""
-        plain = Settings(self.model_config(), self.training_config(), self.fusion_config())
-        return plain.having(**values)
 
 
 def load_program(path=DEFAULT_PROGRAM):

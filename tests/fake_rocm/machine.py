@@ -3,6 +3,8 @@ import json
 import pathlib
 import subprocess
 
+from conftest import PATIENCE
+
 from . import common
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -16,7 +18,8 @@ ODD_FLAGS = ["--data", "my files/a b", "--title=x  y", "--note", "it's \"quoted\
 
 
 def start(script, *arguments):
-    return subprocess.run([ROOT / script, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([ROOT / script, *map(str, arguments)], capture_output=True, text=True,
+                          timeout=PATIENCE)
 
 
 def recorded(tmp_path):
@@ -33,9 +36,12 @@ def interrupt(script, number, machine, *arguments):
     workplace = machine("7.0", FAKE_TRAINER="hang")
     process = subprocess.Popen([ROOT / script, "-o", "out", *arguments], stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True)
-    for line in process.stdout:
-        if line.startswith("step 1"):
-            break
-    process.send_signal(number)
-    output = process.communicate(timeout=20)[0]
+    try:
+        for line in process.stdout:
+            if line.startswith("step 1"):
+                break
+        process.send_signal(number)
+        output = process.communicate(timeout=PATIENCE)[0]
+    finally:
+        process.kill()
     return process.returncode, workplace / "out", output

@@ -1,7 +1,7 @@
-"""Kills the process groups of a study that was itself killed: stopped processes, and what a trainer has
-started, would otherwise stay for ever.
+"""Kills the process groups of a study or comparison that was itself killed: stopped processes, and what a
+trainer has started, would otherwise stay for ever.
 
-The study runs this file and writes "+GROUP" for a group that it starts and "-GROUP" for one that has ended;
+The parent runs this file and writes "+GROUP" for a group that it starts and "-GROUP" for one that has ended;
 when the pipe closes, the groups that are left are killed. Standard library only.
 """
 import contextlib
@@ -22,7 +22,7 @@ def guard(lines):
 
 
 class Guardian:
-    """The study's end of it: a process that outlives the study, however that ends."""
+    """The parent's end of it: a process that outlives the parent, however that ends."""
 
     def __init__(self):
         self.process = subprocess.Popen([sys.executable, "-ISu", __file__], stdin=subprocess.PIPE, bufsize=0,

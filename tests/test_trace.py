@@ -1,0 +1,188 @@
+"""Traces made by hand, of a CPU and of a GPU, to sums by sub-layer, by kernel and over time."""
+import gzip
+import json
+
+import pytest
+
+from fusion_lab.measuring.roofline import REST
+from fusion_lab.measuring.trace import OUTSIDE, RECOMPUTE, Ranges, TraceAnalysis, own_times, read_trace
+
+SUBLAYERS = ("mix", "up")
+
+
+class Events(list):
+    """Events of a trace; what add() returns may be changed."""
+
+    def add(self, category, name, thread, start, length, **arguments):
+        self.append(dict(ph="X", cat=category, name=name, tid=thread, ts=start, dur=length, args=arguments))
+        return self[-1]
+
+    def memory(self, thread, start, size, device=0):
+        self.append(dict(ph="i", name="[memory]", tid=thread, ts=start,
+                         args={"Bytes": size, "Device Type": device}))
+
+
+def cpu_trace():
+    """Two steps on thread 1, 1000 µs apart, 100 forward and 80 backward, and an optimizer step of 20 in the
+    first; autograd's thread is 2. One operation comes after both. The events stand in no order."""
+    events = Events()
+    for t in (1000.0, 0.0):
+        events.add("user_annotation", "backward", 1, t + 100, 80.0)
+        events.add("user_annotation", "forward", 1, t, 100.0)
+        events.add("user_annotation", "up", 1, t + 15, 10.0)  # within mix
+        events.add("user_annotation", "mix", 1, t + 10, 40.0)
+        events.add("user_annotation", "mix.backward", 2, t + 110, 30.0)
+        events.add("user_annotation", "not a sub-layer", 1, t + 60, 5.0)
+        events.add("cpu_op", "aten::mm", 1, t + 16, 6.0)  # within aten::linear, in up
+        events.add("cpu_op", "aten::linear", 1, t + 15, 8.0)
+        events.add("cpu_op", "aten::mm", 1, t + 30, 5.0)  # in mix
+        events.add("cpu_op", "aten::mm", 2, t + 112, 7.0)  # in mix.backward
+        events.add("cpu_op", "aten::add_", 1, t + 70, 3.0)  # forward, in no sub-layer
+        events.memory(1, t + 17, 512)  # within aten::mm
+        events.memory(1, t + 22, 256)  # at the end of that one and within aten::linear
+        events.memory(1, t + 23, 128)  # at the end of aten::linear
+        events.memory(1, t + 30, 64)  # at the beginning of the second aten::mm
+        events.memory(1, t + 40, -192)  # given back
+        events.memory(1, t + 16, 1024, device=1)  # of a GPU, where nothing of this runs
+        events.memory(1, t + 71, 0)
+    events.add("user_annotation", "optimizer", 1, 180.0, 20.0)
+    events.memory(1, 17.0, 1)  # at the same time as another one
+    events.memory(3, 50.0, 2)  # on a thread without operations
+    events.add("cpu_op", "aten::item", 1, 1500.0, 5.0)
+    events.append(dict(ph="X", cat="cpu_op", name="without an end", tid=1, ts=3.0))
+    events.append(dict(ph="B", cat="cpu_op", name="half", tid=1, ts=3.0, dur=9.0))
+    return events
+
+
+def test_sums_of_a_cpu_trace():
+    trace = TraceAnalysis(cpu_trace(), SUBLAYERS)
+    assert trace.steps == 2 and not trace.on_gpu and trace.gpu_busy() is None
+    table = trace.sublayer_table()
+    figures = {key: (entry["calls"], entry["host_us"], entry["operations_us"], entry["allocated_bytes"])
+               for key, entry in table.items()}
+    assert figures == {
+        ("mix", "forward"): (1, 30.0, 5.0, 64.0), ("up", "forward"): (1, 10.0, 8.0, 896.5),
+        ("mix", "backward"): (1, 30.0, 7.0, 0.0), (REST, "forward"): (1, 60.0, 3.0, 1.0),
+        (REST, "backward"): (1, 50.0, 0.0, 0.0), (REST, "optimizer"): (0.5, 10.0, 0.0, 0.0),
+        (REST, OUTSIDE): (0, 0.0, 2.5, 0.0)}
+    assert all(entry["device_us"] is entry["launches"] is None for entry in table.values())
+    assert list(table) == sorted(table) and trace.step_us() == 190.0
+    assert sorted(trace.durations()) == [2.0] * 2 + [3.0] * 2 + [5.0] * 3 + [6.0] * 2 + [7.0] * 2
+
+
+def test_operations_of_a_cpu_trace():
+    """What an operation allocates is its own only where no inner one is open; a boundary counts as open."""
+    trace = TraceAnalysis(cpu_trace(), SUBLAYERS)
+    table = {entry["name"]: entry for entry in trace.kernel_table()}
+    assert list(table) == ["aten::mm", "aten::add_", "aten::item", "aten::linear"]  # by their own time
+    product, linear = table["aten::mm"], table["aten::linear"]
+    assert product == dict(name="aten::mm", kind="matrix product", calls=3.0, self_us=18.0, total_us=18.0,
+                           launches=None, allocated_bytes=512.5 + 256 + 64)
+    assert (linear["self_us"], linear["total_us"], linear["allocated_bytes"]) == (2.0, 8.0, 128.0)
+    assert table["aten::item"]["calls"] == 0.5 and table["aten::add_"]["allocated_bytes"] == 0
+    for event in (events := cpu_trace()):
+        if event["name"] == "[memory]":
+            event["name"] = "else"
+    without = TraceAnalysis(events, SUBLAYERS)
+    assert {entry["allocated_bytes"] for entry in without.kernel_table()} == {None}
+    assert {entry["allocated_bytes"] for entry in without.sublayer_table().values()} == {None}
+    assert without.memory_timeline() == [] and without.phase_begins()[0] == (1100.0, "backward")
+
+
+def test_memory_over_time_begins_with_the_first_event():
+    trace = TraceAnalysis(cpu_trace(), SUBLAYERS)
+    assert trace.memory_timeline() == [
+        (0.0, 512), (0.0, 513), (5.0, 769), (6.0, 897), (13.0, 961), (23.0, 769), (33.0, 771), (54.0, 771)
+    ] + [(1000.0 + t, 771 + size) for t, size in (
+        (0.0, 512), (5.0, 768), (6.0, 896), (13.0, 960), (23.0, 768), (54.0, 768))]
+    assert trace.phase_begins() == [(1083.0, "backward"), (983.0, "forward"), (83.0, "backward"),
+                                    (-17.0, "forward"), (163.0, "optimizer")]
+
+
+def gpu_trace():
+    """One step; kernels run long after they were launched."""
+    events = Events()
+    events.add("user_annotation", "forward", 1, 0.0, 100.0)
+    events.add("user_annotation", "backward", 1, 100.0, 50.0)
+    events.add("user_annotation", "up", 1, 20.0, 30.0)
+    events.add("user_annotation", "mix", 2, 110.0, 20.0)  # forward once more, during backward
+    events.add("cpu_op", "aten::mm", 1, 22.0, 10.0)
+    events.add("cuda_runtime", "cudaLaunchKernel", 1, 25.0, 2.0, correlation=1)
+    events.add("cuda_runtime", "cudaLaunchKernel", 1, 31.0, 2.0, correlation=2)
+    events.add("hip_runtime", "hipMemcpyAsync", 2, 115.0, 2.0, correlation=3)
+    events.add("cuda_driver", "cuLaunchKernel", 1, 140.0, 2.0, correlation=4)
+    events.add("cuda_runtime", "cudaDeviceSynchronize", 1, 160.0, 2.0)
+    events.add("gpu_memcpy", "Memcpy DtoD", 7, 1230.0, 8.0, correlation=3)
+    events.add("kernel", "sm90_gemm", 7, 1000.0, 100.0, correlation=1)
+    events.add("kernel", "sm90_gemm", 8, 1050.0, 20.0, correlation=2)  # within the first one's time
+    events.add("gpu_memset", "Memset", 7, 1240.0, 3.0, correlation=4)
+    events.add("kernel", "lost", 7, 1300.0, 1.0, correlation=77)
+    events.memory(1, 26.0, 300, device=1)
+    events.memory(1, 27.0, 30, device=0)  # of the CPU, which is not where the work is
+    events.memory(1, 28.0, -300, device=1)
+    return events
+
+
+def test_sums_of_a_gpu_trace():
+    trace = TraceAnalysis(gpu_trace(), SUBLAYERS)
+    figures = {key: (entry["device_us"], entry["launches"]) for key, entry in trace.sublayer_table().items()
+               if entry["device_us"]}
+    assert figures == {("up", "forward"): (120.0, 2), ("mix", RECOMPUTE): (8.0, 0),
+                       (REST, "backward"): (3.0, 0), (REST, "launch not recorded"): (1.0, 1)}
+    assert trace.sublayer_table()["up", "forward"]["allocated_bytes"] == 300
+    assert trace.sublayer_table()[REST, "forward"]["device_us"] == 0
+    assert trace.gpu_busy() == 100 + 8 + 3 + 1 and trace.durations() == [100.0, 20.0, 1.0]
+    assert trace.step_us() == 150.0
+    step, = trace.device_us_by_step()
+    assert step == {("up", "forward"): 120.0, ("mix", RECOMPUTE): 8.0, (REST, "backward"): 3.0,
+                    (REST, "launch not recorded"): 1.0}
+    assert trace.memory_timeline() == [(0.0, 300), (2.0, 0)]
+
+
+def test_kernels_of_a_gpu_trace():
+    """Both products were launched by one operation, whose allocation counts once."""
+    rows = TraceAnalysis(gpu_trace(), SUBLAYERS).kernel_table()
+    assert [(e["name"], e["kind"], e["calls"], e["self_us"], e["total_us"], e["launches"],
+             e["allocated_bytes"]) for e in rows] == [
+        ("sm90_gemm", "matrix product", 2, 120.0, 120.0, 2, 300), ("Memcpy DtoD", "copy", 1, 8.0, 8.0, 0, 0),
+        ("Memset", "fill", 1, 3.0, 3.0, 0, 0), ("lost", "other", 1, 1.0, 1.0, 1, 0)]
+
+
+def test_gpu_work_of_two_steps_in_any_order():
+    events = Events()
+    for t, correlation in ((1000.0, 2), (0.0, 1)):
+        events.add("user_annotation", "forward", 1, t, 100.0)
+        events.add("user_annotation", "up", 1, t + 10, 50.0)
+        events.add("cuda_runtime", "cudaLaunchKernel", 1, t + 20, 5.0, correlation=correlation)
+        events.add("kernel", "k", 7, t + 500, 10.0 * correlation, correlation=correlation)
+    trace = TraceAnalysis(events, SUBLAYERS)
+    assert trace.device_us_by_step() == [{("up", "forward"): 10.0}, {("up", "forward"): 20.0}]
+    assert trace.gpu_busy() == 15.0 and trace.kernel_table()[0]["launches"] == 1.0
+
+
+def test_work_before_the_first_step_is_no_step_s():
+    events = gpu_trace()
+    next(e for e in events if e["args"].get("correlation") == 1)["ts"] = -1.0  # a launch
+    step, = TraceAnalysis(events, SUBLAYERS).device_us_by_step()
+    assert step["up", "forward"] == 20.0 and sum(step.values()) == 32.0
+    assert TraceAnalysis([], SUBLAYERS).steps == 1
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_a_trace_is_read_plain_or_packed(name, tmp_path):
+    with (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wt") as file:
+        json.dump(dict(traceEvents=[dict(name="µ")]), file)
+    assert read_trace(tmp_path / name) == [dict(name="µ")]
+
+
+def test_ranges_that_begin_and_end_together():
+    """The longer one is the outer one, in whatever order they come; one that ends gives way to the next."""
+    spans = [dict(tid=1, ts=0.0, dur=4.0, name="inner"), dict(tid=1, ts=0.0, dur=10.0, name="outer"),
+             dict(tid=1, ts=10.0, dur=5.0, name="next"), dict(tid=2, ts=3.0, dur=1.0, name="elsewhere")]
+    for order in (spans, spans[::-1]):
+        found = Ranges(order)
+        assert [found.find(1, t) for t in (0, 3.9, 4, 9.9, 10, 14.9, 15)] == [
+            "inner", "inner", "outer", "outer", "next", "next", None]
+        assert found.find(2, 3) == "elsewhere"
+        own = own_times(order[:3] if order is spans else order[1:])
+        assert sorted(own.values()) == [4.0, 5.0, 6.0]
