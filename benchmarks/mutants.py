@@ -46,13 +46,13 @@ FAILED = 1e9  # seconds of a test that fails without any mutant
 AMD = "rocm_figures profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight rocm_wrappers"
 SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
 TESTS = {  # file: which tests/test_*.py are meant to notice
-    "tiny_openfold_v2.py": "numbers_by_hand evoformer training",
+    "tiny_openfold_v2.py": "numbers_by_hand steps evoformer training",
     "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
     "proteins/files.py": "protein_data",
     "fusion_lab/training/checkpoints.py": "checkpoints training house",
-    "fusion_lab/training/master_weights.py": "numbers_by_hand evoformer",
-    "fusion_lab/training/files.py": "checkpoints training start study_files",
+    "fusion_lab/training/master_weights.py": "steps evoformer",
+    "fusion_lab/training/files.py": "endings checkpoints training start study_files",
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
     "fusion_lab/measuring/metrics.py": "summary_figures start",
     "fusion_lab/measuring/summary.py": "summary_figures training",

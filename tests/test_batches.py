@@ -79,6 +79,7 @@ def test_targets_lie_within_both_masks_and_the_query_stays_whole():
         coords=(1, 4, 3), coord_mask=(1, 4))
     clean = assemble(None, msa, clean=True, **arrays)
     assert clean["msa_tokens"][0].tolist() == msa[0].tolist() and "msa_targets" not in clean
+    assert rng.asked[2][2].tolist() == [[[2]]]  # corrupt() was told of the row that is missing
 
 
 # --- Synthetic batches ---------------------------------------------------------------------------------
@@ -266,6 +267,87 @@ def test_evaluation_turns_dropout_off_and_on_again():
     assert contacts.evaluate(trainer, source, SimpleNamespace(signal=2)) == dict(training={}, held_out={})
 
 
+def test_precision_counts_the_surest_pairs_below_8_angstrom():
+    """Residues i and 6 + i stand 7.9 Å apart, 5 and 11 exactly 8; of the 21 pairs that count, five touch."""
+    coords = torch.zeros(12, 3)
+    coords[:, 0] = 1000 * (torch.arange(12) % 6)
+    coords[6:, 1] = torch.tensor(5 * [7.9] + [8.0])
+    probability = torch.zeros(12, 12)
+    for rank, pair in enumerate([(0, 6), (1, 7), (5, 11), (0, 7), (0, 8), (2, 8), (3, 9), (0, 9), (0, 10),
+                                 (0, 11), (1, 8), (1, 9), (4, 10)]):
+        probability[pair] = 1 - 0.05 * rank
+    probability[0, 5], probability[7, 1] = 2, 2  # too near along the chain; the other way round
+    found = contacts.contact_precision(probability, coords, torch.ones(12))
+    assert found == dict(p_l2=pytest.approx(3 / 6), p_l=pytest.approx(4 / 12), chance=pytest.approx(5 / 21))
+    mask = torch.ones(12)
+    mask[5] = 0  # 11 residues, 20 pairs: the first five are (0, 6), (1, 7), (0, 7), (0, 8) and (2, 8)
+    found = contacts.contact_precision(probability, coords, mask)
+    assert found == dict(p_l2=pytest.approx(3 / 5), p_l=pytest.approx(4 / 11), chance=pytest.approx(5 / 20))
+    assert [contacts.half_length(torch.ones(size)) for size in (1, 2, 3, 4, 5)] == [1, 1, 1, 2, 2]
+
+
+class Oracle(torch.nn.Module):
+    """Stands in for the model: sure of the pair (0, 6), and remembers what it was given."""
+
+    def forward(self, **batch):
+        self.given = {key: tuple(value.shape) for key, value in batch.items()}
+        probability = torch.zeros(1, 9, 9)
+        probability[0, 0, 6] = 1
+        return dict(contact_probability=probability, distances=2 * probability)
+
+
+def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
+    coords = torch.zeros(1, 9, 3)
+    coords[0, :, 0] = 100 * torch.arange(9.0)
+    coords[0, 6] = 1
+
+    def batch(located):
+        return dict(msa_tokens=torch.zeros(1, 2, 9), target_tokens=torch.arange(9)[None], coords=coords,
+                    seq_mask=torch.ones(1, 9), row_mask=torch.ones(1, 2),
+                    coord_mask=(torch.arange(9)[None] < located).float())
+    source = SimpleNamespace(held_out=["b", "c"], structure=str.upper, evaluation=lambda: dict(
+        training=iter([("a", batch(9)), ("x", batch(6))]), held_out=iter([("b", batch(7)), ("c", batch(9))])))
+    trainer = SimpleNamespace(model=Oracle(), device=torch.device("cpu"),
+                              training=SimpleNamespace(plot_contacts="maps"))
+    drawn = []
+    monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
+    found = contacts.evaluate(trainer, source)
+    assert {group: list(part) for group, part in found.items()} == dict(training=["a"], held_out=["b", "c"])
+    assert found["held_out"]["b"] == dict(p_l2=pytest.approx(1.0), p_l=1.0, chance=1.0)  # one pair of seven
+    assert found["training"]["a"] == dict(p_l2=pytest.approx(1 / 4), p_l=pytest.approx(1 / 6),
+                                          chance=pytest.approx(1 / 6))
+    assert trainer.model.given == dict(msa_tokens=(1, 2, 9), target_tokens=(1, 9), seq_mask=(1, 9),
+                                       row_mask=(1, 2))
+    assert drawn == []  # maps are drawn at the end only
+    contacts.evaluate(trainer, source, final=True)
+    assert [(path, name, protein, tokens.tolist()) for path, name, protein, tokens, _ in drawn] == [
+        (f"maps/{name}", name, name.upper(), [*range(9)]) for name in "bc"]
+    probability, distances, place, mask = drawn[0][-1]
+    assert torch.equal(distances, 2 * probability) and torch.equal(place, coords[0]) and mask.sum() == 7
+    trainer.training.plot_contacts = None
+    contacts.evaluate(trainer, source, final=True)
+    assert len(drawn) == 2
+
+
+def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
+    evaluation = dict(training=dict(a=dict(p_l2=0.5, p_l=0.25, chance=0.125)), held_out=dict(
+        b=dict(p_l2=1.0, p_l=0.5, chance=0.25), c=dict(p_l2=0.5, p_l=0.0, chance=0.05)))
+    assert contacts.scores(evaluation) == {"training P(L/2)": 0.5, "held-out P(L/2)": 0.75}
+    assert contacts.contact_line(evaluation) == (
+        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 (1 proteins) | "
+        "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 (2 proteins)")
+    empty = dict(training={}, held_out={})
+    assert contacts.scores(empty) == {}
+    assert contacts.contact_line(empty) == "Contacts: no protein has enough coordinates"
+    contacts.closing(SimpleNamespace(step_number=40), None, dict(final=evaluation))
+    assert capsys.readouterr().out == (
+        "In words: after 40 steps, 75% of the residue pairs that the model is surest of do touch, in 2 "
+        "proteins it never saw; by chance 15% would.\n")
+    for nothing in ({}, dict(final=empty), {"40": evaluation}):
+        contacts.closing(None, None, nothing)
+    assert capsys.readouterr().out == ""
+
+
 # --- Synthetic proteins --------------------------------------------------------------------------------
 
 
@@ -342,13 +424,13 @@ def test_covarying_world_by_its_rates():
     msa = covarying_alignment(rng, partner, 300, noise=0, gaps=0)
     pairs = [len(np.unique(msa[:, [0, j]], axis=0)) for j in (9, 8)]
     assert pairs[0] <= 4 < pairs[1] and max(len(np.unique(column)) for column in msa.T) == 4
-    # rows of a clade share a quarter of their choices, others only what chance gives; ten clades of 100 rows
-    msa = covarying_alignment(rng, np.arange(2000), 100, letters=200, noise=0, gaps=0)
-    alike = (msa[:, None] == msa[None]).mean(-1)
+    # rows of a clade share a quarter of their choices, others only what chance gives; ten clades of 99 rows
+    msa = covarying_alignment(rng, np.arange(2000), 99, letters=200, noise=0, gaps=0)
+    alike, chance = (msa[:, None] == msa[None]).mean(-1), 1 / 200 + 199 / 200 / 20
     same = alike > 0.17
     assert len(np.unique(same, axis=0)) == 10
-    assert alike[same & ~np.eye(100, dtype=bool)].mean() == pytest.approx(0.05 + 0.95 / 4, abs=0.01)
-    assert alike[~same].mean() == pytest.approx(0.05, abs=0.005)
+    assert alike[same & ~np.eye(99, dtype=bool)].mean() == pytest.approx(1 / 4 + 3 / 4 * chance, abs=0.01)
+    assert alike[~same].mean() == pytest.approx(chance, abs=0.002)
 
 
 def test_a_synthetic_protein_depends_on_seed_and_number_alone():

@@ -152,7 +152,10 @@ def test_a_checkpoint_of_another_program_or_model_is_refused(tmp_path):
     assert "not a checkpoint of this program" in refused(changed(format="second_program checkpoint 1"))
     assert "not a checkpoint of this program" in refused(changed(format=None))
     for key in ("config", "step", "updates", "model", "moments", "scaler", "rng", "trained_on"):
-        assert key in refused(changed(**{key: None}))
+        assert refused(changed(**{key: None})).endswith(f"it lacks {key}")
+        assert refused(changed(**{key: "x"})).endswith(f"damaged: {key} is of the wrong type")
+    assert refused(changed(step=True)).endswith("damaged: step is of the wrong type")
+    assert read_checkpoint(changed(updates=1), tof.PROGRAM, config)["updates"] == 1
     message = refused(changed(), num_blocks=2, pair_dim=16)
     assert message.endswith("pass --pair-dim 8 --num-blocks 1")
     torch.save([1], tmp_path / "list.pt")
@@ -160,16 +163,62 @@ def test_a_checkpoint_of_another_program_or_model_is_refused(tmp_path):
     assert "No such file" in refused(tmp_path / "absent.pt")
 
 
-@pytest.mark.parametrize("change", [lambda model, name: model.update({name: torch.zeros(5)}),
-                                    lambda model, name: model.pop(name),
-                                    lambda model, name: model.update({f"{name}.more": torch.zeros(23)})])
-def test_a_checkpoint_with_other_tensors_is_refused(change, tmp_path):
-    saved = snapshot(trainer_of())
-    change(saved["model"], "masked_msa_head.bias")
+def other(part, name, **values):
+    """A change of one tensor."""
+    def change(saved):
+        tensors = saved[part] if part == "model" else saved["moments"][part]
+        tensors[name] = values["value"] if "value" in values else tensors[name].to(values["dtype"])
+    return change
+
+
+BIAS, NAN = "masked_msa_head.bias", float("nan")
+FAULTS = [
+    ("model " + BIAS, other("model", BIAS, value=torch.zeros(5))),
+    ("model " + BIAS, other("model", BIAS, value=torch.full((23,), NAN))),
+    ("model " + BIAS, other("model", BIAS, dtype=torch.float64)),
+    ("model " + BIAS, other("model", BIAS, value=23 * [0.0])),
+    ("names of model", lambda saved: saved["model"].pop(BIAS)),
+    ("names of model", other("model", "more", value=torch.zeros(23))),
+    ("moments exp_avg_sq " + BIAS, other("exp_avg_sq", BIAS, value=torch.zeros(1, 23))),
+    ("names of moments exp_avg", lambda saved: saved["moments"]["exp_avg"].pop(BIAS)),
+    ("names of moments exp_avg_sq", lambda saved: saved["moments"].update(exp_avg_sq=[])),
+    ("moments", lambda saved: saved["moments"].pop("exp_avg")),
+    ("step", lambda saved: saved.update(step=-1)),
+    ("step", lambda saved: saved.update(step=2 ** 53 + 1)),
+    ("updates", lambda saved: saved.update(updates=-0.5)),
+    ("updates", lambda saved: saved.update(updates=NAN)),
+    ("scaler", lambda saved: saved["scaler"].pop("scale")),
+    ("scaler", lambda saved: saved["scaler"].update(more=1)),
+    ("scaler", lambda saved: saved["scaler"].update(scale=-1.0)),
+    ("scaler", lambda saved: saved["scaler"].update(scale=float("inf"))),
+    ("scaler", lambda saved: saved["scaler"].update(scale="1")),
+    ("trained_on", lambda saved: saved["trained_on"].append(1)),
+    ("training", lambda saved: saved.update(training=[])),
+    ("rng cpu", lambda saved: saved["rng"].pop("cpu")),
+    ("rng cpu", lambda saved: saved["rng"].update(cpu=torch.zeros(3, dtype=torch.uint8))),
+    ("rng cpu", lambda saved: saved["rng"].update(cpu=[0]))]
+
+
+@pytest.mark.parametrize("words, change", FAULTS)
+def test_a_checkpoint_with_a_field_that_cannot_be_used_is_refused(words, change, tmp_path):
+    saved = copy.deepcopy(snapshot(trained(1, **HALF)))
+    change(saved)
     torch.save(saved, tmp_path / "c.pt")
+    trainer = trainer_of(seed=3, **HALF)
+    before = copy.deepcopy(snapshot(trainer))
     with pytest.raises(UserError) as caught:
-        restore(trainer_of(), tmp_path / "c.pt")
-    assert "masked_msa_head.bias" in str(caught.value) and "\n" not in str(caught.value)
+        restore(trainer, tmp_path / "c.pt")
+    assert f": {words} cannot be used" in str(caught.value) and "\n" not in str(caught.value)
+    assert same(snapshot(trainer), before)  # nothing was taken over
+
+
+def test_the_largest_step_and_fields_that_are_empty_can_be_used(tmp_path):
+    saved = snapshot(trained(1, **HALF))
+    torch.save({**saved, "step": 2 ** 53, "updates": 0, "scaler": {}, "moments": {}, "trained_on": []},
+               tmp_path / "c.pt")
+    trainer = trainer_of(**HALF)
+    restore(trainer, tmp_path / "c.pt")
+    assert trainer.step_number == 2 ** 53 and trainer.scaler.get_scale() == 2 ** 16
 
 
 def test_resuming_says_what_differs_and_refuses_what_is_dishonest(tmp_path, capsys):

@@ -214,6 +214,7 @@ def test_marked_are_the_pairs_that_precision_counts():
     marked = list(zip(*(index.tolist() for index in found.chosen), strict=True))
     assert marked == [(0, 13), (0, 8), (1, 12), (2, 9), (3, 10), (5, 13), (6, 12)]
     assert found.precision["p_l2"] == pytest.approx(3 / 7) and not found.missing.any()
+    assert found.numbers == tuple(str(number) for number in range(1, 15))  # a built-in protein has no others
     found = a_map(unseen=[0, 13])
     assert len(found.chosen[0]) == 6 and not {0, 13} & {*found.chosen[0], *found.chosen[1]}
     assert found.missing.nonzero()[0].tolist() == [0, 13]

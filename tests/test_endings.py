@@ -1,0 +1,146 @@
+"""How programs end and what they set aside: exit codes, signals, names of what was there before."""
+import os
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from fusion_lab.training import files
+from fusion_lab.training.files import UserError
+from fusion_lab.training.options import ProfilerConfig
+
+
+class OutOfMemoryError(RuntimeError):
+    """torch's bears this name."""
+
+
+def raiser(error):
+    def run(_argv):
+        raise error
+    return run
+
+
+MEMORY = "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp"
+ENDINGS = [
+    (UserError("wrong"), 2, "wrong"), (UserError("absent", code=4), 4, "absent"),
+    (UserError("long", code=1, details=("first", "second")), 1, "first\nsecond"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (MemoryError(), 1, MEMORY), (OutOfMemoryError("x"), 1, MEMORY), (RuntimeError("ALLOC_FAILED"), 1, MEMORY),
+    (RuntimeError("cannot Allocate Memory"), 1, MEMORY),
+    (RuntimeError("No working C++ compiler found"), 3, "torch.compile needs a C++ compiler on CPU (g++) or "
+     "Triton on a GPU (pip install triton)"),
+    (OSError(2, "No such file", "data.a3m"), 2, "data.a3m: No such file")]
+
+
+@pytest.mark.parametrize("error, code, message", ENDINGS, ids=lambda value: type(value).__name__)
+def test_expected_failures_end_with_their_code_and_words(error, code, message, capsys):
+    assert files.exit_code(raiser(error), [], "p") == code
+    assert capsys.readouterr().err == f"p: error: {message}\n"
+
+
+def test_other_errors_are_not_hidden_and_success_is_silent(capsys):
+    for error in (RuntimeError("a mistake"), ValueError("another")):
+        with pytest.raises(type(error)):
+            files.exit_code(raiser(error), [], "p")
+    assert files.exit_code(lambda argv: len(argv), ["a", "b"], "p") == 2 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error, code, words", [
+    (BrokenPipeError(32, "Broken pipe"), 141, ""),
+    (OSError(28, "No space left"), 1, "p: error: standard output: No space left\n")])
+def test_an_output_that_cannot_be_written_is_dropped(error, code, words, monkeypatch, capsys):
+    dropped = []
+    monkeypatch.setattr(files, "drop_output", lambda: dropped.append(True))
+    assert files.exit_code(raiser(error), [], "p") == code and dropped == [True]
+    assert capsys.readouterr().err == words
+
+
+def test_the_first_signal_asks_and_the_second_one_acts():
+    before = signal.getsignal(signal.SIGTERM)
+    with files.StopRequest() as stop:
+        assert stop.signal is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == before
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+    with files.StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.signal == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with files.StopRequest():
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_is_there_is_set_aside_under_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: f"<{form}>")
+    base = f"{tmp_path / 'x'}.old-<%Y%m%d_%H%M%S>"
+    assert files.set_aside(tmp_path / "x") is None
+    for expected in (base, f"{base}-2", f"{base}-3"):
+        (tmp_path / "x").mkdir()
+        (tmp_path / "x" / "inside").write_text(expected)
+        assert files.set_aside(f"{tmp_path / 'x'}/") == expected and not (tmp_path / "x").exists()
+        assert open(os.path.join(expected, "inside")).read() == expected
+    (tmp_path / "x").symlink_to(tmp_path / "nowhere")
+    assert files.set_aside(tmp_path / "x") == f"{base}-4"
+
+
+@pytest.mark.parametrize("content, named, force, result", [
+    (True, True, False, "refused"), (True, True, True, "kept"), (True, False, False, "aside"),
+    (True, False, True, "aside"), (False, True, False, "kept"), (False, False, False, "kept")])
+def test_a_directory_with_results_is_refused_kept_or_set_aside(content, named, force, result, tmp_path):
+    path = tmp_path / "d"
+    path.mkdir()
+    if content:
+        (path / "old").write_text("")
+    if result == "refused":
+        with pytest.raises(UserError, match="is not empty: name a fresh directory, or add --force"):
+            files.fresh_directory(path, named, force)
+    else:
+        files.fresh_directory(path, named, force)
+    assert path.is_dir() and len(list(tmp_path.iterdir())) == 1 + (result == "aside")
+    assert (path / "old").exists() == (content and result != "aside")
+
+
+@pytest.mark.parametrize("named, resume, aside", [
+    (False, None, "d"), (False, "c.pt", "main"), (True, None, "main")])
+def test_a_run_sets_earlier_results_aside(named, resume, aside, tmp_path, monkeypatch):
+    """The default directory whole, unless its run is resumed; in one that the user named, the main file."""
+    monkeypatch.chdir(tmp_path)
+    profiler = ProfilerConfig(**dict(profile_dir="d") if named else {})
+    directory = tmp_path / profiler.profile_dir
+    path = directory / "main"
+    directory.mkdir()
+    path.write_text("")
+    files.results_directory(SimpleNamespace(profiler=profiler, training=SimpleNamespace(resume=resume)), path)
+    found, = tmp_path.rglob("*.old-*")
+    assert found.name.startswith(f"{directory.name if aside == 'd' else aside}.old-")
+    assert directory.is_dir() and not path.exists()
+
+
+def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path):
+    files.require_writable(None)
+    files.require_writable(tmp_path / "new" / "c.pt")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "c.pt"):
+        with pytest.raises(UserError, match="cannot write") as caught:
+            files.require_writable(path)
+        assert str(path) in str(caught.value) and caught.value.code == 2
+
+
+def test_numbers_that_json_cannot_hold_become_none():
+    inf, nan = float("inf"), float("nan")
+    assert files.finite({"a": [1.5, nan, (inf, 2)], "b": {"c": -inf, "d": "x"}, "e": 3, "f": None}) == {
+        "a": [1.5, None, [None, 2]], "b": {"c": None, "d": "x"}, "e": 3, "f": None}
+
+
+def test_missing_packages_end_the_program(capsys):
+    files.require_packages("p", "os", "sys")
+    with pytest.raises(SystemExit) as caught:
+        files.require_packages("p", "os", "no_such_a", "no_such_b")
+    error = capsys.readouterr().err
+    assert caught.value.code == 3
+    assert error.startswith(f"p: error: {sys.executable} lacks no_such_a, no_such_b: pip")
