@@ -133,7 +133,8 @@ def test_sums_of_a_gpu_trace():
     trace = TraceAnalysis(gpu_trace(), SUBLAYERS)
     figures = {key: (entry["device_us"], entry["launches"]) for key, entry in trace.sublayer_table().items()}
     assert figures == {(REST, "forward"): (0.0, 0), ("up", "forward"): (120.0, 2),
-                       ("mix", RECOMPUTE): (8.0, 0), (REST, "backward"): (3.0, 0), (REST, "launch not recorded"): (1.0, 1)}
+                       ("mix", RECOMPUTE): (8.0, 0), (REST, "backward"): (3.0, 0),
+                       (REST, "launch not recorded"): (1.0, 1)}
     assert trace.sublayer_table()["up", "forward"]["allocated_bytes"] == 300
     assert trace.gpu_busy() == 100 + 8 + 3 + 1 and trace.durations() == [100.0, 20.0, 1.0]
     assert trace.step_us() == 150.0
