@@ -23,8 +23,9 @@ class Events(list):
 
 
 def cpu_trace():
-    """Two steps on thread 1, 1000 µs apart, 100 forward and 80 backward, and an optimizer step of 20 in the
-    first; autograd's thread is 2. One operation comes after both. The events stand in no order."""
+    """Two steps on thread 1, 1000 µs apart, 100 forward and 80 backward; an optimizer step of 20 and 6 of
+    data in the first. Autograd's thread is 2. One operation comes after both. The events stand in no order.
+    """
     events = Events()
     for t in (1000.0, 0.0):
         events.add("user_annotation", "backward", 1, t + 100, 80.0)
@@ -45,7 +46,10 @@ def cpu_trace():
         events.memory(1, t + 40, -192)  # given back
         events.memory(1, t + 16, 1024, device=1)  # of a GPU, where nothing of this runs
         events.memory(1, t + 71, 0)
+        events.add("cpu_op", "aten::detach", 1, t + 90, 0.0)  # no time, and allocates nevertheless
+        events.memory(1, t + 90, 32)
     events.add("user_annotation", "optimizer", 1, 180.0, 20.0)
+    events.add("user_annotation", "data", 1, -10.0, 6.0)
     events.memory(1, 17.0, 1)  # at the same time as another one
     events.memory(3, 50.0, 2)  # on a thread without operations
     events.add("cpu_op", "aten::item", 1, 1500.0, 5.0)
@@ -62,19 +66,20 @@ def test_sums_of_a_cpu_trace():
                for key, entry in table.items()}
     assert figures == {
         ("mix", "forward"): (1, 30.0, 5.0, 64.0), ("up", "forward"): (1, 10.0, 8.0, 896.5),
-        ("mix", "backward"): (1, 30.0, 7.0, 0.0), (REST, "forward"): (1, 60.0, 3.0, 1.0),
+        ("mix", "backward"): (1, 30.0, 7.0, 0.0), (REST, "forward"): (1, 60.0, 3.0, 33.0),
         (REST, "backward"): (1, 50.0, 0.0, 0.0), (REST, "optimizer"): (0.5, 10.0, 0.0, 0.0),
+        (REST, "data"): (0.5, 3.0, 0.0, 0.0),
         (REST, OUTSIDE): (0, 0.0, 2.5, 0.0)}
     assert all(entry["device_us"] is entry["launches"] is None for entry in table.values())
-    assert list(table) == sorted(table) and trace.step_us() == 190.0
-    assert sorted(trace.durations()) == [2.0] * 2 + [3.0] * 2 + [5.0] * 3 + [6.0] * 2 + [7.0] * 2
+    assert list(table) == sorted(table) and trace.step_us() == 193.0
+    assert sorted(trace.durations()) == [0.0, 0.0, 2.0, 2.0] + [3.0] * 2 + [5.0] * 3 + [6.0] * 2 + [7.0] * 2
 
 
 def test_operations_of_a_cpu_trace():
     """What an operation allocates is its own only where no inner one is open; a boundary counts as open."""
     trace = TraceAnalysis(cpu_trace(), SUBLAYERS)
     table = {entry["name"]: entry for entry in trace.kernel_table()}
-    assert list(table) == ["aten::mm", "aten::add_", "aten::item", "aten::linear"]  # by their own time
+    assert list(table) == ["aten::mm", "aten::add_", "aten::item", "aten::linear", "aten::detach"]
     product, linear = table["aten::mm"], table["aten::linear"]
     assert product == dict(name="aten::mm", kind="matrix product", calls=3.0, self_us=18.0, total_us=18.0,
                            launches=None, allocated_bytes=512.5 + 256 + 64)
@@ -92,11 +97,11 @@ def test_operations_of_a_cpu_trace():
 def test_memory_over_time_begins_with_the_first_event():
     trace = TraceAnalysis(cpu_trace(), SUBLAYERS)
     assert trace.memory_timeline() == [
-        (0.0, 512), (0.0, 513), (5.0, 769), (6.0, 897), (13.0, 961), (23.0, 769), (33.0, 771), (54.0, 771)
-    ] + [(1000.0 + t, 771 + size) for t, size in (
-        (0.0, 512), (5.0, 768), (6.0, 896), (13.0, 960), (23.0, 768), (54.0, 768))]
+        (0.0, 512), (0.0, 513), (5.0, 769), (6.0, 897), (13.0, 961), (23.0, 769), (33.0, 771), (54.0, 771),
+        (73.0, 803)] + [(1000.0 + t, 803 + size) for t, size in (
+            (0.0, 512), (5.0, 768), (6.0, 896), (13.0, 960), (23.0, 768), (54.0, 768), (73.0, 800))]
     assert trace.phase_begins() == [(1083.0, "backward"), (983.0, "forward"), (83.0, "backward"),
-                                    (-17.0, "forward"), (163.0, "optimizer")]
+                                    (-17.0, "forward"), (163.0, "optimizer"), (-27.0, "data")]
 
 
 def gpu_trace():
@@ -113,30 +118,30 @@ def gpu_trace():
     events.add("cuda_driver", "cuLaunchKernel", 1, 140.0, 2.0, correlation=4)
     events.add("cuda_runtime", "cudaDeviceSynchronize", 1, 160.0, 2.0)
     events.add("gpu_memcpy", "Memcpy DtoD", 7, 1230.0, 8.0, correlation=3)
-    events.add("kernel", "sm90_gemm", 7, 1000.0, 100.0, correlation=1)
-    events.add("kernel", "sm90_gemm", 8, 1050.0, 20.0, correlation=2)  # within the first one's time
+    events.add("kernel", "nvjet_tst", 7, 1000.0, 100.0, correlation=1)
+    events.add("kernel", "nvjet_tst", 8, 1050.0, 20.0, correlation=2)  # within the first one's time
     events.add("gpu_memset", "Memset", 7, 1240.0, 3.0, correlation=4)
     events.add("kernel", "lost", 7, 1300.0, 1.0, correlation=77)
     events.memory(1, 26.0, 300, device=1)
     events.memory(1, 27.0, 30, device=0)  # of the CPU, which is not where the work is
     events.memory(1, 28.0, -300, device=1)
+    events.memory(1, 2000.0, 0, device=1)
     return events
 
 
 def test_sums_of_a_gpu_trace():
     trace = TraceAnalysis(gpu_trace(), SUBLAYERS)
-    figures = {key: (entry["device_us"], entry["launches"]) for key, entry in trace.sublayer_table().items()
-               if entry["device_us"]}
-    assert figures == {("up", "forward"): (120.0, 2), ("mix", RECOMPUTE): (8.0, 0),
-                       (REST, "backward"): (3.0, 0), (REST, "launch not recorded"): (1.0, 1)}
+    figures = {key: (entry["device_us"], entry["launches"]) for key, entry in trace.sublayer_table().items()}
+    assert figures == {(REST, "forward"): (0.0, 0), ("up", "forward"): (120.0, 2),
+                       ("mix", RECOMPUTE): (8.0, 0), (REST, "backward"): (3.0, 0),
+                       (REST, "launch not recorded"): (1.0, 1)}
     assert trace.sublayer_table()["up", "forward"]["allocated_bytes"] == 300
-    assert trace.sublayer_table()[REST, "forward"]["device_us"] == 0
     assert trace.gpu_busy() == 100 + 8 + 3 + 1 and trace.durations() == [100.0, 20.0, 1.0]
     assert trace.step_us() == 150.0
     step, = trace.device_us_by_step()
     assert step == {("up", "forward"): 120.0, ("mix", RECOMPUTE): 8.0, (REST, "backward"): 3.0,
                     (REST, "launch not recorded"): 1.0}
-    assert trace.memory_timeline() == [(0.0, 300), (2.0, 0)]
+    assert trace.memory_timeline() == [(0.0, 300), (2.0, 0), (1974.0, 0)]
 
 
 def test_kernels_of_a_gpu_trace():
@@ -144,7 +149,7 @@ def test_kernels_of_a_gpu_trace():
     rows = TraceAnalysis(gpu_trace(), SUBLAYERS).kernel_table()
     assert [(e["name"], e["kind"], e["calls"], e["self_us"], e["total_us"], e["launches"],
              e["allocated_bytes"]) for e in rows] == [
-        ("sm90_gemm", "matrix product", 2, 120.0, 120.0, 2, 300), ("Memcpy DtoD", "copy", 1, 8.0, 8.0, 0, 0),
+        ("nvjet_tst", "matrix product", 2, 120.0, 120.0, 2, 300), ("Memcpy DtoD", "copy", 1, 8.0, 8.0, 0, 0),
         ("Memset", "fill", 1, 3.0, 3.0, 0, 0), ("lost", "other", 1, 1.0, 1.0, 1, 0)]
 
 
