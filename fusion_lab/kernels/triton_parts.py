@@ -1,0 +1,59 @@
+"""What the Triton kernels of this directory share: parts of kernels, and how a launcher becomes an op.
+
+Imports triton; whoever imports this has asked `attention.HAS_TRITON` first. Rules that all kernels keep:
+sums, softmax and statistics in float32; operands of products in the tensors' own dtype; one rounding at each
+store; sums over positions as one partial sum a program, so that every result is the same in every run; program
+numbers as int64 before the first product. `PRECISION` of a product is that of matmul in the same dtype: float32
+throughout where the user has not asked for TF32.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels.precision import strict_float32
+
+NAMESPACE = "fusion_lab"
+LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING = -1e30  # added to a score that does not count: finite, also after the multiplication by log2(e)
+
+
+def operation(schema, launch, sizes):
+    """Make launch one op for autograd's functions and torch.compile, which never looks inside.
+
+    schema: "name(Tensor x, ...) -> (Tensor, Tensor)"; launch takes its arguments and allocates its results;
+    sizes does the same for fake tensors: the same allocations without the launch. Returns the op.
+    """
+    name = f"{NAMESPACE}::{schema.partition('(')[0]}"
+    torch.library.define(name, schema[schema.index("("):])
+    torch.library.impl(name, ("cpu", "cuda"), launch)  # "cuda" is AMD's too; "cpu": Triton's interpreter
+    torch.library.register_fake(name, sizes)
+    return getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0]).default
+
+
+def precision(dtype):
+    """`input_precision` of tl.dot for tensors of this dtype. Strict float32 means it; TF32 is NVIDIA's word,
+    and what AMD's compiler makes of float32 products is float32."""
+    tf32 = dtype == torch.float32 and not strict_float32(dtype) and not torch.version.hip
+    return "tf32" if tf32 else "ieee"
+
+
+def padded_width(width):
+    """Channels of a head as a tile has them: a power of two of at least 16, the least that a product takes."""
+    return max(16, triton.next_power_of_2(width))
+
+
+@triton.jit
+def normalised(x, eps, C: tl.constexpr):
+    """(BM, C) float32 -> normalised, 1 / standard deviation (BM,). Mean first, then centred squares: exact
+    where a sum of squares would cancel."""
+    centred = x - (tl.sum(x, 1) / C)[:, None]
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1) / C + eps)
+    return centred * rstd[:, None], rstd
+
+
+@triton.jit
+def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
+    """Gradient of LayerNorm's input from dy (BM, C), what normalised() returned and the affine weight (C,)."""
+    dx = dy * weight[None, :]
+    mean, projection = tl.sum(dx, 1) / C, tl.sum(dx * x_hat, 1) / C
+    return rstd[:, None] * (dx - mean[:, None] - x_hat * projection[:, None])
