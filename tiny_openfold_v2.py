@@ -75,6 +75,8 @@ class FusionConfig(Switches):
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward: less memory, more time",
         rung=7)
+    enable_triton_attention: bool = option(
+        False, "on a GPU: all attention with its gate in Triton kernels of this project", rung=8)
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
 
@@ -116,7 +118,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from fusion_lab.kernels import attention
+from fusion_lab.kernels import attention, triton
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, comparison, summary, turns
@@ -292,6 +294,7 @@ class GatedAttention(PackedProjections):
         super().__init__()
         self.heads = heads
         self.backend = fusion.attention_backend if fusion.enable_flash_attention else "math"
+        self.triton = fusion.enable_triton_attention
         self.layer_norm = nn.LayerNorm(channels)
         layers = {name: linear(channels, channels, bias=False) for name in self.QKV}
         layers["gate_proj"] = linear(channels, channels, init="gate")
@@ -301,6 +304,10 @@ class GatedAttention(PackedProjections):
 
     def attention(self, x, axis, bias=None, key_mask=None):
         """Attention over axis 1 or 2 of the normalised x (B, X, Y, c), a row for each place on the other."""
+        if self.triton and triton.attends(x, self.heads):
+            wide = getattr(self, "qkv_gate_proj", None)
+            parts, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
+            return self.o_proj(triton.gated_attention(parts, self.heads, axis, bias, key_mask, gate_bias))
         q, k, v, gate = self.project(x)  # each (B, X, Y, c)
         q, k, v = (self.to_heads(p, axis) for p in (q, k, v))  # (B, rows, H, L, D)
         out = attend(q, k, v, bias, key_mask, self.backend)  # (B, rows, H, L, D)

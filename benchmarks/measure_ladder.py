@@ -54,6 +54,7 @@ RUNGS = {
     "+ projection fusion": f"{MASTERS} --enable-projection-fusion",
     "+ transition fusion": f"{MASTERS} --enable-projection-fusion --enable-transition-fusion",
     "best": BEST,  # + combo kernels
+    "best, triton attention": f"{BEST} --enable-triton-attention",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
     "best, no transition fusion": f"{BEST} --disable-transition-fusion",
     "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes

@@ -25,7 +25,6 @@ TARGETS = dict(sm_80=GPUTarget("cuda", 80, 32), sm_90=GPUTarget("cuda", 90, 32),
                gfx90a=GPUTarget("hip", "gfx90a", 64), gfx942=GPUTarget("hip", "gfx942", 64),
                gfx950=GPUTarget("hip", "gfx950", 64))
 SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use
-FIXED = ("PRECISION",)  # of every launch the same
 TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 
 
@@ -56,7 +55,8 @@ def compiled_for(name):
 
     def warm_up(self, *arguments, grid, warmup, **options):
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        chosen = ", ".join(f"{key}={value}" for key, value in options.items() if key not in FIXED)
+        chosen = ", ".join(f"{key}={value}" for key, value in options.items()
+                           if isinstance(value, (int, bool)))
         compiled[f"{self.__name__} {chosen}"] = kernel
 
     def every_candidate(kernel, shape, candidates, run):
@@ -109,4 +109,4 @@ def mend_interpreter():
             return tensor
         bits = tensor.data.view(np.uint16).astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: product(self, wide(a), wide(b), *rest)
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *r: product(self, wide(a), wide(b), *r)

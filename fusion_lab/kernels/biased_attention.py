@@ -14,7 +14,10 @@ added atomically: every run gives the same bits.
 
 Sources: Dao et al. 2022 (arXiv:2205.14135) for attention in tiles; AlphaFold 2 supplement, Alg. 7, 8, 13, 14.
 """
+import math
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -92,26 +95,6 @@ def key_tile(keys, b, r, j, kb, kr, KEYS: tl.constexpr, BJ: tl.constexpr):
 
 
 @triton.jit
-def pad_kernel(bias, mask, padded, turned, H, L, LP, sb, sh, si, sj, MASK: tl.constexpr, T: tl.constexpr):
-    """bias (B, H, L, L) of any strides, and mask (B, L; 0 = masked), into padded and its transpose (B, H, LP, LP)."""
-    bh = tl.program_id(2)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    i, j = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1) * T + tl.arange(0, T)
-    inside = (i[:, None] < L) & (j[None, :] < L)
-    x = tl.load(bias + b * sb + h * sh + i[:, None].to(tl.int64) * si + j[None, :].to(tl.int64) * sj, mask=inside,
-                other=0.0).to(tl.float32)
-    if MASK:
-        x = tl.where(tl.load(mask + b * L + j, mask=j < L, other=1)[None, :] != 0, x, MASKED_KEY)
-    x = tl.where(j[None, :] < L, x, PADDED_KEY).to(padded.dtype.element_ty)
-    at = bh.to(tl.int64) * LP * LP
-    tl.store(padded + at + i[:, None] * LP + j[None, :], x)
-    tl.store(turned + at + j[:, None] * LP + i[None, :], tl.trans(x))
-
-
-MASKED_KEY, PADDED_KEY = tl.constexpr(MASKED), tl.constexpr(PADDING)
-
-
-@triton.jit
 def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, kb, kr, sqb, sqr, sqh, sql,
                    sgb, sgr, sgh, sgl, sob, sor, soh, sol, BIAS: tl.constexpr, KEYS: tl.constexpr,
                    GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -157,11 +140,11 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
 
 
 @triton.jit
-def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, delta, dgb, R, H, L, LP, D, scale,
-                      kb, kr, sqb, sqr, sqh, sql, sgb, sgr, sgh, sgl, sob, sor, soh, sol, tqb, tqr, tqh, tql,
-                      tgb, tgr, tgh, tgl, BIAS: tl.constexpr, KEYS: tl.constexpr, GATE: tl.constexpr,
+def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, delta, R, H, L, LP, D, scale, kb, kr,
+                      sqb, sqr, sqh, sql, sgb, sgr, sgh, sgl, sob, sor, soh, sol, tqb, tqr, tqh, tql, tgb, tgr,
+                      tgh, tgl, BIAS: tl.constexpr, KEYS: tl.constexpr, GATE: tl.constexpr,
                       GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
-                      BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
+                      BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr, dgb=None):
     """dq and, with a gate, dg; for the other kernels do (as out lies) and delta (B, R, H, L); dgb holds a
     part (B H, programs, BD) of the gate bias's gradient. t*: strides of dq and dg."""
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64) * RU, tl.program_id(2)
@@ -178,9 +161,9 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
         row_delta = tl.sum(product, 1)
         stat = ((b * R + r) * H + h) * L + i
         if GATE:
-            s = gates(tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN), gb, h, D, BD, GATE_BIAS)
-            dgate = product * (1 - s)
-            dt = (dt.to(tl.float32) * s).to(dt.dtype)
+            opening = gates(tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN), gb, h, D, BD, GATE_BIAS)
+            dgate = product * (1 - opening)
+            dt = (dt.to(tl.float32) * opening).to(dt.dtype)
             tl.store(do + at_out + i[:, None] * sol + d[None, :], dt, mask=inside)
             tl.store(dg + b * tgb + r * tgr + h * tgh + i[:, None] * tgl + d[None, :],
                      dgate.to(dg.dtype.element_ty), mask=inside)
@@ -210,8 +193,8 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
         accs = new_accs
     for u in tl.static_range(RU):
         if r0 + u < R:
-            at = b * tqb + (r0 + u) * tqr + h * tqh + i[:, None] * tql + d[None, :]
-            tl.store(dq + at, (accs[u] * scale).to(dq.dtype.element_ty), mask=inside)
+            place = b * tqb + (r0 + u) * tqr + h * tqh + i[:, None] * tql + d[None, :]
+            tl.store(dq + place, (accs[u] * scale).to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -253,9 +236,9 @@ def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, R, H, L, L
     inside = (j[:, None] < L) & (d[None, :] < D)
     for u in tl.static_range(RU):
         if r0 + u < R:
-            at = b * tqb + (r0 + u) * tqr + h * tqh + j[:, None] * tql + d[None, :]
-            tl.store(dk + at, (dks[u] * scale).to(dk.dtype.element_ty), mask=inside)
-            tl.store(dv + at, dvs[u].to(dv.dtype.element_ty), mask=inside)
+            place = b * tqb + (r0 + u) * tqr + h * tqh + j[:, None] * tql + d[None, :]
+            tl.store(dk + place, (dks[u] * scale).to(dk.dtype.element_ty), mask=inside)
+            tl.store(dv + place, dvs[u].to(dv.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -279,16 +262,16 @@ def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP
         s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
         s += key_tile(keys, b, r, j, kb, kr, KEYS, BN)[None, :]
         db += tl.exp2(s - ls[:, None]) * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
-    at = (share * tl.num_programs(2) + bh).to(tl.int64) * LP * LP
-    tl.store(dbias + at + i[:, None].to(tl.int64) * LP + j[None, :], db)
+    place = (share * tl.num_programs(2) + bh).to(tl.int64) * LP * LP
+    tl.store(dbias + place + i[:, None].to(tl.int64) * LP + j[None, :], db)
 
 
 @triton.jit
-def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv, dg, dbias, dgb, R, H, L, LP, D,
+def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv, dg, dbias, R, H, L, LP, D,
                           scale, rows, kb, kr, sqb, sqr, sqh, sql, sgb, sgr, sgh, sgl, sob, sor, soh, sol,
                           tqb, tqr, tqh, tql, tgb, tgr, tgh, tgl, BIAS: tl.constexpr, KEYS: tl.constexpr,
                           GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr,
-                          PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr):
+                          PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr, dgb=None):
     """All gradients of a share of `rows` whole rows, L <= BL: five products and one exponential a score."""
     share, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -303,9 +286,9 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
         product = dt.to(tl.float32) * tile(out + at_out, 0, L, D, sol, BL, BD, EVEN).to(tl.float32)
         de = tl.sum(product, 1)
         if GATE:
-            s = gates(tile(g + b * sgb + r * sgr + h * sgh, 0, L, D, sgl, BL, BD, EVEN), gb, h, D, BD, GATE_BIAS)
-            dgate = product * (1 - s)
-            dt = (dt.to(tl.float32) * s).to(dt.dtype)
+            opening = gates(tile(g + b * sgb + r * sgr + h * sgh, 0, L, D, sgl, BL, BD, EVEN), gb, h, D, BD, GATE_BIAS)
+            dgate = product * (1 - opening)
+            dt = (dt.to(tl.float32) * opening).to(dt.dtype)
             part += tl.sum(dgate, 0)
             tl.store(dg + b * tgb + r * tgr + h * tgh + i[:, None] * tgl + d[None, :],
                      dgate.to(dg.dtype.element_ty), mask=inside)
@@ -315,14 +298,234 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
         p = tl.exp2(s - ls[:, None])
         ds = p * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
         db += ds
-        pt, ds = p.to(qt.dtype), ds.to(qt.dtype)
-        at = b * tqb + r * tqr + h * tqh + i[:, None] * tql + d[None, :]
-        tl.store(dv + at, tl.dot(tl.trans(pt), dt, input_precision=PRECISION).to(dv.dtype.element_ty), mask=inside)
-        tl.store(dk + at, (tl.dot(tl.trans(ds), qt, input_precision=PRECISION) * scale).to(dk.dtype.element_ty),
+        p, ds = p.to(qt.dtype), ds.to(qt.dtype)
+        place = b * tqb + r * tqr + h * tqh + i[:, None] * tql + d[None, :]
+        tl.store(dv + place, tl.dot(tl.trans(p), dt, input_precision=PRECISION).to(dv.dtype.element_ty), mask=inside)
+        tl.store(dk + place, (tl.dot(tl.trans(ds), qt, input_precision=PRECISION) * scale).to(dk.dtype.element_ty),
                  mask=inside)
-        tl.store(dq + at, (tl.dot(ds, kt, input_precision=PRECISION) * scale).to(dq.dtype.element_ty), mask=inside)
+        tl.store(dq + place, (tl.dot(ds, kt, input_precision=PRECISION) * scale).to(dq.dtype.element_ty), mask=inside)
     if BIAS:
-        at = (share * tl.num_programs(1) + bh).to(tl.int64) * LP * LP
-        tl.store(dbias + at + i[:, None] * LP + i[None, :], db)
+        dbias += (share * tl.num_programs(1) + bh).to(tl.int64) * LP * LP
+        tl.store(dbias + i[:, None] * LP + i[None, :], db)
     if GATE_BIAS:
         tl.store(dgb + (bh * tl.num_programs(0) + share).to(tl.int64) * BD + d, part)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Launchers. `parts` is [packed] (B, X, Y, 3 c or 4 c): q, k, v and the gate behind each other; or [q, k, v] or
+# [q, k, v, gate], each (B, X, Y, c) with attention along `axis` 1 or 2, or, with axis 0, (B, R, H, L, D).
+# --------------------------------------------------------------------------------------------------------
+
+FORWARD = [dict(BM=64, BN=64, RU=1, num_warps=4, num_stages=2), dict(BM=64, BN=64, RU=1, num_warps=4, num_stages=3),
+           dict(BM=128, BN=64, RU=1, num_warps=8, num_stages=3), dict(BM=64, BN=64, RU=2, num_warps=4, num_stages=3),
+           dict(BM=64, BN=32, RU=1, num_warps=4, num_stages=3)]
+BACKWARD_Q = [dict(BM=64, BN=64, RU=1, num_warps=4, num_stages=2), dict(BM=64, BN=64, RU=1, num_warps=4, num_stages=3),
+              dict(BM=64, BN=64, RU=2, num_warps=4, num_stages=3), dict(BM=64, BN=32, RU=1, num_warps=4, num_stages=3),
+              dict(BM=128, BN=64, RU=1, num_warps=8, num_stages=3)]
+BACKWARD_KV = [dict(BM=32, BN=64, RU=1, num_warps=4, num_stages=2), dict(BM=32, BN=64, RU=1, num_warps=4, num_stages=3),
+               dict(BM=64, BN=64, RU=1, num_warps=4, num_stages=3), dict(BM=32, BN=128, RU=1, num_warps=8, num_stages=3),
+               dict(BM=32, BN=64, RU=2, num_warps=4, num_stages=2)]
+BACKWARD_BIAS = [dict(BM=64, BN=64, num_warps=4, num_stages=2), dict(BM=64, BN=64, num_warps=4, num_stages=3),
+                 dict(BM=64, BN=32, num_warps=4, num_stages=3), dict(BM=128, BN=64, num_warps=8, num_stages=3)]
+BACKWARD_SHORT = [dict(num_warps=8, num_stages=1), dict(num_warps=4, num_stages=1), dict(num_warps=4, num_stages=2),
+                  dict(num_warps=8, num_stages=2)]
+PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU
+
+
+def padded_length(length):
+    """LP: a multiple of every tile that the kernels use at this length."""
+    return triton.cdiv(length, 128) * 128 if length > SHORT else max(16, triton.next_power_of_2(length))
+
+
+def as_rows(x, heads, axis):
+    """(B, X, Y, c) -> a view (B, R, H, L, D); for axis 0 x itself."""
+    if axis == 0:
+        return x
+    return x.unflatten(-1, (heads, -1)).permute((0, 2, 3, 1, 4) if axis == 1 else (0, 1, 3, 2, 4))
+
+
+def views(parts, heads, axis, gated):
+    """[q, k, v] or [q, k, v, gate], each (B, R, H, L, D)."""
+    parts = parts[0].chunk(3 + gated, dim=-1) if len(parts) == 1 else parts
+    return [as_rows(part, heads, axis) for part in parts]
+
+
+class Launch:
+    """What the launches of one call share: views, sizes, strides, the class of shape, the configuration."""
+
+    def __init__(self, parts, gate_bias, bias, keys, heads, axis, gated, scale):
+        self.q, self.k, self.v, *gate = views(parts, heads, axis, gated)
+        self.gate, self.gated, self.gate_bias, self.bias, self.keys = (gate or [self.q])[0], gated, gate_bias, bias, keys
+        self.B, self.R, self.H, self.L, self.D = self.q.shape
+        if max(self.B * self.H, self.R) >= 1 << 16 or self.L * self.q.stride(3) >= 1 << 31:
+            raise ValueError(f"attention over {tuple(self.q.shape)} is too large for one launch")
+        self.LP, self.BD = padded_length(self.L), padded_width(self.D)
+        self.keys_strides = (0, 0) if keys is None else (keys.stride(0) if len(keys) > 1 else 0,
+                                                         keys.stride(1) if keys.shape[1] > 1 else 0)
+        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
+        self.shape = f"{str(self.q.dtype)[6:]} L{triton.next_power_of_2(self.L)} D{self.BD}"
+        self.flags = dict(KEYS=keys is not None, PRECISION=precision(self.q.dtype), BD=self.BD)
+        self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None)
+
+    def fitted(self, config):
+        """The configuration for rows that may be shorter than its tiles, and whether nothing needs masks."""
+        config = {**config, **{key: min(config[key], self.LP) for key in ("BM", "BN") if key in config}}
+        tiles = [config[key] for key in ("BM", "BN") if key in config] or [self.LP]
+        config["num_warps"] = max(1, min(config["num_warps"], min(tiles) // 16 if self.L <= SHORT else 16))
+        return dict(config, EVEN=self.D == self.BD and all(self.L % tile == 0 for tile in tiles))
+
+    def rows_a_program(self, others):
+        """Of a sum over rows, where `others` programs share each row; and how many programs that makes."""
+        rows = triton.cdiv(self.R, max(1, min(self.R, PROGRAMS // others)))
+        return rows, triton.cdiv(self.R, rows)
+
+    def run(self, kernel, candidates, grid, arguments, gate_sums=None, **flags):
+        """Launch with the tuner's choice; grid is a function of a configuration. gate_sums (H, D), if given,
+        becomes the sum of what the programs store in dgb, (B, H, programs, BD)."""
+        def launch(config):
+            config = self.fitted(config)
+            size = grid(config)
+            if gate_sums is None:
+                return kernel[size](*arguments, **flags, **self.flags, **config)
+            sums = gate_sums.new_empty(self.B, self.H, math.prod(size) // (self.B * self.H), self.BD)
+            kernel[size](*arguments, dgb=sums, **flags, **self.flags, **config)
+            torch.sum(sums[..., :self.D], (0, 2), out=gate_sums)
+        tuner.launch(kernel.__name__, self.shape, candidates, launch)
+
+
+def strides(x):
+    return x.stride()[:4]
+
+
+def forward(parts, gate_bias, bias, keys, heads, axis, gated, scale):
+    """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of exponentials."""
+    c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
+    out, lse = forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale)
+    c.run(forward_kernel, FORWARD, lambda t: (triton.cdiv(c.L, t["BM"]), triton.cdiv(c.R, t["RU"]), c.B * c.H),
+          (c.q, c.k, c.v, c.gate, gate_bias, bias, keys, out, lse, *c.sizes, *c.keys_strides, *strides(c.q),
+           *strides(c.gate), *strides(as_rows(out, heads, axis))), BIAS=bias is not None, **c.gate_flags)
+    return out, lse
+
+
+def forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale):
+    q = views(parts, heads, axis, gated)[0]
+    out = q.new_empty(q.shape if axis == 0 else (*parts[0].shape[:3], q.shape[2] * q.shape[4]))
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale):
+    """[gradients of parts, each as its part lies; parts (n, B, H, LP, LP) of the bias gradient; parts
+    (B H, n, D) of the gate bias's]: float32, to be summed over n."""
+    c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
+    found = backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale)
+    *grads, dbias, dgb = found
+    dq, dk, dv, *dg = views(grads, heads, axis, gated)
+    dg, o = (dg or [dq])[0], as_rows(out, heads, axis)
+    grad_strides = (*strides(dq), *strides(dg))
+    flags, sums = dict(BIAS=bias is not None), None if gate_bias is None else dgb
+    if c.L <= SHORT:
+        rows, shares = c.rows_a_program(c.B * c.H)
+        c.run(backward_short_kernel, BACKWARD_SHORT, lambda t: (shares, c.B * c.H),
+              (c.q, c.k, c.v, c.gate, gate_bias, bias, keys, out, gradient, lse, dq, dk, dv, dg, dbias, *c.sizes,
+               rows, *c.keys_strides, *strides(c.q), *strides(c.gate), *strides(o), *grad_strides), sums,
+              **flags, **c.gate_flags, BL=c.LP)
+        return found
+    delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
+    inner = (*c.keys_strides, *strides(c.q))
+    c.run(backward_q_kernel, BACKWARD_Q, lambda t: (triton.cdiv(c.L, t["BM"]), triton.cdiv(c.R, t["RU"]), c.B * c.H),
+          (c.q, c.k, c.v, c.gate, gate_bias, bias, keys, out, gradient, lse, dq, dg, do, delta, *c.sizes, *inner,
+           *strides(c.gate), *strides(o), *grad_strides), sums, **flags, **c.gate_flags)
+    c.run(backward_kv_kernel, BACKWARD_KV, lambda t: (triton.cdiv(c.L, t["BN"]), triton.cdiv(c.R, t["RU"]), c.B * c.H),
+          (c.q, c.k, c.v, turned, keys, do, lse, delta, dk, dv, *c.sizes, *inner, *strides(o), *strides(dk)), **flags)
+    if bias is not None:
+        rows, shares = bias_shares(c)
+        c.run(backward_bias_kernel, BACKWARD_BIAS,
+              lambda t: (triton.cdiv(c.L, t["BM"]) * triton.cdiv(c.L, t["BN"]), shares, c.B * c.H),
+              (c.q, c.k, c.v, bias, keys, do, lse, delta, dbias, *c.sizes, rows, *inner, *strides(o)))
+    return found
+
+
+def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale):
+    c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
+    grads = [part.new_empty(part.shape) for part in parts]
+    shares = (c.rows_a_program(c.B * c.H) if c.L <= SHORT else bias_shares(c))[1]
+    dbias = out.new_empty((shares, c.B, c.H, c.LP, c.LP) if bias is not None else 0, dtype=torch.float32)
+    dgb = out.new_empty((c.H, c.D) if gate_bias is not None else 0, dtype=torch.float32)
+    return [*grads, dbias, dgb]
+
+
+def bias_shares(c):
+    """Rows that a program of the bias gradient sums, and how many programs share a tile's rows."""
+    return c.rows_a_program(c.B * c.H * triton.cdiv(c.L, 64) ** 2)
+
+
+FORWARD_OP = operation("attention_forward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? keys, int heads, "
+                       "int axis, bool gated, float scale) -> (Tensor, Tensor)", forward, forward_sizes)
+BACKWARD_OP = operation("attention_backward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? turned, "
+                        "Tensor? keys, Tensor out, Tensor lse, Tensor gradient, int heads, int axis, bool gated, "
+                        "float scale) -> Tensor[]", backward, backward_sizes)
+
+
+class BiasedAttention(torch.autograd.Function):
+    """attend() with its derivative; saves parts, out, lse and the padded bias."""
+
+    @staticmethod
+    def forward(ctx, bias, keys, gate_bias, heads, axis, gated, scale, *parts):
+        ctx.how = heads, axis, gated, scale
+        padded, turned, summand = padded_bias(bias, keys, views(parts, heads, axis, gated)[0])
+        out, lse = FORWARD_OP(parts, gate_bias, padded, summand, *ctx.how)
+        ctx.save_for_backward(bias, gate_bias, padded, turned, summand, out, lse, *parts)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        bias, gate_bias, padded, turned, summand, out, lse, *parts = ctx.saved_tensors
+        *grads, dbias, dgb = BACKWARD_OP(parts, gate_bias, padded, turned, summand, out, lse, gradient.contiguous(),
+                                         *ctx.how)
+        if bias is not None:
+            dbias = dbias.sum(0)[..., :bias.shape[-1], :bias.shape[-1]].to(bias.dtype)
+        return (None if bias is None else dbias, None,
+                None if gate_bias is None else dgb.view(gate_bias.shape).to(gate_bias.dtype), *[None] * 4, *grads)
+
+
+def padded_bias(bias, keys, q):
+    """(bias with the key mask, (B, H, LP, LP); its transpose; summands of keys (B or 1, R or 1, LP)), None where
+    not needed, from bias (B, H, L, L) or None and keys (B, L) or (B, R, L), 1 = present, or None."""
+    length, turned = q.shape[-2], None
+    pad = padded_length(length) - length
+    if bias is not None:
+        bias = bias.to(torch.float32 if bias.dtype == torch.float16 else bias.dtype)  # which can hold PADDING
+        if keys is not None and keys.dim() == 2:
+            bias, keys = bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None
+        bias = F.pad(bias, (0, pad, 0, pad), value=PADDING) if pad else bias
+        bias, turned = bias.contiguous(), bias.mT.contiguous()
+    elif keys is None and pad:
+        keys = q.new_ones(1, length)
+    if keys is not None:
+        keys = keys[:, None] if keys.dim() == 2 else keys
+        keys = F.pad((keys.float() - 1) * -MASKED, (0, pad), value=PADDING).contiguous()
+    return bias, turned, keys
+
+
+def gated_attention(parts, heads, axis, bias=None, keys=None, gate_bias=None):
+    """Gated attention along axis 1 or 2 of (B, X, Y, c), a row for each place on the other; returns (B, X, Y, c).
+
+    parts: [packed], q, k, v and gate behind each other (B, X, Y, 4 c), or [q, k, v, gate]; bias (B, H, L, L);
+    keys (B, L), 1 = present; gate_bias (c,), added to the gate. Gradients for all but keys.
+    """
+    width = parts[-1].shape[-1] // (4 if len(parts) == 1 else 1) // heads
+    return BiasedAttention.apply(bias, keys, gate_bias, heads, axis, True, width ** -0.5, *parts)
+
+
+def row_attention(q, k, v, bias=None, keys=None, scale=None):
+    """Attention without a gate for q, k, v (B, R, H, L, D), bias (B, H, L, L), keys (B, L) or (B, R, L)."""
+    parts = [x.contiguous() for x in (q, k, v)]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return BiasedAttention.apply(bias, keys, None, q.shape[2], 0, False, scale, *parts)
+
+
+def unsupported(dtype, width):
+    """Why these kernels cannot take heads of this dtype and width; "" if they can."""
+    if dtype not in DTYPES:
+        return f"no Triton attention in {str(dtype)[6:]}"
+    return "" if width in WIDTHS else f"no Triton attention for heads of {width} channels (at most {WIDTHS[-1]})"
