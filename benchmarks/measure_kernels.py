@@ -4,10 +4,13 @@
     python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256] [--retune]
 
 A row is one operation, size S (c 128, 4 heads, bf16) and implementation: ours, plain PyTorch, the same under
-torch.compile, FlexAttention or SDPA for attention, and the libraries cuequivariance_torch and trifast where they
-are installed. Gates, key masks and LayerNorms are inside, whatever the implementation. Forward and backward are
-one CUDA graph; all implementations of a size take turns. Errors are judged against float64: at most three times
-plain PyTorch's in the same precision, and two roundings of the largest element. Writes OUT/kernels.json.
+torch.compile, FlexAttention or SDPA for attention,
+and the libraries cuequivariance_torch and trifast where they
+are installed. Gates, key masks and LayerNorms are inside,
+whatever the implementation. Forward and backward are
+one CUDA graph; all implementations of a size take turns. Errors are judged against float64: at most three
+times plain PyTorch's in the same precision, and two roundings of the largest element. Writes
+OUT/kernels.json.
 Exit code 1 if ours fails or is not accurate.
 """
 import pathlib
@@ -34,7 +37,7 @@ OURS, CHANNELS, HEADS = "ours", 128, 4
 
 
 def attention_implementations(axis):
-    """{name: function(packed (1, S, S, 4 c), gate_bias (c,), bias (1, H, S, S), keys (1, S)) -> (1, S, S, c)}"""
+    """{name: function(packed (1, S, S, 4 c), gate_bias (c,), bias (1, H, S, S), keys (1, S))}"""
     def parts(packed):
         return biased_attention.views([packed], HEADS, axis, True)
 
@@ -70,7 +73,7 @@ COMPILED = ("compiled", "flex")  # by torch.compile
 
 
 def step(function, tensors):
-    """[output, gradients of what is floating point] of function(*tensors), with a fixed gradient of the output"""
+    """[output, gradients of what is floating point] of function(*tensors but the last, the gradient)"""
     *inputs, gradient = tensors
     given = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
     out = function(*given)
@@ -88,7 +91,8 @@ def prepared(function, tensors, device):
     before, results = torch.cuda.memory_allocated(device), step(function, tensors)
     extra = (torch.cuda.max_memory_allocated(device) - before) / MEGABYTE
     names = [str(number) for number in range(len(tensors))]
-    graph = GraphedStep(lambda batch: torch.stack([t.sum() for t in step(function, [batch[n] for n in names])[:1]]),
+    graph = GraphedStep(lambda batch: torch.stack([t.sum() for t in step(function,
+                                                                         [batch[n] for n in names])[:1]]),
                         dict(zip(names, tensors, strict=True)), device)
     return graph, results, extra  # the graph owns the memory that it replays on
 
@@ -156,7 +160,8 @@ def retune(names, sizes, device):
 def main(argv=None):
     parser = Parser(prog="measure_kernels.py", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="directory for kernels.json (default: none)")
-    parser.add_argument("--only", default="", type=regular_expression, help="regular expression over operations")
+    parser.add_argument("--only", default="", type=regular_expression,
+                        help="regular expression over operations")
     parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[64, 128, 256, 384, 512],
                         help="residues (default: %(default)s)")
     parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: numbers in Triton's interpreter, and compilation for GPUs that are not here."""
+"""Triton kernels without a GPU: numbers in Triton's interpreter, compilation for GPUs that are not here."""
 import os
 import pathlib
 import subprocess
@@ -45,18 +45,19 @@ LAUNCHES = {
     "columns, N 16": (attention, 16, 16, 1, False, True),
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
 }
+WITHOUT = ("attention, float32",)  # matrix instructions, which only AMD has for float32
 
 
 def check_resources(target, launches):
-    """Every candidate compiles, without spills, into the shared memory that a program may use."""
+    """Every configuration that is shipped compiles without spills, into the shared memory that there is."""
     faults = []
     for name in launches:
         function, *arguments = LAUNCHES[name]
         with compiled_for(target) as found:
             function(*arguments)
         assert found
-        faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items()
-                   if used["spills"] or used["shared"] > SHARED[target] or not (used["mma"] or "32" in name)]
+        faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items() if used["spills"]
+                   or used["shared"] > SHARED[target] or not (used["mma"] or name in WITHOUT)]
     assert not faults, "\n".join(faults)
 
 

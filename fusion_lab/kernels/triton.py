@@ -1,4 +1,4 @@
-"""Whether a sub-layer runs in this project's Triton kernels, and those kernels, imported where they are used."""
+"""Whether a sub-layer runs in this project's Triton kernels, which are imported where they are used."""
 import torch
 
 from fusion_lab.kernels.attention import HAS_TRITON

@@ -2,19 +2,20 @@
 
 Imports triton; whoever imports this has asked `attention.HAS_TRITON` first. Rules that all kernels keep:
 sums, softmax and statistics in float32; operands of products in the tensors' own dtype; one rounding at each
-store; sums over positions as one partial sum a program, so that every result is the same in every run; program
-numbers as int64 before the first product. `PRECISION` of a product is that of matmul in the same dtype: float32
-throughout where the user has not asked for TF32.
+store; sums over positions as one partial sum a program,
+so that every result is the same in every run; program
+numbers as int64 before the first product. `PRECISION` of a product is that of matmul in the same dtype:
+float32 throughout where the user has not asked for TF32.
 """
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from fusion_lab.kernels.precision import strict_float32
 
 NAMESPACE = "fusion_lab"
 LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = -1e30  # added to a score that does not count: finite, also after the multiplication by log2(e)
 
 
 def operation(schema, launch, sizes):
@@ -30,6 +31,11 @@ def operation(schema, launch, sizes):
     return getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0]).default
 
 
+def candidates(names, *values):
+    """[{name: value}] of configurations for the tuner."""
+    return [dict(zip(names, each, strict=True)) for each in values]
+
+
 def precision(dtype):
     """`input_precision` of tl.dot for tensors of this dtype. Strict float32 means it; TF32 is NVIDIA's word,
     and what AMD's compiler makes of float32 products is float32."""
@@ -37,8 +43,18 @@ def precision(dtype):
     return "tf32" if tf32 else "ieee"
 
 
+def products_in_registers():
+    """Whether kernels compile for a GPU of NVIDIA's whose matrix instructions take both operands from registers:
+    sm_80 to sm_89, and sm_120."""
+    try:
+        target = driver.active.get_current_target()
+    except RuntimeError:  # no GPU, but the interpreter
+        return False
+    return target.backend == "cuda" and not 90 <= target.arch < 120
+
+
 def padded_width(width):
-    """Channels of a head as a tile has them: a power of two of at least 16, the least that a product takes."""
+    """Channels of a head as a tile has them: a power of two, at least 16, the least that a product takes."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -53,7 +69,7 @@ def normalised(x, eps, C: tl.constexpr):
 
 @triton.jit
 def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
-    """Gradient of LayerNorm's input from dy (BM, C), what normalised() returned and the affine weight (C,)."""
+    """Gradient of LayerNorm's input, from dy (BM, C), what normalised() returned and its weight (C,)."""
     dx = dy * weight[None, :]
     mean, projection = tl.sum(dx, 1) / C, tl.sum(dx * x_hat, 1) / C
     return rstd[:, None] * (dx - mean[:, None] - x_hat * projection[:, None])

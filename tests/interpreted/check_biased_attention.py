@@ -1,4 +1,4 @@
-"""Biased attention in Triton's interpreter: outputs and gradients by the 3x rule, and mutants that must fail."""
+"""Biased attention in Triton's interpreter: outputs and gradients by the 3x rule; mutants that must fail."""
 import pytest
 import torch
 from rule import mutant, violations
@@ -50,7 +50,8 @@ def test_full_key_mask_and_no_gate():
 
     def run(function):
         return lambda q, k, v, bias: function(q, k, v, bias, keys, scale=0.3)
-    assert not violations(run(biased_attention.row_attention), run(biased_attention.reference), [q, k, v, bias])
+    assert not violations(run(biased_attention.row_attention), run(biased_attention.reference), [q, k, v,
+                                                                                                 bias])
 
 
 def test_row_without_any_key_is_finite():
@@ -66,7 +67,8 @@ MUTANTS = {  # what is replaced by what, and the cases that must notice
     "bias of another head": ("bias + (bh * LP", "bias + ((bh + 1) % H0 * LP", ("short",)),
     "bias transposed": ("bias.contiguous(), bias.mT.contiguous()", "bias.mT.contiguous(), bias.contiguous()",
                         ("short", "two whole tiles")),
-    "mask ignored in the bias": ("bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None", "bias, None",
+    "mask ignored in the bias": ("bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None",
+                                 "bias, None",
                                  ("short", "long rows, two tiles, a mask")),
     "mask ignored without a bias": ("(keys.float() - 1) * -MASKED", "(keys.float() - 1) * 0", ("columns",)),
     "gate forgotten": ("result = result * gates(", "result = result + 0 * gates(", ("short",)),
@@ -77,7 +79,7 @@ MUTANTS = {  # what is replaced by what, and the cases that must notice
                                      ("two whole tiles",)),
     "last row dropped": ("share * rows + rows, R)", "share * rows + rows, R - 1)",
                          ("short", "two whole tiles")),
-    "bias gradient of one share": ("dbias = dbias.sum(0)", "dbias = dbias[0]", ("short", "two whole tiles")),
+    "bias gradient of one share": ("else dbias.sum(0)", "else dbias[0]", ("short", "two whole tiles")),
     "delta forgotten": ("- deltas[u][:, None]", "- 0 * deltas[u][:, None]", ("two whole tiles",)),
     "derivative of the gate": ("dgate = product * (1 - opening)", "dgate = product * opening",
                                ("short", "two whole tiles")),

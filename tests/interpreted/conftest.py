@@ -6,6 +6,6 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"  # which kernels ask for when they are defined
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[level]) for level in (2, 1)]
 
-import triton_targets
+import triton_targets  # noqa: E402
 
 triton_targets.mend_interpreter()

@@ -39,13 +39,25 @@ def violations(ours, plain, tensors, gradient=None):
 
 
 def mutant(module, old, new, directory):
-    """The module with `old`, which must occur, replaced by `new` everywhere; its launchers are no ops."""
-    source = pathlib.Path(module.__file__).read_text(encoding="utf-8")
-    assert old in source, f"{module.__file__} no longer says {old!r}"
-    path = directory / "mutant.py"  # a file, because Triton reads the source of its kernels
-    path.write_text(source.replace(old, new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    changed = importlib.util.module_from_spec(spec)
+    """The module with `old`, which must occur in it or its `kernels`, replaced by `new`; no ops are made."""
+    kernels = getattr(module, "kernels", None)
+    if kernels and old in source(kernels):
+        changed = loaded(source(module), directory / "launchers.py")
+        changed.kernels = loaded(source(kernels).replace(old, new), directory / "kernels.py")
+        return changed
+    assert old in source(module), f"{module.__file__} no longer says {old!r}"
+    return loaded(source(module).replace(old, new), directory / "mutant.py")
+
+
+def source(module):
+    return pathlib.Path(module.__file__).read_text(encoding="utf-8")
+
+
+def loaded(text, path):
+    """A module of this text; in a file, because Triton reads the source of its kernels."""
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
     with mock.patch.object(triton_parts, "operation", lambda schema, launch, sizes: launch):
-        spec.loader.exec_module(changed)
-    return changed
+        spec.loader.exec_module(module)
+    return module
