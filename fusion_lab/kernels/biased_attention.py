@@ -23,11 +23,17 @@ import triton
 from fusion_lab.kernels import attention_kernels as kernels
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.precision import at_least_float32
-from fusion_lab.kernels.triton_parts import candidates, operation, padded_width, precision, products_in_registers
+from fusion_lab.kernels.triton_parts import (
+    candidates,
+    operation,
+    padded_width,
+    precision,
+    products_in_registers,
+)
 
 MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it counts nothing
-SHORT = 64  # keys that one tile holds; half as many where registers hold the operands of products, too
+SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
 PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU
 
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
@@ -38,7 +44,7 @@ BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2,
                         (128, 64, 1, 8, 3))
 BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
                          (32, 64, 2, 4, 2))
-BACKWARD_BIAS = candidates(("BM", "BN", "num_warps", "num_stages"), (64, 64, 8, 2), (64, 64, 4, 3),
+BACKWARD_BIAS = candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 2), (64, 64, 4, 3),
                            (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3))
 BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (8, 1), (4, 1), (4, 2), (8, 2))
 SMALL = dict(BM=32, BN=32, RU=1, num_warps=4, num_stages=2)  # for float32, whose tiles are twice as large

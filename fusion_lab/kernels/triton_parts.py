@@ -44,8 +44,8 @@ def precision(dtype):
 
 
 def products_in_registers():
-    """Whether kernels compile for a GPU of NVIDIA's whose matrix instructions take both operands from registers:
-    sm_80 to sm_89, and sm_120."""
+    """Whether kernels compile for a GPU of NVIDIA's whose matrix instructions take both operands from
+    registers: sm_80 to sm_89, and sm_120."""
     try:
         target = driver.active.get_current_target()
     except RuntimeError:  # no GPU, but the interpreter
