@@ -76,7 +76,11 @@ class FusionConfig(Switches):
         False, "keep only the inputs of every block, recompute the rest in backward: less memory, more time",
         rung=7)
     enable_triton_attention: bool = option(
-        False, "on a GPU: all attention with its gate in Triton kernels of this project", rung=8)
+        False, "on a GPU: attention and its gate in this project's Triton kernels", rung=8)
+    enable_triton_triangle: bool = option(
+        False, "on a GPU: triangle multiplication in Triton kernels round one batched GEMM", rung=9)
+    enable_triton_transition: bool = option(
+        False, "on a GPU: transitions in Triton kernels, their hidden layer never in memory", rung=10)
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
 
@@ -136,7 +140,7 @@ from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import MasterWeights
 from proteins import batches as proteins
 from proteins import contacts
-from proteins.costs import costs
+from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 
 # --------------------------------------------------------------------------------------------------------
@@ -214,6 +218,10 @@ class PackedProjections(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
 
+    def adds(self, x):
+        """Whether forward takes `residual` and `drop` for this x, because its last kernel adds."""
+        return False
+
     def project(self, x, *groups, dim=-1):
         """The outputs of the projections for x; channels are dimension dim, -1 or 0. One tensor for each
         name, in the order of add_projections; or for each group of names, which must be packed together,
@@ -229,6 +237,14 @@ class PackedProjections(nn.Module):
             if layer.unbiased and layer.bias is not None:  # of the last group alone
                 made[own[-1]] = made[own[-1]] + layer.bias.to(made[own[-1]].dtype)
         return [made[names] if names in made else run(getattr(self, *names), x) for names in groups]
+
+    def packed(self, *names):
+        """Weight and bias of these projections below each other, as one packing or several hold them."""
+        layers = [getattr(self, name) for name in self.active if self.PACKINGS[name][0] in names]
+        layers = layers or [getattr(self, name) for name in names]
+        if len(layers) == 1:
+            return layers[0].weight, layers[0].bias
+        return tuple(torch.cat([getattr(layer, kind) for layer in layers]) for kind in ("weight", "bias"))
 
     def split_packed(self, tensors, prefix):
         """In a dict of tensors by parameter name, replace packed entries by their parts (views)."""
@@ -356,12 +372,17 @@ class Transition(nn.Module):
 
     def __init__(self, channels, fusion):
         super().__init__()
-        self.fused = fusion.enable_transition_fusion
+        self.fused, self.triton = fusion.enable_transition_fusion, fusion.enable_triton_transition
         self.layer_norm = nn.LayerNorm(channels)
         self.linear1 = linear(channels, 4 * channels, init="relu")
         self.linear2 = linear(4 * channels, channels, init="zero")
 
-    def forward(self, x):
+    def adds(self, x):
+        return self.triton and triton.fits(x)
+
+    def forward(self, x, residual=None, drop=None):
+        if self.adds(x):
+            return triton.transition(x, self.layer_norm, self.linear1, self.linear2, residual)
         x, layer = self.layer_norm(x), self.linear1
         return self.linear2(LinearReLU.of(x, layer) if self.fused else layer(x).relu())
 
@@ -428,7 +449,7 @@ class FusedTriangleMultiplication(PackedProjections):
     def __init__(self, config, fusion, outgoing):
         super().__init__()
         c = config.pair_dim
-        self.outgoing = outgoing
+        self.outgoing, self.triton = outgoing, fusion.enable_triton_triangle
         self.layer_norm = nn.LayerNorm(c)
         layers = {name: linear(c, c) for name in self.SIDES}
         layers |= {name: linear(c, c, init="gate") for name in self.GATES}
@@ -439,7 +460,14 @@ class FusedTriangleMultiplication(PackedProjections):
         self.add_projections(layers, *["left_right_all"] if packings and fusion.enable_projection_fusion
                              else packings)
 
-    def forward(self, pair, seq_mask=None):
+    def adds(self, pair):
+        return self.triton and triton.fits(pair)
+
+    def forward(self, pair, seq_mask=None, residual=None, drop=None):
+        if self.adds(pair):
+            return triton.triangle_multiplication(
+                pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm,
+                self.output_proj, self.output_gate, seq_mask, self.outgoing, residual, drop)
         x = self.layer_norm(pair)
         # One S x S matrix per channel, written so by the projections: batched GEMMs would copy operands in
         # any other layout, in forward once and in backward again.
@@ -478,11 +506,17 @@ class PairTransition(Transition):
     """Alg. 15."""
 
 
-def shared_dropout(x, rate, dim, training):
-    """AF2's dropout: one mask for all positions along dim."""
+def dropout_factors(x, rate, dim, training):
+    """AF2's dropout: what multiplies x, the same for all positions along dim; None: nothing."""
     if not training or rate == 0.0:
-        return x
-    return x * F.dropout(torch.ones_like(x.narrow(dim, 0, 1)), rate)
+        return None
+    return F.dropout(torch.ones_like(x.narrow(dim, 0, 1)), rate)
+
+
+def shared_dropout(x, rate, dim, training):
+    """x times its dropout_factors."""
+    factors = dropout_factors(x, rate, dim, training)
+    return x if factors is None else x * factors
 
 
 SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "outer_product_mean",
@@ -507,19 +541,24 @@ class FusedEvoformerBlock(nn.Module):
         self.triangle_attn_ending = FusedTriangleAttention(config, fusion, starting=False)
         self.pair_transition = PairTransition(config.pair_dim, fusion)
 
+    def add(self, x, layer, *inputs, dim=None):
+        """x plus the layer's update of it, with dropout shared along dim; in one kernel where it can."""
+        rate = 0.0 if dim is None else self.dropout
+        if layer.adds(x):
+            return layer(*inputs, residual=x, drop=dropout_factors(x, rate, dim, self.training))
+        return x + shared_dropout(layer(*inputs), rate, dim, self.training)
+
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
         """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
-        def drop(x, dim):
-            return shared_dropout(x, self.dropout, dim, self.training)
-        msa = msa + drop(self.msa_row_attention(msa, pair, seq_mask), 1)
-        msa = msa + self.msa_column_attention(msa, row_mask)
-        msa = msa + self.msa_transition(msa)
-        pair = pair + self.outer_product_mean(msa, row_mask)
-        pair = pair + drop(self.triangle_mult_outgoing(pair, seq_mask), 1)
-        pair = pair + drop(self.triangle_mult_incoming(pair, seq_mask), 1)
-        pair = pair + drop(self.triangle_attn_starting(pair, seq_mask), 1)
-        pair = pair + drop(self.triangle_attn_ending(pair, seq_mask), 2)
-        pair = pair + self.pair_transition(pair)
+        msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, dim=1)
+        msa = self.add(msa, self.msa_column_attention, msa, row_mask)
+        msa = self.add(msa, self.msa_transition, msa)
+        pair = self.add(pair, self.outer_product_mean, msa, row_mask)
+        pair = self.add(pair, self.triangle_mult_outgoing, pair, seq_mask, dim=1)
+        pair = self.add(pair, self.triangle_mult_incoming, pair, seq_mask, dim=1)
+        pair = self.add(pair, self.triangle_attn_starting, pair, seq_mask, dim=1)
+        pair = self.add(pair, self.triangle_attn_ending, pair, seq_mask, dim=2)
+        pair = self.add(pair, self.pair_transition, pair)
         return msa, pair
 
 
@@ -621,38 +660,15 @@ class TinyOpenFoldV2(nn.Module):
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training in this dtype (default: the weights'), in words."""
         c, weight = self.config, self.distogram_head.weight
-        dtype, arch = dtype or weight.dtype, attention.architecture(weight.is_cuda)
-
-        def name(length, width, biased):
-            backend = attention.attention_backend(
-                self.fusion.attention_backend, on_gpu=weight.is_cuda, dtype=dtype, width=width,
-                strict=strict_float32(dtype), length=length, biased=biased, training=True, arch=arch)
-            if weight.is_cuda:
-                return {"flex": "flex_attention"}.get(backend, backend)
-            return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
-                (backend, biased), f"{backend} on CPU")
         msa_width = c.msa_dim // c.msa_heads
-        parts = dict(pair=name(c.seq_len, c.pair_dim // c.pair_heads, True),
-                     rows=name(c.seq_len, msa_width, True), columns=name(c.num_seqs, msa_width, False))
-        others = [f"{k}: {v}" for k, v in parts.items() if v != parts["pair"]]
-        return "; ".join([parts["pair"], *others, *filter(None, [attention.remark(arch)])])
+        return attention.in_words(
+            self.fusion.attention_backend, self.fusion.enable_triton_attention, weight.is_cuda,
+            dtype or weight.dtype, pair=(c.seq_len, c.pair_dim // c.pair_heads, True),
+            rows=(c.seq_len, msa_width, True), columns=(c.num_seqs, msa_width, False))
 
     def get_fusion_statistics(self):
-        """The switches, the nominal kernel counts of this example family, and the exact number of GEMMs for
-        its 20 projections a block: Q, K, V; left, right and their gates."""
-        f, blocks = self.fusion, self.config.num_blocks
-        packings = f.enable_qkv_fusion_msa + f.enable_qkv_fusion_triangle + f.enable_triangle_fusion
-        gates_too = f.enable_triangle_fusion and f.enable_projection_fusion  # in one GEMM with left and right
-        return dict(qkv_fusion_msa_enabled=f.enable_qkv_fusion_msa,
-                    qkv_fusion_triangle_enabled=f.enable_qkv_fusion_triangle,
-                    flash_attention_enabled=f.enable_flash_attention,
-                    triangle_fusion_enabled=f.enable_triangle_fusion,
-                    torch_compile_enabled=f.enable_torch_compile,
-                    baseline_kernels_per_block=15, fused_kernels_per_block=15 - 4 * packings,
-                    kernel_reduction_percent=round(100 * 4 * packings / 15, 1),
-                    total_kernel_reduction=4 * packings * blocks,
-                    projection_gemms_per_block_unfused=20,
-                    projection_gemms_per_block=20 - 4 * packings - 2 * gates_too)
+        """The switches, nominal kernel counts, and GEMMs for the projections (proteins/costs.py)."""
+        return statistics(self.fusion, self.config.num_blocks)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -844,12 +860,6 @@ def move_kinks_away(model):
                 module.linear1.bias[1::2] -= 8
 
 
-def nominal_counts(settings):
-    """TinyOpenFoldV2.get_fusion_statistics() without weights."""
-    with torch.device("meta"):
-        return TinyOpenFoldV2(settings.model, settings.fusion).get_fusion_statistics()
-
-
 def start_lines(trainer):
     """The model's part of the start-up lines."""
     c, model = trainer.settings.model, trainer.model
@@ -867,7 +877,8 @@ PROGRAM = Program(
     shake=move_kinks_away, axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
     study_sizes=dict(batch_size=(2, 4), seq_len=(32, 64)), tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
     sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
-    before_training=contacts.require_plots, start_lines=start_lines, statistics=nominal_counts,
+    before_training=contacts.require_plots, start_lines=start_lines, statistics=lambda settings: statistics(
+        settings.fusion, settings.model.num_blocks),
     evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,
     scores=contacts.scores, closing=contacts.closing,
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
