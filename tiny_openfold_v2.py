@@ -15,6 +15,7 @@ AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
 from dataclasses import dataclass
 
+from fusion_lab.kernels.limits import idle_kernels
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option  # noqa: F401  for importers
 from fusion_lab.training.program import CommandLine, Program
@@ -93,6 +94,7 @@ class FusionConfig(Switches):
             found.append("combo kernels need torch.compile on a GPU")
         elif self.enable_combo_kernels and not self.combo_kernels_at(settings.model.seq_len):
             found.append(f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues")
+        found += idle_kernels(self, {settings.model.msa_dim, settings.model.pair_dim}, on_gpu)
         if self.attention_backend != "auto" and not self.enable_flash_attention:
             found.append("--attention-backend is for fused attention")
         return found

@@ -1,17 +1,15 @@
 """Which implementation of attention runs, and FlexAttention called so that it pays (benchmarks/LOG.md)."""
-import importlib.util
 from functools import cache
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from fusion_lab.kernels.limits import HAS_TRITON, WIDEST_HEAD
 from fusion_lab.kernels.precision import strict_float32
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST_TRITON_HEAD = 128
 CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD's architectures with matrix cores, MI100 to MI350
 SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 
@@ -61,7 +59,7 @@ def in_words(requested, triton, on_gpu, dtype, **parts):
 
 def triton_attends(on_gpu, dtype, width):
     """Whether this project's Triton kernels can run attention with heads of this width."""
-    return on_gpu and HAS_TRITON and dtype in TRITON_DTYPES and width <= WIDEST_TRITON_HEAD
+    return on_gpu and HAS_TRITON and dtype in TRITON_DTYPES and width <= WIDEST_HEAD
 
 
 def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased, training, arch=""):

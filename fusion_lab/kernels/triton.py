@@ -4,12 +4,9 @@ Kernels are imported where they are called: whoever calls one has asked the func
 """
 import importlib
 
-import torch
-
-from fusion_lab.kernels.attention import HAS_TRITON, TRITON_DTYPES, triton_attends
+from fusion_lab.kernels.attention import TRITON_DTYPES, triton_attends
+from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON
 from fusion_lab.kernels.precision import product_dtype
-
-CHANNELS = (16, 32, 64, 128, 256)  # widths of a position that a program holds
 
 
 def kernel(file, name):
@@ -32,8 +29,8 @@ def gated_attention(parts, heads, axis, bias, keys, gate_bias):
 
 def transition(x, norm, first, second, residual):
     """residual + second(relu(first(norm(x)))), from the modules; residual may be None."""
-    return kernel("transition", "transition")(x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
-                                              second.bias, norm.eps, residual)
+    return kernel("transition", "transition")(
+        x, norm.weight, norm.bias, first.weight, first.bias, second.weight, second.bias, norm.eps, residual)
 
 
 def triangle_multiplication(pair, norm, weight, bias, center, output, gate, mask, outgoing, residual, drop):
