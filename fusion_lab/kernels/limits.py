@@ -8,7 +8,7 @@ SWITCH = "enable_triton_"
 
 
 def idle_kernels(fusion, widths, on_gpu):
-    """Why Triton switches of a fusion config change nothing here, sentences; widths: channels in the model."""
+    """Sentences on why Triton switches of a config change nothing here; widths: the channels of the model."""
     names = [name for name in fusion.names() if name.startswith(SWITCH) and getattr(fusion, name)]
     if not names:
         return []
@@ -16,5 +16,6 @@ def idle_kernels(fusion, widths, on_gpu):
         return [f"Triton kernels need {'Triton (pip install triton)' if on_gpu else 'a GPU'}"]
     odd = [str(width) for width in widths if width not in CHANNELS]
     if odd and names != [f"{SWITCH}attention"]:
-        return [f"no Triton kernels for {' and '.join(odd)} channels (but for {', '.join(map(str, CHANNELS))})"]
+        return [f"no Triton kernels for {' and '.join(odd)} channels, "
+                f"but for {', '.join(map(str, CHANNELS))}"]
     return []
