@@ -77,9 +77,10 @@ class FusionConfig(Switches):
         False, "keep only the inputs of every block, recompute the rest in backward: less memory, more time",
         rung=7)
     enable_triton_attention: bool = option(
-        False, "on a GPU: attention and its gate in this project's Triton kernels", rung=8)
+        False, "on a GPU: attention and its gate in this project's Triton kernels", ultra=True, rung=8)
     enable_triton_triangle: bool = option(
-        False, "on a GPU: triangle multiplication in Triton kernels round one batched GEMM", rung=9)
+        False, "on a GPU: triangle multiplication in Triton kernels round one batched GEMM", ultra=True,
+        rung=9)
     enable_triton_transition: bool = option(
         False, "on a GPU: transitions in Triton kernels, their hidden layer never in memory", rung=10)
     attention_backend: str = option("auto", "implementation of fused attention",
@@ -127,7 +128,7 @@ from tqdm import tqdm
 from fusion_lab.kernels import attention, triton
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
-from fusion_lab.measuring import accuracy, comparison, summary, turns
+from fusion_lab.measuring import accuracy, comparison, retune, summary, turns
 from fusion_lab.measuring.attribution import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import Metrics
@@ -144,6 +145,7 @@ from proteins import batches as proteins
 from proteins import contacts
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
+from proteins.seam import defined, move_kinks_away, start_lines
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: packed projections and attention, fused and plain side by side
@@ -843,36 +845,6 @@ def train(program, settings, compare_with=None):
 # --------------------------------------------------------------------------------------------------------
 
 
-def defined(output, batch):
-    """What a masked batch leaves defined of the model's output; the rest is 0."""
-    seq_mask, row_mask = batch["seq_mask"], batch["row_mask"]
-    pair = seq_mask[:, :, None] * seq_mask[:, None]  # (B, S, S)
-    return dict(msa_repr=output["msa_repr"] * (row_mask[:, :, None] * seq_mask[:, None])[..., None],
-                pair_repr=output["pair_repr"] * pair[..., None], distances=output["distances"] * pair,
-                loss=output["loss"])
-
-
-def move_kinks_away(model):
-    """Inputs of ReLUs away from zero, half of the channels to either side: one that changes sign by rounding
-    alone would change gradients by far more than rounding."""
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, Transition):
-                module.linear1.bias[::2] += 8  # five standard deviations of the input
-                module.linear1.bias[1::2] -= 8
-
-
-def start_lines(trainer):
-    """The model's part of the start-up lines."""
-    c, model = trainer.settings.model, trainer.model
-    counts = model.get_fusion_statistics()
-    kernel = model.attention_kernel(trainer.amp_dtype)
-    return dict(sizes=f"{c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and "
-                f"{c.pair_heads}", remarks=dict(enable_flash_attention=kernel),
-                last=f"Kernel Reduction: {counts['kernel_reduction_percent']}% "
-                f"({counts['total_kernel_reduction']} fewer kernels) [nominal]")
-
-
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
@@ -902,8 +874,9 @@ def run(argv=None, program=PROGRAM):
     files.require_directory(settings.profiler.profile_dir)
     if mode == "--compare-fusion":
         return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)
-    check = accuracy.validate_setup if mode == "--validate-setup" else accuracy.verify_accuracy
-    return check(program, settings)
+    modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
+             "--retune": retune.retune}
+    return modes[mode](program, settings)
 
 
 def main(argv=None, program=PROGRAM):
