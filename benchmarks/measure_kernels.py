@@ -24,7 +24,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from fusion_lab.kernels import biased_attention, tuner
+from fusion_lab.kernels import biased_attention, transition, triangle_multiplication, tuner
 from fusion_lab.kernels.attention import flex_attend, prepare_flex_attention
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
@@ -59,15 +59,58 @@ def attention_implementations(axis):
     return dict(plain=plain, compiled=plain, flex=flex, ours=ours)
 
 
+def present(size, normal):
+    """A mask of residues (1, S) that lacks the last three."""
+    mask = torch.ones(1, size, dtype=torch.bool, device=normal(1).device)
+    mask[:, size - 3:] = False
+    return mask
+
+
 def attention_tensors(size, normal):
-    keys = torch.ones(1, size, dtype=torch.bool, device=normal(1).device)
-    keys[:, size - 3:] = False
-    return [normal(1, size, size, 4 * CHANNELS), normal(CHANNELS), normal(1, HEADS, size, size), keys]
+    return [normal(1, size, size, 4 * CHANNELS), normal(CHANNELS), normal(1, HEADS, size, size),
+            present(size, normal)]
+
+
+def multiplication_implementations(outgoing):
+    """{name: function(pair (1, S, S, c), seq_mask (1, S), *weights and biases) -> (1, S, S, c)}"""
+    def with_function(function):
+        def run(pair, seq_mask, *weights):
+            return function(pair, *weights, mask=seq_mask, outgoing=outgoing, residual=pair)
+        return run
+    plain = with_function(triangle_multiplication.reference)
+    ours = with_function(triangle_multiplication.triangle_multiplication)
+    return dict(plain=plain, compiled=plain, ours=ours)
+
+
+def multiplication_tensors(size, normal):
+    c = CHANNELS
+
+    def affine():
+        return [1 + 0.1 * normal(c), 0.1 * normal(c)]
+    return [normal(1, size, size, c), present(size, normal), *affine(), c ** -0.5 * normal(4 * c, c),
+            normal(4 * c),
+            *affine(), c ** -0.5 * normal(c, c), normal(c), c ** -0.5 * normal(c, c), normal(c)]
+
+
+def transition_implementations():
+    """{name: function(x (1, S, S, c), *weights and biases) -> (1, S, S, c)}"""
+    def with_function(function):
+        return lambda x, *weights: function(x, *weights, 1e-5, residual=x)
+    plain = with_function(transition.reference)
+    return dict(plain=plain, compiled=plain, ours=with_function(transition.transition))
+
+
+def transition_tensors(size, normal):
+    c = CHANNELS
+    return [normal(1, size, size, c), 1 + 0.1 * normal(c), 0.1 * normal(c), c ** -0.5 * normal(4 * c, c),
+            normal(4 * c), (4 * c) ** -0.5 * normal(c, 4 * c), normal(c)]
 
 
 OPERATIONS = {  # name: (tensors of a size, implementations)
     "attention, starting node": (attention_tensors, partial(attention_implementations, 2)),
     "attention, ending node": (attention_tensors, partial(attention_implementations, 1)),
+    "triangle multiplication": (multiplication_tensors, partial(multiplication_implementations, True)),
+    "pair transition": (transition_tensors, transition_implementations),
 }
 COMPILED = ("compiled", "flex")  # by torch.compile
 
