@@ -10,6 +10,7 @@ float32 throughout where the user has not asked for TF32.
 import torch
 import triton
 import triton.language as tl
+from torch.utils.flop_counter import register_flop_formula
 from triton.runtime import driver
 
 from fusion_lab.kernels.precision import strict_float32
@@ -18,17 +19,21 @@ NAMESPACE = "fusion_lab"
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-def operation(schema, launch, sizes):
+def operation(schema, launch, sizes, flops=None):
     """Make launch one op for autograd's functions and torch.compile, which never looks inside.
 
     schema: "name(Tensor x, ...) -> (Tensor, Tensor)"; launch takes its arguments and allocates its results;
-    sizes does the same for fake tensors: the same allocations without the launch. Returns the op.
+    sizes does the same for fake tensors: the same allocations without the launch; flops, for torch's counter,
+    takes shapes in the place of tensors. Returns the op.
     """
     name = f"{NAMESPACE}::{schema.partition('(')[0]}"
     torch.library.define(name, schema[schema.index("("):])
     torch.library.impl(name, ("cpu", "cuda"), launch)  # "cuda" is AMD's too; "cpu": Triton's interpreter
     torch.library.register_fake(name, sizes)
-    return getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0]).default
+    op = getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0])
+    if flops:
+        register_flop_formula(op)(flops)
+    return op.default
 
 
 def candidates(names, *values):

@@ -58,6 +58,6 @@ def loaded(text, path):
     path.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(triton_parts, "operation", lambda schema, launch, sizes: launch):
+    with mock.patch.object(triton_parts, "operation", lambda schema, launch, *rest: launch):
         spec.loader.exec_module(module)
     return module
