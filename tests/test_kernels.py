@@ -13,7 +13,7 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
     warnings.simplefilter("ignore")
     from triton_targets import SHARED, compiled_for
 
-from fusion_lab.kernels import biased_attention
+from fusion_lab.kernels import biased_attention, transition, triangle_multiplication
 
 HERE = pathlib.Path(__file__).parent
 
@@ -37,12 +37,34 @@ def attention(length, width, axis, biased, masked, dtype=torch.bfloat16):
     biased_attention.gated_attention([packed], heads, axis, bias, keys, gate_bias).sum().backward()
 
 
+def transitions(channels):
+    """The same for a transition."""
+    x, units = torch.empty(1, 3, 70, channels, dtype=torch.bfloat16), 4 * channels
+    w1, b1, w2, b2 = (x.new_empty(size) for size in ((units, channels), units, (channels, units), channels))
+    norm = x.new_empty(channels), x.new_empty(channels)
+    transition.forward(x, *norm, w1, b1, w2, b2, x, 1e-5)
+    transition.backward(x, x, *norm, w1, b1, w2, True, 1e-5)
+
+
+def multiplication(channels):
+    """The same for triangle multiplication with a mask, dropout and a residual."""
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+    c, pair = channels, empty(1, 70, 70, channels)
+    weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),
+               empty(c, c), empty(c)]
+    triangle_multiplication.triangle_multiplication(
+        pair, *weights, torch.ones(1, 70), residual=pair, drop=torch.ones(1, 1, 70, c)).sum().backward()
+
+
 LAUNCHES = {
     "attention, S 256": (attention, 256, 32, 2, True, False),
     "attention, S 77": (attention, 77, 16, 1, True, True),
     "attention, S 64": (attention, 64, 32, 2, True, False),
     "columns, N 128": (attention, 128, 32, 1, False, False),
     "columns, N 16": (attention, 16, 16, 1, False, True),
+    **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},
+    **{f"multiplication, c {c}": (multiplication, c) for c in (64, 128, 256)},
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
 }
 WITHOUT = ("attention, float32",)  # matrix instructions, which only AMD has for float32

@@ -78,3 +78,29 @@ def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
     dx = dy * weight[None, :]
     mean, projection = tl.sum(dx, 1) / C, tl.sum(dx * x_hat, 1) / C
     return rstd[:, None] * (dx - mean[:, None] - x_hat * projection[:, None])
+
+
+@triton.jit
+def rows(matrix, p, P, C: tl.constexpr):
+    """Rows p (BM,) int64 of a contiguous (P, C) matrix; zeros beyond P."""
+    return tl.load(matrix + p[:, None] * C + tl.arange(0, C)[None, :], mask=p[:, None] < P, other=0.0)
+
+
+@triton.jit
+def store_rows(matrix, p, P, tile, C: tl.constexpr):
+    """tile (BM, C) into rows p (BM,) int64 of a contiguous (P, C) matrix, rounded to its dtype."""
+    at = matrix + p[:, None] * C + tl.arange(0, C)[None, :]
+    tl.store(at, tile.to(matrix.dtype.element_ty), mask=p[:, None] < P)
+
+
+@triton.jit
+def vector(pointer, C: tl.constexpr):
+    """(1, C) in float32: an affine weight, or a bias."""
+    return tl.load(pointer + tl.arange(0, C)).to(tl.float32)[None, :]
+
+
+@triton.jit
+def layer_norm(x, weight, bias, p, P, eps, C: tl.constexpr):
+    """Rows p of LayerNorm(x), float32 (BM, C), and what layer_norm_backward() wants: normalised, 1 / std."""
+    x_hat, rstd = normalised(rows(x, p, P, C).to(tl.float32), eps, C)
+    return x_hat * vector(weight, C) + vector(bias, C), x_hat, rstd
