@@ -19,6 +19,7 @@ interrupts.quiet(__name__)  # Ctrl-C during the imports is one line
 
 from dataclasses import dataclass
 
+from fusion_lab.kernels.limits import idle_kernels
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option  # noqa: F401  for importers
 from fusion_lab.training.program import CommandLine, Program
@@ -79,6 +80,13 @@ class FusionConfig(Switches):
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward: less memory, more time",
         rung=7)
+    enable_triton_attention: bool = option(
+        False, "on a GPU: attention and its gate in this project's Triton kernels", ultra=True, rung=8)
+    enable_triton_triangle: bool = option(
+        False, "on a GPU: triangle multiplication in Triton kernels round one batched GEMM", ultra=True,
+        rung=9)
+    enable_triton_transition: bool = option(
+        False, "on a GPU: transitions in Triton kernels, their hidden layer never in memory", rung=10)
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
 
@@ -91,6 +99,7 @@ class FusionConfig(Switches):
             found.append("combo kernels need torch.compile on a GPU")
         elif self.enable_combo_kernels and not self.combo_kernels_at(settings.model.seq_len):
             found.append(f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues")
+        found += idle_kernels(self, {settings.model.msa_dim, settings.model.pair_dim}, on_gpu)
         if self.attention_backend != "auto" and not self.enable_flash_attention:
             found.append("--attention-backend is for fused attention")
         return found
@@ -120,10 +129,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from fusion_lab.kernels import attention
+from fusion_lab.kernels import attention, triton
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
-from fusion_lab.measuring import accuracy, comparison, summary, turns
+from fusion_lab.measuring import accuracy, comparison, retune, summary, turns
 from fusion_lab.measuring.attribution import write_analysis
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import Metrics
@@ -138,8 +147,9 @@ from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import MasterWeights
 from proteins import batches as proteins
 from proteins import contacts
-from proteins.costs import costs
+from proteins.costs import costs, statistics
 from proteins.files import TOKENS
+from proteins.seam import defined, move_kinks_away, start_lines
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: packed projections and attention, fused and plain side by side
@@ -216,6 +226,10 @@ class PackedProjections(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
 
+    def adds(self, x):
+        """Whether forward takes `residual` and `drop` for this x, because its last kernel adds."""
+        return False
+
     def project(self, x, *groups, dim=-1):
         """The outputs of the projections for x; channels are dimension dim, -1 or 0. One tensor for each
         name, in the order of add_projections; or for each group of names, which must be packed together,
@@ -231,6 +245,14 @@ class PackedProjections(nn.Module):
             if layer.unbiased and layer.bias is not None:  # of the last group alone
                 made[own[-1]] = made[own[-1]] + layer.bias.to(made[own[-1]].dtype)
         return [made[names] if names in made else run(getattr(self, *names), x) for names in groups]
+
+    def packed(self, *names):
+        """Weight and bias of these projections below each other, as one packing or several hold them."""
+        layers = [getattr(self, name) for name in self.active if self.PACKINGS[name][0] in names]
+        layers = layers or [getattr(self, name) for name in names]
+        if len(layers) == 1:
+            return layers[0].weight, layers[0].bias
+        return tuple(torch.cat([getattr(layer, kind) for layer in layers]) for kind in ("weight", "bias"))
 
     def split_packed(self, tensors, prefix):
         """In a dict of tensors by parameter name, replace packed entries by their parts (views)."""
@@ -296,6 +318,7 @@ class GatedAttention(PackedProjections):
         super().__init__()
         self.heads = heads
         self.backend = fusion.attention_backend if fusion.enable_flash_attention else "math"
+        self.triton = fusion.enable_triton_attention
         self.layer_norm = nn.LayerNorm(channels)
         layers = {name: linear(channels, channels, bias=False) for name in self.QKV}
         layers["gate_proj"] = linear(channels, channels, init="gate")
@@ -305,6 +328,10 @@ class GatedAttention(PackedProjections):
 
     def attention(self, x, axis, bias=None, key_mask=None):
         """Attention over axis 1 or 2 of the normalised x (B, X, Y, c), a row for each place on the other."""
+        if self.triton and triton.attends(x, self.heads):
+            wide = getattr(self, "qkv_gate_proj", None)
+            parts, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
+            return self.o_proj(triton.gated_attention(parts, self.heads, axis, bias, key_mask, gate_bias))
         q, k, v, gate = self.project(x)  # each (B, X, Y, c)
         q, k, v = (self.to_heads(p, axis) for p in (q, k, v))  # (B, rows, H, L, D)
         out = attend(q, k, v, bias, key_mask, self.backend)  # (B, rows, H, L, D)
@@ -353,12 +380,17 @@ class Transition(nn.Module):
 
     def __init__(self, channels, fusion):
         super().__init__()
-        self.fused = fusion.enable_transition_fusion
+        self.fused, self.triton = fusion.enable_transition_fusion, fusion.enable_triton_transition
         self.layer_norm = nn.LayerNorm(channels)
         self.linear1 = linear(channels, 4 * channels, init="relu")
         self.linear2 = linear(4 * channels, channels, init="zero")
 
-    def forward(self, x):
+    def adds(self, x):
+        return self.triton and triton.fits(x)
+
+    def forward(self, x, residual=None, drop=None):
+        if self.adds(x):
+            return triton.transition(x, self.layer_norm, self.linear1, self.linear2, residual)
         x, layer = self.layer_norm(x), self.linear1
         return self.linear2(LinearReLU.of(x, layer) if self.fused else layer(x).relu())
 
@@ -425,7 +457,7 @@ class FusedTriangleMultiplication(PackedProjections):
     def __init__(self, config, fusion, outgoing):
         super().__init__()
         c = config.pair_dim
-        self.outgoing = outgoing
+        self.outgoing, self.triton = outgoing, fusion.enable_triton_triangle
         self.layer_norm = nn.LayerNorm(c)
         layers = {name: linear(c, c) for name in self.SIDES}
         layers |= {name: linear(c, c, init="gate") for name in self.GATES}
@@ -436,7 +468,14 @@ class FusedTriangleMultiplication(PackedProjections):
         self.add_projections(layers, *["left_right_all"] if packings and fusion.enable_projection_fusion
                              else packings)
 
-    def forward(self, pair, seq_mask=None):
+    def adds(self, pair):
+        return self.triton and triton.fits(pair)
+
+    def forward(self, pair, seq_mask=None, residual=None, drop=None):
+        if self.adds(pair):
+            return triton.triangle_multiplication(
+                pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm,
+                self.output_proj, self.output_gate, seq_mask, self.outgoing, residual, drop)
         x = self.layer_norm(pair)
         # One S x S matrix per channel, written so by the projections: batched GEMMs would copy operands in
         # any other layout, in forward once and in backward again.
@@ -475,11 +514,17 @@ class PairTransition(Transition):
     """Alg. 15."""
 
 
-def shared_dropout(x, rate, dim, training):
-    """AF2's dropout: one mask for all positions along dim."""
+def dropout_factors(x, rate, dim, training):
+    """AF2's dropout: what multiplies x, the same for all positions along dim; None: nothing."""
     if not training or rate == 0.0:
-        return x
-    return x * F.dropout(torch.ones_like(x.narrow(dim, 0, 1)), rate)
+        return None
+    return F.dropout(torch.ones_like(x.narrow(dim, 0, 1)), rate)
+
+
+def shared_dropout(x, rate, dim, training):
+    """x times its dropout_factors."""
+    factors = dropout_factors(x, rate, dim, training)
+    return x if factors is None else x * factors
 
 
 SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "outer_product_mean",
@@ -504,19 +549,24 @@ class FusedEvoformerBlock(nn.Module):
         self.triangle_attn_ending = FusedTriangleAttention(config, fusion, starting=False)
         self.pair_transition = PairTransition(config.pair_dim, fusion)
 
+    def add(self, x, layer, *inputs, dim=None):
+        """x plus the layer's update of it, with dropout shared along dim; in one kernel where it can."""
+        rate = 0.0 if dim is None else self.dropout
+        if layer.adds(x):
+            return layer(*inputs, residual=x, drop=dropout_factors(x, rate, dim, self.training))
+        return x + shared_dropout(layer(*inputs), rate, dim, self.training)
+
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
         """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
-        def drop(x, dim):
-            return shared_dropout(x, self.dropout, dim, self.training)
-        msa = msa + drop(self.msa_row_attention(msa, pair, seq_mask), 1)
-        msa = msa + self.msa_column_attention(msa, row_mask)
-        msa = msa + self.msa_transition(msa)
-        pair = pair + self.outer_product_mean(msa, row_mask)
-        pair = pair + drop(self.triangle_mult_outgoing(pair, seq_mask), 1)
-        pair = pair + drop(self.triangle_mult_incoming(pair, seq_mask), 1)
-        pair = pair + drop(self.triangle_attn_starting(pair, seq_mask), 1)
-        pair = pair + drop(self.triangle_attn_ending(pair, seq_mask), 2)
-        pair = pair + self.pair_transition(pair)
+        msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, dim=1)
+        msa = self.add(msa, self.msa_column_attention, msa, row_mask)
+        msa = self.add(msa, self.msa_transition, msa)
+        pair = self.add(pair, self.outer_product_mean, msa, row_mask)
+        pair = self.add(pair, self.triangle_mult_outgoing, pair, seq_mask, dim=1)
+        pair = self.add(pair, self.triangle_mult_incoming, pair, seq_mask, dim=1)
+        pair = self.add(pair, self.triangle_attn_starting, pair, seq_mask, dim=1)
+        pair = self.add(pair, self.triangle_attn_ending, pair, seq_mask, dim=2)
+        pair = self.add(pair, self.pair_transition, pair)
         return msa, pair
 
 
@@ -618,38 +668,15 @@ class TinyOpenFoldV2(nn.Module):
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training in this dtype (default: the weights'), in words."""
         c, weight = self.config, self.distogram_head.weight
-        dtype, arch = dtype or weight.dtype, attention.architecture(weight.is_cuda)
-
-        def name(length, width, biased):
-            backend = attention.attention_backend(
-                self.fusion.attention_backend, on_gpu=weight.is_cuda, dtype=dtype, width=width,
-                strict=strict_float32(dtype), length=length, biased=biased, training=True, arch=arch)
-            if weight.is_cuda:
-                return {"flex": "flex_attention"}.get(backend, backend)
-            return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
-                (backend, biased), f"{backend} on CPU")
         msa_width = c.msa_dim // c.msa_heads
-        parts = dict(pair=name(c.seq_len, c.pair_dim // c.pair_heads, True),
-                     rows=name(c.seq_len, msa_width, True), columns=name(c.num_seqs, msa_width, False))
-        others = [f"{k}: {v}" for k, v in parts.items() if v != parts["pair"]]
-        return "; ".join([parts["pair"], *others, *filter(None, [attention.remark(arch)])])
+        return attention.in_words(
+            self.fusion.attention_backend, self.fusion.enable_triton_attention, weight.is_cuda,
+            dtype or weight.dtype, pair=(c.seq_len, c.pair_dim // c.pair_heads, True),
+            rows=(c.seq_len, msa_width, True), columns=(c.num_seqs, msa_width, False))
 
     def get_fusion_statistics(self):
-        """The switches, the nominal kernel counts of this example family, and the exact number of GEMMs for
-        its 20 projections a block: Q, K, V; left, right and their gates."""
-        f, blocks = self.fusion, self.config.num_blocks
-        packings = f.enable_qkv_fusion_msa + f.enable_qkv_fusion_triangle + f.enable_triangle_fusion
-        gates_too = f.enable_triangle_fusion and f.enable_projection_fusion  # in one GEMM with left and right
-        return dict(qkv_fusion_msa_enabled=f.enable_qkv_fusion_msa,
-                    qkv_fusion_triangle_enabled=f.enable_qkv_fusion_triangle,
-                    flash_attention_enabled=f.enable_flash_attention,
-                    triangle_fusion_enabled=f.enable_triangle_fusion,
-                    torch_compile_enabled=f.enable_torch_compile,
-                    baseline_kernels_per_block=15, fused_kernels_per_block=15 - 4 * packings,
-                    kernel_reduction_percent=round(100 * 4 * packings / 15, 1),
-                    total_kernel_reduction=4 * packings * blocks,
-                    projection_gemms_per_block_unfused=20,
-                    projection_gemms_per_block=20 - 4 * packings - 2 * gates_too)
+        """The switches, nominal kernel counts, and GEMMs for the projections (proteins/costs.py)."""
+        return statistics(self.fusion, self.config.num_blocks)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -821,48 +848,13 @@ def train(program, settings, compare_with=None):
 # --------------------------------------------------------------------------------------------------------
 
 
-def defined(output, batch):
-    """What a masked batch leaves defined of the model's output; the rest is 0."""
-    seq_mask, row_mask = batch["seq_mask"], batch["row_mask"]
-    pair = seq_mask[:, :, None] * seq_mask[:, None]  # (B, S, S)
-    return dict(msa_repr=output["msa_repr"] * (row_mask[:, :, None] * seq_mask[:, None])[..., None],
-                pair_repr=output["pair_repr"] * pair[..., None], distances=output["distances"] * pair,
-                loss=output["loss"])
-
-
-def move_kinks_away(model):
-    """Inputs of ReLUs away from zero, half of the channels to either side: one that changes sign by rounding
-    alone would change gradients by far more than rounding."""
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, Transition):
-                module.linear1.bias[::2] += 8  # five standard deviations of the input
-                module.linear1.bias[1::2] -= 8
-
-
-def nominal_counts(settings):
-    """TinyOpenFoldV2.get_fusion_statistics() without weights."""
-    with torch.device("meta"):
-        return TinyOpenFoldV2(settings.model, settings.fusion).get_fusion_statistics()
-
-
-def start_lines(trainer):
-    """The model's part of the start-up lines."""
-    c, model = trainer.settings.model, trainer.model
-    counts = model.get_fusion_statistics()
-    kernel = model.attention_kernel(trainer.amp_dtype)
-    return dict(sizes=f"{c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and "
-                f"{c.pair_heads}", remarks=dict(enable_flash_attention=kernel),
-                last=f"Kernel Reduction: {counts['kernel_reduction_percent']}% "
-                f"({counts['total_kernel_reduction']} fewer kernels) [nominal]")
-
-
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
     shake=move_kinks_away, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
     sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
-    before_training=contacts.require_plots, start_lines=start_lines, statistics=nominal_counts,
+    before_training=contacts.require_plots, start_lines=start_lines, statistics=lambda settings: statistics(
+        settings.fusion, settings.model.num_blocks),
     evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,
     scores=contacts.scores, closing=contacts.closing,
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
@@ -884,8 +876,9 @@ def run(argv=None, program=PROGRAM):
     files.require_directory(settings.profiler.profile_dir)
     if mode == "--compare-fusion":
         return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)
-    check = accuracy.validate_setup if mode == "--validate-setup" else accuracy.verify_accuracy
-    return check(program, settings)
+    modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
+             "--retune": retune.retune}
+    return modes[mode](program, settings)
 
 
 def main(argv=None, program=PROGRAM):

@@ -58,6 +58,9 @@ RUNGS = {
     "+ projection fusion": f"{MASTERS} --enable-projection-fusion",
     "+ transition fusion": f"{MASTERS} --enable-projection-fusion --enable-transition-fusion",
     "best": BEST,  # + combo kernels
+    "best, triton attention": f"{BEST} --enable-triton-attention",
+    "ultra": f"{BF16} --enable-ultra",  # + triangle multiplication
+    "ultra, triton transition": f"{BF16} --enable-ultra --enable-triton-transition",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
     "best, no transition fusion": f"{BEST} --disable-transition-fusion",
     "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes

@@ -12,6 +12,7 @@ if __name__ == "__main__" and AT_START is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before main() is no traceback either
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shlex
@@ -26,12 +27,14 @@ VENV = ROOT / ".venv"
 
 
 def requirements(file):
-    """{name: condition, such as ">=2.10,<2.14"} of a requirements file and of those that it includes."""
+    """{name: condition, such as ">=2.10,<2.14"} of a requirements file and of those that it includes, for this
+    platform: of markers it knows `sys_platform == "NAME"`."""
     found = {}
     for line in (raw.partition("#")[0].strip() for raw in file.read_text(encoding="utf-8").splitlines()):
+        line, _, marker = map(str.strip, line.partition(";"))
         if line.startswith("-r "):
             found.update(requirements(file.parent / line[3:].strip()))
-        elif line:
+        elif line and (not marker or f'"{sys.platform}"' in marker):
             name = re.match(r"[\w.-]+", line).group()
             found[name] = line[len(name):].strip()
     return found
@@ -43,6 +46,11 @@ def installed(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def brought(name):
+    """Whether a torch for GPUs has brought its own Triton, under whatever name."""
+    return name == "triton" and importlib.util.find_spec(name) is not None
 
 
 def in_range(version, condition):
@@ -103,7 +111,7 @@ def complete(wanted, dry):
     """Install what this Python lacks of `wanted`; a torch in range stays."""
     versions = {name: installed(name) for name in wanted}
     lacking = [name + condition for name, condition in wanted.items()
-               if versions[name] is None or not in_range(versions[name], condition)]
+               if (versions[name] is None or not in_range(versions[name], condition)) and not brought(name)]
     torch, kept = versions["torch"], "torch" + wanted["torch"] not in lacking
     if not kept and not in_own_venv():
         fail(f"{sys.prefix} has torch {torch}, wanted is torch{wanted['torch']}: install such a one there "

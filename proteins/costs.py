@@ -36,3 +36,21 @@ def costs(settings):
         triangle_attn_starting=attention, triangle_attn_ending=attention,
         pair_transition=Cost(16 * p * cz * cz, 2 * pair, 3 * pair),
         heads=Cost(2 * p * cz * DISTANCE_BINS + 2 * m * cm * TOKENS))
+
+
+def statistics(fusion, blocks):
+    """The switches, the nominal kernel counts of this example family (by definition, not measured), and the
+    exact number of GEMMs for the 20 projections of a block: Q, K, V; left, right and their gates."""
+    packings = (fusion.enable_qkv_fusion_msa + fusion.enable_qkv_fusion_triangle
+                + fusion.enable_triangle_fusion)
+    gates_too = fusion.enable_triangle_fusion and fusion.enable_projection_fusion  # with left and right
+    return dict(qkv_fusion_msa_enabled=fusion.enable_qkv_fusion_msa,
+                qkv_fusion_triangle_enabled=fusion.enable_qkv_fusion_triangle,
+                flash_attention_enabled=fusion.enable_flash_attention,
+                triangle_fusion_enabled=fusion.enable_triangle_fusion,
+                torch_compile_enabled=fusion.enable_torch_compile,
+                baseline_kernels_per_block=15, fused_kernels_per_block=15 - 4 * packings,
+                kernel_reduction_percent=round(100 * 4 * packings / 15, 1),
+                total_kernel_reduction=4 * packings * blocks,
+                projection_gemms_per_block_unfused=20,
+                projection_gemms_per_block=20 - 4 * packings - 2 * gates_too)

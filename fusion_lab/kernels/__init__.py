@@ -1,0 +1,16 @@
+"""Kernels and operations on tensors. Two of them have the names, arguments and shapes of cuEquivariance's:
+
+    from fusion_lab.kernels import triangle_attention, triangle_multiplicative_update
+
+They need Triton and a GPU, and are imported when they are first asked for.
+"""
+import importlib
+
+DROP_IN = dict(triangle_attention="biased_attention",
+               triangle_multiplicative_update="triangle_multiplication")
+
+
+def __getattr__(name):
+    if name not in DROP_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{DROP_IN[name]}"), name)

@@ -1,13 +1,15 @@
 """Which implementation of attention runs, and FlexAttention called so that it pays (benchmarks/LOG.md)."""
-import importlib.util
 from functools import cache
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from fusion_lab.kernels.limits import HAS_TRITON, WIDEST_HEAD
+from fusion_lab.kernels.precision import strict_float32
+
 FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD's architectures with matrix cores, MI100 to MI350
 SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 
@@ -33,6 +35,31 @@ def remark(arch):
     if not arch:
         return ""
     return f"{arch}: {'CDNA' if has_matrix_cores(arch) else 'not CDNA, so no FlexAttention'}, not measured"
+
+
+def in_words(requested, triton, on_gpu, dtype, **parts):
+    """Which implementations run in training, for the start-up line: "flex_attention; columns: sdpa". parts:
+    {name: (length of a row, width of a head, whether there is a trained bias)}, the first of which leads."""
+    arch = architecture(on_gpu)
+
+    def name(length, width, biased):
+        if triton and triton_attends(on_gpu, dtype, width):
+            return "triton_attention"
+        backend = attention_backend(requested, on_gpu=on_gpu, dtype=dtype, width=width, length=length,
+                                    strict=strict_float32(dtype), biased=biased, training=True, arch=arch)
+        if on_gpu:
+            return {"flex": "flex_attention"}.get(backend, backend)
+        return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
+            (backend, biased), f"{backend} on CPU")
+    names = {part: name(*sizes) for part, sizes in parts.items()}
+    first = next(iter(names.values()))
+    others = [f"{part}: {kernel}" for part, kernel in names.items() if kernel != first]
+    return "; ".join([first, *others, *filter(None, [remark(arch)])])
+
+
+def triton_attends(on_gpu, dtype, width):
+    """Whether this project's Triton kernels can run attention with heads of this width."""
+    return on_gpu and HAS_TRITON and dtype in TRITON_DTYPES and width <= WIDEST_HEAD
 
 
 def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased, training, arch=""):

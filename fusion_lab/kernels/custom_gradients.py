@@ -1,7 +1,7 @@
 """Operations of the model whose gradients are written by hand, each for a layout or an epilogue."""
 import torch
 
-from fusion_lab.kernels.precision import at_least_float32
+from fusion_lab.kernels.precision import at_least_float32, product_dtype
 
 
 class ChannelBias(torch.autograd.Function):
@@ -25,9 +25,7 @@ class LinearReLU(torch.autograd.Function):
     @staticmethod
     def of(x, layer):
         """layer(x).relu() for x (..., c_in), in autocast's dtype if that is on."""
-        on = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if on else x.dtype
-        return LinearReLU.apply(*(t.to(dtype) for t in (x, layer.weight, layer.bias)))
+        return LinearReLU.apply(*(t.to(product_dtype(x)) for t in (x, layer.weight, layer.bias)))
 
     @staticmethod
     def forward(ctx, x, weight, bias):

@@ -12,6 +12,12 @@ def strict_float32(dtype):
     return dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
 
 
+def product_dtype(x):
+    """The dtype that autocast gives to products of x, where it is on; else that of x."""
+    on = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if on else x.dtype
+
+
 def amp_dtype(training, device):
     """The dtype of --use-amp, None without it. float16 needs a gradient scaler, and CPUs are slow in it."""
     if not training.use_amp:

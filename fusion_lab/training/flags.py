@@ -131,7 +131,8 @@ def add_flag(group, f, paired):
 
 MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
          "--verify-accuracy": "fused against baseline against float64: outputs and all gradients",
-         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything"}
+         "--compare-fusion": "measure baseline, each fusion alone, all, and a ladder up to everything",
+         "--retune": "measure tile sizes of this project's Triton kernels, keep the fastest for this GPU"}
 QUESTION = "--check-flags"
 OF_TRAINING = ("enable_pytorch_profiler", "enable_memory_profiling")
 OF_COMPARISON = ("combinations", "variants")
@@ -146,10 +147,16 @@ def make_parser(program, about=None, prog=None):
     for config_class in config_classes(program):
         add_config_flags(parser, config_class, paired=config_class is program.fusion_config)
     presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
-    presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const", const=True,
+    kind = program.fusion_config
+    presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const",
+                         const=kind.preset(True),
                          help="everything that makes steps faster, torch.compile included (default: off)")
-    presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const", const=False,
-                         help="the baseline, V1: no fusion at all (default: off)")
+    presets.add_argument("--disable-all-fusion", dest="fusion_preset", action="store_const",
+                         const=kind.preset(False), help="the baseline, V1: no fusion at all (default: off)")
+    if kind.ultra() != kind.preset(True):
+        presets.add_argument("--enable-ultra", dest="fusion_preset", action="store_const", const=kind.ultra(),
+                             help="all fusion and the kernels of this project that won on an NVIDIA H200, "
+                             "for a GPU with Triton (default: off)")
     if program.demo:
         sizes = " ".join(f"{flag(name)} {value}" for name, value in program.demo.items())
         presets.add_argument(DEMO, action="store_true", help="a first run, which learns within two minutes "
@@ -214,9 +221,7 @@ def read_settings(program, arguments):
         given = {**program.demo, **given}
     if given["enable_all_profiling"]:
         given = {**{f.name: True for f in fields(ProfilerConfig) if f.metadata["type"] is bool}, **given}
-    fusion = program.fusion_config
-    fusion = fusion() if given["fusion_preset"] is None else fusion.preset(given["fusion_preset"])
-    given = {**asdict(fusion), **given}
+    given = {**asdict(given["fusion_preset"] or program.fusion_config()), **given}
     return Settings(*(cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
                       for cls in config_classes(program)))
 

@@ -4,22 +4,23 @@ What every program has stands here: the run (TrainingConfig), the switches that 
 (Switches) and what is recorded (ProfilerConfig). A model adds its sizes and its own switches. No torch.
 """
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
-           rung=None, alone=True, training_only=False, resized=False, metavar=None):
+           ultra=False, rung=None, alone=True, training_only=False, resized=False, metavar=None):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
-    --enable-all-fusion turns it on; rung, its place on the ladder of --compare-fusion, which adds one switch
-    after the other (None: not on it); alone, whether it has a row of its own there. training_only: a file
-    that only training reads or writes. resized: a checkpoint may be continued with another value. metavar:
-    what --help shows in place of its value.
+    --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; rung, its place on the ladder of
+    --compare-fusion, which adds one switch after the other (None: not on it); alone, whether it has a row of
+    its own there. training_only: a file that only training reads or writes. resized: a checkpoint may be
+    continued with another value. metavar: what --help shows in place of its value.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
-        preset=preset, rung=rung, alone=alone, training_only=training_only, resized=resized, metavar=metavar))
+        preset=preset, ultra=ultra, rung=rung, alone=alone, training_only=training_only, resized=resized,
+        metavar=metavar))
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class Switches(Checked):
         """Everything that makes steps faster, or nothing at all (the baseline)."""
         return cls(**{f.name: enabled and f.metadata["preset"] for f in fields(cls)
                       if isinstance(f.default, bool)})
+
+    @classmethod
+    def ultra(cls):
+        """The preset and what was measured to win beyond it."""
+        wins = {f.name: True for f in fields(cls) if f.metadata["ultra"]}
+        return replace(cls.preset(True), **wins)
 
     @classmethod
     def ladder(cls):

@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Time the Triton kernels against every other way to compute the same, forward and backward, on one GPU.
+
+    python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256] [--retune]
+
+A row is one operation, size S (c 128, 4 heads, bf16) and implementation: ours, plain PyTorch, the same under
+torch.compile, FlexAttention or SDPA for attention,
+and the libraries cuequivariance_torch and trifast where they
+are installed. Gates, key masks and LayerNorms are inside,
+whatever the implementation. Forward and backward are
+one CUDA graph; all implementations of a size take turns. Errors are judged against float64: at most three
+times plain PyTorch's in the same precision, and two roundings of the largest element. Writes
+OUT/kernels.json.
+Exit code 1 if ours fails or is not accurate.
+"""
+import pathlib
+import re
+import sys
+import time
+from functools import partial
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from fusion_lab.kernels import biased_attention, transition, triangle_multiplication, tuner
+from fusion_lab.kernels.attention import flex_attend, prepare_flex_attention
+from fusion_lab.measuring.accuracy import ERROR_FACTOR
+from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.files import MISSING, UserError, exit_code, write_json
+from fusion_lab.training.flags import Parser, regular_expression, whole_number
+from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
+
+OURS, CHANNELS, HEADS = "ours", 128, 4
+
+
+def attention_implementations(axis):
+    """{name: function(packed (1, S, S, 4 c), gate_bias (c,), bias (1, H, S, S), keys (1, S))}"""
+    def parts(packed):
+        return biased_attention.views([packed], HEADS, axis, True)
+
+    def gated(out, gate, gate_bias):
+        out = out * (gate + gate_bias.view(HEADS, 1, -1)).sigmoid()
+        return out.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
+
+    def plain(packed, gate_bias, bias, keys):
+        q, k, v, g = parts(packed)
+        return gated(biased_attention.reference(q, k, v, bias, keys), g, gate_bias)
+
+    def flex(packed, gate_bias, bias, keys):
+        q, k, v, g = parts(packed)
+        bias = bias.masked_fill(~keys[:, None, None, :], biased_attention.MASKED)
+        return gated(flex_attend(q, k, v, bias), g, gate_bias)
+
+    def ours(packed, gate_bias, bias, keys):
+        return biased_attention.gated_attention([packed], HEADS, axis, bias, keys, gate_bias)
+    return dict(plain=plain, compiled=plain, flex=flex, ours=ours)
+
+
+def present(size, normal):
+    """A mask of residues (1, S) that lacks the last three."""
+    mask = torch.ones(1, size, dtype=torch.bool, device=normal(1).device)
+    mask[:, size - 3:] = False
+    return mask
+
+
+def attention_tensors(size, normal):
+    return [normal(1, size, size, 4 * CHANNELS), normal(CHANNELS), normal(1, HEADS, size, size),
+            present(size, normal)]
+
+
+def multiplication_implementations(outgoing):
+    """{name: function(pair (1, S, S, c), seq_mask (1, S), *weights and biases) -> (1, S, S, c)}"""
+    def with_function(function):
+        def run(pair, seq_mask, *weights):
+            return function(pair, *weights, mask=seq_mask, outgoing=outgoing, residual=pair)
+        return run
+    plain = with_function(triangle_multiplication.reference)
+    ours = with_function(triangle_multiplication.triangle_multiplication)
+    return dict(plain=plain, compiled=plain, ours=ours)
+
+
+def multiplication_tensors(size, normal):
+    c = CHANNELS
+
+    def affine():
+        return [1 + 0.1 * normal(c), 0.1 * normal(c)]
+    return [normal(1, size, size, c), present(size, normal), *affine(), c ** -0.5 * normal(4 * c, c),
+            normal(4 * c),
+            *affine(), c ** -0.5 * normal(c, c), normal(c), c ** -0.5 * normal(c, c), normal(c)]
+
+
+def transition_implementations():
+    """{name: function(x (1, S, S, c), *weights and biases) -> (1, S, S, c)}"""
+    def with_function(function):
+        return lambda x, *weights: function(x, *weights, 1e-5, residual=x)
+    plain = with_function(transition.reference)
+    return dict(plain=plain, compiled=plain, ours=with_function(transition.transition))
+
+
+def transition_tensors(size, normal):
+    c = CHANNELS
+    return [normal(1, size, size, c), 1 + 0.1 * normal(c), 0.1 * normal(c), c ** -0.5 * normal(4 * c, c),
+            normal(4 * c), (4 * c) ** -0.5 * normal(c, 4 * c), normal(c)]
+
+
+OPERATIONS = {  # name: (tensors of a size, implementations)
+    "attention, starting node": (attention_tensors, partial(attention_implementations, 2)),
+    "attention, ending node": (attention_tensors, partial(attention_implementations, 1)),
+    "triangle multiplication": (multiplication_tensors, partial(multiplication_implementations, True)),
+    "pair transition": (transition_tensors, transition_implementations),
+}
+COMPILED = ("compiled", "flex")  # by torch.compile
+
+
+def step(function, tensors):
+    """[output, gradients of what is floating point] of function(*tensors but the last, the gradient)"""
+    *inputs, gradient = tensors
+    given = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    out = function(*given)
+    wanted = [t for t in given if t.is_floating_point()]
+    return [out.detach(), *torch.autograd.grad(out, wanted, gradient)]
+
+
+def errors(results, exact):
+    return [(x.double() - y).abs().max().item() for x, y in zip(results, exact, strict=True)]
+
+
+def prepared(function, tensors, device):
+    """(a CUDA graph of a step, its results, MB that it needs beside its input)"""
+    torch.cuda.reset_peak_memory_stats(device)
+    before, results = torch.cuda.memory_allocated(device), step(function, tensors)
+    extra = (torch.cuda.max_memory_allocated(device) - before) / MEGABYTE
+    names = [str(number) for number in range(len(tensors))]
+    graph = GraphedStep(lambda batch: torch.stack([t.sum() for t in step(function,
+                                                                         [batch[n] for n in names])[:1]]),
+                        dict(zip(names, tensors, strict=True)), device)
+    return graph, results, extra  # the graph owns the memory that it replays on
+
+
+def measure(operation, size, arguments, device):
+    """Rows of all implementations of an operation at one size."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device, generator=generator).to(torch.bfloat16)
+    make_tensors, implementations = OPERATIONS[operation]
+    tensors, functions = make_tensors(size, normal), implementations()
+    tensors.append(torch.randn_like(functions["plain"](*tensors)))
+    exact = step(functions["plain"], [t.double() if t.is_floating_point() else t for t in tensors])
+    own = errors(step(functions["plain"], tensors), exact)
+    allowed = [ERROR_FACTOR * e + 2 * torch.finfo(torch.bfloat16).eps * truth.abs().max().item()
+               for e, truth in zip(own, exact, strict=True)]
+    rows, graphs = [], {}
+    for name, function in functions.items():
+        row = dict(operation=operation, size=size, implementation=name)
+        try:
+            torch._dynamo.reset()
+            run = torch.compile(function, fullgraph=True, dynamic=False) if name in COMPILED else function
+            graphs[name], results, row["extra_mb"] = prepared(run, tensors, device)
+            row["errors"] = errors(results, exact)
+            row["accurate"] = all(e <= limit for e, limit in zip(row["errors"], allowed, strict=True))
+        except Exception as error:  # a row with its reason
+            row["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+        rows.append(row)
+    times = {name: PhaseTimer(device) for name in graphs}
+    for _ in range(arguments.steps + 3):
+        for name, graph in graphs.items():
+            times[name].start()
+            graph.graph.replay()
+            times[name].mark()
+    for row in rows:
+        if row["implementation"] in times:
+            measured = 1e3 * times[row["implementation"]].seconds()[3:, 0]
+            row["p20_ms"], row["median_ms"], row["p80_ms"] = quantiles(measured)
+        print(line(row), flush=True)
+    return rows
+
+
+def line(row):
+    label = f"{row['operation']}, S {row['size']}, {row['implementation']}"
+    if "failed" in row:
+        return f"{label:48s} failed: {row['failed']}"
+    return (f"{label:48s} {row['median_ms']:8.3f} ms ({row['p20_ms']:.3f}, {row['p80_ms']:.3f})  "
+            f"{row['extra_mb']:8.1f} MB  {'ok' if row['accurate'] else 'INACCURATE'}")
+
+
+def retune(names, sizes, device):
+    """Measure every candidate of our kernels at these sizes; the winners go into the cache."""
+    with tuner.retuning() as found:
+        for name in names:
+            for size in sizes:
+                make_tensors, implementations = OPERATIONS[name]
+                tensors = make_tensors(size, partial(torch.randn, device=device, dtype=torch.bfloat16))
+                ours = implementations()[OURS]
+                step(ours, [*tensors, torch.randn_like(ours(*tensors))])
+    for key, choice in sorted(found.items()):
+        print(f"{key:48s} {', '.join(f'{k} {v}' for k, v in choice.items())}")
+
+
+def main(argv=None):
+    parser = Parser(prog="measure_kernels.py", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, help="directory for kernels.json (default: none)")
+    parser.add_argument("--only", default="", type=regular_expression,
+                        help="regular expression over operations")
+    parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[64, 128, 256, 384, 512],
+                        help="residues (default: %(default)s)")
+    parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
+    parser.add_argument("--retune", action="store_true", help="choose tiles anew first, and keep the choice")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise UserError("needs a GPU", code=MISSING)
+    device, rows = choose_device("cuda"), []
+    prepare_flex_attention(device)
+    names = [name for name in OPERATIONS if re.search(arguments.only, name)]
+    if not names:
+        parser.error(f"no operation is left by --only {arguments.only!r}")
+    if arguments.retune:
+        retune(names, arguments.sizes, device)
+    for name in names:
+        for size in arguments.sizes:
+            rows += measure(name, size, arguments, device)
+            if arguments.out:
+                write_json(arguments.out / "kernels.json", dict(
+                    command=" ".join(["python benchmarks/measure_kernels.py", *sys.argv[1:]]),
+                    date=time.strftime("%F"), rows=rows, system_info=system_info(device)))
+    return int(not all(row.get("accurate") for row in rows if row["implementation"] == OURS))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main, None, "measure_kernels.py"))

@@ -1,0 +1,276 @@
+"""The Triton kernels of biased attention, which biased_attention.py launches and explains.
+
+Strides are those of sample, row, head and position, along D it is 1: q for q, k, v; g for the gate; o for the
+output; t for gradients of q, k, v, and tg for the gate's. Scores are in base 2.
+"""
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels.triton_parts import LOG2E
+
+
+@triton.jit
+def tile(pointer, l0, L, D, stride, BL: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+    """(BL, BD) of an (L, D) matrix from position l0 on; zeros outside."""
+    i, d = l0 + tl.arange(0, BL), tl.arange(0, BD)
+    at = pointer + i[:, None] * stride + d[None, :]
+    if EVEN:
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=(i[:, None] < L) & (d[None, :] < D), other=0.0)
+    return found
+
+
+@triton.jit
+def gates(gate, gate_bias, h, D, BD: tl.constexpr, BIASED: tl.constexpr):
+    """sigmoid(gate + gate_bias) of a (BL, BD) tile of head h, in float32."""
+    x = gate.to(tl.float32)
+    if BIASED:
+        d = tl.arange(0, BD)
+        x += tl.load(gate_bias + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def bias_tile(bias, bh, i, j, LP, BIAS: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
+    """Base-2 bias of rows i (BI,) and columns j (BJ,), or zeros."""
+    if BIAS:
+        found = tl.load(bias + (bh * LP + i[:, None]).to(tl.int64) * LP + j[None, :]).to(tl.float32) * LOG2E
+    else:
+        found = tl.zeros((BI, BJ), tl.float32)
+    return found
+
+
+@triton.jit
+def key_tile(keys, b, r, j, kb, kr, KEYS: tl.constexpr, BJ: tl.constexpr):
+    """Summand (BJ,) of the keys j of row r, or zeros; kb, kr: strides of keys (B, R, LP), 0 if shared."""
+    if KEYS:
+        found = tl.load(keys + b * kb + r * kr + j)
+    else:
+        found = tl.zeros((BJ,), tl.float32)
+    return found
+
+
+@triton.jit
+def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, kb, kr, sqb, sqr, sqh, sql,
+                   sgb, sgr, sgh, sgl, sob, sor, soh, sol, BIAS: tl.constexpr, KEYS: tl.constexpr,
+                   GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+                   BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
+    """BM queries of one sample and head, in RU rows side by side."""
+    i0, r0, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64) * RU, tl.program_id(2)
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
+    queries, tops, sums, accs = (), (), (), ()
+    for u in tl.static_range(RU):
+        at = b * sqb + tl.minimum(r0 + u, R - 1) * sqr + h * sqh
+        queries = queries + (tile(q + at, i0, L, D, sql, BM, BD, EVEN),)
+        tops = tops + (tl.full((BM,), float("-inf"), tl.float32),)
+        sums = sums + (tl.zeros((BM,), tl.float32),)
+        accs = accs + (tl.zeros((BM, BD), tl.float32),)
+    for n in range(0, L, BN):
+        j = n + tl.arange(0, BN)
+        t = bias_tile(bias, bh, i, j, LP, BIAS, BM, BN)
+        new_tops, new_sums, new_accs = (), (), ()
+        for u in tl.static_range(RU):
+            r = tl.minimum(r0 + u, R - 1)
+            at = b * sqb + r * sqr + h * sqh
+            kt, vt = tile(k + at, n, L, D, sql, BN, BD, EVEN), tile(v + at, n, L, D, sql, BN, BD, EVEN)
+            s = tl.dot(queries[u], tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
+            s += key_tile(keys, b, r, j, kb, kr, KEYS, BN)[None, :]
+            top = tl.maximum(tops[u], tl.max(s, 1))
+            p, shrink = tl.exp2(s - top[:, None]), tl.exp2(tops[u] - top)
+            new_tops = new_tops + (top,)
+            new_sums = new_sums + (sums[u] * shrink + tl.sum(p, 1),)
+            new_accs = new_accs + (tl.dot(p.to(vt.dtype), vt, accs[u] * shrink[:, None],
+                                          input_precision=PRECISION),)
+        tops, sums, accs = new_tops, new_sums, new_accs
+    for u in tl.static_range(RU):
+        r = r0 + u
+        if r < R:
+            result = accs[u] / sums[u][:, None]
+            if GATE:
+                gt = tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN)
+                result = result * gates(gt, gb, h, D, BD, GATE_BIAS)
+            tl.store(out + b * sob + r * sor + h * soh + i[:, None] * sol + d[None, :],
+                     result.to(out.dtype.element_ty), mask=(i[:, None] < L) & (d[None, :] < D))
+            tl.store(lse + ((b * R + r) * H + h) * L + i, tops[u] + tl.log2(sums[u]), mask=i < L)
+
+
+@triton.jit
+def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, delta, R, H, L, LP, D, scale,
+                      kb, kr,
+                      sqb, sqr, sqh, sql, sgb, sgr, sgh, sgl, sob, sor, soh, sol, tqb, tqr, tqh, tql, tgb,
+                      tgr,
+                      tgh, tgl, BIAS: tl.constexpr, KEYS: tl.constexpr, GATE: tl.constexpr,
+                      GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
+                      BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr, dgb=None):
+    """dq and, with a gate, dg; for the other kernels do (as out lies) and delta (B, R, H, L); dgb holds a
+    part (B H, programs, BD) of the gate bias's gradient. t*: strides of dq and dg."""
+    i0, r0, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64) * RU, tl.program_id(2)
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
+    inside = (i[:, None] < L) & (d[None, :] < D)
+    queries, dos, stats, deltas, accs = (), (), (), (), ()
+    part = tl.zeros((BD,), tl.float32)
+    for u in tl.static_range(RU):
+        r = tl.minimum(r0 + u, R - 1)
+        at_out = b * sob + r * sor + h * soh
+        dt = tile(dout + at_out, i0, L, D, sol, BM, BD, EVEN)
+        product = dt.to(tl.float32) * tile(out + at_out, i0, L, D, sol, BM, BD, EVEN).to(tl.float32)
+        row_delta = tl.sum(product, 1)
+        stat = ((b * R + r) * H + h) * L + i
+        if GATE:
+            opening = gates(tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN), gb, h, D, BD,
+                            GATE_BIAS)
+            dgate = product * (1 - opening)
+            dt = (dt.to(tl.float32) * opening).to(dt.dtype)
+            tl.store(do + at_out + i[:, None] * sol + d[None, :], dt, mask=inside)
+            tl.store(dg + b * tgb + r * tgr + h * tgh + i[:, None] * tgl + d[None, :],
+                     dgate.to(dg.dtype.element_ty), mask=inside)
+            if GATE_BIAS:
+                part += tl.where(r0 + u < R, tl.sum(dgate, 0), 0.0)
+        tl.store(delta + stat, row_delta, mask=i < L)
+        queries = queries + (tile(q + b * sqb + r * sqr + h * sqh, i0, L, D, sql, BM, BD, EVEN),)
+        dos, deltas = dos + (dt,), deltas + (row_delta,)
+        stats = stats + (tl.load(lse + stat, mask=i < L, other=float("inf")),)
+        accs = accs + (tl.zeros((BM, BD), tl.float32),)
+    if GATE_BIAS:
+        row = (bh * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+        tl.store(dgb + (row * tl.num_programs(0) + tl.program_id(0)) * BD + d, part)
+    for n in range(0, L, BN):
+        j = n + tl.arange(0, BN)
+        t = bias_tile(bias, bh, i, j, LP, BIAS, BM, BN)
+        new_accs = ()
+        for u in tl.static_range(RU):
+            r = tl.minimum(r0 + u, R - 1)
+            at = b * sqb + r * sqr + h * sqh
+            kt, vt = tile(k + at, n, L, D, sql, BN, BD, EVEN), tile(v + at, n, L, D, sql, BN, BD, EVEN)
+            s = tl.dot(queries[u], tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
+            s += key_tile(keys, b, r, j, kb, kr, KEYS, BN)[None, :]
+            ds = tl.exp2(s - stats[u][:, None]) * (
+                tl.dot(dos[u], tl.trans(vt), input_precision=PRECISION) - deltas[u][:, None])
+            new_accs = new_accs + (tl.dot(ds.to(kt.dtype), kt, accs[u], input_precision=PRECISION),)
+        accs = new_accs
+    for u in tl.static_range(RU):
+        if r0 + u < R:
+            place = b * tqb + (r0 + u) * tqr + h * tqh + i[:, None] * tql + d[None, :]
+            tl.store(dq + place, (accs[u] * scale).to(dq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, R, H, L, LP, D, scale, kb, kr,
+                       sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql, BIAS: tl.constexpr,
+                       KEYS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
+                       BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
+    """dk and dv of BN keys in RU rows. Scores are (keys, queries), so that P and dS are left operands as they
+    stand, and the bias is read along the rows of its transpose."""
+    j0, r0, bh = tl.program_id(0) * BN, tl.program_id(1).to(tl.int64) * RU, tl.program_id(2)
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    j, d = j0 + tl.arange(0, BN), tl.arange(0, BD)
+    ks, vs, dks, dvs, masks = (), (), (), (), ()
+    for u in tl.static_range(RU):
+        r = tl.minimum(r0 + u, R - 1)
+        at = b * sqb + r * sqr + h * sqh
+        ks = ks + (tile(k + at, j0, L, D, sql, BN, BD, EVEN),)
+        vs = vs + (tile(v + at, j0, L, D, sql, BN, BD, EVEN),)
+        masks = masks + (key_tile(keys, b, r, j, kb, kr, KEYS, BN),)
+        dks = dks + (tl.zeros((BN, BD), tl.float32),)
+        dvs = dvs + (tl.zeros((BN, BD), tl.float32),)
+    for m in range(0, L, BM):
+        i = m + tl.arange(0, BM)
+        t = bias_tile(turned, bh, j, i, LP, BIAS, BN, BM)
+        new_dks, new_dvs = (), ()
+        for u in tl.static_range(RU):
+            r = tl.minimum(r0 + u, R - 1)
+            qt = tile(q + b * sqb + r * sqr + h * sqh, m, L, D, sql, BM, BD, EVEN)
+            dt = tile(do + b * sob + r * sor + h * soh, m, L, D, sol, BM, BD, EVEN)
+            stat = ((b * R + r) * H + h) * L + i
+            ls = tl.load(lse + stat, mask=i < L, other=float("inf"))
+            de = tl.load(delta + stat, mask=i < L, other=0.0)
+            s = tl.dot(ks[u], tl.trans(qt), input_precision=PRECISION) * (scale * LOG2E) + t + masks[u][:,
+                                                                                                        None]
+            p = tl.exp2(s - ls[None, :])
+            new_dvs = new_dvs + (tl.dot(p.to(dt.dtype), dt, dvs[u], input_precision=PRECISION),)
+            ds = p * (tl.dot(vs[u], tl.trans(dt), input_precision=PRECISION) - de[None, :])
+            new_dks = new_dks + (tl.dot(ds.to(qt.dtype), qt, dks[u], input_precision=PRECISION),)
+        dks, dvs = new_dks, new_dvs
+    inside = (j[:, None] < L) & (d[None, :] < D)
+    for u in tl.static_range(RU):
+        if r0 + u < R:
+            place = b * tqb + (r0 + u) * tqr + h * tqh + j[:, None] * tql + d[None, :]
+            tl.store(dk + place, (dks[u] * scale).to(dk.dtype.element_ty), mask=inside)
+            tl.store(dv + place, dvs[u].to(dv.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP, D, scale, rows, kb, kr,
+                         sqb, sqr, sqh, sql, sob, sor, soh, sol, KEYS: tl.constexpr, EVEN: tl.constexpr,
+                         PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """A (BM, BN) tile of the bias gradient, of a share of `rows` rows: dbias (shares, B, H, LP, LP)."""
+    bh, share, nj = tl.program_id(2), tl.program_id(1), tl.cdiv(L, BN)
+    i0, j0 = tl.program_id(0) // nj * BM, tl.program_id(0) % nj * BN
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
+    t = bias_tile(bias, bh, i, j, LP, True, BM, BN)
+    db = tl.zeros((BM, BN), tl.float32)
+    for r in range(share * rows, tl.minimum(share * rows + rows, R)):
+        at, at_out = b * sqb + r * sqr + h * sqh, b * sob + r * sor + h * soh
+        qt, dt = tile(q + at, i0, L, D, sql, BM, BD, EVEN), tile(do + at_out, i0, L, D, sol, BM, BD, EVEN)
+        kt, vt = tile(k + at, j0, L, D, sql, BN, BD, EVEN), tile(v + at, j0, L, D, sql, BN, BD, EVEN)
+        stat = ((b * R + r) * H + h) * L + i
+        ls = tl.load(lse + stat, mask=i < L, other=float("inf"))
+        de = tl.load(delta + stat, mask=i < L, other=0.0)
+        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
+        s += key_tile(keys, b, r, j, kb, kr, KEYS, BN)[None, :]
+        db += tl.exp2(s - ls[:, None]) * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
+    place = (share * tl.num_programs(2) + bh).to(tl.int64) * LP * LP
+    tl.store(dbias + place + i[:, None].to(tl.int64) * LP + j[None, :], db)
+
+
+@triton.jit
+def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv, dg, dbias, R, H, L, LP, D,
+                          scale, rows, kb, kr, sqb, sqr, sqh, sql, sgb, sgr, sgh, sgl, sob, sor, soh, sol,
+                          tqb, tqr, tqh, tql, tgb, tgr, tgh, tgl, BIAS: tl.constexpr, KEYS: tl.constexpr,
+                          GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr,
+                          PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr, dgb=None):
+    """All gradients of a share of `rows` whole rows, L <= BL: five products and one exponential a score."""
+    share, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, d = tl.arange(0, BL), tl.arange(0, BD)
+    inside = (i[:, None] < L) & (d[None, :] < D)
+    t = bias_tile(bias, bh, i, i, LP, BIAS, BL, BL)
+    db, part = tl.zeros((BL, BL), tl.float32), tl.zeros((BD,), tl.float32)
+    for r in range(share * rows, tl.minimum(share * rows + rows, R)):
+        at, at_out = b * sqb + r * sqr + h * sqh, b * sob + r * sor + h * soh
+        qt, kt = tile(q + at, 0, L, D, sql, BL, BD, EVEN), tile(k + at, 0, L, D, sql, BL, BD, EVEN)
+        vt, dt = tile(v + at, 0, L, D, sql, BL, BD, EVEN), tile(dout + at_out, 0, L, D, sol, BL, BD, EVEN)
+        product = dt.to(tl.float32) * tile(out + at_out, 0, L, D, sol, BL, BD, EVEN).to(tl.float32)
+        de = tl.sum(product, 1)
+        if GATE:
+            opening = gates(tile(g + b * sgb + r * sgr + h * sgh, 0, L, D, sgl, BL, BD, EVEN), gb, h, D, BD,
+                            GATE_BIAS)
+            dgate = product * (1 - opening)
+            dt = (dt.to(tl.float32) * opening).to(dt.dtype)
+            part += tl.sum(dgate, 0)
+            tl.store(dg + b * tgb + r * tgr + h * tgh + i[:, None] * tgl + d[None, :],
+                     dgate.to(dg.dtype.element_ty), mask=inside)
+        ls = tl.load(lse + ((b * R + r) * H + h) * L + i, mask=i < L, other=float("inf"))
+        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
+        s += key_tile(keys, b, r, i, kb, kr, KEYS, BL)[None, :]
+        p = tl.exp2(s - ls[:, None])
+        ds = p * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
+        db += ds
+        p, ds = p.to(qt.dtype), ds.to(qt.dtype)
+        place = b * tqb + r * tqr + h * tqh + i[:, None] * tql + d[None, :]
+        tl.store(dv + place, tl.dot(tl.trans(p), dt, input_precision=PRECISION).to(dv.dtype.element_ty),
+                 mask=inside)
+        tl.store(dk + place, (tl.dot(tl.trans(ds), qt,
+                                     input_precision=PRECISION) * scale).to(dk.dtype.element_ty),
+                 mask=inside)
+        tl.store(dq + place, (tl.dot(ds, kt, input_precision=PRECISION) * scale).to(dq.dtype.element_ty),
+                 mask=inside)
+    if BIAS:
+        dbias += (share * tl.num_programs(1) + bh).to(tl.int64) * LP * LP
+        tl.store(dbias + i[:, None] * LP + i[None, :], db)
+    if GATE_BIAS:
+        tl.store(dgb + (bh * tl.num_programs(0) + share).to(tl.int64) * BD + d, part)

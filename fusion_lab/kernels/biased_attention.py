@@ -1,0 +1,282 @@
+"""Attention whose rows share one bias, with the gate in its epilogue, as Triton kernels with derivatives.
+
+    out = softmax(q k^T scale + bias + key mask) v * sigmoid(gate + gate_bias)
+
+Letters: B samples, R rows, H heads, L length of a row, D head width; LP is L rounded up to whole tiles. A
+bias tile is loaded once for RU rows side by side. No scores are written. Bias and key mask together are one
+padded tensor that holds PADDING beyond L, so that no kernel masks a score; a second one is its transpose,
+which the gradients of k and v read.
+
+Backward, with do = dout sigmoid(g) and delta = rowsum(do o) = rowsum(dout out): o itself is never stored. Up
+to SHORT keys one kernel makes everything from whole rows. Beyond, three do: dq with the gate's gradient; dk
+and dv; the bias gradient, whose programs own a tile, sum a share of the rows in registers and store it once.
+Nothing is added atomically: every run gives the same bits.
+
+Sources: Dao et al. 2022 (arXiv:2205.14135) for attention in tiles; AlphaFold 2 supplement, Alg. 7, 8, 13, 14.
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from fusion_lab.kernels import attention_kernels as kernels
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.precision import at_least_float32
+from fusion_lab.kernels.triton_parts import (
+    candidates,
+    operation,
+    padded_width,
+    precision,
+    products_in_registers,
+)
+
+MASKED = -1e9  # added to scores of masked keys
+PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it counts nothing
+SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
+PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU
+
+# The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
+TILES = ("BM", "BN", "RU", "num_warps", "num_stages")
+FORWARD = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (128, 64, 1, 8, 3), (64, 64, 2, 4, 3),
+                     (64, 32, 1, 4, 3))
+BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2, 4, 3), (64, 32, 1, 4, 3),
+                        (128, 64, 1, 8, 3))
+BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
+                         (32, 64, 2, 4, 2))
+BACKWARD_BIAS = candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 2), (64, 64, 4, 3),
+                           (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3))
+BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (8, 1), (4, 1), (4, 2), (8, 2))
+SMALL = dict(BM=32, BN=32, RU=1, num_warps=4, num_stages=2)  # for float32, whose tiles are twice as large
+
+
+def reference(q, k, v, bias=None, keys=None, gate=None, gate_bias=None, scale=None):
+    """The same in plain PyTorch. q, k, v, gate (B, R, H, L, D); bias (B, H, L, L); keys (B, L) or (B, R, L),
+    1 = present; gate_bias (H, D)."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias[:, None]
+    if keys is not None:
+        keys = keys[:, None] if keys.dim() == 2 else keys
+        lowest = torch.finfo(torch.float16).min / 2 if scores.dtype == torch.float16 else MASKED
+        scores = scores.masked_fill(~keys.bool()[:, :, None, None, :], lowest)
+    out = scores.softmax(-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
+    if gate is None:
+        return out
+    return out * (gate if gate_bias is None else gate + gate_bias[:, None]).sigmoid()
+
+
+# --------------------------------------------------------------------------------------------------------
+# Launchers. `parts` is [packed] (B, X, Y, 3 c or 4 c): q, k, v and the gate behind each other; or [q, k, v]
+# or [q, k, v, gate], each (B, X, Y, c) with attention along `axis` 1 or 2, or, with axis 0, (B, R, H, L, D).
+# --------------------------------------------------------------------------------------------------------
+
+
+def padded_length(length):
+    """LP: a multiple of every tile that the kernels use at this length."""
+    return triton.cdiv(length, 128) * 128 if length > SHORT else max(16, triton.next_power_of_2(length))
+
+
+def as_rows(x, heads, axis):
+    """(B, X, Y, c) -> a view (B, R, H, L, D); for axis 0 x itself."""
+    if axis == 0:
+        return x
+    return x.unflatten(-1, (heads, -1)).permute((0, 2, 3, 1, 4) if axis == 1 else (0, 1, 3, 2, 4))
+
+
+def views(parts, heads, axis, gated):
+    """[q, k, v] or [q, k, v, gate], each (B, R, H, L, D)."""
+    parts = parts[0].chunk(3 + gated, dim=-1) if len(parts) == 1 else parts
+    return [as_rows(part, heads, axis) for part in parts]
+
+
+def strides(x):
+    return x.stride()[:4]
+
+
+class Launch:
+    """What the launches of one call share: views, sizes, flags, and the class of shape for the tuner."""
+
+    def __init__(self, parts, gate_bias, bias, keys, heads, axis, gated, scale):
+        self.q, self.k, self.v, *gate = views(parts, heads, axis, gated)
+        self.gate = (gate or [self.q])[0]
+        self.B, self.R, self.H, self.L, self.D = self.q.shape
+        if max(self.B * self.H, self.R) >= 1 << 16 or self.L * self.q.stride(3) >= 1 << 31:
+            raise ValueError(f"attention over {tuple(self.q.shape)} is too large for one launch")
+        self.short = self.L <= (SHORT // 2 if products_in_registers() else SHORT)
+        self.LP, self.BD = padded_length(self.L), padded_width(self.D)
+        shared = (0, 0) if keys is None else [keys.stride(i) * (keys.shape[i] > 1) for i in (0, 1)]
+        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
+        self.where = (*shared, *strides(self.q))
+        self.inputs = (self.q, self.k, self.v, self.gate, gate_bias, bias, keys)
+        self.shape = f"{str(self.q.dtype)[6:]} L{triton.next_power_of_2(self.L)} D{self.BD}"
+        self.flags = dict(KEYS=keys is not None, PRECISION=precision(self.q.dtype), BD=self.BD)
+        self.bias_flag = dict(BIAS=bias is not None)
+        self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None, **self.bias_flag)
+
+    def fitted(self, config):
+        """The configuration for rows that may be shorter than its tiles, and whether nothing needs masks."""
+        config = {key: min(value, self.LP) if key in ("BM", "BN") else value for key, value in config.items()}
+        tiles = [config[key] for key in ("BM", "BN") if key in config]
+        if self.L <= SHORT:  # more warps than a tile has rows for would all do the same
+            config["num_warps"] = max(1, min(config["num_warps"], min(tiles, default=self.LP) // 16))
+        return dict(config, EVEN=self.D == self.BD and all(self.L % t == 0 for t in tiles or [self.LP]))
+
+    def shares(self):
+        """How many rows a program sums, and how many programs that makes, for sums over rows."""
+        tiles = 1 if self.short else triton.cdiv(self.L, 64) ** 2
+        rows = triton.cdiv(self.R, max(1, min(self.R, PROGRAMS // (self.B * self.H * tiles))))
+        return rows, triton.cdiv(self.R, rows)
+
+    def rows(self, tile):
+        """A grid: a function of a configuration whose `tile` is along L."""
+        return lambda t: (triton.cdiv(self.L, t[tile]), triton.cdiv(self.R, t["RU"]), self.B * self.H)
+
+    def run(self, kernel, tiles, grid, arguments, gate_sums=None, **flags):
+        """Launch with the tuner's choice; grid is a function of a configuration. gate_sums (H, D), if given,
+        becomes the sum of what the programs store in dgb, (B, H, programs, BD)."""
+        def launch(config):
+            config = self.fitted(config)
+            size = grid(config)
+            if gate_sums is None:
+                return kernel[size](*arguments, **flags, **self.flags, **config)
+            sums = gate_sums.new_empty(self.B, self.H, math.prod(size) // (self.B * self.H), self.BD)
+            kernel[size](*arguments, dgb=sums, **flags, **self.flags, **config)
+            torch.sum(sums[..., :self.D], (0, 2), out=gate_sums)
+        if self.q.dtype == torch.float32:
+            tiles = [{key: SMALL[key] for key in tiles[0]}]
+        tuner.launch(kernel.__name__, self.shape, tiles, launch)
+
+
+def forward(parts, gate_bias, bias, keys, heads, axis, gated, scale):
+    """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of exponentials."""
+    c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
+    out, lse = forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale)
+    c.run(kernels.forward_kernel, FORWARD, c.rows("BM"),
+          (*c.inputs, out, lse, *c.sizes, *c.where, *strides(c.gate), *strides(as_rows(out, heads, axis))),
+          **c.gate_flags)
+    return out, lse
+
+
+def forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale):
+    q = views(parts, heads, axis, gated)[0]
+    out = q.new_empty(q.shape if axis == 0 else (*parts[0].shape[:3], q.shape[2] * q.shape[4]))
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale):
+    """[gradients of parts, each as its part lies; parts (n, B, H, LP, LP) of the bias's, to be summed over n;
+    the gate bias's (H, D)], the last two in float32 and empty where there is no bias."""
+    c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
+    found = backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated,
+                           scale)
+    *grads, dbias, dgb = found
+    dq, dk, dv, *dg = views(grads, heads, axis, gated)
+    dg, sums, (rows, shares) = (dg or [dq])[0], None if gate_bias is None else dgb, c.shares()
+    o = strides(as_rows(out, heads, axis))
+    outer = (*strides(c.gate), *o, *strides(dq), *strides(dg))
+    if c.short:
+        c.run(kernels.backward_short_kernel, BACKWARD_SHORT, lambda t: (shares, c.B * c.H),
+              (*c.inputs, out, gradient, lse, dq, dk, dv, dg, dbias, *c.sizes, rows, *c.where, *outer), sums,
+              **c.gate_flags, BL=c.LP)
+        return found
+    delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
+    c.run(kernels.backward_q_kernel, BACKWARD_Q, c.rows("BM"),
+          (*c.inputs, out, gradient, lse, dq, dg, do, delta, *c.sizes, *c.where, *outer), sums,
+          **c.gate_flags)
+    c.run(kernels.backward_kv_kernel, BACKWARD_KV, c.rows("BN"),
+          (c.q, c.k, c.v, turned, keys, do, lse, delta, dk, dv, *c.sizes, *c.where, *o, *strides(dk)),
+          **c.bias_flag)
+    if bias is not None:
+        c.run(kernels.backward_bias_kernel, BACKWARD_BIAS,
+              lambda t: (triton.cdiv(c.L, t["BM"]) * triton.cdiv(c.L, t["BN"]), shares, c.B * c.H),
+              (c.q, c.k, c.v, bias, keys, do, lse, delta, dbias, *c.sizes, rows, *c.where, *o))
+    return found
+
+
+def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale):
+    c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
+    dbias = (c.shares()[1], c.B, c.H, c.LP, c.LP) if bias is not None else 0
+    return [*(part.new_empty(part.shape) for part in parts), out.new_empty(dbias, dtype=torch.float32),
+            out.new_empty((c.H, c.D) if gate_bias is not None else 0, dtype=torch.float32)]
+
+
+HOW = "int heads, int axis, bool gated, float scale"
+FORWARD_OP = operation("attention_forward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? keys, "
+                       f"{HOW}) -> (Tensor, Tensor)", forward, forward_sizes)
+BACKWARD_OP = operation("attention_backward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? turned, "
+                        f"Tensor? keys, Tensor out, Tensor lse, Tensor gradient, {HOW}) -> Tensor[]",
+                        backward, backward_sizes)
+
+
+class BiasedAttention(torch.autograd.Function):
+    """Attention with its derivative; saves parts, the output, lse and the padded bias."""
+
+    @staticmethod
+    def forward(ctx, bias, keys, gate_bias, heads, axis, gated, scale, *parts):
+        ctx.how = heads, axis, gated, scale
+        padded, turned, summand = padded_bias(bias, keys, views(parts, heads, axis, gated)[0])
+        out, lse = FORWARD_OP(parts, gate_bias, padded, summand, *ctx.how)
+        ctx.save_for_backward(bias, gate_bias, padded, turned, summand, out, lse, *parts)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        bias, gate_bias, padded, turned, summand, out, lse, *parts = ctx.saved_tensors
+        *grads, dbias, dgb = BACKWARD_OP(parts, gate_bias, padded, turned, summand, out, lse,
+                                         gradient.contiguous(), *ctx.how)
+        dbias = None if bias is None else dbias.sum(0)[..., :bias.shape[-1], :bias.shape[-1]].to(bias.dtype)
+        dgb = None if gate_bias is None else dgb.view(gate_bias.shape).to(gate_bias.dtype)
+        return dbias, None, dgb, None, None, None, None, *grads
+
+
+def padded_bias(bias, keys, q):
+    """(bias with the key mask, (B, H, LP, LP); its transpose; summands of keys, (B or 1, R or 1, LP)), None
+    where not needed, from bias (B, H, L, L) or None and keys (B, L) or (B, R, L), 1 = present, or None."""
+    length, turned = q.shape[-2], None
+    pad = padded_length(length) - length
+    if bias is not None:
+        bias = bias.to(torch.float32 if bias.dtype == torch.float16 else bias.dtype)  # which can hold PADDING
+        if keys is not None and keys.dim() == 2:
+            bias, keys = bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None
+        bias = F.pad(bias, (0, pad, 0, pad), value=PADDING) if pad else bias
+        bias, turned = bias.contiguous(), bias.mT.contiguous()
+    elif keys is None and pad:
+        keys = q.new_ones(1, length)
+    if keys is not None:
+        keys = keys[:, None] if keys.dim() == 2 else keys
+        keys = F.pad((keys.float() - 1) * -MASKED, (0, pad), value=PADDING).contiguous()
+    return bias, turned, keys
+
+
+def gated_attention(parts, heads, axis, bias=None, keys=None, gate_bias=None):
+    """Gated attention along axis 1 or 2 of (B, X, Y, c), a row for each place on the other.
+
+    parts: [packed], q, k, v and gate behind each other (B, X, Y, 4 c), or [q, k, v, gate]; bias (B, H, L, L);
+    keys (B, L), 1 = present; gate_bias (c,), added to the gate. Returns (B, X, Y, c). Gradients for all but
+    keys.
+    """
+    width = parts[-1].shape[-1] // (4 if len(parts) == 1 else 1) // heads
+    return BiasedAttention.apply(bias, keys, gate_bias, heads, axis, True, width ** -0.5, *parts)
+
+
+def triangle_attention(q, k, v, bias, mask=None, scale=None):
+    """cuEquivariance's function of this name: softmax(scale q k^T + bias, masked) v.
+
+    q, k, v (B, N, H, S, D); bias (B, 1, H, S, S); mask (B, N, 1, 1, S), True = present, or None; scale:
+    default D^-0.5. Returns (B, N, H, S, D). Gradients for q, k, v and bias. Raises ValueError for another
+    shape, and for more keys than queries.
+    """
+    B, N, H, S, _ = q.shape
+    for name, x, shape in (("k", k, q.shape), ("v", v, q.shape), ("bias", bias, (B, 1, H, S, S)),
+                           *([("mask", mask, (B, N, 1, 1, S))] if mask is not None else [])):
+        if tuple(x.shape) != tuple(shape):
+            raise ValueError(f"{name} is {tuple(x.shape)}, but must be {tuple(shape)}")
+    return row_attention(q, k, v, bias[:, 0], None if mask is None else mask[:, :, 0, 0], scale)
+
+
+def row_attention(q, k, v, bias=None, keys=None, scale=None):
+    """Attention without a gate for q, k, v (B, R, H, L, D), bias (B, H, L, L), keys (B, L) or (B, R, L)."""
+    parts = [x.contiguous() for x in (q, k, v)]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return BiasedAttention.apply(bias, keys, None, q.shape[2], 0, False, scale, *parts)

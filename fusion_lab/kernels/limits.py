@@ -1,0 +1,21 @@
+"""What this project's Triton kernels take. No torch: flags are judged before it is imported."""
+import importlib.util
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs hold all of them
+WIDEST_HEAD = 128
+SWITCH = "enable_triton_"
+
+
+def idle_kernels(fusion, widths, on_gpu):
+    """Sentences on why Triton switches of a config change nothing here; widths: the channels of the model."""
+    names = [name for name in fusion.names() if name.startswith(SWITCH) and getattr(fusion, name)]
+    if not names:
+        return []
+    if not (on_gpu and HAS_TRITON):
+        return [f"Triton kernels need {'Triton (pip install triton)' if on_gpu else 'a GPU'}"]
+    odd = [str(width) for width in widths if width not in CHANNELS]
+    if odd and names != [f"{SWITCH}attention"]:
+        return [f"no Triton kernels for {' and '.join(odd)} channels, "
+                f"but for {', '.join(map(str, CHANNELS))}"]
+    return []

@@ -1,0 +1,305 @@
+"""AlphaFold 2's triangle multiplication (supplement, Alg. 11, 12) as Triton kernels round a library's GEMM.
+
+    x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask    for left and right
+    product[i, j] = sum over k of left[i, k] right[j, k]             incoming: left[k, i] right[k, j]
+    out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(x Wg^T + bg)
+
+Letters: B samples, S residues, c channels, P = B S S positions; SP is S rounded up to 16. What the batched
+GEMM multiplies lies channel first, (., B, SP, SP), with zeros beyond S: every row is aligned and every tile
+whole. Programs own BM positions of these planes and pass BC channels at a time; each kernel makes x again
+from pair, which costs less than to store it and to read it back.
+
+Forward: front_kernel (LayerNorm, projections, gates), the product, back_kernel (LayerNorms, projection, gate,
+dropout, residual): 9 passes over a tensor of pair's size. Backward: back_backward_kernel, two products,
+front_backward_kernel, and two GEMMs over what these write for the gradients of weights: 34 passes. No
+projection of a side is made again: with y = value * sigmoid(gate), which is kept, the gradients are
+dy sigmoid(gate) and dy y (1 - sigmoid(gate)). Sums over positions are one part a program, and every run gives
+the same bits.
+"""
+import torch
+import torch.nn.functional as F
+import triton
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels import triangle_multiplication_kernels as kernels
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.attention import TRITON_DTYPES
+from fusion_lab.kernels.limits import CHANNELS
+from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.triton_parts import candidates, operation, precision
+
+PARAMETERS = ("norm_weight", "norm_bias", "in_weight", "in_bias", "center_weight", "center_bias",
+              "out_weight", "out_bias", "gate_weight", "gate_bias")
+SAVED = ("all", "product", "nothing")  # "all": both sides too
+
+# The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
+TILES = ("BM", "BC", "num_warps", "num_stages")
+FRONT = candidates(TILES, (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 2),
+                   (128, 64, 8, 3))
+BACK = candidates(TILES, (64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (128, 32, 8, 3),
+                  (128, 64, 8, 2))
+BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2), (64, 32, 4, 3),
+                           (128, 16, 8, 2), (128, 32, 8, 2))
+FRONT_BACKWARD = candidates(TILES, (32, 32, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
+                            (128, 32, 8, 2), (128, 32, 8, 3))
+SMALL = candidates(TILES, (32, 16, 8, 2))  # for float32, whose products hold whole rows in registers
+
+
+def reference(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight,
+              out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5, residual=None, drop=None):
+    """The same in plain PyTorch; arguments as in triangle_multiplication()."""
+    c = pair.shape[-1]
+    x = F.layer_norm(pair, (c,), norm_weight, norm_bias, eps)
+    left, right, left_gate, right_gate = F.linear(x, in_weight, in_bias).chunk(4, dim=-1)
+    left, right = left * left_gate.sigmoid(), right * right_gate.sigmoid()
+    if mask is not None:
+        keep = mask.to(left.dtype)[..., None]
+        if mask.dim() == 3:
+            left, right = left * keep, right * keep
+        else:
+            left = left * (keep[:, None] if outgoing else keep[:, :, None])
+    product = torch.einsum("bikc,bjkc->bijc" if outgoing else "bkic,bkjc->bijc", left, right)
+    update = F.linear(F.layer_norm(product, (c,), center_weight, center_bias, eps), out_weight, out_bias)
+    update = update * F.linear(x, gate_weight, gate_bias).sigmoid()
+    update = update if drop is None else update * drop
+    return update if residual is None else residual + update
+
+
+class Call:
+    """What the launches of one call share: arguments, sizes, strides, flags, the class of shape. weights: of
+    PARAMETERS, None for a bias that there is not."""
+
+    def __init__(self, pair, weights, mask, drop, outgoing, eps):
+        self.B, self.S, _, self.C = pair.shape
+        self.SP = triton.cdiv(self.S, 16) * 16
+        self.plane = self.B * self.SP * self.SP
+        if self.plane >= 1 << 31:
+            raise ValueError(f"{tuple(pair.shape)} are too many positions for one launch")
+        norm, project, center, out, self.gate = (weights[n:n + 2] for n in range(0, 10, 2))
+        self.outgoing, self.dtype, self.new = outgoing, project[0].dtype, project[0].new_empty
+        self.front = (pair, *norm, *project, mask)
+        self.back = (pair, *norm, *center, *out, *self.gate, drop)
+        sizes = self.S, self.SP, self.plane, eps
+        self.front_sizes = (*sizes, *mask_strides(mask, outgoing))
+        self.back_sizes = (*sizes, *((0, 0, 0) if drop is None else drop.expand(pair.shape).stride()[:3]))
+        self.front_flags = dict(BIAS=project[1] is not None, MASK=mask is not None,
+                                BOTH=mask is not None and mask.dim() == 3)
+        self.back_flags = dict(OUT_BIAS=out[1] is not None, GATE_BIAS=self.gate[1] is not None,
+                               DROP=drop is not None)
+        self.flags = dict(PRECISION=precision(self.dtype), C=self.C)
+        self.shape = f"{str(self.dtype)[6:]} C{self.C} S{triton.next_power_of_2(self.S)}"
+
+    def planes(self, number):
+        return self.new(number * self.C, self.B, self.SP, self.SP)
+
+    def rows(self, width):
+        return self.new(self.B * self.S * self.S, width)
+
+    def fitted(self, config):
+        """The configuration: fewer positions where there are more than 128 channels, and no more channels
+        than there are."""
+        wider = max(1, self.C // 128)
+        return {**config, "BM": max(16, config["BM"] // wider),
+                "BC": max(16, min(self.C, config["BC"] // wider))}
+
+    def run(self, kernel, tiles, *arguments, sums=None, **flags):
+        """Launch with the tuner's choice. sums (n,), if given, becomes the sum of what the programs store."""
+        def launch(config):
+            config = self.fitted(config)
+            programs = self.plane // config["BM"]
+            if sums is None:
+                return kernel[(programs,)](*arguments, **flags, **self.flags, **config)
+            parts = sums.new_empty(programs, len(sums))
+            kernel[(programs,)](*arguments, parts, **flags, **self.flags, **config)
+            torch.sum(parts, 0, out=sums)
+        tuner.launch(kernel.__name__, self.shape, SMALL if self.dtype == torch.float32 else tiles, launch)
+
+    def make_sides(self):
+        """left and right, (2 c, B, SP, SP)."""
+        sides = self.planes(2)
+        self.run(kernels.front_kernel, FRONT, *self.front, sides, *self.front_sizes, **self.front_flags)
+        return sides
+
+    def matrices(self, planes):
+        """[(c B, SP, SP)] of a side each."""
+        return planes.view(-1, self.C * self.B, self.SP, self.SP)
+
+    def multiply(self, sides):
+        """The product, (c, B, SP, SP)."""
+        left, right = self.matrices(sides)
+        return (left @ right.mT if self.outgoing else left.mT @ right).view(self.C, *sides.shape[1:])
+
+    def multiply_backward(self, sides, dproduct):
+        """The gradient of sides."""
+        dsides = torch.empty_like(sides)
+        (left, right), (d,), (dleft, dright) = map(self.matrices, (sides, dproduct, dsides))
+        torch.bmm(*((d, right) if self.outgoing else (right, d.mT)), out=dleft)
+        torch.bmm(*((d.mT, left) if self.outgoing else (left, d)), out=dright)
+        return dsides
+
+
+def mask_strides(mask, outgoing):
+    """For sample, row and column of left. The product sums over its columns; incoming: over its rows."""
+    if mask is None:
+        return 0, 0, 0
+    return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
+
+
+def forward(pair, weights, mask, drop, residual, outgoing, eps, save):
+    """[out, product, sides]; of the last two what is not saved is empty."""
+    call = Call(pair, weights, mask, drop, outgoing, eps)
+    sides = call.make_sides()
+    product = call.multiply(sides)
+    sides = sides if save == "all" else call.new(0)
+    out = pair.new_empty(pair.shape, dtype=call.dtype if residual is None else residual.dtype)
+    call.run(kernels.back_kernel, BACK, product, *call.back, residual, out, *call.back_sizes,
+             RESIDUAL=residual is not None, **call.back_flags)
+    return [out, call.new(0) if save == "nothing" else product, sides]
+
+
+def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save):
+    call = Call(pair, weights, mask, drop, outgoing, eps)
+    return [pair.new_empty(pair.shape, dtype=call.dtype if residual is None else residual.dtype),
+            call.new(0) if save == "nothing" else call.planes(1),
+            call.planes(2) if save == "all" else call.new(0)]
+
+
+def backward(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps):
+    """Gradients [of pair; of in_weight and, below it, gate_weight (5 c, c); of out_weight; (10 c,) float32 of
+    norm_weight, norm_bias, in_bias, center_weight, center_bias, out_bias and gate_bias]. add: pair was the
+    residual."""
+    call = Call(pair, weights, mask, drop, outgoing, eps)
+    sides = sides if sides.numel() else call.make_sides()
+    product = product if product.numel() else call.multiply(sides)
+    found = backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps)
+    dpair, dweights, dout_weight, sums = found
+    c = call.C
+    dproduct, normed, dout, dgates = call.planes(1), call.rows(c), call.rows(c), call.rows(5 * c)
+    call.run(kernels.back_backward_kernel, BACK_BACKWARD, product, *call.back, gradient, dproduct, normed,
+             dout, dgates, *call.back_sizes, sums=sums[6 * c:], **call.back_flags)
+    torch.mm(dout.t(), normed, out=dout_weight)
+    dsides = call.multiply_backward(sides, dproduct)
+    del product, dproduct, dout
+    call.run(kernels.front_backward_kernel, FRONT_BACKWARD, *call.front, sides, dsides, call.gate[0],
+             gradient, dgates, dpair, normed, *call.front_sizes, sums=sums[:6 * c], ADD=add,
+             **call.front_flags)
+    torch.mm(dgates.t(), normed, out=dweights)
+    return found
+
+
+def backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps):
+    c, new = pair.shape[-1], weights[2].new_empty
+    return [pair.new_empty(pair.shape), new(5 * c, c), new(c, c), new(10 * c, dtype=torch.float32)]
+
+
+def flops(shape, second, *others, **_):
+    """Of the model: six projections and the product, in backward twice; not what is made again."""
+    b, s, _, c = shape
+    in_backward = isinstance(second, torch.Size)  # of pair; in forward, weights
+    return (2 if in_backward else 1) * 2 * b * s * s * c * (6 * c + s)
+
+
+FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor? mask, Tensor? drop, "
+                       "Tensor? residual, bool outgoing, float eps, str save) -> Tensor[]",
+                       forward, forward_sizes, flops)
+BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
+                        "Tensor? drop, Tensor product, Tensor sides, bool add, bool outgoing, float eps) -> "
+                        "Tensor[]", backward, backward_sizes, flops)
+
+
+class TriangleMultiplication(torch.autograd.Function):
+    """triangle_multiplication() with its derivative; saves pair, and what `save` says."""
+
+    @staticmethod
+    def forward(ctx, pair, mask, drop, residual, add, outgoing, eps, save, *weights):
+        ctx.how = add, outgoing, eps
+        out, product, sides = FORWARD_OP(pair, weights, mask, drop, pair if add else residual, outgoing, eps,
+                                         save)
+        ctx.save_for_backward(pair, mask, drop, product, sides, *weights)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        pair, mask, drop, product, sides, *weights = ctx.saved_tensors
+        dpair, dweights, dout_weight, sums = BACKWARD_OP(gradient.contiguous(), pair, weights, mask, drop,
+                                                         product, sides, *ctx.how)
+        c = pair.shape[-1]
+        din, dgate = dweights.split([4 * c, c])
+        norm, norm_bias, in_bias, *rest = sums.split([c, c, 4 * c, c, c, c, c])
+        center, center_bias, out_bias, gate_bias = rest
+        grads = norm, norm_bias, din, in_bias, center, center_bias, dout_weight, out_bias, dgate, gate_bias
+        grads = [None if w is None else d.to(w.dtype) for d, w in zip(grads, weights, strict=True)]
+        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 4, *grads
+
+
+def check(pair, weights, mask, drop, residual, save):
+    """ValueError with what is wrong."""
+    B, S, _, c = pair.shape
+    if product_dtype(pair) not in TRITON_DTYPES or c not in CHANNELS:
+        raise ValueError(f"no Triton kernels for {c} channels in {product_dtype(pair)}, but for "
+                         f"{', '.join(map(str, CHANNELS))} in float16, bfloat16 and float32")
+    if save not in SAVED:
+        raise ValueError(f"save is {save!r}, but must be one of {', '.join(SAVED)}")
+    sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
+    expected = [("pair", pair, [(B, S, S, c)]), ("mask", mask, [(B, S), (B, S, S)]),
+                ("drop", drop, [(B, 1, S, c), (B, S, 1, c)]), ("residual", residual, [(B, S, S, c)]),
+                *((name, w, [size]) for name, w, size in zip(PARAMETERS, weights, sizes, strict=True))]
+    for name, tensor, shapes in expected:
+        if tensor is not None and tuple(tensor.shape) not in shapes:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, but must be {' or '.join(map(str, shapes))}")
+
+
+def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias,
+                            out_weight, out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5,
+                            residual=None, drop=None, save="all"):
+    """The update of pair (B, S, S, c), or residual + drop * update; see the formula above.
+
+    in_weight (4 c, c), in_bias: left, right, left gate, right gate; out_weight, gate_weight (c, c); biases of
+    projections may be None. mask (B, S), 0 = missing, takes residues out of the sum; a mask (B, S, S)
+    multiplies both sides. residual: pair itself or a tensor like it; drop (B, 1, S, c) or (B, S, 1, c):
+    factors. save: what backward need not make again, "all" (product and sides), "product" or "nothing". No
+    gradients for mask and drop, no second derivatives. ValueError for what the kernels cannot take.
+    """
+    weights = [norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight, out_bias,
+               gate_weight, gate_bias]
+    check(pair, weights, mask, drop, residual, save)
+    dtype, add = product_dtype(pair), residual is pair
+    for n in (2, 3, 6, 7, 8, 9):  # projections; LayerNorms compute in float32 anyway
+        weights[n] = None if weights[n] is None else weights[n].to(dtype).contiguous()
+    mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
+    residual = None if add or residual is None else residual.contiguous()
+    save = save if torch.is_grad_enabled() else "nothing"
+    return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, add, outgoing, eps, save,
+                                        *weights)
+
+
+def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
+                                   p_in_weight=None, p_in_bias=None, g_in_weight=None, g_in_bias=None,
+                                   norm_out_weight=None, norm_out_bias=None, p_out_weight=None,
+                                   p_out_bias=None, g_out_weight=None, g_out_bias=None, eps=1e-5):
+    """cuEquivariance's function of this name: the update of x (B, N, N, D) or (N, N, D), without residual.
+
+    mask (B, N, N) or (N, N), 1 = present; p_in_weight, g_in_weight (2 D, D): left, then right; p_out_weight,
+    g_out_weight (D, D); biases (2 D,) and (D,). Norms default to 1 and 0, biases of projections to none.
+    Weights of projections must be given: there they would be drawn at random. ValueError for what the kernels
+    cannot take; nothing falls back unseen.
+    """
+    for name, value in dict(p_in_weight=p_in_weight, g_in_weight=g_in_weight, p_out_weight=p_out_weight,
+                            g_out_weight=g_out_weight).items():
+        if value is None:
+            raise ValueError(f"{name} is missing")
+    if direction not in ("outgoing", "incoming"):
+        raise ValueError(f"direction is {direction!r}, but must be 'outgoing' or 'incoming'")
+    pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
+    mask = None if mask is None else mask.expand(pair.shape[:3])
+    one, zero = x.new_ones(c), x.new_zeros(c)
+    in_bias = None
+    if p_in_bias is not None or g_in_bias is not None:
+        in_bias = torch.cat([x.new_zeros(2 * c) if b is None else b for b in (p_in_bias, g_in_bias)])
+    norms = [default if given is None else given for default, given in (
+        (one, norm_in_weight), (zero, norm_in_bias), (one, norm_out_weight), (zero, norm_out_bias))]
+    out = triangle_multiplication(
+        pair, *norms[:2], torch.cat([p_in_weight, g_in_weight]), in_bias, *norms[2:], p_out_weight,
+        p_out_bias, g_out_weight, g_out_bias, mask, direction == "outgoing", eps)
+    return out.view(x.shape)

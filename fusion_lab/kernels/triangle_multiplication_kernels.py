@@ -1,0 +1,207 @@
+"""The Triton kernels of triangle multiplication, which triangle_multiplication.py launches and explains.
+
+q: positions in the padded planes (B, SP, SP); p: the same in (B, S, S); inside: whether they lie there.
+"""
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels.triton_parts import layer_norm_backward
+
+
+@triton.jit
+def places(S, SP, BM: tl.constexpr):
+    """q, p and inside of this program's positions, each (BM,), and their sample, row and column."""
+    q = tl.program_id(0) * BM + tl.arange(0, BM)
+    b, i, j = q // (SP * SP), q // SP % SP, q % SP
+    return q, ((b * S + i) * S + j).to(tl.int64), (i < S) & (j < S), b, i, j
+
+
+@triton.jit
+def rows(matrix, p, inside, columns, stride):
+    """(BM, columns) of a matrix of positions; zeros outside."""
+    return tl.load(matrix + p[:, None] * stride + columns[None, :], mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def store_rows(matrix, p, inside, columns, stride, values):
+    at = matrix + p[:, None] * stride + columns[None, :]
+    tl.store(at, values.to(matrix.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def vector(pointer, columns):
+    """A weight or bias of these columns, in float32."""
+    return tl.load(pointer + columns).to(tl.float32)
+
+
+@triton.jit
+def layer_norm(x, weight, bias, eps, dtype: tl.constexpr, C: tl.constexpr):
+    """(BM, C) -> LayerNorm(x) in dtype, mean and 1 / standard deviation (BM,)."""
+    x, k = x.to(tl.float32), tl.arange(0, C)
+    mean = tl.sum(x, 1) / C
+    x -= mean[:, None]
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / C + eps)
+    return (x * rstd[:, None] * vector(weight, k)[None, :] + vector(bias, k)[None, :]).to(dtype), mean, rstd
+
+
+@triton.jit
+def projected(x, weight, bias, c, BIAS: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr):
+    """x (BM, C) times rows c of weight (., C), plus bias: float32, and the rows themselves."""
+    w = tl.load(weight + c[:, None] * C + tl.arange(0, C)[None, :])
+    y = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+    if BIAS:
+        y += vector(bias, c)[None, :]
+    return y, w
+
+
+@triton.jit
+def kept(mask, inside, at, is_left, BOTH: tl.constexpr):
+    """Factors (BM,) of a side: the mask's for left or BOTH, else 1."""
+    return tl.load(mask + at, mask=inside & (is_left | BOTH), other=1.0).to(tl.float32)
+
+
+@triton.jit
+def front_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, S, SP, plane, eps, mb, mi, mj,
+                 BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr, PRECISION: tl.constexpr,
+                 C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """left and right, neighbours in sides (2 C, B, SP, SP); mask multiplies left or BOTH. Results are made
+    channel first: weights are the left operand."""
+    q, p, inside, b, i, j = places(S, SP, BM)
+    k = tl.arange(0, C)
+    x = rows(pair, p, inside, k, C)
+    x = tl.trans(layer_norm(x, norm_weight, norm_bias, eps, weight.dtype.element_ty, C)[0])
+    for c0 in range(0, 2 * C, BC):
+        c = c0 + tl.arange(0, BC)
+        at = weight + c[:, None] * C + k[None, :]
+        value = tl.dot(tl.load(at), x, input_precision=PRECISION)
+        gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION)
+        if BIAS:
+            value += vector(bias, c)[:, None]
+            gate += vector(bias, c + 2 * C)[:, None]
+        value *= tl.sigmoid(gate)
+        if MASK:
+            value *= kept(mask, inside, b * mb + i * mi + j * mj, c0 < C, BOTH)[None, :]
+        value = tl.where(inside[None, :], value, 0.0)
+        tl.store(sides + c[:, None].to(tl.int64) * plane + q[None, :], value.to(sides.dtype.element_ty))
+
+
+@triton.jit
+def side_tile(sides, c, q, plane):
+    """(positions, channels c) of channel first planes."""
+    return tl.trans(tl.load(sides + c[:, None].to(tl.int64) * plane + q[None, :]))
+
+
+@triton.jit
+def back_kernel(product, pair, norm_weight, norm_bias, center_weight, center_bias, out_weight, out_bias,
+                gate_weight, gate_bias, drop, residual, out, S, SP, plane, eps, db, di, dj,
+                OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
+                PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """out (B, S, S, C) from the product and pair."""
+    q, p, inside, b, i, j = places(S, SP, BM)
+    dtype: tl.constexpr = out_weight.dtype.element_ty
+    k = tl.arange(0, C)
+    n = layer_norm(side_tile(product, k, q, plane), center_weight, center_bias, eps, dtype, C)[0]
+    x = layer_norm(rows(pair, p, inside, k, C), norm_weight, norm_bias, eps, dtype, C)[0]
+    for c0 in range(0, C, BC):
+        c = c0 + tl.arange(0, BC)
+        y = projected(n, out_weight, out_bias, c, OUT_BIAS, PRECISION, C)[0]
+        y *= tl.sigmoid(projected(x, gate_weight, gate_bias, c, GATE_BIAS, PRECISION, C)[0])
+        if DROP:
+            y *= rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
+        if RESIDUAL:
+            y += rows(residual, p, inside, c, C).to(tl.float32)
+        store_rows(out, p, inside, c, C, y)
+
+
+@triton.jit
+def back_backward_kernel(product, pair, norm_weight, norm_bias, center_weight, center_bias, out_weight,
+                         out_bias, gate_weight, gate_bias, drop, gradient, dproduct, normed, dout, dgates, S,
+                         SP, plane, eps, db, di, dj, sums, OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr,
+                         DROP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                         BC: tl.constexpr):
+    """dproduct (C, B, SP, SP), zero beyond S. For gradients of weights: normed = LN(product) and dout, the
+    gradient of its projection, (P, C); the gradient of the output gate, the last C columns of dgates
+    (P, 5 C). sums (programs, 4 C): of center_weight, center_bias, out_bias, gate_bias."""
+    q, p, inside, b, i, j = places(S, SP, BM)
+    k = tl.arange(0, C)
+    dtype: tl.constexpr = out_weight.dtype.element_ty
+    n, mean, rstd = layer_norm(side_tile(product, k, q, plane), center_weight, center_bias, eps, dtype, C)
+    store_rows(normed, p, inside, k, C, n)
+    x = layer_norm(rows(pair, p, inside, k, C), norm_weight, norm_bias, eps, dtype, C)[0]
+    sums += tl.program_id(0).to(tl.int64) * 4 * C
+    acc = tl.zeros((BM, C), tl.float32)
+    for c0 in range(0, C, BC):
+        c = c0 + tl.arange(0, BC)
+        y, w = projected(n, out_weight, out_bias, c, OUT_BIAS, PRECISION, C)
+        gate = tl.sigmoid(projected(x, gate_weight, gate_bias, c, GATE_BIAS, PRECISION, C)[0])
+        d = rows(gradient, p, inside, c, C).to(tl.float32)
+        if DROP:
+            d *= rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
+        dy, dg = d * gate, d * y * gate * (1 - gate)
+        if OUT_BIAS:
+            tl.store(sums + 2 * C + c, tl.sum(dy, 0))
+        if GATE_BIAS:
+            tl.store(sums + 3 * C + c, tl.sum(dg, 0))
+        store_rows(dout, p, inside, c, C, dy)
+        store_rows(dgates, p, inside, c + 4 * C, 5 * C, dg)
+        acc = tl.dot(dy.to(dtype), w, acc, input_precision=PRECISION)
+    # Read once more rather than held in registers meanwhile.
+    n_hat = (side_tile(product, k, q, plane).to(tl.float32) - mean[:, None]) * rstd[:, None]
+    tl.store(sums + k, tl.sum(acc * n_hat, 0))
+    tl.store(sums + C + k, tl.sum(acc, 0))
+    d = layer_norm_backward(acc, n_hat, rstd, vector(center_weight, k), C).to(dproduct.dtype.element_ty)
+    tl.store(dproduct + k[:, None].to(tl.int64) * plane + q[None, :], tl.trans(d))
+
+
+@triton.jit
+def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, dsides, gate_weight,
+                          gradient, dgates, dpair, normed, S, SP, plane, eps, mb, mi, mj, sums,
+                          BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr, ADD: tl.constexpr,
+                          PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """dpair, with the gradient of a residual if ADD. For gradients of weights: normed = LN(pair) (P, C) and
+    the gradients of the four projections, the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of
+    norm_weight, norm_bias and bias. Tiles are channel first, as sides are."""
+    q, p, inside, b, i, j = places(S, SP, BM)
+    k = tl.arange(0, C)
+    dtype: tl.constexpr = weight.dtype.element_ty
+    x, mean, rstd = layer_norm(rows(pair, p, inside, k, C), norm_weight, norm_bias, eps, dtype, C)
+    store_rows(normed, p, inside, k, C, x)
+    x = tl.trans(x)
+    sums += tl.program_id(0).to(tl.int64) * 6 * C
+    acc = tl.zeros((C, BM), tl.float32)
+    for c0 in range(0, C, BC):
+        c = c0 + tl.arange(0, BC)
+        w = tl.load(gate_weight + c[:, None] * C + k[None, :])
+        dg = tl.trans(rows(dgates, p, inside, c + 4 * C, 5 * C))
+        acc = tl.dot(tl.trans(w), dg, acc, input_precision=PRECISION)
+    for c0 in range(0, 2 * C, BC):
+        c = c0 + tl.arange(0, BC)
+        w = tl.load(weight + (c[:, None] + 2 * C) * C + k[None, :])
+        gate = tl.dot(w, x, input_precision=PRECISION)
+        if BIAS:
+            gate += vector(bias, c + 2 * C)[:, None]
+        gate = tl.sigmoid(gate)
+        at = c[:, None].to(tl.int64) * plane + q[None, :]
+        dy = tl.load(dsides + at).to(tl.float32)
+        dg = (dy * tl.load(sides + at).to(tl.float32) * (1 - gate)).to(dtype)
+        if BIAS:
+            tl.store(sums + 4 * C + c, tl.sum(dg.to(tl.float32), 1))
+        store_rows(dgates, p, inside, c + 2 * C, 5 * C, tl.trans(dg))
+        acc = tl.dot(tl.trans(w), dg, acc, input_precision=PRECISION)
+        dy *= gate
+        if MASK:
+            dy *= kept(mask, inside, b * mb + i * mi + j * mj, c0 < C, BOTH)[None, :]
+        dv = dy.to(dtype)
+        if BIAS:
+            tl.store(sums + 2 * C + c, tl.sum(dv.to(tl.float32), 1))
+        store_rows(dgates, p, inside, c, 5 * C, tl.trans(dv))
+        w = tl.load(weight + c[:, None] * C + k[None, :])
+        acc = tl.dot(tl.trans(w), dv, acc, input_precision=PRECISION)
+    tl.store(sums + C + k, tl.sum(acc, 1))
+    acc = tl.trans(acc)
+    x_hat = (rows(pair, p, inside, k, C).to(tl.float32) - mean[:, None]) * rstd[:, None]
+    tl.store(sums + k, tl.sum(acc * x_hat, 0))
+    d = layer_norm_backward(acc, x_hat, rstd, vector(norm_weight, k), C)
+    if ADD:
+        d += rows(gradient, p, inside, k, C).to(tl.float32)
+    store_rows(dpair, p, inside, k, C, d)

@@ -1,0 +1,106 @@
+"""What the Triton kernels of this directory share: parts of kernels, and how a launcher becomes an op.
+
+Imports triton; whoever imports this has asked `attention.HAS_TRITON` first. Rules that all kernels keep:
+sums, softmax and statistics in float32; operands of products in the tensors' own dtype; one rounding at each
+store; sums over positions as one partial sum a program,
+so that every result is the same in every run; program
+numbers as int64 before the first product. `PRECISION` of a product is that of matmul in the same dtype:
+float32 throughout where the user has not asked for TF32.
+"""
+import torch
+import triton
+import triton.language as tl
+from torch.utils.flop_counter import register_flop_formula
+from triton.runtime import driver
+
+from fusion_lab.kernels.precision import strict_float32
+
+NAMESPACE = "fusion_lab"
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def operation(schema, launch, sizes, flops=None):
+    """Make launch one op for autograd's functions and torch.compile, which never looks inside.
+
+    schema: "name(Tensor x, ...) -> (Tensor, Tensor)"; launch takes its arguments and allocates its results;
+    sizes does the same for fake tensors: the same allocations without the launch; flops, for torch's counter,
+    takes shapes in the place of tensors. Returns the op.
+    """
+    name = f"{NAMESPACE}::{schema.partition('(')[0]}"
+    torch.library.define(name, schema[schema.index("("):])
+    torch.library.impl(name, ("cpu", "cuda"), launch)  # "cuda" is AMD's too; "cpu": Triton's interpreter
+    torch.library.register_fake(name, sizes)
+    op = getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0])
+    if flops:
+        register_flop_formula(op)(flops)
+    return op.default
+
+
+def candidates(names, *values):
+    """[{name: value}] of configurations for the tuner."""
+    return [dict(zip(names, each, strict=True)) for each in values]
+
+
+def precision(dtype):
+    """`input_precision` of tl.dot for tensors of this dtype. Strict float32 means it; TF32 is NVIDIA's word,
+    and what AMD's compiler makes of float32 products is float32."""
+    tf32 = dtype == torch.float32 and not strict_float32(dtype) and not torch.version.hip
+    return "tf32" if tf32 else "ieee"
+
+
+def products_in_registers():
+    """Whether kernels compile for a GPU of NVIDIA's whose matrix instructions take both operands from
+    registers: sm_80 to sm_89, and sm_120."""
+    try:
+        target = driver.active.get_current_target()
+    except RuntimeError:  # no GPU, but the interpreter
+        return False
+    return target.backend == "cuda" and not 90 <= target.arch < 120
+
+
+def padded_width(width):
+    """Channels of a head as a tile has them: a power of two, at least 16, the least that a product takes."""
+    return max(16, triton.next_power_of_2(width))
+
+
+@triton.jit
+def normalised(x, eps, C: tl.constexpr):
+    """(BM, C) float32 -> normalised, 1 / standard deviation (BM,). Mean first, then centred squares: exact
+    where a sum of squares would cancel."""
+    centred = x - (tl.sum(x, 1) / C)[:, None]
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1) / C + eps)
+    return centred * rstd[:, None], rstd
+
+
+@triton.jit
+def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
+    """Gradient of LayerNorm's input, from dy (BM, C), what normalised() returned and its weight (C,)."""
+    dx = dy * weight[None, :]
+    mean, projection = tl.sum(dx, 1) / C, tl.sum(dx * x_hat, 1) / C
+    return rstd[:, None] * (dx - mean[:, None] - x_hat * projection[:, None])
+
+
+@triton.jit
+def rows(matrix, p, P, C: tl.constexpr):
+    """Rows p (BM,) int64 of a contiguous (P, C) matrix; zeros beyond P."""
+    return tl.load(matrix + p[:, None] * C + tl.arange(0, C)[None, :], mask=p[:, None] < P, other=0.0)
+
+
+@triton.jit
+def store_rows(matrix, p, P, tile, C: tl.constexpr):
+    """tile (BM, C) into rows p (BM,) int64 of a contiguous (P, C) matrix, rounded to its dtype."""
+    at = matrix + p[:, None] * C + tl.arange(0, C)[None, :]
+    tl.store(at, tile.to(matrix.dtype.element_ty), mask=p[:, None] < P)
+
+
+@triton.jit
+def vector(pointer, C: tl.constexpr):
+    """(1, C) in float32: an affine weight, or a bias."""
+    return tl.load(pointer + tl.arange(0, C)).to(tl.float32)[None, :]
+
+
+@triton.jit
+def layer_norm(x, weight, bias, p, P, eps, C: tl.constexpr):
+    """Rows p of LayerNorm(x), float32 (BM, C), and what layer_norm_backward() wants: normalised, 1 / std."""
+    x_hat, rstd = normalised(rows(x, p, P, C).to(tl.float32), eps, C)
+    return x_hat * vector(weight, C) + vector(bias, C), x_hat, rstd

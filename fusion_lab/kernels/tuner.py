@@ -1,0 +1,122 @@
+"""Which tile sizes a Triton kernel runs with: a table by GPU, kernel and class of shape, and how it is made.
+
+Nothing is timed during training. launch() looks the configuration up: first in what was measured on this GPU
+with this torch and Triton (`--retune`,
+                            kept in the user's cache directory), then in tiles.json beside this file
+(shipped for the architectures named there), else it takes the first candidate, a conservative one. Within
+retuning() every launch first times its candidates on its own arguments, taking turns, and keeps the winner if
+it beats the first candidate by more than the spread of both.
+"""
+import contextlib
+import json
+import os
+import pathlib
+import tempfile
+from functools import cache
+
+import torch
+import triton
+
+from fusion_lab.kernels.attention import architecture
+
+SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
+ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
+found = None  # {kernel and class: configuration} while retuning() measures
+
+
+def gpu():
+    """"gfx942", or "sm_90": what the shipped table goes by."""
+    major, minor = torch.cuda.get_device_capability()
+    return architecture(on_gpu=True) or f"sm_{major}{minor}"
+
+
+def cache_file():
+    """Where this user's measurements for this GPU, torch and Triton are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    name = f"{torch.cuda.get_device_name()} torch {torch.__version__} triton {triton.__version__}.json"
+    return pathlib.Path(root) / "fusion_lab" / name.replace(" ", "_").replace("/", "_")
+
+
+def read(path):
+    """{kernel and class: configuration} of a table, {} where there is none that can be used."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+@cache
+def table():
+    """What is known for this GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {**read(SHIPPED).get(gpu(), {}), **read(cache_file())}
+
+
+def launch(kernel, shape, candidates, run):
+    """run(configuration) with the best one known.
+
+    kernel: its name; shape: the class of its arguments,
+    such as "bfloat16 L256 D32"; candidates: dicts of tile
+    sizes, `num_warps` and `num_stages`, the first of which must fit every GPU.
+    """
+    key = f"{kernel} {shape}"
+    if found is not None and key not in found:
+        found[key] = fastest(candidates, run)
+    chosen = (found or {}).get(key) or table().get(key)
+    run(chosen if chosen in candidates else candidates[0])
+
+
+def fastest(candidates, run):
+    """The candidate that wins beyond noise, else the first; those that do not fit this GPU are left out."""
+    times = {}
+    for number, candidate in enumerate(candidates):
+        with contextlib.suppress(triton.runtime.errors.OutOfResources, triton.CompilationError):
+            run(candidate)
+            times[number] = []
+    for _ in range(ROUNDS):
+        for number, measured in times.items():
+            measured.append(milliseconds(lambda number=number: run(candidates[number])))
+    return candidates[winner(times)]
+
+
+def winner(times):
+    """The number whose times are shortest, if its slower quartile beats the faster quartile of the first."""
+    def quartile(number, share):
+        return sorted(times[number])[int(share * (len(times[number]) - 1))]
+    best = min(times, key=lambda number: quartile(number, 0.5))
+    first = min(times)
+    return best if quartile(best, 0.75) < quartile(first, 0.25) else first
+
+
+def milliseconds(run):
+    """A launch's time on the GPU, mean of REPEATS."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPEATS):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / REPEATS
+
+
+@contextlib.contextmanager
+def retuning():
+    """Within, every launch measures its candidates first; afterwards the winners are in the cache."""
+    global found
+    found = {}
+    try:
+        yield found
+        write(cache_file(), {**read(cache_file()), **found})
+        table.cache_clear()
+    finally:
+        found = None
+
+
+def write(path, content):
+    """Replace the table in one piece: other processes may read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        json.dump(content, file, indent=1, sort_keys=True)
+    os.replace(file.name, path)

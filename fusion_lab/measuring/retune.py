@@ -1,0 +1,36 @@
+"""--retune: the tile sizes of this project's Triton kernels, measured for a program's sizes on this GPU."""
+import os
+from dataclasses import replace
+
+from fusion_lab.kernels.limits import HAS_TRITON, SWITCH
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import MISSING, UserError, write_json
+from fusion_lab.training.machine import choose_device, process_settings
+from fusion_lab.training.reporting import print_result
+
+
+def retune(program, settings):
+    """Run one uncompiled step in which every launch measures its candidates; keep the winners in the user's
+    cache. Returns the exit code; raises UserError without a GPU, Triton or a switch for its kernels."""
+    fusion = settings.fusion
+    names = [name for name in fusion.names() if name.startswith(SWITCH)]
+    if not any(getattr(fusion, name) for name in names):
+        raise UserError("--retune: no Triton kernel is on; add --enable-ultra")
+    device = choose_device(settings.training.device)
+    if device.type != "cuda":
+        raise UserError("--retune needs a GPU", code=MISSING)
+    if not HAS_TRITON:
+        raise UserError("--retune needs Triton: pip install triton", code=MISSING)
+    from fusion_lab.kernels import tuner
+    settings = replace(settings, fusion=replace(fusion, enable_torch_compile=False, enable_cuda_graphs=False))
+    process_settings(settings, device)
+    trainer, source = program.trainer(program, settings, device), program.open_source(settings)
+    with tuner.retuning() as found:
+        trainer.step(to_device(source.batch(0), device))
+    for kernel, chosen in sorted(found.items()):
+        print(f"{kernel:44s} {', '.join(f'{key} {value}' for key, value in chosen.items())}")
+    path = os.path.join(settings.profiler.profile_dir, program.result("tiles"))
+    write_json(path, dict(gpu=tuner.gpu(), tiles=found, cache=str(tuner.cache_file())))
+    print(f"Kept in {tuner.cache_file()}")
+    print_result(dict(mode="retune", kernels=len(found)), path, settings)
+    return 0

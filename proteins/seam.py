@@ -1,0 +1,32 @@
+"""What the lab asks of the Evoformer beside its numbers: PROGRAM in tiny_openfold_v2.py names these."""
+import torch
+
+
+def defined(output, batch):
+    """What a masked batch leaves defined of the model's output; the rest is 0."""
+    seq_mask, row_mask = batch["seq_mask"], batch["row_mask"]
+    pair = seq_mask[:, :, None] * seq_mask[:, None]  # (B, S, S)
+    return dict(msa_repr=output["msa_repr"] * (row_mask[:, :, None] * seq_mask[:, None])[..., None],
+                pair_repr=output["pair_repr"] * pair[..., None], distances=output["distances"] * pair,
+                loss=output["loss"])
+
+
+def move_kinks_away(model):
+    """Inputs of ReLUs away from zero, half of the channels to either side: one that changes sign by rounding
+    alone would change gradients by far more than rounding."""
+    with torch.no_grad():
+        for block in model.blocks:
+            for transition in (block.msa_transition, block.pair_transition):
+                transition.linear1.bias[::2] += 8  # five standard deviations of the input
+                transition.linear1.bias[1::2] -= 8
+
+
+def start_lines(trainer):
+    """The model's part of the start-up lines."""
+    c, model = trainer.settings.model, trainer.model
+    counts = model.get_fusion_statistics()
+    kernel = model.attention_kernel(trainer.amp_dtype)
+    return dict(sizes=f"{c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and "
+                f"{c.pair_heads}", remarks=dict(enable_flash_attention=kernel),
+                last=f"Kernel Reduction: {counts['kernel_reduction_percent']}% "
+                f"({counts['total_kernel_reduction']} fewer kernels) [nominal]")

@@ -1,0 +1,95 @@
+"""Biased attention in Triton's interpreter: outputs and gradients by the 3x rule; mutants that must fail."""
+import pytest
+import torch
+from rule import mutant, violations
+
+from fusion_lab.kernels import biased_attention
+
+CASES = {  # B, X, Y, H, D, axis, bias, keys, packed
+    "long rows, two tiles, a mask": (1, 3, 77, 2, 16, 2, True, True, True),
+    "ending node": (2, 70, 3, 2, 8, 1, True, True, True),
+    "short": (2, 5, 13, 2, 16, 2, True, True, True),
+    "columns": (2, 7, 5, 4, 8, 1, False, True, False),
+    "columns, no mask": (1, 33, 2, 1, 32, 1, False, False, True),
+    "a whole tile": (1, 2, 64, 2, 16, 2, True, False, False),
+    "two whole tiles": (1, 2, 128, 1, 16, 2, True, False, True),
+    "one residue": (1, 1, 1, 2, 8, 2, True, False, True),
+}
+
+
+def problem(dtype, B, X, Y, H, D, axis, biased, masked, packed, module=biased_attention):
+    """(ours, plain, tensors) of a case; ours is the module's."""
+    torch.manual_seed(0)
+    c, length = H * D, X if axis == 1 else Y
+    x = torch.randn(B, X, Y, 4 * c).to(dtype)
+    gate_bias, bias = torch.randn(c).to(dtype), torch.randn(B, H, length, length).to(dtype)
+    keys = torch.rand(B, length) > 0.2 if masked else None
+
+    def ours(x, gate_bias, bias):
+        parts = [x] if packed else [part.contiguous() for part in x.chunk(4, dim=-1)]
+        return module.gated_attention(parts, H, axis, bias if biased else None, keys, gate_bias)
+
+    def plain(x, gate_bias, bias):
+        q, k, v, g = biased_attention.views([x], H, axis, True)
+        out = biased_attention.reference(q, k, v, bias if biased else None, keys, g, gate_bias.view(H, D))
+        return out.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
+    return ours, plain, [x, gate_bias, bias]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_gradients(case, dtype):
+    assert not violations(*problem(dtype, *CASES[case]))
+
+
+def test_full_key_mask_and_no_gate():
+    """As other projects call it: heads before residues, a mask for every row, a scale."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 3, 2, 19, 8) for _ in range(3))
+    bias, keys = torch.randn(2, 2, 19, 19), torch.rand(2, 3, 19) > 0.3
+
+    def run(function):
+        return lambda q, k, v, bias: function(q, k, v, bias, keys, scale=0.3)
+    assert not violations(run(biased_attention.row_attention), run(biased_attention.reference), [q, k, v,
+                                                                                                 bias])
+
+
+def test_row_without_any_key_is_finite():
+    q, k, v = (torch.randn(1, 1, 1, 5, 8).requires_grad_() for _ in range(3))
+    out = biased_attention.row_attention(q, k, v, torch.zeros(1, 1, 5, 5), torch.zeros(1, 5))
+    assert torch.allclose(out, v.mean(3, keepdim=True).expand_as(v), atol=1e-5)  # every key counts the same
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+MUTANTS = {  # what is replaced by what, and the cases that must notice
+    "no bias": ("bias + (bh * LP", "bias + 0 * (bh * LP", ("short", "two whole tiles")),
+    "bias of another head": ("bias + (bh * LP", "bias + ((bh + 1) % H0 * LP", ("short",)),
+    "bias transposed": ("bias.contiguous(), bias.mT.contiguous()", "bias.mT.contiguous(), bias.contiguous()",
+                        ("short", "two whole tiles")),
+    "mask ignored in the bias": ("bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None",
+                                 "bias, None",
+                                 ("short", "long rows, two tiles, a mask")),
+    "mask ignored without a bias": ("(keys.float() - 1) * -MASKED", "(keys.float() - 1) * 0", ("columns",)),
+    "gate forgotten": ("result = result * gates(", "result = result + 0 * gates(", ("short",)),
+    "gate bias forgotten": ("x += tl.load(gate_bias", "x += 0 * tl.load(gate_bias", ("short",)),
+    "last tile of keys dropped": ("for n in range(0, L, BN)", "for n in range(0, L - BN, BN)",
+                                  ("two whole tiles",)),
+    "last tile of queries dropped": ("for m in range(0, L, BM)", "for m in range(0, L - BM, BM)",
+                                     ("two whole tiles",)),
+    "last row dropped": ("share * rows + rows, R)", "share * rows + rows, R - 1)",
+                         ("short", "two whole tiles")),
+    "bias gradient of one share": ("else dbias.sum(0)", "else dbias[0]", ("short", "two whole tiles")),
+    "delta forgotten": ("- deltas[u][:, None]", "- 0 * deltas[u][:, None]", ("two whole tiles",)),
+    "derivative of the gate": ("dgate = product * (1 - opening)", "dgate = product * opening",
+                               ("short", "two whole tiles")),
+    "padding counts": ("value=PADDING).contiguous()", "value=0.0).contiguous()", ("columns, no mask",)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name, tmp_path):
+    old, new, cases = MUTANTS[name]
+    changed = mutant(biased_attention, old, new.replace("H0", "2"), tmp_path)
+    for case in cases:
+        assert violations(*problem(torch.float32, *CASES[case], module=changed)), case

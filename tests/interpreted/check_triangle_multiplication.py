@@ -1,0 +1,180 @@
+"""Triangle multiplication in Triton's interpreter: output, gradients by the 3x rule; mutants must fail."""
+import pytest
+import torch
+from rule import mutant, violations
+
+from fusion_lab.kernels import triangle_multiplication as trimul
+
+CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout shares, biases, what is saved
+    "outgoing": (2, 13, 32, True, 2, "own", 1, True, "all"),
+    "incoming": (1, 13, 32, False, 2, "own", 2, True, "all"),
+    "both sides masked": (2, 5, 16, True, 3, "other", None, True, "product"),
+    "update alone": (1, 17, 16, False, 3, None, None, False, "nothing"),
+    "no mask": (1, 16, 64, True, None, "own", None, True, "all"),
+    "small": (1, 5, 16, True, 2, "own", 1, True, "all"),
+    "one residue": (1, 1, 16, False, 2, None, 1, True, "all"),
+}
+
+
+def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, save, module=trimul):
+    """(ours, plain, tensors) of a case; ours is the module's."""
+    torch.manual_seed(0)
+
+    def near(mean, *size, spread=0.3):
+        return (mean + spread * torch.randn(size)).to(dtype)
+    matrices = [near(0, rows, c, spread=c ** -0.5) for rows in (4 * c, c, c)]
+    tensors = [near(0, B, S, S, c, spread=1), near(1, c), near(0, c), matrices[0], near(0, 4 * c),
+               near(1, c), near(0, c), matrices[1], near(0, c), matrices[2], near(0, c),
+               near(0, B, S, S, c, spread=1)]
+    mask = None if masked is None else torch.rand([B, S, S][:masked]) > 0.25
+    drop = None if shared is None else (torch.rand([(B, 1, S, c), (B, S, 1, c)][shared - 1]) > 0.3) / 0.7
+
+    def run(function, **options):
+        def call(pair, *rest):
+            *weights, other = rest
+            weights = [w if biased or n not in (3, 7, 9) else None for n, w in enumerate(weights)]
+            residual = {"own": pair, "other": other, None: None}[kind]
+            return function(pair, *weights, mask, outgoing, 1e-5, residual,
+                            None if drop is None else drop.to(pair.dtype), **options)
+        return call
+    return run(module.triangle_multiplication, save=save), run(trimul.reference), tensors
+
+
+@pytest.mark.parametrize("dtype, case", [*((dtype, case) for case in CASES
+                                           for dtype in (torch.float32, torch.bfloat16)),
+                                         (torch.float16, "small")])
+def test_forward_and_gradients(dtype, case):
+    assert not violations(*problem(dtype, *CASES[case]))
+
+
+MUTANTS = {  # what is replaced by what, and the case that must notice
+    "mask ignored": ("mask=inside & (is_left | BOTH)", "mask=inside & (is_left & BOTH)", "small"),
+    "mask on left alone": ("inside & (is_left | BOTH)", "inside & is_left", "both sides masked"),
+    "mask of rows": ("((0, 1) if outgoing", "((1, 0) if outgoing", "small"),
+    "mask forgotten in backward": ("dy *= kept(", "dy *= 0 * dy + 1 + 0 * kept(", "small"),
+    "padding not zero": ("value = tl.where(inside[None, :], value, 0.0)", "value *= 1", "small"),
+    "gates forgotten": ("value *= tl.sigmoid(gate)", "value *= 1 + 0 * gate", "small"),
+    "right gated by left's gate": ("at + 2 * C * C", "at + 2 * C * C - (c0 // C) * C * C", "small"),
+    "output gate forgotten": ("y *= tl.sigmoid(projected(x", "y *= 1 + 0 * tl.sigmoid(projected(x", "small"),
+    "last channels dropped": ("range(0, C, BC)", "range(0, C - BC, BC)", "small"),
+    "projections' last channels dropped": ("range(0, 2 * C, BC)", "range(0, 2 * C - BC, BC)", "small"),
+    "no residual": ("y += rows(residual", "y += 0 * rows(residual", "small"),
+    "residual's gradient forgotten": ("d += rows(gradient", "d += 0 * rows(gradient", "small"),
+    "dropout forgotten": ("y *= rows(drop", "y *= 1 + 0 * rows(drop", "small"),
+    "dropout forgotten in backward": ("d *= rows(drop", "d *= 1 + 0 * rows(drop", "small"),
+    "dropout of the other axis": ("i * di + j * dj", "j * di + i * dj", "small"),
+    "gate's derivative": ("d * y * gate * (1 - gate)", "d * y * (1 - gate)", "small"),
+    "sides' gates' derivative": ("* (1 - gate)).to(dtype)", "* gate).to(dtype)", "small"),
+    "output gate not in pair's gradient": ("dg = tl.trans(rows(", "dg = 0 * tl.trans(rows(", "small"),
+    "incoming taken for outgoing": ("right.mT if self.outgoing", "right.mT if True", "incoming"),
+    "left's gradient of the transpose": ("else (right, d.mT)", "else (right, d)", "incoming"),
+    "sums of the first program": ("torch.sum(parts, 0, out=sums)", "sums.copy_(parts[0])", "small"),
+    "eps as an afterthought": ("self.plane, eps\n", "self.plane, 0.1\n", "small"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name, tmp_path):
+    old, new, case = MUTANTS[name]
+    module = mutant(trimul, old, new, tmp_path)
+    assert violations(*problem(torch.bfloat16, *CASES[case], module=module))
+
+
+def test_autocast_rounds_products_and_not_the_residual():
+    ours, plain, tensors = problem(torch.float32, *CASES["small"])
+    exact = plain(*(t.double() for t in tensors))
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [function(*tensors) for function in (ours, plain)]
+    errors = [(result - exact).abs().max() for result in results]
+    assert results[0].dtype == torch.float32 and 1e-4 < errors[0] <= 3 * errors[1]
+
+
+def test_under_compile_checkpoint_and_no_grad():
+    ours, _, tensors = problem(torch.float32, *CASES["small"])
+    given = [t.requires_grad_() for t in tensors]
+
+    def gradients(function):
+        out = function(*given)
+        return [out, *torch.autograd.grad(out, given[:-1], torch.ones_like(out))]
+    expected = gradients(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for function in (compiled, lambda *t: torch.utils.checkpoint.checkpoint(ours, *t, use_reentrant=False)):
+        assert all(map(torch.equal, expected, gradients(function)))
+    with torch.no_grad():
+        assert torch.equal(ours(*given), expected[0])
+
+
+@pytest.mark.parametrize("save, kept", dict(all=3 * 32 * 256, product=32 * 256, nothing=0).items())
+def test_saves_what_it_says(save, kept):
+    ours, _, tensors = problem(torch.float32, 1, 13, 32, True, None, "own", None, True, save)
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()), lambda t: t):
+        ours(*(t.requires_grad_() for t in tensors))
+    weights = sum(t.numel() for t in tensors[1:-1])
+    assert sum(sizes) == tensors[0].numel() + weights + kept
+
+
+def test_flops_are_those_of_the_model():
+    ours, _, tensors = problem(torch.float32, 1, 13, 32, True, None, "own", None, True, "nothing")
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        ours(*(t.requires_grad_() for t in tensors)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 13 * 13 * 32 * (6 * 32 + 13)
+
+
+def test_bad_arguments_are_named():
+    pair, weights = torch.zeros(1, 4, 4, 16), [torch.zeros(s) for s in (
+        16, 16, (64, 16), 64, 16, 16, (16, 16), 16, (16, 16), 16)]
+    for wrong, message in [(dict(mask=torch.ones(1, 5)), r"mask is \(1, 5\), but must be \(1, 4\) or"),
+                           (dict(residual=torch.zeros(1, 4, 4, 8)), "residual is"),
+                           (dict(drop=torch.ones(1, 4, 4, 16)), "drop is"), (dict(save="some"), "save is")]:
+        with pytest.raises(ValueError, match=message):
+            trimul.triangle_multiplication(pair, *weights, **wrong)
+    with pytest.raises(ValueError, match="no Triton kernels for 24 channels"):
+        trimul.triangle_multiplication(torch.zeros(1, 4, 4, 24), *weights)
+
+
+def by_hand(x, direction, mask, norms, p_in, g_in, p_out, g_out):
+    """The definition, element by element of the sum."""
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], *norms[:2])
+    sides = (y @ p_in.T * (y @ g_in.T).sigmoid() * mask[..., None]).chunk(2, dim=-1)
+    if direction == "incoming":
+        sides = [side.transpose(1, 2) for side in sides]
+    product = sum(sides[0][:, :, None, k] * sides[1][:, None, :, k] for k in range(x.shape[1]))
+    product = torch.nn.functional.layer_norm(product, x.shape[-1:], *norms[2:])
+    return product @ p_out.T * (y @ g_out.T).sigmoid()
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_the_names_of_cuequivariance(direction):
+    torch.manual_seed(2)
+    x, mask = torch.randn(2, 5, 5, 16), (torch.rand(2, 5, 5) > 0.3).float()
+    norms = [torch.randn(16) for _ in range(4)]
+    matrices = [torch.randn(rows, 16) / 4 for rows in (32, 32, 16, 16)]
+
+    def call(x, mask, **norms):
+        names = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
+        return trimul.triangle_multiplicative_update(x, direction, mask, **norms,
+                                                     **dict(zip(names, matrices, strict=True)))
+    given = dict(norm_in_weight=norms[0], norm_in_bias=norms[1], norm_out_weight=norms[2],
+                 norm_out_bias=norms[3])
+    expected = by_hand(x, direction, mask, norms, *matrices)
+    assert torch.allclose(call(x, mask, **given), expected, atol=1e-4)
+    assert torch.allclose(call(x[1], mask[1], **given), expected[1], atol=1e-4)  # without a batch
+    one, zero = torch.ones(16), torch.zeros(16)
+    assert torch.allclose(call(x, None), by_hand(x, direction, torch.ones(2, 5, 5), [one, zero, one, zero],
+                                                 *matrices), atol=1e-4)
+    with pytest.raises(ValueError, match="p_in_weight is missing"):
+        trimul.triangle_multiplicative_update(x)
+
+
+def test_biases_by_cuequivariances_names():
+    x, zero, identity = torch.zeros(1, 3, 3, 16), torch.zeros(16, 16), torch.eye(16)
+    p_in, right = torch.zeros(32), torch.arange(16.0)
+    p_in[:16], p_in[16:] = 2, right
+    out = trimul.triangle_multiplicative_update(
+        x, p_in_weight=torch.zeros(32, 16), g_in_weight=torch.zeros(32, 16), p_in_bias=p_in,
+        p_out_weight=identity, p_out_bias=torch.full((16,), 3.0), g_out_weight=zero,
+        g_out_bias=torch.full((16,), 50.0))
+    product = 3 * (2 * 0.5) * (right * 0.5)  # three residues; gates of sigmoid(0)
+    expected = (product - product.mean()) / product.std(correction=0) + 3
+    assert torch.allclose(out, expected.expand_as(out), atol=1e-4)

@@ -1,0 +1,63 @@
+"""The 3x rule for kernels: errors against float64 may be three times those of plain PyTorch; and mutants."""
+import importlib.util
+import pathlib
+from unittest import mock
+
+import torch
+
+from fusion_lab.kernels import triton_parts
+
+
+def results(function, tensors, gradient, cast):
+    """[output, gradients of all floating-point tensors], computed in the precision that cast makes."""
+    given = [cast(t).detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    out = function(*given)
+    wanted = [t for t in given if t.is_floating_point()]
+    return [out.detach(), *torch.autograd.grad(out, wanted, cast(gradient), allow_unused=True)]
+
+
+def violations(ours, plain, tensors, gradient=None):
+    """Lines on every result of ours(*tensors) that breaks the rule; plain is the same function in PyTorch."""
+    dtype = tensors[0].dtype
+    gradient = torch.randn_like(plain(*tensors)) if gradient is None else gradient
+    exact = results(plain, tensors, gradient, torch.Tensor.double)
+    runs = [results(function, tensors, gradient, torch.Tensor.clone) for function in (ours, plain)]
+    largest = max(truth.abs().max().item() for truth in exact[1:] if truth is not None)
+    found = []
+    for number, (mine, own, truth) in enumerate(zip(*runs, exact, strict=True)):
+        name = "output" if number == 0 else f"gradient {number - 1}"
+        if (mine is None) != (truth is None):
+            found.append(f"{name}: missing")
+        elif truth is not None:
+            error, allowed = ((x.double() - truth).abs().max().item() for x in (mine, own))
+            scale = truth.abs().max().item() or largest  # what vanishes is a difference of what does not
+            roundings = 16 if dtype == torch.float32 else 2  # as in fusion_lab.measuring.accuracy
+            allowed = 3 * allowed + roundings * torch.finfo(dtype).eps * scale
+            if not error <= allowed:
+                found.append(f"{name}: {error:.2e}, allowed {allowed:.2e}")
+    return found
+
+
+def mutant(module, old, new, directory):
+    """The module with `old`, which must occur in it or its `kernels`, replaced by `new`; no ops are made."""
+    kernels = getattr(module, "kernels", None)
+    if kernels and old in source(kernels):
+        changed = loaded(source(module), directory / "launchers.py")
+        changed.kernels = loaded(source(kernels).replace(old, new), directory / "kernels.py")
+        return changed
+    assert old in source(module), f"{module.__file__} no longer says {old!r}"
+    return loaded(source(module).replace(old, new), directory / "mutant.py")
+
+
+def source(module):
+    return pathlib.Path(module.__file__).read_text(encoding="utf-8")
+
+
+def loaded(text, path):
+    """A module of this text; in a file, because Triton reads the source of its kernels."""
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(triton_parts, "operation", lambda schema, launch, *rest: launch):
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,93 @@
+"""Triton kernels without a GPU: numbers in Triton's interpreter, compilation for GPUs that are not here."""
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
+with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contracting multiplications
+    warnings.simplefilter("ignore")
+    from triton_targets import SHARED, compiled_for
+
+from fusion_lab.kernels import biased_attention, transition, triangle_multiplication
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py")))
+def test_in_the_interpreter(name):
+    """In a process of its own, because kernels are interpreted or compiled from their definition on."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+               str(HERE / "interpreted" / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def attention(length, width, axis, biased, masked, dtype=torch.bfloat16):
+    """Launch every kernel of attention on memory that holds nothing."""
+    heads, size = 4, (1, length, 3) if axis == 1 else (1, 3, length)
+    packed = torch.empty(*size, 4 * heads * width, dtype=dtype, requires_grad=True)
+    gate_bias = torch.empty(heads * width, dtype=dtype, requires_grad=True)
+    bias = torch.empty(1, heads, length, length, dtype=dtype, requires_grad=True) if biased else None
+    keys = torch.ones(1, length) if masked else None
+    biased_attention.gated_attention([packed], heads, axis, bias, keys, gate_bias).sum().backward()
+
+
+def transitions(channels):
+    """The same for a transition."""
+    x, units = torch.empty(1, 3, 70, channels, dtype=torch.bfloat16), 4 * channels
+    w1, b1, w2, b2 = (x.new_empty(size) for size in ((units, channels), units, (channels, units), channels))
+    norm = x.new_empty(channels), x.new_empty(channels)
+    transition.forward(x, *norm, w1, b1, w2, b2, x, 1e-5)
+    transition.backward(x, x, *norm, w1, b1, w2, True, 1e-5)
+
+
+def multiplication(channels):
+    """The same for triangle multiplication with a mask, dropout and a residual."""
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+    c, pair = channels, empty(1, 70, 70, channels)
+    weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),
+               empty(c, c), empty(c)]
+    triangle_multiplication.triangle_multiplication(
+        pair, *weights, torch.ones(1, 70), residual=pair, drop=torch.ones(1, 1, 70, c)).sum().backward()
+
+
+LAUNCHES = {
+    "attention, S 256": (attention, 256, 32, 2, True, False),
+    "attention, S 77": (attention, 77, 16, 1, True, True),
+    "attention, S 64": (attention, 64, 32, 2, True, False),
+    "columns, N 128": (attention, 128, 32, 1, False, False),
+    "columns, N 16": (attention, 16, 16, 1, False, True),
+    **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},
+    **{f"multiplication, c {c}": (multiplication, c) for c in (64, 128, 256)},
+    "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
+}
+WITHOUT = ("attention, float32",)  # matrix instructions, which only AMD has for float32
+
+
+def check_resources(target, launches):
+    """Every configuration that is shipped compiles without spills, into the shared memory that there is."""
+    faults = []
+    for name in launches:
+        function, *arguments = LAUNCHES[name]
+        with compiled_for(target) as found:
+            function(*arguments)
+        assert found
+        faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items() if used["spills"]
+                   or used["shared"] > SHARED[target] or not (used["mma"] or name in WITHOUT)]
+    assert not faults, "\n".join(faults)
+
+
+def test_compiles_for_a_gpu_of_amd():
+    check_resources("gfx942", ["columns, N 16"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED)
+def test_compiles_for(target):
+    check_resources(target, LAUNCHES)
