@@ -27,7 +27,7 @@ VENV = ROOT / ".venv"
 
 
 def requirements(file):
-    """{name: condition, such as ">=2.10,<2.14"} of a requirements file and of those that it includes, for this
+    """{name: condition, such as ">=2.10,<2.14"} of a requirements file and of those that it includes, on this
     platform: of markers it knows `sys_platform == "NAME"`."""
     found = {}
     for line in (raw.partition("#")[0].strip() for raw in file.read_text(encoding="utf-8").splitlines()):
