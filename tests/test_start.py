@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, last_json, run_program
+from conftest import PATIENCE, ROOT, last_json, run_program
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics
@@ -34,8 +34,8 @@ def begun(program, *flags, torch, directory):
     (directory / "torch.py").write_text(torch)
     environment = dict(os.environ, PYTHON=sys.executable, PYTHONPATH=str(directory))
     command = [*([sys.executable] if program.endswith(".py") else []), str(ROOT / program), *flags]
-    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=60,
-                          check=False)
+    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True,
+                          timeout=PATIENCE, check=False)
 
 
 @pytest.mark.parametrize("program, flags, code, words", [

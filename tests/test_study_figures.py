@@ -6,11 +6,11 @@ import math
 import os
 import pathlib
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import state_of, wait_for
 from study_parts import WORDS, row_of, study_of
 
 from fusion_lab.study import regression, runner
@@ -429,10 +429,6 @@ def test_accuracy_is_checked_once_at_a_batch_of_two_at_most(tmp_path, capsys):
 # Turns
 
 
-def state_of(process):
-    return pathlib.Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def test_all_other_processes_are_stopped_while_one_measures(monkeypatch):
     """By the kernel's own record of them."""
     monkeypatch.setattr(runner, "SETTLE_SECONDS", 0.0)
@@ -441,18 +437,16 @@ def test_all_other_processes_are_stopped_while_one_measures(monkeypatch):
     guests = [turns.start(command) for _ in range(3)]
     mine, *others = (guest.process for guest in guests)
 
-    def until(states):
-        for _ in range(1000):
-            if [state_of(process) for process in others] == states:
-                return True
-            time.sleep(0.01)
-        return False
+    def states():
+        return [state_of(process.pid) for process in others]
 
     try:
         with turns.alone(mine, "point"):
-            assert until(["T", "T"]) and state_of(mine) != "T"
+            wait_for(lambda: states() == ["T", "T"])
+            assert state_of(mine.pid) != "T"
             assert turns.holds_up(others[0]) and not turns.holds_up(mine) and turns.turn_of == dict(point=1)
-        assert until(["S", "S"]) and not turns.holds_up(others[0])
+        wait_for(lambda: states() == ["S", "S"])
+        assert not turns.holds_up(others[0])
     finally:
         for guest in guests:
             turns.end(guest.process)
