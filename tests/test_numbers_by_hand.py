@@ -247,6 +247,9 @@ def test_defaults_are_the_documented_ones():
     for name in names:
         with pytest.raises(ValueError, match=f"{name} = 0: must be at least 1"):
             tof.TinyOpenFoldConfig(**{name: 0})
+    for dropout in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="dropout"):
+            tof.TinyOpenFoldConfig(dropout=dropout)
     for heads in ("msa_heads", "pair_heads"):
         with pytest.raises(ValueError, match=f"{heads} = 3: must divide"):
             tof.TinyOpenFoldConfig(**{heads: 3})

@@ -101,6 +101,9 @@ def everything(trainer):
 def test_preserved_brings_back_a_run_that_is_under_way(amp):
     trainer = trainer_of(dropout=0.5, **amp)
     batch = SyntheticProteins(trainer.settings).batch(0)
+    with trainer.preserved():
+        trainer.step(batch)  # the very first one
+    assert not any(t.any() for state in trainer.optimizer.state.values() for t in state.values())
     trainer.step(batch)
     before = everything(trainer)
     with trainer.preserved():
