@@ -96,7 +96,8 @@ def test_ranges_of_a_run_the_longest_first(tmp_path):
                                    dict(range="up", launches=1, time_ms=1.0, percent=25.0)]
     assert summary["gpu_busy_percent"] == pytest.approx(100 * 4 / 5.5)
     text = render(summary)
-    assert f"{'range':<34}  launches          ms   share\n{'down':<34}         2       3.000   75.0%\n" in text
+    assert f"\n{'range':<34}  launches          ms   share\n" in text
+    assert f"\n{'down':<34}         2       3.000   75.0%\n" in text
     assert "GPU busy                 72.7 %  of the time from first to last kernel\n" in text
     assert text.startswith(f"Kernels of {tmp_path}\nread from kernel trace CSV: 7_kernel_trace.csv\n\n")
 
