@@ -10,7 +10,7 @@ import pytest
 import torch
 from second_program import PROGRAM as SECOND
 
-from fusion_lab.measuring import comparison, comparison_table, rungs
+from fusion_lab.measuring import comparison, comparison_table, rung, rungs
 from fusion_lab.measuring.comparison_rows import reduction, rows_of, switch_effects
 from fusion_lab.measuring.comparison_table import (
     LiveTable,
@@ -382,3 +382,27 @@ def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path
         assert row["mfu"] == pytest.approx(row["achieved_tflops"] / 0.004)
     assert result["matmul_ceiling_tflops"] == 0.004 and result["mode"] == "compare_fusion"
     assert result["training_params"]["amp_dtype"] is None and result["launch_kind"] == "cpu_ops"
+
+
+def test_a_process_of_its_own_says_its_row_last(monkeypatch, capsys):
+    """Here in this one: its steps and the baseline's alternate, and it compares itself with that."""
+    turns = []
+
+    class Noting(SECOND.trainer):
+        def step(self, batch, mark=None):
+            if mark:
+                turns.append(self.settings.fusion.enable_fused_relu)
+            return super().step(batch, mark or (lambda: None))
+
+    program = replace(SECOND, trainer=Noting)
+    monkeypatch.setattr(rung, "load_program", lambda file: program if file == "here.py" else None)
+    settings = SECOND.settings(width=4, batch_size=3, num_steps=20, device="cpu", warmup_steps=1)
+    assert rung.main("here.py", "mine", json.dumps(settings.as_dict())) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert turns == [False, True, True, False] * 10 and row["name"] == "mine" and row["measured"]
+    assert row["speedup"] == pytest.approx(row["baseline_batch_time"] / row["median_batch_time"])
+    assert row["samples_per_second"] == pytest.approx(3 / row["median_batch_time"])
+    idle = settings.having(enable_master_weights=True)
+    assert rung.main("here.py", "idle", json.dumps(idle.as_dict())) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["measured"], row["reason"], len(turns)) == (False, "master weights need --use-amp", 40)
