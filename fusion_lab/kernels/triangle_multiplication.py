@@ -34,13 +34,13 @@ SAVED = ("all", "product", "nothing")  # "all": both sides too
 
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
 TILES = ("BM", "BC", "num_warps", "num_stages")
-FRONT = candidates(TILES, (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 2),
-                   (128, 64, 8, 3))
+FRONT = candidates(TILES, (32, 32, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+                   (128, 64, 8, 2), (128, 64, 8, 3))
 BACK = candidates(TILES, (64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (128, 32, 8, 3),
                   (128, 64, 8, 2))
 BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2), (64, 32, 4, 3),
                            (128, 16, 8, 2), (128, 32, 8, 2))
-FRONT_BACKWARD = candidates(TILES, (32, 32, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
+FRONT_BACKWARD = candidates(TILES, (32, 64, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
                             (128, 32, 8, 2), (128, 32, 8, 3))
 SMALL = candidates(TILES, (32, 16, 8, 2))  # for float32, whose products hold whole rows in registers
 
