@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from fusion_lab.kernels.limits import idle_kernels
 from fusion_lab.training import start
-from fusion_lab.training.options import Checked, ProfilerConfig, Switches, option  # noqa: F401  for importers
+from fusion_lab.training.options import Checked, ProfilerConfig, option  # noqa: F401  for importers
 from fusion_lab.training.program import CommandLine, Program
-from proteins.options import TrainingConfig
+from proteins.options import TrainingConfig, TritonSwitches
 
 # --------------------------------------------------------------------------------------------------------
 # Configs of model and fusion; each field is a command-line flag
@@ -55,7 +55,7 @@ COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 
 
 
 @dataclass(frozen=True)
-class FusionConfig(Switches):
+class FusionConfig(TritonSwitches):
     """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair."""
     enable_qkv_fusion_msa: bool = option(
         True, "Q, K, V of MSA row and column attention in one GEMM", preset=True)
@@ -80,13 +80,6 @@ class FusionConfig(Switches):
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward: less memory, more time",
         rung=7)
-    enable_triton_attention: bool = option(
-        False, "on a GPU: attention and its gate in this project's Triton kernels", ultra=True, rung=8)
-    enable_triton_triangle: bool = option(
-        False, "on a GPU: triangle multiplication in Triton kernels round one batched GEMM", ultra=True,
-        rung=9)
-    enable_triton_transition: bool = option(
-        False, "on a GPU: transitions in Triton kernels, their hidden layer never in memory", rung=10)
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
 

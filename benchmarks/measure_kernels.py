@@ -19,17 +19,23 @@ import sys
 import time
 from functools import partial
 
-import torch
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+from fusion_lab.training.files import MISSING, UserError, exit_code, require_packages, write_json
+
+require_packages("measure_kernels.py", "torch", "triton")
+
+import torch
 
 from fusion_lab.kernels import biased_attention, transition, triangle_multiplication, tuner
 from fusion_lab.kernels.attention import flex_attend, prepare_flex_attention
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import MISSING, UserError, exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 

@@ -36,3 +36,12 @@ class TrainingConfig(options.TrainingConfig):
             self.refuse("msa", "allowed without --data only")
         if self.holdout and self.holdout_fraction is not None:
             self.refuse("holdout", "allowed without --holdout-fraction only")
+
+
+@dataclass(frozen=True)
+class TritonSwitches(options.Switches):
+    """Triton kernels of this project, for a GPU (docs/kernels.md)."""
+    enable_triton_attention: bool = option(False, "attention and its gate", ultra=True, rung=8)
+    enable_triton_triangle: bool = option(False, "triangle multiplication round a batched GEMM", ultra=True,
+                                          rung=9)
+    enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=10)

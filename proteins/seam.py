@@ -15,10 +15,10 @@ def move_kinks_away(model):
     """Inputs of ReLUs away from zero, half of the channels to either side: one that changes sign by rounding
     alone would change gradients by far more than rounding."""
     with torch.no_grad():
-        for block in model.blocks:
-            for transition in (block.msa_transition, block.pair_transition):
-                transition.linear1.bias[::2] += 8  # five standard deviations of the input
-                transition.linear1.bias[1::2] -= 8
+        for name, layer in model.named_modules():
+            if name.endswith("transition.linear1"):
+                layer.bias[::2] += 8  # five standard deviations of the input
+                layer.bias[1::2] -= 8
 
 
 def start_lines(trainer):

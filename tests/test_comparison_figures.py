@@ -136,7 +136,8 @@ def test_a_row_of_the_table():
 def test_the_headline_is_of_all_default_fusions():
     before, after = two_rows()
     other = dict(after, name="+ graph", speedup=9.0)
-    assert headline([before, after, other], NOMINAL, "cpu_ops") == [
+    clear = dict(after, speedup_p20=1.01)
+    assert headline([before, clear, other], NOMINAL, "cpu_ops") == [
         "Training speed: 1.62x speed-up (0.5 -> 0.8 samples/sec)",
         "Memory reduction: 25.0% (peak 40.0 -> 30.0 MB)",
         "Batch time improvement: 38.5% (6500.00 -> 4000.00 ms)",
@@ -144,9 +145,14 @@ def test_the_headline_is_of_all_default_fusions():
     unknown = dict(after, peak_memory_reduction_percent=None, launch_reduction_percent=None)
     assert headline([before, unknown], None, "cpu_ops")[1::2] == ["Memory reduction: not measured",
                                                                  "Kernel reduction: not measured"]
-    slow = headline([before, other, dict(after, name="x", speedup=0.999)], None, "")  # the last one, then
+    noise = headline([before, after], None, "")  # p20 is 1
+    assert "1.62x speed-up (within noise) (0.5" in noise[0] and "38.5% (within noise) (6500" in noise[2]
+    lost = dict(clear, name="x", speedup=0.999)
+    slow = headline([before, other, lost], None, "")  # the last one, then
     assert "1.00x speed-up (a slowdown) (" in slow[0] and "% (a slowdown) (" in slow[2]
-    assert "slowdown" not in headline([before, dict(after, speedup=1.0)], None, "")[0]
+    both = headline([before, dict(lost, speedup_p20=0.9)], None, "")
+    assert "1.00x speed-up (a slowdown, within noise) (" in both[0]
+    assert "slowdown" not in headline([before, dict(clear, speedup=1.0)], None, "")[0]
     failed = dict(name="x", measured=False, reason="why")
     assert headline([before, failed], None, "") == ["No headline: x was not measured (why)"]
     assert "+ graph" not in str(headline([before, dict(failed, name="all"), other], None, ""))
@@ -196,13 +202,25 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 COMPILED = replace(PLAIN, enable_torch_compile=True)
 
 
+class FakeGuardian:
+    """Notes whom it guards."""
+    told = []
+
+    def tell(self, sign, process):
+        FakeGuardian.told.append(f"{sign}{process}")
+
+    def close(self):
+        FakeGuardian.told.append("closed")
+
+
 class FakeRung:
     """A process that answers with these rows, one each time it is asked, and notes what it hears."""
     rows, heard_by_all = [], []
 
     def __init__(self, program, variant):
         self.variant, self.log = variant, FakeRung.heard_by_all
-        self.guest = SimpleNamespace(wait_until_ready=lambda: True, go=lambda: self.log.append("go"))
+        self.guest = SimpleNamespace(wait_until_ready=lambda: True, go=lambda: self.log.append("go"),
+                                     process=SimpleNamespace(pid=f" {variant.name}"))
         self.log.append(f"start {variant.name}")
 
     def heard(self, stop):
@@ -221,7 +239,8 @@ class FakeRung:
 @pytest.fixture
 def fake_rungs(monkeypatch):
     monkeypatch.setattr(rungs, "Rung", FakeRung)
-    FakeRung.rows, FakeRung.heard_by_all = [], []
+    monkeypatch.setattr(rungs, "Guardian", FakeGuardian)
+    FakeRung.rows, FakeRung.heard_by_all, FakeGuardian.told = [], [], []
     return FakeRung.heard_by_all
 
 
@@ -243,8 +262,9 @@ def test_others_are_stopped_while_rows_of_this_process_are_measured(fake_rungs, 
             raise KeyError
     stop, go_on = signal.SIGSTOP, signal.SIGCONT
     assert fake_rungs == ["start a", "start b", stop, stop, "within", go_on, go_on, "end a", "end b"]
+    assert FakeGuardian.told == ["+ a", "+ b", "- a", "- b", "closed"]
     with Rungs(SECOND, variants, CPU, print) as none, none.paused():
-        assert slept == [rungs.SETTLE_SECONDS, 0] and none.running == []
+        assert slept == [rungs.SETTLE_SECONDS, 0] and none.running == [] and none.guardian is None
 
 
 def test_compiled_variants_one_after_the_other_on_a_cpu(fake_rungs, monkeypatch):
@@ -260,6 +280,7 @@ def test_compiled_variants_one_after_the_other_on_a_cpu(fake_rungs, monkeypatch)
     assert said == ["compiling a, 1 of 3", "measuring a, 1 of 3", "compiling b, 2 of 3, about 20 s left",
                     "measuring b, 2 of 3", "compiling c, 3 of 3, about 15 s left", "measuring c, 3 of 3"]
     assert fake_rungs.count("go") == 3 and fake_rungs[-3:] == ["end a", "end b", "end c"]
+    assert FakeGuardian.told == ["+ a", "+ b", "+ c", "- a", "- b", "- c", "closed"]
 
 
 def test_what_ran_out_of_memory_beside_others_has_a_second_try(fake_rungs):
@@ -271,6 +292,7 @@ def test_what_ran_out_of_memory_beside_others_has_a_second_try(fake_rungs):
     assert [row["name"] for row in rows] == ["b", "a again"]
     assert said[0] == "waiting for 2 variants to compile"
     assert fake_rungs == ["start a", "start b", "go", "go", "end a", "end b", "start a", "go", "end a"]
+    assert FakeGuardian.told == ["+ a", "+ b", "- a", "- b", "+ a", "- a", "closed"]
 
 
 def test_a_signal_leaves_the_rest_unmeasured(fake_rungs):
@@ -278,7 +300,7 @@ def test_a_signal_leaves_the_rest_unmeasured(fake_rungs):
     stop = SimpleNamespace(signal=2)
     with Rungs(SECOND, variants, CPU, print) as queue:
         assert [row["reason"] for row in queue.measure(BASE, 1.0, stop)] == [UNMEASURED] * 2
-    assert fake_rungs == []
+    assert fake_rungs == FakeGuardian.told == []
 
 
 def stepping(name, log, fails_at=None, device=CPU):
@@ -347,7 +369,7 @@ def test_memory_alone_on_a_gpu_is_without_what_others_left(monkeypatch):
     """Of 30 MB when the variant begins, 10 are its batch; it peaks at 100."""
     batch = dict(x=SimpleNamespace(nbytes=6 * MB), y=SimpleNamespace(nbytes=4 * MB))
     order, ticks = [], iter([1.0, 3.5])
-    trainer = SimpleNamespace(preserved=contextlib.nullcontext,
+    trainer = SimpleNamespace(device=GPU, preserved=contextlib.nullcontext,
                               step=lambda _: order.append("step") or torch.ones(()))
     program = replace(SECOND, trainer=lambda *_: trainer)
     clear = "_cuda_clearCublasWorkspaces"
@@ -385,7 +407,8 @@ def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path
 
 
 def test_a_process_of_its_own_says_its_row_last(monkeypatch, capsys):
-    """Here in this one: its steps and the baseline's alternate, and it compares itself with that."""
+    """Here in this one: after the step whose operations are counted, its steps and the baseline's alternate,
+    and it compares itself with that."""
     turns = []
 
     class Noting(SECOND.trainer):
@@ -399,10 +422,10 @@ def test_a_process_of_its_own_says_its_row_last(monkeypatch, capsys):
     settings = SECOND.settings(width=4, batch_size=3, num_steps=20, device="cpu", warmup_steps=1)
     assert rung.main("here.py", "mine", json.dumps(settings.as_dict())) == 0
     row = json.loads(capsys.readouterr().out)
-    assert turns == [False, True, True, False] * 10 and row["name"] == "mine" and row["measured"]
+    assert turns == [True, *[False, True, True, False] * 10] and row["name"] == "mine" and row["measured"]
     assert row["speedup"] == pytest.approx(row["baseline_batch_time"] / row["median_batch_time"])
     assert row["samples_per_second"] == pytest.approx(3 / row["median_batch_time"])
     idle = settings.having(enable_master_weights=True)
     assert rung.main("here.py", "idle", json.dumps(idle.as_dict())) == 0
     row = json.loads(capsys.readouterr().out)
-    assert (row["measured"], row["reason"], len(turns)) == (False, "master weights need --use-amp", 40)
+    assert (row["measured"], row["reason"], len(turns)) == (False, "master weights need --use-amp", 41)

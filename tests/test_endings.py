@@ -47,14 +47,20 @@ def test_other_errors_are_not_hidden_and_success_is_silent(capsys):
     assert files.exit_code(lambda argv: len(argv), ["a", "b"], "p") == 2 and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("error, code, words", [
-    (BrokenPipeError(32, "Broken pipe"), 141, ""),
-    (OSError(28, "No space left"), 1, "p: error: standard output: No space left\n")])
-def test_an_output_that_cannot_be_written_is_dropped(error, code, words, monkeypatch, capsys):
+@pytest.mark.parametrize("error, code, words, of_a_file", [
+    (BrokenPipeError(32, "Broken pipe"), 141, "", ""),
+    (OSError(28, "No space left"), 1, "p: error: standard output: No space left\n",
+     "p: error: writing a file: No space left\n")])
+def test_an_output_that_cannot_be_written_is_dropped(error, code, words, of_a_file, monkeypatch, capsys):
+    """Whether a print or the last flush tells of it; a file that cannot be written leaves the output be."""
     dropped = []
     monkeypatch.setattr(files, "drop_output", lambda: dropped.append(True))
-    assert files.exit_code(raiser(error), [], "p") == code and dropped == [True]
-    assert capsys.readouterr().err == words
+    assert files.exit_code(raiser(error), [], "p") == code and dropped == []
+    assert capsys.readouterr().err == of_a_file
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=lambda: raiser(error)(None)))
+    for number, run in enumerate((raiser(error), lambda argv: 0), 1):
+        assert files.exit_code(run, [], "p") == code and dropped == [True] * number
+        assert capsys.readouterr().err == words
 
 
 def test_the_first_signal_asks_and_the_second_one_acts():

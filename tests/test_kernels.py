@@ -18,10 +18,11 @@ from fusion_lab.kernels import biased_attention, transition, triangle_multiplica
 HERE = pathlib.Path(__file__).parent
 
 
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py")))
-def test_in_the_interpreter(name):
+def test_in_the_interpreter(name, which):
     """In a process of its own, because kernels are interpreted or compiled from their definition on."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which,
                str(HERE / "interpreted" / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -233,11 +233,16 @@ def test_defaults_are_the_documented_ones():
                   "enable_triangle_fusion", "enable_opm_fusion"}
     preset = tof.FusionConfig.preset(True)
     left_out = [name for name in preset.names() if not getattr(preset, name)]
-    assert left_out == ["enable_activation_checkpointing"]
+    assert sorted(left_out) == ["enable_activation_checkpointing", *(f"enable_triton_{name}" for name in (
+        "attention", "transition", "triangle"))]
+    ultra = tof.FusionConfig.ultra()  # what won on an H200
+    assert [name for name in ultra.names() if not getattr(ultra, name)] == [
+        "enable_triton_transition", "enable_activation_checkpointing"]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
-        "combo_kernels", "activation_checkpointing")]
+        "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
+        "triton_transition")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)
@@ -312,7 +317,7 @@ def test_start_lines_name_sizes_kernels_and_counts():
     assert lines["sizes"] == "3 blocks, c_m 8, c_z 8, heads 2 and 2"
     assert lines["last"] == "Kernel Reduction: 80.0% (36 fewer kernels) [nominal]"
     assert lines["remarks"] == dict(enable_flash_attention="math on CPU; columns: sdpa: flash on CPU")
-    assert tof.nominal_counts(trainer.settings) == trainer.model.get_fusion_statistics()
+    assert tof.PROGRAM.statistics(trainer.settings) == trainer.model.get_fusion_statistics()
 
 
 def test_idle_switches_are_named():

@@ -280,9 +280,10 @@ def test_a_prediction_asks_a_small_trial_for_its_launches(monkeypatch, capsys):
     result = predict_mode(SECOND, settings(), sizes=(5, 64))
     assert asked == [[64, 5, 0, 70]] and alone.names == [("as given", 0)]
     assert result["system_info"] == "here" and result["prediction"]["step_s"] == 0.0025 and json.dumps(result)
-    assert capsys.readouterr().out.splitlines()[1] == (
-        "B 5, W 64: a step takes at least 2.500 ms (1.000 ms at the device's ceilings, 2.000 ms for the host "
-        "to launch it); peak memory of an eager step 3.0 MB, of which 1.5 MB saved for backward")
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "B 5, W 64    at least",
+        "a step       2.500 ms  the longer of: device at its ceilings 1.000 ms, host to launch it 2.000 ms",
+        "peak memory  3.0 MB    1.5 MB saved for backward; of an eager step"]
     monkeypatch.setattr(predictions, "time_steps", lambda *_: 0.010)
     result = predict_mode(SECOND, settings(), check=True)
     assert "prediction" not in result and len(result["checks"]) == 5

@@ -222,7 +222,7 @@ def test_flops_of_a_step_by_hand():
 
 class Counting:
     """An OpCounter that has seen 1000 bytes alive at once."""
-    launches, peak, timeline = 11, 1000, [(1, 2)]
+    launches, peak, timeline, operations = 11, 1000, [(1, 2)], 77
 
     def __enter__(self):
         return self
@@ -238,7 +238,7 @@ def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypa
     monkeypatch.setattr(probe_module, "OpCounter", Counting)
     found = probe(trainer, batch)
     assert found.peak == 1000 + 4 * (3 * 1112 + 9 + 51)
-    assert (found.launches, found.timeline) == (11, [(1, 2)])
+    assert (found.launches, found.timeline, found.operations) == (11, [(1, 2)], 77)
     amp, batch = second(use_amp=True, amp_dtype="bfloat16")
     assert probe(amp, batch).peak == found.peak  # autocast keeps float32 weights
 

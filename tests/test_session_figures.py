@@ -403,7 +403,7 @@ def test_phases_short_kernels_and_the_longest():
         "95% of the kernels are shorter than 5.0 µs; together they take 85% of the time."))]
     assert list(analysis.short_ones(made_up())) == []
     assert list(analysis.longest(made_up())) == [(0.75, (
-        f"The longest operation is `{'k' * 80}`: 75% of all operations' own time in 4 calls of 12.5 µs."))]
+        f"The longest operation is `{'k' * 77}...`: 75% of all operations' own time in 4 calls of 12.5 µs."))]
 
 
 def test_the_heaviest_findings_come_first():
@@ -440,7 +440,8 @@ def test_rows_of_kernels_are_the_first_twenty():
     found = report.kernel_rows(made_up(kernels=rows))
     assert len(found) == 21 and found[20][0] == "`k19`"
     assert found[1] == ["`k0`", "copy", "2", "1.250", "2.500", "12.5%", "", "1.5"]
-    assert report.code("x" * 95) == f"`{'x' * 90}`"
+    long = report.kernel_rows(made_up(kernels=[dict(rows[0], name="x" * 91), dict(rows[0], name="a`|``b`")]))
+    assert [row[0] for row in long[1:]] == [f"`{'x' * 87}...`", "``` a`|``b` ```"]
 
 
 def test_what_was_run_in_words():

@@ -113,8 +113,10 @@ def test_people_on_a_terminal_get_milliseconds(monkeypatch, capsys):
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def earlier(**figures):
-    return dict(version="v1", timestamp="then", performance_summary=dict(avg_training_speed=4.0, **figures))
+def earlier(memory=None, **values):
+    """As read_summary() has it."""
+    return {**dict(speed=4.0, memory=memory, version="v1", timestamp="then", config={}, training_params={},
+                   system_info={}), **values}
 
 
 def now(peak=30.0, **values):
@@ -124,19 +126,19 @@ def now(peak=30.0, **values):
 
 
 def test_against_an_earlier_run(capsys):
-    before = dict(earlier(peak_memory_mb=40.0), config=dict(width=8), system_info=dict(gpu_name=None))
+    before = earlier(40.0, config=dict(width=8), system_info=dict(gpu_name=None))
     assert summary.print_against(before, now()) == dict(
         speedup=2.5, memory_reduction_percent=pytest.approx(25.0), differences=[])
     assert capsys.readouterr().out.splitlines()[1:] == [
         "Against v1 of then:", "   Training speed: 4.0 -> 10.0 samples/sec, 2.50x",
         "   Peak memory: 40.0 -> 30.0 MB, +25.0% saved"]
-    other = dict(earlier(), config=dict(width=4, depth=9), training_params=dict(batch_size=2, use_amp=True))
+    other = earlier(config=dict(width=4, depth=9), training_params=dict(batch_size=2, use_amp=True))
     found = summary.print_against(other, now())
     assert found == dict(speedup=2.5, memory_reduction_percent=None, differences=[
         "width 4 -> 8", "batch_size 2 -> 4", "use_amp True -> False", "GPU unknown -> None"])
     out = capsys.readouterr().out
     assert "not measured in both runs" in out and "differ in more than fusion: width 4 -> 8; batch" in out
-    assert summary.print_against(earlier(peak_memory_mb=40.0), now(None))["memory_reduction_percent"] is None
+    assert summary.print_against(earlier(40.0), now(None))["memory_reduction_percent"] is None
 
 
 def test_only_summaries_are_read(tmp_path):
@@ -145,10 +147,22 @@ def test_only_summaries_are_read(tmp_path):
                                   ("1e-9", "NaN", [1e-9, None])):
         figures = f'"avg_training_speed": {speed}, "peak_memory_mb": {peak}'
         path.write_text(f'{{"performance_summary": {{{figures}}}}}')
-        assert list(summary.read_summary(path)["performance_summary"].values()) == expected
+        assert summary.read_summary(path) == dict(
+            speed=expected[0], memory=expected[1], version="a run", timestamp="unknown date", config={},
+            training_params={}, system_info={})
+    whole = dict(version="v1", timestamp="then", config=dict(width=8), training_params=dict(batch_size=2),
+                 system_info=dict(gpu_name=None))
+    path.write_text(json.dumps(dict(whole, performance_summary=dict(avg_training_speed=4, peak_memory_mb=0))))
+    assert summary.read_summary(path) == dict(whole, speed=4.0, memory=None)
     for content, words in (('{"performance_summary": {"avg_training_speed": 0}}', "must be positive"),
                            ('{"performance_summary": {"avg_training_speed": -1}}', "must be positive"),
-                           ('{"performance_summary": {}}', "not a performance summary"), ("[]", "not a")):
+                           ('{"performance_summary": {"avg_training_speed": NaN}}', "must be positive"),
+                           ('{"performance_summary": {"avg_training_speed": 1, "peak_memory_mb": -1}}',
+                            "peak_memory_mb = -1: must be positive"),
+                           ('{"performance_summary": {"avg_training_speed": 1}, "config": [1]}',
+                            "config must be an object"),
+                           ('{"performance_summary": {}}', "not a performance summary: it lacks perf"),
+                           ("[]", "not a performance summary: must be an object")):
         path.write_text(content)
         with pytest.raises(UserError, match=words):
             summary.read_summary(path)
@@ -168,13 +182,17 @@ def test_the_last_line_is_shortened_from_behind(capsys):
 
 
 def test_how_to_go_on(capsys):
-    def trainer(done, steps):
-        return SimpleNamespace(step_number=done, training=SimpleNamespace(save_checkpoint="a b.pt",
-                                                                          num_steps=steps))
-    for done, steps, more in ((10, 10, 20), (3, 10, 10)):
-        print_ending(trainer(done, steps), ["s.json", None, "m.jsonl"])
-        assert capsys.readouterr().out == (
-            f"Written: s.json, m.jsonl\nContinue: the same flags and --resume 'a b.pt' --num-steps {more}\n")
+    def said(done, saved):
+        training = SimpleNamespace(save_checkpoint=saved, num_steps=10)
+        print_ending(SimpleNamespace(step_number=done, training=training), ["s.json", None, "m.jsonl"])
+        return capsys.readouterr().out.splitlines()
+
+    written, go_on = "Written: s.json, m.jsonl", "Continue: the same flags and --resume 'a b.pt' --num-steps"
+    assert said(10, "a b.pt") == [written, f"{go_on} 20"] and said(10, None) == [written]
+    assert said(3, "a b.pt") == ["Interrupted at step 3 of 10", written, f"{go_on} 10"]
+    assert said(3, None) == [
+        "Interrupted at step 3 of 10; without --save-checkpoint FILE there is nothing to continue from",
+        written]
 
 
 # The metrics of a run
@@ -249,7 +267,7 @@ def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch,
     loss, = left.get_lines()
     assert [list(data) for data in loss.get_data()] == [[1, 2], [2, 1]]
     assert (left.get_xlabel(), left.get_ylabel()) == ("step", "training loss") and right.get_legend()
-    monkeypatch.setattr(metrics, "write_atomically", lambda *_: 1 / 0)
+    monkeypatch.setattr(metrics, "save", lambda *_: 1 / 0)
     assert found.draw() is None
     assert capsys.readouterr().err == "warning: no learning_curve.png: division by zero\n"
     monkeypatch.setattr(metrics, "require_matplotlib", lambda: metrics.summary_writer("") or 1 / 0)

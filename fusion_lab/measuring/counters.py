@@ -53,7 +53,8 @@ def form(value):
     """An argument of an operation, of a tensor all but its content."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride()
-    return value if isinstance(value, (int, float, str, torch.dtype)) else type(value)
+    # as text, because numbers such as -1 and -2, 1 and True have the same hash
+    return repr(value) if isinstance(value, (int, float, str, torch.dtype)) else type(value)
 
 
 @contextlib.contextmanager

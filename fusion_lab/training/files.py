@@ -171,14 +171,17 @@ def results_directory(settings, path):
 
 
 def require_writable(path):
-    """Raise UserError now rather than after hours of training if path cannot be written. None is fine."""
+    """Raise UserError now rather than after hours of training if path cannot be written; what killed runs
+    left beside it goes. None is fine."""
     if path is None:
         return
     try:
         require_regular(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-    require_directory(os.path.dirname(os.path.abspath(path)), path)
+    directory, name = os.path.split(os.path.abspath(path))
+    require_directory(directory, path)
+    remove_leftovers(directory, name)
 
 
 def set_aside(path):

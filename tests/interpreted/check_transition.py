@@ -47,6 +47,7 @@ def test_forward_and_gradients(case, dtype):
     assert not violations(*problem(dtype, *CASES[case]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(transition, *MUTANTS[broken], tmp_path)

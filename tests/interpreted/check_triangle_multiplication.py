@@ -73,6 +73,7 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name, tmp_path):
     old, new, case = MUTANTS[name]
