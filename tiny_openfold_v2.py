@@ -92,7 +92,8 @@ class FusionConfig(TritonSwitches):
             found.append("combo kernels need torch.compile on a GPU")
         elif self.enable_combo_kernels and not self.combo_kernels_at(settings.model.seq_len):
             found.append(f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues")
-        found += idle_kernels(self, {settings.model.msa_dim, settings.model.pair_dim}, on_gpu)
+        widths = {settings.model.msa_dim, settings.model.pair_dim}
+        found += idle_kernels(self, widths, settings.training.use_amp, on_gpu)
         if self.attention_backend != "auto" and not self.enable_flash_attention:
             found.append("--attention-backend is for fused attention")
         return found

@@ -50,7 +50,7 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
     "proteins/files.py": "protein_data",
-    "fusion_lab/training/checkpoints.py": "checkpoints training house",
+    "fusion_lab/training/checkpoints.py": "checkpoints training",
     "fusion_lab/training/master_weights.py": "steps evoformer",
     "fusion_lab/training/files.py": "endings checkpoints training start study_files",
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",

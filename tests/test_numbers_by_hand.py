@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
+from fusion_lab.kernels import limits
 from proteins.batches import SyntheticProteins
 from proteins.costs import costs
 
@@ -333,3 +334,18 @@ def test_idle_switches_are_named():
     backend = dict(attention_backend="sdpa")
     assert idle(**backend) == [] and idle(**backend, enable_flash_attention=False) == [
         "--attention-backend is for fused attention"]
+
+
+def test_idle_triton_kernels_say_what_they_need(monkeypatch):
+    def idle(widths=(64, 128), use_amp=True, on_gpu=True, **switches):
+        return limits.idle_kernels(tof.FusionConfig(**switches), widths, use_amp, on_gpu)
+    attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
+    monkeypatch.setattr(limits, "HAS_TRITON", True)
+    assert idle() == idle(**attention) == idle(**triangle) == idle(widths=(48,), **attention) == []
+    assert idle(on_gpu=False, **attention) == ["Triton kernels need a GPU"]
+    assert idle(use_amp=False, **triangle) == [
+        "Triton kernels need --use-amp: float32 is more exact without them"]
+    assert idle(widths=(64, 48), **attention, **triangle) == [
+        "no Triton kernels for 48 channels, but for 16, 32, 64, 128, 256"]
+    monkeypatch.setattr(limits, "HAS_TRITON", False)
+    assert idle(**attention) == ["Triton kernels need Triton (pip install triton)"]

@@ -9,7 +9,7 @@ from fusion_lab.kernels.limits import HAS_TRITON, WIDEST_HEAD
 from fusion_lab.kernels.precision import strict_float32
 
 FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRITON_DTYPES = (torch.float16, torch.bfloat16)  # float32 goes 1.1 times beyond the 3x rule (LOG.md)
 CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD's architectures with matrix cores, MI100 to MI350
 SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 

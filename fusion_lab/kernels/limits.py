@@ -7,13 +7,15 @@ WIDEST_HEAD = 128
 SWITCH = "enable_triton_"
 
 
-def idle_kernels(fusion, widths, on_gpu):
+def idle_kernels(fusion, widths, use_amp, on_gpu):
     """Sentences on why Triton switches of a config change nothing here; widths: the channels of the model."""
     names = [name for name in fusion.names() if name.startswith(SWITCH) and getattr(fusion, name)]
     if not names:
         return []
     if not (on_gpu and HAS_TRITON):
         return [f"Triton kernels need {'Triton (pip install triton)' if on_gpu else 'a GPU'}"]
+    if not use_amp:
+        return ["Triton kernels need --use-amp: float32 is more exact without them"]
     odd = [str(width) for width in widths if width not in CHANNELS]
     if odd and names != [f"{SWITCH}attention"]:
         return [f"no Triton kernels for {' and '.join(odd)} channels, "

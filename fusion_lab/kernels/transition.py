@@ -24,6 +24,7 @@ import triton.language as tl
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
+    DTYPES,
     layer_norm,
     layer_norm_backward,
     operation,
@@ -33,7 +34,6 @@ from fusion_lab.kernels.triton_parts import (
     vector,
 )
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHANNELS = (16, 32, 64, 128, 256)
 UNITS = 64  # hidden units come in multiples of the widest tile
 

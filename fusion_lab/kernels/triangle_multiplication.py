@@ -23,10 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import triangle_multiplication_kernels as kernels
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.attention import TRITON_DTYPES
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
-from fusion_lab.kernels.triton_parts import candidates, operation, precision
+from fusion_lab.kernels.triton_parts import DTYPES, candidates, operation, precision
 
 PARAMETERS = ("norm_weight", "norm_bias", "in_weight", "in_bias", "center_weight", "center_bias",
               "out_weight", "out_bias", "gate_weight", "gate_bias")
@@ -236,7 +235,7 @@ class TriangleMultiplication(torch.autograd.Function):
 def check(pair, weights, mask, drop, residual, save):
     """ValueError with what is wrong."""
     B, S, _, c = pair.shape
-    if product_dtype(pair) not in TRITON_DTYPES or c not in CHANNELS:
+    if product_dtype(pair) not in DTYPES or c not in CHANNELS:
         raise ValueError(f"no Triton kernels for {c} channels in {product_dtype(pair)}, but for "
                          f"{', '.join(map(str, CHANNELS))} in float16, bfloat16 and float32")
     if save not in SAVED:

@@ -16,6 +16,7 @@ from triton.runtime import driver
 from fusion_lab.kernels.precision import strict_float32
 
 NAMESPACE = "fusion_lab"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
