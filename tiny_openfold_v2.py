@@ -312,7 +312,7 @@ class GatedAttention(PackedProjections):
         super().__init__()
         self.heads = heads
         self.backend = fusion.attention_backend if fusion.enable_flash_attention else "math"
-        self.triton = fusion.enable_triton_attention
+        self.triton = fusion.enable_triton_attention and self.backend == "auto"
         self.layer_norm = nn.LayerNorm(channels)
         layers = {name: linear(channels, channels, bias=False) for name in self.QKV}
         layers["gate_proj"] = linear(channels, channels, init="gate")
@@ -664,7 +664,7 @@ class TinyOpenFoldV2(nn.Module):
         c, weight = self.config, self.distogram_head.weight
         msa_width = c.msa_dim // c.msa_heads
         return attention.in_words(
-            self.fusion.attention_backend, self.fusion.enable_triton_attention, weight.is_cuda,
+            self.fusion.attention_backend, self.blocks[0].msa_row_attention.triton, weight.is_cuda,
             dtype or weight.dtype, pair=(c.seq_len, c.pair_dim // c.pair_heads, True),
             rows=(c.seq_len, msa_width, True), columns=(c.num_seqs, msa_width, False))
 

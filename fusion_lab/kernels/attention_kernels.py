@@ -93,7 +93,9 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
                 result = result * gates(gt, gb, h, D, BD, GATE_BIAS)
             tl.store(out + b * sob + r * sor + h * soh + i[:, None] * sol + d[None, :],
                      result.to(out.dtype.element_ty), mask=(i[:, None] < L) & (d[None, :] < D))
-            tl.store(lse + ((b * R + r) * H + h) * L + i, tops[u] + tl.log2(sums[u]), mask=i < L)
+            # A row without any key: no probability in backward, where this sum would drown in its maximum.
+            found = tl.where(tops[u] < -5e8, float("inf"), tops[u] + tl.log2(sums[u]))
+            tl.store(lse + ((b * R + r) * H + h) * L + i, found, mask=i < L)
 
 
 @triton.jit
@@ -207,7 +209,7 @@ def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP
                          sqb, sqr, sqh, sql, sob, sor, soh, sol, KEYS: tl.constexpr, EVEN: tl.constexpr,
                          PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """A (BM, BN) tile of the bias gradient, of a share of `rows` rows: dbias (shares, B, H, LP, LP)."""
-    bh, share, nj = tl.program_id(2), tl.program_id(1), tl.cdiv(L, BN)
+    bh, share, nj = tl.program_id(2), tl.program_id(1).to(tl.int64), tl.cdiv(L, BN)
     i0, j0 = tl.program_id(0) // nj * BM, tl.program_id(0) % nj * BN
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
@@ -234,7 +236,7 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
                           GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr,
                           PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr, dgb=None):
     """All gradients of a share of `rows` whole rows, L <= BL: five products and one exponential a score."""
-    share, bh = tl.program_id(0), tl.program_id(1)
+    share, bh = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = tl.arange(0, BL), tl.arange(0, BD)
     inside = (i[:, None] < L) & (d[None, :] < D)

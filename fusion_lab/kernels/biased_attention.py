@@ -264,8 +264,8 @@ def triangle_attention(q, k, v, bias, mask=None, scale=None):
     """cuEquivariance's function of this name: softmax(scale q k^T + bias, masked) v.
 
     q, k, v (B, N, H, S, D); bias (B, 1, H, S, S); mask (B, N, 1, 1, S), True = present, or None; scale:
-    default D^-0.5. Returns (B, N, H, S, D). Gradients for q, k, v and bias. Raises ValueError for another
-    shape, and for more keys than queries.
+    default D^-0.5. Returns (B, N, H, S, D). Gradients for q, k, v and bias, none from rows whose keys are all
+    masked. Raises ValueError for another shape, and for more keys than queries.
     """
     B, N, H, S, _ = q.shape
     for name, x, shape in (("k", k, q.shape), ("v", v, q.shape), ("bias", bias, (B, 1, H, S, S)),

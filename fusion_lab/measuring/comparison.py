@@ -240,6 +240,8 @@ def compare_fusion(program, settings, picked=None, combinations=False):
         result = compare(program, settings, None, combinations, picked, stop=stop, table=table)
     save(result)
     print_details(result)
+    if stop.signal is not None:
+        print("Interrupted: these figures are of the rounds before it")
     print_result(dict(mode=result["mode"], variants=[
         {key: row[key] for key in ("name", "speedup") if key in row} for row in result["variants"]]),
         path, settings)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fusion_lab.kernels.limits import HAS_TRITON, SWITCH
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import MISSING, UserError, write_json
+from fusion_lab.training.files import MISSING, NO_GPU, UserError, write_json
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.reporting import print_result
 
@@ -18,7 +18,7 @@ def retune(program, settings):
         raise UserError("--retune: no Triton kernel is on; add --enable-ultra")
     device = choose_device(settings.training.device)
     if device.type != "cuda":
-        raise UserError("--retune needs a GPU", code=MISSING)
+        raise UserError("--retune needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--retune needs Triton: pip install triton", code=MISSING)
     from fusion_lab.kernels import tuner
@@ -27,6 +27,9 @@ def retune(program, settings):
     trainer, source = program.trainer(program, settings, device), program.open_source(settings)
     with tuner.retuning() as found:
         trainer.step(to_device(source.batch(0), device))
+    if not found:
+        raise UserError("--retune: no Triton kernel ran; they need --use-amp, and sizes that they take "
+                        "(docs/kernels.md)")
     for kernel, chosen in sorted(found.items()):
         print(f"{kernel:44s} {', '.join(f'{key} {value}' for key, value in chosen.items())}")
     path = os.path.join(settings.profiler.profile_dir, program.result("tiles"))
