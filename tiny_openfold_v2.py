@@ -92,8 +92,14 @@ class FusionConfig(TritonSwitches):
             found.append("combo kernels need torch.compile on a GPU")
         elif self.enable_combo_kernels and not self.combo_kernels_at(settings.model.seq_len):
             found.append(f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues")
-        widths = {settings.model.msa_dim, settings.model.pair_dim}
-        found += idle_kernels(self, widths, settings.training.use_amp, on_gpu)
+        c = settings.model
+        found += idle_kernels(self, dict(
+            enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
+            enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim)),
+            settings.training.use_amp, on_gpu)
+        asked = self.attention_backend if self.enable_flash_attention else "math"
+        if self.enable_triton_attention and asked != "auto":
+            found.append("triton-attention gives way to the attention that was asked for")
         if self.attention_backend != "auto" and not self.enable_flash_attention:
             found.append("--attention-backend is for fused attention")
         return found

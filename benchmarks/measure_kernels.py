@@ -4,14 +4,11 @@
     python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256] [--retune]
 
 A row is one operation, size S (c 128, 4 heads, bf16) and implementation: ours, plain PyTorch, the same under
-torch.compile, FlexAttention or SDPA for attention,
-and the libraries cuequivariance_torch and trifast where they
-are installed. Gates, key masks and LayerNorms are inside,
-whatever the implementation. Forward and backward are
-one CUDA graph; all implementations of a size take turns. Errors are judged against float64: at most three
-times plain PyTorch's in the same precision, and two roundings of the largest element. Writes
-OUT/kernels.json.
-Exit code 1 if ours fails or is not accurate.
+torch.compile, and FlexAttention for attention. Gates, key masks, LayerNorms and residuals are inside,
+whatever the implementation; the projections round attention are not. Forward and backward are one CUDA graph;
+all implementations of a size take turns. Errors are judged against float64: at most three times plain
+PyTorch's in the same precision, and two roundings of the largest element. Writes OUT/kernels.json. Exit code
+1 if ours fails or is not accurate.
 """
 import pathlib
 import re

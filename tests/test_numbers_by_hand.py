@@ -337,15 +337,25 @@ def test_idle_switches_are_named():
 
 
 def test_idle_triton_kernels_say_what_they_need(monkeypatch):
-    def idle(widths=(64, 128), use_amp=True, on_gpu=True, **switches):
-        return limits.idle_kernels(tof.FusionConfig(**switches), widths, use_amp, on_gpu)
+    def idle(pair_dim=128, use_amp=True, on_gpu=True, **switches):
+        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(msa_dim=48, pair_dim=pair_dim),
+                                   training=SimpleNamespace(use_amp=use_amp))
+        return tof.FusionConfig(**switches).idle(settings, on_gpu)
     attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
     monkeypatch.setattr(limits, "HAS_TRITON", True)
-    assert idle() == idle(**attention) == idle(**triangle) == idle(widths=(48,), **attention) == []
+    assert idle() == idle(**attention) == idle(**triangle) == idle(48, **attention) == []
+    assert idle(enable_triton_transition=True) == []  # for the pair tensor it has one
     assert idle(on_gpu=False, **attention) == ["Triton kernels need a GPU"]
     assert idle(use_amp=False, **triangle) == [
         "Triton kernels need --use-amp: float32 is more exact without them"]
-    assert idle(widths=(64, 48), **attention, **triangle) == [
-        "no Triton kernels for 48 channels, but for 16, 32, 64, 128, 256"]
+    assert idle(96, **attention, **triangle, enable_triton_transition=True) == [
+        "triton-triangle has no kernel for a width of 96",
+        "triton-transition has no kernel for a width of 48 or 96"]
+    for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
+        assert idle(**attention, **other) == [
+            "triton-attention gives way to the attention that was asked for"]
+        fusion = tof.FusionConfig(**attention, **other)
+        block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(), fusion)
+        assert not block.triangle_attn_starting.triton
     monkeypatch.setattr(limits, "HAS_TRITON", False)
     assert idle(**attention) == ["Triton kernels need Triton (pip install triton)"]

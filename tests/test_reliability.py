@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import torch
-from conftest import PATIENCE, ROOT, last_json
+from conftest import KILLED_WRITER, PATIENCE, ROOT, last_json
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import rungs, summary
@@ -129,22 +129,10 @@ def test_only_regular_files_are_read_and_replaced(tmp_path):
         files.write_text(tmp_path, "x")
 
 
-WRITER = f"""
-import os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
-def write(file):
-    file.write(b"half of the new checkpoint")
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-files.write_atomically(sys.argv[1], write)
-"""
-
-
 def test_what_killed_runs_left_goes_with_the_next_write(tmp_path):
     path = tmp_path / "c.pt"
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", WRITER, str(path)], check=False)
+        subprocess.run([sys.executable, "-c", KILLED_WRITER, str(path)], check=False)
     strangers = [tmp_path / name for name in ("c.pt.part", "c.ptABCDEFGH.part", "other_a1b2c3d.part")]
     for stranger in strangers:
         stranger.touch()

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, ROOT, last_json, require_shared, run_program
+from conftest import KILLED_WRITER, PATIENCE, ROOT, last_json, require_shared, run_program
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import files
@@ -195,19 +195,9 @@ def test_warmup_and_measurement_leave_no_trace(tmp_path, capsys):
 
 
 def test_kill_during_save_leaves_the_old_checkpoint(tmp_path):
-    code = f"""
-import os, signal, sys, torch
-sys.path.insert(0, {str(ROOT)!r})
-from fusion_lab.training import files
-def write(file):
-    file.write(b"half of the new checkpoint")
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-files.write_atomically(sys.argv[1], write)
-"""
     path = tmp_path / "c.pt"
     path.write_bytes(b"old")
-    result = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    result = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(path)], check=False)
     assert result.returncode == -signal.SIGKILL and path.read_bytes() == b"old"
 
 

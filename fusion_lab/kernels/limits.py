@@ -7,8 +7,14 @@ WIDEST_HEAD = 128
 SWITCH = "enable_triton_"
 
 
+def takes(switch, width):
+    """Whether the kernels of a switch take this width: of a head for attention, else of a position."""
+    return width <= WIDEST_HEAD if switch == f"{SWITCH}attention" else width in CHANNELS
+
+
 def idle_kernels(fusion, widths, use_amp, on_gpu):
-    """Sentences on why Triton switches of a config change nothing here; widths: the channels of the model."""
+    """Sentences on why Triton switches of a config change nothing here; widths: {switch: those that the model
+    would give its kernels}."""
     names = [name for name in fusion.names() if name.startswith(SWITCH) and getattr(fusion, name)]
     if not names:
         return []
@@ -16,8 +22,6 @@ def idle_kernels(fusion, widths, use_amp, on_gpu):
         return [f"Triton kernels need {'Triton (pip install triton)' if on_gpu else 'a GPU'}"]
     if not use_amp:
         return ["Triton kernels need --use-amp: float32 is more exact without them"]
-    odd = [str(width) for width in widths if width not in CHANNELS]
-    if odd and names != [f"{SWITCH}attention"]:
-        return [f"no Triton kernels for {' and '.join(odd)} channels, "
-                f"but for {', '.join(map(str, CHANNELS))}"]
-    return []
+    return [f"{name.removeprefix('enable_').replace('_', '-')} has no kernel for a width of "
+            f"{' or '.join(map(str, widths[name]))}"
+            for name in names if not any(takes(name, width) for width in widths[name])]

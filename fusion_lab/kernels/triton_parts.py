@@ -1,15 +1,15 @@
 """What the Triton kernels of this directory share: parts of kernels, and how a launcher becomes an op.
 
-Imports triton; whoever imports this has asked `attention.HAS_TRITON` first. Rules that all kernels keep:
-sums, softmax and statistics in float32; operands of products in the tensors' own dtype; one rounding at each
-store; sums over positions as one partial sum a program,
-so that every result is the same in every run; program
+Imports triton; whoever imports this has asked `limits.HAS_TRITON` first. Rules that all kernels keep: sums,
+softmax and statistics in float32; operands of products in the tensors' own dtype; one rounding at each store;
+sums over positions as one partial sum a program, so that every result is the same in every run; program
 numbers as int64 before the first product. `PRECISION` of a product is that of matmul in the same dtype:
 float32 throughout where the user has not asked for TF32.
 """
 import torch
 import triton
 import triton.language as tl
+from torch.library import define, impl, register_fake
 from torch.utils.flop_counter import register_flop_formula
 from triton.runtime import driver
 
@@ -28,9 +28,9 @@ def operation(schema, launch, sizes, flops=None):
     takes shapes in the place of tensors. Returns the op.
     """
     name = f"{NAMESPACE}::{schema.partition('(')[0]}"
-    torch.library.define(name, schema[schema.index("("):])
-    torch.library.impl(name, ("cpu", "cuda"), launch)  # "cuda" is AMD's too; "cpu": Triton's interpreter
-    torch.library.register_fake(name, sizes)
+    define(name, schema[schema.index("("):])
+    impl(name, ("cpu", "cuda"), launch)  # "cuda" is AMD's too; "cpu": Triton's interpreter
+    register_fake(name, sizes)
     op = getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0])
     if flops:
         register_flop_formula(op)(flops)

@@ -1,9 +1,8 @@
 """Which tile sizes a Triton kernel runs with: a table by GPU, kernel and class of shape, and how it is made.
 
 Nothing is timed during training. launch() looks the configuration up: first in what was measured on this GPU
-with this torch and Triton (`--retune`,
-                            kept in the user's cache directory), then in tiles.json beside this file
-(shipped for the architectures named there), else it takes the first candidate, a conservative one. Within
+with this torch and Triton (`--retune`, kept in the user's cache directory), then in tiles.json beside this
+file (shipped for the architectures named there), else it takes the first candidate, a conservative one. Within
 retuning() every launch first times its candidates on its own arguments, taking turns, and keeps the winner if
 it beats the first candidate by more than the spread of both.
 """
@@ -57,9 +56,8 @@ def table():
 def launch(kernel, shape, candidates, run):
     """run(configuration) with the best one known.
 
-    kernel: its name; shape: the class of its arguments,
-    such as "bfloat16 L256 D32"; candidates: dicts of tile
-    sizes, `num_warps` and `num_stages`, the first of which must fit every GPU.
+    kernel: its name; shape: the class of its arguments, such as "bfloat16 L256 D32"; candidates: dicts of
+    tile sizes, `num_warps` and `num_stages`, the first of which must fit every GPU.
     """
     key = f"{kernel} {shape}"
     if found is not None and key not in found:

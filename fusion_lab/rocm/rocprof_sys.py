@@ -50,14 +50,14 @@ class RocprofSys(Wrapper):
             "ROCPROFSYS_USE_ROCPD": "ON" if rocpd else "OFF",
             "ROCPROFSYS_TIMEMORY_COMPONENTS": self.components,
             "ROCPROFSYS_OUTPUT_PATH": self.directory, "ROCPROFSYS_TIME_OUTPUT": "OFF",
-            "ROCPROFSYS_USE_PID": "ON", "PYTHON_EXECUTABLE": versioned_python(), **self.library_path()}
+            "ROCPROFSYS_USE_PID": "ON", "PYTHON_EXECUTABLE": versioned_python(), **self.loader_path()}
         # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
         return [Command([self.tool.command, "--module-restrict", *modules,
                          "--function-exclude", "_call_impl", "--", self.profiled.path, *self.program_flags],
                         set_env=environment,
                         unset_env=("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE"))]
 
-    def library_path(self):
+    def loader_path(self):
         """Torch's own GPU libraries, for the loader: without, early releases see nothing of the GPU."""
         path = self.profiled.answer.get("torch_path")
         if not path:
@@ -71,7 +71,7 @@ class RocprofSys(Wrapper):
 
     def facts(self):
         yield from super().facts()
-        path = self.library_path().get("LD_LIBRARY_PATH")
+        path = self.loader_path().get("LD_LIBRARY_PATH")
         if path:
             yield f"torch's own libraries will be found: LD_LIBRARY_PATH={path}"
 
