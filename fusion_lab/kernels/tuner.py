@@ -3,8 +3,8 @@
 Nothing is timed during training. launch() looks the configuration up: first in what was measured on this GPU
 with this torch and Triton (`--retune`, kept in the user's cache directory), then in tiles.json beside this
 file (shipped for the architectures named there), else it takes the first candidate, a conservative one.
-Within retuning() every launch first times its candidates on its own arguments, taking turns, and keeps the winner if
-it beats the first candidate by more than the spread of both.
+Within retuning() every launch first times its candidates on its own arguments, taking turns, and keeps the
+winner if it beats the first candidate by more than the spread of both.
 """
 import contextlib
 import json
