@@ -87,6 +87,12 @@ def scores(evaluation):
             for group, proteins in evaluation.items() if proteins}
 
 
+def validation_score(evaluation):
+    """Mean P(L/2) of the validation families, by which the best weights are chosen; None without any."""
+    proteins = evaluation.get("validation")
+    return statistics.fmean(p["p_l2"] for p in proteins.values()) if proteins else None
+
+
 def contact_line(evaluation):
     """One line for what evaluate() returned."""
     parts = []
