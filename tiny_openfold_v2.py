@@ -146,7 +146,7 @@ from fusion_lab.training.flags import make_parser, named_program, parse, with_de
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import MasterWeights
 from proteins import batches as proteins
-from proteins import contacts
+from proteins import contacts, prediction
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 from proteins.seam import defined, move_kinks_away, start_lines
@@ -293,7 +293,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
         return scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
     if backend == "flex":
         return attention.flex_attend(q, k, v, bias)
-    bias = None if bias is None else bias[:, None].to(q.dtype)  # (B, 1, H, L, L)
+    bias = None if bias is None else bias[:, None].to(q.dtype).contiguous()  # (B, 1, H, L, L)
     if bias is None or bias.shape[2:4] == (1, 1):  # a mask of keys is small enough to be copied to every row
         mask = None if bias is None else bias.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
         out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)  # (B*R, H, L, D)
@@ -856,7 +856,7 @@ PROGRAM = Program(
     before_training=contacts.require_plots, start_lines=start_lines, statistics=lambda settings: statistics(
         settings.fusion, settings.model.num_blocks),
     evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,
-    scores=contacts.scores, closing=contacts.closing,
+    scores=contacts.scores, closing=contacts.closing, modes={"--contacts": prediction.contacts},
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
             "Flash Attention": "enable_flash_attention",
             "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
@@ -873,6 +873,8 @@ def run(argv=None, program=PROGRAM):
         return reporting.print_settings(program, settings, mode)
     if mode is None:
         return train(program, settings, arguments.compare_with_v1)
+    if mode in program.modes:
+        return program.modes[mode](program, settings)
     files.require_directory(settings.profiler.profile_dir)
     if mode == "--compare-fusion":
         return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import MISSING, UserError, printable
+from fusion_lab.training.files import UserError, printable
 from proteins import files
 from proteins.files import GAP, MASK
+from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
 
 
@@ -76,18 +77,12 @@ class RealProteins:
     def __init__(self, settings):
         self.config, self.training = settings.model, settings.training
         training, self.left_out = settings.training, []  # files without a partner
-        try:
+        with data_errors():
             if training.data:
                 families = files.load_families(training.data, self.left_out)
             else:
                 path, chain = files.split_structure_argument(training.structure)
                 families = [files.load_protein(training.msa, path, chain, training.query)]
-        except files.DataError as error:
-            raise UserError(str(error)) from None
-        except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}") from None
-        except files.MissingPackageError as error:
-            raise UserError(str(error), code=MISSING) from None
         self.held_out = self.choose_held_out([family.name for family in families])
         self.families = [family for family in families if family.name not in self.held_out]
         self.unseen = [family for family in families if family.name in self.held_out]

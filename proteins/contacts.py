@@ -150,17 +150,20 @@ def require_plots(settings, source):
 
 def contact_map(name, protein, tokens, arrays):
     """maps.ContactMap of one protein. protein is what files.py read, None for a built-in one, which is
-    numbered from 1; tokens (S,); arrays: probability, distances (S, S), coords (S, 3), coord_mask (S,)."""
+    numbered from 1; tokens (S,); arrays: probability, distances (S, S), coords (S, 3), coord_mask (S,), of
+    zeros alone where there is no structure: then all pairs count."""
     probability, distances, coords, coord_mask = (array.detach().float().cpu() for array in arrays)
-    i, j = ranked_pairs(probability, coord_mask)
-    best = half_length(coord_mask)
+    known = coord_mask.any()
+    counted = coord_mask if known else torch.ones_like(coord_mask)
+    i, j = ranked_pairs(probability, counted)
+    best = half_length(counted)
     return maps.ContactMap(
         name, protein.chain if protein else "",
         protein.numbers if protein else tuple(str(number) for number in range(1, len(tokens) + 1)),
         "".join(LETTERS[token] for token in tokens.tolist()), protein.secondary if protein else "",
         probability.numpy(), distances.numpy(),
         true_distances(coords, coord_mask).numpy(), (i[:best].numpy(), j[:best].numpy()),
-        contact_precision(probability, coords, coord_mask), CONTACT_DISTANCE, SEPARATION)
+        contact_precision(probability, coords, coord_mask) if known else {}, CONTACT_DISTANCE, SEPARATION)
 
 
 def write_map(path, *protein):

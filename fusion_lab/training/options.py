@@ -8,19 +8,21 @@ from dataclasses import dataclass, field, fields, replace
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
-           ultra=False, rung=None, alone=True, training_only=False, resized=False, metavar=None):
+           ultra=False, rung=None, alone=True, training_only=False, resized=False, metavar=None, mode=(),
+           short=None):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; rung, its place on the ladder of
     --compare-fusion, which adds one switch after the other (None: not on it); alone, whether it has a row of
     its own there. training_only: a file that only training reads or writes. resized: a checkpoint may be
-    continued with another value. metavar: what --help shows in place of its value.
+    continued with another value. metavar: what --help shows in place of its value. mode: if given, the flag
+    is a mode, and these are the fields that it takes. short: "-o", for instance.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
         preset=preset, ultra=ultra, rung=rung, alone=alone, training_only=training_only, resized=resized,
-        metavar=metavar))
+        metavar=metavar, mode=mode, short=short))
 
 
 @dataclass(frozen=True)
