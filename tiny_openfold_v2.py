@@ -43,8 +43,8 @@ class TinyOpenFoldConfig(Checked):
     outer_product_dim: int = option(32, "hidden width of the outer product mean", low=1)
     dropout: float = option(0.0, "AF2's shared dropout, one rate for all sub-layers that have it", low=0.0,
                             below=1.0, resized=True)
-    coevolution: str = option("none", "what residue pairs start from beside the sequence: none (AF2), or of all "
-                              "rows of the alignment their covariance, or couplings, its inverse",
+    coevolution: str = option("none", "residue pairs start from the sequence alone: none (AF2); or from all "
+                              "rows too: their covariance, or couplings, which are its inverse",
                               choices=("none", "covariance", "couplings"))
 
     def __post_init__(self):
@@ -149,7 +149,7 @@ from fusion_lab.training.flags import make_parser, named_program, parse, with_de
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import MasterWeights
 from proteins import batches as proteins
-from proteins import coevolution, contacts
+from proteins import coevolution, contacts, prediction
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 from proteins.seam import defined, move_kinks_away, start_lines
@@ -296,7 +296,7 @@ def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
         return scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
     if backend == "flex":
         return attention.flex_attend(q, k, v, bias)
-    bias = None if bias is None else bias[:, None].to(q.dtype)  # (B, 1, H, L, L)
+    bias = None if bias is None else bias[:, None].to(q.dtype).contiguous()  # (B, 1, H, L, L)
     if bias is None or bias.shape[2:4] == (1, 1):  # a mask of keys is small enough to be copied to every row
         mask = None if bias is None else bias.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
         out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)  # (B*R, H, L, D)
@@ -618,9 +618,10 @@ class TinyOpenFoldV2(nn.Module):
     def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
                 coords=None, coord_mask=None, extra_msa=None):
         """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default the first row; masks (B, S)
-        and (B, N), 1 = present; extra_msa (B, M, S), default msa_tokens, for --coevolution. Targets: msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3)
-        in Å with coord_mask (B, S). Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S),
-        distogram_logits, msa_repr, pair_repr and, with targets, loss and its parts."""
+        and (B, N), 1 = present; extra_msa (B, M, S), default msa_tokens, for --coevolution. Targets:
+        msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3) in Å with coord_mask (B, S).
+        Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S), distogram_logits, msa_repr,
+        pair_repr and, with targets, loss and its parts."""
         attention.prepare_flex_attention(msa_tokens.device)
         features, kind = None, self.config.coevolution
         if kind != "none":
@@ -870,6 +871,7 @@ PROGRAM = Program(
         settings.fusion, settings.model.num_blocks),
     evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,
     scores=contacts.scores, score=contacts.validation_score, closing=contacts.closing,
+    modes={"--contacts": prediction.contacts},
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
             "Flash Attention": "enable_flash_attention",
             "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
@@ -886,6 +888,8 @@ def run(argv=None, program=PROGRAM):
         return reporting.print_settings(program, settings, mode)
     if mode is None:
         return train(program, settings, arguments.compare_with_v1)
+    if mode in program.modes:
+        return program.modes[mode](program, settings)
     files.require_directory(settings.profiler.profile_dir)
     if mode == "--compare-fusion":
         return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import MISSING, UserError, printable
+from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
 from proteins import files
 from proteins.files import GAP, MASK
 from proteins.folds import Folds
 from proteins.natural import natural_alignments
+from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
 
 MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
@@ -128,18 +129,12 @@ class RealProteins:
         self.config, self.training, self.extra = settings.model, settings.training, extra_rows(settings)
         self.world = world(settings) if settings.training.mix_synthetic else None
         training, self.left_out = settings.training, []  # files without a partner
-        try:
+        with data_errors():
             if training.data:
                 families = files.load_families(training.data, self.left_out)
             else:
                 path, chain = files.split_structure_argument(training.structure)
                 families = [files.load_protein(training.msa, path, chain, training.query)]
-        except files.DataError as error:
-            raise UserError(str(error)) from None
-        except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}") from None
-        except files.MissingPackageError as error:
-            raise UserError(str(error), code=MISSING) from None
         self.held_out = self.choose_held_out([family.name for family in families])
         rest = [family for family in families if family.name not in self.held_out]
         count = math.ceil(len(rest) * (self.training.validate_fraction or 0.0))

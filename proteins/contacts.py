@@ -25,11 +25,11 @@ def true_distances(coords, coord_mask):
     return distances.masked_fill(~(seen[:, None] & seen), float("nan"))
 
 
-def ranked_pairs(probability, coord_mask):
-    """(i, j), i < j, of the pairs that count, most probable first: at least SEPARATION apart, both residues
-    with coordinates. probability (S, S), coord_mask (S,)."""
+def ranked_pairs(probability, coord_mask, separation=SEPARATION):
+    """(i, j), i < j, of the pairs that count, most probable first: so many residues apart, both residues with
+    coordinates. probability (S, S), coord_mask (S,)."""
     seen = coord_mask.bool()
-    i, j = torch.triu_indices(len(seen), len(seen), SEPARATION, device=seen.device)
+    i, j = torch.triu_indices(len(seen), len(seen), separation, device=seen.device)
     both = seen[i] & seen[j]
     i, j = i[both], j[both]
     order = probability[i, j].argsort(descending=True, stable=True)  # ties alike on every device
@@ -41,10 +41,11 @@ def half_length(coord_mask):
     return max(int(coord_mask.sum()) // 2, 1)
 
 
-def contact_precision(probability, coords, coord_mask):
-    """Share of true contacts among the L/2 and L most probable pairs at least SEPARATION apart (L residues
-    with coordinates), and among all such pairs. probability (S, S), coords (S, 3), coord_mask (S,)."""
-    i, j = ranked_pairs(probability, coord_mask)
+def contact_precision(probability, coords, coord_mask, separation=SEPARATION):
+    """Share of true contacts among the L/2 and L most probable pairs so many residues apart (L residues with
+    coordinates), and among all such pairs; NaN where there are none. probability (S, S), of any scores that
+    are high for contacts; coords (S, 3), coord_mask (S,)."""
+    i, j = ranked_pairs(probability, coord_mask, separation)
     contact = ((coords[i] - coords[j]).norm(dim=-1) < CONTACT_DISTANCE).float()
     return dict(p_l2=contact[:half_length(coord_mask)].mean().item(),
                 p_l=contact[:int(coord_mask.sum())].mean().item(), chance=contact.mean().item())
@@ -155,17 +156,20 @@ def require_plots(settings, source):
 
 def contact_map(name, protein, tokens, arrays):
     """maps.ContactMap of one protein. protein is what files.py read, None for a built-in one, which is
-    numbered from 1; tokens (S,); arrays: probability, distances (S, S), coords (S, 3), coord_mask (S,)."""
+    numbered from 1; tokens (S,); arrays: probability, distances (S, S), coords (S, 3), coord_mask (S,), of
+    zeros alone where there is no structure: then all pairs count."""
     probability, distances, coords, coord_mask = (array.detach().float().cpu() for array in arrays)
-    i, j = ranked_pairs(probability, coord_mask)
-    best = half_length(coord_mask)
+    known = coord_mask.any()
+    counted = coord_mask if known else torch.ones_like(coord_mask)
+    i, j = ranked_pairs(probability, counted)
+    best = half_length(counted)
     return maps.ContactMap(
         name, protein.chain if protein else "",
         protein.numbers if protein else tuple(str(number) for number in range(1, len(tokens) + 1)),
         "".join(LETTERS[token] for token in tokens.tolist()), protein.secondary if protein else "",
         probability.numpy(), distances.numpy(),
         true_distances(coords, coord_mask).numpy(), (i[:best].numpy(), j[:best].numpy()),
-        contact_precision(probability, coords, coord_mask), CONTACT_DISTANCE, SEPARATION)
+        contact_precision(probability, coords, coord_mask) if known else {}, CONTACT_DISTANCE, SEPARATION)
 
 
 def write_map(path, *protein):

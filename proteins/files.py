@@ -407,6 +407,14 @@ def _row_that_matches(names, rows, chains):
     return None
 
 
+def load_alignment(msa_path, query=None):
+    """Alignment without a structure -> Protein without coordinates, its residues numbered from 1."""
+    msa = read_alignment(msa_path, query)
+    length = msa.shape[1]
+    return Protein(_split_suffix(msa_path)[0], msa, np.full((length, 3), np.nan, np.float32),
+                   numbers=tuple(map(str, range(1, length + 1))), secondary=NO_BACKBONE * length)
+
+
 def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
     """Alignment and structure -> Protein; the coordinates belong to the columns of the alignment.
 

@@ -28,7 +28,8 @@ def helix(length):
 def strand(length):
     """(length, 3) CA atoms along y, centred; their side chains point to +z and -z in turn."""
     place = np.arange(length)
-    return np.stack([np.zeros(length), (place - (length - 1) / 2) * STRAND_RISE, 0.9 * (-1.0) ** place], axis=1)
+    rise = (place - (length - 1) / 2) * STRAND_RISE
+    return np.stack([np.zeros(length), rise, 0.9 * (-1.0) ** place], axis=1)
 
 
 def loop(start, end, rng):

@@ -34,14 +34,15 @@ class ContactMap:
     distances: np.ndarray    # (S, S) predicted, Å
     true: np.ndarray         # (S, S) Å, NaN where a residue has no coordinates
     chosen: tuple            # (i, j), i < j: the most probable pairs, those that precision counts
-    precision: dict          # p_l2, p_l, chance
+    precision: dict          # p_l2, p_l, chance; empty where there is no structure
     cutoff: float            # Å; a contact is nearer
     separation: int          # pairs nearer along the chain are not counted
 
     @property
     def missing(self):
-        """(S,) bool, residues without coordinates: not even the distance to themselves is known."""
-        return np.isnan(np.diagonal(self.true))
+        """(S,) bool, residues without coordinates: not even the distance to themselves is known. None are
+        missing where there is no structure."""
+        return np.isnan(np.diagonal(self.true)) & bool(self.precision)
 
 
 # --- Names ----------------------------------------------------------------------------------------------
@@ -133,12 +134,16 @@ def write_picture(path, m):
     handles = draw_contacts(contacts, m)
     image = draw_distances(distances, m)
     figure.colorbar(image, ax=distances, shrink=0.85, extend="max")
-    dress(contacts, m, "contacts: marks predicted, squares true")
-    dress(distances, m, "CB distance, Å: predicted above, true below")
+    if m.precision:
+        dress(contacts, m, "contacts: marks predicted, squares true")
+        dress(distances, m, "CB distance, Å: predicted above, true below")
+    else:
+        dress(contacts, m, "contacts: the more probable, the darker")
+        dress(distances, m, "predicted CB distance, Å")
     scores = ", ".join(f"{label} {m.precision[key]:.2f}" for label, key in
-                       (("P(L/2)", "p_l2"), ("P(L)", "p_l"), ("chance", "chance")))
+                       (("P(L/2)", "p_l2"), ("P(L)", "p_l"), ("chance", "chance")) if m.precision)
     chain = f", chain {printable(m.chain)}" if m.chain else ""
-    figure.suptitle(f"{printable(m.name)}{chain}: {scores}", parse_math=False)
+    figure.suptitle(f"{printable(m.name)}{chain}: {scores or 'predicted'}", parse_math=False)
     figure.legend(handles=handles, loc="outside lower left", frameon=False,
                   ncols=len(handles) if len(handles) <= 5 else -(-len(handles) // 2),
                   columnspacing=1.4, handletextpad=0.5, fontsize=9)
@@ -149,8 +154,8 @@ def write_picture(path, m):
 
 
 def draw_contacts(axis, m):
-    """True contacts as squares on both sides, the chosen pairs above the diagonal as marks; returns what the
-    legend shows."""
+    """True contacts as squares on both sides, probabilities in grey where there is no structure; the chosen
+    pairs above the diagonal as marks. Returns what the legend shows."""
     from matplotlib.colors import to_rgb
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -158,18 +163,22 @@ def draw_contacts(axis, m):
     place = np.arange(size)
     touching = m.true < m.cutoff  # False where unknown
     image = np.ones((size, size, 3))
+    if not m.precision:
+        image -= 0.7 * m.probability[:, :, None]
     image[touching] = to_rgb(CONTACT)
     image[np.abs(place[:, None] - place) < m.separation] = to_rgb(NEAR)
     axis.imshow(image, origin="upper")
     i, j = m.chosen
     right = touching[i, j]
     width = float(np.clip(0.75 * 72 * PANEL / size, 3.4, 7))  # of a mark, in points
-    legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {m.cutoff:g} Å)"),
-              Patch(facecolor=NEAR, label=f"|i-j| < {m.separation}, not counted")]
-    for which, label, style in (
-            (right, f"top L/2, right: {right.sum()}", dict(marker="o", color=RIGHT, markeredgewidth=0)),
-            (~right, f"wrong: {(~right).sum()}", dict(marker="D", color="white", markeredgecolor=WRONG,
-                                                      markeredgewidth=width / 4.5))):
+    legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {m.cutoff:g} Å)")] * bool(m.precision)
+    legend.append(Patch(facecolor=NEAR, label=f"|i-j| < {m.separation}, not counted"))
+    dot = dict(marker="o", color=RIGHT, markeredgewidth=0)
+    diamond = dict(marker="D", color="white", markeredgecolor=WRONG, markeredgewidth=width / 4.5)
+    groups = ((right, f"top L/2, right: {right.sum()}", dot), (~right, f"wrong: {(~right).sum()}", diamond))
+    if not m.precision:
+        groups = ((~right, f"the {len(right)} most probable (L/2)", dot),)
+    for which, label, style in groups:
         size_here = width * (1 if style["marker"] == "o" else 0.75)
         axis.plot(j[which], i[which], linestyle="", markersize=size_here, zorder=3, **style)
         legend.append(Line2D([], [], linestyle="", label=label, markersize=6,
@@ -199,9 +208,11 @@ def draw_secondary(axis, secondary):
 
 
 def draw_distances(axis, m):
-    both = np.triu(m.distances, 1) + np.tril(np.nan_to_num(m.true, nan=0.0), -1)
-    unknown = np.isnan(m.true) & np.tri(len(m.letters), dtype=bool)
-    return axis.imshow(np.ma.masked_where(unknown, both), origin="upper", cmap="viridis_r", vmin=2, vmax=22)
+    shown = m.distances
+    if m.precision:
+        both = np.triu(m.distances, 1) + np.tril(np.nan_to_num(m.true, nan=0.0), -1)
+        shown = np.ma.masked_where(np.isnan(m.true) & np.tri(len(m.letters), dtype=bool), both)
+    return axis.imshow(shown, origin="upper", cmap="viridis_r", vmin=2, vmax=22)
 
 
 def dress(axis, m, title):

@@ -1,4 +1,4 @@
-"""The world `natural`: alignments like real ones, drawn from a Potts model of a fold along a tree of ancestors.
+"""The world `natural`: alignments like real ones, drawn from a Potts model of a fold along a tree.
 
 Contacts of a fold get couplings between amino acids, columns get preferences by burial and conservation, and
 rows evolve: from a root through clades to leaves, by Gibbs sampling, so that relatives resemble each other
@@ -107,8 +107,8 @@ def preferences(draw, distances):
     hydrophobic = chemistry(distances.device)[:, 0]
     liked = BURIAL * buried[..., None] * hydrophobic + draw.normal(samples, size, A)
     dominant = one_hot(draw.letters(common.expand(samples, size, A)), A)
-    dominant = dominant * (draw.uniform(samples, size, 1) < CONSERVED) * (3 + 5 * draw.uniform(samples, size, 1))
-    return common + scale * liked + dominant
+    conserved = (draw.uniform(samples, size, 1) < CONSERVED) * (3 + 5 * draw.uniform(samples, size, 1))
+    return common + scale * liked + dominant * conserved
 
 
 def evolve(draw, rows, sweeps, coupling, logits, accepted):
@@ -171,8 +171,8 @@ def natural_alignments(generator, coords, num_seqs):
         if drift:
             moved = draw.normal(samples, count, size, A) * draw.factor(samples, 1, size, 1, spread=0.5)
             logits = logits + drift * draw.factor(samples, 1, 1, 1) * moved
-        accepted = (ACCEPTED * draw.factor(samples, count, 1, spread=0.5) * draw.factor(samples, 1, 1)).clamp(max=1)
-        rows = evolve(draw, rows, sweeps, coupling, logits, accepted)
+        accepted = ACCEPTED * draw.factor(samples, count, 1, spread=0.5) * draw.factor(samples, 1, 1)
+        rows = evolve(draw, rows, sweeps, coupling, logits, accepted.clamp(max=1))
         gapped = gapped | begin_gaps(draw, gap_rate, count)
     gapped |= missing_ends(draw, samples, num_seqs, size, coords.device)
     gapped[:, 0] = False

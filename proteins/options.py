@@ -8,21 +8,21 @@ from fusion_lab.training.options import option
 @dataclass(frozen=True)
 class TrainingConfig(options.TrainingConfig):
     """Proteins to train on, held out, drawn."""
-    eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs",
-                            low=1, type=int)
+    eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
+                                  "with --contacts 512", low=1, type=int)
     extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
                                    "all, at most 4096", low=1)
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners), "
                                   "covarying (hard) or natural (Potts models of folds, along a tree)",
                                   choices=("paired", "covarying", "natural"))
-    mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data", low=0.0,
-                                  below=1.0)
+    mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data",
+                                  low=0.0, below=1.0)
     data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
                              "NAME.pdb", type=str, metavar="DIR")
     msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE")
     structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
-    query: str = option(None, "name of the query row in --msa; default: the first row", type=str,
-                        metavar="NAME")
+    query: str = option(None, "name of the query row in --msa or --contacts; default: the first row",
+                        type=str, metavar="NAME")
     holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
     holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
                                      type=float)
@@ -31,14 +31,22 @@ class TrainingConfig(options.TrainingConfig):
                                       low=0.0, below=1.0, type=float)
     plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
                                       "as TSV)", type=str, training_only=True, metavar="DIR")
+    contacts: str = option(None, "predict contacts and distances of an alignment, by the model of this "
+                           "project or that of --resume (docs/contacts.md)", type=str, metavar="ALIGNMENT",
+                           mode=("structure", "query", "resume", "eval_seqs", "output", "seed", "device",
+                                 "use_amp", "amp_dtype", "use_tf32", "deterministic", "json"))
+    output: str = option(None, "directory for the files of --contacts; default: contacts", type=str,
+                         short="-o", metavar="DIR")
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.msa is None) != (self.structure is None):
-            given, missing = ("msa", "structure") if self.msa else ("structure", "msa")
-            self.refuse(given, f"must come together with --{missing}")
-        for name, needed in (("holdout", "data"), ("holdout_fraction", "data"), ("query", "msa"), ("validate_fraction", "data"),
-                             ("early_stopping", "validate_fraction"), ("save_best", "validate_fraction")):
+        if self.contacts is None and (self.msa is None) != (self.structure is None):
+            given, missing = ("msa", "--structure") if self.msa else ("structure", "--msa, or with --contacts")
+            self.refuse(given, f"must come together with {missing}")
+        for name, needed in (("holdout", "data"), ("holdout_fraction", "data"), ("output", "contacts"),
+                             ("validate_fraction", "data"), ("early_stopping", "validate_fraction"),
+                             ("save_best", "validate_fraction"),
+                             *[("query", "msa")] * (self.contacts is None)):
             self.require(name, needed)
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")

@@ -254,7 +254,8 @@ def check_trainer_flags(parser, study):
     """Let the trainer's own parser and configs judge every point before the first one runs."""
     program = study.vocabulary.program
     own = {*SET_BY_THE_STUDY, *program.axes, *study.vocabulary.switches.values(),
-           *(f.name for f in fields(program.training_config) if f.metadata["training_only"])}
+           *(f.name for f in fields(program.training_config)
+             if f.metadata["training_only"] or f.metadata["mode"])}
     theirs = trainer_parser(program, prog=f"{SCRIPT}: flags after --")
     plain, given = vars(theirs.parse_args([])), vars(theirs.parse_args(study.trainer_flags))
     for name, value in given.items():

@@ -106,19 +106,26 @@ FIELDS = {"config": dict, "step": int, "updates": (int, float), "model": dict, "
           "scaler": dict, "rng": dict, "trained_on": list}
 
 
-def read_checkpoint(path, program, config):
-    """The dict in a checkpoint file of a program whose model has this config; UserError if the file cannot be
-    read, is damaged, foreign or has other model sizes."""
+def read_saved(path, kind="checkpoint"):
+    """What torch.save() wrote, tensors and plain values; UserError if the file cannot be read or is damaged.
+    kind is what messages call it."""
     try:
         with open_regular(path) as file:
             damaged = zipfile.ZipFile(file).testzip()  # torch.load does not look at checksums
         saved = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise UserError(f"checkpoint {path}: {error.strerror or error}") from None
+        raise UserError(f"{kind} {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to
-        raise UserError(f"checkpoint {path}: damaged or not a checkpoint") from None
+        raise UserError(f"{kind} {path}: damaged or not a {kind}") from None
     if damaged:
-        raise UserError(f"checkpoint {path}: damaged: the checksum of its part {damaged} is wrong")
+        raise UserError(f"{kind} {path}: damaged: the checksum of its part {damaged} is wrong")
+    return saved
+
+
+def read_checkpoint(path, program, config):
+    """The dict in a checkpoint file of a program whose model has this config; UserError if the file cannot be
+    read, is damaged, foreign or has other model sizes."""
+    saved = read_saved(path)
     if not isinstance(saved, dict) or str(saved.get("format")) != format_of(program):
         raise UserError(f"checkpoint {path}: not a checkpoint of this program")
     if absent := sorted(set(FIELDS) - set(saved)):
@@ -242,7 +249,7 @@ def refuse_leaks(trained_on, source, flag):
 
 
 def load_weights(trainer, path, source):
-    """Let a new run begin with the weights of a checkpoint, averaged ones if it has them. Raises UserError."""
+    """Let a new run begin with the weights of a checkpoint, averaged if it has such. Raises UserError."""
     saved = usable(trainer, path)
     refuse_leaks(saved["trained_on"], source, f"--init-from {path}")
     put(trainer, saved.get("average", saved["model"]))

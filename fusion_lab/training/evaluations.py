@@ -13,7 +13,7 @@ class Evaluations:
         self.best, self.best_step, self.since_best = -math.inf, None, 0
 
     def take(self, step, stop):
-        """The evaluation after this step, or of the "final" weights, in a line. A signal in stop ends it early."""
+        """The evaluation after this step, or of the "final" weights, as a line. A signal ends it early."""
         trainer, program, final = self.trainer, self.trainer.program, step == "final"
         with trainer.averaged():
             found = program.evaluate(trainer, self.source, stop, final=final)
@@ -42,5 +42,5 @@ class Evaluations:
         if self.best_step is None:
             return None
         path = self.trainer.training.save_best
-        return (f"Best evaluation: {self.best:.3f} after step {self.best_step}{f', saved in {path}' if path else ''}"
-                + (f"; stopped, as {self.since_best} since were no better" if self.exhausted else ""))
+        return (f"Best evaluation: {self.best:.3f} after step {self.best_step}"
+                + (f", saved in {path}" if path else "") + (f"; stopped, as {self.since_best} since were no better" if self.exhausted else ""))

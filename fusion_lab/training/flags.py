@@ -110,23 +110,24 @@ def add_config_flags(parser, config_class, paired=False):
     for title, members in config_groups(config_class, paired).items():
         group = parser.add_argument_group(title)
         for f in members:
-            add_flag(group, f, paired)
+            if not f.metadata["mode"]:
+                add_flag(group, f, paired)
 
 
-def add_flag(group, f, paired):
+def add_flag(group, f, paired=False, told=str):
     meta, words = f.metadata, {True: "on", False: "off", None: "none"}
     default = words[f.default] if f.default is None or meta["type"] is bool else f.default
     named = all(choice in meta["help"] for choice in meta["choices"] or ())
     text = meta["help"] + ("" if named else f": {', '.join(meta['choices'])}")
     text += "" if "default:" in text else f" (default: {default})"
-    shared = dict(help=text.replace("%", "%%"), default=argparse.SUPPRESS)
+    shared = dict(help=told(text.replace("%", "%%")), default=argparse.SUPPRESS)
     if meta["type"] is bool:
         names = [flag(f.name), *[flag(f.name).replace("--enable", "--disable", 1)] * paired]
         group.add_argument(*names, action=OnOff, **shared)
         return
     metavar = meta["metavar"] or {int: "N", float: "X"}.get(meta["type"]) or f.name.split("_")[-1].upper()
-    group.add_argument(flag(f.name), type=converter(meta["type"]), choices=meta["choices"], metavar=metavar,
-                       **shared)
+    group.add_argument(*[meta["short"]] * bool(meta["short"]), flag(f.name), type=converter(meta["type"]),
+                       choices=meta["choices"], metavar=metavar, **shared)
 
 
 MODES = {"--validate-setup": "quick check of the chosen fusions on this machine: numerics, five steps",
@@ -177,6 +178,8 @@ def add_modes(parser, program, told):
     one_of = modes.add_mutually_exclusive_group()
     for name, text in MODES.items():
         one_of.add_argument(name, action="store_true", help=told(f"{text} (default: off)"))
+    for f in own_modes(program):
+        add_flag(one_of, f, told=told)
     modes.add_argument(QUESTION, action="store_true", help=told(
         "judge the other flags, those of a mode too, and print them, resolved, with torch, as one line of "
         "JSON (default: off)"))
@@ -187,6 +190,11 @@ def add_modes(parser, program, told):
         'only these rows, of those that it would print, such as "baseline all" (default: all)'))
     compared.add_argument("--compare-with-v1", metavar="FILE", default=None, help=told(
         "after training, speed-up and memory against an earlier summary (default: none)"))
+
+
+def own_modes(program):
+    """Fields that are modes of this program alone."""
+    return [f for f in fields(program.training_config) if f.metadata["mode"]]
 
 
 DEMO = "--demo"
@@ -234,6 +242,16 @@ def needs_training(program, parser, arguments, instead):
             parser.error(f"argument {flag(name)}: belongs to training, not to {instead}")
 
 
+def refuse_others(parser, arguments, mode):
+    """End the program if a flag is given that the program's own mode, a field, does not take."""
+    plain, taken = vars(parser.parse_args([])), (mode.name, *mode.metadata["mode"], "program", "check_flags")
+    for name, value in vars(arguments).items():
+        if name not in taken and (name not in plain or plain[name] != value):
+            action = next(a for a in parser._actions if a.dest == name and a.const in (None, value))
+            parser.error(f"argument {action.option_strings[-1 if value is False else 0]}: not with "
+                         f"{flag(mode.name)}, which takes {', '.join(map(flag, mode.metadata['mode']))}")
+
+
 def judged(parser, program, arguments):
     """read_settings(); impossible values are one line and exit code 2."""
     try:
@@ -253,6 +271,9 @@ def contradictions(program, argv):
 def parse(parser, program, argv):
     """(arguments, Settings, the mode's flag or None); wrong use is one line and exit code 2."""
     arguments = parser.parse_args(argv)
+    own_mode = next((f for f in own_modes(program) if hasattr(arguments, f.name)), None)
+    if own_mode is not None:
+        refuse_others(parser, arguments, own_mode)
     settings = judged(parser, program, arguments)
     mode = next((name for name in MODES if getattr(arguments, name[2:].replace("-", "_"))), None)
     for name in OF_COMPARISON:
@@ -267,4 +288,4 @@ def parse(parser, program, argv):
         for name in OF_TRAINING:
             if getattr(arguments, name, False):
                 parser.error(f"argument {flag(name)}: belongs to training, not to {mode}")
-    return arguments, settings, mode
+    return arguments, settings, flag(own_mode.name) if own_mode else mode

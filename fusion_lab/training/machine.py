@@ -11,6 +11,7 @@ import torch._functorch.config
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import NO_GPU, UserError
+from fusion_lab.training.reading import read_regular
 
 MEGABYTE = 2 ** 20
 
@@ -71,6 +72,23 @@ def system_info(device):
                 hip_version=torch.version.hip, host_cpu=cpu_name(), cpu_threads=torch.get_num_threads(),
                 python_version=platform.python_version(), platform=platform.platform(),
                 git_commit=commit.stdout.strip() if commit and commit.returncode == 0 else None)
+
+
+def free_memory(device):
+    """Bytes that a program can still take on a device: of a CPU's memory, or of the control group's share of
+    it if that is less; None where nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = []
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            line = next(line for line in file if line.startswith("MemAvailable"))
+            found.append(1024 * int(line.split()[1]))
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        used, limit = (int(read_regular(f"/sys/fs/cgroup/memory.{kind}")) for kind in ("current", "max"))
+        statistics = dict(line.split() for line in read_regular("/sys/fs/cgroup/memory.stat").splitlines())
+        found.append(limit - used + int(statistics.get(b"file", 0)))  # a cache gives way
+    return min(found, default=None)
 
 
 def cpu_name():

@@ -8,19 +8,21 @@ from dataclasses import dataclass, field, fields, replace
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
-           ultra=False, rung=None, alone=True, training_only=False, resized=False, metavar=None):
+           ultra=False, rung=None, alone=True, training_only=False, resized=False, metavar=None, mode=(),
+           short=None):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; rung, its place on the ladder of
     --compare-fusion, which adds one switch after the other (None: not on it); alone, whether it has a row of
     its own there. training_only: a file that only training reads or writes. resized: a checkpoint may be
-    continued with another value. metavar: what --help shows in place of its value.
+    continued with another value. metavar: what --help shows in place of its value. mode: if given, the flag
+    is a mode, and these are the fields that it takes. short: "-o", for instance.
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
         preset=preset, ultra=ultra, rung=rung, alone=alone, training_only=training_only, resized=resized,
-        metavar=metavar))
+        metavar=metavar, mode=mode, short=short))
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,12 @@ class TrainingConfig(Checked):
                                low=0)
     batch_size: int = option(4, "samples per step", low=1)
     learning_rate: float = option(3e-4, "AdamW's learning rate, the highest if it changes", low=0.0)
-    lr_schedule: str = option("constant", "learning rate after warm-up: constant, linear or cosine, down to 0",
+    lr_schedule: str = option("constant", "constant, or after warm-up linear or cosine, down to 0",
                               choices=("constant", "linear", "cosine"))
     lr_warmup_steps: int = option(0, "steps in which the learning rate rises from 0", low=0)
     weight_decay: float = option(0.01, "AdamW's weight decay", low=0.0)
-    ema_decay: float = option(0.0, "evaluate and save a moving average of the weights with this decay, such as "
-                                   "0.999; 0: none", low=0.0, below=1.0)
+    ema_decay: float = option(0.0, "evaluate and save a moving average of the weights with this decay, "
+                                   "such as 0.999; 0: none", low=0.0, below=1.0)
     grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
     use_amp: bool = option(False, "mixed precision")
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
@@ -153,7 +155,8 @@ class TrainingConfig(Checked):
                              type=int)
     save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
                             metavar="FILE")
-    early_stopping: int = option(None, "end after this many evaluations without a better one", low=1, type=int)
+    early_stopping: int = option(None, "end after this many evaluations without a better one", low=1,
+                                 type=int)
     resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
     init_from: str = option(None, "checkpoint whose weights a new run starts from, averaged if they were",
                             type=str, training_only=True, metavar="FILE")

@@ -127,6 +127,7 @@ class Program(CommandLine):
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
     titles: dict = field(default_factory=dict)  # {name in the start-up lines: switch}
+    modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
     tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
     success: str = "Validation successful."  # its last line; or failure and the reasons
     failure: str = "Validation failed"

@@ -1,0 +1,238 @@
+"""Contacts and distances of an alignment by a trained model: the mode --contacts (docs/contacts.md)."""
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusion_lab.kernels.precision import amp_dtype
+from fusion_lab.measuring.ceilings import matmul_ceiling
+from fusion_lab.measuring.counters import OpCounter
+from fusion_lab.measuring.roofline import made_in_place
+from fusion_lab.training import files as outputs
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import UserError, printable
+from fusion_lab.training.machine import choose_device, free_memory, process_settings
+from fusion_lab.training.models import read_model
+from fusion_lab.training.program import ROOT
+from fusion_lab.training.reporting import print_result
+from proteins import files, maps
+from proteins.batches import MOST_EXTRA, assemble
+from proteins.contacts import (
+    CONTACT_DISTANCE,
+    SEPARATION,
+    contact_map,
+    contact_precision,
+    half_length,
+    ranked_pairs,
+)
+from proteins.seam import data_errors
+from proteins.yardsticks import mean_field_dca, mutual_information, sequence_weights, some_rows
+
+MODEL = os.path.join(ROOT, "models", "contacts.pt")  # what is used without --resume
+DIRECTORY = "contacts"    # for the files, without --output
+ROWS = 512                # of the alignment, without --eval-seqs
+YARDSTICK_ROWS = 4000     # since statistics need more of them
+LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
+SEPARATIONS = (SEPARATION, 24)  # residues apart at least, in tables of precision
+SHOWN = 10                # pairs on the screen
+CPU_SHARE = 0.5           # of the speed of a square matrix product, which a forward pass on a CPU reaches
+GIGABYTE = 2 ** 30
+
+
+@dataclass
+class Prediction:
+    """What is known of one protein after the model has run; L residues, tensors on the CPU."""
+    protein: files.Protein      # its coordinates are NaN where there is no structure
+    model: str                  # the file
+    rows: int                   # of the alignment, that the model saw
+    probability: torch.Tensor   # (L, L) of a contact
+    distances: torch.Tensor     # (L, L) Å
+
+    @property
+    def coords(self):
+        """(coordinates (L, 3), 0 where there are none; coord_mask (L,))"""
+        seen = np.isfinite(self.protein.coords).all(axis=1)
+        return torch.from_numpy(np.nan_to_num(self.protein.coords)), torch.from_numpy(seen).float()
+
+    def best(self):
+        """[(i, j, probability, distance)], positions from 1, of all pairs SEPARATION apart, best first."""
+        i, j = ranked_pairs(self.probability, torch.ones(self.protein.length))
+        return list(zip((i + 1).tolist(), (j + 1).tolist(), self.probability[i, j].tolist(),
+                        self.distances[i, j].tolist(), strict=True))
+
+
+def contacts(program, settings):
+    """The mode --contacts: predict, write the files, say what is in them; returns the exit code. Raises
+    UserError."""
+    training = settings.training
+    device = choose_device(training.device)
+    process_settings(settings, device)
+    if training.resume is None and not os.path.exists(MODEL):
+        raise UserError(f"--contacts: there is no {MODEL}; name a model file or a checkpoint by --resume")
+    protein, path = read_protein(training), training.resume or MODEL
+    saved = read_model(path, program)
+    directory = training.output or DIRECTORY
+    outputs.require_directory(directory)
+    batch = model_input(protein, saved.config, training.eval_seqs or ROWS, training.seed)
+    rows = batch["msa_tokens"].shape[1]
+    print(f"Contacts of {printable(protein.name)}: {protein.length} residues, {rows} of {len(protein.msa)} "
+          f"rows, by {printable(path)} ({sum(w.numel() for w in saved.weights.values()):,} parameters)")
+    config = replace(saved.config, num_seqs=rows, seq_len=protein.length)
+    forewarn(program, config, batch, device, amp_dtype(training, device))
+    found = Prediction(protein, path, rows, *run_model(program, saved.weights, config, batch, device,
+                                                       amp_dtype(training, device)))
+    stem = os.path.join(directory, maps.file_names([protein.name])[protein.name])
+    written = write_files(stem, found)
+    print_best(found)
+    result = dict(mode="contacts", name=protein.name, residues=protein.length, rows=len(protein.msa),
+                  rows_used=rows, model=path, model_config=asdict(config), card=saved.card, files=written)
+    if found.coords[1].any():
+        result["precision"] = precisions(found)
+        print_precisions(found, result["precision"])
+    print(f"Written: {', '.join(map(printable, written))}")
+    outputs.set_aside(f"{stem}.json")
+    outputs.write_json(f"{stem}.json", outputs.finite(result))
+    headline = {key: result[key] for key in ("mode", "name", "precision", "files") if key in result}
+    print_result(outputs.finite(headline), f"{stem}.json", settings)
+    return 0
+
+
+def read_protein(training):
+    """The files.Protein that the flags name. Raises UserError."""
+    with data_errors():
+        if training.structure is None:
+            return files.load_alignment(training.contacts, training.query)
+        path, chain = files.split_structure_argument(training.structure)
+        return files.load_protein(training.contacts, path, chain, training.query)
+
+
+def model_input(protein, config, rows, seed):
+    """What a model of this config sees of an alignment, a batch of one: the query and other rows, drawn by the
+    seed as in the trainer's evaluation. The one place that makes it for --contacts."""
+    msa, extra = (some_rows(protein.msa, most, (seed, 3)).astype(np.int64)[None] for most in (rows, MOST_EXTRA))
+    return assemble(None, msa, None, None, clean=True, extra=None if config.coevolution == "none" else extra)
+
+
+# --- The model ------------------------------------------------------------------------------------------
+
+
+def forewarn(program, config, batch, device, dtype):
+    """Say what the forward pass takes. Raises UserError if the memory is not there."""
+    memory, flops = needs(program, config, batch, device, dtype)
+    free = free_memory(device)
+    if free is not None and memory > free:
+        raise UserError(f"{config.seq_len} residues and {config.num_seqs} rows need {memory / GIGABYTE:.1f} "
+                        f"GB, {free / GIGABYTE:.1f} GB are free on {device}: lower --eval-seqs")
+    time = ""
+    if device.type == "cpu":
+        time = f" and {max(flops / CPU_SHARE / matmul_ceiling(device, dtype or torch.float32), 1):.0f} s"
+    print(f"It takes about {memory / GIGABYTE:.1f} GB{time} on {device}", flush=True)
+
+
+def needs(program, config, batch, device, dtype):
+    """(bytes, FLOPs) of a forward pass, of which one block runs on fake tensors: all are alike."""
+    with FakeTensorMode() as fake, torch.no_grad(), torch.autocast(device.type, dtype, dtype is not None):
+        model = made_in_place(program, device)(replace(config, num_blocks=1), program.fusion_config()).eval()
+        batch = {key: fake.from_tensor(value).to(device) for key, value in batch.items()}
+        with FlopCounterMode(display=False) as flops, OpCounter() as memory:
+            model(**batch)
+    weights = config.num_blocks * sum(4 * weight.numel() for weight in model.parameters())
+    return memory.peak + weights, config.num_blocks * flops.get_total_flops()
+
+
+@torch.no_grad()
+def run_model(program, weights, config, batch, device, dtype):
+    """(contact probability, distances), each (L, L) float32 on the CPU."""
+    model = program.model(config, program.fusion_config())
+    model.load_state_dict(weights)
+    model = model.to(device).eval()
+    with torch.autocast(device.type, dtype, dtype is not None):
+        output = model(**to_device(batch, device))
+    return tuple(output[key][0].float().cpu() for key in ("contact_probability", "distances"))
+
+
+# --- Files ----------------------------------------------------------------------------------------------
+
+
+def write_files(stem, found):
+    """Write NPZ, table, list of contacts and picture; returns their names. What is there is renamed."""
+    table = contact_map(found.protein.name, found.protein, torch.from_numpy(found.protein.msa[0]),
+                        (found.probability, found.distances, *found.coords))
+    writers = {".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=table),
+               ".rr": partial(write_rr, found=found), ".png": partial(maps.write_picture, m=table)}
+    if find_spec("matplotlib") is None:
+        writers.pop(".png")
+        print("No picture is drawn: that needs pip install matplotlib")
+    for suffix, write in writers.items():
+        outputs.set_aside(stem + suffix)
+        write(stem + suffix)
+    return [stem + suffix for suffix in writers]
+
+
+def write_arrays(path, found):
+    """For numpy.load: probability and distances (L, L), sequence, numbers (L,), name."""
+    outputs.write_atomically(path, lambda file: np.savez_compressed(
+        file, probability=found.probability.numpy(), distances=found.distances.numpy(),
+        sequence=found.protein.sequence, numbers=np.array(found.protein.numbers, str),
+        name=found.protein.name.encode("utf-8", "replace").decode()))
+
+
+def write_rr(path, found):
+    """CASP's format RR: positions i < j from 1, the bounds of the distance in Å, probability; best first."""
+    name, sequence = found.protein.name.encode("ascii", "replace").decode(), found.protein.sequence
+    lines = ["PFRMAT RR", f"TARGET {'_'.join(printable(name).split()) or 'unknown'}", "AUTHOR TinyOpenFold",
+             f"METHOD Evoformer, {found.rows} rows of the alignment", "MODEL 1",
+             *(sequence[start:start + 50] for start in range(0, len(sequence), 50)),
+             *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {probability:.5f}" for i, j, probability, _ in found.best()),
+             "END", ""]
+    outputs.write_text(path, "\n".join(lines))
+
+
+# --- What is printed ------------------------------------------------------------------------------------
+
+
+def print_best(found):
+    sequence, numbers, pairs = found.protein.sequence, found.protein.numbers, found.best()
+    if not pairs:
+        print(f"No two residues are {SEPARATION} apart")
+        return
+    print(f"The most probable contacts (CB < {CONTACT_DISTANCE:g} Å, at least {SEPARATION} residues apart):")
+    print("  position   residues        probability  distance")
+    for i, j, probability, distance in pairs[:SHOWN]:
+        residues = " ".join(f"{sequence[k - 1]}{numbers[k - 1] or '-'}" for k in (i, j))
+        print(f"  {i:4d} {j:4d}  {residues:<15} {probability:11.3f} {distance:7.1f} Å")
+
+
+def precisions(found):
+    """{method: {separation: contact_precision()}} of the model and of the yardsticks, which use up to
+    YARDSTICK_ROWS rows."""
+    scores, msa = dict(model=found.probability), some_rows(found.protein.msa, YARDSTICK_ROWS)
+    weights = sequence_weights(msa)
+    scores["MI-APC"] = torch.from_numpy(mutual_information(msa, weights))
+    if found.protein.length <= LONGEST_FOR_DCA:
+        scores["mean-field DCA"] = torch.from_numpy(mean_field_dca(msa, weights=weights))
+    return {method: {str(separation): contact_precision(values, *found.coords, separation)
+                     for separation in SEPARATIONS} for method, values in scores.items()}
+
+
+def print_precisions(found, methods):
+    def row(name, values):
+        print(f"  {name:<16}" + "".join(f"{'n/a':>8}" if math.isnan(x) else f"{x:8.3f}" for x in values))
+
+    mask, protein = found.coords[1], found.protein
+    print(f"Precision against chain {protein.chain or '(no name)'}, {int(mask.sum())} residues with "
+          f"coordinates, L/2 = {half_length(mask)}:")
+    heads = [f"|i-j| >= {separation}" for separation in SEPARATIONS]
+    print(f"  {'':<16}{heads[0]:>16}{heads[1]:>16}\n  {'':<16}" + "  P(L/2)    P(L)" * 2)
+    for method, by_separation in methods.items():
+        row(method, [precision[key] for precision in by_separation.values() for key in ("p_l2", "p_l")])
+    row("chance", [precision["chance"] for precision in methods["model"].values() for _ in range(2)])
+    print(f"  The model saw {found.rows} rows, the statistics {min(len(protein.msa), YARDSTICK_ROWS)}"
+          + ("" if "mean-field DCA" in methods else f"; mean-field DCA is left out above {LONGEST_FOR_DCA} "
+             "residues"))
