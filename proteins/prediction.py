@@ -25,6 +25,7 @@ from proteins import files, maps
 from proteins.batches import MOST_EXTRA, assemble
 from proteins.contacts import (
     CONTACT_DISTANCE,
+    LONG_RANGE,
     SEPARATION,
     contact_map,
     contact_precision,
@@ -39,7 +40,7 @@ DIRECTORY = "contacts"    # for the files, without --output
 ROWS = 512                # of the alignment, without --eval-seqs
 YARDSTICK_ROWS = 4000     # since statistics need more of them
 LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
-SEPARATIONS = (SEPARATION, 24)  # residues apart at least, in tables of precision
+SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of precision
 SHOWN = 10                # pairs on the screen
 CPU_SHARE = 0.5           # of the speed of a square matrix product, which a forward pass on a CPU reaches
 GIGABYTE = 2 ** 30
@@ -113,9 +114,10 @@ def read_protein(training):
 
 
 def model_input(protein, config, rows, seed):
-    """What a model of this config sees of an alignment, a batch of one: the query and other rows, drawn by the
-    seed as in the trainer's evaluation. The one place that makes it for --contacts."""
-    msa, extra = (some_rows(protein.msa, most, (seed, 3)).astype(np.int64)[None] for most in (rows, MOST_EXTRA))
+    """What a model of this config sees of an alignment, a batch of one: the query and other rows, drawn by
+    the seed as in the trainer's evaluation. The one place that makes it for --contacts."""
+    msa, extra = (some_rows(protein.msa, most, (seed, 3)).astype(np.int64)[None]
+                  for most in (rows, MOST_EXTRA))
     return assemble(None, msa, None, None, clean=True, extra=None if config.coevolution == "none" else extra)
 
 

@@ -43,4 +43,5 @@ class Evaluations:
             return None
         path = self.trainer.training.save_best
         return (f"Best evaluation: {self.best:.3f} after step {self.best_step}"
-                + (f", saved in {path}" if path else "") + (f"; stopped, as {self.since_best} since were no better" if self.exhausted else ""))
+                + (f", saved in {path}" if path else "")
+                + (f"; stopped, as {self.since_best} since were no better" if self.exhausted else ""))
