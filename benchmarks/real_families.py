@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Contact precision on protein families never seen in training, by a protocol that cannot fool us.
 
-    python benchmarks/real_families.py --data DIR [DIR ...] --out OUT --seeds 1 2 --jobs 4 --gpus 4 -- --use-amp
+    python benchmarks/real_families.py --data DIR [DIR ...] --out OUT --jobs 4 --gpus 4 -- --use-amp
     python benchmarks/real_families.py --data DIR --out OUT --recipes full scratch -- --batch-size 2
 
 All families of all directories are one set. Relatives, found by alignment (proteins/homology.py), are always

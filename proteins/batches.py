@@ -17,7 +17,7 @@ from fusion_lab.training.machine import choose_device
 from proteins import files
 from proteins.files import GAP, MASK
 from proteins.folds import Folds
-from proteins.natural import natural_alignments
+from proteins.natural import GraphedWorld, natural_alignments
 from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
 
@@ -96,20 +96,24 @@ class NaturalProteins(SyntheticProteins):
 
     def __init__(self, settings):
         super().__init__(settings)
-        self.device = choose_device(self.training.device)
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.device, self.graphed = choose_device(self.training.device), None
         self.folds, self.kept = Folds(self.training.seed, self.config.seq_len), {}
 
     def draw(self, indices):
         key = (self.training.seed, indices[0])
         rng, rows = np.random.default_rng(key), max(self.config.num_seqs, self.extra)
         coords = np.stack([self.folds.piece(rng) for _ in indices])
-        generator = torch.Generator(self.device).manual_seed(int(rng.integers(2 ** 62)))
-        with torch.cuda.stream(self.stream):  # of its own, so that reading the result waits for nothing else
-            found = natural_alignments(generator, torch.from_numpy(coords).to(self.device), rows)
-            msa = found.to(torch.uint8).cpu().numpy().astype(np.int64)
+        msa = self.align(int(rng.integers(2 ** 62)), torch.from_numpy(coords), rows).numpy().astype(np.int64)
         msa[:, max(rows >> int(rng.integers(4)), min(self.config.num_seqs, rows)):] = GAP
         return msa, coords
+
+    def align(self, seed, coords, rows):
+        if self.device.type == "cuda" and len(coords) == self.training.batch_size:
+            if self.graphed is None:
+                self.graphed = GraphedWorld(self.device, coords, rows)
+            return self.graphed(seed, coords)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return natural_alignments(generator, coords.to(self.device), rows).cpu()
 
     def evaluation(self):
         for key, indices in (("training", self.TRAINED_ON), ("held_out", self.HELD_OUT)):

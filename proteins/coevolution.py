@@ -48,14 +48,13 @@ def inverse(matrix):
     scale = scale[:, :, None] * scale[:, None]
     matrix = matrix * scale
     bound = matrix.abs().sum(2).amax(1)[:, None, None]  # of the eigenvalues
-    found = torch.eye(matrix.shape[1], device=matrix.device) / bound
+    found = (torch.eye(matrix.shape[1], device=matrix.device) / bound).contiguous()
     before = torch.backends.cuda.matmul.allow_tf32
     for step in range(COARSE + FINE):
         torch.backends.cuda.matmul.allow_tf32 = step < COARSE
-        found = 2 * found - found @ (matrix @ found)
-        found = (found + found.transpose(1, 2)) / 2
+        found = torch.baddbmm(found, found, matrix @ found, beta=2, alpha=-1)
     torch.backends.cuda.matmul.allow_tf32 = before
-    return found * scale
+    return (found + found.transpose(1, 2)) / 2 * scale
 
 
 def direct_couplings(single, pairs, seq_mask):

@@ -41,7 +41,7 @@ FAMILIES = 0.4             # spread of all of this over families
 TREE = ((6, 10), (40, 5), (None, 6))  # clades at a level (None: the leaves), sweeps since the level above
 DRIFT = (0.55, 0.55, 0.0)  # how far the preferences of a clade move from those of the one above
 AT_ONCE, ACCEPTED = 0.4, 0.7  # share of the sites that a sweep draws; of the rows that take a new letter
-BURN_IN = 40               # sweeps of the root
+BURN_IN = 25               # sweeps of the root
 GAPS, GAP_LENGTH = 0.002, 2.0  # chance that a gap begins at a site; its mean length
 FRAGMENTS, FLANKS = 0.04, 0.3  # share of rows cut short; of ends of the chain outside of the family
 
@@ -177,3 +177,27 @@ def natural_alignments(generator, coords, num_seqs):
     gapped |= missing_ends(draw, samples, num_seqs, size, coords.device)
     gapped[:, 0] = False
     return torch.where(gapped, GAP, rows)
+
+
+class GraphedWorld:
+    """natural_alignments() for one shape on a GPU: some thousand small kernels in one CUDA graph, on a stream
+    of its own beside the training."""
+
+    def __init__(self, device, coords, num_seqs):
+        self.generator, self.stream = torch.Generator(device), torch.cuda.Stream(device)
+        with torch.cuda.stream(self.stream):
+            self.coords = coords.to(device)
+            natural_alignments(self.generator, self.coords, num_seqs)  # what happens once, before the capture
+        self.stream.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(self.generator)
+        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+            self.found = natural_alignments(self.generator, self.coords, num_seqs).to(torch.uint8)
+
+    def __call__(self, seed, coords):
+        """(B, num_seqs, S) tokens on the CPU."""
+        with torch.cuda.stream(self.stream):
+            self.coords.copy_(coords)
+            self.generator.manual_seed(seed)
+            self.graph.replay()
+            return self.found.cpu()
