@@ -32,6 +32,7 @@ import torch
 
 from fusion_lab.training.files import FAILED, UserError, exit_code, finite, require_directory, write_json
 from fusion_lab.training.flags import Parser, whole_number
+from fusion_lab.training.models import read_model, save_model
 from proteins import contacts, files, homology, yardsticks
 from tiny_openfold_v2 import PROGRAM
 
@@ -109,6 +110,22 @@ class Runs:
         options |= dict(seed=seed, data=self.arguments.out / "families", holdout=",".join(self.folds[fold]))
         return train(directory, options | self.arguments.steps(options) | start, self.arguments.trainer,
                      environment)
+
+    def everything(self, recipe, seed, path):
+        """Train a recipe on all families, a tenth of them for validation, and write the model file."""
+        directory = self.arguments.out / "runs" / f"{recipe} {seed} model".replace(" ", "-")
+        options = TUNE | RECIPES[recipe][1] | MODEL | RECIPES[recipe][2]
+        options |= dict(seed=seed, data=self.arguments.out / "families", save_best=directory / "best.pt",
+                        init_from=directory.parent / f"{source(recipe)} {seed}".replace(" ", "-") / "c.pt")
+        summary = train(directory, options | self.arguments.steps(options), self.arguments.trainer,
+                        self.environment())
+        saved = read_model(directory / "best.pt", PROGRAM)
+        card = dict(recipe=recipe, seed=seed, step=saved.card["step"], trained_on=saved.card["trained_on"],
+                    seconds=summary["seconds"] + self.pretrained[source(recipe), seed].result()["seconds"],
+                    device=summary["system_info"]["gpu_name"], torch=summary["system_info"]["torch_version"],
+                    date=summary["timestamp"][:10], pretraining=PRETRAIN | MODEL, training=TUNE)
+        save_model(path, PROGRAM, saved.weights, saved.config, card)
+        print(f"Written: {path}")
 
     def run(self):
         """({(recipe, seed): summary}, {(recipe, seed, fold): summary})"""
@@ -214,6 +231,8 @@ def parse(argv):
                         help=f"of {', '.join(RECIPES)} (default: full)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--folds", type=whole_number(2), default=5, help="(default: 5)")
+    parser.add_argument("--model", type=pathlib.Path, metavar="FILE", help="train the first recipe, with the "
+                        "first seed, on all families too, and write that model (default: no)")
     parser.add_argument("--jobs", type=whole_number(), default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--gpus", type=whole_number(), help="GPUs to spread them over (default: any)")
     parser.add_argument("--most-steps", type=whole_number(), help="cut every training to so many: a trial")
@@ -235,7 +254,8 @@ def main(argv=None):
     print(f"{len(families)} families in folds of {', '.join(str(len(fold)) for fold in folds)}", flush=True)
     with ProcessPoolExecutor(os.cpu_count() // 2 or 1) as pool:
         rulers = pool.map(yardstick, families)
-        pretrained, tuned = Runs(arguments, folds).run()
+        runs = Runs(arguments, folds)
+        pretrained, tuned = runs.run()
         rulers = dict(rulers)
     scores = {method: {name: found[method] for name, found in rulers.items()}
               for method in next(iter(rulers.values()))}
@@ -244,6 +264,8 @@ def main(argv=None):
                  for fold in range(len(folds))]
         scores[recipe] = {name: averaged([part[name] for part in found if name in part]) for name in group
                           if any(name in part for part in found)}
+    if arguments.model:
+        runs.everything(arguments.recipes[0], arguments.seeds[0], arguments.model)
     result = table(scores, group)
     print_table(result)
     example = next(iter(tuned.values()))

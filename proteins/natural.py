@@ -10,6 +10,7 @@ of the tree, A = 20 amino acids. DISCREPANCY: a sweep draws a share of the sites
 they were, so it is not exactly the Potts model's own distribution.
 """
 import math
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import one_hot
@@ -68,10 +69,13 @@ class Draw:
         return (logits - race.log_()).argmax(-1)
 
 
-def chemistry(device):
-    """(A, 3): the properties, each with mean 0 and variance 1."""
+@lru_cache
+def tables(device):
+    """On this device, once, since a capture cannot copy: the properties (A, 3), each with mean 0 and variance
+    1; how they attract (3,); logarithms of COMMON (A,)."""
     table = torch.tensor([HYDROPHOBICITY, VOLUME, CHARGE], device=device).T
-    return (table - table.mean(0)) / table.std(0, correction=0)
+    table = (table - table.mean(0)) / table.std(0, correction=0)
+    return table, torch.tensor(LIKE, device=device), torch.tensor(COMMON, device=device).log()
 
 
 def couplings(draw, distances):
@@ -81,14 +85,14 @@ def couplings(draw, distances):
     place = torch.arange(size, device=distances.device)
     apart = place[None, :] - place[:, None]
     weight = ((FAR - distances) / (FAR - NEAR)).clamp(0, 1) * (apart > 0)
-    weight = weight * torch.where(apart < 5, ALONG, 1.0) * draw.factor(samples, size, size, spread=SPREAD)
+    weight = weight * (1 - (1 - ALONG) * (apart < 5)) * draw.factor(samples, size, size, spread=SPREAD)
     share = COUPLED * draw.factor(samples, 1, 1).clamp(max=1.4)
     weight = weight * (draw.uniform(samples, size, size) < share) * STRENGTH * draw.factor(samples, 1, 1)
     weight, pair = weight.flatten(1).topk(min(PAIRS * size, size * size))  # (B, K)
     left, right = draw.normal(2, *pair.shape, 2, A)  # (B, K, 2, A)
     own = torch.einsum("bkra,bkrc->bkac", left, right) / math.sqrt(2)
-    table = chemistry(distances.device)
-    mixed = draw.normal(*pair.shape, 3).abs() * torch.tensor(LIKE, device=distances.device)
+    table, like, _ = tables(distances.device)
+    mixed = draw.normal(*pair.shape, 3).abs() * like
     energy = OWN * own + CHEMICAL * torch.einsum("bkp,ap,cp->bkac", mixed, table, table)
     energy = energy - energy.mean(2, keepdim=True) - energy.mean(3, keepdim=True) + energy.mean((2, 3), True)
     matrix = distances.new_zeros(samples, size * size, A, A)
@@ -100,12 +104,11 @@ def couplings(draw, distances):
 def preferences(draw, distances):
     """(B, S, A): logits of letters by themselves."""
     samples, size = distances.shape[:2]
-    common = torch.tensor(COMMON, device=distances.device).log()
+    properties, _, common = tables(distances.device)
     around = (distances < 10).sum(2).float()
     buried = (around - around.mean(1, keepdim=True)) / (around.std(1, keepdim=True) + 1e-3)
     scale = PREFERENCE * draw.factor(samples, 1, 1) * draw.factor(samples, size, 1, spread=PREFERENCES)
-    hydrophobic = chemistry(distances.device)[:, 0]
-    liked = BURIAL * buried[..., None] * hydrophobic + draw.normal(samples, size, A)
+    liked = BURIAL * buried[..., None] * properties[:, 0] + draw.normal(samples, size, A)
     dominant = one_hot(draw.letters(common.expand(samples, size, A)), A)
     conserved = (draw.uniform(samples, size, 1) < CONSERVED) * (3 + 5 * draw.uniform(samples, size, 1))
     return common + scale * liked + dominant * conserved
@@ -137,7 +140,7 @@ def begin_gaps(draw, rate, rows):
     samples, _, size = rate.shape
     place = torch.arange(size, device=rate.device)
     length = 1 + (draw.uniform(samples, rows, size).log() / math.log(1 - 1 / GAP_LENGTH)).floor()
-    ends = torch.where(draw.uniform(samples, rows, size) < rate, place + length, 0.0)
+    ends = (place + length) * (draw.uniform(samples, rows, size) < rate)
     return place < ends.cummax(2).values
 
 
@@ -148,7 +151,7 @@ def missing_ends(draw, samples, rows, size, device):
     left = draw.uniform(samples, rows, 1) < 0.5
     fragment = torch.where(left, place < cut, place >= size - cut)
     fragment &= draw.uniform(samples, rows, 1) < FRAGMENTS
-    flank = torch.where(draw.uniform(samples, 2) < FLANKS, -6 * draw.uniform(samples, 2).log(), 0.0)
+    flank = -6 * draw.uniform(samples, 2).log() * (draw.uniform(samples, 2) < FLANKS)
     return fragment | ((place < flank[:, :1]) | (place >= size - flank[:, 1:]))[:, None]
 
 
@@ -176,7 +179,7 @@ def natural_alignments(generator, coords, num_seqs):
         gapped = gapped | begin_gaps(draw, gap_rate, count)
     gapped |= missing_ends(draw, samples, num_seqs, size, coords.device)
     gapped[:, 0] = False
-    return torch.where(gapped, GAP, rows)
+    return rows.masked_fill(gapped, GAP)
 
 
 class GraphedWorld:
