@@ -43,6 +43,9 @@ class TinyOpenFoldConfig(Checked):
     outer_product_dim: int = option(32, "hidden width of the outer product mean", low=1)
     dropout: float = option(0.0, "AF2's shared dropout, one rate for all sub-layers that have it", low=0.0,
                             below=1.0, resized=True)
+    coevolution: str = option("none", "residue pairs start from the sequence alone: none (AF2); or from all "
+                              "rows too: their covariance, or couplings, which are its inverse",
+                              choices=("none", "covariance", "couplings"))
 
     def __post_init__(self):
         super().__post_init__()
@@ -116,7 +119,6 @@ COMMAND_LINE = CommandLine(
 start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
 
 import contextlib
-import math
 import os
 import sys
 from functools import partial
@@ -138,15 +140,16 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import Profiling
-from fusion_lab.training import files, reporting
-from fusion_lab.training.checkpoints import load_run, snapshot
+from fusion_lab.training import files, recipe, reporting
+from fusion_lab.training.checkpoints import load_run, load_weights, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.evaluations import Evaluations
 from fusion_lab.training.feeding import batches
 from fusion_lab.training.flags import make_parser, named_program, parse, with_demo
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import MasterWeights
 from proteins import batches as proteins
-from proteins import contacts, prediction
+from proteins import coevolution, contacts, prediction
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 from proteins.seam import defined, move_kinks_away, start_lines
@@ -595,6 +598,8 @@ class TinyOpenFoldV2(nn.Module):
         self.left_embedding = nn.Embedding(TOKENS, config.pair_dim)
         self.right_embedding = nn.Embedding(TOKENS, config.pair_dim)
         self.position_embedding = nn.Embedding(2 * MAX_OFFSET + 1, config.pair_dim)
+        if config.coevolution != "none":
+            self.coevolution_embedding = linear(coevolution.FEATURES, config.pair_dim, bias=False)
         blocks = (FusedEvoformerBlock(config, self.fusion) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
         self.distogram_head = linear(config.pair_dim, len(DISTANCE_CENTRES), init="zero")
@@ -611,14 +616,20 @@ class TinyOpenFoldV2(nn.Module):
             self.gpu_ends = torch.compile(self.embed, **how), torch.compile(self.heads, **how)
 
     def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
-                coords=None, coord_mask=None):
+                coords=None, coord_mask=None, extra_msa=None):
         """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default the first row; masks (B, S)
-        and (B, N), 1 = present. Targets: msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3)
-        in Å with coord_mask (B, S). Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S),
-        distogram_logits, msa_repr, pair_repr and, with targets, loss and its parts."""
+        and (B, N), 1 = present; extra_msa (B, M, S), default msa_tokens, for --coevolution. Targets:
+        msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3) in Å with coord_mask (B, S).
+        Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S), distogram_logits, msa_repr,
+        pair_repr and, with targets, loss and its parts."""
         attention.prepare_flex_attention(msa_tokens.device)
+        features, kind = None, self.config.coevolution
+        if kind != "none":
+            rows = msa_tokens if extra_msa is None else extra_msa
+            features = coevolution.pair_features(rows.long(), kind, seq_mask)
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
-        msa, pair = embed(msa_tokens, msa_tokens[:, 0] if target_tokens is None else target_tokens)
+        msa, pair = embed(msa_tokens, msa_tokens[:, 0] if target_tokens is None else target_tokens,
+                          features)
         for block in self.blocks:
             if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
                 block = partial(checkpoint, block, use_reentrant=False,
@@ -626,13 +637,15 @@ class TinyOpenFoldV2(nn.Module):
             msa, pair = block(msa, pair, seq_mask, row_mask)
         return heads(msa, pair, msa_targets, coords, coord_mask)
 
-    def embed(self, msa_tokens, target):
+    def embed(self, msa_tokens, target, features=None):
         """(B, N, S) and (B, S) tokens -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
         msa = self.msa_embedding(msa_tokens) + self.target_embedding(target)[:, None]  # (B, N, S, c_m)
         place = torch.arange(target.shape[1], device=target.device)
         offset = (place[:, None] - place[None, :]).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
         pair = (self.left_embedding(target)[:, :, None] + self.right_embedding(target)[:, None, :]
                 + self.position_embedding(offset))  # (B, S, S, c_z)
+        if features is not None:
+            pair = pair + self.coevolution_embedding(features.to(pair.dtype))
         return msa, pair
 
     def heads(self, msa, pair, msa_targets, coords, coord_mask):
@@ -702,7 +715,9 @@ class Trainer:
             self.masters = MasterWeights(self.model, self.amp_dtype)
             self.weights = self.masters.views(self.masters.flat)
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
-        self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs)
+        self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs,
+                                           weight_decay=self.training.weight_decay)
+        self.average = recipe.average(self.updated, self.training.ema_decay)
         self.use_graph, self.graph = graphs, None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.step_number, self.trained_on = 0, set()  # names of what it learned from, if that has names
@@ -715,8 +730,13 @@ class Trainer:
     def step(self, batch, mark=lambda: None):
         """One optimizer step; returns the loss, still on the device. mark() is called after each phase; a
         graph has but one."""
-        if not self.use_graph:
-            return self.eager_step(batch, mark)
+        recipe.set_learning_rate(self.optimizer, recipe.learning_rate(self.training, self.step_number))
+        loss = self.graphed_step(batch, mark) if self.use_graph else self.eager_step(batch, mark)
+        if self.average:
+            self.average.update()
+        return loss
+
+    def graphed_step(self, batch, mark):
         if self.graph is None:
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
@@ -737,31 +757,23 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.masters:
-            self.masters.publish()
+        self.publish()
         loss = loss.detach().clone()  # CUDA graphs of torch.compile's own overwrite what they returned
         mark()
         return loss
 
-    @contextlib.contextmanager
+    def publish(self):
+        """Let the model see what the optimizer updates."""
+        if self.masters:
+            self.masters.publish()
+
+    def averaged(self):
+        """Within, the model has the weights to be evaluated: averaged ones, if there are."""
+        return self.average.swapped_in(self.publish) if self.average else contextlib.nullcontext()
+
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
-        weights = [p.detach().clone() for p in self.updated]
-        moments = {p: {key: tensor.clone() for key, tensor in state.items()}
-                   for p, state in self.optimizer.state.items()}
-        scaler = self.scaler.state_dict()
-        try:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                yield
-        finally:
-            with torch.no_grad():  # in place, because a captured graph knows these tensors by address
-                torch._foreach_copy_(self.updated, weights)
-                for p, state in self.optimizer.state.items():
-                    for key, tensor in state.items():
-                        tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
-            if self.masters:
-                self.masters.publish()
-            self.scaler.load_state_dict(scaler)
+        return preserving(self)
 
 
 def run_steps(trainer, source, profiling, found, stop, metrics):
@@ -769,7 +781,7 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
     evaluations by step)."""
     program, training, device = trainer.program, trainer.training, trainer.device
     timer = PhaseTimer(device, ("data", "forward", "backward", "optimizer"), profiling.enter, profiling.leave)
-    losses, evaluations, checked = [], {}, 0
+    losses, checked, evaluations = [], 0, Evaluations(trainer, source, metrics)
     steps = range(trainer.step_number, training.num_steps)
     supply = batches(source, steps, device)
     with tqdm(total=training.num_steps, initial=steps.start, disable=None, unit="step", leave=False) as bar:
@@ -784,7 +796,7 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
             bar.update()
             stopping = stop.signal is not None  # read once: a signal may come at any moment
             ending = stopping or done == steps.stop
-            saving = training.save_checkpoint and (ending or done % (training.save_every or math.inf) == 0)
+            saving = training.save_every and done % training.save_every == 0 and not ending
             if ending or saving or done % training.log_every == 0 or device.type == "cpu":
                 checked = reporting.require_finite(losses, checked, steps.start)
             if ending or done % training.log_every == 0:
@@ -793,14 +805,14 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
                 bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
                                               peak_megabytes(device, found)), file=sys.stdout)
             if saving:
-                files.write_atomically(training.save_checkpoint, partial(torch.save, snapshot(trainer)))
+                save(trainer, training.save_checkpoint)
             if program.evaluate and not ending and done % training.eval_every == 0:
                 with profiling.paused(), unmeasured_memory(device, found):
-                    evaluations[done] = program.evaluate(trainer, source, stop)
-                metrics.evaluation(done, program.scores(evaluations[done]))
-                bar.write(program.evaluation_line(evaluations[done]), file=sys.stdout)
-            if stopping:
+                    bar.write(evaluations.take(done, stop), file=sys.stdout)
+            if stopping or evaluations.exhausted:
                 break
+    if training.save_checkpoint:
+        save(trainer, training.save_checkpoint)
     return [loss.item() for loss in losses], timer.seconds(), evaluations
 
 
@@ -812,12 +824,15 @@ def train(program, settings, compare_with=None):
     process_settings(settings, device)
     path = os.path.join(profiler.profile_dir, program.result("performance_summary"))
     files.results_directory(settings, path)
-    files.require_writable(training.save_checkpoint)
+    for name in (training.save_checkpoint, training.save_best):
+        files.require_writable(name)
     source = program.open_source(settings)
     program.before_training(settings, source)
     trainer = program.trainer(program, settings, device)
     if training.resume:
         load_run(trainer, training.resume, source)
+    elif training.init_from:
+        load_weights(trainer, training.init_from, source)
     trainer.trained_on.update(source.names)
     metrics = Metrics(settings)
     reporting.describe_start(trainer, source)
@@ -829,16 +844,15 @@ def train(program, settings, compare_with=None):
         with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
-            result = summary.summarise(trainer, found, losses, times, evaluations)
+            result = summary.summarise(trainer, found, losses, times, evaluations.by_step)
             files.write_json(path, result)  # before anything that can fail: evaluation, comparison, pictures
             if program.evaluate and stop.signal is None:
-                evaluations["final"] = program.evaluate(trainer, source, stop, final=True)
-                metrics.evaluation(trainer.step_number, program.scores(evaluations["final"]))
-                print(program.evaluation_line(evaluations["final"]))
+                print(evaluations.take("final", stop))
         summary.complete(path, result, earlier)
         analysis = profiling.trace and write_analysis(trainer, source, found, times, profiling)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis])
-        program.closing(trainer, source, evaluations)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], evaluations)
+        with trainer.averaged():
+            program.closing(trainer, source, evaluations.by_step)
     summary.print_summary(result, path, settings)
     return 128 + stop.signal if stop.signal is not None else 0
 
@@ -856,7 +870,8 @@ PROGRAM = Program(
     before_training=contacts.require_plots, start_lines=start_lines, statistics=lambda settings: statistics(
         settings.fusion, settings.model.num_blocks),
     evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,
-    scores=contacts.scores, closing=contacts.closing, modes={"--contacts": prediction.contacts},
+    scores=contacts.scores, score=contacts.validation_score, closing=contacts.closing,
+    modes={"--contacts": prediction.contacts},
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
             "Flash Attention": "enable_flash_attention",
             "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},

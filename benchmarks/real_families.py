@@ -1,18 +1,25 @@
 #!/usr/bin/env python3
-"""Contact precision on protein families never seen in training, over all folds of a data directory.
+"""Contact precision on protein families never seen in training, by a protocol that cannot fool us.
 
-    python benchmarks/real_families.py --data DIR --out OUT --steps 1500 --pretrain-steps 1500
+    python benchmarks/real_families.py --data DIR [DIR ...] --out OUT --jobs 4 --gpus 4 -- --use-amp
+    python benchmarks/real_families.py --data DIR --out OUT --recipes full scratch -- --batch-size 2
 
-Settings: from scratch; pre-trained on each synthetic world, then real; the pre-trained models as they are.
-Every family is held out once. Writes OUT/real_families.json and prints a table; a run that fails is an error.
-All other flags go to the trainer.
+All families of all directories are one set. Relatives, found by alignment (proteins/homology.py), are always
+in the same fold. For every recipe and seed: pre-train on synthetic proteins, then for every fold train on the
+families outside of it, a tenth of which choose the step (validation); the families of the fold are looked at
+at that step. MI-APC and mean-field DCA are computed here, from all rows (at most 4,000) and from the rows
+that a recipe reads. Writes OUT/real_families.json and prints a table with 95% intervals over families.
+Everything after -- goes to the trainer. Results that are there already are kept: a second call goes on.
 """
+import itertools
 import json
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -20,99 +27,254 @@ from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
-from fusion_lab.training.files import FAILED, UserError, exit_code, require_directory, write_json
+import numpy as np
+import torch
+
+from fusion_lab.training.files import FAILED, UserError, exit_code, finite, require_directory, write_json
 from fusion_lab.training.flags import Parser, whole_number
+from fusion_lab.training.models import read_model, save_model
+from proteins import contacts, files, homology, yardsticks
 from tiny_openfold_v2 import PROGRAM
 
-WORLDS = ("paired", "covarying")
+PRETRAIN = dict(synthetic_world="natural", num_steps=2500, learning_rate=1e-3, lr_schedule="cosine",
+                lr_warmup_steps=100, ema_decay=0.999, eval_every=500)
+TUNE = dict(num_steps=400, learning_rate=3e-4, lr_schedule="cosine", lr_warmup_steps=50, ema_decay=0.99,
+            dropout=0.1, eval_every=100, validate_fraction=0.1)
+MODEL = dict(num_seqs=128, seq_len=96, batch_size=4, coevolution="couplings", eval_seqs=512)
+RECIPES = {  # name: (what pre-training changes, None for none; what training changes; the model, in both)
+    "full": ({}, {}, {}),
+    "evoformer alone": ({}, {}, dict(coevolution="none")),
+    "covariance": ({}, {}, dict(coevolution="covariance")),
+    "scratch": (None, dict(num_steps=1500, eval_every=250, learning_rate=1e-3), {}),
+    "world covarying": (dict(synthetic_world="covarying"), {}, {}),
+    "no average": (dict(ema_decay=0), dict(ema_decay=0), {}),
+    "constant rate": (dict(lr_schedule="constant"), dict(lr_schedule="constant"), {}),
+    "half mixed": ({}, dict(num_steps=800, mix_synthetic=0.5, synthetic_world="natural"), {}),
+    "not tuned": ({}, None, {}),
+}
+ROWS = dict(all=4000, same=512)  # of the yardsticks
 
 
-def train(directory, flags):
-    """Run the trainer; returns its summary. Raises UserError."""
-    require_directory(directory)
-    command = [sys.executable, PROGRAM.file, "--profile-dir", *map(str, [directory, *flags])]
-    log = directory / "run.log"
-    with open(log, "w", encoding="utf-8") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code:
-        last = (log.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
-        raise UserError(f"{' '.join(command)}: exit {code}: {last} (all of it in {log})", code=FAILED)
-    return json.loads((directory / PROGRAM.result("performance_summary")).read_text(encoding="utf-8"))
+def train(directory, options, common, environment):
+    """Run the trainer, unless its summary is there; returns the summary. Raises UserError."""
+    summary = directory / PROGRAM.result("performance_summary")
+    if not (directory / "done").exists():
+        require_directory(directory)
+        given = itertools.chain(*((f"--{name.replace('_', '-')}", str(value))
+                                  for name, value in options.items()))
+        command = [sys.executable, PROGRAM.file, "--profile-dir", str(directory), *given, *common]
+        log, begun = directory / "run.log", time.time()
+        with open(log, "w", encoding="utf-8") as file:
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False,
+                                  env=os.environ | environment).returncode
+        if code:
+            last = (log.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
+            raise UserError(f"{' '.join(command)}: exit {code}: {last} (all of it in {log})", code=FAILED)
+        write_json(directory / "done", dict(seconds=time.time() - begun))
+    seconds = json.loads((directory / "done").read_text(encoding="utf-8"))["seconds"]
+    return json.loads(summary.read_text(encoding="utf-8")) | dict(seconds=seconds)
 
 
-def held_out_scores(summaries):
-    """({family: P(L/2) at the end}, {step: median P(L/2)}) over the held-out families of all folds."""
-    by_step = {}  # step -> {family: P(L/2)}
-    for summary in summaries:
-        for step, groups in summary[PROGRAM.evaluation_name].items():
-            scores = {name: protein["p_l2"] for name, protein in groups["held_out"].items()}
-            by_step.setdefault(step, {}).update(scores)
-    final = by_step.pop("final")
-    return final, {int(step): statistics.median(by_step[step].values()) for step in sorted(by_step, key=int)}
+def chosen_step(summary):
+    """(step that validation chose, held-out scores {family: precision} there)"""
+    evaluations = summary[PROGRAM.evaluation_name]
+    best = max(evaluations, key=lambda step: contacts.validation_score(evaluations[step]) or 0)
+    return best, evaluations[best]["held_out"]
 
 
-def run_all(arguments, common, folds):
-    """Pre-train, then train every setting on every fold; ({world: summary}, {(setting, fold): summary})."""
-    runs = arguments.out / "runs"
+class Runs:
+    """All trainings of a call, some at a time, each on a GPU of its own in turn."""
 
-    def pretrain(world):
-        return train(runs / world, [
-            *common, "--synthetic-world", world, "--num-steps", arguments.pretrain_steps,
-            "--learning-rate", 1e-3, "--eval-every", 1000, "--save-checkpoint", runs / f"{world}.pt"])
+    def __init__(self, arguments, folds):
+        self.arguments, self.folds, self.pretrained = arguments, folds, {}
+        self.places = itertools.cycle(range(arguments.gpus or 1))
 
-    def fine_tune(setting, fold, steps):
-        resume = []
-        if setting in pretrained:
-            pretrained[setting].result()
-            resume, steps = ["--resume", runs / f"{setting}.pt"], steps + arguments.pretrain_steps
-        return train(runs / f"{setting}-{steps}-{fold}", [
-            *common, *resume, "--data", arguments.data, "--holdout", folds[fold], "--num-steps", steps,
-            "--eval-every", 500, "--plot-contacts", arguments.out / f"contacts-{setting}-{steps}"])
+    def environment(self):
+        return dict(CUDA_VISIBLE_DEVICES=str(next(self.places))) if self.arguments.gpus else {}
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        pretrained = {world: pool.submit(pretrain, world) for world in WORLDS}
-        jobs = {(setting, fold): pool.submit(fine_tune, setting, fold, arguments.steps)
-                for setting in ("scratch", *WORLDS) for fold in range(len(folds))}
-        jobs |= {(f"{world}, not tuned", fold): pool.submit(fine_tune, world, fold, 1)
-                 for world in WORLDS for fold in range(len(folds))}
-        return ({world: job.result() for world, job in pretrained.items()},
-                {key: job.result() for key, job in jobs.items()})
+    def pretrain(self, recipe, seed):
+        before, _, model = RECIPES[recipe]
+        directory = self.arguments.out / "runs" / f"{recipe} {seed}".replace(" ", "-")
+        options = PRETRAIN | before | MODEL | model | dict(seed=seed, save_checkpoint=directory / "c.pt")
+        return train(directory, options | self.arguments.steps(options), self.arguments.trainer,
+                     self.environment())
+
+    def tune(self, recipe, seed, fold):
+        before, after, model = RECIPES[recipe]
+        start, environment = {}, self.environment()
+        directory = self.arguments.out / "runs" / f"{recipe} {seed} fold {fold}".replace(" ", "-")
+        if before is not None:
+            self.pretrained[source(recipe), seed].result()
+            start = dict(init_from=directory.parent / f"{source(recipe)} {seed}".replace(" ", "-") / "c.pt")
+        options = TUNE | (dict(num_steps=1, learning_rate=0) if after is None else after) | MODEL | model
+        options |= dict(seed=seed, data=self.arguments.out / "families", holdout=",".join(self.folds[fold]))
+        return train(directory, options | self.arguments.steps(options) | start, self.arguments.trainer,
+                     environment)
+
+    def everything(self, recipe, seed, path):
+        """Train a recipe on all families, a tenth of them for validation, and write the model file."""
+        directory = self.arguments.out / "runs" / f"{recipe} {seed} model".replace(" ", "-")
+        options = TUNE | RECIPES[recipe][1] | MODEL | RECIPES[recipe][2]
+        options |= dict(seed=seed, data=self.arguments.out / "families", save_best=directory / "best.pt",
+                        init_from=directory.parent / f"{source(recipe)} {seed}".replace(" ", "-") / "c.pt")
+        summary = train(directory, options | self.arguments.steps(options), self.arguments.trainer,
+                        self.environment())
+        saved = read_model(directory / "best.pt", PROGRAM)
+        card = dict(recipe=recipe, seed=seed, step=saved.card["step"], trained_on=saved.card["trained_on"],
+                    seconds=summary["seconds"] + self.pretrained[source(recipe), seed].result()["seconds"],
+                    device=summary["system_info"]["gpu_name"], torch=summary["system_info"]["torch_version"],
+                    date=summary["timestamp"][:10], pretraining=PRETRAIN | MODEL, training=TUNE)
+        save_model(path, PROGRAM, saved.weights, saved.config, card)
+        print(f"Written: {path}")
+
+    def run(self):
+        """({(recipe, seed): summary}, {(recipe, seed, fold): summary})"""
+        keys = list(itertools.product(self.arguments.recipes, self.arguments.seeds))
+        with ThreadPoolExecutor(self.arguments.jobs) as pool:
+            for recipe, seed in keys:
+                if RECIPES[recipe][0] is not None and (source(recipe), seed) not in self.pretrained:
+                    self.pretrained[source(recipe), seed] = pool.submit(self.pretrain, source(recipe), seed)
+            jobs = {(*key, fold): pool.submit(self.tune, *key, fold)
+                    for key in keys for fold in range(len(self.folds))}
+            return ({key: job.result() for key, job in self.pretrained.items()},
+                    {key: job.result() for key, job in jobs.items()})
 
 
-def print_results(results, synthetic):
-    for setting, found in results.items():
-        print(f"{setting:22s} held-out P(L/2): median {found['median']:.3f}, mean {found['mean']:.3f} "
-              f"({len(found['p_l2'])} families) by step {found['median_by_step']}")
-    print("synthetic held-out P(L/2), mean:", json.dumps(synthetic))
+def source(recipe):
+    """The recipe whose pre-training this one begins with: the first that does the same."""
+    same = (name for name, (before, _, model) in RECIPES.items()
+            if (before, model) == (RECIPES[recipe][0], RECIPES[recipe][2]))
+    return next(same)
+
+
+def link_families(directories, into):
+    """One directory with the files of all of them; returns {family: directory}. Raises UserError."""
+    require_directory(into)
+    group = {}
+    for directory in directories:
+        for family in files.load_families(directory):
+            if group.setdefault(family.name, directory.name) != directory.name:
+                raise UserError(f"--data: {family.name} is in two directories")
+        for path in directory.iterdir():
+            if path.is_file() and not (into / path.name).exists():
+                (into / path.name).symlink_to(path.resolve())
+    return group
+
+
+def folds_of(families, number):
+    """Clusters of relatives dealt to folds, the largest first, each to the fold that has fewest families."""
+    folds = [[] for _ in range(number)]
+    order = np.random.default_rng(0).permutation(len(families))
+    for cluster in sorted(homology.clusters([families[i] for i in order]), key=len, reverse=True):
+        min(folds, key=len).extend(cluster)
+    return [sorted(fold) for fold in folds]
+
+
+def yardstick(family):
+    """{method and rows: its precision} of one family."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    seen = np.isfinite(family.coords[:, 0])
+    coords, mask = torch.from_numpy(np.nan_to_num(family.coords)), torch.from_numpy(seen).float()
+    found = {}
+    for rows, most in ROWS.items():
+        msa = yardsticks.some_rows(family.msa, most)
+        weights = yardsticks.sequence_weights(msa)
+        for method, scores in (("MI-APC", yardsticks.mutual_information(msa, weights)),
+                               ("mean-field DCA", yardsticks.mean_field_dca(msa, weights=weights))):
+            scores = torch.from_numpy(scores)
+            far = contacts.contact_precision(scores, coords, mask, contacts.LONG_RANGE)["p_l2"]
+            found[f"{method}, {rows} rows"] = dict(contacts.contact_precision(scores, coords, mask),
+                                                   p_l2_long=far)
+    return family.name, found
+
+
+def interval(values, seed=0):
+    """95% of the medians of families drawn with replacement."""
+    drawn = np.random.default_rng(seed).choice(values, (2000, len(values)))
+    return np.quantile(np.median(drawn, axis=1), [0.025, 0.975]).tolist()
+
+
+def table(scores, group):
+    """{method: {directory: figures}} of {method: {family: precision, mean over seeds}}."""
+    result = {}
+    for method, by_family in scores.items():
+        result[method] = {}
+        for directory in dict.fromkeys(group.values()):
+            families = [name for name in by_family if group[name] == directory]
+            values = [by_family[name]["p_l2"] for name in families]
+            far = [by_family[name]["p_l2_long"] for name in families
+                   if by_family[name]["p_l2_long"] is not None]
+            result[method][directory] = dict(
+                families=len(values), median=statistics.median(values), mean=statistics.fmean(values),
+                interval=interval(values), median_long=statistics.median(far) if far else None)
+    return result
+
+
+def print_table(result):
+    for method, by_directory in result.items():
+        cells = [f"{directory} {found['median']:.3f} [{found['interval'][0]:.2f}, {found['interval'][1]:.2f}]"
+                 f" long {found['median_long'] or 0:.3f}" for directory, found in by_directory.items()]
+        print(f"{method:26s} {' | '.join(cells)}")
+
+
+def averaged(precisions):
+    """Means over seeds of [{"p_l2": ...}]."""
+    return {key: statistics.fmean(values) if None not in (values := [p[key] for p in precisions]) else None
+            for key in precisions[0]}
+
+
+def parse(argv):
+    parser = Parser(prog="real_families.py", description=__doc__)
+    parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="directories of families")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for results")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["full"], metavar="NAME",
+                        help=f"of {', '.join(RECIPES)} (default: full)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
+    parser.add_argument("--folds", type=whole_number(2), default=5, help="(default: 5)")
+    parser.add_argument("--model", type=pathlib.Path, metavar="FILE", help="train the first recipe, with the "
+                        "first seed, on all families too, and write that model (default: no)")
+    parser.add_argument("--jobs", type=whole_number(), default=1, help="trainings at a time (default: 1)")
+    parser.add_argument("--gpus", type=whole_number(), help="GPUs to spread them over (default: any)")
+    parser.add_argument("--most-steps", type=whole_number(), help="cut every training to so many: a trial")
+    parser.add_argument("trainer", nargs="*", help="flags of the trainer, after --")
+    arguments = parser.parse_args(argv)
+    most = arguments.most_steps
+    arguments.steps = lambda options: dict(num_steps=min(options["num_steps"], most)) if most else {}
+    return arguments
 
 
 def main(argv=None):
-    parser = Parser(prog="real_families.py", description=__doc__)
-    parser.add_argument("--data", type=pathlib.Path, required=True, help="directory of families")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for results")
-    parser.add_argument("--steps", type=whole_number(), default=3000, help="(default: %(default)s)")
-    parser.add_argument("--pretrain-steps", type=whole_number(), default=3000, help="(default: %(default)s)")
-    parser.add_argument("--folds", type=whole_number(2), default=4, help="(default: %(default)s)")
-    parser.add_argument("--jobs", type=whole_number(), default=6, help="trainings at a time (default: 6)")
-    arguments, common = parser.parse_known_args(argv)
-    names = sorted({path.name.split(".")[0] for path in arguments.data.iterdir()})
-    if len(names) < arguments.folds:
-        parser.error(f"--data {arguments.data}: {len(names)} families, fewer than --folds {arguments.folds}")
-    folds = [",".join(names[i::arguments.folds]) for i in range(arguments.folds)]
-    pretrained, summaries = run_all(arguments, common, folds)
-    results = {}
-    for setting in dict.fromkeys(setting for setting, _ in summaries):
-        final, by_step = held_out_scores([s for (name, _), s in summaries.items() if name == setting])
-        results[setting] = dict(p_l2=final, median_by_step=by_step, median=statistics.median(final.values()),
-                                mean=statistics.fmean(final.values()))
-    synthetic = {world: {step: statistics.fmean(p["p_l2"] for p in groups["held_out"].values())
-                         for step, groups in summary[PROGRAM.evaluation_name].items()}
-                 for world, summary in pretrained.items()}
-    print_results(results, synthetic)
-    example = next(iter(summaries.values()))
-    kept = {key: example[key] for key in ("config", "training_params", "system_info", "timestamp")}
-    write_json(arguments.out / "real_families.json", dict(
-        command=sys.argv, folds=folds, results=results, synthetic_held_out=synthetic, **kept))
+    arguments = parse(argv)
+    require_directory(arguments.out)
+    group = link_families(arguments.data, arguments.out / "families")
+    families = files.load_families(arguments.out / "families")
+    if len(families) < arguments.folds:
+        raise UserError(f"{len(families)} families, fewer than --folds {arguments.folds}")
+    folds = folds_of(families, arguments.folds)
+    print(f"{len(families)} families in folds of {', '.join(str(len(fold)) for fold in folds)}", flush=True)
+    with ProcessPoolExecutor(os.cpu_count() // 2 or 1) as pool:
+        rulers = pool.map(yardstick, families)
+        runs = Runs(arguments, folds)
+        pretrained, tuned = runs.run()
+        rulers = dict(rulers)
+    scores = {method: {name: found[method] for name, found in rulers.items()}
+              for method in next(iter(rulers.values()))}
+    for recipe in arguments.recipes:
+        found = [chosen_step(tuned[recipe, seed, fold])[1] for seed in arguments.seeds
+                 for fold in range(len(folds))]
+        scores[recipe] = {name: averaged([part[name] for part in found if name in part]) for name in group
+                          if any(name in part for part in found)}
+    if arguments.model:
+        runs.everything(arguments.recipes[0], arguments.seeds[0], arguments.model)
+    result = table(scores, group)
+    print_table(result)
+    example = next(iter(tuned.values()))
+    write_json(arguments.out / "real_families.json", finite(dict(
+        command=sys.argv, folds=folds, table=result, by_family=scores,
+        steps={" ".join(map(str, key)): chosen_step(summary)[0] for key, summary in tuned.items()},
+        seconds={" ".join(map(str, key)): summary["seconds"]
+                 for key, summary in [*pretrained.items(), *tuned.items()]},
+        **{key: example[key] for key in ("config", "training_params", "system_info", "timestamp")})))
     return 0
 
 

@@ -3,7 +3,8 @@
 Every batch is a pure function of (seed, step): a resumed run sees the data it would have seen. A batch is a
 dict of CPU tensors, the keyword arguments of TinyOpenFoldV2.forward: msa_tokens (B, N, S), target_tokens
 (B, S), coords (B, S, 3) in Å, coord_mask (B, S); msa_targets (B, N, S) in training; seq_mask (B, S) and
-row_mask (B, N) for real proteins, which may be padded.
+row_mask (B, N) for real proteins, which may be padded; extra_msa (B, M, S) for models that read it, padded
+with rows of gaps.
 """
 import math
 
@@ -12,10 +13,16 @@ import torch
 
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, printable
+from fusion_lab.training.machine import choose_device
 from proteins import files
 from proteins.files import GAP, MASK
+from proteins.folds import Folds
+from proteins.natural import GraphedWorld, natural_alignments
 from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
+
+MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
+FEW = 8  # training families, at least, that an evaluation looks at
 
 
 def corrupt(rng, msa, row_mask=None):
@@ -31,14 +38,20 @@ def corrupt(rng, msa, row_mask=None):
     return np.where(chosen, replacement, msa), np.where(chosen, msa, -100)
 
 
-def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, clean=False):
+def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, clean=False, extra=None):
     """Numpy arrays of one batch -> the keyword arguments of TinyOpenFoldV2.forward, as CPU tensors."""
     corrupted, targets = (msa, None) if clean else corrupt(rng, msa, row_mask)
     if targets is not None and seq_mask is not None:
         targets = np.where(seq_mask[:, None] * row_mask[:, :, None] > 0, targets, -100)
     arrays = dict(msa_tokens=corrupted, target_tokens=msa[:, 0], seq_mask=seq_mask, row_mask=row_mask,
-                  msa_targets=targets, coords=coords, coord_mask=coord_mask)
+                  msa_targets=targets, coords=coords, coord_mask=coord_mask,
+                  extra_msa=None if extra is None else extra.astype(np.uint8))
     return {key: torch.from_numpy(np.ascontiguousarray(a)) for key, a in arrays.items() if a is not None}
+
+
+def extra_rows(settings):
+    """How many alignment rows a model reads beside those of its MSA representation; 0: none."""
+    return settings.training.extra_seqs if settings.model.coevolution != "none" else 0
 
 
 class SyntheticProteins:
@@ -46,7 +59,7 @@ class SyntheticProteins:
     HELD_OUT, TRAINED_ON = range(16), range(16, 32)
 
     def __init__(self, settings):
-        self.config, self.training = settings.model, settings.training
+        self.config, self.training, self.extra = settings.model, settings.training, extra_rows(settings)
         self.names, self.held_out = [], [f"synthetic-{i}" for i in self.HELD_OUT]
 
     def describe(self):
@@ -55,10 +68,16 @@ class SyntheticProteins:
     def structure(self, name):
         """What a structure file says of a protein, a files.Protein: here there is no file."""
 
+    def draw(self, indices):
+        """Alignments (B, rows, S) and coordinates (B, S, 3) of the proteins of these numbers."""
+        return synthetic_proteins(self.training.seed, indices, max(self.config.num_seqs, self.extra),
+                                  self.config.seq_len, self.training.synthetic_world)
+
     def make(self, indices, rng=None, clean=False):
-        msa, coords = synthetic_proteins(self.training.seed, indices, self.config.num_seqs,
-                                         self.config.seq_len, self.training.synthetic_world)
-        return assemble(rng, msa, coords, np.ones(coords.shape[:2], np.float32), clean=clean)
+        msa, coords = self.draw(indices)
+        extra = msa[:, :self.extra] if self.extra else None
+        return assemble(rng, msa[:, :self.config.num_seqs], coords, np.ones(coords.shape[:2], np.float32),
+                        clean=clean, extra=extra)
 
     def batch(self, step):
         first = self.TRAINED_ON.start + step * self.training.batch_size
@@ -71,11 +90,49 @@ class SyntheticProteins:
                 for key, indices in (("training", self.TRAINED_ON), ("held_out", self.HELD_OUT))}
 
 
+class NaturalProteins(SyntheticProteins):
+    """The world `natural`. Its alignments are made where the training runs, beside it on a GPU, and differ in
+    depth: extra_msa has all rows, or a half, a quarter or an eighth of them."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.device, self.graphed = choose_device(self.training.device), None
+        self.folds, self.kept = Folds(self.training.seed, self.config.seq_len), {}
+
+    def draw(self, indices):
+        key = (self.training.seed, indices[0])
+        rng, rows = np.random.default_rng(key), max(self.config.num_seqs, self.extra)
+        coords = np.stack([self.folds.piece(rng) for _ in indices])
+        msa = self.align(int(rng.integers(2 ** 62)), torch.from_numpy(coords), rows).numpy().astype(np.int64)
+        msa[:, max(rows >> int(rng.integers(4)), min(self.config.num_seqs, rows)):] = GAP
+        return msa, coords
+
+    def align(self, seed, coords, rows):
+        if self.device.type == "cuda" and len(coords) == self.training.batch_size:
+            if self.graphed is None:
+                self.graphed = GraphedWorld(self.device, coords, rows)
+            return self.graphed(seed, coords)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return natural_alignments(generator, coords.to(self.device), rows).cpu()
+
+    def evaluation(self):
+        for key, indices in (("training", self.TRAINED_ON), ("held_out", self.HELD_OUT)):
+            if key not in self.kept:  # all of a group at once
+                self.kept[key] = list(zip(indices, self.split(self.make(indices, clean=True)), strict=True))
+        return {key: ((f"synthetic-{i}", dict(batch)) for i, batch in proteins)
+                for key, proteins in self.kept.items()}
+
+    def split(self, batch):
+        """A batch -> batches of one."""
+        return [{key: value[i:i + 1] for key, value in batch.items()} for i in range(len(batch["coords"]))]
+
+
 class RealProteins:
     """Alignments with structures: random families, crops and rows in training, whole chains in evaluation."""
 
     def __init__(self, settings):
-        self.config, self.training = settings.model, settings.training
+        self.config, self.training, self.extra = settings.model, settings.training, extra_rows(settings)
+        self.world = world(settings) if settings.training.mix_synthetic else None
         training, self.left_out = settings.training, []  # files without a partner
         with data_errors():
             if training.data:
@@ -84,7 +141,13 @@ class RealProteins:
                 path, chain = files.split_structure_argument(training.structure)
                 families = [files.load_protein(training.msa, path, chain, training.query)]
         self.held_out = self.choose_held_out([family.name for family in families])
-        self.families = [family for family in families if family.name not in self.held_out]
+        rest = [family for family in families if family.name not in self.held_out]
+        count = math.ceil(len(rest) * (self.training.validate_fraction or 0.0))
+        order = np.random.default_rng((self.training.seed, 4)).permutation(len(rest))
+        self.validation = [rest[i] for i in sorted(order[:count])]
+        self.families = [rest[i] for i in sorted(order[count:])]
+        if not self.families:
+            raise UserError("--validate-fraction leaves no family to train on")
         self.unseen = [family for family in families if family.name in self.held_out]
         self.names = [family.name for family in self.families]
 
@@ -106,19 +169,22 @@ class RealProteins:
     def describe(self):
         names = ", ".join(map(printable, self.left_out))
         strays = f", left out for want of a partner: {names}" if names else ""
-        return f"{len(self.families)} real proteins, {len(self.held_out)} held out{strays}"
+        validated = f", {len(self.validation)} for validation" if self.validation else ""
+        return f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out{strays}"
 
     def structure(self, name):
-        return next(family for family in self.families + self.unseen if family.name == name)
+        return next(family for family in self.families + self.validation + self.unseen if family.name == name)
 
-    def take(self, rng, family, seq_len, num_seqs):
-        """One sample, padded to (num_seqs, seq_len): a crop with coordinates, the query and other rows."""
+    def take(self, rng, family, seq_len, num_seqs, extra):
+        """One sample, padded to (num_seqs, seq_len): a crop with coordinates, the query and other rows; last,
+        if the model reads them, extra rows, those among them."""
         start = 0
         if family.length > seq_len:  # centred on a residue with coordinates, so that no crop is empty
             centre = rng.choice(np.flatnonzero(np.isfinite(family.coords[:, 0])))
             start = int(np.clip(centre - rng.integers(seq_len), 0, family.length - seq_len))
-        rows = rng.permutation(np.arange(1, len(family.msa)))[:num_seqs - 1]
-        msa = family.msa[np.append(0, rows), start:start + seq_len]
+        rows = np.append(0, rng.permutation(np.arange(1, len(family.msa))))
+        crop = family.msa[:, start:start + seq_len]
+        msa, more = crop[rows[:num_seqs]], crop[rows[:extra]]
         coords = family.coords[start:start + seq_len]
         pad_n, pad_s = num_seqs - msa.shape[0], seq_len - msa.shape[1]
         seen = np.isfinite(coords[:, 0])
@@ -126,15 +192,26 @@ class RealProteins:
                 np.pad(np.nan_to_num(coords), ((0, pad_s), (0, 0))).astype(np.float32),
                 np.pad(seen, (0, pad_s)).astype(np.float32),
                 np.pad(np.ones(msa.shape[1], np.float32), (0, pad_s)),
-                np.pad(np.ones(msa.shape[0], np.float32), (0, pad_n)))
+                np.pad(np.ones(msa.shape[0], np.float32), (0, pad_n)),
+                np.pad(more, ((0, extra - len(more)), (0, pad_s)), constant_values=GAP))
 
     def batch(self, step):
         rng = np.random.default_rng((self.training.seed, step, 1))
+        if self.world and rng.random() < self.training.mix_synthetic:
+            return self.masked(self.world.batch(step))
         chosen = rng.choice(len(self.families), self.training.batch_size,
                             replace=self.training.batch_size > len(self.families))
-        samples = [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs)
-                   for i in chosen]
-        return assemble(rng, *(np.stack(part) for part in zip(*samples, strict=True)))
+        return self.assemble(rng, [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs,
+                                             self.extra) for i in chosen])
+
+    def assemble(self, rng, samples, clean=False):
+        *parts, extra = (np.stack(part) for part in zip(*samples, strict=True))
+        return assemble(rng, *parts, clean=clean, extra=extra if self.extra else None)
+
+    def masked(self, batch):
+        """A synthetic batch with the masks that real ones have; nothing is missing in it."""
+        samples, rows, residues = batch["msa_tokens"].shape
+        return batch | dict(seq_mask=torch.ones(samples, residues), row_mask=torch.ones(samples, rows))
 
     def evaluation(self):
         """As SyntheticProteins.evaluation: whole chains, --eval-seqs rows, the same ones every time."""
@@ -142,15 +219,25 @@ class RealProteins:
             for family in families:
                 rng = np.random.default_rng((self.training.seed, 3))
                 rows = min(self.training.eval_seqs or self.config.num_seqs, len(family.msa))
-                sample = self.take(rng, family, family.length, rows)
-                yield family.name, assemble(rng, *(part[None] for part in sample), clean=True)
-        return {"training": batches(self.families), "held_out": batches(self.unseen)}
+                extra = min(len(family.msa), MOST_EXTRA) if self.extra else 0
+                sample = self.take(rng, family, family.length, rows, extra)
+                yield family.name, self.assemble(rng, [sample], clean=True)
+        few = self.families[:max(len(self.validation) + len(self.unseen), FEW)]  # for a look at memorising
+        groups = dict(training=few, validation=self.validation, held_out=self.unseen)
+        return {key: batches(families) for key, families in groups.items()
+                if key != "validation" or families}
+
+
+def world(settings):
+    """The built-in proteins that the flags ask for."""
+    natural = settings.training.synthetic_world == "natural"
+    return (NaturalProteins if natural else SyntheticProteins)(settings)
 
 
 def open_source(settings):
     """The proteins that the flags ask for."""
     real = settings.training.data or settings.training.msa
-    return (RealProteins if real else SyntheticProteins)(settings)
+    return (RealProteins if real else world)(settings)
 
 
 def masked_batch(settings, device):

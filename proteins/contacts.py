@@ -15,6 +15,7 @@ from proteins.files import LETTERS
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
+LONG_RANGE = 24  # residues apart; such contacts say most about the fold
 SUFFIXES = (".tsv", ".png")  # of the files of one map
 
 
@@ -74,7 +75,9 @@ def evaluate(trainer, source, stop=None, final=False):
                     continue
                 output = model(**batch)
                 probability, distances = output["contact_probability"][0], output["distances"][0]
-                results[group][name] = contact_precision(probability, coords, coord_mask)
+                far = contact_precision(probability, coords, coord_mask, LONG_RANGE)["p_l2"]
+                results[group][name] = dict(contact_precision(probability, coords, coord_mask),
+                                            p_l2_long=None if math.isnan(far) else far)
                 if directory and group == "held_out":
                     write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
                               (probability, distances, coords, coord_mask))
@@ -86,6 +89,12 @@ def scores(evaluation):
     """{"held-out P(L/2)": mean over proteins, ...} of what evaluate() returned."""
     return {f"{group.replace('_', '-')} P(L/2)": statistics.fmean(p["p_l2"] for p in proteins.values())
             for group, proteins in evaluation.items() if proteins}
+
+
+def validation_score(evaluation):
+    """Mean P(L/2) of the validation families, by which the best weights are chosen; None without any."""
+    proteins = evaluation.get("validation")
+    return statistics.fmean(p["p_l2"] for p in proteins.values()) if proteins else None
 
 
 def contact_line(evaluation):

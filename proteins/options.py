@@ -10,9 +10,13 @@ class TrainingConfig(options.TrainingConfig):
     """Proteins to train on, held out, drawn."""
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
                                   "with --contacts 512", low=1, type=int)
-    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
-                                  "covarying (hard, nearer to real alignments)",
-                                  choices=("paired", "covarying"))
+    extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
+                                   "all, at most 4096", low=1)
+    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners), "
+                                  "covarying (hard) or natural (Potts models of folds, along a tree)",
+                                  choices=("paired", "covarying", "natural"))
+    mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data",
+                                  low=0.0, below=1.0)
     data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
                              "NAME.pdb", type=str, metavar="DIR")
     msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE")
@@ -22,6 +26,9 @@ class TrainingConfig(options.TrainingConfig):
     holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
     holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
                                      type=float)
+    validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
+                                            "contact precision decides for --early-stopping and --save-best",
+                                      low=0.0, below=1.0, type=float)
     plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
                                       "as TSV)", type=str, training_only=True, metavar="DIR")
     contacts: str = option(None, "predict contacts and distances of an alignment, by the model of this "
@@ -37,10 +44,14 @@ class TrainingConfig(options.TrainingConfig):
             given, missing = ("msa", "--structure") if self.msa else ("structure", "--msa or --contacts")
             self.refuse(given, f"must come together with {missing}")
         for name, needed in (("holdout", "data"), ("holdout_fraction", "data"), ("output", "contacts"),
+                             ("validate_fraction", "data"), ("early_stopping", "validate_fraction"),
+                             ("save_best", "validate_fraction"),
                              *[("query", "msa")] * (self.contacts is None)):
             self.require(name, needed)
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")
+        if self.mix_synthetic and not (self.data or self.msa):
+            self.refuse("mix_synthetic", "needs --data")
         if self.holdout and self.holdout_fraction is not None:
             self.refuse("holdout", "allowed without --holdout-fraction only")
 

@@ -22,9 +22,10 @@ from fusion_lab.training.models import read_model
 from fusion_lab.training.program import ROOT
 from fusion_lab.training.reporting import print_result
 from proteins import files, maps
-from proteins.batches import assemble
+from proteins.batches import MOST_EXTRA, assemble
 from proteins.contacts import (
     CONTACT_DISTANCE,
+    LONG_RANGE,
     SEPARATION,
     contact_map,
     contact_precision,
@@ -39,7 +40,7 @@ DIRECTORY = "contacts"    # for the files, without --output
 ROWS = 512                # of the alignment, without --eval-seqs
 YARDSTICK_ROWS = 4000     # since statistics need more of them
 LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
-SEPARATIONS = (SEPARATION, 24)  # residues apart at least, in tables of precision
+SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of precision
 SHOWN = 10                # pairs on the screen
 CPU_SHARE = 0.5           # of the speed of a square matrix product, which a forward pass on a CPU reaches
 CPU_HOLES = 1.7           # memory taken on a CPU for each byte of tensors: what is freed is kept, in pieces
@@ -80,7 +81,7 @@ def contacts(program, settings):
     saved = read_model(path, program)
     directory = training.output or DIRECTORY
     outputs.require_directory(directory)
-    batch = model_input(protein, training.eval_seqs or ROWS, training.seed)
+    batch = model_input(protein, saved.config, training.eval_seqs or ROWS, training.seed)
     rows = batch["msa_tokens"].shape[1]
     print(f"Contacts of {printable(protein.name)}: {protein.length} residues, {rows} of {len(protein.msa)} "
           f"rows, by {printable(path)} ({sum(w.numel() for w in saved.weights.values()):,} parameters)")
@@ -113,11 +114,12 @@ def read_protein(training):
         return files.load_protein(training.contacts, path, chain, training.query)
 
 
-def model_input(protein, rows, seed):
-    """What the model sees of an alignment, a batch of one: the query and other rows, drawn by the seed as in
-    the trainer's evaluation. The one place that makes it for --contacts."""
-    msa = some_rows(protein.msa, rows, (seed, 3)).astype(np.int64)
-    return assemble(None, msa[None], None, None, clean=True)
+def model_input(protein, config, rows, seed):
+    """What a model of this config sees of an alignment, a batch of one: the query and other rows, drawn by
+    the seed as in the trainer's evaluation. The one place that makes it for --contacts."""
+    msa, extra = (some_rows(protein.msa, most, (seed, 3)).astype(np.int64)[None]
+                  for most in (rows, MOST_EXTRA))
+    return assemble(None, msa, None, None, clean=True, extra=None if config.coevolution == "none" else extra)
 
 
 # --- The model ------------------------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """Checkpoints: the state of a run under unpacked parameter names, so that any switches can continue it."""
+import contextlib
 import math
 import zipfile
 from dataclasses import asdict, fields
+from functools import partial
 
 import torch
 
-from fusion_lab.training.files import FAILED, UserError, printable
+from fusion_lab.training.files import FAILED, UserError, printable, write_atomically
 from fusion_lab.training.options import flag
 from fusion_lab.training.reading import open_regular
+from fusion_lab.training.recipe import average
 
 
 def format_of(program):
@@ -16,7 +19,7 @@ def format_of(program):
 
 # Fields that may differ between a run and its continuation without a word.
 OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
-                "resume", "device")
+                "save_best", "early_stopping", "resume", "init_from", "device")
 
 
 def packings(model):
@@ -55,7 +58,47 @@ def snapshot(trainer):
     return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
                 step=trainer.step_number, updates=updates, model=weights, moments=moments,
                 scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
-                training=asdict(trainer.training))
+                training=asdict(trainer.training), **averaged(trainer))
+
+
+def averaged(trainer):
+    """What snapshot() holds of averaged weights, if there are: as names, and how many steps are in them."""
+    if not trainer.average:
+        return {}
+    tensors = trainer.average.weights
+    named = trainer.masters.views(tensors[0]) if trainer.masters else dict(
+        zip(trainer.weights, tensors, strict=True))
+    return dict(average=unpacked(trainer.model, dict(named)), averaged_steps=trainer.average.steps)
+
+
+def save(trainer, path):
+    """Write a snapshot(), whole or not at all."""
+    write_atomically(path, partial(torch.save, snapshot(trainer)))
+
+
+@contextlib.contextmanager
+def preserving(trainer):
+    """Whatever runs within leaves weights, their average, optimizer, scaler and random numbers as they
+    were."""
+    kept = [*trainer.updated, *(trainer.average.weights if trainer.average else ())]
+    copies = [p.detach().clone() for p in kept]
+    moments = {p: {key: tensor.clone() for key, tensor in state.items()}
+               for p, state in trainer.optimizer.state.items()}
+    scaler = trainer.scaler.state_dict()
+    averaged_steps = trainer.average and trainer.average.steps
+    try:
+        with torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
+            yield
+    finally:
+        with torch.no_grad():  # in place, because a captured graph knows these tensors by address
+            torch._foreach_copy_(kept, copies)
+            for p, state in trainer.optimizer.state.items():
+                for key, tensor in state.items():
+                    tensor.copy_(moments[p][key]) if p in moments else tensor.zero_()
+        if trainer.average:
+            trainer.average.steps = averaged_steps
+        trainer.publish()
+        trainer.scaler.load_state_dict(scaler)
 
 
 MOST_STEPS = 2 ** 53  # a float counts no further
@@ -107,7 +150,8 @@ def alike(tensor, expected):
 def faults(saved, trainer):
     """What of read_checkpoint()'s dict this trainer cannot use, as it comes upon it."""
     expected = unpacked(trainer.model, {name: p.detach() for name, p in trainer.weights.items()})
-    kinds = {"model": saved["model"], **{f"moments {kind}": part for kind, part in saved["moments"].items()}}
+    kinds = {"model": saved["model"], **({"average": saved["average"]} if "average" in saved else {}),
+             **{f"moments {kind}": part for kind, part in saved["moments"].items()}}
     if saved["moments"] and set(saved["moments"]) != {"exp_avg", "exp_avg_sq"}:
         yield "moments"
     for kind, tensors in kinds.items():
@@ -115,7 +159,9 @@ def faults(saved, trainer):
             yield f"names of {kind}"
         else:
             yield from (f"{kind} {name}" for name in expected if not alike(tensors[name], expected[name])
-                        or kind == "model" and not tensors[name].isfinite().all())
+                        or kind in ("model", "average") and not tensors[name].isfinite().all())
+    if type(saved.get("averaged_steps", 0)) is not int or saved.get("averaged_steps", 0) < 0:
+        yield "averaged_steps"
     yield from (name for name in ("step", "updates") if not 0 <= saved[name] <= MOST_STEPS)
     scaler = saved["scaler"]
     if scaler and (set(scaler) != set(torch.amp.GradScaler("cpu").state_dict()) or not all(
@@ -133,26 +179,42 @@ def faults(saved, trainer):
             yield f"rng {device.type}"
 
 
-def restore(trainer, path):
-    """Continue from a checkpoint made under any FusionConfig; returns what was saved. Raises UserError, see
-    read_checkpoint."""
+def usable(trainer, path):
+    """read_checkpoint(), whose tensors fit this trainer. Raises UserError."""
     saved = read_checkpoint(path, trainer.program, trainer.settings.model)
     if fault := next(faults(saved, trainer), None):
         raise UserError(f"checkpoint {path}: damaged, or of another version: {fault[:200]} cannot be used")
-    trainer.model.load_state_dict(saved["model"])
-    for tensors in (saved["model"], *saved["moments"].values()):
-        for module, prefix in packings(trainer.model):
-            module.adapt(tensors, prefix)
+    return saved
+
+
+def packed(trainer, tensors):
+    """Tensors by unpacked names -> a list in the form of trainer.updated."""
+    for module, prefix in packings(trainer.model):
+        module.adapt(tensors, prefix)
+    if trainer.masters:
+        return [trainer.masters.join(tensors, torch.zeros_like(trainer.masters.flat))]
+    return [tensors[name] for name in trainer.weights]
+
+
+def put(trainer, tensors):
+    """Make tensors by unpacked names the weights; all that belongs to a captured graph stays in place."""
     with torch.no_grad():
-        for name, weight in trainer.weights.items():
-            weight.copy_(saved["model"][name])
+        torch._foreach_copy_(trainer.updated, packed(trainer, tensors))
+    trainer.publish()
+
+
+def restore(trainer, path):
+    """Continue from a checkpoint made under any FusionConfig; returns what was saved. Raises UserError, see
+    read_checkpoint."""
+    saved = usable(trainer, path)
+    put(trainer, saved["model"])
+    if trainer.average:
+        trainer.average.steps = saved.get("averaged_steps", 0)
+        kept = packed(trainer, saved["average"]) if "average" in saved else trainer.updated
+        torch._foreach_copy_(trainer.average.weights, [tensor.detach() for tensor in kept])
     state = trainer.optimizer.state_dict()
     if saved["moments"]:
-        moments = {kind: [tensors[name] for name in trainer.weights]
-                   for kind, tensors in saved["moments"].items()}
-        if trainer.masters:
-            moments = {kind: [trainer.masters.join(tensors, torch.zeros_like(trainer.masters.flat))]
-                       for kind, tensors in saved["moments"].items()}
+        moments = {kind: packed(trainer, tensors) for kind, tensors in saved["moments"].items()}
         state["state"] = {i: dict(step=torch.tensor(saved["updates"]),
                                   **{kind: tensors[i] for kind, tensors in moments.items()})
                           for i in range(len(trainer.updated))}
@@ -172,11 +234,25 @@ def load_run(trainer, path, source):
     if trainer.step_number >= trainer.training.num_steps:
         raise UserError(f"--num-steps {trainer.training.num_steps}: {path} is at step {trainer.step_number} "
                         "already")
-    if leaked := sorted(trainer.trained_on.intersection(source.held_out)):
-        raise UserError(f"--resume {path}: was trained on {', '.join(leaked)}, held out now")
+    refuse_leaks(trainer.trained_on, source, f"--resume {path}")
     now = {**asdict(trainer.settings.model), **asdict(trainer.training)}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
     different = [f"{name} {printable(then[name]):.200} -> {now[name]}" for name in now
                  if name in then and name not in OF_A_SESSION and repr(then[name]) != repr(now[name])]
     print(f"Resumed from {path} at step {trainer.step_number}"
           + (f"; different now: {', '.join(different)}" if different else ""))
+
+
+def refuse_leaks(trained_on, source, flag):
+    if leaked := sorted(set(trained_on).intersection(source.held_out)):
+        raise UserError(f"{flag}: was trained on {', '.join(leaked)}, held out now")
+
+
+def load_weights(trainer, path, source):
+    """Let a new run begin with the weights of a checkpoint, averaged if it has such. Raises UserError."""
+    saved = usable(trainer, path)
+    refuse_leaks(saved["trained_on"], source, f"--init-from {path}")
+    put(trainer, saved.get("average", saved["model"]))
+    trainer.average = average(trainer.updated, trainer.training.ema_decay)
+    trainer.trained_on = set(saved["trained_on"])
+    print(f"Begins with the weights of {path}, step {saved['step']}")

@@ -50,7 +50,8 @@ def read_model(path, program):
     if kind not in (format_of(program), checkpoints.format_of(program)):
         raise UserError(f"model {path}: neither a model file nor a checkpoint of {program.name}")
     if kind == checkpoints.format_of(program):
-        saved = {**saved, "card": {name: saved.get(name) for name in ("step", "trained_on")}}
+        saved = {**saved, "card": {name: saved.get(name) for name in ("step", "trained_on")},
+                 "model": saved.get("average", saved.get("model"))}
     if fault := next(faults(saved, program), None):
         raise UserError(f"model {path}: damaged, or of another version: {fault[:200]} cannot be used")
     weights = {name: weight.float() for name, weight in saved["model"].items()}

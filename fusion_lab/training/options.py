@@ -133,7 +133,13 @@ class TrainingConfig(Checked):
     warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
                                low=0)
     batch_size: int = option(4, "samples per step", low=1)
-    learning_rate: float = option(3e-4, "AdamW's learning rate", low=0.0)
+    learning_rate: float = option(3e-4, "AdamW's learning rate, the highest if it changes", low=0.0)
+    lr_schedule: str = option("constant", "constant, or after warm-up linear or cosine, down to 0",
+                              choices=("constant", "linear", "cosine"))
+    lr_warmup_steps: int = option(0, "steps in which the learning rate rises from 0", low=0)
+    weight_decay: float = option(0.01, "AdamW's weight decay", low=0.0)
+    ema_decay: float = option(0.0, "evaluate and save a moving average of the weights with this decay, "
+                                   "such as 0.999; 0: none", low=0.0, below=1.0)
     grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
     use_amp: bool = option(False, "mixed precision")
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
@@ -147,11 +153,19 @@ class TrainingConfig(Checked):
     save_checkpoint: str = option(None, "checkpoint file", type=str, training_only=True, metavar="FILE")
     save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
                              type=int)
+    save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
+                            metavar="FILE")
+    early_stopping: int = option(None, "end after this many evaluations without a better one", low=1,
+                                 type=int)
     resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
+    init_from: str = option(None, "checkpoint whose weights a new run starts from, averaged if they were",
+                            type=str, training_only=True, metavar="FILE")
 
     def __post_init__(self):
         super().__post_init__()
         self.require("save_every", "save_checkpoint")
+        if self.resume and self.init_from:
+            self.refuse("init_from", "allowed without --resume only")
         if self.amp_dtype and not self.use_amp:
             self.refuse("amp_dtype", "needs --use-amp")
 

@@ -117,6 +117,8 @@ class Program(CommandLine):
     evaluate: Callable | None = None  # evaluate(trainer, source, stop, final=False) -> JSON
     evaluation_line: Callable = str  # what that returned, as a line
     scores: Callable = dict        # what that returned -> {name: number}, for curves
+    score: Callable = nothing      # what that returned -> a number, higher is better, for --save-best and
+    #                                --early-stopping; None: it does not say
     closing: Callable = nothing    # closing(trainer, source, evaluations): last words, printed for people
     evaluation_name: str = "evaluation"  # its key in result files
     # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,

@@ -62,10 +62,12 @@ def describe_start(trainer, source):
     sys.stdout.flush()
 
 
-def print_ending(trainer, paths):
+def print_ending(trainer, paths, evaluations):
     """How far a run came, where its files are, and how to go on."""
     done, planned, saved = trainer.step_number, trainer.training.num_steps, trainer.training.save_checkpoint
-    if done < planned:
+    if words := evaluations.in_words():
+        print(words)
+    if done < planned and not evaluations.exhausted:
         print(f"Interrupted at step {done} of {planned}"
               + ("" if saved else "; without --save-checkpoint FILE there is nothing to continue from"))
     print(f"Written: {', '.join(path for path in paths if path)}")

@@ -1,0 +1,62 @@
+"""How a run learns beside its steps: the learning rate over time, and averaged weights."""
+import contextlib
+import math
+
+import torch
+
+
+def learning_rate(training, step):
+    """AdamW's rate for step number `step`, from 0: up linearly over --lr-warmup-steps, then as --lr-schedule
+    says, constant or down to 0 at --num-steps."""
+    warm = training.lr_warmup_steps
+    if step < warm:
+        return training.learning_rate * (step + 1) / warm
+    progress = min((step - warm) / max(training.num_steps - warm, 1), 1.0)
+    factor = dict(constant=1.0, linear=1 - progress, cosine=0.5 * (1 + math.cos(math.pi * progress)))
+    return training.learning_rate * factor[training.lr_schedule]
+
+
+def set_learning_rate(optimizer, rate):
+    """A captured graph reads the rate from a tensor, which stays the same one."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def average(updated, decay):
+    """Average of the tensors that an optimizer updates, or None for a decay of 0."""
+    return Average(updated, decay) if decay else None
+
+
+class Average:
+    """Exponential moving average of the weights that an optimizer updates (Polyak and Juditsky 1992), which
+    evaluation uses and checkpoints hold. Its memory grows with the run up to --ema-decay: after t steps it is
+    at most (1 + t) / (10 + t), so that the first weights do not linger."""
+
+    def __init__(self, updated, decay):
+        self.updated, self.decay, self.steps = updated, decay, 0
+        self.weights = [p.detach().clone() for p in updated]
+
+    @torch.no_grad()
+    def update(self):
+        self.steps += 1
+        decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
+        torch._foreach_lerp_(self.weights, [p.detach() for p in self.updated], 1 - decay)
+
+    @contextlib.contextmanager
+    def swapped_in(self, publish):
+        """Within, the model has the averaged weights; publish() makes it see what is in `updated`."""
+        own = [p.detach().clone() for p in self.updated]
+        try:
+            self.copy(self.weights)
+            publish()
+            yield
+        finally:
+            self.copy(own)
+            publish()
+
+    @torch.no_grad()
+    def copy(self, weights):
+        torch._foreach_copy_(self.updated, weights)

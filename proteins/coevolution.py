@@ -1,0 +1,106 @@
+"""Statistics of a whole alignment that residue pairs can start from (--coevolution).
+
+AlphaFold 2 reads thousands of rows beside its few hundred clusters in an extra MSA stack (Alg. 18). Here all
+rows enter the pair representation as what varies together between two columns: their covariance, or direct
+couplings, the inverse of that covariance by which mean-field DCA predicts contacts (Morcos et al. 2011,
+doi:10.1073/pnas.1111471108); as input of a network as in trRosetta (Yang et al. 2020,
+doi:10.1073/pnas.1914677117).
+
+Letters: B alignments, M rows, S residues, Q = 21 states of a site: 20 amino acids, and everything else.
+"""
+import torch
+from torch.nn.functional import one_hot
+
+from proteins.files import GAP
+
+Q = 21
+FEATURES = Q * Q + 1  # for each pair: a table of states against states, and its strength
+KINDS = ("none", "covariance", "couplings")
+IDENTITY = 0.8      # rows that agree in this share of the columns count as one
+PSEUDOCOUNT = 0.5   # share of evenly spread states that is mixed into the frequencies
+SCALE = dict(covariance=200.0, couplings=10.0)  # tables times this have a standard deviation near 1
+COARSE, FINE = 17, 2  # steps of Newton's iteration, in TF32 and in float32
+
+
+def row_weights(rows, seq_mask):
+    """(B, M): 1 over the number of rows at least IDENTITY alike, itself included; 0 for rows of gaps alone.
+    rows (B, M, S) tokens, seq_mask (B, S)."""
+    exact = torch.float16 if rows.is_cuda else torch.float32  # for counts of up to 2048 residues
+    letters = (one_hot(rows.clamp(max=GAP), GAP + 1) * seq_mask[:, None, :, None]).flatten(2).to(exact)
+    alike = letters @ letters.transpose(1, 2)
+    alike = (alike >= IDENTITY * seq_mask.sum(1)[:, None, None] - 1e-3).sum(2)
+    return (rows != GAP).any(2) / alike
+
+
+def frequencies(rows, weights):
+    """Of states (B, S*Q) and of pairs of them (B, S*Q, S*Q), weighted."""
+    states = one_hot(rows.clamp(max=Q - 1), Q).flatten(2).float()
+    weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-6)
+    return (weights[:, None] @ states)[:, 0], (states * weights[..., None]).transpose(1, 2) @ states
+
+
+def inverse(matrix):
+    """Of symmetric positive definite matrices (B, n, n) in float32. On a GPU by Newton's iteration, which is
+    matrix products alone: the coarse steps may err by rounding, the fine ones correct that."""
+    if not matrix.is_cuda:
+        return torch.linalg.inv(matrix)
+    scale = matrix.diagonal(dim1=1, dim2=2).rsqrt()
+    scale = scale[:, :, None] * scale[:, None]
+    matrix = matrix * scale
+    bound = matrix.abs().sum(2).amax(1)[:, None, None]  # of the eigenvalues
+    found = (torch.eye(matrix.shape[1], device=matrix.device) / bound).contiguous()
+    before = torch.backends.cuda.matmul.allow_tf32
+    for step in range(COARSE + FINE):
+        torch.backends.cuda.matmul.allow_tf32 = step < COARSE
+        found = torch.baddbmm(found, found, matrix @ found, beta=2, alpha=-1)
+    torch.backends.cuda.matmul.allow_tf32 = before
+    return (found + found.transpose(1, 2)) / 2 * scale
+
+
+def direct_couplings(single, pairs, seq_mask):
+    """(B, S, Q, S, Q): minus the inverse of the covariance, every table with rows and columns that sum to 0.
+    Sites that seq_mask (B, S) lacks are independent of all others; pseudocounts would couple them."""
+    size = seq_mask.shape[1]
+    single = (1 - PSEUDOCOUNT) * single + PSEUDOCOUNT / Q
+    pairs = ((1 - PSEUDOCOUNT) * pairs + PSEUDOCOUNT / Q ** 2).unflatten(2, (size, Q)).unflatten(1, (size, Q))
+    site = torch.arange(size, device=single.device)
+    pairs[:, site, :, site] = torch.diag_embed(single.unflatten(1, (size, Q))).transpose(0, 1)
+    joint = single.unflatten(1, (size, Q))
+    linked = (seq_mask[:, :, None] * seq_mask[:, None]).clamp(min=torch.eye(size, device=single.device))
+    covariance = (pairs - joint[..., None, None] * joint[:, None, None]) * linked[:, :, None, :, None]
+    covariance = covariance[:, :, :-1, :, :-1].reshape(len(single), size * (Q - 1), size * (Q - 1))
+    found = pairs.new_zeros(pairs.shape)
+    found[:, :, :-1, :, :-1] = -inverse(covariance).unflatten(2, (size, Q - 1)).unflatten(1, (size, Q - 1))
+    return (found - found.mean(2, keepdim=True) - found.mean(4, keepdim=True)
+            + found.mean((2, 4), keepdim=True))
+
+
+def strengths(tables, residues):
+    """(B, S, S): Frobenius norms of the tables (B, S, Q, S, Q) over amino acids, less what the two sites have
+    with all others (APC, Dunn et al. 2008, doi:10.1093/bioinformatics/btm604), in units of their standard
+    deviation over pairs of the residues (B, 1, 1) that are present."""
+    norm = tables[:, :, :-1, :, :-1].square().sum((2, 4)).sqrt()
+    mean = norm.sum(2, keepdim=True) / (residues - 1).clamp(min=1)
+    overall = (mean.sum((1, 2), keepdim=True) / residues).clamp(min=1e-6)
+    rest = (norm - mean * mean.transpose(1, 2) / overall) * (norm > 0)
+    spread = rest.square().sum((1, 2), keepdim=True) / (residues * (residues - 1)).clamp(min=1)
+    return rest / (spread.sqrt() + 1e-6)
+
+
+@torch.no_grad()
+def pair_features(rows, kind, seq_mask=None):
+    """(B, S, S, FEATURES) in float32 of alignments rows (B, M, S), tokens; 0 on the diagonal and where
+    seq_mask (B, S) is 0."""
+    with torch.autocast("cuda" if rows.is_cuda else "cpu", enabled=False):
+        size = rows.shape[2]
+        seq_mask = torch.ones_like(rows[:, 0], dtype=torch.float32) if seq_mask is None else seq_mask.float()
+        single, pairs = frequencies(rows, row_weights(rows, seq_mask))
+        if kind == "covariance":
+            tables = pairs - single[:, :, None] * single[:, None]
+            tables = tables.unflatten(2, (size, Q)).unflatten(1, (size, Q))
+        else:
+            tables = direct_couplings(single, pairs, seq_mask)
+        present = seq_mask[:, :, None] * seq_mask[:, None] * (1.0 - torch.eye(size, device=rows.device))
+        tables = tables * present[:, :, None, :, None]
+        strength = strengths(tables, seq_mask.sum(1)[:, None, None])
+        return torch.cat([SCALE[kind] * tables.transpose(2, 3).flatten(3), strength[..., None]], dim=3)
