@@ -165,15 +165,20 @@ def test_dca_is_left_out_for_long_chains_and_says_so(tmp_path, model_file, capsy
     assert not (tmp_path / "out" / "x.png").exists()
 
 
-def test_long_alignments_are_subsampled_as_in_the_trainers_evaluation(tmp_path):
+@pytest.mark.parametrize("coevolution", ["none", "couplings"])
+def test_long_alignments_are_subsampled_as_in_the_trainers_evaluation(tmp_path, coevolution):
     alignment, structure = with_structure(tmp_path)
     an_alignment(alignment, rows=600)
     protein = files.load_protein(alignment, structure)
-    tokens = prediction.model_input(protein, 512, 42)["msa_tokens"][0]
+    tokens = prediction.model_input(protein, tof.TinyOpenFoldConfig(), 512, 42)["msa_tokens"][0]
     assert tokens.shape == (512, len(SEQUENCE)) and torch.equal(tokens[0], torch.from_numpy(protein.msa[0]))
-    settings = tof.PROGRAM.settings(msa=str(alignment), structure=str(structure), eval_seqs=100, seed=7)
+    settings = tof.PROGRAM.settings(msa=str(alignment), structure=str(structure), eval_seqs=100, seed=7,
+                                    coevolution=coevolution)
     _, batch = next(RealProteins(settings).evaluation()["training"])
-    assert torch.equal(prediction.model_input(protein, 100, 7)["msa_tokens"], batch["msa_tokens"])
+    found = prediction.model_input(protein, settings.model, 100, 7)
+    assert found.keys() <= batch.keys() and torch.equal(found["msa_tokens"], batch["msa_tokens"])
+    if coevolution != "none":  # all rows, of which the order does not matter
+        assert sorted(found["extra_msa"][0].tolist()) == sorted(batch["extra_msa"][0].tolist())
 
 
 @pytest.mark.parametrize("sequence", ["M", "MKTAYIA"])
