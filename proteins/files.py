@@ -60,7 +60,7 @@ class Protein:
     coords: np.ndarray  # (L, 3) float32, CB (CA for glycine), Å; NaN where the structure has none
     chain: str = ""     # the chain of the structure that was used
     numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
-    secondary: str = ""  # (L,) helices and strands, see secondary.py
+    secondary: str = ""  # (L,) helices and strands, see secondary.py; "" without a structure
 
     @property
     def length(self):
@@ -412,7 +412,7 @@ def load_alignment(msa_path, query=None):
     msa = read_alignment(msa_path, query)
     length = msa.shape[1]
     return Protein(_split_suffix(msa_path)[0], msa, np.full((length, 3), np.nan, np.float32),
-                   numbers=tuple(map(str, range(1, length + 1))), secondary=NO_BACKBONE * length)
+                   numbers=tuple(map(str, range(1, length + 1))))
 
 
 def load_protein(msa_path, structure_path, chain=None, query=None, name=None):

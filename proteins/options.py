@@ -41,8 +41,7 @@ class TrainingConfig(options.TrainingConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.contacts is None and (self.msa is None) != (self.structure is None):
-            given, missing = (("msa", "--structure") if self.msa else
-                              ("structure", "--msa, or with --contacts"))
+            given, missing = ("msa", "--structure") if self.msa else ("structure", "--msa or --contacts")
             self.refuse(given, f"must come together with {missing}")
         for name, needed in (("holdout", "data"), ("holdout_fraction", "data"), ("output", "contacts"),
                              ("validate_fraction", "data"), ("early_stopping", "validate_fraction"),

@@ -43,6 +43,7 @@ LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
 SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of precision
 SHOWN = 10                # pairs on the screen
 CPU_SHARE = 0.5           # of the speed of a square matrix product, which a forward pass on a CPU reaches
+CPU_HOLES = 1.7           # memory taken on a CPU for each byte of tensors: what is freed is kept, in pieces
 GIGABYTE = 2 ** 30
 
 
@@ -127,6 +128,7 @@ def model_input(protein, config, rows, seed):
 def forewarn(program, config, batch, device, dtype):
     """Say what the forward pass takes. Raises UserError if the memory is not there."""
     memory, flops = needs(program, config, batch, device, dtype)
+    memory *= CPU_HOLES if device.type == "cpu" else 1
     free = free_memory(device)
     if free is not None and memory > free:
         raise UserError(f"{config.seq_len} residues and {config.num_seqs} rows need {memory / GIGABYTE:.1f} "

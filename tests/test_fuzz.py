@@ -33,6 +33,7 @@ from fusion_lab.profiler import report
 from fusion_lab.rocm import kernel_summary, profiled
 from fusion_lab.training.checkpoints import load_run, snapshot
 from fusion_lab.training.files import UserError, printable
+from fusion_lab.training.models import read_model, save_model
 from fusion_lab.training.reading import parse_json
 from proteins import files
 from proteins.files import DataError
@@ -136,6 +137,35 @@ def checkpoint_values(random_, place):
     load_run(trainer, place / "c.pt", source)
     assert all(weight.isfinite().all() for weight in trainer.weights.values())
     assert type(trainer.step_number) is int and all(isinstance(name, str) for name in trainer.trained_on)
+
+
+@functools.cache
+def model_file():
+    """(what a model file holds, its bytes)"""
+    trainer, _, saved, _ = trained()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "m.pt")
+        save_model(path, tof.PROGRAM, saved["model"], trainer.settings.model, dict(about="x"))
+        return torch.load(path, weights_only=True), path.read_bytes()
+
+
+def model_bytes(random_, place):
+    """What is read from a damaged file is what was saved."""
+    (place / "m.pt").write_bytes(damaged_bytes(model_file()[1], random_))
+    found, saved = read_model(place / "m.pt", tof.PROGRAM), model_file()[0]
+    assert found.card == saved["card"]
+    assert same(found.weights, {name: weight.float() for name, weight in saved["model"].items()})
+
+
+def model_values(random_, place):
+    whole = model_file()[0]
+    changed = with_other_value(whole, random_, VALUES + TENSORS)
+    if random_.random() < 0.3:  # the one part of which most values can be used
+        changed = {**whole, "card": with_other_value(whole["card"], random_)}
+    torch.save(changed, place / "m.pt")
+    found = read_model(place / "m.pt", tof.PROGRAM)
+    tof.TinyOpenFoldV2(found.config).load_state_dict(found.weights)
+    assert all(weight.isfinite().all() for weight in found.weights.values()) and json.dumps(found.card)
 
 
 # --- Results of earlier runs ----------------------------------------------------------------------------
@@ -280,6 +310,7 @@ READERS = {
     **{f"alignment {suffix}": functools.partial(alignment, suffix) for suffix in ALIGNMENTS},
     **{f"structure {suffix}": functools.partial(structure, suffix) for suffix in ("pdb", "cif")},
     "checkpoint bytes": checkpoint_bytes, "checkpoint values": checkpoint_values,
+    "model bytes": model_bytes, "model values": model_values,
     "earlier summary": earlier_summary, "earlier session": earlier_session,
     **{f"study {name}": functools.partial(study_file, name)
        for name in ("config.json", "results.jsonl", "results_summary.json", "accuracy.json")},
