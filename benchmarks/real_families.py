@@ -230,7 +230,8 @@ def parse(argv):
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["full"], metavar="NAME",
                         help=f"of {', '.join(RECIPES)} (default: full)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
-    parser.add_argument("--folds", type=whole_number(2), default=5, help="(default: 5)")
+    parser.add_argument("--folds", type=whole_number(0), default=5,
+                        help="0: none, only --model (default: 5)")
     parser.add_argument("--model", type=pathlib.Path, metavar="FILE", help="train the first recipe, with the "
                         "first seed, on all families too, and write that model (default: no)")
     parser.add_argument("--jobs", type=whole_number(), default=1, help="trainings at a time (default: 1)")
@@ -248,15 +249,23 @@ def main(argv=None):
     require_directory(arguments.out)
     group = link_families(arguments.data, arguments.out / "families")
     families = files.load_families(arguments.out / "families")
-    if len(families) < arguments.folds:
-        raise UserError(f"{len(families)} families, fewer than --folds {arguments.folds}")
-    folds = folds_of(families, arguments.folds)
+    if arguments.folds == 1 or len(families) < arguments.folds:
+        raise UserError(f"--folds {arguments.folds}: must be 0, or from 2 to {len(families)}, the families")
+    folds = folds_of(families, arguments.folds) if arguments.folds else []
     print(f"{len(families)} families in folds of {', '.join(str(len(fold)) for fold in folds)}", flush=True)
+    runs = Runs(arguments, folds)
     with ProcessPoolExecutor(os.cpu_count() // 2 or 1) as pool:
-        rulers = pool.map(yardstick, families)
-        runs = Runs(arguments, folds)
+        rulers = pool.map(yardstick, families if folds else [])
         pretrained, tuned = runs.run()
         rulers = dict(rulers)
+    if arguments.model:
+        runs.everything(arguments.recipes[0], arguments.seeds[0], arguments.model)
+    if folds:
+        write_results(arguments, group, rulers, folds, pretrained, tuned)
+    return 0
+
+
+def write_results(arguments, group, rulers, folds, pretrained, tuned):
     scores = {method: {name: found[method] for name, found in rulers.items()}
               for method in next(iter(rulers.values()))}
     for recipe in arguments.recipes:
@@ -264,8 +273,6 @@ def main(argv=None):
                  for fold in range(len(folds))]
         scores[recipe] = {name: averaged([part[name] for part in found if name in part]) for name in group
                           if any(name in part for part in found)}
-    if arguments.model:
-        runs.everything(arguments.recipes[0], arguments.seeds[0], arguments.model)
     result = table(scores, group)
     print_table(result)
     example = next(iter(tuned.values()))
@@ -275,7 +282,6 @@ def main(argv=None):
         seconds={" ".join(map(str, key)): summary["seconds"]
                  for key, summary in [*pretrained.items(), *tuned.items()]},
         **{key: example[key] for key in ("config", "training_params", "system_info", "timestamp")})))
-    return 0
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def inverse(matrix):
     """Of symmetric positive definite matrices (B, n, n) in float32. On a GPU by Newton's iteration, which is
     matrix products alone: the coarse steps may err by rounding, the fine ones correct that."""
     if not matrix.is_cuda:
-        return torch.linalg.inv(matrix)
+        return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
     scale = matrix.diagonal(dim1=1, dim2=2).rsqrt()
     scale = scale[:, :, None] * scale[:, None]
     matrix = matrix * scale
