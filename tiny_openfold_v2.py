@@ -243,7 +243,7 @@ class PackedProjections(nn.Module):
     def packed(self, *names):
         """Weight and bias of these projections below each other, as one packing or several hold them."""
         layers = [getattr(self, name) for name in self.active if self.PACKINGS[name][0] in names]
-        layers = layers or [getattr(self, name) for name in names]
+        layers += [getattr(self, name) for name in names if hasattr(self, name)]  # in no packing
         if len(layers) == 1:
             return layers[0].weight, layers[0].bias
         found = ([getattr(layer, kind) for layer in layers] for kind in ("weight", "bias"))

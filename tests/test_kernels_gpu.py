@@ -31,21 +31,21 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "attention, ending node": (attention, lambda S: (2, S, 3, 2, 16, 1, True, True, False)),
     "attention, columns": (attention, lambda S: (1, S, 7, 4, 16, 1, False, True, True)),
     "attention, one row": (attention, lambda S: (1, 1, S, 4, 16, 2, True, True, True)),
-    "columns of one row": (attention, lambda S: (1, 1, S, 4, 16, 1, False, True, True)),
+    "columns of one row": (attention, lambda S: (1, 1, S, 4, 16, 1, False, False, True)),
     "outgoing": (multiplication, lambda S: (1, S, 128, True, 2, "own", 1, True, "all")),
     "incoming": (multiplication, lambda S: (1, S, 64, False, 2, "own", 2, True, "nothing")),
     "transition": (transitions, lambda S: ((1, 5, S, 128), 512, "own")),
     "sub-layer, starting node": (layers, lambda S: (1, S, S, 128, 4, 2, "own", True, True, 1)),
     "sub-layer, ending node": (layers, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
     "sub-layer, MSA rows": (layers, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),
-    "sub-layer, columns of one row": (layers, lambda S: (1, 1, S, 64, 4, 1, None, True, True, None)),
+    "sub-layer, columns of one row": (layers, lambda S: (1, 1, S, 64, 4, 1, None, False, True, None)),
     "outer product": (outer, lambda S: (1, 64, S, 32, 128, True, True)),
     "outer product, odd": (outer, lambda S: (2, 37, S, 32, 64, False, False)),
     "outer product, one row": (outer, lambda S: (1, 1, S, 32, 128, True, True)),
 }
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_three_times_the_error_of_plain_pytorch(name, size, dtype):
