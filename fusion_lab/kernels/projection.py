@@ -415,7 +415,7 @@ def output_project(og, weight, bias, residual=None, drop=None):
     """[residual +] [drop *] (og weight^T + bias); drop, without a gradient, broadcasts to the result. Under
     autocast the product is made in its dtype, and the sum in that of the residual."""
     og, weight, bias = (t.to(product_dtype(og)).contiguous() for t in (og, weight, bias))
-    residual = None if residual is None else residual.contiguous()
+    residual, drop = (None if t is None else t.contiguous() for t in (residual, drop))
     return OutputProject.apply(og, weight, bias, residual, drop)
 
 

@@ -61,8 +61,9 @@ def outer_product(left, right, output, rows, residual):
     """[residual +] output(outer product of left and right, summed over rows) / (rows + 1e-3), from a module;
     rows: a number, or one for each sample, (B, 1, 1, 1)."""
     from fusion_lab.kernels import outer_product as kernels
-    rows = torch.as_tensor(rows, dtype=torch.float32, device=left.device).flatten().expand(len(left))
-    return kernels.outer_product(left, right, output.weight, output.bias, rows + 1e-3, residual)
+    norm = (rows.flatten().float() if isinstance(rows, torch.Tensor)
+            else torch.full((len(left),), float(rows), device=left.device)) + 1e-3
+    return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
 def transition(x, norm, first, second, residual):
