@@ -175,6 +175,8 @@ class Launch:
             add_up(parts, gate_sums)
         if self.q.dtype == torch.float32:
             tiles = [{key: SMALL[key] for key in tiles[0]}]
+        elif self.BD > 64:  # whose tiles, loaded ahead, are more than 64 KB
+            tiles = [dict(tiles[0], num_stages=1), *tiles]
         tuner.launch(kernel.__name__, self.shape, tiles, launch)
 
 
