@@ -19,7 +19,6 @@ interrupts.quiet(__name__)  # Ctrl-C during the imports is one line
 
 from dataclasses import dataclass
 
-from fusion_lab.kernels.limits import idle_kernels
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, ProfilerConfig, option  # noqa: F401  for importers
 from fusion_lab.training.program import CommandLine, Program
@@ -95,11 +94,6 @@ class FusionConfig(TritonSwitches):
             found.append("combo kernels need torch.compile on a GPU")
         elif self.enable_combo_kernels and not self.combo_kernels_at(settings.model.seq_len):
             found.append(f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues")
-        c = settings.model
-        found += idle_kernels(self, dict(
-            enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
-            enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim)),
-            settings.training.use_amp, on_gpu)
         asked = self.attention_backend if self.enable_flash_attention else "math"
         if self.enable_triton_attention and asked != "auto":
             found.append("triton-attention gives way to the attention that was asked for")
@@ -252,10 +246,11 @@ class PackedProjections(nn.Module):
     def packed(self, *names):
         """Weight and bias of these projections below each other, as one packing or several hold them."""
         layers = [getattr(self, name) for name in self.active if self.PACKINGS[name][0] in names]
-        layers = layers or [getattr(self, name) for name in names]
+        layers += [getattr(self, name) for name in names if hasattr(self, name)]  # in no packing
         if len(layers) == 1:
             return layers[0].weight, layers[0].bias
-        return tuple(torch.cat([getattr(layer, kind) for layer in layers]) for kind in ("weight", "bias"))
+        found = ([getattr(layer, kind) for layer in layers] for kind in ("weight", "bias"))
+        return tuple(torch.cat([t for t in tensors if t is not None]) for tensors in found)
 
     def split_packed(self, tensors, prefix):
         """In a dict of tensors by parameter name, replace packed entries by their parts (views)."""
@@ -280,8 +275,7 @@ class PackedProjections(nn.Module):
 def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias.
 
-    q, k, v (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
-    Returns (B, R, H, L, D).
+    q, k, v and the result (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
     """
     backend = attention.attention_backend(
         backend, on_gpu=q.is_cuda, dtype=q.dtype, strict=strict_float32(q.dtype), width=q.shape[-1],
@@ -322,6 +316,7 @@ class GatedAttention(PackedProjections):
         self.heads = heads
         self.backend = fusion.attention_backend if fusion.enable_flash_attention else "math"
         self.triton = fusion.enable_triton_attention and self.backend == "auto"
+        self.whole = self.triton and fusion.enable_triton_projection
         self.layer_norm = nn.LayerNorm(channels)
         layers = {name: linear(channels, channels, bias=False) for name in self.QKV}
         layers["gate_proj"] = linear(channels, channels, init="gate")
@@ -329,8 +324,18 @@ class GatedAttention(PackedProjections):
         self.add_projections(layers, *[packing] * packed)
         self.o_proj = linear(channels, channels, init="zero")
 
-    def attention(self, x, axis, bias=None, key_mask=None):
-        """Attention over axis 1 or 2 of the normalised x (B, X, Y, c), a row for each place on the other."""
+    def adds(self, x):
+        return self.whole and triton.projects(x, self.heads)
+
+    def attention(self, x, axis, key_mask, bias=None, head=None, residual=None, drop=None):
+        """Attention over axis 1 or 2 of x (B, X, Y, c), a row for each place on the other. The bias
+        (B, H, L, L) is given, or `head` projects it from normalised x: b(j, k), for axis 1 b(k, j)."""
+        if self.adds(x):
+            return triton.attention_layer(x, self.layer_norm, *self.packed(*self.QKV, "gate_proj"),
+                                          self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop)
+        x = self.layer_norm(x)
+        if head is not None:
+            bias = head_bias(head, x) if axis == 2 else head_bias(head, x).transpose(-1, -2)
         if self.triton and triton.attends(x, self.heads):
             wide = getattr(self, "qkv_gate_proj", None)
             parts, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
@@ -350,8 +355,9 @@ class GatedAttention(PackedProjections):
         return x.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
 
 
-def head_bias(projection, x):
+def head_bias(projection, x, norm=None):
     """One bias per head from a (B, S, S, c) tensor, made in the layout attention wants: (B, H, S, S)."""
+    x = x if norm is None else norm(x)
     return (projection.weight @ x.flatten(1, 2).transpose(1, 2)).unflatten(-1, x.shape[1:3])
 
 
@@ -363,9 +369,10 @@ class FusedMSARowAttention(GatedAttention):
         self.pair_norm = nn.LayerNorm(config.pair_dim)
         self.pair_bias_proj = linear(config.pair_dim, config.msa_heads, bias=False)
 
-    def forward(self, msa, pair, seq_mask=None):
-        bias = head_bias(self.pair_bias_proj, self.pair_norm(pair))  # (B, H, S, S)
-        return self.attention(self.layer_norm(msa), 2, bias, seq_mask)  # (B, N, S, c_m)
+    def forward(self, msa, pair, seq_mask=None, residual=None, drop=None):
+        project = triton.head_bias if self.whole and triton.fits(pair) else head_bias
+        bias = project(self.pair_bias_proj, pair, self.pair_norm)  # (B, H, S, S)
+        return self.attention(msa, 2, seq_mask, bias, None, residual, drop)  # (B, N, S, c_m)
 
 
 class FusedMSAColumnAttention(GatedAttention):
@@ -374,8 +381,8 @@ class FusedMSAColumnAttention(GatedAttention):
     def __init__(self, config, fusion):
         super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa, fusion)
 
-    def forward(self, msa, row_mask=None):
-        return self.attention(self.layer_norm(msa), 1, key_mask=row_mask)  # (B, N, S, c_m)
+    def forward(self, msa, row_mask=None, residual=None, drop=None):
+        return self.attention(msa, 1, row_mask, residual=residual, drop=drop)  # (B, N, S, c_m)
 
 
 class Transition(nn.Module):
@@ -409,19 +416,23 @@ class OuterProductMean(PackedProjections):
 
     def __init__(self, config, fusion):
         super().__init__()
-        self.reassociate = fusion.enable_opm_fusion
+        self.reassociate, self.triton = fusion.enable_opm_fusion, fusion.enable_triton_outer_product
         self.layer_norm = nn.LayerNorm(config.msa_dim)
         layers = {name: linear(config.msa_dim, config.outer_product_dim) for name in self.SIDES}
         self.add_projections(layers, *["left_right_proj"] * fusion.enable_projection_fusion)
         self.output_proj = linear(config.outer_product_dim ** 2, config.pair_dim, init="zero")
 
-    def forward(self, msa, row_mask=None):
-        x = self.layer_norm(msa)
-        left, right = self.project(x)  # (B, N, S, h)
+    def adds(self, x):
+        return self.triton and triton.multiplies_out(x, self.output_proj)
+
+    def forward(self, msa, row_mask=None, residual=None, drop=None):
+        left, right = self.project(self.layer_norm(msa))  # (B, N, S, h)
         rows = msa.shape[1]
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
-            rows = row_mask.sum(dim=1, dtype=at_least_float32(x.dtype))[:, None, None, None]
+            rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]
+        if self.adds(msa):
+            return triton.outer_product(left, right, self.output_proj, rows, residual)
         if self.reassociates(left):
             update = self.project_right_first(left, right)
         else:
@@ -505,12 +516,9 @@ class FusedTriangleAttention(GatedAttention):
         self.starting = starting
         self.triangle_bias_proj = linear(config.pair_dim, config.pair_heads, bias=False)
 
-    def forward(self, pair, seq_mask=None):
-        x = self.layer_norm(pair)
-        bias = head_bias(self.triangle_bias_proj, x)  # (B, H, S, S)
-        if self.starting:
-            return self.attention(x, 2, bias, seq_mask)
-        return self.attention(x, 1, bias.transpose(-1, -2), seq_mask)
+    def forward(self, pair, seq_mask=None, residual=None, drop=None):
+        axis, head = 2 if self.starting else 1, self.triangle_bias_proj
+        return self.attention(pair, axis, seq_mask, None, head, residual, drop)  # (B, S, S, c_z)
 
 
 class PairTransition(Transition):

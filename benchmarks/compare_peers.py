@@ -49,9 +49,11 @@ QUICK = {"tiny": dict(batch=2, seq_len=8, num_seqs=4, msa_dim=16, pair_dim=16, m
 class PeerTriangleAttention(tof.FusedTriangleAttention):
     """Triangle attention whose softmax(q k^T + bias) v is cuEquivariance's."""
 
-    def attention(self, x, axis, bias=None, key_mask=None):
+    def attention(self, x, axis, key_mask, bias=None, head=None, residual=None, drop=None):
         from cuequivariance_torch import triangle_attention
-        assert key_mask is None
+        assert key_mask is bias is residual is drop is None
+        x = self.layer_norm(x)
+        bias = tof.head_bias(head, x) if axis == 2 else tof.head_bias(head, x).transpose(-1, -2)
         q, k, v, gate = self.project(x)
         q, k, v = (self.to_heads(p, axis).contiguous() for p in (q, k, v))
         out = triangle_attention(q, k, v, bias[:, None].float().contiguous())

@@ -3,13 +3,16 @@
 
     python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256] [--retune]
 
-A row is one operation, size S (c 128, 4 heads, bf16) and implementation: ours, plain PyTorch, the same under
-torch.compile, and FlexAttention for attention. Gates, key masks, LayerNorms and residuals are inside,
-whatever the implementation; the projections round attention are not. Forward and backward are one CUDA graph;
-all implementations of a size take turns. Errors are judged against float64: at most three times plain
-PyTorch's in the same precision, and two roundings of the largest element. Writes OUT/kernels.json. Exit code
-1 if ours fails or is not accurate.
+A row is one operation, size S (c 128, 4 heads, bf16; outer product: N 64, h 32) and implementation: ours,
+plain PyTorch, the same under torch.compile; for attention FlexAttention, SDPA, and cuEquivariance's and
+trifast's where they are installed; for a whole attention sub-layer its projections compiled round our
+attention ("core"); for the outer product the re-associated sums ("reordered"). Gates, key masks, LayerNorms
+and residuals are inside, whatever the implementation; the projections round attention in sub-layers alone.
+Forward and backward are one CUDA graph; all implementations of a size take turns. Errors are judged against
+float64: at most three times plain PyTorch's in the same precision, and two roundings of the largest element.
+Writes OUT/kernels.json. Exit code 1 if ours fails or is not accurate.
 """
+import importlib.util
 import pathlib
 import re
 import sys
@@ -27,8 +30,16 @@ from fusion_lab.training.files import MISSING, UserError, exit_code, require_pac
 require_packages("measure_kernels.py", "torch", "triton")
 
 import torch
+import torch.nn.functional as F
 
-from fusion_lab.kernels import biased_attention, transition, triangle_multiplication, tuner
+from fusion_lab.kernels import (
+    attention_layer,
+    biased_attention,
+    outer_product,
+    transition,
+    triangle_multiplication,
+    tuner,
+)
 from fusion_lab.kernels.attention import flex_attend, prepare_flex_attention
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
@@ -59,7 +70,76 @@ def attention_implementations(axis):
 
     def ours(packed, gate_bias, bias, keys):
         return biased_attention.gated_attention([packed], HEADS, axis, bias, keys, gate_bias)
-    return dict(plain=plain, compiled=plain, flex=flex, ours=ours)
+    def sdpa(packed, gate_bias, bias, keys):
+        q, k, v, g = parts(packed)
+        mask = bias.masked_fill(~keys[:, None, None, :], biased_attention.MASKED)[:, None]
+        mask = mask.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)  # SDPA's kernels want it for every row
+        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)
+        return gated(out.unflatten(0, q.shape[:2]), g, gate_bias)
+
+    def cuequivariance(packed, gate_bias, bias, keys):
+        from cuequivariance_torch import triangle_attention
+        q, k, v, g = parts(packed)
+        out = triangle_attention(*(x.contiguous() for x in (q, k, v)), bias[:, None].float().contiguous(),
+                                 keys[:, None, None, None].expand(-1, q.shape[1], -1, -1, -1))
+        return gated(out, g, gate_bias)
+
+    def trifast(packed, gate_bias, bias, keys):
+        from trifast import triangle_attention  # heads before rows; a mask of what is missing
+        q, k, v, g = parts(packed)
+        out = triangle_attention(*(x.transpose(1, 2) for x in (q, k, v)), bias,
+                                 ~keys[:, None].expand(-1, q.shape[1], -1))
+        return gated(out.transpose(1, 2), g, gate_bias)
+    peers = dict(cuequivariance_torch=("cuEquivariance", cuequivariance), trifast=("trifast", trifast))
+    return dict(plain=plain, compiled=plain, flex=flex, sdpa=sdpa, ours=ours,
+                **dict(entry for name, entry in peers.items() if importlib.util.find_spec(name)))
+
+
+def layer_implementations(axis):
+    """{name: function(x (1, S, S, c), keys (1, S), head_weight, *weights and biases) -> (1, S, S, c)}"""
+    def with_function(function):
+        return lambda x, keys, head_weight, *weights: function(
+            x, *weights, HEADS, axis, head_weight=head_weight, keys=keys, residual=x)
+
+    def core(x, keys, head_weight, norm, norm_bias, weight, gate_bias, out_weight, out_bias):
+        y = F.layer_norm(x, x.shape[-1:], norm, norm_bias)
+        bias = F.linear(y, head_weight).permute(0, 3, 1, 2)
+        og = biased_attention.gated_attention([F.linear(y, weight)], HEADS, axis,
+                                              bias.mT if axis == 1 else bias, keys, gate_bias)
+        return x + F.linear(og, out_weight, out_bias)
+    plain = with_function(attention_layer.reference)
+    return dict(plain=plain, compiled=plain, core=core, ours=with_function(attention_layer.attention_layer))
+
+
+def layer_tensors(size, normal):
+    c = CHANNELS
+    return [normal(1, size, size, c), present(size, normal), c ** -0.5 * normal(HEADS, c),
+            1 + 0.1 * normal(c), 0.1 * normal(c), c ** -0.5 * normal(4 * c, c), normal(c),
+            c ** -0.5 * normal(c, c), normal(c)]
+
+
+def outer_implementations():
+    """{name: function(left, right (1, N, S, h), weight (c, h*h), bias (c,), pair (1, S, S, c))}"""
+    def with_function(function):
+        return lambda left, right, *rest: function(
+            left, right, *rest[:2], torch.full((1,), 64.0, device=left.device), rest[2])
+
+    def plain(left, right, weight, bias, pair):
+        return outer_product.reference(left, right, weight, bias, left.new_full((1,), 64.0), pair)
+
+    def reordered(left, right, weight, bias, pair):
+        h = left.shape[-1]
+        wide = weight.unflatten(1, (h, h)).permute(1, 2, 0)
+        wide = torch.bmm(right[0].flatten(0, 1).expand(h, -1, -1), wide)
+        found = left[0].permute(1, 2, 0).flatten(1) @ wide.view(h * len(left[0]), -1)
+        return pair + (found.unflatten(1, (left.shape[2], -1))[None] + bias) / 64.0
+    return dict(plain=plain, compiled=plain, reordered=reordered,
+                ours=with_function(outer_product.outer_product))
+
+
+def outer_tensors(size, normal):
+    return [normal(1, 64, size, 32), normal(1, 64, size, 32), normal(CHANNELS, 1024) / 32, normal(CHANNELS),
+            normal(1, size, size, CHANNELS)]
 
 
 def present(size, normal):
@@ -112,10 +192,13 @@ def transition_tensors(size, normal):
 OPERATIONS = {  # name: (tensors of a size, implementations)
     "attention, starting node": (attention_tensors, partial(attention_implementations, 2)),
     "attention, ending node": (attention_tensors, partial(attention_implementations, 1)),
+    "sub-layer, starting node": (layer_tensors, partial(layer_implementations, 2)),
+    "sub-layer, ending node": (layer_tensors, partial(layer_implementations, 1)),
+    "outer product": (outer_tensors, outer_implementations),
     "triangle multiplication": (multiplication_tensors, partial(multiplication_implementations, True)),
     "pair transition": (transition_tensors, transition_implementations),
 }
-COMPILED = ("compiled", "flex")  # by torch.compile
+COMPILED = ("compiled", "flex", "core", "reordered")  # by torch.compile
 
 
 def step(function, tensors):

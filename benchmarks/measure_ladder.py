@@ -61,6 +61,9 @@ RUNGS = {
     "best, triton attention": f"{BEST} --enable-triton-attention",
     "ultra": f"{BF16} --enable-ultra",  # + triangle multiplication
     "ultra, triton transition": f"{BF16} --enable-ultra --enable-triton-transition",
+    "ultra, triton projection": f"{BF16} --enable-ultra --enable-triton-projection",
+    "ultra, triton outer product": f"{BF16} --enable-ultra --enable-triton-outer-product",
+    "ultra, both": f"{BF16} --enable-ultra --enable-triton-projection --enable-triton-outer-product",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
     "best, no transition fusion": f"{BEST} --disable-transition-fusion",
     "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes

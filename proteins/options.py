@@ -1,6 +1,7 @@
 """Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
 from dataclasses import dataclass
 
+from fusion_lab.kernels.limits import idle_kernels
 from fusion_lab.training import options
 from fusion_lab.training.options import option
 
@@ -63,3 +64,18 @@ class TritonSwitches(options.Switches):
     enable_triton_triangle: bool = option(False, "triangle multiplication round a batched GEMM", ultra=True,
                                           rung=9)
     enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=10)
+    enable_triton_projection: bool = option(False, "LayerNorm with the projections behind it, output "
+                                            "projection and residual, round triton-attention", rung=11)
+    enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
+                                               "(S, S, h*h) tensor never in memory", rung=12)
+
+    def idle(self, settings, on_gpu):
+        c, found = settings.model, super().idle(settings, on_gpu)
+        if self.enable_triton_projection and not self.enable_triton_attention:
+            found.append("triton-projection works round triton-attention")
+        return found + idle_kernels(self, dict(
+            enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
+            enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim),
+            enable_triton_projection=(c.msa_dim, c.pair_dim),
+            enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),)),
+            settings.training.use_amp, on_gpu)

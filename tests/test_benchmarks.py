@@ -93,6 +93,30 @@ def test_peers_that_are_not_installed():
     assert "pip install cuequivariance" in done.stderr
 
 
+def test_openfold_with_our_kernels(tmp_path):
+    """In Triton's interpreter, round a stand-in; and its errors are found."""
+    pytest.importorskip("triton")
+    flags = "--quick", "--sizes", 5, "--rows", 2, "--steps", 1, "--out", tmp_path
+    there = dict(PYTHONPATH=str(ROOT / "tests" / "fake_peer"), TRITON_INTERPRET="1")
+    done = run("patch_openfold.py", *flags, **there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "openfold.json").read_text())["results"]["S 5, N 2"]
+    assert set(found) == {"openfold", "patched"} and found["patched"]["broken"] == []
+    assert 0 < found["patched"]["worst_error"] < 1e-4 and found["patched"]["median_ms"] > 0
+    broken = tmp_path / "benchmarks" / "patch_openfold.py"  # a copy that forgets the mask
+    shutil.copytree(ROOT / "fusion_lab", tmp_path / "fusion_lab")
+    broken.parent.mkdir()
+    text = (ROOT / "benchmarks" / "patch_openfold.py").read_text()
+    broken.write_text(text.replace("bias, mask.reshape(-1, *mask.shape[-2:]))", "bias, None)"))
+    done = run(broken, *flags[:-2], **there)
+    assert done.returncode == 1 and "gradient" in done.stdout, done.stdout + done.stderr
+
+
+def test_openfold_that_is_not_there():
+    done = run("patch_openfold.py")
+    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "OpenFold" in done.stderr
+
+
 @pytest.mark.slow
 def test_loss_curves(tmp_path):
     tiny = "--num-blocks 1 --seq-len 16 --num-seqs 4 --batch-size 2 --msa-dim 16 --pair-dim 16 --device cpu"

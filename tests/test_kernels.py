@@ -13,7 +13,14 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
     warnings.simplefilter("ignore")
     from triton_targets import SHARED, compiled_for
 
-from fusion_lab.kernels import biased_attention, transition, triangle_multiplication
+from fusion_lab.kernels import (
+    attention_layer,
+    biased_attention,
+    outer_product,
+    projection,
+    transition,
+    triangle_multiplication,
+)
 
 HERE = pathlib.Path(__file__).parent
 
@@ -58,6 +65,32 @@ def multiplication(channels):
         pair, *weights, torch.ones(1, 70), residual=pair, drop=torch.ones(1, 1, 70, c)).sum().backward()
 
 
+def heads_of(width):
+    """The same for heads that are alone in their tensors."""
+    q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
+        (1, 3, 2, 256, width), (1, 2, 256, 256)))
+    biased_attention.row_attention(q, q, q, bias).sum().backward()
+
+
+def layer(channels):
+    """The same for an attention sub-layer; and for a bias from another tensor."""
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+    c, x = channels, empty(1, 64, 64, channels)
+    weights = empty(c), empty(c), empty(4 * c, c), empty(c), empty(c, c), empty(c)
+    attention_layer.attention_layer(x, *weights, 4, 2, head_weight=empty(4, c), residual=x,
+                                    drop=torch.ones(1, 1, 64, c)).sum().backward()
+    projection.norm_project(x, *weights[:2], None, empty(4, c), 1e-5)[1].sum().backward()
+
+
+def outer(rows, channels):
+    """The same for the outer product."""
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+    outer_product.outer_product(empty(1, rows, 64, 32), empty(1, rows, 64, 32), empty(channels, 1024),
+                                empty(channels), torch.ones(1), empty(1, 64, 64, channels)).sum().backward()
+
+
 LAUNCHES = {
     "attention, S 256": (attention, 256, 32, 2, True, False),
     "attention, S 77": (attention, 77, 16, 1, True, True),
@@ -66,9 +99,13 @@ LAUNCHES = {
     "columns, N 16": (attention, 16, 16, 1, False, True),
     **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},
     **{f"multiplication, c {c}": (multiplication, c) for c in (64, 128, 256)},
+    **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
+    **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
+    **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
 }
 WITHOUT = ("attention, float32",)  # matrix instructions, which only AMD has for float32
+SUMS = "sum_kernel"  # which multiplies nothing
 
 
 def check_resources(target, launches):
@@ -80,7 +117,8 @@ def check_resources(target, launches):
             function(*arguments)
         assert found
         faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items() if used["spills"]
-                   or used["shared"] > SHARED[target] or not (used["mma"] or name in WITHOUT)]
+                   or used["shared"] > SHARED[target] or not (used["mma"] or name in WITHOUT
+                                                               or kernel.startswith(SUMS))]
     assert not faults, "\n".join(faults)
 
 

@@ -235,15 +235,16 @@ def test_defaults_are_the_documented_ones():
     preset = tof.FusionConfig.preset(True)
     left_out = [name for name in preset.names() if not getattr(preset, name)]
     assert sorted(left_out) == ["enable_activation_checkpointing", *(f"enable_triton_{name}" for name in (
-        "attention", "transition", "triangle"))]
+        "attention", "outer_product", "projection", "transition", "triangle"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_activation_checkpointing"]
+        "enable_triton_transition", "enable_triton_projection", "enable_triton_outer_product",
+        "enable_activation_checkpointing"]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
-        "triton_transition")]
+        "triton_transition", "triton_projection", "triton_outer_product")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)
@@ -351,6 +352,12 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(96, **attention, **triangle, enable_triton_transition=True) == [
         "triton-triangle has no kernel for a width of 96",
         "triton-transition has no kernel for a width of 48 or 96"]
+    projection, outer = dict(enable_triton_projection=True), dict(enable_triton_outer_product=True)
+    assert idle(**attention, **projection, **outer) == []  # the projections have one for the pair tensor
+    assert idle(**projection) == ["triton-projection works round triton-attention"]
+    assert idle(96, **attention, **projection, **outer) == [
+        "triton-projection has no kernel for a width of 48 or 96",
+        "triton-outer-product has no kernel for a width of (32, 96)"]
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
         assert idle(**attention, **other) == [
             "triton-attention gives way to the attention that was asked for"]

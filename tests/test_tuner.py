@@ -39,7 +39,7 @@ def test_retuning_keeps_the_winner_in_the_cache_beside_what_was_there(monkeypatc
     path = tmp_path / "fusion_lab" / "gpu.json"
     tuner.write(path, {"other": SECOND})
     monkeypatch.setattr(tuner, "cache_file", lambda: path)
-    monkeypatch.setattr(tuner, "fastest", lambda candidates, run: candidates[1])
+    monkeypatch.setattr(tuner, "fastest", lambda key, candidates, run: candidates[1])
     with tuner.retuning() as found:
         assert launched() == SECOND and found == {"k bfloat16 L256": SECOND}
     assert json.loads(path.read_text()) == {"other": SECOND, "k bfloat16 L256": SECOND}
@@ -50,3 +50,11 @@ def test_retuning_keeps_the_winner_in_the_cache_beside_what_was_there(monkeypatc
 def test_a_table_that_cannot_be_used_is_none(text, tmp_path):
     (tmp_path / "t.json").write_text(text)
     assert tuner.read(tmp_path / "t.json") == tuner.read(tmp_path / "absent.json") == {}
+
+
+def test_no_candidate_that_fits_is_an_error_in_one_line(monkeypatch):
+    def run(candidate):
+        raise tuner.triton.runtime.errors.OutOfResources(100_000, 65_536, "shared memory")
+    monkeypatch.setattr(tuner.torch.cuda, "get_device_name", lambda: "Small GPU")
+    with pytest.raises(RuntimeError, match="k bfloat16: none of 2 tile sizes fits Small GPU$"):
+        tuner.fastest("k bfloat16", [FIRST, SECOND], run)

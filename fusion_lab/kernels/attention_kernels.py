@@ -107,7 +107,7 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
                       GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
                       BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr, dgb=None):
     """dq and, with a gate, dg; for the other kernels do (as out lies) and delta (B, R, H, L); dgb holds a
-    part (B H, programs, BD) of the gate bias's gradient. t*: strides of dq and dg."""
+    part (B programs, H, D) of the gate bias's gradient. t*: strides of dq and dg."""
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64) * RU, tl.program_id(2)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
@@ -137,8 +137,8 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
         stats = stats + (tl.load(lse + stat, mask=i < L, other=float("inf")),)
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
     if GATE_BIAS:
-        row = (bh * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
-        tl.store(dgb + (row * tl.num_programs(0) + tl.program_id(0)) * BD + d, part)
+        row = (b * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(dgb + (row * H + h) * D + d, part, mask=d < D)
     for n in range(0, L, BN):
         j = n + tl.arange(0, BN)
         t = bias_tile(bias, bh, i, j, LP, BIAS, BM, BN)
@@ -275,4 +275,4 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
         dbias += (share * tl.num_programs(1) + bh).to(tl.int64) * LP * LP
         tl.store(dbias + i[:, None] * LP + i[None, :], db)
     if GATE_BIAS:
-        tl.store(dgb + (bh * tl.num_programs(0) + share).to(tl.int64) * BD + d, part)
+        tl.store(dgb + ((b * tl.num_programs(0) + share) * H + h) * D + d, part, mask=d < D)

@@ -19,11 +19,15 @@ import math
 import torch
 import torch.nn.functional as F
 import triton
+from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import attention_kernels as kernels
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.triton_parts import (
+    DTYPES,
+    add_up,
     candidates,
     operation,
     padded_width,
@@ -94,6 +98,31 @@ def strides(x):
     return x.stride()[:4]
 
 
+@torch.compiler.assume_constant_result
+def longest_short():
+    """Keys up to which backward takes whole rows."""
+    return SHORT // 2 if products_in_registers() else SHORT
+
+
+def turns(length):
+    """Whether backward of rows of this length will read the transposed bias."""
+    return torch.is_grad_enabled() and length > longest_short()
+
+
+def check(q, k, v, gate):
+    """ValueError for what the kernels would misread: they take k's and v's strides and dtype to be q's."""
+    for name, x in (("k", k), ("v", v), ("gate", gate)):
+        if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}, but q {tuple(q.shape)}, "
+                             f"{q.dtype} on {q.device}")
+        if x.stride(-1) != 1 or name != "gate" and strides(x) != strides(q):
+            raise ValueError(f"{name} has strides {x.stride()} and q {q.stride()}: they must be equal, and 1 "
+                             "along channels")
+    if q.dtype not in DTYPES or not 1 <= q.shape[-1] <= WIDEST_HEAD:
+        raise ValueError(f"no Triton attention for heads of {q.shape[-1]} channels in {q.dtype}, but for up "
+                         f"to {WIDEST_HEAD} in float16, bfloat16 and float32")
+
+
 class Launch:
     """What the launches of one call share: views, sizes, flags, and the class of shape for the tuner."""
 
@@ -101,9 +130,10 @@ class Launch:
         self.q, self.k, self.v, *gate = views(parts, heads, axis, gated)
         self.gate = (gate or [self.q])[0]
         self.B, self.R, self.H, self.L, self.D = self.q.shape
+        check(self.q, self.k, self.v, self.gate)
         if max(self.B * self.H, self.R) >= 1 << 16 or self.L * self.q.stride(3) >= 1 << 31:
             raise ValueError(f"attention over {tuple(self.q.shape)} is too large for one launch")
-        self.short = self.L <= (SHORT // 2 if products_in_registers() else SHORT)
+        self.short = self.L <= longest_short()
         self.LP, self.BD = padded_length(self.L), padded_width(self.D)
         shared = (0, 0) if keys is None else [keys.stride(i) * (keys.shape[i] > 1) for i in (0, 1)]
         self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
@@ -134,17 +164,19 @@ class Launch:
 
     def run(self, kernel, tiles, grid, arguments, gate_sums=None, **flags):
         """Launch with the tuner's choice; grid is a function of a configuration. gate_sums (H, D), if given,
-        becomes the sum of what the programs store in dgb, (B, H, programs, BD)."""
+        becomes the sum of what the programs store in dgb, (B programs, H, D)."""
         def launch(config):
             config = self.fitted(config)
             size = grid(config)
             if gate_sums is None:
                 return kernel[size](*arguments, **flags, **self.flags, **config)
-            sums = gate_sums.new_empty(self.B, self.H, math.prod(size) // (self.B * self.H), self.BD)
-            kernel[size](*arguments, dgb=sums, **flags, **self.flags, **config)
-            torch.sum(sums[..., :self.D], (0, 2), out=gate_sums)
+            parts = gate_sums.new_empty(math.prod(size) // self.H, self.H, self.D, dtype=torch.float32)
+            kernel[size](*arguments, dgb=parts, **flags, **self.flags, **config)
+            add_up(parts, gate_sums)
         if self.q.dtype == torch.float32:
             tiles = [{key: SMALL[key] for key in tiles[0]}]
+        elif self.BD > 64:  # whose tiles, loaded ahead, are more than 64 KB
+            tiles = [dict(tiles[0], num_stages=1), *tiles]
         tuner.launch(kernel.__name__, self.shape, tiles, launch)
 
 
@@ -166,7 +198,7 @@ def forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale):
 
 def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale):
     """[gradients of parts, each as its part lies; parts (n, B, H, LP, LP) of the bias's, to be summed over n;
-    the gate bias's (H, D)], the last two in float32 and empty where there is no bias."""
+    the gate bias's, (H, D)]; the last two are empty where there is no bias, and the first is float32."""
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
     found = backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated,
                            scale)
@@ -198,51 +230,68 @@ def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, hea
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
     dbias = (c.shares()[1], c.B, c.H, c.LP, c.LP) if bias is not None else 0
     return [*(part.new_empty(part.shape) for part in parts), out.new_empty(dbias, dtype=torch.float32),
-            out.new_empty((c.H, c.D) if gate_bias is not None else 0, dtype=torch.float32)]
+            out.new_empty(0) if gate_bias is None else gate_bias.new_empty(c.H, c.D)]
+
+
+def flops(shapes, axis, gated, products):
+    """Of so many products of attention over parts of these shapes."""
+    own = shapes[0]
+    length = own[3] if axis == 0 else own[axis]
+    return products * 2 * math.prod(own) // (3 + gated if len(shapes) == 1 and axis else 1) * length
+
+
+def forward_flops(parts, gate_bias, bias, keys, heads, axis, gated, scale, **_):
+    return flops(parts, axis, gated, 2)
+
+
+def backward_flops(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale, **_):
+    return flops(parts, axis, gated, 4)  # scores made again are none of the model's
 
 
 HOW = "int heads, int axis, bool gated, float scale"
 FORWARD_OP = operation("attention_forward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? keys, "
-                       f"{HOW}) -> (Tensor, Tensor)", forward, forward_sizes)
+                       f"{HOW}) -> (Tensor, Tensor)", forward, forward_sizes, forward_flops)
 BACKWARD_OP = operation("attention_backward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? turned, "
                         f"Tensor? keys, Tensor out, Tensor lse, Tensor gradient, {HOW}) -> Tensor[]",
-                        backward, backward_sizes)
+                        backward, backward_sizes, backward_flops)
 
 
 class BiasedAttention(torch.autograd.Function):
     """Attention with its derivative; saves parts, the output, lse and the padded bias."""
 
     @staticmethod
-    def forward(ctx, bias, keys, gate_bias, heads, axis, gated, scale, *parts):
+    def forward(ctx, bias, keys, gate_bias, heads, axis, gated, scale, turn, *parts):
         ctx.how = heads, axis, gated, scale
-        padded, turned, summand = padded_bias(bias, keys, views(parts, heads, axis, gated)[0])
+        length = views(parts, heads, axis, gated)[0].shape[-2]
+        padded, turned, summand = padded_bias(bias, keys, parts[0], length, turn)
         out, lse = FORWARD_OP(parts, gate_bias, padded, summand, *ctx.how)
         ctx.save_for_backward(bias, gate_bias, padded, turned, summand, out, lse, *parts)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         bias, gate_bias, padded, turned, summand, out, lse, *parts = ctx.saved_tensors
         *grads, dbias, dgb = BACKWARD_OP(parts, gate_bias, padded, turned, summand, out, lse,
                                          gradient.contiguous(), *ctx.how)
         dbias = None if bias is None else dbias.sum(0)[..., :bias.shape[-1], :bias.shape[-1]].to(bias.dtype)
-        dgb = None if gate_bias is None else dgb.view(gate_bias.shape).to(gate_bias.dtype)
-        return dbias, None, dgb, None, None, None, None, *grads
+        dgb = None if gate_bias is None else dgb.view(gate_bias.shape)
+        return dbias, None, dgb, *[None] * 5, *grads
 
 
-def padded_bias(bias, keys, q):
-    """(bias with the key mask, (B, H, LP, LP); its transpose; summands of keys, (B or 1, R or 1, LP)), None
-    where not needed, from bias (B, H, L, L) or None and keys (B, L) or (B, R, L), 1 = present, or None."""
-    length, turned = q.shape[-2], None
-    pad = padded_length(length) - length
+def padded_bias(bias, keys, part, length, turn):
+    """(bias with the key mask, (B, H, LP, LP); its transpose, if turn; summands of keys, (B or 1, R or 1,
+    LP)), None where not needed, from bias (B, H, L, L) or None and keys (B, L) or (B, R, L), 1 = present, or
+    None; part: a tensor of the same device."""
+    turned, pad = None, padded_length(length) - length
     if bias is not None:
         bias = bias.to(torch.float32 if bias.dtype == torch.float16 else bias.dtype)  # which can hold PADDING
         if keys is not None and keys.dim() == 2:
             bias, keys = bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None
         bias = F.pad(bias, (0, pad, 0, pad), value=PADDING) if pad else bias
-        bias, turned = bias.contiguous(), bias.mT.contiguous()
+        bias, turned = bias.contiguous(), bias.mT.contiguous() if turn else None
     elif keys is None and pad:
-        keys = q.new_ones(1, length)
+        keys = part.new_ones(1, length)
     if keys is not None:
         keys = keys[:, None] if keys.dim() == 2 else keys
         keys = F.pad((keys.float() - 1) * -MASKED, (0, pad), value=PADDING).contiguous()
@@ -257,7 +306,9 @@ def gated_attention(parts, heads, axis, bias=None, keys=None, gate_bias=None):
     keys.
     """
     width = parts[-1].shape[-1] // (4 if len(parts) == 1 else 1) // heads
-    return BiasedAttention.apply(bias, keys, gate_bias, heads, axis, True, width ** -0.5, *parts)
+    length = parts[0].shape[axis]
+    return BiasedAttention.apply(bias, keys, gate_bias, heads, axis, True, width ** -0.5, turns(length),
+                                 *parts)
 
 
 def triangle_attention(q, k, v, bias, mask=None, scale=None):
@@ -279,4 +330,4 @@ def row_attention(q, k, v, bias=None, keys=None, scale=None):
     """Attention without a gate for q, k, v (B, R, H, L, D), bias (B, H, L, L), keys (B, L) or (B, R, L)."""
     parts = [x.contiguous() for x in (q, k, v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return BiasedAttention.apply(bias, keys, None, q.shape[2], 0, False, scale, *parts)
+    return BiasedAttention.apply(bias, keys, None, q.shape[2], 0, False, scale, turns(q.shape[3]), *parts)

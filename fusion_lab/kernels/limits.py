@@ -3,12 +3,16 @@ import importlib.util
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs hold all of them
+OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
 WIDEST_HEAD = 128
 SWITCH = "enable_triton_"
 
 
 def takes(switch, width):
-    """Whether the kernels of a switch take this width: of a head for attention, else of a position."""
+    """Whether the kernels of a switch take this width: of a head for attention, (of a side, of the result)
+    for the outer product, else of a position."""
+    if switch == f"{SWITCH}outer_product":
+        return width[0] in OUTER_WIDTHS and width[1] in CHANNELS
     return width <= WIDEST_HEAD if switch == f"{SWITCH}attention" else width in CHANNELS
 
 

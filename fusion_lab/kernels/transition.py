@@ -16,25 +16,30 @@ right.
 
 Sources: AlphaFold 2 supplement, Alg. 9 and 15.
 """
+import math
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
+    add_up,
     layer_norm,
     layer_norm_backward,
     operation,
     precision,
     rows,
+    shared_dtype,
     store_rows,
     vector,
 )
 
-CHANNELS = (16, 32, 64, 128, 256)
 UNITS = 64  # hidden units come in multiples of the widest tile
 
 
@@ -154,15 +159,15 @@ def forward_sizes(x, norm_weight, norm_bias, w1, b1, w2, b2, residual, eps):
 
 def backward(gradient, x, norm_weight, norm_bias, w1, b1, w2, add, eps):
     """dx; normalised x (P, c), hidden and its gradient (P, f); gradients of norm_weight, norm_bias, b2 and b1
-    behind each other, float32."""
+    behind each other, in the dtype of these, float32 if they differ."""
     found = backward_sizes(gradient, x, norm_weight, norm_bias, w1, b1, w2, add, eps)
     *made, sums = found
 
     def launch(grid, options):
-        parts = sums.new_empty(*grid, *sums.shape)
+        parts = sums.new_empty(*grid, *sums.shape, dtype=torch.float32)
         transition_backward_kernel[grid](gradient, x, norm_weight, norm_bias, w1, b1, w2, *made, parts,
                                          len(made[1]), len(w1), eps, ADD=add, **options)
-        torch.sum(parts, 0, out=sums)
+        add_up(parts, sums)
     run(transition_backward_kernel, BACKWARD, x, w1, launch)
     return found
 
@@ -170,14 +175,22 @@ def backward(gradient, x, norm_weight, norm_bias, w1, b1, w2, add, eps):
 def backward_sizes(gradient, x, norm_weight, norm_bias, w1, b1, w2, add, eps):
     (units, channels), positions = w1.shape, x.numel() // x.shape[-1]
     return (x.new_empty(x.shape), *(w1.new_empty(positions, width) for width in (channels, units, units)),
-            x.new_empty(3 * channels + units, dtype=torch.float32))
+            x.new_empty(3 * channels + units, dtype=shared_dtype((norm_weight, norm_bias, b1))))
+
+
+def forward_flops(x, norm_weight, norm_bias, w1, *_, **__):
+    return 4 * math.prod(x) * w1[0]
+
+
+def backward_flops(gradient, *forward, **_):
+    return forward_flops(*forward)  # of x; gradients of weights are products outside
 
 
 PARAMETERS = "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor w1, Tensor b1, Tensor w2"
 FORWARD_OP = operation(f"transition_forward({PARAMETERS}, Tensor b2, Tensor? residual, float eps) -> Tensor",
-                       forward, forward_sizes)
+                       forward, forward_sizes, forward_flops)
 BACKWARD_OP = operation(f"transition_backward(Tensor gradient, {PARAMETERS}, bool add, float eps) -> "
-                        "(Tensor, Tensor, Tensor, Tensor, Tensor)", backward, backward_sizes)
+                        "(Tensor, Tensor, Tensor, Tensor, Tensor)", backward, backward_sizes, backward_flops)
 
 
 class Transition(torch.autograd.Function):
@@ -190,6 +203,7 @@ class Transition(torch.autograd.Function):
         return FORWARD_OP(x, norm_weight, norm_bias, w1, b1, w2, b2, x if own else residual, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         x, norm_weight, norm_bias, w1, b1, w2 = ctx.saved_tensors
         gradient = gradient.contiguous()
@@ -206,7 +220,7 @@ def transition(x, norm_weight, norm_bias, w1, b1, w2, b2, eps, residual=None):
     """[residual +] relu(LayerNorm(x) w1^T + b1) w2^T + b2; residual (normally x) and result are shaped as x.
     Under autocast the products are made in its dtype, and the sum in that of the residual."""
     dtype, own = product_dtype(x), residual is x
-    w1, b1, w2, b2 = (t.to(dtype) for t in (w1, b1, w2, b2))
+    w1, b1, w2, b2 = (t.to(dtype).contiguous() for t in (w1, b1, w2, b2))
     residual = None if own or residual is None else residual.contiguous()
     return Transition.apply(x.contiguous(), norm_weight, norm_bias, w1, b1, w2, b2, residual, own, eps)
 

@@ -3,14 +3,22 @@
 Kernels are imported where they are called, by statements that torch.compile can follow: whoever calls one has
 asked the function beside it first.
 """
+import torch
+
 from fusion_lab.kernels.attention import TRITON_DTYPES, triton_attends
-from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON
+from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, SWITCH, takes
 from fusion_lab.kernels.precision import product_dtype
 
 
+def runs(x):
+    """Whether x lies on a GPU, and products of it are in a dtype in which the model calls kernels: 16 bits
+    (attention.TRITON_DTYPES says why)."""
+    return x.is_cuda and HAS_TRITON and product_dtype(x) in TRITON_DTYPES
+
+
 def fits(x):
-    """Whether x (..., c) lies on a GPU, in a dtype and a width that the kernels over positions take."""
-    return x.is_cuda and HAS_TRITON and product_dtype(x) in TRITON_DTYPES and x.shape[-1] in CHANNELS
+    """Whether x (..., c) has a width, too, that the kernels over positions take."""
+    return runs(x) and x.shape[-1] in CHANNELS
 
 
 def attends(x, heads):
@@ -21,6 +29,41 @@ def attends(x, heads):
 def gated_attention(parts, heads, axis, bias, keys, gate_bias):
     from fusion_lab.kernels import biased_attention as kernels
     return kernels.gated_attention(parts, heads, axis, bias, keys, gate_bias)
+
+
+def projects(x, heads):
+    """Whether a whole attention sub-layer over x (..., c) has kernels."""
+    return fits(x) and attends(x, heads)
+
+
+def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head, keys, residual, drop):
+    """LayerNorm, attention, output projection [and residual] of x from modules and the packed weight of q, k,
+    v and gate; `head`, if given, is the module that makes the bias."""
+    from fusion_lab.kernels import attention_layer as kernels
+    return kernels.attention_layer(
+        x, norm.weight, norm.bias, weight, gate_bias, output.weight, output.bias, heads, axis, bias,
+        None if head is None else head.weight, keys, norm.eps, residual, drop)
+
+
+def head_bias(head, x, norm):
+    """head(norm(x)) as a bias of attention, (B, H, X, Y)."""
+    from fusion_lab.kernels import projection as kernels
+    return kernels.norm_project(x, norm.weight, norm.bias, None, head.weight, norm.eps)[1]
+
+
+def multiplies_out(x, output):
+    """Whether an outer product of x's dtype and device, projected by the module output, has kernels."""
+    widths = int(output.in_features ** 0.5), output.out_features
+    return runs(x) and takes(f"{SWITCH}outer_product", widths)
+
+
+def outer_product(left, right, output, rows, residual):
+    """[residual +] output(outer product of left and right, summed over rows) / (rows + 1e-3), from a module;
+    rows: a number, or one for each sample, (B, 1, 1, 1)."""
+    from fusion_lab.kernels import outer_product as kernels
+    norm = (rows.flatten().float() if isinstance(rows, torch.Tensor)
+            else torch.full((len(left),), float(rows), device=left.device)) + 1e-3
+    return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
 def transition(x, norm, first, second, residual):

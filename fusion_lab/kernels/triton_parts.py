@@ -28,8 +28,13 @@ def operation(schema, launch, sizes, flops=None):
     takes shapes in the place of tensors. Returns the op.
     """
     name = f"{NAMESPACE}::{schema.partition('(')[0]}"
+
+    def launch_there(*arguments):
+        listed = (x for given in arguments for x in (given if isinstance(given, (list, tuple)) else [given]))
+        with torch.cuda.device_of(next(x for x in listed if isinstance(x, torch.Tensor))):
+            return launch(*arguments)
     define(name, schema[schema.index("("):])
-    impl(name, ("cpu", "cuda"), launch)  # "cuda" is AMD's too; "cpu": Triton's interpreter
+    impl(name, ("cpu", "cuda"), launch_there)  # "cuda" is AMD's too; "cpu": Triton's interpreter
     register_fake(name, sizes)
     op = getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0])
     if flops:
@@ -59,9 +64,38 @@ def products_in_registers():
     return target.backend == "cuda" and not 90 <= target.arch < 120
 
 
+def shared_dtype(tensors):
+    """The dtype of these tensors (None: not there), float32 if they differ: that of sums which become their
+    gradients, so that nobody has to cast a slice of these."""
+    dtypes = {t.dtype for t in tensors if t is not None}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def add_up(parts, sums):
+    """sums = parts (programs, ...), float32, added up, in one launch and the same bits in every run."""
+    columns = sums.numel()
+    few = columns < 1 << 13  # many rows of few columns, or the reverse: all of it at once
+    width, rows = (16, 512) if few else (256, 16)
+    sum_kernel[(triton.cdiv(columns, width),)](
+        parts, sums, len(parts), columns, BR=min(rows, triton.next_power_of_2(len(parts))), BN=width,
+        num_warps=8 if few else 4)
+
+
 def padded_width(width):
     """Channels of a head as a tile has them: a power of two, at least 16, the least that a product takes."""
     return max(16, triton.next_power_of_2(width))
+
+
+@triton.jit
+def sum_kernel(parts, sums, rows, columns, BR: tl.constexpr, BN: tl.constexpr):
+    """BN columns of parts (rows, columns)."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = tl.zeros((BR, BN), tl.float32)
+    for r0 in range(0, rows, BR):
+        r = r0 + tl.arange(0, BR)
+        acc += tl.load(parts + r[:, None].to(tl.int64) * columns + n[None, :],
+                       mask=(r[:, None] < rows) & (n[None, :] < columns), other=0.0)
+    tl.store(sums + n, tl.sum(acc, 0).to(sums.dtype.element_ty), mask=n < columns)
 
 
 @triton.jit

@@ -61,19 +61,22 @@ def launch(kernel, shape, candidates, run):
     """
     key = f"{kernel} {shape}"
     if found is not None and key not in found:
-        found[key] = fastest(candidates, run)
+        found[key] = fastest(key, candidates, run)
     alike = key.replace(" float16 ", " bfloat16 ")  # which takes the same memory and the same time
     chosen = (found or {}).get(key) or table().get(key) or table().get(alike)
     run(chosen if chosen in candidates else candidates[0])
 
 
-def fastest(candidates, run):
-    """The candidate that wins beyond noise, else the first; those that do not fit this GPU are left out."""
+def fastest(key, candidates, run):
+    """The candidate that wins beyond noise, else the first; those that do not fit this GPU are left out.
+    RuntimeError if none fits."""
     times = {}
     for number, candidate in enumerate(candidates):
         with contextlib.suppress(triton.runtime.errors.OutOfResources, triton.CompilationError):
             run(candidate)
             times[number] = []
+    if not times:
+        raise RuntimeError(f"{key}: none of {len(candidates)} tile sizes fits {torch.cuda.get_device_name()}")
     for _ in range(ROUNDS):
         for number, measured in times.items():
             measured.append(milliseconds(lambda number=number: run(candidates[number])))

@@ -63,6 +63,37 @@ def test_row_without_any_key_is_finite_and_has_no_gradient():
     assert not any(x.grad.any() for x in (q, k, v))  # and it teaches nothing
 
 
+def test_what_would_be_misread_is_refused():
+    q, k, v, gate = (torch.zeros(1, 3, 5, 16) for _ in range(4))
+    for wrong, message in ((k.transpose(1, 2).contiguous().transpose(1, 2), "k has strides"),
+                           (k[..., :8], r"k is \(1, 3, 2, 5, 4\)"), (k.half(), "k is .*float16")):
+        with pytest.raises(ValueError, match=message):
+            biased_attention.gated_attention([q, wrong, v, gate], 2, 2)
+    with pytest.raises(ValueError, match="heads of 256 channels"):
+        biased_attention.row_attention(*(torch.zeros(1, 1, 1, 5, 256) for _ in range(3)))
+    with pytest.raises(ValueError, match="float64"):
+        biased_attention.row_attention(*(torch.zeros(1, 1, 1, 5, 16).double() for _ in range(3)))
+
+
+def test_the_bias_is_turned_only_where_backward_reads_it():
+    q, bias = torch.randn(1, 1, 1, 65, 16), torch.randn(1, 1, 65, 65)
+    assert biased_attention.turns(65) and not biased_attention.turns(64)
+    with torch.no_grad():
+        assert not biased_attention.turns(65)
+    for turn in (True, False):
+        padded, turned, keys = biased_attention.padded_bias(bias, None, q, 65, turn)
+        assert keys is None and (turned is not None) == turn
+        assert turned is None or torch.equal(turned, padded.mT)
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = (torch.randn(1, 1, 1, 5, 16).requires_grad_() for _ in range(3))
+    out = biased_attention.row_attention(q, k, v)
+    gradient, = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 MUTANTS = {  # what is replaced by what, and the cases that must notice
     "no bias": ("bias + (bh * LP", "bias + 0 * (bh * LP", ("short", "two whole tiles")),
     "bias of another head": ("bias + (bh * LP", "bias + ((bh + 1) % H0 * LP", ("short",)),

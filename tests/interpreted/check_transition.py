@@ -18,7 +18,7 @@ MUTANTS = {
     "first bias dropped": ("h + tl.load(b1 + f).to(tl.float32)[None, :], 0.0", "h, 0.0"),
     "ReLU's derivative ignored": ("tl.where(h > 0, dh, 0.0)", "dh"),
     "residual's gradient forgotten": ("if ADD:", "if False:"),
-    "sums of the first program alone": ("torch.sum(parts, 0, out=sums)", "sums.copy_(parts[0])"),
+    "sums of the first program alone": ("add_up(parts, sums)", "sums.copy_(parts[0])"),
     "bias gradients exchanged": ("sums + 2 * C + c, tl.sum(dout", "sums + C + c, tl.sum(dout"),
     "eps as an afterthought": ("len(w1), eps, ADD", "len(w1), 2 * eps + 0.01, ADD"),
 }

@@ -1,5 +1,6 @@
 """The 3x rule for kernels: errors against float64 may be three times those of plain PyTorch; and mutants."""
 import importlib.util
+import itertools
 import pathlib
 from unittest import mock
 
@@ -36,6 +37,11 @@ def violations(ours, plain, tensors, gradient=None):
             if not error <= allowed:
                 found.append(f"{name}: {error:.2e}, allowed {allowed:.2e}")
     return found
+
+
+def in_dtypes(cases):
+    """(case, dtype): all in float32 and bfloat16, the first in float16 as well."""
+    return [*itertools.product(cases, (torch.float32, torch.bfloat16)), (next(iter(cases)), torch.float16)]
 
 
 def mutant(module, old, new, directory):

@@ -1,0 +1,88 @@
+"""A whole attention sub-layer: the projections of projection.py round the kernels of biased_attention.py.
+
+    y = LayerNorm(x) W^T; bias = LayerNorm(x) Wh^T, or is given, or there is none
+    out = residual + drop * (softmax(q k^T scale + bias + key mask) v sigmoid(gate + gate_bias) Wo^T + bo)
+
+x, residual, out (B, X, Y, c), attention along X or Y; W (4 c, c): q, k, v and gate below each other; Wh
+(H, c). What lies between the kernels is written once and read as it lies: y as (B, X, Y, 4 c), attention's
+output as (B, X, Y, c), their gradients alike; the head bias as (B, H, X, Y), of which attention along X takes
+the transpose. Saved for backward: x, y, attention's output and statistics, the padded bias.
+"""
+import torch
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels import biased_attention as attention
+from fusion_lab.kernels import projection
+from fusion_lab.kernels.precision import product_dtype
+
+
+def reference(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis, bias=None,
+              head_weight=None, keys=None, eps=1e-5, residual=None, drop=None):
+    """The same in plain PyTorch; arguments as in attention_layer()."""
+    y, own_bias = projection.norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps)
+    if own_bias is not None:
+        bias = own_bias.mT if axis == 1 else own_bias
+    q, k, v, gate = attention.views([y], heads, axis, True)
+    og = attention.reference(q, k, v, bias, keys, gate, gate_bias.view(heads, -1))
+    og = og.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
+    return projection.output_project_reference(og, out_weight, out_bias, residual, drop)
+
+
+class AttentionLayer(torch.autograd.Function):
+    """attention_layer() with its derivative; add: the residual is x."""
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, bias, head_weight,
+                keys, drop, add, heads, axis, eps, turn):
+        ctx.add, ctx.eps = add, eps
+        ctx.how = heads, axis, True, (x.shape[-1] // heads) ** -0.5
+        y, own_bias = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
+        if head_weight is not None:
+            bias = own_bias.mT if axis == 1 else own_bias
+        padded, turned, summand = attention.padded_bias(bias, keys, y, x.shape[axis], turn)
+        og, lse = attention.FORWARD_OP([y], gate_bias, padded, summand, *ctx.how)
+        ctx.save_for_backward(x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop, y,
+                              padded, turned, summand, og, lse)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return projection.OUTPUT_PROJECT_OP(og, out_weight, out_bias, x if add else None, drop)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop, y, padded, turned,
+         summand, og, lse) = ctx.saved_tensors
+        gradient, length = gradient.contiguous(), x.shape[ctx.how[1]]
+        dog, dout_weight, dout_bias = projection.output_project_backward(gradient, og, out_weight, drop)
+        dy, dbias, dgate_bias = attention.BACKWARD_OP([y], gate_bias, padded, turned, summand, og, lse, dog,
+                                                      *ctx.how)
+        dbias = None if padded is None else dbias.sum(0)[..., :length, :length].to(ctx.bias_dtype)
+        own = None
+        if head_weight is not None:
+            own, dbias = (dbias.mT if ctx.how[1] == 1 else dbias).contiguous(), None
+        dx, dnorm_weight, dnorm_bias, dweight, dhead_weight = projection.norm_project_backward(
+            dy, own, x, norm_weight, norm_bias, weight, head_weight, ctx.eps, gradient if ctx.add else None)
+        return (dx, dnorm_weight, dnorm_bias, dweight, dgate_bias.view_as(gate_bias), dout_weight, dout_bias,
+                dbias, dhead_weight, *[None] * 7)
+
+
+def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis,
+                    bias=None, head_weight=None, keys=None, eps=1e-5, residual=None, drop=None):
+    """Attention along axis 1 or 2 of LayerNorm(x), (B, X, Y, c), as an update or added to the residual.
+
+    weight (4 c, c) of q, k, v and gate; gate_bias (c,); out_weight (c, c). bias (B, H, L, L), or head_weight
+    (H, c), which makes it of LayerNorm(x) (then X = Y; for axis 1 the transpose is taken), or neither; keys
+    (B, L), 1 = present; drop: factors that broadcast to x, without a gradient. Under autocast the products
+    are made in its dtype, and the sum in that of the residual.
+    """
+    dtype, add, drop = product_dtype(x), residual is x, None if drop is None else drop.contiguous()
+    if bias is not None and head_weight is not None:
+        raise ValueError("bias and head_weight: either makes the bias")
+    if residual is not None and not add:
+        return residual + attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias,
+                                          heads, axis, bias, head_weight, keys, eps, None, drop)
+    weight, gate_bias, out_weight, out_bias, head_weight = (
+        None if t is None else t.to(dtype).contiguous()
+        for t in (weight, gate_bias, out_weight, out_bias, head_weight))
+    return AttentionLayer.apply(
+        x.contiguous(), norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, bias, head_weight,
+        keys, drop, add, heads, axis, eps, attention.turns(x.shape[axis]))

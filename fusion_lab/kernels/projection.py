@@ -1,0 +1,428 @@
+"""What stands before and behind attention, as Triton kernels with derivatives: LayerNorm with all projections
+of its result; the output projection with dropout and residual.
+
+    y, head_bias = LayerNorm(x) W^T, LayerNorm(x) Wh^T        out = residual + drop * (og W^T + b)
+
+x (B, X, Y, c); W (n, c); Wh (H, c); y (B, X, Y, n); head_bias (B, H, X, Y), the layout of a bias of
+attention; og (B, X, Y, k); W (c, k); residual, out (B, X, Y, c); drop, factors without a gradient,
+broadcast to that.
+
+Each kernel reads its input once; weights come from the cache, a chunk at a time. LayerNorm is made again in
+backward, from x, and its affine weights are not folded into W: normalised x would be rounded differently.
+
+Backward of the first adds up dy W + d(head_bias) Wh, LayerNorm's derivative and, where a whole sub-layer is
+one function (attention_layer.py), the residual's gradient. Normalised x is written once more, for the
+product that makes the gradient of W in the BLAS library.
+
+Sources: AlphaFold 2 supplement, Alg. 7, 8, 13, 14 and 1.11.6 (dropout shared by a row or column).
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.limits import CHANNELS
+from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.triton_parts import (
+    DTYPES,
+    add_up,
+    layer_norm,
+    layer_norm_backward,
+    operation,
+    padded_width,
+    precision,
+    rows,
+    shared_dtype,
+    store_rows,
+    vector,
+)
+
+MOST_HEADS = 64
+
+
+def norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps):
+    """norm_project() in plain PyTorch."""
+    x = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
+    return (None if weight is None else F.linear(x, weight),
+            None if head_weight is None else F.linear(x, head_weight).permute(0, 3, 1, 2))
+
+
+def output_project_reference(og, weight, bias, residual=None, drop=None):
+    """output_project() in plain PyTorch."""
+    update = F.linear(og, weight, bias)
+    update = update if drop is None else update * drop
+    return update if residual is None else residual + update
+
+
+@triton.jit
+def head_places(p, h, P, PLANE, H):
+    """Offsets (BM, heads) in (B, H, PLANE) of positions p and heads h, and which exist."""
+    return ((p // PLANE)[:, None] * H + h[None, :]) * PLANE + (p % PLANE)[:, None], (p[:, None] < P) & (
+        h[None, :] < H)
+
+
+@triton.jit
+def norm_project_kernel(x, norm_weight, norm_bias, w, wh, y, head_bias, P, PLANE, N, H, eps,
+                        HEADS: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                        BN: tl.constexpr):
+    """BM positions of P, of which PLANE = X Y are one sample's; HEADS: H padded for a product, or 0."""
+    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    c = tl.arange(0, C)
+    normal, x_hat, rstd = layer_norm(x, norm_weight, norm_bias, p, P, eps, C)
+    normal = normal.to(w.dtype.element_ty)
+    if HEADS > 0:
+        h = tl.arange(0, HEADS)
+        ht = tl.load(wh + h[:, None] * C + c[None, :], mask=h[:, None] < H, other=0.0)
+        bt = tl.dot(normal, tl.trans(ht), input_precision=PRECISION)
+        at, inside = head_places(p, h, P, PLANE, H)
+        tl.store(head_bias + at, bt.to(head_bias.dtype.element_ty), mask=inside)
+    for n0 in range(0, N, BN):
+        n = n0 + tl.arange(0, BN)
+        wt = tl.load(w + n[:, None] * C + c[None, :], mask=n[:, None] < N, other=0.0)
+        t = tl.dot(normal, tl.trans(wt), input_precision=PRECISION)
+        tl.store(y + p[:, None] * N + n[None, :], t.to(y.dtype.element_ty),
+                 mask=(p[:, None] < P) & (n[None, :] < N))
+
+
+@triton.jit
+def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, residual, dx, normal_out, sums,
+                                 P, PLANE, N, H, eps, HEADS: tl.constexpr, RESIDUAL: tl.constexpr,
+                                 PROJECT: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                                 BM: tl.constexpr, BN: tl.constexpr):
+    """BM positions. dbias (B, H, PLANE); sums (programs, 2 + H, C): parts of the gradients of norm_weight,
+    norm_bias and wh."""
+    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    c = tl.arange(0, C)
+    acc = tl.zeros((BM, C), tl.float32)
+    if PROJECT:
+        for n0 in range(0, N, BN):
+            n = n0 + tl.arange(0, BN)
+            inside = (p[:, None] < P) & (n[None, :] < N)
+            dt = tl.load(dy + p[:, None] * N + n[None, :], mask=inside, other=0.0)
+            wt = tl.load(w + n[:, None] * C + c[None, :], mask=n[:, None] < N, other=0.0)
+            acc = tl.dot(dt, wt, acc, input_precision=PRECISION)
+    normal, x_hat, rstd = layer_norm(x, norm_weight, norm_bias, p, P, eps, C)
+    normal = normal.to(w.dtype.element_ty)
+    if PROJECT:
+        store_rows(normal_out, p, P, normal, C)
+    sums += tl.program_id(0).to(tl.int64) * (2 + H) * C
+    if HEADS > 0:
+        h = tl.arange(0, HEADS)
+        at, inside = head_places(p, h, P, PLANE, H)
+        t = tl.load(dbias + at, mask=inside, other=0.0).to(w.dtype.element_ty)
+        at = h[:, None] * C + c[None, :]
+        ht = tl.load(wh + at, mask=h[:, None] < H, other=0.0)
+        acc = tl.dot(t, ht, acc, input_precision=PRECISION)
+        dwh = tl.dot(tl.trans(t), normal, input_precision=PRECISION)
+        tl.store(sums + 2 * C + at, dwh, mask=h[:, None] < H)
+    tl.store(sums + c, tl.sum(acc * x_hat, 0))
+    tl.store(sums + C + c, tl.sum(acc, 0))
+    result = layer_norm_backward(acc, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)
+    if RESIDUAL:
+        result += rows(residual, p, P, C).to(tl.float32)
+    store_rows(dx, p, P, result, C)
+
+
+@triton.jit
+def factors(drop, p, P, X, Y, sb, sx, sy, C: tl.constexpr):
+    """(BM, C) of drop (B, X, Y, C) with strides s* for positions p, in float32."""
+    at = (p // (X * Y) * sb + p // Y % X * sx + p % Y * sy)[:, None] + tl.arange(0, C)[None, :]
+    return tl.load(drop + at, mask=p[:, None] < P, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, K, sb, sx, sy, RESIDUAL: tl.constexpr,
+                          DROP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                          BK: tl.constexpr):
+    """BM positions."""
+    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    c = tl.arange(0, C)
+    acc = tl.zeros((BM, C), tl.float32) + vector(bias, C)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        xt = tl.load(og + p[:, None] * K + k[None, :], mask=p[:, None] < P, other=0.0)
+        wt = tl.load(w + c[:, None] * K + k[None, :])
+        acc = tl.dot(xt, tl.trans(wt), acc, input_precision=PRECISION)
+    if DROP:
+        acc *= factors(drop, p, P, X, Y, sb, sx, sy, C)
+    if RESIDUAL:
+        acc += rows(residual, p, P, C).to(tl.float32)
+    store_rows(out, p, P, acc, C)
+
+
+@triton.jit
+def output_project_backward_kernel(gradient, w, drop, dog, du, sums, P, X, Y, K, sb, sx, sy,
+                                   DROP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                                   BM: tl.constexpr, BK: tl.constexpr):
+    """BM positions: dog = du w with du = drop * gradient, which is stored with DROP; parts (programs, C) of
+    the bias's gradient."""
+    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    c = tl.arange(0, C)
+    d = rows(gradient, p, P, C).to(tl.float32)
+    if DROP:
+        d *= factors(drop, p, P, X, Y, sb, sx, sy, C)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * C + c, tl.sum(d, 0))
+    d = d.to(w.dtype.element_ty)
+    if DROP:
+        store_rows(du, p, P, d, C)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        wt = tl.load(w + c[:, None] * K + k[None, :])
+        t = tl.dot(d, wt, input_precision=PRECISION)
+        tl.store(dog + p[:, None] * K + k[None, :], t.to(dog.dtype.element_ty), mask=p[:, None] < P)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Launchers. Tiles by bytes of a number and by whether there are more than 128 channels; the first of each
+# fits every GPU. Strict float32 has no matrix instructions on NVIDIA, hence small tiles.
+# --------------------------------------------------------------------------------------------------------
+
+
+def tiles(chunk, *rows):
+    """Candidates from (BM, chunk, warps, stages)."""
+    return [{"BM": m, chunk: n, "num_warps": warps, "num_stages": stages} for m, n, warps, stages in rows]
+
+
+NORM_PROJECT = {
+    (2, False): tiles("BN", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+    (2, True): tiles("BN", (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2)),
+    (4, False): tiles("BN", (32, 32, 8, 2), (64, 32, 8, 2)),
+    (4, True): tiles("BN", (16, 16, 8, 2), (32, 16, 8, 2))}
+NORM_PROJECT_BACKWARD = {
+    (2, False): tiles("BN", (64, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2)),
+    (2, True): tiles("BN", (32, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3)),
+    (4, False): tiles("BN", (32, 32, 8, 2), (64, 32, 8, 2)),
+    (4, True): tiles("BN", (16, 16, 8, 2), (32, 16, 8, 2))}
+OUTPUT_PROJECT = {
+    (2, False): tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2)),
+    (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3)),
+    (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
+    (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
+OUTPUT_PROJECT_BACKWARD = OUTPUT_PROJECT
+
+
+def run(kernel, candidates, x, weight, other, launch):
+    """launch(grid, options) with the tuner's choice, for x (..., c); other: the projection's other width."""
+    channels, dtype = x.shape[-1], weight.dtype
+    positions = x.numel() // channels
+    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{other}"
+    options = dict(C=channels, PRECISION=precision(dtype))
+
+    def fitted(chosen):
+        chosen = {key: min(size, other) if key == "BK" else size for key, size in chosen.items()}
+        launch((triton.cdiv(positions, chosen["BM"]),), dict(options, **chosen))
+    tuner.launch(kernel.__name__, shape, candidates[weight.element_size(), channels > 128], fitted)
+
+
+def check(dtype, channels, heads=0):
+    if message := unsupported(dtype, channels, heads):
+        raise ValueError(message)
+
+
+def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps):
+    """y and head_bias, empty where their weight is None."""
+    y, head_bias = found = norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps)
+    one = head_weight if weight is None else weight
+    width, heads = y.shape[-1], 0 if head_weight is None else len(head_weight)
+    check(one.dtype, x.shape[-1], heads)
+    run(norm_project_kernel, NORM_PROJECT, x, one, width, lambda grid, options: norm_project_kernel[grid](
+        x, norm_weight, norm_bias, one, head_weight, y, head_bias, x.numel() // x.shape[-1],
+        x.shape[1] * x.shape[2], width, heads, eps, HEADS=padded_width(heads) if heads else 0, **options))
+    return found
+
+
+def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps):
+    sample, X, Y, _ = x.shape
+    return (x.new_empty(0) if weight is None else weight.new_empty(sample, X, Y, len(weight)),
+            x.new_empty(0) if head_weight is None else head_weight.new_empty(sample, len(head_weight), X, Y))
+
+
+def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps):
+    """dx, with the gradient `residual` added; normalised x (P, c), empty without weight; gradients (2 + H, c)
+    of norm_weight, norm_bias, head_weight, in the dtype of these, float32 if they differ."""
+    found = norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual,
+                                        eps)
+    norm_project_backward_into(*found, dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual,
+                               eps)
+    return found
+
+
+def norm_project_backward_into(dx, normal, sums, dy, dbias, x, norm_weight, norm_bias, weight, head_weight,
+                               residual, eps):
+    """The same into tensors that are there."""
+    one = head_weight if weight is None else weight
+    width, heads = 0 if weight is None else len(weight), 0 if head_weight is None else len(head_weight)
+    check(one.dtype, x.shape[-1], heads)
+
+    def launch(grid, options):
+        parts = sums.new_empty(*grid, *sums.shape, dtype=torch.float32)
+        norm_project_backward_kernel[grid](
+            dy, dbias, x, norm_weight, norm_bias, one, head_weight, residual, dx, normal, parts,
+            x.numel() // x.shape[-1], x.shape[1] * x.shape[2], width, heads, eps, PROJECT=width > 0,
+            HEADS=padded_width(heads) if heads else 0, RESIDUAL=residual is not None, **options)
+        add_up(parts, sums)
+    run(norm_project_backward_kernel, NORM_PROJECT_BACKWARD, x, one, width, launch)
+
+
+def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps):
+    channels, heads = x.shape[-1], 0 if head_weight is None else len(head_weight)
+    normal = (0,) if weight is None else (x.numel() // channels, channels)
+    return (x.new_empty(x.shape), (head_weight if weight is None else weight).new_empty(normal),
+            x.new_empty(2 + heads, channels, dtype=shared_dtype((norm_weight, norm_bias, head_weight))))
+
+
+def output_project_launch(og, weight, bias, residual, drop):
+    out = output_project_sizes(og, weight, bias, residual, drop)
+    check(weight.dtype, out.shape[-1])
+    check(weight.dtype, og.shape[-1])
+    positions, width = out.numel() // out.shape[-1], og.shape[-1]
+    run(output_project_kernel, OUTPUT_PROJECT, out, weight, width, lambda grid, options:
+        output_project_kernel[grid](
+            og, weight, bias, residual, drop, out, positions, *out.shape[1:3], width,
+            *drop_strides(drop, out), RESIDUAL=residual is not None, DROP=drop is not None, **options))
+    return out
+
+
+def output_project_sizes(og, weight, bias, residual, drop):
+    return (weight if residual is None else residual).new_empty(*og.shape[:-1], len(weight))
+
+
+def drop_strides(drop, out):
+    """Along samples, X and Y, of factors broadcast to the shape of out."""
+    return (0, 0, 0) if drop is None else drop.expand(out.shape).stride()[:3]
+
+
+def output_project_backward_launch(gradient, weight, drop):
+    """dog; drop * gradient, empty without drop; the bias's gradient."""
+    dog, du, dbias = found = output_project_backward_sizes(gradient, weight, drop)
+    channels, width = weight.shape
+    check(weight.dtype, channels)
+
+    def launch(grid, options):
+        parts = dbias.new_empty(*grid, *dbias.shape, dtype=torch.float32)
+        output_project_backward_kernel[grid](
+            gradient, weight, drop, dog, du, parts, gradient.numel() // channels, *gradient.shape[1:3],
+            width, *drop_strides(drop, gradient), DROP=drop is not None, **options)
+        add_up(parts, dbias)
+    run(output_project_backward_kernel, OUTPUT_PROJECT_BACKWARD, gradient, weight, width, launch)
+    return found
+
+
+def output_project_backward_sizes(gradient, weight, drop):
+    return (weight.new_empty(*gradient.shape[:-1], weight.shape[1]),
+            weight.new_empty(0 if drop is None else gradient.shape), weight.new_empty(len(weight)))
+
+
+def norm_project_flops(x, norm_weight, norm_bias, weight, head_weight, eps, **_):
+    wide = sum(shape[0] for shape in (weight, head_weight) if shape is not None)
+    return 2 * math.prod(x) * wide
+
+
+def norm_project_backward_flops(dy, dbias, *forward, **_):
+    return norm_project_flops(*forward[:5], None)  # dx; the weight's gradient is a product of its own
+
+
+def output_project_flops(x, weight, *_, **__):
+    return 2 * math.prod(x[:-1]) * math.prod(weight)
+
+
+NORMS = "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor? weight, Tensor? head_weight"
+NORM_PROJECT_OP = operation(f"norm_project({NORMS}, float eps) -> (Tensor, Tensor)", norm_project_launch,
+                            norm_project_sizes, norm_project_flops)
+NORM_PROJECT_BACKWARD_OP = operation(
+    f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps) -> "
+    "(Tensor, Tensor, Tensor)", norm_project_backward_launch, norm_project_backward_sizes,
+    norm_project_backward_flops)
+OUTPUT_PROJECT_OP = operation(
+    "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop) -> Tensor",
+    output_project_launch, output_project_sizes, output_project_flops)
+OUTPUT_PROJECT_BACKWARD_OP = operation(
+    "output_project_backward(Tensor gradient, Tensor weight, Tensor? drop) -> (Tensor, Tensor, Tensor)",
+    output_project_backward_launch, output_project_backward_sizes, output_project_flops)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Both directions without autograd, for functions that hold a whole sub-layer. All tensors but drop are
+# contiguous.
+# --------------------------------------------------------------------------------------------------------
+
+
+def norm_project_backward(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, eps, residual=None):
+    """Gradients of x (with that of a residual added), norm_weight, norm_bias, weight and head_weight from
+    those of y and head_bias."""
+    parameters = norm_weight, norm_bias, weight, head_weight
+    dx, normal, sums = NORM_PROJECT_BACKWARD_OP(dy, dbias, x, *parameters, residual, eps)
+    return (dx, sums[0].to(norm_weight.dtype), sums[1].to(norm_bias.dtype),
+            None if weight is None else dy.flatten(0, -2).t() @ normal,
+            None if head_weight is None else sums[2:].to(head_weight.dtype))
+
+
+def output_project_backward(gradient, og, weight, drop):
+    """Gradients of og, weight and bias; that of the residual is `gradient` itself."""
+    dog, du, dbias = OUTPUT_PROJECT_BACKWARD_OP(gradient, weight, drop)
+    du = gradient.to(weight.dtype) if drop is None else du
+    return dog, du.flatten(0, -2).t() @ og.flatten(0, -2), dbias
+
+
+class NormProject(torch.autograd.Function):
+    """norm_project() with its derivative; saves x."""
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, weight, head_weight, eps):
+        ctx.save_for_backward(x, norm_weight, norm_bias, weight, head_weight)
+        ctx.eps = eps
+        y, head_bias = NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
+        return None if weight is None else y, None if head_weight is None else head_bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dbias):
+        given = [None if d is None else d.contiguous() for d in (dy, dbias)]
+        return *norm_project_backward(*given, *ctx.saved_tensors, ctx.eps), None
+
+
+class OutputProject(torch.autograd.Function):
+    """output_project() with its derivative; saves og and drop."""
+
+    @staticmethod
+    def forward(ctx, og, weight, bias, residual, drop):
+        ctx.save_for_backward(og, weight, drop)
+        ctx.residual = residual is not None
+        return OUTPUT_PROJECT_OP(og, weight, bias, residual, drop)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        og, weight, drop = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        grads = output_project_backward(gradient, og, weight, drop)
+        return *grads, gradient if ctx.residual else None, None
+
+
+def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps):
+    """LayerNorm(x) weight^T (B, X, Y, n), LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight is.
+    Under autocast the products are made in its dtype."""
+    weight, head_weight = (None if t is None else t.to(product_dtype(x)).contiguous()
+                           for t in (weight, head_weight))
+    return NormProject.apply(x.contiguous(), norm_weight, norm_bias, weight, head_weight, eps)
+
+
+def output_project(og, weight, bias, residual=None, drop=None):
+    """[residual +] [drop *] (og weight^T + bias); drop, without a gradient, broadcasts to the result. Under
+    autocast the product is made in its dtype, and the sum in that of the residual."""
+    og, weight, bias = (t.to(product_dtype(og)).contiguous() for t in (og, weight, bias))
+    residual, drop = (None if t is None else t.contiguous() for t in (residual, drop))
+    return OutputProject.apply(og, weight, bias, residual, drop)
+
+
+def unsupported(dtype, channels, heads=0):
+    """Why these kernels cannot take weights of this dtype, so many channels and heads; "" if they can."""
+    if dtype not in DTYPES:
+        return f"no Triton projection in {str(dtype)[6:]}"
+    if channels not in CHANNELS:
+        return f"no Triton projection of {channels} channels (but of {', '.join(map(str, CHANNELS))})"
+    return f"no Triton projection for {heads} heads (at most {MOST_HEADS})" if heads > MOST_HEADS else ""

@@ -1,0 +1,97 @@
+"""Attention sub-layers in Triton's interpreter: outputs, gradients by the 3x rule; mutants must fail."""
+import pytest
+import torch
+from rule import mutant, violations
+
+from fusion_lab.kernels import attention_layer
+
+CASES = {  # B, X, Y, c, H, axis, what makes the bias, keys, x is the residual, dim that dropout shares
+    "starting node": (2, 7, 7, 32, 2, 2, "own", True, True, 1),
+    "ending node": (2, 7, 7, 32, 2, 1, "own", True, True, 2),
+    "long rows": (1, 2, 67, 16, 1, 2, "given", True, True, None),
+    "MSA rows": (2, 3, 11, 16, 2, 2, "given", True, True, 1),
+    "columns": (1, 7, 5, 32, 2, 1, None, True, True, None),
+    "columns, no mask, update alone": (2, 5, 3, 16, 1, 1, None, False, False, None),
+}
+MUTANTS = {  # what is replaced by what, and the case that must notice
+    "bias not turned": ("own_bias.mT if axis == 1 else own_bias\n        padded", "own_bias\n        padded",
+                        "ending node"),
+    "its gradient not turned": ("dbias.mT if ctx.how[1] == 1 else dbias", "dbias", "ending node"),
+    "bias without a gradient": ("own, dbias = (dbias.mT", "own, dbias = (0 * dbias.mT", "ending node"),
+    "the residual's gradient forgotten": ("gradient if ctx.add else None", "None", "columns"),
+    "no residual": ("x if add else None", "None", "columns"),
+    "dropout forgotten in backward": ("og, out_weight, drop)\n", "og, out_weight, None)\n", "starting node"),
+    "mask ignored": ("attention.padded_bias(bias, keys,", "attention.padded_bias(bias, None,", "columns"),
+    "eps as an afterthought": ("head_weight, eps)\n        if", "head_weight, 0.1)\n        if", "columns"),
+}
+
+
+def problem(dtype, B, X, Y, c, heads, axis, maker, masked, add, shared, module=attention_layer):
+    """(ours, plain, tensors) of a case; ours is the module's."""
+    torch.manual_seed(0)
+    length = (X, Y)[axis - 1]
+    sizes = [(B, X, Y, c), (c,), (c,), (4 * c, c), (c,), (c, c), (c,), (heads, c), (B, heads, length, length)]
+    scales = [1, 0.1, 0.1, c ** -0.5, 1, c ** -0.5, 1, c ** -0.5, 1]
+    tensors = [scale * torch.randn(size) for size, scale in zip(sizes, scales, strict=True)]
+    tensors[1] += 1
+    keys = torch.rand(B, length) > 0.2 if masked else None
+    drop = None if shared is None else (torch.rand([1 if d == shared else n for d, n in
+                                                    enumerate((B, X, Y, c))]) > 0.3) / 0.7
+
+    def run(function):
+        def call(x, *rest):
+            *weights, head_weight, bias = rest
+            return function(x, *weights, heads, axis, bias if maker == "given" else None,
+                            head_weight if maker == "own" else None, keys, 1e-5, x if add else None,
+                            None if drop is None else drop.to(x.dtype))
+        return call
+    return run(module.attention_layer), run(attention_layer.reference), [t.to(dtype) for t in tensors]
+
+
+@pytest.mark.parametrize("dtype, case", [*((torch.float32, case) for case in CASES),
+                                         *((torch.bfloat16, case) for case in ("ending node", "columns")),
+                                         (torch.float16, "MSA rows")])
+def test_forward_and_gradients(dtype, case):
+    assert not violations(*problem(dtype, *CASES[case]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name, tmp_path):
+    old, new, case = MUTANTS[name]
+    module = mutant(attention_layer, old, new, tmp_path)
+    assert violations(*problem(torch.float32, *CASES[case], module=module))
+
+
+def gradients(function, tensors):
+    out = function(*tensors)
+    return [out, *torch.autograd.grad(out, tensors, torch.ones_like(out), allow_unused=True)]
+
+
+@pytest.mark.parametrize("case", ["ending node", pytest.param("long rows", marks=pytest.mark.slow)])
+def test_under_compile_checkpoint_and_no_grad(case):
+    ours, _, tensors = problem(torch.float32, *CASES[case])
+    given = [t.requires_grad_() for t in tensors]
+    expected = gradients(ours, given)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for function in (compiled, lambda *t: torch.utils.checkpoint.checkpoint(ours, *t, use_reentrant=False)):
+        found = gradients(function, given)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    with torch.no_grad():
+        assert torch.equal(ours(*given), expected[0])
+
+
+def test_autocast_rounds_products_and_not_the_residual():
+    ours, plain, tensors = problem(torch.float32, *CASES["ending node"])
+    exact = plain(*(t.double() for t in tensors))
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [function(*tensors) for function in (ours, plain)]
+    errors = [(result - exact).abs().max() for result in results]
+    assert results[0].dtype == torch.float32 and 1e-4 < errors[0] <= 3 * errors[1]
+
+
+def test_flops_are_those_of_the_model():
+    ours, _, tensors = problem(torch.float32, *CASES["columns, no mask, update alone"])
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        ours(*tensors)
+    assert counter.get_total_flops() == 2 * 30 * 16 * (5 * 16) + 4 * 30 * 5 * 16

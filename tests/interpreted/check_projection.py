@@ -1,0 +1,105 @@
+"""The projections in Triton's interpreter: outputs and gradients by the 3x rule, and mutants."""
+import pytest
+import torch
+from rule import in_dtypes, mutant, violations
+
+from fusion_lab.kernels import projection
+
+NORM_CASES = {  # B, X, Y, c; n; H
+    "two samples, odd": ((2, 5, 7, 32), 128, 4),
+    "width no multiple of a tile": ((1, 3, 11, 16), 48, 2),
+    "no heads": ((2, 3, 5, 64), 192, 0),
+    "heads alone": ((2, 7, 5, 16), 0, 3),
+    "many heads, one position": ((1, 1, 1, 128), 256, 17),
+}
+OUTPUT_CASES = {  # shape of og; c; residual; dropout shared along this dimension
+    "rows dropped": ((2, 5, 7, 32), 32, True, 1),
+    "columns dropped": ((2, 7, 5, 16), 16, True, 2),
+    "no dropout": ((1, 3, 13, 64), 128, True, 0),
+    "update alone": ((1, 3, 5, 128), 16, False, 0),
+    "dropped update": ((1, 3, 5, 32), 16, False, 1),
+}
+NORM_MUTANTS = {
+    "last outputs dropped": ("range(0, N, BN)", "range(0, N - BN, BN)"),
+    "head of a wrong sample": ("((p // PLANE)[:, None] * H", "((p // PLANE * 0)[:, None] * H"),
+    "heads exchanged": ("* H + h[None, :]) * PLANE", "* H + H - 1 - h[None, :]) * PLANE"),
+    "head bias's gradient halved": ("t = tl.load(dbias + at", "t = 0.5 * tl.load(dbias + at"),
+    "head bias has no gradient": ("acc = tl.dot(t, ht, acc", "acc += 0 * tl.dot(t, ht, acc"),
+    "sums of the first program alone": ("add_up(parts, sums)", "sums.copy_(parts[0])"),
+    "x not normalised for the weight": ("store_rows(normal_out, p, P, normal, C)",
+                                        "store_rows(normal_out, p, P, x_hat, C)"),
+}
+OUTPUT_MUTANTS = {
+    "dropout of a wrong row": ("p // Y % X * sx + p % Y * sy)[:, None] + tl.arange",
+                               "p // Y % X * sx + p % X * sy)[:, None] + tl.arange"),
+    "residual dropped too": ("    if RESIDUAL:\n        acc +=", "    if RESIDUAL:\n        acc += factors("
+                             "drop, p, P, X, Y, sb, sx, sy, C) *"),
+    "no residual": ("acc += rows(residual", "acc += 0 * rows(residual"),
+    "gradient not dropped": ("        d *= factors", "        d = d + 0 * factors"),
+    "last channels dropped": ("range(0, K, BK)", "range(0, K - BK, BK)"),
+    "sums of the first program alone": ("add_up(parts, dbias)", "dbias.copy_(parts[0])"),
+}
+
+
+def norm_problem(dtype, shape, width, heads, module=projection):
+    """(ours, plain, tensors) of a case; outputs behind each other in one tensor"""
+    torch.manual_seed(0)
+    c = shape[-1]
+    x, norm_weight, norm_bias = torch.randn(shape), 1 + 0.1 * torch.randn(c), 0.1 * torch.randn(c)
+    weights = [c ** -0.5 * torch.randn(n, c) for n in (width, heads) if n]
+
+    def joined(function):
+        def run(x, norm_weight, norm_bias, *weights):
+            weights = iter(weights)
+            pair = [next(weights) if n else None for n in (width, heads)]
+            found = function(x, norm_weight, norm_bias, *pair, 1e-5)
+            return torch.cat([t.flatten() for t in found if t is not None])
+        return run
+    tensors = [t.to(dtype) for t in (x, norm_weight, norm_bias, *weights)]
+    return joined(module.norm_project), joined(projection.norm_project_reference), tensors
+
+
+def output_problem(dtype, shape, channels, residual, dim, module=projection):
+    torch.manual_seed(0)
+    k, out = shape[-1], (*shape[:3], channels)
+    drop = (torch.rand([1 if d == dim else n for d, n in enumerate(out)]) > 0.3) / 0.7 if dim else None
+    sizes, scales = (shape, (channels, k), channels, out), (1, k ** -0.5, 1, 1)
+    tensors = [scale * torch.randn(size) for size, scale in zip(sizes, scales, strict=True)]
+
+    def dropping(function):
+        def run(*given):
+            return function(*given, *[None] * (4 - len(given)), None if drop is None else drop.to(dtype))
+        return run
+    tensors = [t.to(dtype) for t in tensors[:4 if residual else 3]]
+    return dropping(module.output_project), dropping(projection.output_project_reference), tensors
+
+
+@pytest.mark.parametrize("case, dtype", in_dtypes(NORM_CASES))
+def test_norm_project(case, dtype):
+    assert not violations(*norm_problem(dtype, *NORM_CASES[case]))
+
+
+@pytest.mark.parametrize("case, dtype", in_dtypes(OUTPUT_CASES))
+def test_output_project(case, dtype):
+    assert not violations(*output_problem(dtype, *OUTPUT_CASES[case]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", NORM_MUTANTS)
+def test_mutants_of_norm_project_are_caught(broken, tmp_path):
+    module = mutant(projection, *NORM_MUTANTS[broken], tmp_path)
+    assert violations(*norm_problem(torch.float32, *NORM_CASES["two samples, odd"], module))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", OUTPUT_MUTANTS)
+def test_mutants_of_output_project_are_caught(broken, tmp_path):
+    module = mutant(projection, *OUTPUT_MUTANTS[broken], tmp_path)
+    assert violations(*output_problem(torch.float32, *OUTPUT_CASES["rows dropped"], module))
+
+
+@pytest.mark.parametrize("problem", [norm_problem(torch.float32, *NORM_CASES["two samples, odd"]),
+                                     output_problem(torch.float32, *OUTPUT_CASES["columns dropped"])])
+def test_compiles_in_one_piece(problem):
+    ours, plain, tensors = problem
+    assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)

@@ -1,0 +1,119 @@
+"""Triton kernels on a GPU: outputs and gradients by the 3x rule, the model with them, CUDA graphs."""
+import pathlib
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
+sys.path.append(str(pathlib.Path(__file__).resolve().parent / "interpreted"))
+import check_attention_layer as layers
+import check_biased_attention as attention
+import check_outer_product as outer
+import check_transition as transitions
+import check_triangle_multiplication as multiplication
+from rule import violations
+
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels import biased_attention
+from fusion_lab.measuring import accuracy
+from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.machine import process_settings
+from proteins.batches import SyntheticProteins
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+SIZES = (77, 128, 385)
+HALF = (torch.bfloat16, torch.float16)
+PROBLEMS = {  # what a check of the interpreter calls a case, at size S
+    "attention, starting node": (attention, lambda S: (1, 5, S, 4, 32, 2, True, True, True)),
+    "attention, ending node": (attention, lambda S: (2, S, 3, 2, 16, 1, True, True, False)),
+    "attention, columns": (attention, lambda S: (1, S, 7, 4, 16, 1, False, True, True)),
+    "attention, one row": (attention, lambda S: (1, 1, S, 4, 16, 2, True, True, True)),
+    "columns of one row": (attention, lambda S: (1, 1, S, 4, 16, 1, False, False, True)),
+    "outgoing": (multiplication, lambda S: (1, S, 128, True, 2, "own", 1, True, "all")),
+    "incoming": (multiplication, lambda S: (1, S, 64, False, 2, "own", 2, True, "nothing")),
+    "transition": (transitions, lambda S: ((1, 5, S, 128), 512, "own")),
+    "sub-layer, starting node": (layers, lambda S: (1, S, S, 128, 4, 2, "own", True, True, 1)),
+    "sub-layer, ending node": (layers, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
+    "sub-layer, MSA rows": (layers, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),
+    "sub-layer, columns of one row": (layers, lambda S: (1, 1, S, 64, 4, 1, None, False, True, None)),
+    "outer product": (outer, lambda S: (1, 64, S, 32, 128, True, True)),
+    "outer product, odd": (outer, lambda S: (2, 37, S, 32, 64, False, False)),
+    "outer product, one row": (outer, lambda S: (1, 1, S, 32, 128, True, True)),
+}
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_three_times_the_error_of_plain_pytorch(name, size, dtype):
+    module, case = PROBLEMS[name]
+    with torch.device(DEVICE):
+        assert not violations(*module.problem(dtype, *case(size)))
+
+
+@pytest.mark.parametrize("length", [5, 130])
+def test_rows_without_any_key_are_finite_and_have_no_gradient(length):
+    q, k, v = (torch.randn(1, 3, 2, length, 16, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+               for _ in range(3))
+    keys = torch.ones(1, 3, length, device=DEVICE)
+    keys[:, 1] = 0
+    bias = torch.randn(1, 2, length, length, device=DEVICE, dtype=torch.bfloat16)
+    out = biased_attention.row_attention(q, k, v, bias, keys)
+    assert torch.allclose(out[:, 1].float(), v[:, 1].float().mean(2, keepdim=True).expand_as(out[:, 1]),
+                          atol=2e-2)
+    out.sum().backward()
+    assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
+
+
+@pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer product"])
+def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
+    module, case = PROBLEMS[name]
+    with torch.device(DEVICE):
+        ours, plain, tensors = module.problem(torch.bfloat16, *case(77))
+
+    def step(batch):
+        given = [batch[n].detach().requires_grad_() for n in sorted(batch)]
+        out = ours(*given)
+        grads = torch.autograd.grad(out, given, torch.ones_like(out), allow_unused=True)
+        return torch.cat([t.flatten().float() for t in (out, *grads) if t is not None])
+    batch = {f"{n:02}": t for n, t in enumerate(tensors)}
+    graph = GraphedStep(step, batch, torch.device(DEVICE))
+    new = {n: t + 0.25 * torch.randn_like(t) for n, t in batch.items()}
+    for data in (batch, new):
+        assert torch.equal(graph(data), step(data))
+
+
+def settings(amp, everything=True, **sizes):
+    fusion = tof.FusionConfig.ultra()
+    switches = {name: getattr(fusion, name) or everything and name.startswith("enable_triton_")
+                for name in fusion.names()}
+    return tof.PROGRAM.settings(**{**dict(num_blocks=1, batch_size=2, seq_len=96, num_seqs=24), **switches,
+                                   **sizes}, use_amp=True, amp_dtype=amp)
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("sizes", [{}, dict(batch_size=1, seq_len=161, num_seqs=1)])
+def test_the_model_with_ultra_and_with_every_kernel(amp, everything, sizes):
+    found = accuracy.compare_numerics(tof.PROGRAM, settings(amp, everything, **sizes), torch.device(DEVICE))
+    assert found[1] == []
+
+
+def test_graphed_steps_with_every_kernel_are_eager_steps():
+    losses = []
+    for graphs in (False, True):
+        given = settings("bfloat16", enable_cuda_graphs=graphs, dropout=0.0)
+        process_settings(given, torch.device(DEVICE))
+        source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+        losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
+        assert (trainer.graph is not None) == graphs
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one():
+    with torch.device("cuda:1"):
+        assert not violations(*layers.problem(torch.bfloat16, *PROBLEMS["sub-layer, MSA rows"][1](77)))
