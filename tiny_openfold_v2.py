@@ -872,7 +872,8 @@ def run(argv=None, program=PROGRAM):
     if arguments.check_flags:
         return reporting.print_settings(program, settings, mode)
     if mode is None:
-        return train(program, settings, arguments.compare_with_v1)
+        done = program.instead(program, settings)
+        return train(program, settings, arguments.compare_with_v1) if done is None else done
     files.require_directory(settings.profiler.profile_dir)
     if mode == "--compare-fusion":
         return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)

@@ -6,22 +6,34 @@ from fusion_lab.training.options import option
 
 
 @dataclass(frozen=True)
-class TrainingConfig(options.TrainingConfig):
-    """Proteins to train on, held out, drawn."""
+class Families(options.TrainingConfig):
+    """Real proteins, and which are held out."""
+    data: str = option(None, "directory of real proteins: NAME.cif or NAME.pdb with an alignment NAME.a3m, .sto "
+                             "or .fasta beside it", type=str, metavar="DIR")
+    holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
+    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
+                                     type=float)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("holdout", "holdout_fraction"):
+            self.require(name, "data")
+        if self.holdout and self.holdout_fraction is not None:
+            self.refuse("holdout", "allowed without --holdout-fraction only")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Families):
+    """One protein, what is drawn, pictures."""
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs",
                             low=1, type=int)
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
                                   "covarying (hard, nearer to real alignments)",
                                   choices=("paired", "covarying"))
-    data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
-                             "NAME.pdb", type=str, metavar="DIR")
     msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE")
     structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
     query: str = option(None, "name of the query row in --msa; default: the first row", type=str,
                         metavar="NAME")
-    holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
-    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
-                                     type=float)
     plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
                                       "as TSV)", type=str, training_only=True, metavar="DIR")
 
@@ -30,12 +42,9 @@ class TrainingConfig(options.TrainingConfig):
         if (self.msa is None) != (self.structure is None):
             given, missing = ("msa", "structure") if self.msa else ("structure", "msa")
             self.refuse(given, f"must come together with --{missing}")
-        for name, needed in (("holdout", "data"), ("holdout_fraction", "data"), ("query", "msa")):
-            self.require(name, needed)
+        self.require("query", "msa")
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")
-        if self.holdout and self.holdout_fraction is not None:
-            self.refuse("holdout", "allowed without --holdout-fraction only")
 
 
 @dataclass(frozen=True)

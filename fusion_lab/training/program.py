@@ -123,6 +123,7 @@ class Program(CommandLine):
     # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
     start_lines: Callable = nothing
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
+    instead: Callable = nothing    # instead(program, settings) -> exit code of what is done instead of training
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
     titles: dict = field(default_factory=dict)  # {name in the start-up lines: switch}
     tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
