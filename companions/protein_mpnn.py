@@ -6,8 +6,8 @@
     python companions/protein_mpnn.py --data DIR --holdout-fraction 0.25   # on your structures
     python companions/protein_mpnn.py --design X.pdb --weights FILE        # sequences as FASTA
 
-Dauparas et al. 2022 (doi:10.1126/science.add2187), under the parameter names of its authors, so that their
-published weights load (--weights). Reading order: first_layer and Messages, where fused and plain code stand
+Dauparas et al. 2022 (doi:10.1126/science.add2187), under the parameter names of its authors, whose weights
+load (--weights). Reading order: first_layer and Messages, where fused and plain code stand
 side by side, then EncLayer, DecLayer, ProteinMPNN. A message is W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])); W1 of a
 concatenation is a sum, and W3 may come after the sum over neighbours: two thirds of the arithmetic was never
 needed.
@@ -18,16 +18,18 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
+from fusion_lab.kernels.limits import HAS_TRITON, MESSAGE_CHANNELS
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, Switches, option
 from fusion_lab.training.program import CommandLine, Program
-from proteins.options import Families
+from proteins.options import DesignTraining
 
 BUCKETS = (64, 128, 256, 512)  # padded lengths
 
@@ -42,40 +44,26 @@ class MpnnConfig(Checked):
     seq_len: int = option(128, "residues L of a sample (crop length)", low=1, resized=True)
     dropout: float = option(0.1, "dropout in all layers", low=0.0, below=1.0, resized=True)
 
-
-@dataclass(frozen=True)
-class MpnnTraining(Families):
-    """Backbones to train on, noise, design."""
-    backbone_noise: float = option(0.1, "standard deviation of what is added to coordinates in training, in "
-                                        "Å", low=0.0)
-    label_smoothing: float = option(0.0, "share of the target that all residues have alike", low=0.0, below=1.0)
-    design: str = option(None, "print sequences for this backbone, FILE or FILE:CHAIN, instead of training; "
-                               "needs --weights", type=str, training_only=True, metavar="PDB")
-    weights: str = option(None, "weights for --design: a checkpoint of this program, or the published ones",
-                          type=str, training_only=True, metavar="FILE")
-    temperature: float = option(0.1, "of the sampled sequences", low=1e-3)
-    samples: int = option(4, "sequences to print", low=1)
-    fixed: str = option(None, 'residues that keep their letter in --design: "A10-20,A35"', type=str,
-                        metavar="NAMES")
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name, needed in (("design", "weights"), ("weights", "design"), ("fixed", "design")):
-            self.require(name, needed)
+    def in_words(self):
+        return f"{self.num_layers}+{self.num_layers} layers, D {self.hidden_dim}, k {self.neighbors}"
 
 
 @dataclass(frozen=True)
 class MpnnSwitches(Switches):
     """Which operations run fused."""
     enable_split_fusion: bool = option(
-        True, "W1 of [h_i; e_ij; h_j] as a sum: residues are projected once, not once a neighbour", preset=True)
+        True, "W1 of [h_i; e_ij; h_j] as a sum: residues are projected once, not once a neighbour",
+        preset=True)
     enable_aggregate_fusion: bool = option(
         True, "the last layer of a message after the sum over neighbours", preset=True)
     enable_edge_fusion: bool = option(
-        True, "edges projected for all layers of the decoder in one GEMM", preset=True)
+        True, "edges projected once for all layers of the decoder, in one GEMM", preset=True)
     enable_bucketing: bool = option(
-        False, f"samples padded to the next of {', '.join(map(str, BUCKETS))} residues, a CUDA graph for each, "
-        "not all to --seq-len", preset=True, rung=4)
+        False, f"samples padded to the next of {', '.join(map(str, BUCKETS))} residues, not all to --seq-len; "
+        "a CUDA graph for each length", preset=True, rung=4)
+    enable_message_kernel: bool = option(
+        False, "one Triton kernel from edges to the sum over neighbours; includes split and aggregate fusion",
+        rung=5)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every layer, recompute the rest in backward", rung=7)
 
@@ -83,11 +71,15 @@ class MpnnSwitches(Switches):
         found = super().idle(settings, on_gpu)
         if self.enable_bucketing and settings.model.seq_len <= BUCKETS[0]:
             found.append(f"bucketing needs --seq-len above {BUCKETS[0]}")
+        if self.enable_message_kernel and not (on_gpu and HAS_TRITON and settings.training.use_amp):
+            found.append("the message kernel needs a GPU, Triton and --use-amp")
+        elif self.enable_message_kernel and settings.model.hidden_dim not in MESSAGE_CHANNELS:
+            found.append(f"the message kernel is for {', '.join(map(str, MESSAGE_CHANNELS))} channels")
         return found
 
 
 COMMAND_LINE = CommandLine(
-    file=__file__, about=__doc__, model_config=MpnnConfig, training_config=MpnnTraining,
+    file=__file__, about=__doc__, model_config=MpnnConfig, training_config=DesignTraining,
     fusion_config=MpnnSwitches,
     headline=("enable_split_fusion", "enable_aggregate_fusion", "enable_edge_fusion"),
     demo=dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64, batch_size=8, learning_rate=2e-3,
@@ -101,8 +93,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fusion_lab.kernels import triton
 from fusion_lab.kernels.precision import at_least_float32
-from fusion_lab.training.machine import choose_device
 from proteins import designs
 from proteins.files import UNKNOWN
 from tiny_openfold_v2 import Trainer, main
@@ -114,16 +106,28 @@ from tiny_openfold_v2 import Trainer, main
 SCALE = 30  # the sum over neighbours is divided by this
 
 
+class Graph(NamedTuple):
+    """Which rows of a table a residue hears."""
+    index: torch.Tensor    # (B, L, k)
+    attends: torch.Tensor  # (B, L, k, 1), 0 for a neighbour that is not there
+    leading: tuple | None  # triton.incoming(index), where the message kernel runs
+
+
 def gather(table, index):
     """Rows of table (n, c) for index (B, L, k): (B, L, k, c)."""
     return table.index_select(0, index.flatten()).view(*index.shape, -1)
 
 
+def parts(layer, h_V):
+    """The weights of layer for a residue itself, for an edge, for what is known of a neighbour."""
+    D = h_V.shape[-1]
+    return layer.weight.split([D, D, layer.in_features - 2 * D], dim=1)
+
+
 def first_layer(layer, h_V, h_E, table, index, split, projected=None):
     """layer([h_i; e_ij; t_j]), (B, L, k, D): residues h_V (B, L, D), edges h_E (B, L, k, D), and of table
     (n, c) the rows index (B, L, k). projected: the edges' share, if somebody has it already."""
-    D = h_V.shape[-1]
-    own, edge, other = layer.weight.split([D, D, layer.in_features - 2 * D], dim=1)
+    own, edge, other = parts(layer, h_V)
     if split:
         x = F.linear(h_V, own, layer.bias)[:, :, None] + gather(F.linear(table, other), index)
         return x + (F.linear(h_E, edge) if projected is None else projected)
@@ -155,13 +159,22 @@ class Messages(nn.Module):
         self.W1, self.W2, self.W3 = nn.Linear(2 * D + context, D), nn.Linear(D, D), nn.Linear(D, D)
         self.dense = FeedForward(D)
 
-    def message(self, h_V, h_E, table, index, attends, projected=None):
-        """(B, L, D), the sum over neighbours; attends (B, L, k, 1): 0 for those that are not there."""
-        x = first_layer(self.W1, h_V, h_E, table, index, self.split, projected)
+    def message(self, h_V, h_E, table, graph, projected=None):
+        """(B, L, D), the sum over neighbours."""
+        if graph.leading:
+            own, edge, other = parts(self.W1, h_V)
+            own, table = F.linear(h_V, own, self.W1.bias), F.linear(table, other)
+            return self.third_layer(triton.messages(own, h_E, table, graph.index, graph.attends[..., 0], edge,
+                                                    self.W2, graph.leading), graph)
+        x = first_layer(self.W1, h_V, h_E, table, graph.index, self.split, projected)
         x = F.gelu(self.W2(F.gelu(x)))  # (B, L, k, D)
-        if self.aggregate:  # W3 after the sum, which its bias enters as often as there are neighbours
-            return (F.linear((attends * x).sum(2), self.W3.weight) + attends.sum(2) * self.W3.bias) / SCALE
-        return (attends * self.W3(x)).sum(2) / SCALE
+        if self.aggregate:
+            return self.third_layer((graph.attends * x).sum(2), graph)
+        return (graph.attends * self.W3(x)).sum(2) / SCALE
+
+    def third_layer(self, summed, graph):
+        """W3 after the sum, which its bias enters as often as there are neighbours."""
+        return (F.linear(summed, self.W3.weight) + graph.attends.sum(2) * self.W3.bias) / SCALE
 
     def update(self, h_V, message, mask):
         h_V = self.norm1(h_V + self.dropout(message))
@@ -178,10 +191,10 @@ class EncLayer(Messages):
         self.norm3 = nn.LayerNorm(D)
         self.W11, self.W12, self.W13 = nn.Linear(3 * D, D), nn.Linear(D, D), nn.Linear(D, D)
 
-    def forward(self, h_V, h_E, index, mask, attends):
-        """h_V (B, L, D), h_E (B, L, k, D), index (B, L, k) into n residues, mask (B, L), attends (B, L, k, 1)."""
-        h_V = self.update(h_V, self.message(h_V, h_E, h_V.flatten(0, 1), index, attends), mask)
-        x = first_layer(self.W11, h_V, h_E, h_V.flatten(0, 1), index, self.split)
+    def forward(self, h_V, h_E, graph, mask):
+        """h_V (B, L, D), h_E (B, L, k, D), graph into n residues, mask (B, L)."""
+        h_V = self.update(h_V, self.message(h_V, h_E, h_V.flatten(0, 1), graph), mask)
+        x = first_layer(self.W11, h_V, h_E, h_V.flatten(0, 1), graph.index, self.split)
         x = self.W13(F.gelu(self.W12(F.gelu(x))))
         return h_V, self.norm3(h_E + self.dropout(x))
 
@@ -193,9 +206,9 @@ class DecLayer(Messages):
     def __init__(self, config, fusion):
         super().__init__(config, fusion, context=2 * config.hidden_dim)
 
-    def forward(self, h_V, h_E, table, index, mask, attends, projected=None):
+    def forward(self, h_V, h_E, table, graph, mask, projected=None):
         """table (2 n, 2 D): [letter; state] of all residues as decoded, then as not decoded."""
-        return self.update(h_V, self.message(h_V, h_E, table, index, attends, projected), mask)
+        return self.update(h_V, self.message(h_V, h_E, table, graph, projected), mask)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -230,10 +243,10 @@ class ProteinFeatures(nn.Module):
 
     def forward(self, X, E_idx, index, residue_idx, chain):
         """(B, L, k, D), of X (B, L, 4, 3) in Å."""
-        N, Ca, C, O = X.unbind(2)
+        N, Ca, C, _ = X.unbind(2)
         b, c = Ca - N, C - Ca
         Cb = -0.58273431 * torch.cross(b, c, dim=-1) + 0.56802827 * b - 0.54067466 * c + Ca
-        atoms = torch.stack([N, Ca, C, O, Cb], dim=2)  # (B, L, 5, 3)
+        atoms = torch.cat([X, Cb[:, :, None]], dim=2)  # (B, L, 5, 3)
         others = gather(atoms.flatten(2).flatten(0, 1), index).unflatten(-1, (5, 3))  # (B, L, k, 5, 3)
         square = (atoms[:, :, None, :, None] - others[:, :, :, None]).square().sum(-1)  # (B, L, k, 5, 5)
         distance = (square + 1e-6).sqrt().flatten(-2)[..., PLACES]
@@ -275,11 +288,12 @@ class ProteinMPNN(nn.Module):
         neighbours, here by distance if absent; targets (B, L), default S, those of mask count and are no
         UNKNOWN only where given. Returns dict(log_probs (B, L, 21), loss)."""
         E_idx = designs.nearest(X, mask, self.config.neighbors) if E_idx is None else E_idx
-        h_V, h_E, index, attends = self.encode(X, mask, residue_idx, chain, E_idx)
+        h_V, h_E, graph = self.encode(X, mask, residue_idx, chain, E_idx)
         rank = torch.empty_like(decoding_order).scatter_(
             1, decoding_order, torch.arange(S.shape[1], device=S.device).expand_as(S))
-        decoded = gather(rank.flatten()[:, None], index)[..., 0] < rank[:, :, None]  # (B, L, k)
-        logits = self.decode(h_V, h_E, self.W_s(S), index + h_V.shape[:2].numel() * ~decoded, mask, attends)
+        decoded = gather(rank.flatten()[:, None], graph.index)[..., 0] < rank[:, :, None]  # (B, L, k)
+        graph = self.graph(graph.index + S.numel() * ~decoded, graph.attends, h_E, 2 * S.numel())
+        logits = self.decode(h_V, h_E, self.W_s(S), graph, mask)
         log_probs = logits.to(at_least_float32(logits.dtype)).log_softmax(-1)
         counts = mask if targets is None else mask * (targets >= 0)
         targets = S if targets is None else targets.clamp(min=0)
@@ -292,35 +306,40 @@ class ProteinMPNN(nn.Module):
                               preserve_rng_state=self.config.dropout > 0)
         return module(*inputs)
 
+    def graph(self, index, attends, h_E, rows):
+        kernel = self.fusion.enable_message_kernel and triton.hears(h_E)
+        return Graph(index, attends, triton.incoming(index, rows) if kernel else None)
+
     def encode(self, X, mask, residue_idx, chain, E_idx):
-        """Residues h_V, edges h_E, neighbours as rows of all n residues, which of them are there."""
+        """Residues h_V, edges h_E, the graph into all n residues."""
         starts = X.shape[1] * torch.arange(len(X), device=X.device)
         index = E_idx + starts[:, None, None]  # (B, L, k)
         h_E = self.W_e(self.features(X, E_idx, index, residue_idx, chain))  # (B, L, k, D)
         h_V = torch.zeros_like(h_E[:, :, 0])  # (B, L, D)
         attends = (mask[:, :, None] * gather(mask.flatten()[:, None], index)[..., 0])[..., None].to(h_E.dtype)
+        graph = self.graph(index, attends, h_E, mask.numel())
         for layer in self.encoder_layers:
-            h_V, h_E = self.layer(layer, h_V, h_E, index, mask, attends)
-        return h_V, h_E, index, attends
+            h_V, h_E = self.layer(layer, h_V, h_E, graph, mask)
+        return h_V, h_E, graph
 
-    def decode(self, h_V, h_E, h_S, index, mask, attends):
-        """Logits (B, L, 21); index (B, L, k) into the 2 n rows of a DecLayer's table."""
+    def decode(self, h_V, h_E, h_S, graph, mask):
+        """Logits (B, L, 21); graph into the 2 n rows of a DecLayer's table."""
         projected = [None] * len(self.decoder_layers)
-        if self.fusion.enable_edge_fusion:
-            D = h_E.shape[-1]
-            weights = torch.cat([layer.W1.weight[:, D:2 * D] for layer in self.decoder_layers])
-            projected = F.linear(h_E, weights).split(D, dim=-1)  # (B, L, k, D) for each layer
+        if self.fusion.enable_edge_fusion and not graph.leading:
+            weights = torch.cat([parts(layer.W1, h_V)[1] for layer in self.decoder_layers])
+            projected = F.linear(h_E, weights).split(h_V.shape[-1], dim=-1)  # (B, L, k, D) for each layer
         hidden = torch.cat([torch.zeros_like(h_S), h_V], dim=-1)
         for layer, edges in zip(self.decoder_layers, projected, strict=True):
             table = torch.stack([torch.cat([h_S, h_V], -1), hidden]).flatten(0, 2)  # (2 n, 2 D)
-            h_V = self.layer(layer, h_V, h_E, table, index, mask, attends, edges)
+            h_V = self.layer(layer, h_V, h_E, table, graph, mask, edges)
         return self.W_out(h_V)
 
     @torch.no_grad()
     def sample(self, X, S, mask, residue_idx, chain, decoding_order, fixed, temperature, generator):
         """Residues (B, L), drawn one after the other in decoding_order; those that fixed (L,) marks are S's.
         Every step decodes one residue of each sample, through all layers."""
-        h_V, h_E, index, attends = self.encode(X, mask, residue_idx, chain, designs.nearest(X, mask, self.config.neighbors))
+        E_idx = designs.nearest(X, mask, self.config.neighbors)
+        h_V, h_E, (index, attends, _) = self.encode(X, mask, residue_idx, chain, E_idx)
         S, done = torch.where(fixed, S, 0), torch.zeros_like(S, dtype=torch.bool)
         states = [h_V, *(torch.zeros_like(h_V) for _ in self.decoder_layers)]  # after each layer
         hidden, rows = torch.cat([torch.zeros_like(h_V), h_V], -1), torch.arange(len(S), device=S.device)
@@ -331,8 +350,8 @@ class ProteinMPNN(nn.Module):
             for number, layer in enumerate(self.decoder_layers):
                 table = torch.stack([torch.cat([h_S, states[number]], -1), hidden]).flatten(0, 2)
                 states[number + 1][rows, i] = layer(
-                    states[number][rows, i][:, None], h_E[rows, i][:, None], table, near,
-                    mask[rows, i][:, None], attends[rows, i][:, None])[:, 0]
+                    states[number][rows, i][:, None], h_E[rows, i][:, None], table,
+                    Graph(near, attends[rows, i][:, None], None), mask[rows, i][:, None])[:, 0]
             logits = self.W_out(states[-1][rows, i])[:, :UNKNOWN] / temperature  # no sample is unknown
             drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
             S[rows, i] = torch.where(fixed[i], S[rows, i], drawn)
@@ -361,7 +380,8 @@ class BucketTrainer(Trainer):
         if self.settings.fusion.enable_bucketing or missing <= 0:
             return batch
         batch = {key: F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) for key, x in batch.items()}
-        batch["decoding_order"][:, -missing:] = torch.arange(order.shape[1], order.shape[1] + missing).to(order)
+        last = torch.arange(order.shape[1], order.shape[1] + missing, device=order.device)
+        batch["decoding_order"] = torch.cat([order, last.expand(len(order), -1)], dim=1)
         return batch
 
     def forward(self, batch):
@@ -381,29 +401,15 @@ class BucketTrainer(Trainer):
 # --------------------------------------------------------------------------------------------------------
 
 
-def start_lines(trainer):
-    c = trainer.settings.model
-    return dict(sizes=f"{c.num_layers}+{c.num_layers} layers, D {c.hidden_dim}, k {c.neighbors}", remarks={},
-                last=None)
-
-
-def design_instead(program, settings):
-    """--design does no training: its exit code, or None."""
-    if settings.training.design is None:
-        return None
-    device = choose_device(settings.training.device)
-    return designs.design(program, settings, device)
-
-
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="protein_mpnn", suffix="protein_mpnn", model=ProteinMPNN,
     trainer=BucketTrainer, open_source=partial(designs.Designs, buckets=BUCKETS),
     check_batch=designs.masked_batch, defined=designs.defined, tiny=dict(hidden_dim=32, num_layers=1,
                                                                         neighbors=8, seq_len=24),
     sublayers=("features", "encoder", "decoder"), blocks=lambda settings: settings.model.num_layers,
-    start_lines=start_lines, evaluate=designs.evaluate, evaluation_name="recovery",
+    start_lines=lambda trainer: dict(sizes=trainer.model.config.in_words()), evaluate=designs.evaluate, evaluation_name="recovery",
     evaluation_line=designs.evaluation_line, scores=designs.scores, closing=designs.closing,
-    instead=design_instead,
+    instead=designs.design, flops_vary=True,
     titles={"Split Fusion": "enable_split_fusion", "Aggregate Fusion": "enable_aggregate_fusion",
             "Edge Fusion": "enable_edge_fusion", "Bucketing": "enable_bucketing",
             "Torch Compile": "enable_torch_compile"})

@@ -44,8 +44,8 @@ def read_backbone(path, chain=None):
     parts, start = [], 0
     for number, found in enumerate(files.read_structure(path, chain)):
         whole = np.flatnonzero(np.isfinite(found.backbone).all((1, 2)))
-        parts.append((found.sequence[whole], found.backbone[whole], start + whole, np.full(len(whole), number),
-                      [found.name + str(found.numbers[i]) for i in whole]))
+        parts.append((found.sequence[whole], found.backbone[whole], start + whole,
+                      np.full(len(whole), number), [found.name + str(found.numbers[i]) for i in whole]))
         start += len(found.sequence) + BETWEEN_CHAINS
     tokens, atoms, places, chains, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
     if not len(tokens):
@@ -126,8 +126,9 @@ def fixed_residues(backbone, text):
     chosen, numbers = np.zeros(len(backbone), bool), {label: i for i, label in enumerate(backbone.labels)}
     for word in filter(None, text.split(",")):
         parts = re.fullmatch(r"(\D*)(-?\d+\w*)(?:-(-?\d+\w*))?", word.strip())
-        ends = [numbers.get(f"{parts[1]}{number}") for number in (parts[2], parts[3] or parts[2])] if parts else []
-        if not ends or None in ends or ends[0] > ends[1]:
+        ends = [numbers.get(f"{parts[1]}{number}") for number in (parts[2], parts[3] or parts[2])
+                ] if parts else [None]
+        if None in ends or ends[0] > ends[1]:
             raise DataError(f"--fixed {word}: no such residues in {backbone.name}; they are called "
                             f"{', '.join(backbone.labels[:3])}, ... {backbone.labels[-1]}")
         chosen[ends[0]:ends[1] + 1] = True

@@ -11,6 +11,7 @@ import torch
 
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import MISSING, UserError
+from fusion_lab.training.machine import choose_device
 from proteins import backbones, files
 from proteins.backbones import BEST_RECOVERY, Backbone, built_in
 from proteins.batches import HoldsOut
@@ -97,11 +98,12 @@ class Designs(HoldsOut):
         length = next(bucket for bucket in self.buckets if bucket >= longest)
         samples = [sample_of(b, b.rows[rng.integers(len(b.rows))], length,
                              int(rng.integers(max(len(b) - length, 0) + 1))) for b in found]
-        return assemble(samples, rng, self.config.neighbors, self.training.backbone_noise if self.real else 0.0)
+        noise = self.training.backbone_noise if self.real else 0.0
+        return assemble(samples, rng, self.config.neighbors, noise)
 
     def evaluation(self):
-        """{"training": ..., "held_out": ...}, each an iterator over (name, batch of one whole protein with its
-        own sequence)."""
+        """{"training": ..., "held_out": ...}, each an iterator over (name, batch of one whole protein with
+        its own sequence)."""
         def batches(found):
             for b in found:
                 rng = np.random.default_rng((self.training.seed, 3))
@@ -122,7 +124,8 @@ class Designs(HoldsOut):
 
 def masked_batch(settings, device):
     """Built-in backbones in two chains, the last one with padding, an unknown residue and unasked ones."""
-    length, source = settings.model.seq_len, Designs(settings.having(data=None, holdout=None, holdout_fraction=None))
+    length = settings.model.seq_len
+    source = Designs(settings.having(data=None, holdout=None, holdout_fraction=None))
     samples, rng = [], np.random.default_rng(0)
     for i in range(settings.training.batch_size):
         b = source.made(i)
@@ -173,8 +176,9 @@ def recovery(log_probs, targets):
 def pooled(proteins):
     """(recovery, perplexity, residues) over all residues of evaluated proteins."""
     count = sum(p["residues"] for p in proteins.values())
-    mean = {key: sum(p[key] * p["residues"] for p in proteins.values()) / count for key in ("recovery", "nll")}
-    return mean["recovery"], math.exp(min(mean["nll"], 100.0)), count
+    share, nll = (sum(p[key] * p["residues"] for p in proteins.values()) / count
+                  for key in ("recovery", "nll"))
+    return share, math.exp(min(nll, 100.0)), count
 
 
 def scores(evaluation):
@@ -205,11 +209,11 @@ def closing(trainer, source, evaluations):
     final = evaluations.get("final")
     if final and final["held_out"]:
         share, _, count = pooled(final["held_out"])
-        best = "" if source.real else f", {100 * BEST_RECOVERY:.0f}% could"
-        print(f"In words: after {trainer.step_number} steps it names {100 * share:.0f}% of {count} residues of "
-              f"{len(final['held_out'])} proteins it never saw, from the backbone and the residues before; "
-              f"always {final['yardsticks']['constant']} would name {100 * final['yardsticks']['recovery']:.0f}%"
-              f"{best}.")
+        yardsticks = final["yardsticks"]
+        best = "" if source.real else f", {100 * BEST_RECOVERY:.0f}% could be"
+        print(f"In words: after {trainer.step_number} steps it names {100 * share:.0f}% of {count} residues "
+              f"of {len(final['held_out'])} proteins it never saw, by backbone and residues before; "
+              f"always {yardsticks['constant']} would be {100 * yardsticks['recovery']:.0f}%{best}.")
 
 
 # --- Design ---------------------------------------------------------------------------------------------
@@ -232,9 +236,12 @@ def load_weights(model, path):
         raise UserError(f"--weights {path}: made for another model ({first[:150]}); pass its sizes") from None
 
 
-def design(program, settings, device):
-    """--design: native and sampled sequences as FASTA on stdout; returns the exit code."""
+def design(program, settings):
+    """--design: native and sampled sequences as FASTA on stdout; returns the exit code, None without it."""
     training = settings.training
+    if training.design is None:
+        return None
+    device = choose_device(training.device)
     path, chain = files.split_structure_argument(training.design)
     b = reading(backbones.read_backbone, path, chain)
     fixed = reading(backbones.fixed_residues, b, training.fixed or "")
@@ -247,8 +254,9 @@ def design(program, settings, device):
     del batch["targets"], batch["E_idx"]
     batch = to_device(batch | dict(decoding_order=order), device)
     with torch.compiler.set_stance("force_eager"):
-        drawn = model.sample(**batch, fixed=torch.from_numpy(fixed).to(device), temperature=training.temperature,
-                             generator=torch.Generator(device).manual_seed(training.seed)).cpu()
+        generator = torch.Generator(device).manual_seed(training.seed)
+        drawn = model.sample(**batch, fixed=torch.from_numpy(fixed).to(device),
+                             temperature=training.temperature, generator=generator).cpu()
         log_probs = model(**{**batch, "S": drawn.to(device)})["log_probs"].cpu()
     print(backbones.fasta(f"{b.name} native, {len(b)} residues, {int(fixed.sum())} fixed", b, b.tokens))
     free = torch.from_numpy(~fixed & (b.tokens < UNKNOWN))

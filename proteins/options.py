@@ -8,8 +8,8 @@ from fusion_lab.training.options import option
 @dataclass(frozen=True)
 class Families(options.TrainingConfig):
     """Real proteins, and which are held out."""
-    data: str = option(None, "directory of real proteins: NAME.cif or NAME.pdb with an alignment NAME.a3m, .sto "
-                             "or .fasta beside it", type=str, metavar="DIR")
+    data: str = option(None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, "
+                             ".sto or .fasta", type=str, metavar="DIR")
     holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
     holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
                                      type=float)
@@ -45,6 +45,26 @@ class TrainingConfig(Families):
         self.require("query", "msa")
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")
+
+
+@dataclass(frozen=True)
+class DesignTraining(Families):
+    """Backbones to train on, noise, design."""
+    backbone_noise: float = option(0.1, "standard deviation of what is added to real coordinates in "
+                                        "training, Å", low=0.0)
+    design: str = option(None, "print sequences for this backbone, FILE or FILE:CHAIN, instead of training; "
+                               "needs --weights", type=str, training_only=True, metavar="PDB")
+    weights: str = option(None, "weights for --design: a checkpoint of this program, or the published ones",
+                          type=str, training_only=True, metavar="FILE")
+    temperature: float = option(0.1, "of the sampled sequences", low=1e-3)
+    samples: int = option(4, "sequences to print", low=1)
+    fixed: str = option(None, 'residues that keep their letter in --design: "A10-20,A35"', type=str,
+                        metavar="NAMES")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, needed in (("design", "weights"), ("weights", "design"), ("fixed", "design")):
+            self.require(name, needed)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -22,15 +23,19 @@ CPU = torch.device("cpu")
 SECOND = ROOT / "tests" / "second_program.py"
 EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
                  num_seqs=6, seq_len=16)
-PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64)}
+PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64),
+            "companions/protein_mpnn.py": dict(hidden_dim=16, num_layers=1, neighbors=6, seq_len=20,
+                                               dropout=0.0)}
+COMPANIONS = {file for file in PROGRAMS if file.startswith("companions/")}
 LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
-          "tests/second_program.py": dict(width=512, batch_size=512)}
+          "tests/second_program.py": dict(width=512, batch_size=512),
+          "companions/protein_mpnn.py": dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.training.interrupts", "fusion_lab.training.reading", "fusion_lab.training.files",
           "fusion_lab.training.options", "fusion_lab.training.program",
-          "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "companions",
-          "tiny_openfold_v2", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
+          "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "tiny_openfold_v2",
+          "companions", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
 PACKAGES = ("fusion_lab", "proteins", "companions", "benchmarks")
 STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
 
@@ -73,6 +78,8 @@ def test_no_import_runs_up_and_none_in_a_circle():
                 assert floor(other) <= floor(name), f"{name} imports {other}, which stands above it"
             if within(name, "fusion_lab"):
                 assert within(other, "fusion_lab"), f"{name} imports {other}: the lab knows no model"
+            if not within(name, "benchmarks"):
+                assert not within(other, "companions"), f"{name} imports {other}: nothing needs a companion"
     done, path = set(), []
 
     def visit(name):
@@ -150,7 +157,8 @@ def test_the_record_is_complete(program):
     assert all(program.result(kind).endswith(f"_{program.suffix}.json") for kind in ("accuracy", "x"))
     trainer = program.trainer(program, settings, CPU)
     assert set(program.sublayers) == {name for name, _ in trainer.model.sublayers()}
-    assert len(trainer.model.sublayers()) == len(program.sublayers) * program.blocks(settings)
+    counts = Counter(name for name, _ in trainer.model.sublayers())
+    assert program.blocks(settings) in counts.values() and {*counts.values()} <= {1, program.blocks(settings)}
     source = program.open_source(settings)
     first, again = source.batch(3), source.batch(3)
     assert all(torch.equal(first[key], again[key]) for key in first) and source.describe()
@@ -187,6 +195,10 @@ def test_a_checkpoint_crosses_settings(program, tmp_path):
             assert second.step(batches[1]).item() == pytest.approx(expected, rel=1e-4)
 
 
+def spoil(module, inputs, output):
+    return torch.utils._pytree.tree_map(lambda y: y * (1 - 1e-4), output)
+
+
 def test_accuracy_passes_and_catches_a_generic_mutant(program):
     """The mutant's fused path loses one part in ten thousand of one sub-layer's output."""
     settings = small(program)
@@ -195,7 +207,7 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
         def mutant(config, fusion, sublayer=sublayer):
             model = program.model(config, fusion)
             if fusion != program.fusion_config.preset(False):
-                dict(model.sublayers())[sublayer].register_forward_hook(lambda _, __, y: y * (1 - 1e-4))
+                dict(model.sublayers())[sublayer].register_forward_hook(spoil)
             return model
         broken = dataclasses.replace(program, model=mutant)
         assert accuracy.compare_numerics(broken, settings, CPU)[1] != [], sublayer

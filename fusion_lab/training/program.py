@@ -122,8 +122,9 @@ class Program(CommandLine):
     # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,
     # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
     start_lines: Callable = nothing
+    flops_vary: bool = False       # whether switches change how much is computed; then it is counted
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
-    instead: Callable = nothing    # instead(program, settings) -> exit code of what is done instead of training
+    instead: Callable = nothing    # instead(program, settings) -> exit code of what it did; None: train
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
     titles: dict = field(default_factory=dict)  # {name in the start-up lines: switch}
     tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
