@@ -6,11 +6,10 @@
     python companions/protein_mpnn.py --data DIR --holdout-fraction 0.25   # on your structures
     python companions/protein_mpnn.py --design X.pdb --weights FILE        # sequences as FASTA
 
-Dauparas et al. 2022 (doi:10.1126/science.add2187), under the parameter names of its authors, whose weights
-load (--weights). Reading order: first_layer and Messages, where fused and plain code stand
-side by side, then EncLayer, DecLayer, ProteinMPNN. A message is W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])); W1 of a
-concatenation is a sum, and W3 may come after the sum over neighbours: two thirds of the arithmetic was never
-needed.
+Dauparas et al. 2022 (doi:10.1126/science.add2187), under its authors' parameter names, so that their weights
+load (--weights). Reading order: first_layer and Messages, where fused and plain code stand side by side, then
+EncLayer, DecLayer, ProteinMPNN. A message is W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])); W1 of a concatenation is
+a sum, and W3 may come after the sum over neighbours: half of the arithmetic was never needed.
 
 Letters in shape comments: B proteins, L residues, k neighbours, D channels, n = B L.
 """
@@ -57,9 +56,9 @@ class MpnnSwitches(Switches):
     enable_aggregate_fusion: bool = option(
         True, "the last layer of a message after the sum over neighbours", preset=True)
     enable_edge_fusion: bool = option(
-        True, "edges projected once for all layers of the decoder, in one GEMM", preset=True)
+        True, "edges projected for all decoder layers in one GEMM", preset=True)
     enable_bucketing: bool = option(
-        False, f"samples padded to the next of {', '.join(map(str, BUCKETS))} residues, not all to --seq-len; "
+        False, f"samples padded to {', '.join(map(str, BUCKETS))} residues, the next, not to --seq-len; "
         "a CUDA graph for each length", preset=True, rung=4)
     enable_message_kernel: bool = option(
         False, "one Triton kernel from edges to the sum over neighbours; includes split and aggregate fusion",
@@ -84,7 +83,7 @@ COMMAND_LINE = CommandLine(
     headline=("enable_split_fusion", "enable_aggregate_fusion", "enable_edge_fusion"),
     demo=dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64, batch_size=8, learning_rate=2e-3,
               num_steps=300, log_every=20, eval_every=100), axes=dict(batch_size="B", seq_len="L"),
-    study_sizes=dict(batch_size=(2, 4), seq_len=(64, 128)))
+    study_sizes=dict(batch_size=(2, 4), seq_len=(64, 128)), answers=("--design",))
 
 start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
 
@@ -283,10 +282,9 @@ class ProteinMPNN(nn.Module):
                 module.compile(dynamic=False, mode=fusion.torch_compile_mode)
 
     def forward(self, X, S, mask, residue_idx, chain, decoding_order, E_idx=None, targets=None):
-        """X (B, L, 4, 3) N, CA, C, O in Å; S (B, L) residues; mask (B, L), 1 = present; residue_idx, chain
-        (B, L); decoding_order (B, L), residues in the order in which they are decoded; E_idx (B, L, k)
-        neighbours, here by distance if absent; targets (B, L), default S, those of mask count and are no
-        UNKNOWN only where given. Returns dict(log_probs (B, L, 21), loss)."""
+        """X (B, L, 4, 3) N, CA, C, O in Å; all else (B, L): residues S, mask (1 = present), residue_idx,
+        chain, residues in decoding_order, targets (-1 where nothing is asked; default S); but E_idx (B, L, k)
+        neighbours, default by distance. Returns dict(log_probs (B, L, 21), loss)."""
         E_idx = designs.nearest(X, mask, self.config.neighbors) if E_idx is None else E_idx
         h_V, h_E, graph = self.encode(X, mask, residue_idx, chain, E_idx)
         rank = torch.empty_like(decoding_order).scatter_(
@@ -404,12 +402,12 @@ class BucketTrainer(Trainer):
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="protein_mpnn", suffix="protein_mpnn", model=ProteinMPNN,
     trainer=BucketTrainer, open_source=partial(designs.Designs, buckets=BUCKETS),
-    check_batch=designs.masked_batch, defined=designs.defined, tiny=dict(hidden_dim=32, num_layers=1,
-                                                                        neighbors=8, seq_len=24),
+    check_batch=designs.masked_batch, defined=designs.defined,
+    tiny=dict(hidden_dim=32, num_layers=1, neighbors=8, seq_len=24),
     sublayers=("features", "encoder", "decoder"), blocks=lambda settings: settings.model.num_layers,
-    start_lines=lambda trainer: dict(sizes=trainer.model.config.in_words()), evaluate=designs.evaluate, evaluation_name="recovery",
-    evaluation_line=designs.evaluation_line, scores=designs.scores, closing=designs.closing,
-    instead=designs.design, flops_vary=True,
+    start_lines=lambda trainer: dict(sizes=trainer.model.config.in_words()), evaluate=designs.evaluate,
+    evaluation_name="recovery", evaluation_line=designs.evaluation_line, scores=designs.scores,
+    closing=designs.closing, instead=designs.design, flops_vary=True,
     titles={"Split Fusion": "enable_split_fusion", "Aggregate Fusion": "enable_aggregate_fusion",
             "Edge Fusion": "enable_edge_fusion", "Bucketing": "enable_bucketing",
             "Torch Compile": "enable_torch_compile"})

@@ -26,7 +26,6 @@ EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_produ
 PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64),
             "companions/protein_mpnn.py": dict(hidden_dim=16, num_layers=1, neighbors=6, seq_len=20,
                                                dropout=0.0)}
-COMPANIONS = {file for file in PROGRAMS if file.startswith("companions/")}
 LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
           "tests/second_program.py": dict(width=512, batch_size=512),
           "companions/protein_mpnn.py": dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64)}
@@ -125,8 +124,19 @@ def test_the_lab_names_nothing_of_the_evoformer():
 # Conformance: every program keeps to the seam
 
 
+PROGRAMS = {file: sizes for file, sizes in PROGRAMS.items() if (ROOT / file).exists()}  # companions may go
+SLOW_FOR_COMPANIONS = [pytest.param(file, marks=pytest.mark.slow) if file.startswith("companions/") else file
+                       for file in PROGRAMS]
+
+
 @pytest.fixture(params=PROGRAMS)
 def program(request):
+    return load_program(ROOT / request.param)
+
+
+@pytest.fixture(params=SLOW_FOR_COMPANIONS)
+def started(request):
+    """A program for tests that start processes."""
     return load_program(ROOT / request.param)
 
 
@@ -263,17 +273,17 @@ def test_amd_wrappers_show_their_commands_for_the_second_program(script, tmp_pat
     assert "--seq-len" not in done.stdout
 
 
-def test_amd_wrappers_let_the_program_judge_its_flags(program, tmp_path):
-    flags = ["--dry-run", "--program", program.file]
+def test_amd_wrappers_let_the_program_judge_its_flags(started, tmp_path):
+    flags = ["--dry-run", "--program", started.file]
     done = run([ROOT / "run_rocprofv3.sh", *flags, "--batch-size", "0"], tmp_path)
     assert done.returncode == 2 and "--batch-size" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_quick_session_asks_for_sizes_that_the_program_has(program, tmp_path):
+def test_a_quick_session_asks_for_sizes_that_the_program_has(started, tmp_path):
     done = run([ROOT / "run_all_profilers.sh", "--dry-run", "--quick", "--only", "pytorch", "--program",
-                program.file], tmp_path)
+                started.file], tmp_path)
     assert done.returncode == 0 and "--num-steps 3" in done.stdout, done.stderr
-    assert ("--seq-len" in done.stdout) is hasattr(program.model_config(), "seq_len")
+    assert ("--seq-len" in done.stdout) is hasattr(started.model_config(), "seq_len")
 
 
 def test_a_file_without_a_program_is_one_line(tmp_path):

@@ -79,6 +79,7 @@ class CommandLine:
     training_config: type
     fusion_config: type
     headline: tuple = ()           # switches of --combinations
+    answers: tuple = ()            # flags whose answer is all of the standard output
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
     axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # fields that a study varies: letters
     study_sizes: dict = field(default_factory=lambda: dict(batch_size=(2, 4)))  # its default for some
