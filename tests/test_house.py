@@ -25,10 +25,13 @@ EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_produ
                  num_seqs=6, seq_len=16)
 PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64),
             "companions/protein_mpnn.py": dict(hidden_dim=16, num_layers=1, neighbors=6, seq_len=20,
-                                               dropout=0.0)}
+                                               dropout=0.0),
+            "companions/tiny_llama.py": dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
+                                             num_kv_heads=1, seq_len=16, data=str(ROOT / "README.md"))}
 LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
           "tests/second_program.py": dict(width=512, batch_size=512),
-          "companions/protein_mpnn.py": dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64)}
+          "companions/protein_mpnn.py": dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64),
+          "companions/tiny_llama.py": dict(hidden_size=256, intermediate_size=512, num_layers=2, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.training.interrupts", "fusion_lab.training.reading", "fusion_lab.training.files",
@@ -310,6 +313,24 @@ def test_flags_are_judged_and_shown():
     assert found["torch"] == torch.__version__ and found["summary"] == "performance_summary_v2.json"
     result = run_program("tiny_openfold_v2.py", "--check-flags", "--seq-len", 0)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+@pytest.mark.slow
+def test_without_companions_all_else_is_whole(tmp_path):
+    """Tests of companions are skipped then, and those of the house find no fewer than two programs."""
+    for path in run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], ROOT).stdout.split():
+        if not path.startswith(("companions/", "benchmarks/results/")) and (ROOT / path).is_file():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, tmp_path / path)
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "tests"]
+    done = run(tests, tmp_path)
+    assert done.returncode == 0 and "companions" not in done.stdout, done.stdout[-2000:] + done.stderr
+    house = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_house.py", "-k",
+             "record or import or seed"]
+    done = run(house, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    done = run([sys.executable, "tiny_openfold_v2.py", "--check-flags"], tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pip_installs_packages_and_the_trainer_as_a_module(tmp_path):

@@ -158,6 +158,7 @@ def test_missing_neighbours_and_unknown_residues_do_not_count(small):
     assert (batch["targets"][:, 1] == -1).all() and (batch["S"][:, 1] == 20).all()
 
 
+@pytest.mark.slow
 def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_memory():
     settings = PROGRAM.settings(batch_size=1, seq_len=48)  # as many as neighbours
     batch = PROGRAM.open_source(settings).batch(0)
