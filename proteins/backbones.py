@@ -3,7 +3,8 @@
     backbone = read_backbone("1a3a.pdb", "A")    # backbone.atoms (L, 4, 3), backbone.tokens (L,)
     backbones = load_backbones("families/")      # every NAME.pdb or NAME.cif, with NAME.a3m if that is there
 
-Residues that lack one of the four atoms are left out; `places` says how far apart the others are. Letters in
+A missing O is put into the plane of its peptide bond; residues that lack another atom are left out, `places`
+says how far apart the others are. Letters in
 shapes: L residues, R sequences that are said to fold like this.
 """
 import re
@@ -39,12 +40,26 @@ def known(tokens):
     return np.where(tokens == GAP, UNKNOWN, tokens).astype(np.int64)
 
 
+def with_oxygen(atoms):
+    """Backbone (L, 4, 3) with O where only that was missing: in the plane of the bond to the next N."""
+    alpha, carbon, following = atoms[:-1, 1], atoms[:-1, 2], atoms[1:, 0]
+    with np.errstate(invalid="ignore"):
+        away = sum((carbon - x) / np.linalg.norm(carbon - x, axis=1, keepdims=True)
+                   for x in (alpha, following))
+        placed = carbon + 1.23 * away / np.linalg.norm(away, axis=1, keepdims=True)
+        bonded = np.linalg.norm(carbon - following, axis=1, keepdims=True) < 2.0  # Å; the bond has 1.33
+    atoms, absent = atoms.copy(), np.isnan(atoms[:-1, 3])
+    atoms[:-1, 3] = np.where(absent & bonded, placed, atoms[:-1, 3])
+    return atoms
+
+
 def read_backbone(path, chain=None):
     """Backbone of all protein chains of a PDB or mmCIF file, or of the one named. Raises DataError."""
     parts, start = [], 0
     for number, found in enumerate(files.read_structure(path, chain)):
-        whole = np.flatnonzero(np.isfinite(found.backbone).all((1, 2)))
-        parts.append((found.sequence[whole], found.backbone[whole], start + whole,
+        backbone = with_oxygen(found.backbone)
+        whole = np.flatnonzero(np.isfinite(backbone).all((1, 2)))
+        parts.append((found.sequence[whole], backbone[whole], start + whole,
                       np.full(len(whole), number), [found.name + str(found.numbers[i]) for i in whole]))
         start += len(found.sequence) + BETWEEN_CHAINS
     tokens, atoms, places, chains, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -56,13 +71,14 @@ def read_backbone(path, chain=None):
 
 def of_family(protein):
     """files.Protein -> Backbone; rows that are half gaps or more are left out."""
-    whole = np.flatnonzero(np.isfinite(protein.backbone).all((1, 2)))
+    backbone = with_oxygen(protein.backbone)
+    whole = np.flatnonzero(np.isfinite(backbone).all((1, 2)))
     rows = known(protein.msa[:, whole])
     rows = rows[(rows < UNKNOWN).mean(1) > 0.5] if len(whole) else rows[:0]
     if not len(rows):
         raise DataError(f"{protein.name}: no residue of the alignment has all of N, CA, C and O")
     labels = tuple(protein.chain + protein.numbers[i] for i in whole)
-    return Backbone(protein.name, known(protein.msa[0, whole]), protein.backbone[whole], whole,
+    return Backbone(protein.name, known(protein.msa[0, whole]), backbone[whole], whole,
                     np.zeros(len(whole), np.int64), rows, labels)
 
 

@@ -225,6 +225,16 @@ def test_residues_without_a_whole_backbone_are_left_out(tmp_path):
     assert len(read) == 11 and read.labels[4] == "A6" and read.places[4] == 5
 
 
+def test_a_missing_oxygen_is_put_where_it_was(families_dir):
+    whole = backbones.read_backbone(families_dir / "1UCS_A.pdb").atoms
+    without = whole.copy()
+    without[3:9, 3] = np.nan
+    placed = backbones.with_oxygen(without)
+    assert np.linalg.norm(placed - whole, axis=2).max() < 0.15  # Å
+    without[5, :] = np.nan  # then there is no bond to it
+    assert np.isnan(backbones.with_oxygen(without)[4, 3]).all() and np.isnan(without[6, 3]).all()
+
+
 def test_held_out_families_are_never_trained_on(families_dir, tmp_path):
     some = ("1CTF_A", "1GUU_A", "1PTF_A", "1TEN_A", "1UCS_A")
     for file in (file for name in some for file in families_dir.glob(f"{name}.*")):
