@@ -127,7 +127,26 @@ class NaturalProteins(SyntheticProteins):
         return [{key: value[i:i + 1] for key, value in batch.items()} for i in range(len(batch["coords"]))]
 
 
-class RealProteins:
+class HoldsOut:
+    """What sources of real proteins share: which are held out."""
+
+    def choose_held_out(self, names):
+        if self.training.holdout:
+            chosen = self.training.holdout.split(",")
+            unknown = [name for name in chosen if name not in names]
+            if unknown:
+                raise UserError(f"--holdout {','.join(unknown)}: no such family in {self.training.data}; "
+                                f"there are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}")
+        else:
+            count = math.ceil(len(names) * (self.training.holdout_fraction or 0.0))
+            order = np.random.default_rng((self.training.seed, 2)).permutation(len(names))
+            chosen = [names[i] for i in order[:count]]
+        if len(set(chosen)) == len(names):
+            raise UserError("--holdout keeps every family out: nothing is left to train on")
+        return set(chosen)
+
+
+class RealProteins(HoldsOut):
     """Alignments with structures: random families, crops and rows in training, whole chains in evaluation."""
 
     def __init__(self, settings):
@@ -150,21 +169,6 @@ class RealProteins:
             raise UserError("--validate-fraction leaves no family to train on")
         self.unseen = [family for family in families if family.name in self.held_out]
         self.names = [family.name for family in self.families]
-
-    def choose_held_out(self, names):
-        if self.training.holdout:
-            chosen = self.training.holdout.split(",")
-            unknown = [name for name in chosen if name not in names]
-            if unknown:
-                raise UserError(f"--holdout {','.join(unknown)}: no such family in {self.training.data}; "
-                                f"there are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}")
-        else:
-            count = math.ceil(len(names) * (self.training.holdout_fraction or 0.0))
-            order = np.random.default_rng((self.training.seed, 2)).permutation(len(names))
-            chosen = [names[i] for i in order[:count]]
-        if len(set(chosen)) == len(names):
-            raise UserError("--holdout keeps every family out: nothing is left to train on")
-        return set(chosen)
 
     def describe(self):
         names = ", ".join(map(printable, self.left_out))

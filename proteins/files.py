@@ -61,6 +61,7 @@ class Protein:
     chain: str = ""     # the chain of the structure that was used
     numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
     secondary: str = ""  # (L,) helices and strands, see secondary.py; "" without a structure
+    backbone: np.ndarray | None = None  # (L, 4, 3) N, CA, C, O, Å; NaN where the structure has none
 
     @property
     def length(self):
@@ -97,7 +98,7 @@ def _read_bytes(path):
     return data
 
 
-def _split_suffix(path):
+def split_suffix(path):
     """'dir/NAME.A3M.gz' -> ('NAME', '.a3m')."""
     name = Path(re.sub(r"(?i)\.gz$", "", Path(path).name))
     return name.stem, name.suffix.lower()
@@ -144,7 +145,7 @@ def _block_records(data):
 
 def _parse_alignment(path):
     """Any format -> (names, rows) in the file's order; rows are bytes of one length, one a column."""
-    data, suffix = _read_bytes(path), _split_suffix(path)[1]
+    data, suffix = _read_bytes(path), split_suffix(path)[1]
     first = data.lstrip().split(b"\n", 1)[0]
     inserts = [b""]
     if first.startswith((b"# STOCKHOLM", b"#=")):
@@ -243,6 +244,7 @@ class Chain:
     breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
     numbers: np.ndarray   # (C,) str, the file's residue numbers with insertion codes; "" where not seen
     secondary: np.ndarray  # (C,) str, letters of secondary.py
+    backbone: np.ndarray  # (C, 4, 3) float32, N, CA, C, O, Å; NaN where there is none
 
 
 def split_structure_argument(argument):
@@ -337,9 +339,11 @@ def _read_chain(structure, model_chain):
     numbers, secondary = np.full(len(full), "", "<U12"), np.full(len(full), NO_BACKBONE)
     numbers[labels] = [str(residue.seqid) for residue in residues]
     nitrogen, carbon, oxygen = (np.stack([_position(r, name) for r in residues]) for name in ("N", "C", "O"))
-    secondary[labels] = secondary_structure(np.stack([nitrogen, alpha, carbon, oxygen], axis=1),
-                                            observed != AMINO_ACIDS.index("P"), ~close)
-    return Chain(model_chain.name, full, coords, seen, np.r_[True, ~close, True], numbers, secondary)
+    atoms, backbone = np.stack([nitrogen, alpha, carbon, oxygen], axis=1), np.full((len(full), 4, 3), np.nan)
+    secondary[labels] = secondary_structure(atoms, observed != AMINO_ACIDS.index("P"), ~close)
+    backbone[labels] = atoms
+    breaks = np.r_[True, ~close, True]
+    return Chain(model_chain.name, full, coords, seen, breaks, numbers, secondary, np.float32(backbone))
 
 
 def _position(residue, atom_name):
@@ -411,7 +415,7 @@ def load_alignment(msa_path, query=None):
     """Alignment without a structure -> Protein without coordinates, its residues numbered from 1."""
     msa = read_alignment(msa_path, query)
     length = msa.shape[1]
-    return Protein(_split_suffix(msa_path)[0], msa, np.full((length, 3), np.nan, np.float32),
+    return Protein(split_suffix(msa_path)[0], msa, np.full((length, 3), np.nan, np.float32),
                    numbers=tuple(map(str, range(1, length + 1))))
 
 
@@ -444,7 +448,8 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
                         "have a CB atom; a structure with side chains is needed")
     numbers = tuple(np.where(mapped, best.numbers[mapping[0]], "").tolist())
     secondary = "".join(np.where(mapped, best.secondary[mapping[0]], NO_BACKBONE))
-    return Protein(name or _split_suffix(msa_path)[0], msa, coords, best.name, numbers, secondary)
+    backbone = np.where(mapped[:, None, None], best.backbone[mapping[0]], np.float32(np.nan))
+    return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, secondary, backbone)
 
 
 # --- Families -------------------------------------------------------------------------------------------
@@ -464,7 +469,7 @@ def load_families(directory, left_out=None):
         raise DataError(f"{directory}: no such directory")
     found = {}  # NAME -> (alignments, structures)
     for path in sorted(directory.iterdir()):
-        stem, suffix = _split_suffix(path)
+        stem, suffix = split_suffix(path)
         if path.is_file() and suffix in ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES and path.name[0] != ".":
             found.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
     if not found:

@@ -7,8 +7,25 @@ from fusion_lab.training.options import option
 
 
 @dataclass(frozen=True)
-class TrainingConfig(options.TrainingConfig):
-    """Proteins to train on, held out, drawn."""
+class Families(options.TrainingConfig):
+    """Real proteins, and which are held out."""
+    data: str = option(None, "directory of real proteins: NAME.cif or NAME.pdb beside an alignment NAME.a3m, "
+                             ".sto or .fasta", type=str, metavar="DIR")
+    holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
+    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
+                                     type=float)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("holdout", "holdout_fraction"):
+            self.require(name, "data")
+        if self.holdout and self.holdout_fraction is not None:
+            self.refuse("holdout", "allowed without --holdout-fraction only")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Families):
+    """One protein, what is drawn, pictures."""
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
                                   "with --contacts 512", low=1, type=int)
     extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
@@ -18,15 +35,10 @@ class TrainingConfig(options.TrainingConfig):
                                   choices=("paired", "covarying", "natural"))
     mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data",
                                   low=0.0, below=1.0)
-    data: str = option(None, "directory of real proteins: NAME.a3m, .sto or .fasta beside NAME.cif or "
-                             "NAME.pdb", type=str, metavar="DIR")
     msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE")
     structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
     query: str = option(None, "name of the query row in --msa or --contacts; default: the first row",
                         type=str, metavar="NAME")
-    holdout: str = option(None, "families kept out of training, NAME[,NAME...]", type=str, metavar="NAMES")
-    holdout_fraction: float = option(None, "share of families kept out of training", low=0.0, below=1.0,
-                                     type=float)
     validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
                                             "contact precision decides for --early-stopping and --save-best",
                                       low=0.0, below=1.0, type=float)
@@ -44,17 +56,34 @@ class TrainingConfig(options.TrainingConfig):
         if self.contacts is None and (self.msa is None) != (self.structure is None):
             given, missing = ("msa", "--structure") if self.msa else ("structure", "--msa or --contacts")
             self.refuse(given, f"must come together with {missing}")
-        for name, needed in (("holdout", "data"), ("holdout_fraction", "data"), ("output", "contacts"),
-                             ("validate_fraction", "data"), ("early_stopping", "validate_fraction"),
-                             ("save_best", "validate_fraction"),
+        for name, needed in (("output", "contacts"), ("validate_fraction", "data"),
+                             ("early_stopping", "validate_fraction"), ("save_best", "validate_fraction"),
                              *[("query", "msa")] * (self.contacts is None)):
             self.require(name, needed)
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")
         if self.mix_synthetic and not (self.data or self.msa):
             self.refuse("mix_synthetic", "needs --data")
-        if self.holdout and self.holdout_fraction is not None:
-            self.refuse("holdout", "allowed without --holdout-fraction only")
+
+
+@dataclass(frozen=True)
+class DesignTraining(Families):
+    """Backbones to train on, noise, design."""
+    backbone_noise: float = option(0.1, "standard deviation of what is added to real coordinates in "
+                                        "training, Å", low=0.0)
+    design: str = option(None, "print sequences for this backbone, FILE or FILE:CHAIN, instead of training; "
+                               "needs --weights", type=str, training_only=True, metavar="PDB")
+    weights: str = option(None, "weights for --design: a checkpoint of this program, or the published ones",
+                          type=str, training_only=True, metavar="FILE")
+    temperature: float = option(0.1, "of the sampled sequences", low=1e-3)
+    samples: int = option(4, "sequences to print", low=1)
+    fixed: str = option(None, 'residues that keep their letter in --design: "A10-20,A35"', type=str,
+                        metavar="NAMES")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, needed in (("design", "weights"), ("weights", "design"), ("fixed", "design")):
+            self.require(name, needed)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from conftest import require_shared
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import attention
+from fusion_lab.kernels import attention, packing
 from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, TriangleProduct
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.measuring import accuracy
@@ -406,7 +406,7 @@ def test_dropout_is_shared_and_off_in_eval():
 
 def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
     assert failures(given()) == []
-    attend, split = tof.attend, tof.split
+    attend, split = tof.attend, packing.split
 
     def no_bias(q, k, v, bias=None, key_mask=None, backend="auto"):
         return attend(q, k, v, bias if backend == "math" else None, key_mask, backend)
@@ -426,15 +426,15 @@ def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
         return split(x, widths, dim)[::-1]
 
     mutants = [
-        ("attend", no_bias),
-        ("attend", no_mask),
-        ("attend", lost_gradient),
-        ("attend", imprecise),
-        ("split", exchanged),
+        (tof, "attend", no_bias),
+        (tof, "attend", no_mask),
+        (tof, "attend", lost_gradient),
+        (tof, "attend", imprecise),
+        (packing, "split", exchanged),
     ]
-    for name, mutant in mutants:
+    for module, name, mutant in mutants:
         with monkeypatch.context() as patch:
-            patch.setattr(tof, name, mutant)
+            patch.setattr(module, name, mutant)
             assert failures(given()) != []
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -22,15 +23,21 @@ CPU = torch.device("cpu")
 SECOND = ROOT / "tests" / "second_program.py"
 EVOFORMER = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
                  num_seqs=6, seq_len=16)
-PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64)}
+PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(width=64),
+            "companions/protein_mpnn.py": dict(hidden_dim=16, num_layers=1, neighbors=6, seq_len=20,
+                                               dropout=0.0),
+            "companions/tiny_llama.py": dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
+                                             num_kv_heads=1, seq_len=16, data=str(ROOT / "README.md"))}
 LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
-          "tests/second_program.py": dict(width=512, batch_size=512)}
+          "tests/second_program.py": dict(width=512, batch_size=512),
+          "companions/protein_mpnn.py": dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64),
+          "companions/tiny_llama.py": dict(hidden_size=256, intermediate_size=512, num_layers=2, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.training.interrupts", "fusion_lab.training.reading", "fusion_lab.training.files",
           "fusion_lab.training.options", "fusion_lab.training.program",
-          "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "companions",
-          "tiny_openfold_v2", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
+          "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "tiny_openfold_v2",
+          "companions", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
 PACKAGES = ("fusion_lab", "proteins", "companions", "benchmarks")
 STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
 
@@ -73,6 +80,8 @@ def test_no_import_runs_up_and_none_in_a_circle():
                 assert floor(other) <= floor(name), f"{name} imports {other}, which stands above it"
             if within(name, "fusion_lab"):
                 assert within(other, "fusion_lab"), f"{name} imports {other}: the lab knows no model"
+            if not within(name, "benchmarks"):
+                assert not within(other, "companions"), f"{name} imports {other}: nothing needs a companion"
     done, path = set(), []
 
     def visit(name):
@@ -118,8 +127,19 @@ def test_the_lab_names_nothing_of_the_evoformer():
 # Conformance: every program keeps to the seam
 
 
+PROGRAMS = {file: sizes for file, sizes in PROGRAMS.items() if (ROOT / file).exists()}  # companions may go
+SLOW_FOR_COMPANIONS = [pytest.param(file, marks=pytest.mark.slow) if file.startswith("companions/") else file
+                       for file in PROGRAMS]
+
+
 @pytest.fixture(params=PROGRAMS)
 def program(request):
+    return load_program(ROOT / request.param)
+
+
+@pytest.fixture(params=SLOW_FOR_COMPANIONS)
+def started(request):
+    """A program for tests that start processes."""
     return load_program(ROOT / request.param)
 
 
@@ -150,7 +170,8 @@ def test_the_record_is_complete(program):
     assert all(program.result(kind).endswith(f"_{program.suffix}.json") for kind in ("accuracy", "x"))
     trainer = program.trainer(program, settings, CPU)
     assert set(program.sublayers) == {name for name, _ in trainer.model.sublayers()}
-    assert len(trainer.model.sublayers()) == len(program.sublayers) * program.blocks(settings)
+    counts = Counter(name for name, _ in trainer.model.sublayers())
+    assert program.blocks(settings) in counts.values() and {*counts.values()} <= {1, program.blocks(settings)}
     source = program.open_source(settings)
     first, again = source.batch(3), source.batch(3)
     assert all(torch.equal(first[key], again[key]) for key in first) and source.describe()
@@ -187,6 +208,10 @@ def test_a_checkpoint_crosses_settings(program, tmp_path):
             assert second.step(batches[1]).item() == pytest.approx(expected, rel=1e-4)
 
 
+def spoil(module, inputs, output):
+    return torch.utils._pytree.tree_map(lambda y: y * (1 - 1e-4), output)
+
+
 def test_accuracy_passes_and_catches_a_generic_mutant(program):
     """The mutant's fused path loses one part in ten thousand of one sub-layer's output."""
     settings = small(program)
@@ -195,7 +220,7 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
         def mutant(config, fusion, sublayer=sublayer):
             model = program.model(config, fusion)
             if fusion != program.fusion_config.preset(False):
-                dict(model.sublayers())[sublayer].register_forward_hook(lambda _, __, y: y * (1 - 1e-4))
+                dict(model.sublayers())[sublayer].register_forward_hook(spoil)
             return model
         broken = dataclasses.replace(program, model=mutant)
         assert accuracy.compare_numerics(broken, settings, CPU)[1] != [], sublayer
@@ -251,17 +276,17 @@ def test_amd_wrappers_show_their_commands_for_the_second_program(script, tmp_pat
     assert "--seq-len" not in done.stdout
 
 
-def test_amd_wrappers_let_the_program_judge_its_flags(program, tmp_path):
-    flags = ["--dry-run", "--program", program.file]
+def test_amd_wrappers_let_the_program_judge_its_flags(started, tmp_path):
+    flags = ["--dry-run", "--program", started.file]
     done = run([ROOT / "run_rocprofv3.sh", *flags, "--batch-size", "0"], tmp_path)
     assert done.returncode == 2 and "--batch-size" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_quick_session_asks_for_sizes_that_the_program_has(program, tmp_path):
+def test_a_quick_session_asks_for_sizes_that_the_program_has(started, tmp_path):
     done = run([ROOT / "run_all_profilers.sh", "--dry-run", "--quick", "--only", "pytorch", "--program",
-                program.file], tmp_path)
+                started.file], tmp_path)
     assert done.returncode == 0 and "--num-steps 3" in done.stdout, done.stderr
-    assert ("--seq-len" in done.stdout) is hasattr(program.model_config(), "seq_len")
+    assert ("--seq-len" in done.stdout) is hasattr(started.model_config(), "seq_len")
 
 
 def test_a_file_without_a_program_is_one_line(tmp_path):
@@ -288,6 +313,24 @@ def test_flags_are_judged_and_shown():
     assert found["torch"] == torch.__version__ and found["summary"] == "performance_summary_v2.json"
     result = run_program("tiny_openfold_v2.py", "--check-flags", "--seq-len", 0)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+@pytest.mark.slow
+def test_without_companions_all_else_is_whole(tmp_path):
+    """Tests of companions are skipped then, and those of the house find no fewer than two programs."""
+    for path in run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], ROOT).stdout.split():
+        if not path.startswith(("companions/", "benchmarks/results/")) and (ROOT / path).is_file():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, tmp_path / path)
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "tests"]
+    done = run(tests, tmp_path)
+    assert done.returncode == 0 and "companions" not in done.stdout, done.stdout[-2000:] + done.stderr
+    house = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_house.py", "-k",
+             "record or import or seed"]
+    done = run(house, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    done = run([sys.executable, "tiny_openfold_v2.py", "--check-flags"], tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pip_installs_packages_and_the_trainer_as_a_module(tmp_path):

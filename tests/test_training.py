@@ -12,6 +12,7 @@ import torch
 from conftest import KILLED_WRITER, PATIENCE, ROOT, last_json, require_shared, run_program
 
 import tiny_openfold_v2 as tof
+from fusion_lab.kernels import packing
 from fusion_lab.training import files
 from fusion_lab.training.flags import make_parser, read_settings
 from proteins.batches import RealProteins, SyntheticProteins, corrupt
@@ -101,8 +102,8 @@ def test_modes_exit_codes_and_json(tmp_path):
 
 
 def test_validation_and_accuracy_fail_with_exit_code_1(tmp_path, monkeypatch, capsys):
-    split = tof.split
-    monkeypatch.setattr(tof, "split", lambda x, widths, dim: split(x, widths, dim)[::-1])
+    split = packing.split
+    monkeypatch.setattr(packing, "split", lambda x, widths, dim: split(x, widths, dim)[::-1])
     assert train(tmp_path, "--verify-accuracy") == 1
     assert "\nFAIL\n" in capsys.readouterr().out
     assert train(tmp_path, "--validate-setup") == 1

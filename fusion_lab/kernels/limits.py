@@ -4,6 +4,7 @@ import importlib.util
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs hold all of them
 OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
+MESSAGE_CHANNELS, MOST_NEIGHBOURS = (16, 32, 64, 128), 64  # of messages between nodes of a graph
 WIDEST_HEAD = 128
 SWITCH = "enable_triton_"
 

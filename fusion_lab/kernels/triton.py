@@ -26,6 +26,30 @@ def attends(x, heads):
     return triton_attends(x.is_cuda, product_dtype(x), x.shape[-1] // heads)
 
 
+def hears(edges):
+    """Whether messages from edges (..., K, c) have a kernel."""
+    if not fits(edges):
+        return False
+    from fusion_lab.kernels import messages as kernels
+    return not kernels.unsupported(edges.shape[-1], edges.shape[-2])
+
+
+def incoming(index, rows):
+    """For messages(): the edges by the rows of table to which index (..., K) leads."""
+    from fusion_lab.kernels import messages as kernels
+    return kernels.incoming(index.flatten(0, -2), rows)
+
+
+def messages(own, edges, table, index, mask, first, second, leading):
+    """Sum over neighbours of mask gelu(second(gelu(own + first edges + table[index]))), shaped as own; first
+    is a weight, second a module, leading what incoming() returned."""
+    from fusion_lab.kernels import messages as kernels
+    flat = (x.flatten(0, -dims) for x, dims in ((own, 2), (edges, 3)))
+    own_rows, edge_rows = flat
+    return kernels.messages(own_rows, edge_rows, table, index.flatten(0, -2), mask.flatten(0, -2), first,
+                            second.weight, second.bias, leading).view(own.shape)
+
+
 def gated_attention(parts, heads, axis, bias, keys, gate_bias):
     from fusion_lab.kernels import biased_attention as kernels
     return kernels.gated_attention(parts, heads, axis, bias, keys, gate_bias)

@@ -18,7 +18,7 @@ from fusion_lab.measuring.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison_rows import rows_of, switch_effects
 from fusion_lab.measuring.comparison_table import LiveTable, print_details
-from fusion_lab.measuring.probe import counts_its_first_step, peak_of_two_steps, probe
+from fusion_lab.measuring.probe import counts_its_first_step, flops_of_a_step, peak_of_two_steps, probe
 from fusion_lab.measuring.rungs import Rungs
 from fusion_lab.measuring.summary import dtype_name, launch_kind
 from fusion_lab.measuring.variants import (
@@ -86,6 +86,8 @@ def measure_alone(program, variant, device, batch, flops=None):
             first_step_time = None if counts_its_first_step(trainer) else seconds_of_a_step(trainer, batch)
             found = probe(trainer, batch, flops=flops)
         found.first_step_time = first_step_time
+        if program.flops_vary:
+            found.own_flops = flops_of_a_step(program, variant.settings, batch, variant.settings.fusion)
         peak = peak_of_two_steps(trainer, batch, found)
         found.peak_memory_mb = None if peak is None else peak - left_behind / MEGABYTE
         variant.found = found

@@ -33,7 +33,8 @@ def own_figures(variant):
         saved_activation_mb_by_sublayer={k: v / MEGABYTE for k, v in found.saved.items()},
         launches_per_step=found.launches, flops_per_step=found.flops,
         achieved_tflops=found.flops / median / 1e12, first_loss=variant.losses[0],
-        final_loss=variant.losses[-1])
+        final_loss=variant.losses[-1],
+        **({} if found.own_flops is None else dict(own_flops_per_step=found.own_flops)))
 
 
 def add_speed(row, variant, baseline):
@@ -54,6 +55,8 @@ def add_savings(row, baseline_row, ceiling):
     keys = ("peak_memory_mb", "saved_activation_mb", "launches_per_step")
     for name, key in zip(SAVINGS, keys, strict=True):
         row[f"{name}_reduction_percent"] = reduction(baseline_row[key], row[key])
+    if before := baseline_row.get("own_flops_per_step"):
+        row["flop_reduction_percent"] = reduction(before, row["own_flops_per_step"])
 
 
 def rows_of(variants, ceiling):

@@ -57,13 +57,19 @@ class LiveTable:
 
 def detail_table(rows):
     """What the comparison found beside, as rows of cells: phases of a step, speed against the matrix product
-    measured here, and the first step, which compiles."""
-    lines = [["variant", "forward ms", "backward ms", "optimizer ms", "TFLOP/s", "MFU", "first step s"]]
-    for r in (r for r in rows if r["measured"]):
+    measured here, the first step, which compiles, and, where switches change them, FLOPs. TFLOP/s and MFU
+    are of the baseline's FLOPs: of what there is to do, not of what is done for it."""
+    rows = [r for r in rows if r["measured"]]
+    counted = bool(rows) and "own_flops_per_step" in rows[0]
+    lines = [["variant", "forward ms", "backward ms", "optimizer ms", "TFLOP/s", "MFU", "first step s",
+              *["GFLOP (saved)"] * counted]]
+    for r in rows:
         phases = [r[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer")]
         lines.append([r["name"], *("in one graph" if t is None else f"{1e3 * t:.2f}" for t in phases),
                       f"{r['achieved_tflops']:.3f}", f"{100 * r['mfu']:.1f}%",
-                      cell(r["first_step_time"]) or "not compiled"])
+                      cell(r["first_step_time"]) or "not compiled",
+                      *([f"{r['own_flops_per_step'] / 1e9:.3f} ({r['flop_reduction_percent']:+.1f}%)"]
+                        if counted else [])])
     return lines
 
 

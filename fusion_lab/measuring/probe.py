@@ -16,6 +16,7 @@ class Findings:
     """What probe() and warm_up() found; None where it could not be counted or was not measured."""
     saved: dict                     # bytes kept for backward, by sub-layer
     flops: int                      # of one step of the baseline
+    own_flops: int | None = None    # of this one's, where switches change them
     launches: int | None = None     # kernels on a GPU, operations on a CPU
     peak: int | None = None         # bytes: live tensors on a CPU; on a GPU while a CUDA graph was captured
     timeline: list | None = None    # (operation number, live bytes), on a CPU
@@ -75,12 +76,14 @@ def make_lasting_tensors(trainer):
     trainer.optimizer.zero_grad(set_to_none=True)
 
 
-def flops_of_a_step(program, settings, batch):
-    """FLOPs of forward and backward of the baseline, which no switch changes in principle."""
+def flops_of_a_step(program, settings, batch, fusion=None):
+    """FLOPs of forward and backward, of the baseline unless there is a fusion."""
+    kept = dict(enable_torch_compile=False, activation_memory_budget=1.0, torch_compile_mode="default")
+    fusion = replace(fusion, **kept) if fusion else program.fusion_config.preset(False)
     with torch.device("meta"):
-        plain = program.model(settings.model, program.fusion_config.preset(False))
+        model = program.model(settings.model, fusion)
     with FlopCounterMode(display=False) as flops:
-        plain(**{key: value.to("meta") for key, value in batch.items()})["loss"].backward()
+        model(**{key: value.to("meta") for key, value in batch.items()})["loss"].backward()
     return flops.get_total_flops()
 
 

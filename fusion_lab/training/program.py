@@ -79,6 +79,7 @@ class CommandLine:
     training_config: type
     fusion_config: type
     headline: tuple = ()           # switches of --combinations
+    answers: tuple = ()            # flags whose answer is all of the standard output
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
     axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # fields that a study varies: letters
     study_sizes: dict = field(default_factory=lambda: dict(batch_size=(2, 4)))  # its default for some
@@ -124,7 +125,9 @@ class Program(CommandLine):
     # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,
     # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
     start_lines: Callable = nothing
+    flops_vary: bool = False       # whether switches change how much is computed; then it is counted
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
+    instead: Callable = nothing    # instead(program, settings) -> exit code of what it did; None: train
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
     titles: dict = field(default_factory=dict)  # {name in the start-up lines: switch}
     modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}

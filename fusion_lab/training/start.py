@@ -52,7 +52,8 @@ def get_ready():
 def go_on(name, judge, command_line):
     judge(command_line)
     require_packages(name, "torch", "numpy", "tqdm")
-    if QUESTION not in sys.argv or sys.stderr and sys.stderr.isatty():  # all that it prints is one line
+    quiet = {QUESTION, *command_line.answers} & {*sys.argv}  # all that it prints is the answer
+    if not quiet or sys.stderr and sys.stderr.isatty():
         announce(f"{name}: loading PyTorch ...")
 
 

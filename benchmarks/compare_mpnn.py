@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""companions/protein_mpnn.py against the code of ProteinMPNN's authors: one training step, in one run.
+
+    git clone https://github.com/dauparas/ProteinMPNN
+    python benchmarks/compare_mpnn.py --peer ProteinMPNN/training/model_utils.py --out OUT
+
+The same weights, batch and sizes for all. Before anything is timed, numbers must agree: log-probabilities with
+the peer's in float64, under one decoding order, and our fused model with our baseline by the 3x rule. Steps
+(forward, backward, fused AdamW) alternate. The peer runs as it is (every layer checkpointed), without its
+checkpoints, and that compiled; it makes its graph in every step, ours comes with the data. float32 and bfloat16
+(autocast; ours with master weights) are separate tables, each row with its peak memory. Writes OUT/mpnn.json.
+Exit code 1 if numbers disagree.
+"""
+import importlib.util
+import pathlib
+import sys
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+import torch
+
+from fusion_lab.measuring.accuracy import compare_numerics
+from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.tables import aligned
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import UserError, exit_code, write_json
+from fusion_lab.training.flags import Parser, whole_number
+from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from fusion_lab.training.program import load_program
+
+TOLERANCE = 1e-9  # of log-probabilities in float64
+OURS = {  # name: switches beside the defaults
+    "ours, baseline": None,
+    "ours, fused": {},
+    "ours, compiled": dict(enable_torch_compile=True),
+    "ours, compiled, graph": dict(enable_torch_compile=True, enable_cuda_graphs=True),
+    "ours, graph, message kernel": dict(enable_cuda_graphs=True, enable_message_kernel=True),
+    "ours, compiled, graph, message kernel": dict(enable_torch_compile=True, enable_cuda_graphs=True,
+                                                  enable_message_kernel=True),
+}
+
+
+def load_peer(path):
+    """The authors' training/model_utils.py as a module."""
+    try:
+        spec = importlib.util.spec_from_file_location("mpnn_peer", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (OSError, AttributeError) as error:
+        raise UserError(f"--peer {path}: {error}") from None
+    return module
+
+
+class Peer:
+    """The authors' model with a step like Trainer's."""
+
+    def __init__(self, module, program, settings, device, dtype, checkpointed=True, compiled=False):
+        c = settings.model
+        self.device, self.dtype = device, dtype
+        self.model = module.ProteinMPNN(
+            node_features=c.hidden_dim, edge_features=c.hidden_dim, hidden_dim=c.hidden_dim,
+            num_encoder_layers=c.num_layers, num_decoder_layers=c.num_layers, k_neighbors=c.neighbors,
+            augment_eps=0.0, dropout=c.dropout).to(device)
+        self.model.load_state_dict(program.trainer(program, settings, device).model.state_dict())
+        self.patches = [] if checkpointed else [mock.patch.object(
+            torch.utils.checkpoint, "checkpoint", lambda function, *inputs: function(*inputs))]
+        self.run = torch.compile(self.model) if compiled else self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.training.learning_rate,
+                                           fused=True)
+
+    def log_probs(self, batch, noise=None):
+        exact = [mock.patch.object(torch, "randn", lambda *_, **__: noise),
+                 mock.patch.object(torch.Tensor, "float", torch.Tensor.double)]  # its forward says .float()
+        for patch in (patches := self.patches + (exact if noise is not None else [])):
+            patch.start()
+        try:
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+                return self.run(batch["X"], batch["S"], batch["mask"], batch["mask"], batch["residue_idx"],
+                                batch["chain"])
+        finally:
+            for patch in patches:
+                patch.stop()
+
+    def step(self, batch, mark=lambda: None):
+        log_probs = self.log_probs(batch).float()
+        nll = -log_probs.gather(2, batch["S"][:, :, None])[:, :, 0]
+        loss = (nll * batch["mask"]).sum() / batch["mask"].sum()
+        mark()
+        loss.backward()
+        mark()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark()
+        return loss.detach()
+
+
+def disagreement(module, program, settings, device):
+    """Largest difference of log-probabilities in float64, of residues that are there."""
+    settings = settings.having(dropout=0.0)
+    batch = program.check_batch(settings, device)
+    batch = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
+    ours = program.trainer(program, settings, device).model.double()
+    peer = Peer(module, program, settings, device, None, checkpointed=False)
+    peer.model.double()
+    length = batch["S"].shape[1]
+    noise = torch.empty_like(batch["mask"]).scatter_(  # which argsort turns into our decoding order
+        1, batch["decoding_order"], torch.arange(1.0, length + 1, device=device).expand_as(batch["S"]).to(
+            batch["mask"]))
+    noise = torch.where(batch["mask"] > 0, noise, noise * 1e4)  # padding last, as in our order
+    mine = ours(**batch)["log_probs"]
+    difference = (mine - peer.log_probs(batch, noise)) * batch["mask"][:, :, None]
+    return difference.abs().max().item()
+
+
+def contenders(module, program, settings, device, amp):
+    """{name: a function that makes what has step()}"""
+    def ours(switches):
+        kind = program.fusion_config
+        fusion = kind.preset(False) if switches is None else replace(
+            kind(), **switches, enable_master_weights=amp is not None)
+        chosen = replace(settings, fusion=fusion)
+        idle = chosen.idle(device.type == "cuda")
+        return None if idle else partial(program.trainer, program, chosen, device)
+
+    found = {name: ours(switches) for name, switches in OURS.items()}
+    if module:
+        make = partial(Peer, module, program, settings, device, amp)
+        found |= {"authors, eager": make, "authors, eager, no checkpoints": partial(make, checkpointed=False),
+                  "authors, compiled, no checkpoints": partial(make, checkpointed=False, compiled=True)}
+    return {name: make for name, make in found.items() if make}
+
+
+def measure(made, batch, device, steps):
+    """Rows: {name, median, p20, p80 in s, peak_mb}, first each alone for its peak, then in turn."""
+    alive, rows, batch = {}, [], to_device(batch, device)
+    for name, make in made.items():
+        torch._dynamo.reset()
+        alive[name], peak = make(), None
+        for _ in range(3):
+            alive[name].step(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            alive[name].step(batch)
+            torch.cuda.synchronize()
+            graph = getattr(alive[name], "graph", None)  # whose memory is its pool's
+            peak = (graph.peak if graph else torch.cuda.max_memory_allocated() - before) / MEGABYTE
+        rows.append(dict(name=name, peak_mb=peak, timer=PhaseTimer(device)))
+    for number in range(steps):
+        for row in rows[number % len(rows):] + rows[:number % len(rows)]:
+            alive[row["name"]].step(batch)  # fills the queue
+            row["timer"].start()
+            alive[row["name"]].step(batch, row["timer"].mark)
+    for row in rows:
+        found = quantiles(row.pop("timer").seconds().sum(axis=1))
+        row.update(zip(("p20", "median", "p80"), found, strict=True))
+    return rows
+
+
+def run(argv=None):
+    parser = Parser(prog="compare_mpnn.py", description=__doc__)
+    parser.add_argument("--peer", help="the authors' training/model_utils.py (default: ours alone)")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--batch-size", type=whole_number(), default=20)
+    parser.add_argument("--seq-len", type=whole_number(), default=512, help="with the former: 10,240 residues")
+    parser.add_argument("--hidden-dim", type=whole_number(), default=128)
+    parser.add_argument("--num-layers", type=whole_number(), default=3)
+    parser.add_argument("--neighbors", type=whole_number(), default=48)
+    parser.add_argument("--steps", type=whole_number(), default=20)
+    parser.add_argument("--device", default="auto")
+    a = parser.parse_args(argv)
+    program, module = load_program(ROOT / "companions" / "protein_mpnn.py"), a.peer and load_peer(a.peer)
+    device = choose_device(a.device)
+    sizes = dict(batch_size=a.batch_size, seq_len=a.seq_len, hidden_dim=a.hidden_dim,
+                 num_layers=a.num_layers, neighbors=a.neighbors)
+    settings = program.settings(**sizes)
+    process_settings(settings, device)
+    small = settings.having(batch_size=2, seq_len=96)
+    result = dict(mode="compare_mpnn", **sizes, system_info=system_info(device), tables={})
+    result["log_probs_difference"] = disagreement(module, program, small, device) if module else None
+    failures = compare_numerics(program, small.having(dropout=0.0), device)[1]
+    wrong = (result["log_probs_difference"] or 0) > TOLERANCE
+    print(f"Against the authors' code in float64: {result['log_probs_difference']}; 3x rule: "
+          f"{failures or 'kept'}")
+    batch = program.open_source(settings).batch(0)
+    for amp in (None, torch.bfloat16):
+        name = "float32" if amp is None else "bfloat16"
+        now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
+        rows = measure(contenders(module, program, now, device, amp), batch, device, a.steps)
+        result["tables"][name] = rows
+        lines = [[name, "step ms (p20, p80)", "peak MB beside what stays"], *(
+            [r["name"], "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * r[k] for k in ("median", "p20", "p80"))),
+             "n/a" if r["peak_mb"] is None else f"{r['peak_mb']:.0f}"] for r in rows)]
+        print("\n".join(aligned(lines)), flush=True)
+        pathlib.Path(a.out).mkdir(parents=True, exist_ok=True)
+        write_json(pathlib.Path(a.out) / "mpnn.json", result)
+    return 1 if wrong or failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(run, None, "compare_mpnn.py"))

@@ -1,0 +1,416 @@
+#!/usr/bin/env python3
+"""ProteinMPNN: which sequence folds into this backbone? In one file, with its algebra as switches.
+
+    python companions/protein_mpnn.py                       # train, built-in chains
+    python companions/protein_mpnn.py --compare-fusion      # what each switch buys
+    python companions/protein_mpnn.py --data DIR --holdout-fraction 0.25   # on your structures
+    python companions/protein_mpnn.py --design X.pdb --weights FILE        # sequences as FASTA
+
+Dauparas et al. 2022 (doi:10.1126/science.add2187), under its authors' parameter names, so that their weights
+load (--weights). Reading order: first_layer and Messages, where fused and plain code stand side by side, then
+EncLayer, DecLayer, ProteinMPNN. A message is W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])); W1 of a concatenation is
+a sum, and W3 may come after the sum over neighbours: half of the arithmetic was never needed.
+
+Letters in shape comments: B proteins, L residues, k neighbours, D channels, n = B L.
+"""
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+from fusion_lab.kernels.limits import HAS_TRITON, MESSAGE_CHANNELS
+from fusion_lab.training import start
+from fusion_lab.training.options import Checked, Switches, option
+from fusion_lab.training.program import CommandLine, Program
+from proteins.options import DesignTraining
+
+BUCKETS = (64, 128, 256, 512)  # padded lengths
+
+
+@dataclass(frozen=True)
+class MpnnConfig(Checked):
+    """Sizes of the model and of its input."""
+    hidden_dim: int = option(128, "channels D of residues and edges", low=1)
+    num_layers: int = option(3, "layers of the encoder, and of the decoder", low=1)
+    neighbors: int = option(48, "neighbours k of a residue; a chain has at most as many as residues", low=1,
+                            at_most=BUCKETS[0])
+    seq_len: int = option(128, "residues L of a sample (crop length)", low=1, resized=True)
+    dropout: float = option(0.1, "dropout in all layers", low=0.0, below=1.0, resized=True)
+
+    def in_words(self):
+        return f"{self.num_layers}+{self.num_layers} layers, D {self.hidden_dim}, k {self.neighbors}"
+
+
+@dataclass(frozen=True)
+class MpnnSwitches(Switches):
+    """Which operations run fused."""
+    enable_split_fusion: bool = option(
+        True, "W1 of [h_i; e_ij; h_j] as a sum: residues are projected once, not once a neighbour",
+        preset=True)
+    enable_aggregate_fusion: bool = option(
+        True, "the last layer of a message after the sum over neighbours", preset=True)
+    enable_edge_fusion: bool = option(
+        True, "edges projected for all decoder layers in one GEMM", preset=True)
+    enable_bucketing: bool = option(
+        False, f"samples padded to {', '.join(map(str, BUCKETS))} residues, the next, not to --seq-len; "
+        "a CUDA graph for each length", preset=True, rung=4)
+    enable_message_kernel: bool = option(
+        False, "one Triton kernel from edges to the sum over neighbours; includes split and aggregate fusion",
+        rung=5)
+    enable_activation_checkpointing: bool = option(
+        False, "keep only the inputs of every layer, recompute the rest in backward", rung=7)
+
+    def idle(self, settings, on_gpu):
+        found = super().idle(settings, on_gpu)
+        if self.enable_bucketing and settings.model.seq_len <= BUCKETS[0]:
+            found.append(f"bucketing needs --seq-len above {BUCKETS[0]}")
+        if self.enable_message_kernel and not (on_gpu and HAS_TRITON and settings.training.use_amp):
+            found.append("the message kernel needs a GPU, Triton and --use-amp")
+        elif self.enable_message_kernel and settings.model.hidden_dim not in MESSAGE_CHANNELS:
+            found.append(f"the message kernel is for {', '.join(map(str, MESSAGE_CHANNELS))} channels")
+        return found
+
+
+COMMAND_LINE = CommandLine(
+    file=__file__, about=__doc__, model_config=MpnnConfig, training_config=DesignTraining,
+    fusion_config=MpnnSwitches,
+    headline=("enable_split_fusion", "enable_aggregate_fusion", "enable_edge_fusion"),
+    demo=dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64, batch_size=8, learning_rate=2e-3,
+              num_steps=300, log_every=20, eval_every=100), axes=dict(batch_size="B", seq_len="L"),
+    study_sizes=dict(batch_size=(2, 4), seq_len=(64, 128)), answers=("--design",))
+
+start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fusion_lab.kernels import triton
+from fusion_lab.kernels.precision import at_least_float32
+from proteins import designs
+from proteins.files import UNKNOWN
+from tiny_openfold_v2 import Trainer, main
+
+# --------------------------------------------------------------------------------------------------------
+# Messages, fused and plain side by side
+# --------------------------------------------------------------------------------------------------------
+
+SCALE = 30  # the sum over neighbours is divided by this
+
+
+class Graph(NamedTuple):
+    """Which rows of a table a residue hears."""
+    index: torch.Tensor    # (B, L, k)
+    attends: torch.Tensor  # (B, L, k, 1), 0 for a neighbour that is not there
+    leading: tuple | None  # triton.incoming(index), where the message kernel runs
+
+
+def gather(table, index):
+    """Rows of table (n, c) for index (B, L, k): (B, L, k, c)."""
+    return table.index_select(0, index.flatten()).view(*index.shape, -1)
+
+
+def parts(layer, h_V):
+    """The weights of layer for a residue itself, for an edge, for what is known of a neighbour."""
+    D = h_V.shape[-1]
+    return layer.weight.split([D, D, layer.in_features - 2 * D], dim=1)
+
+
+def first_layer(layer, h_V, h_E, table, index, split, projected=None):
+    """layer([h_i; e_ij; t_j]), (B, L, k, D): residues h_V (B, L, D), edges h_E (B, L, k, D), and of table
+    (n, c) the rows index (B, L, k). projected: the edges' share, if somebody has it already."""
+    own, edge, other = parts(layer, h_V)
+    if split:
+        x = F.linear(h_V, own, layer.bias)[:, :, None] + gather(F.linear(table, other), index)
+        return x + (F.linear(h_E, edge) if projected is None else projected)
+    neighbours = gather(table, index)
+    own_rows = h_V[:, :, None].expand(*neighbours.shape[:-1], -1)
+    if projected is None:
+        return layer(torch.cat([own_rows, h_E, neighbours], dim=-1))
+    return F.linear(torch.cat([own_rows, neighbours], -1), torch.cat([own, other], 1), layer.bias) + projected
+
+
+class FeedForward(nn.Module):
+    def __init__(self, D):
+        super().__init__()
+        self.W_in, self.W_out = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x):
+        return self.W_out(F.gelu(self.W_in(x)))
+
+
+class Messages(nn.Module):
+    """What layers of encoder and decoder share: a message from all neighbours, and the update it makes.
+    context: channels of what is known of a neighbour."""
+
+    def __init__(self, config, fusion, context):
+        super().__init__()
+        D = config.hidden_dim
+        self.split, self.aggregate = fusion.enable_split_fusion, fusion.enable_aggregate_fusion
+        self.norm1, self.norm2, self.dropout = nn.LayerNorm(D), nn.LayerNorm(D), nn.Dropout(config.dropout)
+        self.W1, self.W2, self.W3 = nn.Linear(2 * D + context, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.dense = FeedForward(D)
+
+    def message(self, h_V, h_E, table, graph, projected=None):
+        """(B, L, D), the sum over neighbours."""
+        if graph.leading:
+            own, edge, other = parts(self.W1, h_V)
+            own, table = F.linear(h_V, own, self.W1.bias), F.linear(table, other)
+            return self.third_layer(triton.messages(own, h_E, table, graph.index, graph.attends[..., 0], edge,
+                                                    self.W2, graph.leading), graph)
+        x = first_layer(self.W1, h_V, h_E, table, graph.index, self.split, projected)
+        x = F.gelu(self.W2(F.gelu(x)))  # (B, L, k, D)
+        if self.aggregate:
+            return self.third_layer((graph.attends * x).sum(2), graph)
+        return (graph.attends * self.W3(x)).sum(2) / SCALE
+
+    def third_layer(self, summed, graph):
+        """W3 after the sum, which its bias enters as often as there are neighbours."""
+        return (F.linear(summed, self.W3.weight) + graph.attends.sum(2) * self.W3.bias) / SCALE
+
+    def update(self, h_V, message, mask):
+        h_V = self.norm1(h_V + self.dropout(message))
+        h_V = self.norm2(h_V + self.dropout(self.dense(h_V)))
+        return h_V * mask[:, :, None].to(h_V.dtype)
+
+
+class EncLayer(Messages):
+    """Residues hear from their neighbours, then edges from both of their ends."""
+
+    def __init__(self, config, fusion):
+        D = config.hidden_dim
+        super().__init__(config, fusion, context=D)
+        self.norm3 = nn.LayerNorm(D)
+        self.W11, self.W12, self.W13 = nn.Linear(3 * D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, h_V, h_E, graph, mask):
+        """h_V (B, L, D), h_E (B, L, k, D), graph into n residues, mask (B, L)."""
+        h_V = self.update(h_V, self.message(h_V, h_E, h_V.flatten(0, 1), graph), mask)
+        x = first_layer(self.W11, h_V, h_E, h_V.flatten(0, 1), graph.index, self.split)
+        x = self.W13(F.gelu(self.W12(F.gelu(x))))
+        return h_V, self.norm3(h_E + self.dropout(x))
+
+
+class DecLayer(Messages):
+    """Residues hear from neighbours that are decoded already, with their letter, as they are in this layer;
+    from the others, without one, as the encoder left them."""
+
+    def __init__(self, config, fusion):
+        super().__init__(config, fusion, context=2 * config.hidden_dim)
+
+    def forward(self, h_V, h_E, table, graph, mask, projected=None):
+        """table (2 n, 2 D): [letter; state] of all residues as decoded, then as not decoded."""
+        return self.update(h_V, self.message(h_V, h_E, table, graph, projected), mask)
+
+
+# --------------------------------------------------------------------------------------------------------
+# The graph and its features
+# --------------------------------------------------------------------------------------------------------
+
+ATOMS = ("N", "Ca", "C", "O", "Cb")
+PAIRS = ("Ca-Ca N-N C-C O-O Cb-Cb Ca-N Ca-C Ca-O Ca-Cb N-C N-O N-Cb Cb-C Cb-O O-C "
+         "N-Ca C-Ca O-Ca Cb-Ca C-N O-N Cb-N C-Cb O-Cb C-O").split()
+PLACES = [5 * ATOMS.index(a) + ATOMS.index(b) for a, b in (pair.split("-") for pair in PAIRS)]
+RBF, FURTHEST, MAX_OFFSET = 16, 22.0, 32
+
+
+class PositionalEncodings(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.linear = nn.Linear(2 * MAX_OFFSET + 2, channels)
+
+    def forward(self, offset, same_chain):
+        place = (offset.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET).where(same_chain, 2 * MAX_OFFSET + 1)
+        return F.embedding(place, self.linear.weight.t()) + self.linear.bias
+
+
+class ProteinFeatures(nn.Module):
+    """25 distances between backbone atoms of two residues, in radial bases, and their offset in the chain."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.embeddings = PositionalEncodings(RBF)
+        self.edge_embedding = nn.Linear(RBF + 25 * RBF, D, bias=False)
+        self.norm_edges = nn.LayerNorm(D)
+
+    def forward(self, X, E_idx, index, residue_idx, chain):
+        """(B, L, k, D), of X (B, L, 4, 3) in Å."""
+        N, Ca, C, _ = X.unbind(2)
+        b, c = Ca - N, C - Ca
+        Cb = -0.58273431 * torch.cross(b, c, dim=-1) + 0.56802827 * b - 0.54067466 * c + Ca
+        atoms = torch.cat([X, Cb[:, :, None]], dim=2)  # (B, L, 5, 3)
+        others = gather(atoms.flatten(2).flatten(0, 1), index).unflatten(-1, (5, 3))  # (B, L, k, 5, 3)
+        square = (atoms[:, :, None, :, None] - others[:, :, :, None]).square().sum(-1)  # (B, L, k, 5, 5)
+        distance = (square + 1e-6).sqrt().flatten(-2)[..., PLACES]
+        centres = torch.linspace(2.0, FURTHEST, RBF, dtype=X.dtype, device=X.device)
+        rbf = torch.exp(-((distance[..., None] - centres) / ((FURTHEST - 2.0) / RBF)).square())
+        ends = [(x[:, :, None], gather(x.flatten()[:, None], index)[..., 0]) for x in (residue_idx, chain)]
+        places = self.embeddings(ends[0][0] - ends[0][1], ends[1][0] == ends[1][1])  # (B, L, k, 16)
+        edges = torch.cat([places, rbf.flatten(-2).to(places.dtype)], dim=-1)  # (B, L, k, 416)
+        return self.norm_edges(self.edge_embedding(edges))
+
+
+# --------------------------------------------------------------------------------------------------------
+# The model
+# --------------------------------------------------------------------------------------------------------
+
+
+class ProteinMPNN(nn.Module):
+    """DISCREPANCY: the decoder's messages leave out residues that are not there, where the authors' code
+    lets padding in if a chain has fewer residues than neighbours; so padding changes nothing."""
+
+    def __init__(self, config, fusion):
+        super().__init__()
+        self.config, self.fusion, D = config, fusion, config.hidden_dim
+        self.features = ProteinFeatures(D)
+        self.W_e, self.W_s = nn.Linear(D, D), nn.Embedding(UNKNOWN + 1, D)
+        self.encoder_layers = nn.ModuleList(EncLayer(config, fusion) for _ in range(config.num_layers))
+        self.decoder_layers = nn.ModuleList(DecLayer(config, fusion) for _ in range(config.num_layers))
+        self.W_out = nn.Linear(D, UNKNOWN + 1)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        if fusion.enable_torch_compile:  # all layers of a kind run the same code: one compilation each
+            for module in (self.features, *self.encoder_layers, *self.decoder_layers):
+                module.compile(dynamic=False, mode=fusion.torch_compile_mode)
+
+    def forward(self, X, S, mask, residue_idx, chain, decoding_order, E_idx=None, targets=None):
+        """X (B, L, 4, 3) N, CA, C, O in Å; all else (B, L): residues S, mask (1 = present), residue_idx,
+        chain, residues in decoding_order, targets (-1 where nothing is asked; default S); but E_idx (B, L, k)
+        neighbours, default by distance. Returns dict(log_probs (B, L, 21), loss)."""
+        E_idx = designs.nearest(X, mask, self.config.neighbors) if E_idx is None else E_idx
+        h_V, h_E, graph = self.encode(X, mask, residue_idx, chain, E_idx)
+        rank = torch.empty_like(decoding_order).scatter_(
+            1, decoding_order, torch.arange(S.shape[1], device=S.device).expand_as(S))
+        decoded = gather(rank.flatten()[:, None], graph.index)[..., 0] < rank[:, :, None]  # (B, L, k)
+        graph = self.graph(graph.index + S.numel() * ~decoded, graph.attends, h_E, 2 * S.numel())
+        logits = self.decode(h_V, h_E, self.W_s(S), graph, mask)
+        log_probs = logits.to(at_least_float32(logits.dtype)).log_softmax(-1)
+        counts = mask if targets is None else mask * (targets >= 0)
+        targets = S if targets is None else targets.clamp(min=0)
+        nll = -log_probs.gather(2, targets[:, :, None])[:, :, 0]
+        return dict(log_probs=log_probs, loss=(nll * counts).sum() / counts.sum().clamp(min=1))
+
+    def layer(self, module, *inputs):
+        if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(module, *inputs, use_reentrant=False,
+                              preserve_rng_state=self.config.dropout > 0)
+        return module(*inputs)
+
+    def graph(self, index, attends, h_E, rows):
+        kernel = self.fusion.enable_message_kernel and triton.hears(h_E)
+        return Graph(index, attends, triton.incoming(index, rows) if kernel else None)
+
+    def encode(self, X, mask, residue_idx, chain, E_idx):
+        """Residues h_V, edges h_E, the graph into all n residues."""
+        starts = X.shape[1] * torch.arange(len(X), device=X.device)
+        index = E_idx + starts[:, None, None]  # (B, L, k)
+        h_E = self.W_e(self.features(X, E_idx, index, residue_idx, chain))  # (B, L, k, D)
+        h_V = torch.zeros_like(h_E[:, :, 0])  # (B, L, D)
+        attends = (mask[:, :, None] * gather(mask.flatten()[:, None], index)[..., 0])[..., None].to(h_E.dtype)
+        graph = self.graph(index, attends, h_E, mask.numel())
+        for layer in self.encoder_layers:
+            h_V, h_E = self.layer(layer, h_V, h_E, graph, mask)
+        return h_V, h_E, graph
+
+    def decode(self, h_V, h_E, h_S, graph, mask):
+        """Logits (B, L, 21); graph into the 2 n rows of a DecLayer's table."""
+        projected = [None] * len(self.decoder_layers)
+        if self.fusion.enable_edge_fusion and not graph.leading:
+            weights = torch.cat([parts(layer.W1, h_V)[1] for layer in self.decoder_layers])
+            projected = F.linear(h_E, weights).split(h_V.shape[-1], dim=-1)  # (B, L, k, D) for each layer
+        hidden = torch.cat([torch.zeros_like(h_S), h_V], dim=-1)
+        for layer, edges in zip(self.decoder_layers, projected, strict=True):
+            table = torch.stack([torch.cat([h_S, h_V], -1), hidden]).flatten(0, 2)  # (2 n, 2 D)
+            h_V = self.layer(layer, h_V, h_E, table, graph, mask, edges)
+        return self.W_out(h_V)
+
+    @torch.no_grad()
+    def sample(self, X, S, mask, residue_idx, chain, decoding_order, fixed, temperature, generator):
+        """Residues (B, L), drawn one after the other in decoding_order; those that fixed (L,) marks are S's.
+        Every step decodes one residue of each sample, through all layers."""
+        E_idx = designs.nearest(X, mask, self.config.neighbors)
+        h_V, h_E, (index, attends, _) = self.encode(X, mask, residue_idx, chain, E_idx)
+        S, done = torch.where(fixed, S, 0), torch.zeros_like(S, dtype=torch.bool)
+        states = [h_V, *(torch.zeros_like(h_V) for _ in self.decoder_layers)]  # after each layer
+        hidden, rows = torch.cat([torch.zeros_like(h_V), h_V], -1), torch.arange(len(S), device=S.device)
+        for step in range(S.shape[1]):
+            i = decoding_order[:, step]
+            near, h_S = index[rows, i][:, None], self.W_s(S)  # (B, 1, k)
+            near = near + S.numel() * ~done.flatten()[near]
+            for number, layer in enumerate(self.decoder_layers):
+                table = torch.stack([torch.cat([h_S, states[number]], -1), hidden]).flatten(0, 2)
+                states[number + 1][rows, i] = layer(
+                    states[number][rows, i][:, None], h_E[rows, i][:, None], table,
+                    Graph(near, attends[rows, i][:, None], None), mask[rows, i][:, None])[:, 0]
+            logits = self.W_out(states[-1][rows, i])[:, :UNKNOWN] / temperature  # no sample is unknown
+            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+            S[rows, i] = torch.where(fixed[i], S[rows, i], drawn)
+            done[rows, i] = True
+        return S
+
+    def sublayers(self):
+        if self.fusion.enable_torch_compile:
+            return []
+        return [("features", self.features), *(("encoder", layer) for layer in self.encoder_layers),
+                *(("decoder", layer) for layer in self.decoder_layers)]
+
+
+class BucketTrainer(Trainer):
+    """Batches come as long as their bucket. With bucketing each length has its CUDA graph; without, all are
+    padded to --seq-len, so that there is one."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.graphs = {}
+
+    def padded(self, batch):
+        """The batch, with zeros up to --seq-len unless there is bucketing."""
+        order = batch["decoding_order"]
+        missing = self.settings.model.seq_len - order.shape[1]
+        if self.settings.fusion.enable_bucketing or missing <= 0:
+            return batch
+        batch = {key: F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) for key, x in batch.items()}
+        last = torch.arange(order.shape[1], order.shape[1] + missing, device=order.device)
+        batch["decoding_order"] = torch.cat([order, last.expand(len(order), -1)], dim=1)
+        return batch
+
+    def forward(self, batch):
+        return super().forward(self.padded(batch))
+
+    def step(self, batch, mark=lambda: None):
+        batch = self.padded(batch)
+        length = batch["S"].shape[1]
+        self.graph = self.graphs.get(length)
+        loss = super().step(batch, mark)
+        self.graphs[length] = self.graph
+        return loss
+
+
+# --------------------------------------------------------------------------------------------------------
+# What the lab must know of this model
+# --------------------------------------------------------------------------------------------------------
+
+
+PROGRAM = Program(
+    **vars(COMMAND_LINE), version="protein_mpnn", suffix="protein_mpnn", model=ProteinMPNN,
+    trainer=BucketTrainer, open_source=partial(designs.Designs, buckets=BUCKETS),
+    check_batch=designs.masked_batch, defined=designs.defined,
+    tiny=dict(hidden_dim=32, num_layers=1, neighbors=8, seq_len=24),
+    sublayers=("features", "encoder", "decoder"), blocks=lambda settings: settings.model.num_layers,
+    start_lines=lambda trainer: dict(sizes=trainer.model.config.in_words()), evaluate=designs.evaluate,
+    evaluation_name="recovery", evaluation_line=designs.evaluation_line, scores=designs.scores,
+    closing=designs.closing, instead=designs.design, flops_vary=True,
+    titles={"Split Fusion": "enable_split_fusion", "Aggregate Fusion": "enable_aggregate_fusion",
+            "Edge Fusion": "enable_edge_fusion", "Bucketing": "enable_bucketing",
+            "Torch Compile": "enable_torch_compile"})
+
+if __name__ == "__main__":
+    sys.exit(main(program=PROGRAM))

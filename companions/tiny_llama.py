@@ -1,0 +1,347 @@
+#!/usr/bin/env python3
+"""TinyLlama V2: LLaMA in one file, with its kernel fusions as switches.
+
+    python companions/tiny_llama.py                       # a model of bytes learns Python
+    python companions/tiny_llama.py --compare-fusion      # what each switch buys
+    python companions/tiny_llama.py --data FILE           # your text
+    python companions/tiny_llama.py --init-from model.safetensors --num-layers 22 ...
+
+LLaMA (Touvron et al. 2023) as in transformers, under its parameter names: pre-norm RMSNorm, rotary positions,
+grouped-query attention, SwiGLU. It reads bytes of the standard library of the Python that runs it: nothing
+is shipped or downloaded. Reading order: FusedTransformerBlock, then its four parts above it.
+
+Letters in shape comments: B samples, S bytes, c channels, H heads, G of them for keys and values, D = c / H.
+"""
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+from fusion_lab.training import start
+from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
+from fusion_lab.training.program import CommandLine, Program
+
+
+@dataclass(frozen=True)
+class LlamaConfig(Checked):
+    """Sizes of the model and of its input."""
+    hidden_size: int = option(512, "channels c", low=2)
+    intermediate_size: int = option(2048, "channels within SwiGLU", low=1)
+    num_layers: int = option(8, "blocks", low=1)
+    num_heads: int = option(8, "heads; must divide --hidden-size into even widths", low=1)
+    num_kv_heads: int = option(4, "heads of keys and values; must divide --num-heads", low=1)
+    seq_len: int = option(256, "bytes S of a sample", low=2, resized=True)
+    vocab_size: int = option(256, "tokens that the head knows; text needs 256, more of them cost", low=1)
+    tie_word_embeddings: bool = option(False, "the head's weight is the embedding's")
+    rope_theta: float = option(1e4, "base of the rotary angles", low=1.0)
+    rms_norm_eps: float = option(1e-6, "RMSNorm's epsilon", low=0.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.hidden_size % (2 * self.num_heads):
+            self.refuse("num_heads", f"must divide hidden_size = {self.hidden_size} into even widths")
+        if self.num_heads % self.num_kv_heads:
+            self.refuse("num_kv_heads", f"must divide num_heads = {self.num_heads}")
+
+
+@dataclass(frozen=True)
+class LlamaTraining(TrainingConfig):
+    """Text, and weights to begin with."""
+    data: str = option(None, "file or directory of text; default: this Python's standard library", type=str,
+                       metavar="PATH")
+    eval_windows: int = option(512, "windows of --seq-len bytes in an evaluation", low=1)
+    init_from: str = option(None, "weights to begin with: a LLaMA state dict, .safetensors or .pt", type=str,
+                            training_only=True, metavar="FILE")
+
+
+@dataclass(frozen=True)
+class LlamaSwitches(Switches):
+    """Which operations run fused."""
+    enable_qkv_fusion: bool = option(True, "Q, K and V in one GEMM", preset=True)
+    enable_flash_attention: bool = option(True, "fused attention, without copies of K and V", preset=True)
+    enable_swiglu_fusion: bool = option(True, "gate and up of SwiGLU in one GEMM", preset=True)
+    enable_norm_fusion: bool = option(True, "RMSNorm in one operation", preset=True)
+    enable_loss_fusion: bool = option(
+        False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6)
+    enable_activation_checkpointing: bool = option(
+        False, "keep only the inputs of every block, recompute the rest in backward", rung=7)
+
+
+COMMAND_LINE = CommandLine(
+    file=__file__, about=__doc__, model_config=LlamaConfig, training_config=LlamaTraining,
+    fusion_config=LlamaSwitches, headline=("enable_qkv_fusion", "enable_flash_attention",
+                                           "enable_swiglu_fusion", "enable_norm_fusion"),
+    demo=dict(hidden_size=128, intermediate_size=512, num_layers=4, num_heads=4, num_kv_heads=2, seq_len=128,
+              batch_size=16, learning_rate=2e-3, num_steps=500, log_every=50, eval_every=250),
+    axes=dict(batch_size="B", seq_len="S"), study_sizes=dict(batch_size=(2, 4), seq_len=(64, 128)))
+
+start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
+
+from fusion_lab.kernels.chunked_loss import ChunkedLoss
+from fusion_lab.kernels.packing import PackedProjections
+from fusion_lab.kernels.precision import at_least_float32
+from fusion_lab.measuring import text
+from fusion_lab.training.files import UserError
+from tiny_openfold_v2 import Trainer, main
+
+# --------------------------------------------------------------------------------------------------------
+# The block and its four parts, fused and plain side by side
+# --------------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config, fusion):
+        super().__init__()
+        self.fused, self.eps = fusion.enable_norm_fusion, config.rms_norm_eps
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, x):
+        if self.fused:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        wide = x.to(at_least_float32(x.dtype))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotary(length, width, theta):
+    """cos and sin of the angles of positions and pairs of channels, (2, S, D / 2) in float64."""
+    rates = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x, angles):
+    """x (B, H, S, D) turned by its position; channel i is a pair with channel i + D / 2."""
+    (cos, sin), (first, second) = angles.to(x.dtype), x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class FusedQKVAttention(PackedProjections):
+    PACKINGS = dict(qkv_proj=("q_proj", "k_proj", "v_proj"))
+
+    def __init__(self, config, fusion):
+        super().__init__()
+        self.flash, self.width = fusion.enable_flash_attention, config.hidden_size // config.num_heads
+        heads = dict(q_proj=config.num_heads, k_proj=config.num_kv_heads, v_proj=config.num_kv_heads)
+        layers = {name: nn.Linear(config.hidden_size, count * self.width, bias=False)
+                  for name, count in heads.items()}
+        self.add_projections(layers, *["qkv_proj"] * fusion.enable_qkv_fusion)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x, angles):
+        """x (B, S, c)"""
+        q, k, v = (p.unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.project(x))
+        q, k = rotate(q, angles), rotate(k, angles)  # (B, H, S, D), (B, G, S, D)
+        if self.flash:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            k, v = (p.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for p in (k, v))  # (B, H, S, D)
+            scores = q @ k.transpose(-1, -2) * self.width ** -0.5
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+            out = scores.softmax(-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class FusedSwiGLU(PackedProjections):
+    SIDES = ("gate_proj", "up_proj")
+    PACKINGS = dict(gate_up_proj=SIDES)
+
+    def __init__(self, config, fusion):
+        super().__init__()
+        c, wide = config.hidden_size, config.intermediate_size
+        layers = {name: nn.Linear(c, wide, bias=False) for name in self.SIDES}
+        self.add_projections(layers, *["gate_up_proj"] * fusion.enable_swiglu_fusion)
+        self.down_proj = nn.Linear(wide, c, bias=False)
+
+    def forward(self, x):
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class FusedTransformerBlock(nn.Module):
+    def __init__(self, config, fusion):
+        super().__init__()
+        self.self_attn = FusedQKVAttention(config, fusion)
+        self.mlp = FusedSwiGLU(config, fusion)
+        self.input_layernorm = RMSNorm(config, fusion)
+        self.post_attention_layernorm = RMSNorm(config, fusion)
+
+    def forward(self, x, angles):
+        x = x + self.self_attn(self.input_layernorm(x), angles)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# --------------------------------------------------------------------------------------------------------
+# The model
+# --------------------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """Logits of the next byte, or with targets the mean cross-entropy. Tied, it has no weight of its own."""
+
+    def __init__(self, config, fusion):
+        super().__init__()
+        self.fused = fusion.enable_loss_fusion
+        if not config.tie_word_embeddings:
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, x, weight, targets=None):
+        if targets is None:
+            return F.linear(x, weight)
+        if self.fused:
+            return ChunkedLoss.of(x, weight, targets)
+        logits = F.linear(x, weight).flatten(0, 1)
+        return F.cross_entropy(logits.to(at_least_float32(logits.dtype)), targets.flatten())
+
+
+class Stack(nn.Module):
+    """Embedding, blocks and last norm."""
+
+    def __init__(self, config, fusion):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(FusedTransformerBlock(config, fusion) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config, fusion)
+
+
+class TinyLlama(nn.Module):
+    """Public parameter names are those of transformers' LlamaForCausalLM."""
+
+    def __init__(self, config, fusion):
+        super().__init__()
+        self.config, self.fusion = config, fusion
+        self.model, self.lm_head = Stack(config, fusion), Head(config, fusion)
+        self.initialise()
+        angles = rotary(config.seq_len, config.hidden_size // config.num_heads, config.rope_theta)
+        self.register_buffer("angles", angles, persistent=False)  # float64: rounded once, where it is used
+        if fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
+            for module in (*self.model.layers, self.lm_head):
+                module.compile(fullgraph=True, dynamic=False, mode=fusion.torch_compile_mode)
+
+    def initialise(self):
+        """Outputs as large as inputs, so that a few hundred steps suffice, where LLaMA's 0.02 is made for
+        thousands of channels; the residual's parts add up to one. By projection, packed or not."""
+        parts = (2 * self.config.num_layers) ** -0.5
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):  # a tied one is the head too, which wants small weights
+                std = module.embedding_dim ** -0.5 if self.config.tie_word_embeddings else 1.0
+                nn.init.normal_(module.weight, std=std)
+            elif hasattr(module, "weight") and module.weight.dim() > 1:
+                nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+        with torch.no_grad():
+            for block in self.model.layers:
+                block.self_attn.o_proj.weight.mul_(parts)
+                block.mlp.down_proj.weight.mul_(parts)
+
+    def forward(self, ids, targets=None):
+        """ids (B, S), targets (B, S) the bytes that follow, -100 where nothing is asked. Returns a dict:
+        hidden (B, S, c) and, with targets, loss, else logits (B, S, vocabulary)."""
+        x, angles = self.model.embed_tokens(ids), self.angles[:, :ids.shape[1]]
+        for block in self.model.layers:
+            if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, angles, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, angles)
+        x = self.model.norm(x)
+        weight = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        result = self.lm_head(x, weight, targets)
+        return dict(hidden=x, **{"logits" if targets is None else "loss": result})
+
+    def sublayers(self):
+        if self.fusion.enable_torch_compile:
+            return []
+        return [*((name, getattr(block, name)) for block in self.model.layers for name in SUBLAYERS[:4]),
+                (SUBLAYERS[4], self.lm_head)]
+
+    def attention_kernel(self, dtype=None):
+        """Which of PyTorch's kernels fused attention runs in training."""
+        c, weight = self.config, self.model.embed_tokens.weight
+        q, k, v = (torch.empty(1, heads, c.seq_len, c.hidden_size // c.num_heads, device=weight.device,
+                               dtype=dtype or weight.dtype, requires_grad=True)
+                   for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
+        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)
+        return SDPBackend(choice).name.lower().replace("_", " ")
+
+
+SUBLAYERS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "lm_head")
+
+
+def load_llama(model, path):
+    """A state dict of transformers' LlamaForCausalLM; what tied heads and old rotary tables repeat is left
+    out. Raises UserError."""
+    try:
+        if str(path).endswith(".safetensors"):
+            from safetensors.torch import load_file
+            saved = load_file(path)
+        else:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = {k: v for k, v in saved.items() if not k.endswith("rotary_emb.inv_freq")}
+        if model.config.tie_word_embeddings:
+            saved.pop("lm_head.weight", None)
+        model.load_state_dict(saved)
+    except ImportError:
+        raise UserError(f"--init-from {path}: needs safetensors: pip install safetensors") from None
+    except Exception as error:  # files of others fail in many ways
+        reason = str(error).strip().splitlines()[-1].strip() if str(error) else type(error).__name__
+        raise UserError(f"--init-from {path}: {reason[:200]}") from None
+
+
+class LlamaTrainer(Trainer):
+    """Begins with --init-from's weights."""
+
+    def __init__(self, program, settings, device):
+        if settings.training.init_from:
+            def made(config, fusion):
+                model = TinyLlama(config, fusion)
+                load_llama(model, settings.training.init_from)
+                return model
+            program = replace(program, model=made)
+        super().__init__(program, settings, device)
+
+
+# --------------------------------------------------------------------------------------------------------
+# What the lab must know of this model
+# --------------------------------------------------------------------------------------------------------
+
+
+def check_batch(settings, device):
+    """A batch whose last sample asks for no more than its first half."""
+    generator = torch.Generator().manual_seed(settings.training.seed)
+    size = (settings.training.batch_size, settings.model.seq_len + 1)
+    ids = torch.randint(256, size, generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[-1, targets.shape[1] // 2:] = -100
+    return dict(ids=ids[:, :-1].to(device), targets=targets.to(device))
+
+
+def start_lines(trainer):
+    c = trainer.settings.model
+    kernel = trainer.model.attention_kernel(trainer.amp_dtype)
+    return dict(sizes=f"{c.num_layers} blocks, c {c.hidden_size}, heads {c.num_heads} and {c.num_kv_heads}",
+                remarks=dict(enable_flash_attention=kernel))
+
+
+PROGRAM = Program(
+    **vars(COMMAND_LINE), version="tiny_llama_v2", suffix="tiny_llama_v2", model=TinyLlama,
+    trainer=LlamaTrainer, open_source=text.Bytes, check_batch=check_batch,
+    tiny=dict(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, seq_len=32),
+    sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_layers, start_lines=start_lines,
+    evaluate=text.evaluate, evaluation_name="bits_per_byte", evaluation_line=text.evaluation_line,
+    scores=text.scores, closing=text.closing,
+    titles={"QKV Fusion": "enable_qkv_fusion", "Flash Attention": "enable_flash_attention",
+            "SwiGLU Fusion": "enable_swiglu_fusion", "Norm Fusion": "enable_norm_fusion",
+            "Loss Fusion": "enable_loss_fusion", "Torch Compile": "enable_torch_compile"})
+
+if __name__ == "__main__":
+    sys.exit(main(program=PROGRAM))

@@ -1,0 +1,225 @@
+"""TinyLlama: against transformers' model in float64, what it reads, bits per byte, yardsticks."""
+import itertools
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, require_shared
+
+from fusion_lab.kernels.chunked_loss import ChunkedLoss
+from fusion_lab.measuring import text
+from fusion_lab.training.checkpoints import unpacked
+from fusion_lab.training.files import UserError
+from fusion_lab.training.program import load_program
+
+FILE = ROOT / "companions" / "tiny_llama.py"
+if not FILE.exists():
+    pytest.skip("this companion was deleted", allow_module_level=True)
+PROGRAM = load_program(FILE)
+llama = __import__("tiny_llama")
+
+CPU = torch.device("cpu")
+SWITCHES = ("enable_qkv_fusion", "enable_flash_attention", "enable_swiglu_fusion", "enable_norm_fusion",
+            "enable_loss_fusion")
+COMBINATIONS = [llama.LlamaSwitches(**dict(zip(SWITCHES, on, strict=True)))
+                for on in itertools.product((False, True), repeat=len(SWITCHES))]
+SIZES = dict(hidden_size=32, intermediate_size=80, num_layers=2, num_heads=4, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """{key: tensor} of transformers' LlamaForCausalLM, with tied embeddings."""
+    with np.load(require_shared("reference", "companions", "llama_tied.npz")) as file:
+        return {key: torch.from_numpy(file[key]) for key in file}
+
+
+def model_of(reference, fusion):
+    config = llama.LlamaConfig(**SIZES, seq_len=11, vocab_size=64, tie_word_embeddings=True)
+    model = llama.TinyLlama(config, fusion).double()
+    model.load_state_dict({key[6:]: x for key, x in reference.items() if key.startswith("param/")})
+    return model
+
+
+def errors(reference, fusion):
+    """Largest differences from the reference, of all that it has."""
+    model, hidden = model_of(reference, fusion), []
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    ids = reference["ids"]
+    output = model(ids[:, :-1])
+    pairs = [(output["logits"], reference["logits"]), *zip(
+        [*hidden[:2], output["hidden"]], [reference[f"hidden/{i}"] for i in range(3)], strict=True)]
+    loss = model(ids[:, :-1], ids[:, 1:])["loss"]
+    loss.backward()
+    gradients = unpacked(model, {name: p.grad for name, p in model.named_parameters()})
+    expected = {key[5:]: x for key, x in reference.items() if key.startswith("grad/")}
+    assert gradients.keys() == expected.keys()
+    pairs += [(loss, reference["loss"]), *((gradients[name], x) for name, x in expected.items())]
+    return [(mine - theirs).abs().max().item() for mine, theirs in pairs]
+
+
+def test_equals_transformers_under_all_switches(reference):
+    for fusion in COMBINATIONS:
+        assert max(errors(reference, fusion)) < 1e-12, fusion
+
+
+def unrotated(q, angles, seen=[]):  # noqa: B006  every other call is for keys
+    seen.append(q)
+    return q if len(seen) % 2 == 0 else ROTATE(q, angles)
+
+
+ROTATE = llama.rotate
+MUTANTS = {
+    "rotation of keys forgotten": (llama, "rotate", unrotated),
+    "gate and up exchanged": (llama.FusedSwiGLU, "forward", lambda self, x: self.down_proj(
+        F.silu(self.project(x)[1]) * self.project(x)[0])),
+    "the mask lets the next byte in": (F, "scaled_dot_product_attention", lambda q, k, v, is_causal, **rest: (
+        SDPA(q, k, v, **rest, attn_mask=torch.ones(q.shape[2], q.shape[2]).tril(1).bool()))),
+    "neighbouring channels are pairs": (llama, "rotate", lambda x, angles: ROTATE(
+        x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), angles)),
+}
+SDPA = F.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(reference, name):
+    with mock.patch.object(*MUTANTS[name]):
+        assert max(errors(reference, llama.LlamaSwitches())) > 1e-6
+
+
+def test_labels_are_the_next_bytes_and_no_logit_sees_a_later_one():
+    settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
+    source = PROGRAM.open_source(settings)
+    batch = source.batch(0)
+    assert torch.equal(batch["ids"][:, 1:], batch["targets"][:, :-1])
+    whole = source.seen.tobytes()
+    assert all(bytes([*row.tolist(), last]) in whole for row, last in zip(
+        batch["ids"], batch["targets"][:, -1].tolist(), strict=True))
+    torch.manual_seed(0)
+    model = PROGRAM.model(settings.model, settings.fusion).double()
+    changed = batch["ids"].clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    difference = (model(changed)["logits"] - model(batch["ids"])["logits"]).abs().amax((0, 2))
+    assert difference[:9].max() == 0 and difference[9:].min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_chunked_loss_is_the_loss(dtype):
+    torch.manual_seed(0)
+    targets = torch.randint(50, (3, 7))
+    targets[1, 2:] = -100
+    tensors = [torch.randn(3, 7, 8, dtype=dtype), torch.randn(50, 8, dtype=dtype)]
+    results = []
+    for chunked in (False, True):
+        x, weight = (t.clone().requires_grad_() for t in tensors)
+        with mock.patch("fusion_lab.kernels.chunked_loss.LOGITS", 4 * 50):  # the last chunk is not full
+            loss = ChunkedLoss.of(x, weight, targets) if chunked else F.cross_entropy(
+                F.linear(x, weight).flatten(0, 1), targets.flatten())
+            (3 * loss).backward()
+        results.append((loss.detach(), x.grad, weight.grad))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.allclose(plain, ours, rtol=0, atol=20 * torch.finfo(dtype).eps)
+
+
+def test_checkpoints_of_others_load(reference, tmp_path):
+    state = {key[6:]: x.float() for key, x in reference.items() if key.startswith("param/")}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]  # as transformers saves a tied head
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    torch.save(state, tmp_path / "model.pt")
+    settings = PROGRAM.settings(**SIZES, vocab_size=64, tie_word_embeddings=True, seq_len=11,
+                                init_from=str(tmp_path / "model.pt"))
+    trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+    logits = trainer.model(reference["ids"][:, :-1])["logits"]
+    assert (logits - reference["logits"]).abs().max() < 1e-5
+    del state["model.norm.weight"]
+    torch.save(state, tmp_path / "model.pt")
+    for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file")):
+        with pytest.raises(UserError, match=words):
+            PROGRAM.trainer(PROGRAM, settings.having(init_from=str(tmp_path / name)), CPU)
+
+
+def test_transformers_agrees():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="eager")
+    theirs = transformers.LlamaForCausalLM(config).double()
+    model = llama.TinyLlama(llama.LlamaConfig(**SIZES, seq_len=11), llama.LlamaSwitches()).double()
+    model.load_state_dict(theirs.state_dict())
+    ids = torch.randint(256, (2, 11))
+    assert (model(ids)["logits"] - theirs(ids).logits).abs().max() < 1e-5  # its norms are float32
+
+
+# The corpus and its measures
+
+
+def test_held_out_files_are_never_read_in_training(tmp_path):
+    names = [f"text{i}" for i in range(60)]
+    held_out = [name for name in names if text.is_held_out(name)]
+    assert 0 < len(held_out) < 15
+    for name in names:
+        (tmp_path / name).write_bytes(bytes([1 if name in held_out else 2]) * 50)
+    source = PROGRAM.open_source(PROGRAM.settings(**SIZES, seq_len=16, data=str(tmp_path)))
+    assert sorted(source.held_out) == sorted(held_out) and not set(source.names) & set(held_out)
+    assert (source.seen == 2).all() and (source.unseen == 1).all()
+    assert all((source.batch(step)["ids"] == 2).all() for step in range(5))
+    [batch] = source.evaluation(source.unseen)
+    assert (batch["targets"] == 1).all()
+    one = tmp_path / "one"
+    one.write_bytes(bytes(range(250)))
+    source = PROGRAM.open_source(PROGRAM.settings(**SIZES, seq_len=16, data=str(one)))
+    assert source.seen.tolist() == [*range(225)] and source.unseen.tolist() == [*range(225, 250)]
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "short").write_bytes(b"x" * 30)
+    for values, words in ((dict(data=str(tmp_path / "absent")), "No such file"),
+                          (dict(data=str(tmp_path / "short")), "only 3 bytes held out"),
+                          (dict(vocab_size=64), "256 kinds")):
+        with pytest.raises(UserError, match=words):
+            PROGRAM.open_source(PROGRAM.settings(**SIZES, **values, seq_len=16))
+
+
+def test_the_standard_library_is_there_and_the_same_every_time():
+    settings = PROGRAM.settings(**SIZES, seq_len=16)
+    first, second = PROGRAM.open_source(settings), PROGRAM.open_source(settings)
+    assert first.sha256 == second.sha256 and len(first.seen) > 5e6 and len(first.unseen) > 3e5
+    assert not any("test" in name.split("/") or "site-packages" in name for name in first.names)
+    assert {"ast.py", "json/decoder.py"} <= {*first.names, *first.held_out}
+
+
+def test_bits_per_byte_by_hand():
+    class Half:
+        device = CPU
+
+        def forward(self, batch):  # two equal choices for each byte
+            return dict(loss=torch.tensor(math.log(2)))
+    batches = [dict(targets=torch.zeros(2, 5)), dict(targets=torch.zeros(1, 5))]
+    assert text.bits_per_byte(Half(), batches) == pytest.approx(1.0)
+    assert text.bits_per_byte(Half(), []) is None
+
+
+def test_n_grams_by_hand():
+    """Of b"abab" a model of pairs: "a" and "b" were followed by one kind of byte, twice and once."""
+    seen, unseen = np.frombuffer(b"abab", np.uint8), np.frombuffer(b"abc", np.uint8)
+    single = (2 + 2 / 256) / 6  # of a and of b: count 2, and one share of two kinds, of six
+    other = (0 + 2 / 256) / 6
+    after_a, after_b = (2 + single) / 3, (0 + other) / 2
+    expected = -np.mean(np.log2([single, after_a, after_b]))
+    assert text.n_gram_bits(seen, unseen, 2) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_it_learns():
+    small = dict(hidden_size=64, intermediate_size=128, num_layers=2, seq_len=64, eval_windows=32)
+    settings = PROGRAM.settings(**{**PROGRAM.demo, **small}, device="cpu")
+    source, trainer = PROGRAM.open_source(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
+    for step in range(100):
+        trainer.step(source.batch(step))
+    assert text.evaluate(trainer, source)["held_out"] < 4.2
+    shown = text.continued(trainer, b"import ", 20, seed=0)
+    assert shown.startswith(b"import ") and len(shown) == 27
+    assert shown == text.continued(trainer, b"import ", 20, seed=0)
