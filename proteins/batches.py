@@ -179,7 +179,7 @@ class RealProteins(HoldsOut):
     def structure(self, name):
         return next(family for family in self.families + self.validation + self.unseen if family.name == name)
 
-    def take(self, rng, family, seq_len, num_seqs, extra):
+    def take(self, rng, family, seq_len, num_seqs, extra=0):
         """One sample, padded to (num_seqs, seq_len): a crop with coordinates, the query and other rows; last,
         if the model reads them, extra rows, those among them."""
         start = 0
@@ -192,12 +192,13 @@ class RealProteins(HoldsOut):
         coords = family.coords[start:start + seq_len]
         pad_n, pad_s = num_seqs - msa.shape[0], seq_len - msa.shape[1]
         seen = np.isfinite(coords[:, 0])
-        return (np.pad(msa, ((0, pad_n), (0, pad_s)), constant_values=GAP).astype(np.int64),
-                np.pad(np.nan_to_num(coords), ((0, pad_s), (0, 0))).astype(np.float32),
-                np.pad(seen, (0, pad_s)).astype(np.float32),
-                np.pad(np.ones(msa.shape[1], np.float32), (0, pad_s)),
-                np.pad(np.ones(msa.shape[0], np.float32), (0, pad_n)),
-                np.pad(more, ((0, extra - len(more)), (0, pad_s)), constant_values=GAP))
+        arrays = (np.pad(msa, ((0, pad_n), (0, pad_s)), constant_values=GAP).astype(np.int64),
+                  np.pad(np.nan_to_num(coords), ((0, pad_s), (0, 0))).astype(np.float32),
+                  np.pad(seen, (0, pad_s)).astype(np.float32),
+                  np.pad(np.ones(msa.shape[1], np.float32), (0, pad_s)),
+                  np.pad(np.ones(msa.shape[0], np.float32), (0, pad_n)))
+        more = np.pad(more, ((0, extra - len(more)), (0, pad_s)), constant_values=GAP)
+        return (*arrays, more) if extra else arrays
 
     def batch(self, step):
         rng = np.random.default_rng((self.training.seed, step, 1))
@@ -209,8 +210,8 @@ class RealProteins(HoldsOut):
                                              self.extra) for i in chosen])
 
     def assemble(self, rng, samples, clean=False):
-        *parts, extra = (np.stack(part) for part in zip(*samples, strict=True))
-        return assemble(rng, *parts, clean=clean, extra=extra if self.extra else None)
+        parts = [np.stack(part) for part in zip(*samples, strict=True)]
+        return assemble(rng, *parts[:5], clean=clean, extra=parts[5] if self.extra else None)
 
     def masked(self, batch):
         """A synthetic batch with the masks that real ones have; nothing is missing in it."""

@@ -147,7 +147,8 @@ def real(families=(), unseen=(), **values):
     source = object.__new__(RealProteins)  # without files
     source.config = settings_of(**values).model
     source.training = settings_of(**values).training
-    source.families, source.unseen = list(families), list(unseen)
+    source.families, source.unseen, source.validation = list(families), list(unseen), []
+    source.extra, source.world = 0, None
     return source
 
 
@@ -313,9 +314,10 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
     monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
     found = contacts.evaluate(trainer, source)
     assert {group: list(part) for group, part in found.items()} == dict(training=["a"], held_out=["b", "c"])
-    assert found["held_out"]["b"] == dict(p_l2=pytest.approx(1.0), p_l=1.0, chance=1.0)  # one pair of seven
+    assert found["held_out"]["b"] == dict(p_l2=pytest.approx(1.0), p_l=1.0, chance=1.0,
+                                            p_l2_long=None)  # one pair of seven
     assert found["training"]["a"] == dict(p_l2=pytest.approx(1 / 4), p_l=pytest.approx(1 / 6),
-                                          chance=pytest.approx(1 / 6))
+                                          chance=pytest.approx(1 / 6), p_l2_long=None)
     assert trainer.model.given == dict(msa_tokens=(1, 2, 9), target_tokens=(1, 9), seq_mask=(1, 9),
                                        row_mask=(1, 2))
     assert drawn == []  # maps are drawn at the end only

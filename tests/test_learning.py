@@ -198,7 +198,7 @@ def test_natural_alignments_covary_where_residues_touch():
     source, rng = folds.Folds(0, 64), np.random.default_rng(1)
     coords = torch.from_numpy(np.stack([source.piece(rng) for _ in range(4)]))
     msa = natural.natural_alignments(torch.Generator().manual_seed(0), coords, 300)
-    assert msa.shape == (4, 400, 48) and not (msa[:, 0] == files.GAP).any()
+    assert msa.shape == (4, 300, 64) and not (msa[:, 0] == files.GAP).any()
     assert set(msa.unique().tolist()) == {*range(20), files.GAP}
     assert 0.005 < (msa == files.GAP).float().mean() < 0.25
     above = []
