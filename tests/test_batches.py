@@ -194,7 +194,7 @@ def test_every_step_draws_other_families_crops_and_rows():
     asked = []
     for size, kinds in ((2, 2), (3, 3), (40, 3)):  # one family twice only where there are too few
         source = real(source.families, batch_size=size)
-        source.take = lambda rng, protein, length, rows: asked.append((protein.name, length, rows)) or (
+        source.take = lambda rng, protein, length, rows, extra: asked.append((protein.name, length, rows)) or (
             np.zeros((rows, length), int), *np.zeros((3, length)), np.ones(rows))
         source.batch(0)
         assert len(asked) == size and len({name for name, *_ in asked}) == kinds
