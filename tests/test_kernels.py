@@ -76,7 +76,7 @@ LAUNCHES = {
     "columns, N 16": (attention, 16, 16, 1, False, True),
     **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},
     **{f"multiplication, c {c}": (multiplication, c) for c in (64, 128, 256)},
-    **{f"messages, c {c}": (neighbours, c, 48) for c in (64, 128)},
+    "messages, c 128": (neighbours, 128, 48),
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
 }
 WITHOUT = ("attention, float32",)  # matrix instructions, which only AMD has for float32
