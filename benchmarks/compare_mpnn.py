@@ -4,16 +4,16 @@
     git clone https://github.com/dauparas/ProteinMPNN
     python benchmarks/compare_mpnn.py --peer ProteinMPNN/training/model_utils.py --out OUT
 
-The same weights, batch and sizes for all. Before anything is timed, numbers must agree: log-probabilities with
-the peer's in float64, under one decoding order, and our fused model with our baseline by the 3x rule. Steps
-(forward, backward, fused AdamW) alternate. The peer runs as it is (every layer checkpointed), without its
-checkpoints, and that compiled; it makes its graph in every step, ours comes with the data. float32 and bfloat16
-(autocast; ours with master weights) are separate tables, each row with its peak memory. Writes OUT/mpnn.json.
-Exit code 1 if numbers disagree.
+The same weights, batch and sizes for all. Before anything is timed, numbers must agree: log-probabilities
+with the peer's in float64, under one decoding order, and our fused model with our baseline by the 3x rule.
+Steps (forward, backward, fused AdamW) alternate. The peer runs as it is (every layer checkpointed), without
+its checkpoints, and that compiled; it makes its graph in every step, ours comes with the data. float32 and
+bfloat16 (autocast; ours with master weights) are separate tables, each row with its peak memory. Writes
+OUT/mpnn.json. Exit code 1 if numbers disagree.
 """
-import importlib.util
 import pathlib
 import sys
+import types
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -47,46 +47,46 @@ OURS = {  # name: switches beside the defaults
 }
 
 
-def load_peer(path):
-    """The authors' training/model_utils.py as a module."""
+CHECKPOINT = "torch.utils.checkpoint.checkpoint(layer, "
+
+
+def load_peer(path, checkpointed):
+    """The authors' training/model_utils.py as a module, its layers checkpointed or called."""
     try:
-        spec = importlib.util.spec_from_file_location("mpnn_peer", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except (OSError, AttributeError) as error:
+        source = pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--peer {path}: {error}") from None
+    if CHECKPOINT not in source:
+        raise UserError(f"--peer {path}: not the authors' training/model_utils.py")
+    module = types.ModuleType(f"mpnn_peer_{checkpointed}")
+    code = compile(source if checkpointed else source.replace(CHECKPOINT, "layer("), path, "exec")
+    exec(code, vars(module))
     return module
 
 
 class Peer:
     """The authors' model with a step like Trainer's."""
 
-    def __init__(self, module, program, settings, device, dtype, checkpointed=True, compiled=False):
+    def __init__(self, path, program, settings, device, dtype, checkpointed=True, compiled=False):
         c = settings.model
         self.device, self.dtype = device, dtype
-        self.model = module.ProteinMPNN(
+        self.model = load_peer(path, checkpointed).ProteinMPNN(
             node_features=c.hidden_dim, edge_features=c.hidden_dim, hidden_dim=c.hidden_dim,
             num_encoder_layers=c.num_layers, num_decoder_layers=c.num_layers, k_neighbors=c.neighbors,
             augment_eps=0.0, dropout=c.dropout).to(device)
         self.model.load_state_dict(program.trainer(program, settings, device).model.state_dict())
-        self.patches = [] if checkpointed else [mock.patch.object(
-            torch.utils.checkpoint, "checkpoint", lambda function, *inputs: function(*inputs))]
         self.run = torch.compile(self.model) if compiled else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.training.learning_rate,
                                            fused=True)
 
     def log_probs(self, batch, noise=None):
-        exact = [mock.patch.object(torch, "randn", lambda *_, **__: noise),
-                 mock.patch.object(torch.Tensor, "float", torch.Tensor.double)]  # its forward says .float()
-        for patch in (patches := self.patches + (exact if noise is not None else [])):
-            patch.start()
-        try:
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-                return self.run(batch["X"], batch["S"], batch["mask"], batch["mask"], batch["residue_idx"],
-                                batch["chain"])
-        finally:
-            for patch in patches:
-                patch.stop()
+        inputs = (batch[key] for key in ("X", "S", "mask", "mask", "residue_idx", "chain"))
+        if noise is not None:  # in float64, which its .float() would end
+            with mock.patch.object(torch, "randn", lambda *_, **__: noise), \
+                    mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+                return self.model(*inputs)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            return self.run(*inputs)
 
     def step(self, batch, mark=lambda: None):
         log_probs = self.log_probs(batch).float()
@@ -102,14 +102,15 @@ class Peer:
         return loss.detach()
 
 
-def disagreement(module, program, settings, device):
+def disagreement(path, program, settings, device):
     """Largest difference of log-probabilities in float64, of residues that are there."""
     settings = settings.having(dropout=0.0)
     batch = program.check_batch(settings, device)
     batch = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
     ours = program.trainer(program, settings, device).model.double()
-    peer = Peer(module, program, settings, device, None, checkpointed=False)
+    peer = Peer(path, program, settings, device, None, checkpointed=False)
     peer.model.double()
+    torch.set_default_dtype(torch.float64)
     length = batch["S"].shape[1]
     noise = torch.empty_like(batch["mask"]).scatter_(  # which argsort turns into our decoding order
         1, batch["decoding_order"], torch.arange(1.0, length + 1, device=device).expand_as(batch["S"]).to(
@@ -117,10 +118,11 @@ def disagreement(module, program, settings, device):
     noise = torch.where(batch["mask"] > 0, noise, noise * 1e4)  # padding last, as in our order
     mine = ours(**batch)["log_probs"]
     difference = (mine - peer.log_probs(batch, noise)) * batch["mask"][:, :, None]
+    torch.set_default_dtype(torch.float32)
     return difference.abs().max().item()
 
 
-def contenders(module, program, settings, device, amp):
+def contenders(path, program, settings, device, amp):
     """{name: a function that makes what has step()}"""
     def ours(switches):
         kind = program.fusion_config
@@ -131,8 +133,8 @@ def contenders(module, program, settings, device, amp):
         return None if idle else partial(program.trainer, program, chosen, device)
 
     found = {name: ours(switches) for name, switches in OURS.items()}
-    if module:
-        make = partial(Peer, module, program, settings, device, amp)
+    if path:
+        make = partial(Peer, path, program, settings, device, amp)
         found |= {"authors, eager": make, "authors, eager, no checkpoints": partial(make, checkpointed=False),
                   "authors, compiled, no checkpoints": partial(make, checkpointed=False, compiled=True)}
     return {name: make for name, make in found.items() if make}
@@ -171,14 +173,14 @@ def run(argv=None):
     parser.add_argument("--peer", help="the authors' training/model_utils.py (default: ours alone)")
     parser.add_argument("--out", required=True)
     parser.add_argument("--batch-size", type=whole_number(), default=20)
-    parser.add_argument("--seq-len", type=whole_number(), default=512, help="with the former: 10,240 residues")
+    parser.add_argument("--seq-len", type=whole_number(), default=512, help="times the former: residues")
     parser.add_argument("--hidden-dim", type=whole_number(), default=128)
     parser.add_argument("--num-layers", type=whole_number(), default=3)
     parser.add_argument("--neighbors", type=whole_number(), default=48)
     parser.add_argument("--steps", type=whole_number(), default=20)
     parser.add_argument("--device", default="auto")
     a = parser.parse_args(argv)
-    program, module = load_program(ROOT / "companions" / "protein_mpnn.py"), a.peer and load_peer(a.peer)
+    program = load_program(ROOT / "companions" / "protein_mpnn.py")
     device = choose_device(a.device)
     sizes = dict(batch_size=a.batch_size, seq_len=a.seq_len, hidden_dim=a.hidden_dim,
                  num_layers=a.num_layers, neighbors=a.neighbors)
@@ -186,7 +188,7 @@ def run(argv=None):
     process_settings(settings, device)
     small = settings.having(batch_size=2, seq_len=96)
     result = dict(mode="compare_mpnn", **sizes, system_info=system_info(device), tables={})
-    result["log_probs_difference"] = disagreement(module, program, small, device) if module else None
+    result["log_probs_difference"] = disagreement(a.peer, program, small, device) if a.peer else None
     failures = compare_numerics(program, small.having(dropout=0.0), device)[1]
     wrong = (result["log_probs_difference"] or 0) > TOLERANCE
     print(f"Against the authors' code in float64: {result['log_probs_difference']}; 3x rule: "
@@ -195,11 +197,12 @@ def run(argv=None):
     for amp in (None, torch.bfloat16):
         name = "float32" if amp is None else "bfloat16"
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
-        rows = measure(contenders(module, program, now, device, amp), batch, device, a.steps)
+        rows = measure(contenders(a.peer, program, now, device, amp), batch, device, a.steps)
         result["tables"][name] = rows
-        lines = [[name, "step ms (p20, p80)", "peak MB beside what stays"], *(
-            [r["name"], "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * r[k] for k in ("median", "p20", "p80"))),
-             "n/a" if r["peak_mb"] is None else f"{r['peak_mb']:.0f}"] for r in rows)]
+        lines = [[name, "step ms (p20, p80)", "peak MB beside what stays"]]
+        for r in rows:
+            times = "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * r[k] for k in ("median", "p20", "p80")))
+            lines.append([r["name"], times, "n/a" if r["peak_mb"] is None else f"{r['peak_mb']:.0f}"])
         print("\n".join(aligned(lines)), flush=True)
         pathlib.Path(a.out).mkdir(parents=True, exist_ok=True)
         write_json(pathlib.Path(a.out) / "mpnn.json", result)

@@ -43,9 +43,6 @@ class MpnnConfig(Checked):
     seq_len: int = option(128, "residues L of a sample (crop length)", low=1, resized=True)
     dropout: float = option(0.1, "dropout in all layers", low=0.0, below=1.0, resized=True)
 
-    def in_words(self):
-        return f"{self.num_layers}+{self.num_layers} layers, D {self.hidden_dim}, k {self.neighbors}"
-
 
 @dataclass(frozen=True)
 class MpnnSwitches(Switches):
@@ -210,8 +207,18 @@ class DecLayer(Messages):
         return self.update(h_V, self.message(h_V, h_E, table, graph, projected), mask)
 
 
+class DecoderEdges(nn.Module):
+    """The edges' share of first_layer for all decoder layers: they all hear the same edges."""
+
+    def forward(self, h_V, h_E, layers, fused):
+        if not fused:
+            return [None] * len(layers)
+        weights = torch.cat([parts(layer.W1, h_V)[1] for layer in layers])
+        return F.linear(h_E, weights).split(h_V.shape[-1], dim=-1)  # (B, L, k, D) for each layer
+
+
 # --------------------------------------------------------------------------------------------------------
-# The graph and its features
+# The model: the graph and its features, encoder and decoder
 # --------------------------------------------------------------------------------------------------------
 
 ATOMS = ("N", "Ca", "C", "O", "Cb")
@@ -257,11 +264,6 @@ class ProteinFeatures(nn.Module):
         return self.norm_edges(self.edge_embedding(edges))
 
 
-# --------------------------------------------------------------------------------------------------------
-# The model
-# --------------------------------------------------------------------------------------------------------
-
-
 class ProteinMPNN(nn.Module):
     """DISCREPANCY: the decoder's messages leave out residues that are not there, where the authors' code
     lets padding in if a chain has fewer residues than neighbours; so padding changes nothing."""
@@ -273,7 +275,7 @@ class ProteinMPNN(nn.Module):
         self.W_e, self.W_s = nn.Linear(D, D), nn.Embedding(UNKNOWN + 1, D)
         self.encoder_layers = nn.ModuleList(EncLayer(config, fusion) for _ in range(config.num_layers))
         self.decoder_layers = nn.ModuleList(DecLayer(config, fusion) for _ in range(config.num_layers))
-        self.W_out = nn.Linear(D, UNKNOWN + 1)
+        self.W_out, self.decoder_edges = nn.Linear(D, UNKNOWN + 1), DecoderEdges()
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
@@ -322,10 +324,8 @@ class ProteinMPNN(nn.Module):
 
     def decode(self, h_V, h_E, h_S, graph, mask):
         """Logits (B, L, 21); graph into the 2 n rows of a DecLayer's table."""
-        projected = [None] * len(self.decoder_layers)
-        if self.fusion.enable_edge_fusion and not graph.leading:
-            weights = torch.cat([parts(layer.W1, h_V)[1] for layer in self.decoder_layers])
-            projected = F.linear(h_E, weights).split(h_V.shape[-1], dim=-1)  # (B, L, k, D) for each layer
+        fused = self.fusion.enable_edge_fusion and not graph.leading
+        projected = self.decoder_edges(h_V, h_E, self.decoder_layers, fused)
         hidden = torch.cat([torch.zeros_like(h_S), h_V], dim=-1)
         for layer, edges in zip(self.decoder_layers, projected, strict=True):
             table = torch.stack([torch.cat([h_S, h_V], -1), hidden]).flatten(0, 2)  # (2 n, 2 D)
@@ -359,7 +359,8 @@ class ProteinMPNN(nn.Module):
     def sublayers(self):
         if self.fusion.enable_torch_compile:
             return []
-        return [("features", self.features), *(("encoder", layer) for layer in self.encoder_layers),
+        return [*((name, getattr(self, name)) for name in ("features", "W_e", "decoder_edges")),
+                *(("encoder", layer) for layer in self.encoder_layers),
                 *(("decoder", layer) for layer in self.decoder_layers)]
 
 
@@ -404,10 +405,12 @@ PROGRAM = Program(
     trainer=BucketTrainer, open_source=partial(designs.Designs, buckets=BUCKETS),
     check_batch=designs.masked_batch, defined=designs.defined,
     tiny=dict(hidden_dim=32, num_layers=1, neighbors=8, seq_len=24),
-    sublayers=("features", "encoder", "decoder"), blocks=lambda settings: settings.model.num_layers,
-    start_lines=lambda trainer: dict(sizes=trainer.model.config.in_words()), evaluate=designs.evaluate,
-    evaluation_name="recovery", evaluation_line=designs.evaluation_line, scores=designs.scores,
-    closing=designs.closing, instead=designs.design, flops_vary=True,
+    sublayers=("features", "W_e", "encoder", "decoder_edges", "decoder"),
+    blocks=lambda settings: settings.model.num_layers, flops_vary=True,
+    start_lines=lambda trainer: dict(sizes="{num_layers}+{num_layers} layers, D {hidden_dim}, k {neighbors}"
+                                     .format(**vars(trainer.model.config))),
+    evaluate=designs.evaluate, evaluation_name="recovery", evaluation_line=designs.evaluation_line,
+    scores=designs.scores, closing=designs.closing, instead=designs.design,
     titles={"Split Fusion": "enable_split_fusion", "Aggregate Fusion": "enable_aggregate_fusion",
             "Edge Fusion": "enable_edge_fusion", "Bucketing": "enable_bucketing",
             "Torch Compile": "enable_torch_compile"})

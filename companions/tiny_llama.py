@@ -261,8 +261,8 @@ class TinyLlama(nn.Module):
     def sublayers(self):
         if self.fusion.enable_torch_compile:
             return []
-        return [*((name, getattr(block, name)) for block in self.model.layers for name in SUBLAYERS[:4]),
-                (SUBLAYERS[4], self.lm_head)]
+        return [*((name, getattr(block, name)) for block in self.model.layers for name in OF_A_BLOCK),
+                ("norm", self.model.norm), ("lm_head", self.lm_head)]
 
     def attention_kernel(self, dtype=None):
         """Which of PyTorch's kernels fused attention runs in training."""
@@ -274,7 +274,7 @@ class TinyLlama(nn.Module):
         return SDPBackend(choice).name.lower().replace("_", " ")
 
 
-SUBLAYERS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "lm_head")
+OF_A_BLOCK = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
 def load_llama(model, path):
@@ -334,9 +334,11 @@ def start_lines(trainer):
 
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="tiny_llama_v2", suffix="tiny_llama_v2", model=TinyLlama,
-    trainer=LlamaTrainer, open_source=text.Bytes, check_batch=check_batch,
+    trainer=LlamaTrainer, check_batch=check_batch,
     tiny=dict(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, seq_len=32),
-    sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_layers, start_lines=start_lines,
+    open_source=lambda settings: text.Bytes(settings, settings.model.seq_len),
+    sublayers=(*OF_A_BLOCK, "norm", "lm_head"),
+    blocks=lambda settings: settings.model.num_layers, start_lines=start_lines,
     evaluate=text.evaluate, evaluation_name="bits_per_byte", evaluation_line=text.evaluation_line,
     scores=text.scores, closing=text.closing,
     titles={"QKV Fusion": "enable_qkv_fusion", "Flash Attention": "enable_flash_attention",

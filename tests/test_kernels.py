@@ -113,7 +113,7 @@ LAUNCHES = {
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
-    **{f"messages, c {c}": (neighbours, c, 48) for c in (64, 128)},
+    "messages, c 128": (neighbours, 128, 48),
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
 }
 WITHOUT = ("attention, float32",)  # matrix instructions, which only AMD has for float32

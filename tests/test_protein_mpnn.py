@@ -295,7 +295,6 @@ def test_design_prints_fasta(tmp_path):
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 6 and [line[0] for line in lines[::2]] == [">"] * 3
     assert len({line[:3] for line in lines[1::2]}) == 1 and len({len(line) for line in lines[1::2]}) == 1
-    assert run_program(*command, *sizes).stdout == done.stdout
     wrong = run_program(*command)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") <= 2 and "another model" in wrong.stderr
 
@@ -311,7 +310,8 @@ def test_weights_that_cannot_be_used_are_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns():
-    settings = PROGRAM.settings(**{**PROGRAM.demo, "hidden_dim": 32, "num_layers": 1}, device="cpu")
+    small = dict(hidden_dim=32, num_layers=1, batch_size=4)
+    settings = PROGRAM.settings(**{**PROGRAM.demo, **small}, device="cpu")
     source, trainer = PROGRAM.open_source(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
     for step in range(80):
         trainer.step(source.batch(step))

@@ -220,6 +220,6 @@ def test_it_learns():
     for step in range(100):
         trainer.step(source.batch(step))
     assert text.evaluate(trainer, source)["held_out"] < 4.2
-    shown = text.continued(trainer, b"import ", 20, seed=0)
+    shown = text.continued(trainer, b"import ", 20, length=64)
     assert shown.startswith(b"import ") and len(shown) == 27
-    assert shown == text.continued(trainer, b"import ", 20, seed=0)
+    assert shown == text.continued(trainer, b"import ", 20, length=64)

@@ -53,8 +53,8 @@ def read_corpus(place):
 class Bytes:
     """A corpus as samples of S + 1 bytes from random places."""
 
-    def __init__(self, settings):
-        self.settings, self.training, self.length = settings, settings.training, settings.model.seq_len
+    def __init__(self, settings, length):
+        self.training, self.length = settings.training, length  # bytes of a sample
         if settings.model.vocab_size < 256:
             raise UserError(f"--vocab-size {settings.model.vocab_size}: text has 256 kinds of bytes")
         files = read_corpus(self.training.data)
@@ -66,7 +66,7 @@ class Bytes:
         for what, found in (("to train on", self.seen), ("held out", self.unseen)):
             if len(found) <= self.length:
                 raise UserError(f"--data {self.training.data}: only {len(found)} bytes {what}, fewer than a "
-                                f"sample has; more or longer files are needed, or a smaller --seq-len")
+                                "sample has; more or longer files are needed, or shorter samples")
         self.sha256 = hashlib.sha256(self.seen.tobytes() + self.unseen.tobytes()).hexdigest()
 
     def describe(self):
@@ -163,13 +163,13 @@ def evaluation_line(evaluation):
 
 
 @torch.no_grad()
-def continued(trainer, prompt, count, seed, temperature=0.7):
-    """The prompt and `count` bytes that the model draws after it."""
-    generator = torch.Generator().manual_seed(seed)
+def continued(trainer, prompt, count, length, temperature=0.7):
+    """The prompt and `count` bytes that the model draws after it, from the last `length`."""
+    generator = torch.Generator().manual_seed(trainer.training.seed)
     ids = torch.tensor(list(prompt))[None]
     with torch.compiler.set_stance("force_eager"):
         for _ in range(count):
-            window = ids[:, -trainer.settings.model.seq_len:].to(trainer.device)
+            window = ids[:, -length:].to(trainer.device)
             logits = trainer.forward(dict(ids=window))["logits"][0, -1, :256].float().cpu()
             drawn = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
             ids = torch.cat([ids, drawn[None]], dim=1)
@@ -186,7 +186,7 @@ def closing(trainer, source, evaluations):
           f"{final['held_out']:.3f} bits, {better} a 5-gram's {final['five_gram']:.3f}; untrained it takes "
           f"{math.log2(trainer.settings.model.vocab_size):.0f}.")
     middle = len(source.unseen) // 2
-    prompt = source.unseen[middle:middle + min(PROMPT, trainer.settings.model.seq_len)].tobytes()
-    text = continued(trainer, prompt, CONTINUED, trainer.training.seed)
+    prompt = source.unseen[middle:middle + min(PROMPT, source.length)].tobytes()
+    text = continued(trainer, prompt, CONTINUED, source.length)
     shown = [part.decode("utf-8", "replace") for part in (text[:len(prompt)], text[len(prompt):])]
     print(f"It continues {shown[0]!r} so: {shown[1]!r}")

@@ -1,9 +1,14 @@
 """Messages between neighbours: numbers, derivatives and mutants, in Triton's interpreter."""
+import pathlib
+
 import pytest
 import torch
 from rule import mutant, violations
 
 from fusion_lab.kernels import messages
+from fusion_lab.kernels import triton as kernels
+from fusion_lab.measuring.accuracy import results_and_gradients, shake
+from fusion_lab.training.program import load_program
 
 CASES = {"whole tiles": (6, 16, 9, 16), "odd": (5, 7, 5, 32), "more rows than nodes": (3, 20, 11, 16)}
 MUTANTS = {
@@ -37,8 +42,7 @@ def problem(dtype, nodes, neighbours, rows, channels, module=messages):
     return ours, plain, tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, dtype", [(case, torch.float32) for case in CASES] + [("odd", torch.bfloat16)])
 def test_forward_and_gradients(case, dtype):
     assert not violations(*problem(dtype, *CASES[case]))
 
@@ -65,3 +69,23 @@ def test_edges_are_sorted_by_where_they_lead():
 def test_what_does_not_fit_is_said():
     assert "48 channels" in messages.unsupported(48, 8) and "65 neighbours" in messages.unsupported(64, 65)
     assert messages.unsupported(128, 48) == ""
+
+
+@pytest.mark.slow
+def test_protein_mpnn_with_the_kernel_is_protein_mpnn(monkeypatch):
+    """Encoder and decoder, forward and all gradients."""
+    file = pathlib.Path(__file__).resolve().parents[2] / "companions" / "protein_mpnn.py"
+    if not file.exists():
+        pytest.skip("this companion was deleted")
+    monkeypatch.setattr(kernels, "fits", lambda x: True)  # on the CPU, in the interpreter
+    program = load_program(file)
+    plain = program.settings(hidden_dim=16, num_layers=2, neighbors=5, seq_len=8, dropout=0.0, batch_size=2)
+    batch, found = program.check_batch(plain, torch.device("cpu")), []
+    for settings in (plain, plain.having(enable_message_kernel=True)):
+        trainer = program.trainer(program, settings, torch.device("cpu"))
+        shake(program, trainer.model)
+        found.append(results_and_gradients(trainer, batch))
+    for name, expected in found[0].items():
+        scale = max(expected.abs().max().item(), 1e-2)
+        assert (found[1][name] - expected).abs().max() < 2e-5 * scale, name
+    assert not torch.equal(found[0]["log_probs"], found[1]["log_probs"])  # another order of sums
