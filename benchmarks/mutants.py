@@ -6,12 +6,13 @@
 
 mutmut makes the mutants: numbers plus one, operators exchanged, arguments left out, conditions forced, keys
 renamed; on top come calls left out whose result nobody wants, and `if` turned over. None in place of a value
-is left out, since it crashes, and so are wording and zip's strict. They are run here, because mutmut's own
-way, a wrapper round every function, stops torch.compile and spares constants and decorated functions. torch
-is imported once; a mutant is a fork in a copy of the tree with one file changed, and meets the tests of its
-file, those named first and the cheapest first, as many as fit in --budget seconds: a score is a lower bound.
-An endless loop ends at its limit of CPU time, which a busy machine does not change, and counts as killed;
-what waits for ever does not: it is listed with the survivors, as "(waited)".
+is left out, since it crashes, and so are wording, that of options' help among it, and zip's strict. They are
+run here, because mutmut's own way, a wrapper round every function, stops torch.compile and spares constants
+and decorated functions. torch is imported once; a mutant is a fork in a copy of the tree with one file
+changed, and meets the tests of its file, those named first and the cheapest first, as many as fit in --budget
+seconds: a score is a lower bound. An endless loop ends at its limit of CPU time, which a busy machine does
+not change, and counts as killed; what waits for ever does not: it is listed with the survivors, as
+"(waited)".
 """
 import argparse
 import contextlib
@@ -45,9 +46,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "benchmarks" / "mutants.md"
 BY_HAND = "## Why they survive\n"  # what stands below it on the table's page is kept
 GOAL = 85  # percent
+SAYS_NOTHING = ("strict", "metavar", "help")  # arguments: no mutants of these
 FAILED = 1e9  # seconds of a test that fails without any mutant
 
-AMD = "rocm_figures profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight rocm_wrappers"
+AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight "
+       "rocm_wrappers")
 SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
 TESTS = {  # file: which tests/test_*.py are meant to notice
     "tiny_openfold_v2.py": "numbers_by_hand steps evoformer training",
@@ -80,13 +83,13 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
         "kernel_summary records rocprof_compute rocprof_sys rocprofv3 session timeline").split()}}
 
 
-def strict(node):
-    return isinstance(node, cst.Arg) and node.keyword is not None and node.keyword.value == "strict"
+def left_out(node):
+    return isinstance(node, cst.Arg) and node.keyword is not None and node.keyword.value in SAYS_NOTHING
 
 
 def fewer_arguments(call):
-    return (mutant for mutant in mutators.operator_arg_removal(call)
-            if len(mutant.args) < len(call.args) and not any(map(strict, set(call.args) - set(mutant.args))))
+    return (mutant for mutant in mutators.operator_arg_removal(call) if len(mutant.args) < len(call.args)
+            and not any(map(left_out, set(call.args) - set(mutant.args))))
 
 
 def renamed_key(string):
@@ -113,7 +116,8 @@ class Visitor(MutationVisitor):
     """mutmut's, in decorated functions too, and with the line of every mutation."""
 
     def _skip_node_and_children(self, node):
-        return strict(node) or not isinstance(node, cst.FunctionDef) and super()._skip_node_and_children(node)
+        inner = isinstance(node, cst.FunctionDef)  # decorated ones too
+        return left_out(node) or not inner and super()._skip_node_and_children(node)
 
     def _create_mutations(self, node):
         before = len(self.mutations)

@@ -3,7 +3,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -382,48 +381,6 @@ def compute_run(*arguments):
     return found, place
 
 
-@pytest.mark.parametrize("arguments, parts", [
-    ([], ["counters", "roof"]), (["--mode", "profile"], ["counters", "roof"]), (["--no-roof"], ["counters"]),
-    (["--mode", "roof"], ["roof"]), (["--roof-only"], ["roof"]),
-    (["--roof-only", "--mode", "roof"], ["roof"]),
-    (["--mode", "analyze"], None), (["--list-stats"], None), (["--dispatch", "0"], None),
-    (["--mode", "analyze", "--list-stats", "--dispatch", "1"], None)])
-def test_what_rocprof_compute_is_to_do(arguments, parts, machine):
-    machine("7.0")
-    found = wrapper("rocprof-compute", *arguments)
-    assert (found.analyze, found.runs_program) == (parts is None, parts is not None)
-    assert parts is None or found.parts == parts
-    name = "analysis" if parts is None else "rocprof_compute_profiles_v2"
-    assert os.path.basename(found.records) == name
-
-
-@pytest.mark.parametrize("device, flags", [([], []), (["--device", "3"], ["--device", "3"])])
-def test_how_rocprof_compute_is_called(device, flags, machine):
-    machine("7.0")
-    found = wrapper("rocprof-compute", "--output-name", "w", *device)
-    commands, number = found.commands(), "3" if device else "0"
-    program = ["--", sys.executable, "workload.py"]
-    assert [command.argv[1:] for command in commands] == [
-        ["profile", "--name", "w_counters", "--no-roof", *program],
-        ["profile", "--name", "w_roof", "--roof-only", "--device", number, *program]]
-    assert all(command.cwd == found.directory for command in commands) and found.extra_flags() == flags
-    found.has = "--roofline".__eq__
-    assert found.commands()[1].argv[4:] == ["--roofline", "--roofline-device", number, *program]
-
-
-@pytest.mark.parametrize("arguments, words", [
-    (["--roof-only", "--no-roof"], "contradicts"), (["--mode", "roof", "--no-roof"], "contradicts"),
-    *((["--mode", "analyze", more], "are for") for more in ("--roof-only", "--no-roof")),
-    (["--mode", "profile", "--list-stats"], "are for"), (["--roof-only", "--list-stats"], "are for"),
-    (["--no-roof", "--dispatch", "1"], "are for"),
-    (["--output-name", "a-b"], "allowed are letters"), (["--output-name", "a" * 27], "at most 26"),
-    (["-o", "a..b"], "refuses a path")])
-def test_what_contradicts_itself_is_refused(arguments, words, machine):
-    machine("7.0")
-    with pytest.raises(UserError, match=words):
-        wrapper("rocprof-compute", *arguments)
-
-
 def test_counters_without_a_roofline_are_not_all_that_was_asked_for(machine, capsys):
     """Of a tool that exits 0 and leaves no roofline."""
     machine("7.0")
@@ -439,48 +396,6 @@ def test_counters_without_a_roofline_are_not_all_that_was_asked_for(machine, cap
     with open(os.path.join(roof, "roofline.csv"), "w") as file:
         file.write("flops\n1\n")
     assert found.judge("fine") == (OK, "counters and roof collected")
-
-
-def test_which_reports_rocprof_compute_writes(machine):
-    """One a workload, or of the first workload what was asked for; the list of kernels is shown as well."""
-    machine("7.0")
-    _, place = compute_run()
-    report = ["analyze", "--path", place]
-
-    def reports(*arguments):
-        found = wrapper("rocprof-compute", "-o", "out", "--mode", "analyze", *arguments)
-        return [(command.argv[1:], command.log, command.echo) for command in found.commands()]
-    assert reports() == [(report, "analysis_counters.txt", False)]
-    assert reports("--list-stats", "--dispatch", "0", "--dispatch", "12") == [
-        ([*report, "--list-stats"], "list_stats.txt", True),
-        ([*report, "--dispatch", "0"], "dispatch_0.txt", False),
-        ([*report, "--dispatch", "12"], "dispatch_12.txt", False)]
-    roof = place.replace("counters", "roof")
-    os.makedirs(roof)
-    open(os.path.join(roof, "sysinfo.csv"), "w").close()
-    assert reports()[1] == (["analyze", "--path", roof], "analysis_roof.txt", False)
-    found = wrapper("rocprof-compute", "-o", "out", "--mode", "analyze", "--dry-run", "--output-name", "x")
-    assert found.commands()[0].argv[-1] == os.path.join(found.directory, "workloads/x_counters/GPU_MODEL")
-    assert found.notes == ["GPU_MODEL stands for the folder that profiling creates"]
-    found.options.dry_run = False
-    with pytest.raises(UserError, match="no workload x_\\* there. Run ./run_rocprof_compute.sh first"):
-        found.commands()
-    assert found.judge(" ") == (NO_DATA, "the report is empty") and found.steps() is None
-
-
-def test_failures_of_rocprof_compute_are_told_from_those_of_the_program(machine):
-    machine("6.4")
-    explain = wrapper("rocprof-compute").explain
-    assert explain(TIMEOUT, "late", "x") == (TIMEOUT, "late")
-    assert explain(PROGRAM_FAILED, "said", "execution failed") == (PROGRAM_FAILED, "said")
-    begins = "rocprof-compute itself failed: "
-    assert explain(PROGRAM_FAILED, "", "ERROR a\nERROR b\nlast\n") == (FAILED, f"{begins}ERROR b")
-    assert explain(PROGRAM_FAILED, "", f"first\n{'l' * 201}") == (FAILED, begins + "l" * 200)
-    assert explain(PROGRAM_FAILED, "", "") == (FAILED, f"{begins}it printed nothing")
-    nothing = "AttributeError: 'NoneType' object"
-    assert explain(PROGRAM_FAILED, "", nothing)[1].startswith(f"{begins}{nothing}. ")
-    machine("7.0")
-    assert wrapper("rocprof-compute").explain(PROGRAM_FAILED, "", nothing)[1] == begins + nothing
 
 
 def test_counters_that_are_missing_are_counted_and_named(machine):
@@ -507,63 +422,6 @@ def v3_run(machine):
     found = wrapper("rocprofv3", "-o", "out", "--pmc", "SQ_WAVES:device=0, GRBM_COUNT")
     os.makedirs(found.directory)
     return found
-
-
-OF_V3 = ["--kernel-trace", "--stats"]
-
-
-@pytest.mark.parametrize("release, arguments, expected, notes", [
-    ("7.0", [], [], []), ("7.0", ["--hip-trace", "--sys-trace"], ["--hip-trace", "--sys-trace"], []),
-    ("7.0", ["--memory-trace"], ["--memory-copy-trace", "--memory-allocation-trace"], []),
-    ("7.0", ["--pmc", " A, B "], ["--pmc", "A", "B"], []),
-    ("7.0", ["--selected-regions"], ["--marker-trace", "--selected-regions"], []),
-    ("7.0", ["--selected-regions", "--marker-trace", "--pmc", "A"],
-     ["--marker-trace", "--pmc", "A", "--selected-regions"],
-     ["ROCm 7.0 gives counters of the whole run, whatever is selected"]),
-    ("6.4", ["--selected-regions"], [], [
-        " has no --selected-regions: the whole run is recorded, start-up and warm-up included"])])
-def test_how_rocprofv3_is_called(release, arguments, expected, notes, machine):
-    machine(release)
-    found = wrapper("rocprofv3", "-o", "out", *arguments)
-    command, = found.commands()
-    assert command.argv[1:] == [
-        *OF_V3, *expected, "--output-format", "csv", "--output-directory", found.directory, "--output-file",
-        f"{found.profiled.short_name()}_%pid%", "--", sys.executable, found.profiled.path,
-        *found.program_flags]
-    assert command.unset_env == ("ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH", "ROCPROF_OUTPUT_FILE_NAME")
-    assert all(note.endswith(words) for note, words in zip(found.notes, notes, strict=True))
-    assert found.selected == (release == "7.0" and "--selected-regions" in arguments)
-
-
-@pytest.mark.parametrize("switch, until_the_end", [
-    ("--marker-trace", True), ("--runtime-trace", True), ("--sys-trace", True), ("--hip-trace", False)])
-def test_with_markers_recording_ends_with_the_steps(switch, until_the_end, machine):
-    machine("7.0")
-    found = wrapper("rocprofv3", "-o", "out", switch, "--pftrace")
-    steps = found.steps()
-    assert steps["ends_with_steps"] is until_the_end and steps["selected_regions"] is False
-    assert found.commands()[0].argv[4:7] == ["--output-format", "csv", "pftrace"]
-
-
-def test_rocprofv3_refuses_what_would_mix_results(machine, tmp_path):
-    machine("7.0")
-    with pytest.raises(UserError, match="--pmc: given twice"):
-        wrapper("rocprofv3", "--pmc", "A", "--pmc", "B")
-    with pytest.raises(UserError, match="--compare: .*absent: no such directory"):
-        wrapper("rocprofv3", "--compare", "absent")
-    found = wrapper("rocprofv3", "-o", "out")
-    os.makedirs(found.directory)
-    assert found.replaced() == set()
-    run_of(pathlib.Path(found.directory), ("k", 3, 1_500_000))
-    with pytest.raises(UserError, match="holds kernel records \\(7_kernel_stats.csv\\)"):
-        found.replaced()
-    again = wrapper("rocprofv3", "-o", "more", "--compare", "out")
-    os.makedirs(again.directory)
-    run_of(pathlib.Path(again.directory), ("k", 6, 1_500_000))
-    assert again.judge("") == (OK, "6 kernel launches, 1.500 ms of kernels")
-    summary = json.loads(pathlib.Path(again.directory, "rocprofv3_summary.json").read_text())
-    assert summary["comparison"]["rows"][0]["change_percent"] == 100
-    assert pathlib.Path(again.directory, "rocprofv3_summary.txt").read_text().count("Compared with") == 1
 
 
 def test_a_trace_without_its_counters_is_no_result(v3_run):
