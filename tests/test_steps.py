@@ -161,7 +161,7 @@ def flags_of(**values):
 
 
 def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
-    """A run of the program with a clock whose step n takes 1, 2, 3 and 4 n ms in its four phases. Returns its
+    """A run of the program with a clock whose step n takes 1, 2, 3 and 4 n² ms in its phases. Returns its
     exit code, its step lines, its summary, its metrics and what was called: evaluations (step, final), checks
     of losses (checked, first step), saved steps, steps that the profiler was told of."""
     calls = dict(evaluate=[], require_finite=[], snapshot=[], profiling=[])
@@ -178,7 +178,7 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
 
     with monkeypatch.context() as monkeypatch:
         monkeypatch.setattr(PhaseTimer, "seconds", lambda timer: 1e-3 * np.outer(
-            np.arange(1, len(timer.steps) + 1), [1.0, 2, 3, 4]))
+            np.arange(1, len(timer.steps) + 1) ** 2, [1.0, 2, 3, 4]))
         monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)  # matplotlib takes its time
         watch(reporting, "require_finite", "require_finite", lambda losses, checked, first: (checked, first))
         watch(tof, "snapshot", "snapshot", lambda trainer: trainer.step_number)
@@ -195,14 +195,14 @@ def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
     code, lines, result, (steps, evaluations), calls = watched_run(
         tmp_path, monkeypatch, capsys, num_steps=6, log_every=4, eval_every=3, save_every=2)
     assert code == 0 and [(line[0], line[2].split()[1], line[4].split()[1]) for line in lines] == [
-        ("Step   4/6", "80.0", "25.0ms"),  # the median of 10, 20, 30, 40 ms, for two samples
-        ("Step   6/6", "44.4", "45.0ms")]  # of 30, 40, 50, 60 ms
+        ("Step   4/6", "30.8", "65.0ms"),  # the median of 10, 40, 90, 160 ms, for two samples
+        ("Step   6/6", "9.8", "205.0ms")]  # of 90, 160, 250, 360 ms
     losses = {step["step"]: step["loss"] for step in steps}
     assert list(losses) == [1, 2, 3, 4, 5, 6] and len(set(losses.values())) == 6
     assert [line[1] for line in lines] == [f"Loss: {losses[n]:.4f}" for n in (4, 6)]
     performance = result["performance_summary"]
     assert (performance["first_loss"], performance["final_loss"]) == (losses[1], losses[6])
-    assert performance["total_samples"] == 12 and performance["median_batch_time"] == pytest.approx(0.035)
+    assert performance["total_samples"] == 12 and performance["median_batch_time"] == pytest.approx(0.125)
     assert list(result["contact_precision"]) == ["3", "final"]
     assert [(e["step"], e["evaluation"]) for e in evaluations] == [(3, dict(score=0.5)), (6, dict(score=0.5))]
     assert calls == dict(evaluate=[(3, False), (6, True)], require_finite=[(n, 0) for n in range(6)],
