@@ -142,20 +142,24 @@ def mutants(file, each):
 
 
 class Chosen:
-    """A plugin of pytest: measures all tests, or runs until one fails those whose known seconds fit in, file
-    by file, the cheapest first."""
+    """A plugin of pytest: measures all tests, or runs until one fails those whose known seconds fit into what
+    is left, the cheapest first."""
 
-    def __init__(self, seconds=None, budget=0):
-        self.seconds, self.budget, self.found = seconds, budget, {}
+    def __init__(self, seconds=None, left=0):
+        self.seconds, self.left, self.found = seconds, left, {}
+
+    def takes(self, name):
+        """Whether any test of tests/test_<name>.py fits in."""
+        return not self.seconds or any(seconds < self.left for test, seconds in self.seconds.items()
+                                       if test.startswith(f"tests/test_{name}.py::"))
 
     def pytest_collection_modifyitems(self, session, items):
         if self.seconds:
             session.config.option.maxfail = 1
-            files = list(dict.fromkeys(item.path for item in items))
-            cost = {item: self.seconds.get(item.nodeid, FAILED) for item in items}
-            items.sort(key=lambda item: (cost[item] >= FAILED, files.index(item.path), cost[item]))
-            total = itertools.accumulate(cost[item] for item in items)
-            items[sum(seconds < self.budget for seconds in total):] = []
+            items.sort(key=lambda item: self.seconds.get(item.nodeid, FAILED))
+            totals = list(itertools.accumulate(self.seconds.get(item.nodeid, FAILED) for item in items))
+            items[sum(total < self.left for total in totals):] = []
+            self.left -= totals[len(items) - 1] if items else 0
 
     def pytest_runtest_logreport(self, report):
         spent = FAILED if report.failed else report.duration
@@ -176,9 +180,21 @@ def make_tree(into):
     (tree.parent / "shared").symlink_to(ROOT.parent / "shared")
 
 
+NOTHING = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # has failed
+
+
+def exit_code(tests, plugin):
+    """pytest's for tests/test_*.py of these names, one after the other until one fails: most mutants are
+    killed by the first, and to collect the others takes longer than that."""
+    options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tree.parent / "tmp")]
+    codes = (pytest.main([*options, f"tests/test_{name}.py"], [plugin])
+             for name in tests if plugin.takes(name))
+    return next((code for code in codes if code not in NOTHING), pytest.ExitCode.OK)
+
+
 def run(tests, limit, plugin):
-    """(pytest's exit code, CPU seconds) for tests/test_*.py of these names in the tree. A process ends after
-    limit CPU seconds; the code is None where one waits for anything five times as long."""
+    """(exit_code() in the tree, CPU seconds). A process ends after limit CPU seconds; the code is None where
+    one waits for anything five times as long."""
     if not (process := os.fork()):
         os.setsid()
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
@@ -186,8 +202,7 @@ def run(tests, limit, plugin):
         log = os.open("../log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1), os.dup2(log, 2)
         sys.path[0] = str(tree)
-        os._exit(pytest.main(["-q", "-p", "no:cacheprovider", "--basetemp", str(tree.parent / "tmp"),
-                              *[f"tests/test_{name}.py" for name in tests]], [plugin]))
+        os._exit(exit_code(tests, plugin))
     ended, begun = 0, time.monotonic()
     while not ended and time.monotonic() - begun < 5 * limit:
         ended, status, used = os.wait4(process, os.WNOHANG)
@@ -255,7 +270,7 @@ def main():
         tasks = [(file, mutant, seconds, arguments.budget) for file in made for mutant in made[file][1]]
         for place, (file, text, ended, used) in enumerate(pool.imap(judge, tasks), 1):
             total += used
-            if ended in (None, pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            if ended in (None, pytest.ExitCode.OK):
                 found[file][2].append(f"{text} (waited)" if ended is None else text)
                 print(f"survived: {file}:{found[file][2][-1]}", flush=True)
             if place == len(tasks) or tasks[place][0] != file:

@@ -224,7 +224,7 @@ def test_held_out_families_are_named_or_a_share_of_them_rounded_up():
     assert real(data="x").choose_held_out(names) == set()
     shares = {share: real(data="x", holdout_fraction=share, seed=1).choose_held_out(names)
               for share in (0.2, 0.21)}
-    assert [len(chosen) for chosen in shares.values()] == [2, 3] and shares[0.2] < shares[0.21]
+    assert shares == {0.2: {"f5", "f8"}, 0.21: {"f5", "f6", "f8"}}  # a seed's choice stands, for --resume
     assert real(data="x", holdout_fraction=0.2, seed=2).choose_held_out(names) != shares[0.2]
     for holdout, words in (("f3,g", "--holdout g: no such family in x; there are f0, .*f7, ..."),
                            (",".join(names), "keeps every family out")):

@@ -111,6 +111,8 @@ def test_losses_against_a_hand_count():
     assert both["masked_msa_loss"].item() == pytest.approx(letters, rel=1e-5)
     assert both["loss"].item() == pytest.approx(expected + 0.1 * letters, rel=1e-5)
     assert heads(msa, pair, targets, None, None)["loss"].item() == pytest.approx(0.1 * letters, rel=1e-5)
+    targets[1, 1, 1] = -100  # one is left
+    assert heads(msa, pair, targets, None, None)["masked_msa_loss"].item() == pytest.approx(math.log(12))
     assert heads(msa, pair, torch.full((2, 2, 3), -100), None, None)["loss"].item() == 0
 
 

@@ -204,6 +204,7 @@ def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
     assert (performance["first_loss"], performance["final_loss"]) == (losses[1], losses[6])
     assert performance["total_samples"] == 12 and performance["median_batch_time"] == pytest.approx(0.125)
     assert list(result["contact_precision"]) == ["3", "final"]
+    assert (tmp_path / "performance_summary_v2.json").is_file()
     assert [(e["step"], e["evaluation"]) for e in evaluations] == [(3, dict(score=0.5)), (6, dict(score=0.5))]
     assert calls == dict(evaluate=[(3, False), (6, True)], require_finite=[(n, 0) for n in range(6)],
                          snapshot=[2, 4, 6], profiling=[6])
@@ -218,6 +219,19 @@ def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsy
     assert result["performance_summary"]["total_samples"] == 8
     assert calls == dict(evaluate=[(4, False), (6, False)], require_finite=[(n, 3) for n in range(4)],
                          snapshot=[7], profiling=[17])
+
+
+def test_a_cpu_captures_no_graph():
+    trainer = trainer_of(enable_cuda_graphs=True)
+    assert not trainer.use_graph and not trainer.optimizer.defaults["capturable"]
+
+
+@pytest.mark.parametrize("mode", ["--compare-fusion", "--verify-accuracy"])
+def test_where_results_cannot_go_is_said_at_once(mode, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert tof.main([mode, "--profile-dir", str(tmp_path / "file")]) == 2
+    streams = capsys.readouterr()
+    assert "cannot write into" in streams.err and streams.out == ""
 
 
 def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
