@@ -1,5 +1,6 @@
 """The optimizer step and the training loop against numbers worked out by hand: clipping, scaling, AdamW, what
 is restored; which step is logged, saved, evaluated and counted."""
+import contextlib
 import dataclasses
 import os
 import signal
@@ -166,7 +167,16 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
     of losses (checked, first step), saved steps, steps that the profiler was told of."""
     calls = dict(evaluate=[], require_finite=[], snapshot=[], profiling=[])
 
+    within = []
+
+    @contextlib.contextmanager
+    def unmeasured(device, found):
+        within.append(found)
+        yield
+        within.pop()
+
     def evaluate(trainer, source, stop, final=False):
+        assert len(within) == 1  # its memory is not the steps'
         calls["evaluate"].append((trainer.step_number, final))
         if trainer.step_number == interrupt_at:
             os.kill(os.getpid(), signal.SIGINT)
@@ -180,6 +190,7 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
         monkeypatch.setattr(PhaseTimer, "seconds", lambda timer: 1e-3 * np.outer(
             np.arange(1, len(timer.steps) + 1) ** 2, [1.0, 2, 3, 4]))
         monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)  # matplotlib takes its time
+        monkeypatch.setattr(tof, "unmeasured_memory", unmeasured)
         watch(reporting, "require_finite", "require_finite", lambda losses, checked, first: (checked, first))
         watch(tof, "snapshot", "snapshot", lambda trainer: trainer.step_number)
         watch(tof, "Profiling", "profiling", lambda *given: given[-1])
@@ -219,6 +230,22 @@ def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsy
     assert result["performance_summary"]["total_samples"] == 8
     assert calls == dict(evaluate=[(4, False), (6, False)], require_finite=[(n, 3) for n in range(4)],
                          snapshot=[7], profiling=[17])
+    _, lines, *_ = watched_run(tmp_path, monkeypatch, capsys, num_steps=9, resume=tmp_path / "c.pt")
+    assert [line[0] for line in lines] == ["Step   9/9"]
+
+
+def test_a_checkpoint_knows_what_its_run_has_learned_from(tmp_path, capsys):
+    class Named(SyntheticProteins):
+        def __init__(self, settings):
+            super().__init__(settings)
+            self.names = ["b", "a"]
+    program = dataclasses.replace(tof.PROGRAM, open_source=Named, evaluate=None)
+    path = tmp_path / "c.pt"
+    assert tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=path, num_steps=1), program) == 0
+    assert torch.load(path, weights_only=True)["trained_on"] == ["a", "b"]
+    capsys.readouterr()
+    assert tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=tmp_path, num_steps=1), program) == 2
+    assert "Warming up" not in capsys.readouterr().out  # what cannot be saved is not begun
 
 
 def test_a_cpu_captures_no_graph():
