@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import last_json, require_shared, run_program
 
+from fusion_lab.training.files import UserError
 from proteins import contacts, files, maps
 from proteins.contacts import contact_map, contact_map_text, contact_precision, write_map
 from proteins.secondary import secondary_structure
@@ -397,3 +398,32 @@ def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, s
     assert aside == sorted(f"contacts{suffix}" for suffix in contacts.SUFFIXES) * draws
     contacts.closing(trainer, source, {"final": dict(held_out={})})
     assert capsys.readouterr().out == ""
+
+
+def test_maps_that_cannot_be_drawn_are_refused_at_once(tmp_path):
+    def require(held_out, place="maps"):
+        training = SimpleNamespace(plot_contacts=place and str(tmp_path / place))
+        contacts.require_plots(SimpleNamespace(training=training), SimpleNamespace(held_out=held_out))
+    require([], None)
+    with pytest.raises(UserError, match="--plot-contacts .*maps: no protein is held out"):
+        require([])
+    require(["x"])
+    (tmp_path / "maps" / "other.png").write_text("")
+    require(["x"])
+    for suffix in contacts.SUFFIXES:
+        (tmp_path / "maps" / f"x{suffix}").write_text("")
+        with pytest.raises(UserError, match=f"it holds x{suffix} already; name another one"):
+            require(["x"])
+        (tmp_path / "maps" / f"x{suffix}").unlink()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write into"):
+        require(["x"], "file")
+
+
+def test_letters_of_a_text_map_are_those_of_the_output(monkeypatch):
+    arrays = hairpin()[0], *hairpin()[2:]
+    blocks, plain = (contact_map_text(*arrays, encoding=name) for name in ("utf-8", "ascii"))
+    assert blocks != plain and plain.isascii()
+    for encoding, expected in (("utf-8", blocks), ("ascii", plain), (None, plain)):
+        monkeypatch.setattr(contacts.sys, "stdout", SimpleNamespace(encoding=encoding))
+        assert contact_map_text(*arrays) == expected

@@ -452,3 +452,49 @@ def test_all_other_processes_are_stopped_while_one_measures(monkeypatch):
             turns.end(guest.process)
             guest.close()
         turns.guardian.close()
+
+
+def test_points_without_memory_have_a_second_try_with_less_beside_them():
+    """One process a GPU, or alone, where it was the host that had none; first runs before second ones."""
+    points = [Point(SHAPE, name, run) for run in (1, 2) for name in ("fits", "gpu", "host")]
+    codes, calls, recorded = {"fits": 0, "gpu": 1, "host": -9}, [], []
+
+    def measure_some(points, jobs, record):
+        calls.append(([(p.setting, p.run) for p in points], jobs))
+        for point in points:
+            code = codes[point.setting]
+            record(SimpleNamespace(point=point, status="out of memory" if code else "ok", exit_code=code))
+    for jobs, gpus, again in ((4, ("0", "1"), 2), (4, (), 1), (2, tuple("012"), 2)):
+        calls.clear(), recorded.clear()
+        made = SimpleNamespace(jobs=jobs, on_gpu=dict.fromkeys(gpus, 0), measure_some=measure_some)
+        runner.Runner.measure_all(made, points, recorded.append)
+        assert calls == [call for run in (1, 2) for call in (
+            ([(name, run) for name in codes], jobs), ([("gpu", run)], again), ([("host", run)], 1))]
+        assert [(row.point.setting, row.point.run) for row in recorded] == [
+            (name, run) for run in (1, 2) for name in codes]
+    calls.clear()
+    made = SimpleNamespace(jobs=1, on_gpu={}, measure_some=measure_some)
+    runner.Runner.measure_all(made, points, recorded.append)
+    assert [call for call in calls if call[0]] == [([(name, run) for name in codes], 1) for run in (1, 2)]
+
+
+def test_a_process_goes_where_the_fewest_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_THIS_TEST", "1")
+    with runner.Runner(small_study(), str(tmp_path), 9, jobs=3, gpus=("4", "7")) as made:
+        with made.place() as first, made.place() as second, made.place() as third:
+            assert [place[runner.VISIBLE_GPUS] for place in (first, second, third)] == ["4", "7", "4"]
+            assert made.on_gpu == {"4": 2, "7": 1} and third["OF_THIS_TEST"] == "1"
+        assert made.on_gpu == {"4": 0, "7": 0}
+        assert first["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    with runner.Runner(small_study(), str(tmp_path), 9) as made, made.place() as place:
+        assert place is made.environment and runner.VISIBLE_GPUS not in {*place} - {*os.environ}
+
+
+def test_what_is_left_is_guessed_from_what_was_run():
+    """Runs of a setting take their mean; others 6 s, or 66 s where they compile; shared by the jobs."""
+    study = small_study(settings=("baseline", "fused", "only-torch-compile"))
+    points = [Point(SHAPE, name, run) for name in study.settings for run in (1, 2)]
+    rows = [SimpleNamespace(setting="fused", seconds=seconds) for seconds in (10, 30)]
+    assert runner.seconds_left(study, points, rows, 1) == 2 * 6 + 2 * 20 + 2 * 66
+    assert runner.seconds_left(study, points[:3], rows, 4) == (12 + 20) / 4
+    assert [runner.duration(s) for s in (99.4, 100, 5999, 6000)] == ["99 s", "2 min", "100 min", "1.7 h"]
