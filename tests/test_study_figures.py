@@ -498,3 +498,44 @@ def test_what_is_left_is_guessed_from_what_was_run():
     assert runner.seconds_left(study, points, rows, 1) == 2 * 6 + 2 * 20 + 2 * 66
     assert runner.seconds_left(study, points[:3], rows, 4) == (12 + 20) / 4
     assert [runner.duration(s) for s in (99.4, 100, 5999, 6000)] == ["99 s", "2 min", "100 min", "1.7 h"]
+
+
+def test_a_point_waits_for_those_before_it_in_the_plan():
+    turns = runner.Turns()
+    turns.plan = dict.fromkeys("ab")
+    assert turns.comes_next("a") and not turns.comes_next("b")
+    assert turns.comes_next("no point") and turns.comes_next(None)
+    turns.give_up("a")
+    assert turns.comes_next("b") and turns.comes_next("a")
+    turns.guardian.close()
+
+
+@pytest.mark.parametrize("held_up, ended", [(True, 0), (False, "timeout")])
+def test_the_clock_of_a_point_stands_while_another_one_measures(held_up, ended, tmp_path):
+    """It runs for 0.3 s, of which it has 0.1."""
+    polls = iter([None] * 6 + [0])
+    reader, writer = os.pipe()
+    process = SimpleNamespace(poll=lambda: next(polls, 0), returncode=0)
+    with runner.Runner(small_study(), str(tmp_path), 0.1) as made:
+        made.turns.holds_up = lambda other: held_up and other is process
+        assert made.follow(SimpleNamespace(process=process, reader=reader), "point") == ended
+    os.close(reader), os.close(writer)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_a_stopped_study_ended_is_no_result(stopped, tmp_path):
+    point, kept = Point(SHAPE, "baseline", 1), []
+    with runner.Runner(small_study(), str(tmp_path), 9) as made:
+        def run_trainer(flags, folder, given):
+            assert given == point and flags == made.study.flags(SHAPE, "baseline") and os.path.isdir(folder)
+            made.stopping, made.turns.turn_of = stopped, {point: 5}
+            return 3
+        made.run_trainer, made.keep_log = run_trainer, lambda folder, name: kept.append(name)
+        made.outcome = lambda folder, code: ("failed", f"code {code}", None, None)
+        row = made.measure(point)
+    if stopped:
+        assert row is None and kept == []
+    else:
+        assert kept == [point.file_name()] and (row.status, row.reason, row.turn, row.exit_code) == (
+            "failed", "code 3", 5, 3)
+    assert os.listdir(tmp_path / "running") == []
