@@ -59,7 +59,7 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "proteins/files.py": "protein_data",
     "fusion_lab/training/checkpoints.py": "checkpoints training",
     "fusion_lab/training/master_weights.py": "steps evoformer",
-    "fusion_lab/training/files.py": "endings checkpoints training start study_files",
+    "fusion_lab/training/files.py": "endings reliability checkpoints training start study_files",
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
     "fusion_lab/measuring/metrics.py": "summary_figures start",
     "fusion_lab/measuring/summary.py": "summary_figures training",

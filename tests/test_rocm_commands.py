@@ -164,14 +164,15 @@ def test_rocprofv3_refuses_what_would_mix_results(machine, tmp_path):
 # rocprof-sys
 
 
-LEFT_OUT = "rocprof-sys-python of ROCm 7.0 writes no rocpd database, 7.2 does: left out"
+LEFT_OUT = "rocprof-sys-python of ROCm {} writes no rocpd database, 7.2 does: left out"
 FROM_START = ("from ROCm 7.13 on the GPU side covers the measured steps only, because rocprof-sys hears the "
               "program's start and stop")
 
 
 @pytest.mark.parametrize("release, arguments, modules, rocpd, notes", [
     ("7.0", [], ["trainer", "torch/nn/modules", "torch/optim"], "OFF", []),
-    ("7.0", ["--rocpd", "--modules", "a", "--modules", "b"], ["a", "b"], "OFF", [LEFT_OUT]),
+    ("7.0", ["--rocpd", "--modules", "a", "--modules", "b"], ["a", "b"], "OFF", [LEFT_OUT.format("7.0")]),
+    ("7.1", ["--rocpd"], None, "OFF", [LEFT_OUT.format("7.1")]),
     ("7.2", ["--rocpd"], None, "ON", []), ("7.13", ["--rocpd"], None, "ON", [FROM_START])])
 def test_how_rocprof_sys_is_called(release, arguments, modules, rocpd, notes, machine, monkeypatch):
     machine(release)
