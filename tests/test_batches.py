@@ -126,9 +126,10 @@ def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
 
 
 def test_every_step_gets_its_own_batch():
-    source = SimpleNamespace(batch=lambda step: dict(number=step))
+    made = []
+    source = SimpleNamespace(batch=lambda step: made.append(step) or dict(number=step))
     found = feeding.batches(source, range(3, 6), torch.device("cpu"))
-    assert [batch["number"] for batch in found] == [3, 4, 5]
+    assert [batch["number"] for batch in found] == made == [3, 4, 5]
 
 
 # --- Real batches --------------------------------------------------------------------------------------
