@@ -10,6 +10,7 @@ import pytest
 import torch
 from second_program import PROGRAM as SECOND
 
+import tiny_openfold_v2 as tof
 from fusion_lab.measuring import comparison, comparison_table, rung, rungs
 from fusion_lab.measuring.comparison_rows import reduction, rows_of, switch_effects
 from fusion_lab.measuring.comparison_table import (
@@ -24,7 +25,16 @@ from fusion_lab.measuring.comparison_table import (
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.rungs import Rungs
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, UNMEASURED, Variant, with_fusion
+from fusion_lab.measuring.variants import (
+    ALL,
+    AS_GIVEN,
+    BASELINE,
+    UNMEASURED,
+    Variant,
+    combination_variants,
+    distinct,
+    with_fusion,
+)
 
 PLAIN = SECOND.fusion_config.preset(False)
 SETTINGS = with_fusion(SECOND.settings(batch_size=3), PLAIN)
@@ -365,6 +375,21 @@ def test_variants_begin_with_the_same_weights_and_run_on_their_own():
         comparison.measure(SECOND, variants, CPU, SECOND.open_source(settings), equal=False)
         assert bool(variants[1].reason) is refused and len(variants[1].losses) == (not refused)
         assert str(variants[1].reason).endswith("operations as the baseline" if refused else "None")
+
+
+def test_combinations_count_up_from_the_baseline():
+    names = [variant.name for variant in combination_variants(tof.PROGRAM, tof.PROGRAM.settings())]
+    assert names[:5] == [BASELINE, "triangle", "flash_attention", "flash_attention+triangle", "qkv_triangle"]
+    assert len(names) == 16 and names[-1] == "qkv_msa+qkv_triangle+flash_attention+triangle"
+
+
+def test_settings_that_are_the_same_have_one_row_under_their_first_name():
+    other = replace(PLAIN, enable_fused_relu=not PLAIN.enable_fused_relu)
+    for names, expected in ((("a", "b", "c"), ["a", "b"]), (("a", "b", ALL), [ALL, "b"]),
+                            ((ALL, "b", "c"), [ALL, "b"])):
+        found = distinct(SETTINGS, dict(zip(names, (PLAIN, other, PLAIN), strict=True)))
+        assert [variant.name for variant in found] == expected
+        assert [variant.settings.fusion for variant in found] == [PLAIN, other]
 
 
 def test_on_a_gpu_an_untimed_step_keeps_the_queue_full(monkeypatch):

@@ -397,7 +397,8 @@ def test_traced_steps_come_after_one_that_warms_the_profiler_up(steps, traced, w
 
     monkeypatch.setattr(torch.profiler, "schedule", lambda **plan: plan)
     monkeypatch.setattr(torch.profiler, "profile", Profile)
-    (tmp_path / "old.1.pt.trace.json").write_text("{}")
+    for number in range(30):
+        (tmp_path / f"old.{number}.pt.trace.json").write_text("{}")
     config = ProfilerConfig(enable_pytorch_profiler=True, enable_memory_profiling=True,
                             profile_dir=str(tmp_path))
     layer = torch.nn.Linear(2, 2)

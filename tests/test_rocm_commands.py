@@ -1,17 +1,48 @@
 """What the ROCm wrappers call, refuse and report, in this process: command lines against lists by hand."""
+import contextlib
 import json
 import os
 import pathlib
+import signal
 import sys
 from dataclasses import replace
 
 import pytest
 from test_rocm_figures import compute_run, run_of, wrapper
 
-from fusion_lab.rocm import rocprof_sys
+from fusion_lab.rocm import process, rocprof_sys
 from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
 
 pytest_plugins = ("fake_rocm.plugin",)
+
+
+def test_a_command_takes_its_environment_from_here(monkeypatch):
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setenv("GONE", "2")
+    command = process.Command(["a b", "c"], {"SET": "x y", "KEPT": "3"}, ("GONE",), cwd="/d e")
+    found = command.environment()
+    assert (found["SET"], found["KEPT"]) == ("x y", "3") and "GONE" not in found and "PATH" in found
+    assert command.script() == ["unset GONE", "export SET='x y'", "export KEPT=3", "cd '/d e'", "'a b' c"]
+    assert process.Command(["a"]).script() == ["a"]
+
+
+def test_what_goes_on_too_long_is_asked_then_told_then_killed(tmp_path, monkeypatch):
+    sent, really = [], process.signal_group
+
+    def signal_group(child, number):
+        sent.append(number)
+        if number == signal.SIGKILL:
+            really(child, number)
+    monkeypatch.setattr(process, "signal_group", signal_group)
+    monkeypatch.setattr(process, "FLUSH_SECONDS", 0.05)
+    ended = process.run(process.Command(["sleep", "600"]), str(tmp_path), 0.05)
+    assert sent[:3] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    assert (ended.timed_out, ended.interrupted, ended.code) == (True, 0, -signal.SIGKILL)
+    assert process.run(process.Command(["true"]), str(tmp_path), 0).code == 0  # no limit
+    monkeypatch.setattr(process, "signal_group", really)
+    monkeypatch.setattr(process, "caught_signals", lambda: contextlib.nullcontext([signal.SIGTERM]))
+    ended = process.run(process.Command(["sleep", "600"]), str(tmp_path), 0)
+    assert (ended.timed_out, ended.interrupted, ended.code) == (False, signal.SIGTERM, -signal.SIGINT)
 
 
 # rocprof-compute
