@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from test_rocm_figures import compute_run, run_of, wrapper
 
-from fusion_lab.rocm import process, rocprof_sys
-from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
+from fusion_lab.rocm import failures, process, rocprof_sys
+from fusion_lab.training.files import FAILED, MISSING, NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
 
 pytest_plugins = ("fake_rocm.plugin",)
 
@@ -24,6 +24,42 @@ def test_a_command_takes_its_environment_from_here(monkeypatch):
     assert (found["SET"], found["KEPT"]) == ("x y", "3") and "GONE" not in found and "PATH" in found
     assert command.script() == ["unset GONE", "export SET='x y'", "export KEPT=3", "cd '/d e'", "'a b' c"]
     assert process.Command(["a"]).script() == ["a"]
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("rocprofv3", ["--num-steps", "10", "--warmup-steps", "3"]),
+    ("rocprof-sys", ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1", "--seq-len", "16"]),
+    ("rocprof-compute", ["--batch-size", "2", "--num-steps", "2", "--warmup-steps", "1", "--seed", "42",
+                         "--deterministic", "--seq-len", "32"])])
+def test_which_flags_the_program_gets(name, flags, machine):
+    """Those of the user come last, so that they win."""
+    machine("7.0")
+    found = wrapper(name, "-o", "out", "--num-steps", "7", "--", "--force")
+    assert found.program_flags == ["--profile-dir", found.directory, "--enable-rocm-profiling", *flags,
+                                   "--num-steps", "7", "--force"]
+    assert found.own_flags == ["--num-steps", "7", "--force"] and not found.options.force
+
+
+def test_releases_are_compared_as_numbers(machine):
+    machine("7.2")
+    found = wrapper("rocprofv3")
+    assert [found.before(release) for release in ("6.4", "7.2", "7.13", "10.0")] == [False, False, True, True]
+    assert found.tool_and_release() == "rocprofv3 of ROCm 7.2" and found.has("--kernel-trace")
+    assert found.has("--selected-regions") and not found.has("--no-such-option")
+    found.tool.rocm = None  # of a tool that does not say, the worst is assumed
+    assert found.before("6.3") and found.tool_and_release() == "rocprofv3"
+    dry = wrapper("rocprofv3", "--dry-run", "--rocm", "6.4")
+    assert dry.release() == "6.4" and dry.has("--pmc") and not dry.has("--selected-regions")
+    with pytest.raises(UserError, match="--rocm: chooses what --dry-run prints"):
+        wrapper("rocprofv3", "--rocm", "6.4")
+
+
+def test_advice_on_pandas_is_for_releases_that_need_it():
+    text = "The 'pandas' package was not found"
+    for old, words in ((True, "requirements.txt 'pandas<3'"), (False, "requirements.txt")):
+        said, code, advice = failures.known_failure(text, old)
+        assert (said, code) == (text, MISSING) and advice.endswith(words)
+    assert failures.known_failure("all is well") is None
 
 
 def test_what_goes_on_too_long_is_asked_then_told_then_killed(tmp_path, monkeypatch):
