@@ -6,19 +6,24 @@
 
 mutmut makes the mutants: numbers plus one, operators exchanged, arguments left out, conditions forced, keys
 renamed; on top come calls left out whose result nobody wants, and `if` turned over. None in place of a value
-is left out, since it crashes, and so are wording and zip's strict. They are run here, because mutmut's own
-way, a wrapper round every function, stops torch.compile and spares constants and decorated functions. torch
-is imported once; a mutant is a fork in a copy of the tree with one file changed, and meets the tests of its
-file, those named first and the cheapest first, as many as fit in --budget seconds: a score is a lower bound.
+is left out, since it crashes, and so are wording, that of options' help among it, and zip's strict. They are
+run here, because mutmut's own way, a wrapper round every function, stops torch.compile and spares constants
+and decorated functions. torch is imported once; a mutant is a fork in a copy of the tree with one file
+changed, and meets the tests of its file, those named first and the cheapest first, as many as fit in --budget
+seconds: a score is a lower bound. An endless loop ends at its limit of CPU time, which a busy machine does
+not change, and counts as killed; what waits for ever does not: it is listed with the survivors, as
+"(waited)".
 """
 import argparse
 import contextlib
 import datetime
+import gc
 import itertools
 import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -41,9 +46,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "benchmarks" / "mutants.md"
 BY_HAND = "## Why they survive\n"  # what stands below it on the table's page is kept
 GOAL = 85  # percent
+SAYS_NOTHING = ("strict", "metavar", "help")  # arguments: no mutants of these
 FAILED = 1e9  # seconds of a test that fails without any mutant
 
-AMD = "rocm_figures profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight rocm_wrappers"
+AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight "
+       "rocm_wrappers")
 SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
 TESTS = {  # file: which tests/test_*.py are meant to notice
     "tiny_openfold_v2.py": "numbers_by_hand steps evoformer training",
@@ -52,12 +59,17 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "proteins/files.py": "protein_data",
     "fusion_lab/training/checkpoints.py": "checkpoints training",
     "fusion_lab/training/master_weights.py": "steps evoformer",
-    "fusion_lab/training/files.py": "endings checkpoints training start study_files",
+    "fusion_lab/training/files.py": "endings reliability checkpoints training start study_files",
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
     "fusion_lab/measuring/metrics.py": "summary_figures start",
     "fusion_lab/measuring/summary.py": "summary_figures training",
     "fusion_lab/measuring/trace.py": "trace profiler_session",
     "fusion_lab/profiler/report.py": SESSION,
+    "fusion_lab/measuring/retune.py": "tuner",
+    "fusion_lab/measuring/sizes.py": "predictions profiler_session",
+    "fusion_lab/kernels/attention.py": "evoformer numbers_by_hand tuner",
+    **{f"fusion_lab/kernels/{name}.py": "tuner evoformer numbers_by_hand" for name in (
+        "custom_gradients", "limits", "precision", "triton", "tuner")},
     **{f"fusion_lab/measuring/{name}.py": SESSION for name in ("analysis", "attribution")},
     **{f"fusion_lab/measuring/{name}.py": COMPARISON for name in (
         "comparison", "comparison_rows", "comparison_table")},
@@ -71,13 +83,13 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
         "kernel_summary records rocprof_compute rocprof_sys rocprofv3 session timeline").split()}}
 
 
-def strict(node):
-    return isinstance(node, cst.Arg) and node.keyword is not None and node.keyword.value == "strict"
+def left_out(node):
+    return isinstance(node, cst.Arg) and node.keyword is not None and node.keyword.value in SAYS_NOTHING
 
 
 def fewer_arguments(call):
-    return (mutant for mutant in mutators.operator_arg_removal(call)
-            if len(mutant.args) < len(call.args) and not any(map(strict, set(call.args) - set(mutant.args))))
+    return (mutant for mutant in mutators.operator_arg_removal(call) if len(mutant.args) < len(call.args)
+            and not any(map(left_out, set(call.args) - set(mutant.args))))
 
 
 def renamed_key(string):
@@ -104,7 +116,8 @@ class Visitor(MutationVisitor):
     """mutmut's, in decorated functions too, and with the line of every mutation."""
 
     def _skip_node_and_children(self, node):
-        return strict(node) or not isinstance(node, cst.FunctionDef) and super()._skip_node_and_children(node)
+        inner = isinstance(node, cst.FunctionDef)  # decorated ones too
+        return left_out(node) or not inner and super()._skip_node_and_children(node)
 
     def _create_mutations(self, node):
         before = len(self.mutations)
@@ -129,20 +142,24 @@ def mutants(file, each):
 
 
 class Chosen:
-    """A plugin of pytest: measures all tests, or runs until one fails those whose known seconds fit in, file
-    by file, the cheapest first."""
+    """A plugin of pytest: measures all tests, or runs until one fails those whose known seconds fit into what
+    is left, the cheapest first."""
 
-    def __init__(self, seconds=None, budget=0):
-        self.seconds, self.budget, self.found = seconds, budget, {}
+    def __init__(self, seconds=None, left=0):
+        self.seconds, self.left, self.found = seconds, left, {}
+
+    def takes(self, name):
+        """Whether any test of tests/test_<name>.py fits in."""
+        return not self.seconds or any(seconds < self.left for test, seconds in self.seconds.items()
+                                       if test.startswith(f"tests/test_{name}.py::"))
 
     def pytest_collection_modifyitems(self, session, items):
         if self.seconds:
             session.config.option.maxfail = 1
-            files = list(dict.fromkeys(item.path for item in items))
-            cost = {item: self.seconds.get(item.nodeid, FAILED) for item in items}
-            items.sort(key=lambda item: (cost[item] >= FAILED, files.index(item.path), cost[item]))
-            total = itertools.accumulate(cost[item] for item in items)
-            items[sum(seconds < self.budget for seconds in total):] = []
+            items.sort(key=lambda item: self.seconds.get(item.nodeid, FAILED))
+            totals = list(itertools.accumulate(self.seconds.get(item.nodeid, FAILED) for item in items))
+            items[sum(total < self.left for total in totals):] = []
+            self.left -= totals[len(items) - 1] if items else 0
 
     def pytest_runtest_logreport(self, report):
         spent = FAILED if report.failed else report.duration
@@ -163,41 +180,54 @@ def make_tree(into):
     (tree.parent / "shared").symlink_to(ROOT.parent / "shared")
 
 
+NOTHING = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # has failed
+
+
+def exit_code(tests, plugin):
+    """pytest's for tests/test_*.py of these names, one after the other until one fails: most mutants are
+    killed by the first, and to collect the others takes longer than that."""
+    options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tree.parent / "tmp")]
+    codes = (pytest.main([*options, f"tests/test_{name}.py"], [plugin])
+             for name in tests if plugin.takes(name))
+    return next((code for code in codes if code not in NOTHING), pytest.ExitCode.OK)
+
+
 def run(tests, limit, plugin):
-    """pytest's exit code for tests/test_*.py of these names in the tree; None after limit seconds."""
+    """(exit_code() in the tree, CPU seconds). A process ends after limit CPU seconds; the code is None where
+    one waits for anything five times as long."""
     if not (process := os.fork()):
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
         os.chdir(tree)
         log = os.open("../log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1), os.dup2(log, 2)
         sys.path[0] = str(tree)
-        os._exit(pytest.main(["-q", "-p", "no:cacheprovider", "--basetemp", str(tree.parent / "tmp"),
-                              *[f"tests/test_{name}.py" for name in tests]], [plugin]))
-    ended, status, begun = 0, 0, time.monotonic()
-    while not ended and time.monotonic() - begun < limit:
-        ended, status = os.waitpid(process, os.WNOHANG)
+        os._exit(exit_code(tests, plugin))
+    ended, begun = 0, time.monotonic()
+    while not ended and time.monotonic() - begun < 5 * limit:
+        ended, status, used = os.wait4(process, os.WNOHANG)
         time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)  # with whatever it started
     if not ended:
-        os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status) if ended else None
+        _, _, used = os.wait4(process, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None, used.ru_utime + used.ru_stime
 
 
 def measure(name):
-    """{test: seconds} of tests/test_<name>.py without any mutant."""
-    run([name], 1200, Chosen())
-    return json.loads((tree.parent / "seconds.json").read_text())
+    """({test: seconds} of tests/test_<name>.py without any mutant, CPU seconds)"""
+    _, used = run([name], 1200, Chosen())
+    return json.loads((tree.parent / "seconds.json").read_text()), used
 
 
 def judge(task):
-    """(file, text of the mutant, whether the tests killed it)"""
+    """(file, text of the mutant, pytest's exit code or None as in run, CPU seconds)"""
     file, (text, code), seconds, budget = task
     whole = (tree / file).read_text(encoding="utf-8")
     (tree / file).write_text(code, encoding="utf-8")
-    ended = run(TESTS[file].split(), 3 * budget + 30, Chosen(seconds, budget))
+    ended, used = run(TESTS[file].split(), 3 * budget + 30, Chosen(seconds, budget))
     (tree / file).write_text(whole, encoding="utf-8")
-    return file, text, ended != 0
+    return file, text, ended, used
 
 
 def write_table(found):
@@ -228,19 +258,24 @@ def main():
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(TESTS)}")
     made = {file: mutants(file, arguments.each) for file in arguments.files}
     found = {file: (number, len(sample), []) for file, (number, sample) in made.items()}
+    gc.freeze()  # or pytest collects torch's garbage too, five times at every end
     with tempfile.TemporaryDirectory() as into, get_context("fork").Pool(arguments.jobs, make_tree,
                                                                          [into]) as pool:
-        seconds = {}
-        for measured in pool.imap(measure, sorted({name for file in made for name in TESTS[file].split()})):
-            seconds |= measured
+        seconds, total = {}, 0
+        names = sorted({name for file in made for name in TESTS[file].split()})
+        for measured, used in pool.imap(measure, names):
+            seconds, total = seconds | measured, total + used
         for test in (test for test in seconds if seconds[test] >= FAILED):
             print(f"left out, it fails without a mutant: {test}", flush=True)
         tasks = [(file, mutant, seconds, arguments.budget) for file in made for mutant in made[file][1]]
-        for file, text, killed in pool.imap(judge, tasks):
-            if not killed:
-                found[file][2].append(text)
-                print(f"survived: {file}:{text}", flush=True)
-    write_table(found)
+        for place, (file, text, ended, used) in enumerate(pool.imap(judge, tasks), 1):
+            total += used
+            if ended in (None, pytest.ExitCode.OK):
+                found[file][2].append(f"{text} (waited)" if ended is None else text)
+                print(f"survived: {file}:{found[file][2][-1]}", flush=True)
+            if place == len(tasks) or tasks[place][0] != file:
+                write_table({file: found[file]})
+    print(f"{total / 60:.0f} minutes of CPU time")
     poor = [file for file, (_, sample, alive) in found.items() if 100 * len(alive) > (100 - GOAL) * sample]
     print(f"{TABLE}: " + (f"under {GOAL}%: {', '.join(poor)}" if poor else f"{GOAL}% or more everywhere"))
     return 1 if poor else 0

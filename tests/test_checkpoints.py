@@ -112,6 +112,20 @@ def test_weights_that_are_not_finite_are_not_saved():
         assert caught.value.code == FAILED
 
 
+def test_one_flipped_bit_of_a_weight_is_found(tmp_path):
+    """The last bit of its mantissa, with which it is as finite and as plausible as before."""
+    path = saved_to(tmp_path / "c.pt", trainer := trained(1))
+    whole = bytearray(path.read_bytes())
+    for name in ("blocks.0.pair_transition.linear1.weight", "left_embedding.weight"):
+        place = whole.index(trainer.model.state_dict()[name].numpy().tobytes())
+        whole[place] ^= 1
+        path.write_bytes(whole)
+        assert "damaged: the checksum of its part" in refused(path)
+        whole[place] ^= 1
+    path.write_bytes(whole)
+    restore(trainer_of(), path)
+
+
 class Evil:
     """Unpickled, it makes a directory."""
 

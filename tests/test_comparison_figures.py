@@ -10,6 +10,7 @@ import pytest
 import torch
 from second_program import PROGRAM as SECOND
 
+import tiny_openfold_v2 as tof
 from fusion_lab.measuring import comparison, comparison_table, rung, rungs
 from fusion_lab.measuring.comparison_rows import reduction, rows_of, switch_effects
 from fusion_lab.measuring.comparison_table import (
@@ -24,7 +25,16 @@ from fusion_lab.measuring.comparison_table import (
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.rungs import Rungs
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.measuring.variants import ALL, BASELINE, UNMEASURED, Variant, with_fusion
+from fusion_lab.measuring.variants import (
+    ALL,
+    AS_GIVEN,
+    BASELINE,
+    UNMEASURED,
+    Variant,
+    combination_variants,
+    distinct,
+    with_fusion,
+)
 
 PLAIN = SECOND.fusion_config.preset(False)
 SETTINGS = with_fusion(SECOND.settings(batch_size=3), PLAIN)
@@ -70,6 +80,8 @@ def test_rounds_that_a_signal_cut_short_are_compared_as_far_as_they_go():
     _, after = rows_of([variant("baseline", BEFORE), variant("all", AFTER[:4], losses=(5, 4, 3, 2.5))], 1e12)
     assert after["speedup_p20"] == 1.0 and after["speedup_p80"] == pytest.approx(2.4)
     assert after["final_loss_difference"] == 0.5 and after["speedup"] == 6.5 / 4
+    lower = rows_of([variant("baseline", BEFORE), variant("all", AFTER, losses=[0.75] * 6)], 1e12)[1]
+    assert lower["final_loss_difference"] == 0.25
     longer, = rows_of([variant("all", AFTER)], 1e12)
     assert longer["speedup"] == 1.0
     shorter = variant("baseline", BEFORE[:2], losses=(3, 3))
@@ -345,6 +357,39 @@ def test_a_variant_that_fails_drops_out_and_a_signal_ends_after_the_round():
     again = [stepping(name, log) for name in "ab"]
     comparison.alternate(again, 9, ["x"], SimpleNamespace(signal=15))
     assert [variant.losses for variant in again] == [[1.0], [1.0]]
+
+
+def test_variants_begin_with_the_same_weights_and_run_on_their_own():
+    """What runs the baseline's operations has a reason instead of a time, but for what was asked for."""
+    settings = SETTINGS.having(width=4, device="cpu", warmup_steps=2)
+    other = SECOND.trainer(SECOND, settings.having(seed=7), CPU)
+    weights = {name: p + 1 for name, p in other.model.state_dict().items()}
+    for trainer in (other, None):
+        made = Variant("a", settings, trainer=trainer)
+        comparison.bring_to_life(SECOND, made, CPU, weights, SECOND.open_source(settings).batch(0))
+        found = made.trainer.model.state_dict()
+        assert all(torch.equal(found[name], weights[name]) for name in weights) and made.timer.steps == []
+        assert made.trainer is other or trainer is None
+    for name, refused in ((AS_GIVEN, False), (ALL, False), ("b", True)):
+        variants = [Variant(name, settings.having(num_steps=1)) for name in (BASELINE, name)]
+        comparison.measure(SECOND, variants, CPU, SECOND.open_source(settings), equal=False)
+        assert bool(variants[1].reason) is refused and len(variants[1].losses) == (not refused)
+        assert str(variants[1].reason).endswith("operations as the baseline" if refused else "None")
+
+
+def test_combinations_count_up_from_the_baseline():
+    names = [variant.name for variant in combination_variants(tof.PROGRAM, tof.PROGRAM.settings())]
+    assert names[:5] == [BASELINE, "triangle", "flash_attention", "flash_attention+triangle", "qkv_triangle"]
+    assert len(names) == 16 and names[-1] == "qkv_msa+qkv_triangle+flash_attention+triangle"
+
+
+def test_settings_that_are_the_same_have_one_row_under_their_first_name():
+    other = replace(PLAIN, enable_fused_relu=not PLAIN.enable_fused_relu)
+    for names, expected in ((("a", "b", "c"), ["a", "b"]), (("a", "b", ALL), [ALL, "b"]),
+                            ((ALL, "b", "c"), [ALL, "b"])):
+        found = distinct(SETTINGS, dict(zip(names, (PLAIN, other, PLAIN), strict=True)))
+        assert [variant.name for variant in found] == expected
+        assert [variant.settings.fusion for variant in found] == [PLAIN, other]
 
 
 def test_on_a_gpu_an_untimed_step_keeps_the_queue_full(monkeypatch):

@@ -1,11 +1,13 @@
 """Contact precision and its maps: picture, table and text, the file's numbering, names of any spelling."""
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import last_json, require_shared, run_program
 
+from fusion_lab.training.files import UserError
 from proteins import contacts, files, maps
 from proteins.contacts import contact_map, contact_map_text, contact_precision, write_map
 from proteins.secondary import secondary_structure
@@ -325,3 +327,103 @@ def test_text_map_fits_and_loses_nothing_when_shrunk(size, width):
     expected = {(a, b) for pairs in (torch.stack([i, j]), low)
                 for a, b in (pairs // factor).T.tolist() if a != b}
     assert {(a, b) for a, row in enumerate(rows) for b, full in enumerate(row) if full} == expected
+
+
+# --- What a run says of them -----------------------------------------------------------------------------
+
+PART, OTHER = dict(p_l2=0.5, p_l=0.25, chance=0.125), dict(p_l2=1.0, p_l=0.75, chance=0.375)
+
+
+def test_means_over_proteins():
+    found = dict(training=dict(a=PART, b=OTHER), held_out=dict(c=PART), more={})
+    assert contacts.scores(found) == {"training P(L/2)": 0.75, "held-out P(L/2)": 0.5}
+    assert contacts.contact_line(found) == (
+        "Contacts: training P(L/2) 0.750 P(L) 0.500 chance 0.250 (2 proteins) | held-out P(L/2) 0.500 "
+        "P(L) 0.250 chance 0.125 (1 proteins)")
+    assert contacts.contact_line(dict(training={})) == "Contacts: no protein has enough coordinates"
+
+
+class OneProtein:
+    """A source whose proteins "y" and "x" are the hairpin, and a model that returns it."""
+    probability, distances, coords, coord_mask = hairpin()
+
+    def __init__(self):
+        self.trained, self.structures = [], []
+
+    def evaluation(self):
+        batch = dict(target_tokens=torch.arange(14)[None], coords=self.coords[None],
+                     coord_mask=self.coord_mask[None])
+        return dict(training=iter(()), held_out=iter([("y", dict(batch)), ("x", dict(batch))]))
+
+    def structure(self, name):
+        self.structures.append(name)
+
+    def eval(self):
+        return self
+
+    def __call__(self, target_tokens):
+        return dict(contact_probability=self.probability[None], distances=self.distances[None])
+
+
+@pytest.mark.parametrize("terminal, evaluated, asked, found, shows, draws", [
+    (False, 1, None, True, False, False), (True, 1, None, True, True, False),
+    (False, 2, None, True, False, True), (True, 2, None, True, True, True),
+    (False, 2, "maps", True, False, False), (False, 2, None, False, False, False)])
+def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, shows, draws, tmp_path,
+                                            monkeypatch, capsys):
+    drawn, source = [], OneProtein()
+    monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
+    monkeypatch.setattr(contacts, "find_spec", lambda name: found and name == "matplotlib")
+    monkeypatch.setattr(contacts.sys.stdout, "isatty", lambda: terminal)
+    trainer = SimpleNamespace(
+        model=source, device=torch.device("cpu"), step_number=7,
+        training=SimpleNamespace(plot_contacts=asked),
+        settings=SimpleNamespace(profiler=SimpleNamespace(profile_dir=str(tmp_path))))
+    for suffix in contacts.SUFFIXES:
+        (tmp_path / f"contacts{suffix}").write_text("earlier")
+    evaluations = {"final": dict(held_out=dict(x=OTHER)), **({3: {}} if evaluated > 1 else {})}
+    contacts.closing(trainer, source, evaluations)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == ("In words: after 7 steps, 100% of the residue pairs that the model is surest of do "
+                    "touch, in 1 proteins it never saw; by chance 38% would.")
+    path = str(tmp_path / "contacts")
+    text = contact_map_text(source.probability, source.coords, source.coord_mask).splitlines()
+    assert lines == ["x, which it never saw:", *text] * shows + [
+        f"Its contact map: {path}.png, the numbers {path}.tsv"] * draws
+    assert [given[:2] for given in drawn] == [(path, "x")] * draws and source.structures == ["x"] * draws
+    for *_, tokens, arrays in drawn:
+        assert tokens.tolist() == list(range(14)) and len(arrays) == 4
+        assert all(torch.equal(a, b) for a, b in zip(arrays, hairpin(), strict=True))
+    aside = sorted(p.name.partition(".old-")[0] for p in tmp_path.glob("*.old-*"))
+    assert aside == sorted(f"contacts{suffix}" for suffix in contacts.SUFFIXES) * draws
+    contacts.closing(trainer, source, {"final": dict(held_out={})})
+    assert capsys.readouterr().out == ""
+
+
+def test_maps_that_cannot_be_drawn_are_refused_at_once(tmp_path):
+    def require(held_out, place="maps"):
+        training = SimpleNamespace(plot_contacts=place and str(tmp_path / place))
+        contacts.require_plots(SimpleNamespace(training=training), SimpleNamespace(held_out=held_out))
+    require([], None)
+    with pytest.raises(UserError, match="--plot-contacts .*maps: no protein is held out"):
+        require([])
+    require(["x"])
+    (tmp_path / "maps" / "other.png").write_text("")
+    require(["x"])
+    for suffix in contacts.SUFFIXES:
+        (tmp_path / "maps" / f"x{suffix}").write_text("")
+        with pytest.raises(UserError, match=f"it holds x{suffix} already; name another one"):
+            require(["x"])
+        (tmp_path / "maps" / f"x{suffix}").unlink()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write into"):
+        require(["x"], "file")
+
+
+def test_letters_of_a_text_map_are_those_of_the_output(monkeypatch):
+    arrays = hairpin()[0], *hairpin()[2:]
+    blocks, plain = (contact_map_text(*arrays, encoding=name) for name in ("utf-8", "ascii"))
+    assert blocks != plain and plain.isascii()
+    for encoding, expected in (("utf-8", blocks), ("ascii", plain), (None, plain)):
+        monkeypatch.setattr(contacts.sys, "stdout", SimpleNamespace(encoding=encoding))
+        assert contact_map_text(*arrays) == expected

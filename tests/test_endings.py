@@ -1,4 +1,5 @@
 """How programs end and what they set aside: exit codes, signals, names of what was there before."""
+import io
 import os
 import signal
 import sys
@@ -135,6 +136,27 @@ def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path):
         with pytest.raises(UserError, match="cannot write") as caught:
             files.require_writable(path)
         assert str(path) in str(caught.value) and caught.value.code == 2
+
+
+def test_whoever_writes_a_file_goes_through_the_one_that_notes_errors(tmp_path, monkeypatch):
+    """Writers that find a file number, as those of pictures do, would go round it and hide a full disk."""
+    with pytest.raises(UserError, match="cannot write"):
+        files.write_atomically(tmp_path / "f", lambda file: os.write(file.fileno(), b"x"))
+    class Full(io.FileIO):
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.io, "FileIO", Full)
+
+    def hides_why(file):
+        try:
+            file.write(bytes(2 ** 20))
+        except OSError:
+            raise RuntimeError("unexpected pos 64") from None
+
+    with pytest.raises(UserError, match="No space left on device"):
+        files.write_atomically(tmp_path / "f", hides_why)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_that_json_cannot_hold_become_none():

@@ -111,6 +111,8 @@ def test_losses_against_a_hand_count():
     assert both["masked_msa_loss"].item() == pytest.approx(letters, rel=1e-5)
     assert both["loss"].item() == pytest.approx(expected + 0.1 * letters, rel=1e-5)
     assert heads(msa, pair, targets, None, None)["loss"].item() == pytest.approx(0.1 * letters, rel=1e-5)
+    targets[1, 1, 1] = -100  # one is left
+    assert heads(msa, pair, targets, None, None)["masked_msa_loss"].item() == pytest.approx(math.log(12))
     assert heads(msa, pair, torch.full((2, 2, 3), -100), None, None)["loss"].item() == 0
 
 
@@ -223,6 +225,38 @@ def test_recomputed_blocks_draw_the_same_dropout():
 
 
 # --- Sizes, switches, counts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("switches, layers", [
+    (dict(enable_triangle_fusion=False), 4), (dict(), 2), (dict(enable_projection_fusion=True), 1)])
+def test_packed_projections_keep_their_names_and_order(switches, layers):
+    """Left, right and their gates as one layer, as two and as four: one state, and one weight below it."""
+    config = tof.TinyOpenFoldConfig(pair_dim=8, pair_heads=1)
+    module = tof.FusedTriangleMultiplication(config, tof.FusionConfig(**switches), outgoing=True)
+    names = ("left_proj", "right_proj", "left_gate", "right_gate")
+    state = module.state_dict()
+    assert {name for name in state if name.startswith(("left", "right"))} == {
+        f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+    held = [name for name, _ in module.named_parameters() if name.startswith(("left", "right"))]
+    assert len(held) == 2 * layers
+    parts = {key: torch.randn_like(tensor) for key, tensor in state.items()}
+    module.load_state_dict(parts)
+    for kind, found in zip(("weight", "bias"), module.packed(*names), strict=True):
+        assert torch.equal(found, torch.cat([parts[f"{name}.{kind}"] for name in names]))
+    assert all(torch.equal(tensor, parts[key]) for key, tensor in module.state_dict().items())
+
+
+def test_the_record_of_the_program():
+    line = tof.COMMAND_LINE
+    assert line.headline == ("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
+                             "enable_triangle_fusion")
+    assert line.axes == dict(batch_size="B", seq_len="S", num_seqs="N") and set(line.study_sizes) <= set(
+        line.axes)
+    assert set(tof.PROGRAM.titles.values()) - {"enable_torch_compile"} == set(line.headline)
+    kinds = tof.TinyOpenFoldConfig, tof.TrainingConfig
+    assert {*line.demo, *tof.PROGRAM.tiny} <= {f.name for kind in kinds for f in dataclasses.fields(kind)}
+    assert set(costs(tof.PROGRAM.settings())) == {*tof.SUBLAYERS, "heads"}
+    assert not any(getattr(tof.PROGRAM, f.name) == f.default for f in dataclasses.fields(tof.PROGRAM))
 
 
 def test_defaults_are_the_documented_ones():

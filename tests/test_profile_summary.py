@@ -270,6 +270,8 @@ STATS = "Name,Calls,TotalDurationNs\nx,3,5\n"
 def test_an_interrupted_or_joined_csv_counts_as_far_as_it_goes(rest, tmp_path):
     (tmp_path / "1_kernel_stats.csv").write_text(STATS + rest)
     assert summarize(tmp_path)["launches"] == 3
+    (tmp_path / "1_kernel_stats.csv").write_text(STATS + STATS + "y,4,7\n" + rest)  # the header again, inside
+    assert summarize(tmp_path)["launches"] == 10
 
 
 def test_what_lies_beside_the_records_may_be_damaged(tmp_path):
@@ -277,6 +279,8 @@ def test_what_lies_beside_the_records_may_be_damaged(tmp_path):
     os.mkfifo(tmp_path / "2_kernel_stats.csv")
     for manifest, training in (
             ("null", "null"), ('{"steps": [1]}', "[1]"), ('{"steps": {"measured": "x"}}', "{}"),
+            *((f'{{"steps": {{"measured": {measured}, "warmup": {warmup}}}}}', "{}") for measured, warmup in (
+                ("true", 3), (2.5, 3), (-2, 3), (1e300, 3), (2, "null"), (2, "true"), (2, '"x"'), (2, -1))),
             ('{"summary": "/etc/*"}', '{"num_steps": true}'), ("[" * 100_000, '{"num_steps"')):
         (tmp_path / "manifest.json").write_text(manifest)
         (tmp_path / "performance_summary_v2.json").write_text(f'{{"training_params": {training}}}')

@@ -27,6 +27,7 @@ from fusion_lab.measuring.probe import (
 )
 from fusion_lab.measuring.ranges import Profiling, ranges
 from fusion_lab.measuring.tables import aligned, cell, markdown
+from fusion_lab.training import machine
 from fusion_lab.training.files import UserError, fresh_directory, set_aside, write_text
 from fusion_lab.training.machine import keep_freed_memory
 from fusion_lab.training.options import ProfilerConfig
@@ -396,7 +397,8 @@ def test_traced_steps_come_after_one_that_warms_the_profiler_up(steps, traced, w
 
     monkeypatch.setattr(torch.profiler, "schedule", lambda **plan: plan)
     monkeypatch.setattr(torch.profiler, "profile", Profile)
-    (tmp_path / "old.1.pt.trace.json").write_text("{}")
+    for number in range(30):
+        (tmp_path / f"old.{number}.pt.trace.json").write_text("{}")
     config = ProfilerConfig(enable_pytorch_profiler=True, enable_memory_profiling=True,
                             profile_dir=str(tmp_path))
     layer = torch.nn.Linear(2, 2)
@@ -441,6 +443,19 @@ def test_freed_memory_is_kept_by_the_right_words_to_the_c_library(monkeypatch):
     assert said == [(-4, 0), (-1, -1)]
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
     keep_freed_memory()  # another C library
+
+
+def test_what_settings_change_for_the_process(monkeypatch):
+    kept, matmul, compiler = [], torch.backends.cuda.matmul, torch._functorch.config
+    monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("memory"))
+    monkeypatch.setattr(machine, "runs_in_tf32", lambda training, device: training.use_tf32)
+    monkeypatch.setattr(matmul, "allow_tf32", False)
+    monkeypatch.setattr(compiler, "activation_memory_budget", 1.0)
+    settings = tof.PROGRAM.settings(activation_memory_budget=0.5, use_tf32=True, enable_torch_compile=True)
+    for device, expected in (("cpu", (["memory"], False)), ("cuda", (["memory"], True))):
+        compiler.activation_memory_budget = 1.0
+        machine.process_settings(settings, torch.device(device))
+        assert (kept, matmul.allow_tf32) == expected and compiler.activation_memory_budget == 0.5
 
 
 def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):

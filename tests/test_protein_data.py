@@ -562,6 +562,23 @@ def test_a_gap_costs_by_its_length(inserted, broken, bridged):
         assert align(short, long, ends, unknown=20).tolist() == [*range(8), *last]
 
 
+def test_unknown_letters_and_overhangs_cost_nothing():
+    """Six matches gain 192, and only 64 with four mismatches between them; three at the end gain 96."""
+    known, unknown = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]), np.array([1, 2, 3, 20, 20, 20, 20, 8, 9, 10])
+    other, last = np.array([1, 2, 3, 11, 12, 13, 14, 8, 9, 10]), [15, 16, 17, 1, 2, 3]
+    ends = np.isin(np.arange(17), (0, 16))
+    for query, chain, index in ((known, unknown, list(range(10))), (unknown, known, list(range(10))),
+                                (known, other, [13, 14, 15, *[-1] * 7])):
+        assert align(query, np.r_[chain, last], ends, unknown=20).tolist() == index
+    tail = np.full(200, 19)
+    for left, right in ((tail, tail), (tail, tail[:0]), (tail[:0], tail)):
+        long, ends = np.r_[left, known, right], np.isin(np.arange(11), (0, 10))
+        index = [-1] * len(left) + list(range(10)) + [-1] * len(right)
+        assert align(long, known, ends, unknown=20).tolist() == index
+        ends = np.isin(np.arange(len(long) + 1), (0, len(long)))
+        assert align(known, long, ends, unknown=20).tolist() == list(range(len(left), len(left) + 10))
+
+
 def test_a_long_query_does_not_match_by_chance(tmp_path):
     """With gaps of any length at one price, 50,000 random letters match 40 residues."""
     letters_ = np.random.default_rng(0).choice(list(files.AMINO_ACIDS), 50_040)

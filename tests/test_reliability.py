@@ -129,7 +129,7 @@ def test_only_regular_files_are_read_and_replaced(tmp_path):
         files.write_text(tmp_path, "x")
 
 
-def test_what_killed_runs_left_goes_with_the_next_write(tmp_path):
+def test_what_killed_runs_left_goes_with_the_next_write(tmp_path, monkeypatch):
     path = tmp_path / "c.pt"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", KILLED_WRITER, str(path)], check=False)
@@ -143,6 +143,14 @@ def test_what_killed_runs_left_goes_with_the_next_write(tmp_path):
         file.write(b"last")
     files.write_atomically(path, write)
     assert path.read_bytes() == b"last" and set(tmp_path.iterdir()) == {path, *strangers}
+    left = tmp_path / "c.pta1b2c3d_.part"
+    left.touch()
+    with monkeypatch.context() as another:
+        another.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
+        files.remove_leftovers(str(tmp_path), "c.pt")
+    assert left.exists()
+    files.remove_leftovers(str(tmp_path), "c.pt")
+    assert not left.exists()
 
 
 def test_a_temporary_file_that_vanishes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):

@@ -114,13 +114,25 @@ def test_counters_add_up_or_are_averaged_by_time(tmp_path):
     assert found["counter_averages"] == dict(OccupancyPercent=32.5)
     assert found["memory_gb_per_s"] == pytest.approx(4 * 1024 / 4000)
     text = render(found)
-    assert "Memory traffic            1.0 GB/s while kernels ran\n" in text
+    assert "Memory traffic            1.0 GB/s while kernels ran\n" in text and text.startswith("Kernels of")
     assert f"{'SQ_WAVES':<32}{12:>20}\n" in text
     assert f"{'OccupancyPercent':<32}                32.5 mean\n" in text
     csv(tmp_path / "7_counter_collection.csv", "Counter_Name,Counter_Value", ("SQ_WAVES", 8), ("Mean", 1),
         ("Mean", 2), ("FETCH_SIZE", 1), ("WRITE_SIZE", 1))
     found = summarize(tmp_path)  # without times
     assert found["counter_averages"] == dict(Mean=1.5) and found["memory_gb_per_s"] is None
+
+
+def test_what_the_command_prints(tmp_path, capsys):
+    for name, calls in (("now", 4), ("before", 2)):
+        run_of(tmp_path / name, ("k", calls, 1000))
+    now, before = str(tmp_path / "now"), str(tmp_path / "before")
+    assert kernel_summary.run([now]) == 0 and capsys.readouterr().out == render(summarize(now))
+    compared = differences(summarize(now), summarize(before))
+    assert kernel_summary.run([now, "--compare", before]) == 0
+    assert capsys.readouterr().out == f"{render(summarize(now))}\n{render_differences(compared)}"
+    assert kernel_summary.run([now, "--compare", before, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {**summarize(now), "comparison": compared}
 
 
 @pytest.mark.parametrize("name, additive", [
@@ -240,12 +252,31 @@ def test_of_several_passes_the_first_counts(tmp_path):
     assert records.read_kernels(tmp_path).totals == {"k": (1, 10.0)}
 
 
+def test_folders_without_links_and_earlier_results(tmp_path):
+    for name in ("b", "a", "a.old-2026"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert records.folders_below(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+
+
+def test_what_cannot_be_read_says_why(tmp_path):
+    (tmp_path / "7_kernel_stats.csv").write_bytes(b"Name,Calls,TotalDurationNs\n\xffk,1,10\n")
+    assert records.read_kernels(tmp_path).totals == {"\ufffdk": (1, 10.0)}
+    for read, why in ((records.query_rocpd, "unable to open database file"),
+                      (records.read_header, "No such file or directory")):
+        with pytest.raises(records.Unreadable, match=f"absent: {why}"):
+            read(tmp_path / "absent")
+
+
 def test_wanted_and_collected_counters(tmp_path):
     lists = tmp_path / "perfmon"
     lists.mkdir()
     (lists / "a.txt").write_text("pmc: SQ_WAVES GRBM_COUNT SQ_ACCUM_PREV_HIRES\nrange: X\n")
     assert records.wanted_counters(tmp_path) == {"SQ_WAVES", "GRBM_COUNT"}
-    csv(tmp_path / "pmc_perf.csv", "Dispatch_ID,Kernel_Name,SQ_WAVES,Start_Timestamp", (1, "k", 2, 3))
+    header = ("Dispatch_ID,Kernel_Name,GPU_ID,Grid_Size,Workgroup_Size,LDS_Per_Workgroup,"
+              "Scratch_Per_Workitem,Arch_VGPR,Accum_VGPR,SGPR,SQ_WAVES,Start_Timestamp,End_Timestamp,Kernel_ID")
+    csv(tmp_path / "pmc_perf.csv", header, (1, "k", *range(12)))
     csv(tmp_path / "results_pmc_perf_0.csv", "Kernel_Name,Counter_Name", ("k", "GRBM_COUNT"), ("k", "X"))
     csv(tmp_path / "sysinfo.csv", "gpu_model", ("MI300",))
     csv(lists / "b.csv", "Kernel_Name,Y", ("k", 1))

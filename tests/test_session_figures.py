@@ -553,7 +553,12 @@ def test_two_sessions_in_words():
 def test_only_sessions_are_read(tmp_path):
     (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0)))
     assert report.read_analysis(str(tmp_path)) == session(1.0)
-    for broken in (dict(mode="ablation"), dict(step=dict(untraced_ms=0.0))):
+    few = [dict(name="k", self_us=0.0), dict(name="l", self_us=999e12)]  # 0, or 1e-15 to 1e15
+    (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0, kernels=few)))
+    assert report.read_analysis(str(tmp_path))["kernels"] == few
+    for broken in (dict(mode="ablation"), *(dict(step=dict(untraced_ms=ms)) for ms in (0.0, -1.0, True)),
+                   *(dict(kernels=[*few, dict(name="m", self_us=us)])
+                     for us in (-1.0, 1e-16, 1e15, 1e999, True, "1"))):
         (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0, **broken)))
         with pytest.raises(UserError, match="not the analysis"):
             report.read_analysis(str(tmp_path))

@@ -1,5 +1,6 @@
 """The optimizer step and the training loop against numbers worked out by hand: clipping, scaling, AdamW, what
 is restored; which step is logged, saved, evaluated and counted."""
+import contextlib
 import dataclasses
 import os
 import signal
@@ -161,12 +162,21 @@ def flags_of(**values):
 
 
 def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
-    """A run of the program with a clock whose step n takes 1, 2, 3 and 4 n ms in its four phases. Returns its
+    """A run of the program with a clock whose step n takes 1, 2, 3 and 4 n² ms in its phases. Returns its
     exit code, its step lines, its summary, its metrics and what was called: evaluations (step, final), checks
     of losses (checked, first step), saved steps, steps that the profiler was told of."""
     calls = dict(evaluate=[], require_finite=[], snapshot=[], profiling=[])
 
+    within = []
+
+    @contextlib.contextmanager
+    def unmeasured(device, found):
+        within.append(found)
+        yield
+        within.pop()
+
     def evaluate(trainer, source, stop, final=False):
+        assert len(within) == 1  # its memory is not the steps'
         calls["evaluate"].append((trainer.step_number, final))
         if trainer.step_number == interrupt_at:
             os.kill(os.getpid(), signal.SIGINT)
@@ -178,8 +188,9 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
 
     with monkeypatch.context() as monkeypatch:
         monkeypatch.setattr(PhaseTimer, "seconds", lambda timer: 1e-3 * np.outer(
-            np.arange(1, len(timer.steps) + 1), [1.0, 2, 3, 4]))
+            np.arange(1, len(timer.steps) + 1) ** 2, [1.0, 2, 3, 4]))
         monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)  # matplotlib takes its time
+        monkeypatch.setattr(tof, "unmeasured_memory", unmeasured)
         watch(reporting, "require_finite", "require_finite", lambda losses, checked, first: (checked, first))
         watch(tof, "snapshot", "snapshot", lambda trainer: trainer.step_number)
         watch(tof, "Profiling", "profiling", lambda *given: given[-1])
@@ -195,15 +206,16 @@ def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
     code, lines, result, (steps, evaluations), calls = watched_run(
         tmp_path, monkeypatch, capsys, num_steps=6, log_every=4, eval_every=3, save_every=2)
     assert code == 0 and [(line[0], line[2].split()[1], line[4].split()[1]) for line in lines] == [
-        ("Step   4/6", "80.0", "25.0ms"),  # the median of 10, 20, 30, 40 ms, for two samples
-        ("Step   6/6", "44.4", "45.0ms")]  # of 30, 40, 50, 60 ms
+        ("Step   4/6", "30.8", "65.0ms"),  # the median of 10, 40, 90, 160 ms, for two samples
+        ("Step   6/6", "9.8", "205.0ms")]  # of 90, 160, 250, 360 ms
     losses = {step["step"]: step["loss"] for step in steps}
     assert list(losses) == [1, 2, 3, 4, 5, 6] and len(set(losses.values())) == 6
     assert [line[1] for line in lines] == [f"Loss: {losses[n]:.4f}" for n in (4, 6)]
     performance = result["performance_summary"]
     assert (performance["first_loss"], performance["final_loss"]) == (losses[1], losses[6])
-    assert performance["total_samples"] == 12 and performance["median_batch_time"] == pytest.approx(0.035)
+    assert performance["total_samples"] == 12 and performance["median_batch_time"] == pytest.approx(0.125)
     assert list(result["contact_precision"]) == ["3", "final"]
+    assert (tmp_path / "performance_summary_v2.json").is_file()
     assert [(e["step"], e["evaluation"]) for e in evaluations] == [(3, dict(score=0.5)), (6, dict(score=0.5))]
     assert calls == dict(evaluate=[(3, False), (6, True)], require_finite=[(n, 0) for n in range(6)],
                          snapshot=[2, 4, 6], profiling=[6])
@@ -218,6 +230,35 @@ def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsy
     assert result["performance_summary"]["total_samples"] == 8
     assert calls == dict(evaluate=[(4, False), (6, False)], require_finite=[(n, 3) for n in range(4)],
                          snapshot=[7], profiling=[17])
+    _, lines, *_ = watched_run(tmp_path, monkeypatch, capsys, num_steps=9, resume=tmp_path / "c.pt")
+    assert [line[0] for line in lines] == ["Step   9/9"]
+
+
+def test_a_checkpoint_knows_what_its_run_has_learned_from(tmp_path, capsys):
+    class Named(SyntheticProteins):
+        def __init__(self, settings):
+            super().__init__(settings)
+            self.names = ["b", "a"]
+    program = dataclasses.replace(tof.PROGRAM, open_source=Named, evaluate=None)
+    path = tmp_path / "c.pt"
+    assert tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=path, num_steps=1), program) == 0
+    assert torch.load(path, weights_only=True)["trained_on"] == ["a", "b"]
+    capsys.readouterr()
+    assert tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=tmp_path, num_steps=1), program) == 2
+    assert "Warming up" not in capsys.readouterr().out  # what cannot be saved is not begun
+
+
+def test_a_cpu_captures_no_graph():
+    trainer = trainer_of(enable_cuda_graphs=True)
+    assert not trainer.use_graph and not trainer.optimizer.defaults["capturable"]
+
+
+@pytest.mark.parametrize("mode", ["--compare-fusion", "--verify-accuracy"])
+def test_where_results_cannot_go_is_said_at_once(mode, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert tof.main([mode, "--profile-dir", str(tmp_path / "file")]) == 2
+    streams = capsys.readouterr()
+    assert "cannot write into" in streams.err and streams.out == ""
 
 
 def test_the_first_loss_that_is_not_finite_is_named_by_its_step():

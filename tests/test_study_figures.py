@@ -452,3 +452,90 @@ def test_all_other_processes_are_stopped_while_one_measures(monkeypatch):
             turns.end(guest.process)
             guest.close()
         turns.guardian.close()
+
+
+def test_points_without_memory_have_a_second_try_with_less_beside_them():
+    """One process a GPU, or alone, where it was the host that had none; first runs before second ones."""
+    points = [Point(SHAPE, name, run) for run in (1, 2) for name in ("fits", "gpu", "host")]
+    codes, calls, recorded = {"fits": 0, "gpu": 1, "host": -9}, [], []
+
+    def measure_some(points, jobs, record):
+        calls.append(([(p.setting, p.run) for p in points], jobs))
+        for point in points:
+            code = codes[point.setting]
+            record(SimpleNamespace(point=point, status="out of memory" if code else "ok", exit_code=code))
+    for jobs, gpus, again in ((4, ("0", "1"), 2), (4, (), 1), (2, tuple("012"), 2)):
+        calls.clear(), recorded.clear()
+        made = SimpleNamespace(jobs=jobs, on_gpu=dict.fromkeys(gpus, 0), measure_some=measure_some)
+        runner.Runner.measure_all(made, points, recorded.append)
+        assert calls == [call for run in (1, 2) for call in (
+            ([(name, run) for name in codes], jobs), ([("gpu", run)], again), ([("host", run)], 1))]
+        assert [(row.point.setting, row.point.run) for row in recorded] == [
+            (name, run) for run in (1, 2) for name in codes]
+    calls.clear()
+    made = SimpleNamespace(jobs=1, on_gpu={}, measure_some=measure_some)
+    runner.Runner.measure_all(made, points, recorded.append)
+    assert [call for call in calls if call[0]] == [([(name, run) for name in codes], 1) for run in (1, 2)]
+
+
+def test_a_process_goes_where_the_fewest_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_THIS_TEST", "1")
+    with runner.Runner(small_study(), str(tmp_path), 9, jobs=3, gpus=("4", "7")) as made:
+        with made.place() as first, made.place() as second, made.place() as third:
+            assert [place[runner.VISIBLE_GPUS] for place in (first, second, third)] == ["4", "7", "4"]
+            assert made.on_gpu == {"4": 2, "7": 1} and third["OF_THIS_TEST"] == "1"
+        assert made.on_gpu == {"4": 0, "7": 0}
+        assert first["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    with runner.Runner(small_study(), str(tmp_path), 9) as made, made.place() as place:
+        assert place is made.environment and runner.VISIBLE_GPUS not in {*place} - {*os.environ}
+
+
+def test_what_is_left_is_guessed_from_what_was_run():
+    """Runs of a setting take their mean; others 6 s, or 66 s where they compile; shared by the jobs."""
+    study = small_study(settings=("baseline", "fused", "only-torch-compile"))
+    points = [Point(SHAPE, name, run) for name in study.settings for run in (1, 2)]
+    rows = [SimpleNamespace(setting="fused", seconds=seconds) for seconds in (10, 30)]
+    assert runner.seconds_left(study, points, rows, 1) == 2 * 6 + 2 * 20 + 2 * 66
+    assert runner.seconds_left(study, points[:3], rows, 4) == (12 + 20) / 4
+    assert [runner.duration(s) for s in (99.4, 100, 5999, 6000)] == ["99 s", "2 min", "100 min", "1.7 h"]
+
+
+def test_a_point_waits_for_those_before_it_in_the_plan():
+    turns = runner.Turns()
+    turns.plan = dict.fromkeys("ab")
+    assert turns.comes_next("a") and not turns.comes_next("b")
+    assert turns.comes_next("no point") and turns.comes_next(None)
+    turns.give_up("a")
+    assert turns.comes_next("b") and turns.comes_next("a")
+    turns.guardian.close()
+
+
+@pytest.mark.parametrize("held_up, ended", [(True, 0), (False, "timeout")])
+def test_the_clock_of_a_point_stands_while_another_one_measures(held_up, ended, tmp_path):
+    """It runs for 0.3 s, of which it has 0.1."""
+    polls = iter([None] * 6 + [0])
+    reader, writer = os.pipe()
+    process = SimpleNamespace(poll=lambda: next(polls, 0), returncode=0)
+    with runner.Runner(small_study(), str(tmp_path), 0.1) as made:
+        made.turns.holds_up = lambda other: held_up and other is process
+        assert made.follow(SimpleNamespace(process=process, reader=reader), "point") == ended
+    os.close(reader), os.close(writer)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_a_stopped_study_ended_is_no_result(stopped, tmp_path):
+    point, kept = Point(SHAPE, "baseline", 1), []
+    with runner.Runner(small_study(), str(tmp_path), 9) as made:
+        def run_trainer(flags, folder, given):
+            assert given == point and flags == made.study.flags(SHAPE, "baseline") and os.path.isdir(folder)
+            made.stopping, made.turns.turn_of = stopped, {point: 5}
+            return 3
+        made.run_trainer, made.keep_log = run_trainer, lambda folder, name: kept.append(name)
+        made.outcome = lambda folder, code: ("failed", f"code {code}", None, None)
+        row = made.measure(point)
+    if stopped:
+        assert row is None and kept == []
+    else:
+        assert kept == [point.file_name()] and (row.status, row.reason, row.turn, row.exit_code) == (
+            "failed", "code 3", 5, 3)
+    assert os.listdir(tmp_path / "running") == []

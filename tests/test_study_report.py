@@ -151,8 +151,17 @@ def constructed_study(seconds, num_runs):
     return summarise(study, [row_of(p, seconds(WORDS.parse(p.setting), p.run)) for p in study.points()])
 
 
-def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
+def only(monkeypatch, *names, svgs=True):
+    """Draw these pictures alone and, because that takes seconds, none of them as PNG."""
+    monkeypatch.setattr(plots, "PLOTS", [plot for plot in plots.PLOTS if plot[0] in names])
+    monkeypatch.setattr(plots, "write_atomically", lambda *_: None)
+    if not svgs:
+        monkeypatch.setattr(plots, "svg_of", lambda *_: "")
+
+
+def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path, monkeypatch):
     """Baseline and the setting with everything on stay, slow as they are; of the rest the slowest goes."""
+    only(monkeypatch, "scaling", "memory", "speedup_heat_map", "pareto")
     everything = "qkv-fusion-msa+flash-attention+opm-fusion"
     seconds = [2.0, 1.0, 0.5, 1.9]  # by the number of switches
     summary = constructed_study(lambda on, _: 1.5 if on == {"flash-attention"} else seconds[len(on)], 2)
@@ -165,6 +174,7 @@ def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
     titles = "".join(figures["speedup_heat_map"].svgs)
     assert f"{everything}, N 8" in titles and "only-flash-attention, N 8" not in titles
     assert "Grey dots are the other settings" in figures["pareto"].caption
+    only(monkeypatch, "scaling", "memory", "speedup_heat_map", "pareto", svgs=False)
     few = dataclasses.replace(
         summary, study=dataclasses.replace(summary.study, settings=("baseline", everything)),
         points=[p for p in summary.points if p.setting in ("baseline", everything)])
@@ -176,8 +186,9 @@ def test_pictures_keep_what_matters_and_name_what_they_leave_out(tmp_path):
     assert "Dashed lines" not in plots.draw(few, str(tmp_path))[-1].caption
 
 
-def test_pictures_mark_what_noise_could_explain(tmp_path):
+def test_pictures_mark_what_noise_could_explain(tmp_path, monkeypatch):
     """flash-attention gains 2x, the other switches nothing; runs differ by 2%; single runs prove nothing."""
+    only(monkeypatch, "interactions", "speedup_heat_map")
     for runs, cells in ((3, 5), (1, 6)):  # of 3 effects and 3 interactions
         summary = constructed_study(lambda on, run: 0.5 ** ("flash-attention" in on) * 1.02 ** run, runs)
         figures = {figure.name: "".join(figure.svgs) for figure in plots.draw(summary, str(tmp_path))}
@@ -233,15 +244,17 @@ def test_headlines_carry_their_intervals():
 
 
 def test_pictures_are_the_same_every_time(page, tmp_path, monkeypatch):
-    _, summary = page
-    once, again = (plots.draw(summary, str(tmp_path / name)) for name in "ab")
-    assert once == again and len(once) == len(PICTURES)
-    for name in PICTURES:
-        assert (tmp_path / f"a/{name}.png").read_bytes() == (tmp_path / f"b/{name}.png").read_bytes()
-    legend = [text for text in "".join(once[PICTURES.index("scaling")].svgs).split("<text") if "S^" in text]
+    folder, summary = page
+    text, again = (folder / "report.html").read_text(), plots.draw(summary, str(tmp_path))
+    assert [figure.name for figure in again] == PICTURES
+    for figure in again:
+        assert all(svg in text for svg in figure.svgs) and figure.svgs
+        assert (tmp_path / f"{figure.name}.png").read_bytes() == (folder / f"{figure.name}.png").read_bytes()
+    legend = [text for text in "".join(again[PICTURES.index("scaling")].svgs).split("<text") if "S^" in text]
     assert legend and all("±" in text for text in legend)
     monkeypatch.setattr(plots, "MAX_PANELS", 2)
-    assert "2 panels are not shown" in plots.draw(summary, str(tmp_path))[1].caption
+    only(monkeypatch, "scaling", svgs=False)
+    assert "2 panels are not shown" in plots.draw(summary, str(tmp_path))[0].caption
 
 
 def test_exponents_of_the_page(page):

@@ -239,6 +239,17 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
         metrics.Metrics.flush(SimpleNamespace(pending=[], path=str(path), writer=None))
 
 
+@pytest.mark.parametrize("line", [
+    '"step": "1", "loss": 2', '"step": 1.0, "loss": 2', '"step": true, "loss": 2', '"step": 1, "loss": "2"',
+    '"step": 1, "loss": true', '"step": 1', '"step": 1, "evaluation": {"a": "x"}',
+    '"step": 1, "evaluation": [1]'])
+def test_lines_without_numbers_are_no_metrics(line, tmp_path):
+    good = '{"step": 2, "loss": null}\n{"step": 2, "evaluation": {"a": null, "b": 1}}\n'
+    (tmp_path / "m").write_text(f"{{{line}}}\n{good}")
+    assert metrics.read_metrics(tmp_path / "m") == (
+        [dict(step=2, loss=None)], [dict(step=2, evaluation=dict(a=None, b=1))])
+
+
 def test_tensorboard_hears_every_number(tmp_path, monkeypatch):
     heard = []
     writer = SimpleNamespace(add_scalar=lambda *given: heard.append(given),

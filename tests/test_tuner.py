@@ -1,10 +1,22 @@
-"""Which tile sizes a kernel runs with: what wins, what is kept, what is looked up."""
+"""Which sub-layers Triton runs, and with which tile sizes: what wins, what is kept, what is looked up."""
+import dataclasses
 import json
+import pathlib
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
-from fusion_lab.kernels import tuner
+from triton import CompilationError
+from triton.runtime.errors import OutOfResources
+
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels import attention, biased_attention, limits, precision, triangle_multiplication, tuner
+from fusion_lab.kernels import transition as transitions
+from fusion_lab.kernels import triton as lab
+from fusion_lab.measuring import retune
+from fusion_lab.training.files import UserError
 
 FIRST, SECOND = dict(BM=64, num_warps=4), dict(BM=128, num_warps=8)
 
@@ -58,3 +70,184 @@ def test_no_candidate_that_fits_is_an_error_in_one_line(monkeypatch):
     monkeypatch.setattr(tuner.torch.cuda, "get_device_name", lambda: "Small GPU")
     with pytest.raises(RuntimeError, match="k bfloat16: none of 2 tile sizes fits Small GPU$"):
         tuner.fastest("k bfloat16", [FIRST, SECOND], run)
+
+
+def test_a_gpu_has_its_tables(monkeypatch, tmp_path):
+    """What was measured here stands above what is shipped for the architecture; a file a GPU and release."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200/x")
+    monkeypatch.setattr(tuner, "architecture", lambda on_gpu: "gfx942" if on_gpu else "")
+    assert tuner.gpu() == "gfx942"
+    monkeypatch.setattr(tuner, "architecture", lambda on_gpu: "")
+    assert tuner.gpu() == "sm_90"
+    name = f"NVIDIA_H200_x_torch_{torch.__version__}_triton_{tuner.triton.__version__}.json"
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert tuner.cache_file() == pathlib.Path.home() / ".cache" / "fusion_lab" / name
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert tuner.cache_file() == tmp_path / "cache" / "fusion_lab" / name
+    shipped = tmp_path / "tiles.json"
+    shipped.write_text(json.dumps({"sm_90": {"a": FIRST, "b": FIRST}, "sm_80": {"c": FIRST}}))
+    tuner.write(tuner.cache_file(), {"b": SECOND})
+    monkeypatch.setattr(tuner, "SHIPPED", shipped)
+    assert tuner.table.__wrapped__() == {}  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert tuner.table.__wrapped__() == {"a": FIRST, "b": SECOND}
+    monkeypatch.setattr(tuner, "gpu", lambda: "sm_100")
+    assert tuner.table.__wrapped__() == {"b": SECOND}
+
+
+def test_candidates_take_turns_and_those_that_do_not_fit_are_left_out(monkeypatch):
+    candidates, warm, timed = [dict(n=n) for n in range(4)], [], []
+    faults = {0: OutOfResources(1, 2, "shared memory"), 2: CompilationError("", SimpleNamespace(), "no")}
+
+    def run(candidate):
+        warm.append(candidate["n"])
+        if fault := faults.get(candidate["n"]):
+            raise fault
+
+    def milliseconds(launch):
+        launch()
+        timed.append(warm.pop())
+        return 1.0 if timed[-1] == 3 else 2.0
+    monkeypatch.setattr(tuner, "milliseconds", milliseconds)
+    assert tuner.fastest("k", candidates, run) == dict(n=3)
+    assert warm == [0, 1, 2, 3] and timed == [1, 3] * 9
+
+
+def test_a_launch_takes_the_mean_of_five(monkeypatch):
+    told = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            told.append(self)
+
+        def synchronize(self):
+            told.append("waited")
+
+        def elapsed_time(self, other):
+            assert told == [self, *["ran"] * 5, other, "waited"]
+            return 10.0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert tuner.milliseconds(lambda: told.append("ran")) == 2.0
+
+
+def test_winners_are_forgotten_where_retuning_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "gpu.json")
+    with pytest.raises(ZeroDivisionError), tuner.retuning():
+        raise ZeroDivisionError
+    assert tuner.found is None and not (tmp_path / "gpu.json").exists()
+
+
+# --- What the kernels take ------------------------------------------------------------------------------
+
+
+def on_gpu(*shape, dtype=torch.bfloat16):
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=shape, device=SimpleNamespace(type="cuda"))
+
+
+@pytest.mark.parametrize("x, fits, attends", [
+    (on_gpu(2, 3, 128), True, True), (on_gpu(2, 3, 256), True, True), (on_gpu(2, 3, 512), False, True),
+    (on_gpu(2, 3, 516), False, False), (on_gpu(2, 3, 96), False, True), (on_gpu(2, 3, 16), True, True),
+    (on_gpu(2, 3, 8), False, True), (on_gpu(128, 2, 9), False, True),
+    (on_gpu(2, 128, dtype=torch.float16), True, True), (on_gpu(2, 128, dtype=torch.float32), False, False),
+    (torch.empty(2, 128, dtype=torch.bfloat16), False, False)])
+def test_what_has_a_kernel(x, fits, attends, monkeypatch):
+    """With four heads, of 128 channels at most; a position has 16 to 256 channels, a power of two."""
+    monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: False)
+    for module in (lab, attention):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    assert (lab.fits(x), lab.attends(x, 4)) == (fits, attends)
+    for module in (lab, attention):
+        monkeypatch.setattr(module, "HAS_TRITON", False)
+    assert not lab.fits(x) and not lab.attends(x, 4)
+
+
+def test_autocast_says_in_which_precision_a_kernel_runs(monkeypatch):
+    monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(precision.torch, "get_autocast_dtype", {"cuda": torch.float16}.get)
+    monkeypatch.setattr(lab, "HAS_TRITON", True)
+    assert lab.fits(on_gpu(2, 128, dtype=torch.float32))
+
+
+def test_widths_of_a_switch():
+    widths = (8, 16, 32, 48, 64, 96, 128, 256, 512)
+    assert [w for w in widths if limits.takes("enable_triton_transition", w)] == [16, 32, 64, 128, 256]
+    assert [w for w in widths if limits.takes("enable_triton_attention", w)] == list(widths[:7])
+
+
+def test_modules_are_handed_to_their_kernels_in_order(monkeypatch):
+    def told(*arguments):
+        return arguments
+    module = SimpleNamespace
+    norm, first, second = module(weight="nw", bias="nb", eps="e"), module(weight="1w", bias="1b"), \
+        module(weight="2w", bias="2b")
+    for place, name in ((transitions, "transition"), (biased_attention, "gated_attention"),
+                        (triangle_multiplication, "triangle_multiplication")):
+        monkeypatch.setattr(place, name, told)
+    assert lab.transition("x", norm, first, second, "r") == (
+        "x", "nw", "nb", "1w", "1b", "2w", "2b", "e", "r")
+    assert lab.gated_attention("p", 4, 1, "b", "k", "g") == ("p", 4, 1, "b", "k", "g")
+    center, output, gate = (module(weight=f"{n}w", bias=f"{n}b") for n in "cog")
+    assert lab.triangle_multiplication("x", norm, "w", "b", center, output, gate, "m", True, "r", "d") == (
+        "x", "nw", "nb", "w", "b", "cw", "cb", "ow", "ob", "gw", "gb", "m", True, "e", "r", "d")
+
+
+# --- --retune -------------------------------------------------------------------------------------------
+
+
+def ultra(tmp_path, **values):
+    return tof.PROGRAM.settings(**{**dict(enable_triton_transition=True, enable_torch_compile=True,
+                                          enable_cuda_graphs=True, profile_dir=str(tmp_path)), **values})
+
+
+@pytest.mark.parametrize("values, kind, triton, code, words", [
+    (dict(enable_triton_transition=False), "cuda", True, 2, "no Triton kernel is on; add --enable-ultra"),
+    ({}, "cpu", True, 4, "--retune needs a GPU"), ({}, "cuda", False, 3, "--retune needs Triton")])
+def test_retune_says_what_it_lacks(values, kind, triton, code, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(retune, "choose_device", lambda name: torch.device(kind))
+    monkeypatch.setattr(retune, "HAS_TRITON", triton)
+    with pytest.raises(UserError, match=words) as caught:
+        retune.retune(tof.PROGRAM, ultra(tmp_path, **values))
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("kernels", [("up", "down"), ()])
+def test_retune_runs_one_plain_step_and_keeps_what_wins(kernels, tmp_path, monkeypatch, capsys):
+    told = []
+
+    class Trainer:
+        def __init__(self, program, settings, device):
+            told.append((settings.fusion.enable_torch_compile, settings.fusion.enable_cuda_graphs,
+                         settings.fusion.enable_triton_transition, device.type))
+
+        def step(self, batch):
+            told.append(batch)
+            for kernel in kernels:
+                tuner.launch(kernel, "bfloat16 L64", [FIRST, SECOND], lambda chosen: None)
+    monkeypatch.setattr(retune, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(retune, "process_settings", lambda settings, device: told.append(
+        (settings.fusion.enable_torch_compile, device.type)))
+    monkeypatch.setattr(retune, "to_device", lambda batch, device: (batch, device.type))
+    monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "cache.json")
+    monkeypatch.setattr(tuner, "gpu", lambda: "sm_90")
+    monkeypatch.setattr(tuner, "fastest", lambda candidates, run: candidates[1])
+    program = dataclasses.replace(tof.PROGRAM, trainer=Trainer, open_source=lambda settings: SimpleNamespace(
+        batch="batch {}".format))
+    if not kernels:
+        with pytest.raises(UserError, match="no Triton kernel ran"):
+            retune.retune(program, ultra(tmp_path))
+        return
+    assert retune.retune(program, ultra(tmp_path)) == 0
+    assert told == [(False, "cuda"), (False, False, True, "cuda"), ("batch 0", "cuda")]
+    tiles = {"up bfloat16 L64": SECOND, "down bfloat16 L64": SECOND}
+    result = json.loads((tmp_path / "tiles_v2.json").read_text())
+    assert result == dict(gpu="sm_90", tiles=tiles, cache=str(tmp_path / "cache.json"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [f"{'down bfloat16 L64':44s} BM 128, num_warps 8",
+                         f"{'up bfloat16 L64':44s} BM 128, num_warps 8", f"Kept in {tmp_path / 'cache.json'}"]
+    headline = json.loads(lines[-1])
+    assert (headline["mode"], headline["kernels"]) == ("retune", 2)
+    assert json.loads((tmp_path / "cache.json").read_text()) == tiles
