@@ -150,7 +150,8 @@ def test_the_manifest_of_a_session(code, status, known, machine):
     command = process.Command(["a", "b"], {"SET": "1"}, ("GONE",), "/d")
     session.write_manifest(found, [command], session.Outcome(code, "why", seconds=1.23456))
     read = json.loads(pathlib.Path(found.directory, "manifest.json").read_text())
-    assert (read["status"], read["exit_code"], read["reason"], read["seconds"]) == (status, code, "why", 1.235)
+    assert (read["status"], read["exit_code"], read["reason"]) == (status, code, "why")
+    assert read["seconds"] == 1.235
     assert read["steps"] == (dict(measured=4, warmup=3, selected_regions=False, ends_with_steps=False)
                              if known else None)
     assert read["commands"] == [dict(argv=["a", "b"], cwd="/d", environment={"SET": "1"}, unset=["GONE"])]
