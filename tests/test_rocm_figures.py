@@ -252,6 +252,25 @@ def test_of_several_passes_the_first_counts(tmp_path):
     assert records.read_kernels(tmp_path).totals == {"k": (1, 10.0)}
 
 
+def test_calls_and_times_are_added():
+    assert records.add_up([("k", 1, 2.0), ("l", 1, 1.0), ("k", 3, 4.0)]) == {"k": (4, 6.0), "l": (1, 1.0)}
+    assert records.merge([{"k": (1, 2.0)}, {"k": (2, 3.0), "l": (1, 1.0)}]) == {"k": (3, 5.0), "l": (1, 1.0)}
+
+
+def test_what_else_in_a_directory_is_a_run(tmp_path):
+    """Sessions with kernels, below HOST too, and two or more folders with kernels; not passes of one run."""
+    run_of(tmp_path / "pass_1", ("k", 1, 1))
+    run_of(tmp_path / "one", ("k", 1, 1))
+    assert records.other_runs(tmp_path) == []
+    run_of(tmp_path / "session" / "host", ("k", 1, 1))
+    for name in ("session", "without"):
+        csv(tmp_path / name / "manifest.json", "{}")
+        csv(tmp_path / name / "notes.txt", "x")
+    assert records.other_runs(tmp_path) == ["one", "session"]
+    run_of(tmp_path, ("k", 1, 1))
+    assert records.other_runs(tmp_path) == []
+
+
 def test_folders_without_links_and_earlier_results(tmp_path):
     for name in ("b", "a", "a.old-2026"):
         (tmp_path / name).mkdir()
