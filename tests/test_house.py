@@ -139,7 +139,7 @@ def program(request):
 
 @pytest.fixture(params=SLOW_FOR_COMPANIONS)
 def started(request):
-    """A program for tests that start processes."""
+    """A program for tests that take their time."""
     return load_program(ROOT / request.param)
 
 
@@ -226,8 +226,8 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
         assert accuracy.compare_numerics(broken, settings, CPU)[1] != [], sublayer
 
 
-def test_comparison_runs(program):
-    settings = small(program)
+def test_comparison_runs(started):
+    program, settings = started, small(started)
     fusions = dict(baseline=program.fusion_config.preset(False), all=settings.fusion)
     variants = [Variant(name, with_fusion(settings, fusion)) for name, fusion in fusions.items()]
     result = comparison.compare(program, settings, variants=variants)
