@@ -30,7 +30,7 @@ PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(wi
                                              num_kv_heads=1, seq_len=16, data=str(ROOT / "README.md"))}
 LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
           "tests/second_program.py": dict(width=512, batch_size=512),
-          "companions/protein_mpnn.py": dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64),
+          "companions/protein_mpnn.py": dict(hidden_dim=128, num_layers=2, neighbors=32, seq_len=64),
           "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=2, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
@@ -139,7 +139,7 @@ def program(request):
 
 @pytest.fixture(params=SLOW_FOR_COMPANIONS)
 def started(request):
-    """A program for tests that start processes."""
+    """A program for tests that take their time."""
     return load_program(ROOT / request.param)
 
 
@@ -226,8 +226,8 @@ def test_accuracy_passes_and_catches_a_generic_mutant(program):
         assert accuracy.compare_numerics(broken, settings, CPU)[1] != [], sublayer
 
 
-def test_comparison_runs(program):
-    settings = small(program)
+def test_comparison_runs(started):
+    program, settings = started, small(started)
     fusions = dict(baseline=program.fusion_config.preset(False), all=settings.fusion)
     variants = [Variant(name, with_fusion(settings, fusion)) for name, fusion in fusions.items()]
     result = comparison.compare(program, settings, variants=variants)

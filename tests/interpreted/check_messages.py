@@ -12,7 +12,8 @@ from fusion_lab.training.program import load_program
 
 CASES = {"whole tiles": (6, 16, 9, 16), "odd": (5, 7, 5, 32), "more rows than nodes": (3, 20, 11, 16)}
 MUTANTS = {
-    "first gelu's slope of the second's input": ("PRECISION) * slope(x)", "PRECISION) * slope(y)"),
+    "first gelu's slope without its second term": ("dx = dg * slope(x)", "dx = dg * distribution(x)"),
+    "last hidden units dropped": ("for f0 in range(0, C, BH)", "for f0 in range(0, C - BH, BH)"),
     "mask forgotten in backward": ("dy = m[:, None] * slope(y)", "dy = slope(y)"),
     "mask forgotten in forward": ("tl.sum(m[:, None] * (y", "tl.sum((y"),
     "neighbours beyond K": ("mask=k < K, other=0.0)", "mask=k < BK, other=0.0)"),
