@@ -5,6 +5,8 @@ import json
 import os
 import sys
 
+import torch
+
 from fusion_lab.measuring.plotting import require_matplotlib, save
 from fusion_lab.training.files import MISSING, UserError, finite, set_aside
 from fusion_lab.training.reading import open_regular, parse_json, require_regular
@@ -28,8 +30,9 @@ class Metrics:
 
     def step(self, number, loss, trainer):
         """After step number (from 1): its loss, on the device."""
-        self.pending.append((number, loss, trainer.gradient_norm.clone(),
-                             trainer.optimizer.param_groups[0]["lr"]))
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        rate = rate.clone() if isinstance(rate, torch.Tensor) else rate  # a graph's tensor changes in place
+        self.pending.append((number, loss, trainer.gradient_norm.clone(), rate))
 
     def evaluation(self, number, scores):
         """scores {name: number} of an evaluation after step number."""
