@@ -138,7 +138,7 @@ from fusion_lab.measuring.ranges import Profiling
 from fusion_lab.training import files, recipe, reporting
 from fusion_lab.training.checkpoints import load_run, load_weights, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.evaluations import Evaluations
+from fusion_lab.training.evaluations import Evaluations, require_score
 from fusion_lab.training.feeding import batches
 from fusion_lab.training.flags import make_parser, named_program, parse, with_demo
 from fusion_lab.training.machine import choose_device, process_settings
@@ -527,13 +527,11 @@ class TinyOpenFoldV2(nn.Module):
         Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S), distogram_logits, msa_repr,
         pair_repr and, with targets, loss and its parts."""
         attention.prepare_flex_attention(msa_tokens.device)
-        features, kind = None, self.config.coevolution
-        if kind != "none":
-            rows = msa_tokens if extra_msa is None else extra_msa
-            features = coevolution.pair_features(rows.long(), kind, seq_mask)
+        kind, rows = self.config.coevolution, msa_tokens if extra_msa is None else extra_msa
+        features = [] if kind == "none" else [coevolution.pair_features(rows.long(), kind, seq_mask)]
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
-        msa, pair = embed(msa_tokens, msa_tokens[:, 0] if target_tokens is None else target_tokens,
-                          features)
+        target = msa_tokens[:, 0] if target_tokens is None else target_tokens
+        msa, pair = embed(msa_tokens, target, *features)
         for block in self.blocks:
             if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
                 block = partial(checkpoint, block, use_reentrant=False,
@@ -730,6 +728,7 @@ def train(program, settings, compare_with=None):
     files.results_directory(settings, path)
     for name in (training.save_checkpoint, training.save_best):
         files.require_writable(name)
+    require_score(program, training)
     source = program.open_source(settings)
     program.before_training(settings, source)
     trainer = program.trainer(program, settings, device)

@@ -33,6 +33,12 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
 os.environ |= dict(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
 import libcst as cst
 import pytest
@@ -42,7 +48,6 @@ from mutmut.mutation import mutators
 from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
 from mutmut.mutation.pragma_handling import IgnoredCode
 
-ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "benchmarks" / "mutants.md"
 BY_HAND = "## Why they survive\n"  # what stands below it on the table's page is kept
 GOAL = 85  # percent

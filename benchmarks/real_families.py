@@ -8,7 +8,8 @@ All families of all directories are one set. Relatives, found by alignment (prot
 in the same fold. For every recipe and seed: pre-train on synthetic proteins, then for every fold train on the
 families outside of it, a tenth of which choose the step (validation); the families of the fold are looked at
 at that step. MI-APC and mean-field DCA are computed here, from all rows (at most 4,000) and from the rows
-that a recipe reads. Writes OUT/real_families.json and prints a table with 95% intervals over families.
+that a recipe reads. Writes OUT/real_families.json and learning.png, prints a table with 95% intervals over
+families.
 Everything after -- goes to the trainer. Results that are there already are kept: a second call goes on.
 """
 import itertools
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from importlib.util import find_spec
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,6 +32,7 @@ interrupts.quiet(__name__)
 import numpy as np
 import torch
 
+from fusion_lab.measuring.plotting import require_matplotlib, save
 from fusion_lab.training.files import FAILED, UserError, exit_code, finite, require_directory, write_json
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.models import read_model, save_model
@@ -217,6 +220,31 @@ def print_table(result):
         print(f"{method:26s} {' | '.join(cells)}")
 
 
+def curve(summary):
+    """[(seconds of steps, mean P(L/2) of what was held out)] of one run."""
+    step = summary["performance_summary"]["median_batch_time"]
+    return [(int(number) * step, statistics.fmean(p["p_l2"] for p in groups["held_out"].values()))
+            for number, groups in summary[PROGRAM.evaluation_name].items() if number != "final"]
+
+
+def draw(path, pretrained, tuned):
+    """Precision against seconds, without start and compilation: means over runs, point by point."""
+    pyplot = require_matplotlib()
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    titles = "pre-training: synthetic, never seen", "then real families, never seen"
+    for axis, title, runs in zip(axes, titles, (pretrained, tuned), strict=True):
+        for recipe in dict.fromkeys(name for name, *_ in runs):
+            found = [curve(summary) for (name, *_), summary in runs.items() if name == recipe]
+            points = np.mean(found, axis=0)  # (evaluations, 2)
+            if points.size:
+                axis.plot(*points.T, "o-", markersize=4, label=f"{recipe} ({len(found)} runs)")
+        axis.set(xlabel="seconds of steps", title=title, ylim=(0, 1))
+        axis.legend()
+    axes[0].set(ylabel="P(L/2), mean")
+    save(figure, str(path))
+    pyplot.close(figure)
+
+
 def averaged(precisions):
     """Means over seeds of [{"p_l2": ...}]."""
     return {key: statistics.fmean(values) if None not in (values := [p[key] for p in precisions]) else None
@@ -275,6 +303,8 @@ def write_results(arguments, group, rulers, folds, pretrained, tuned):
                           if any(name in part for part in found)}
     result = table(scores, group)
     print_table(result)
+    if find_spec("matplotlib"):
+        draw(arguments.out / "learning.png", pretrained, tuned)
     example = next(iter(tuned.values()))
     write_json(arguments.out / "real_families.json", finite(dict(
         command=sys.argv, folds=folds, table=result, by_family=scores,

@@ -22,7 +22,7 @@ from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
 
 MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
-FEW = 8  # training families, at least, that an evaluation looks at
+FEW = 8  # training families, at least, that an evaluation looks at beside those for validation
 
 
 def corrupt(rng, msa, row_mask=None):
@@ -227,8 +227,8 @@ class RealProteins(HoldsOut):
                 extra = min(len(family.msa), MOST_EXTRA) if self.extra else 0
                 sample = self.take(rng, family, family.length, rows, extra)
                 yield family.name, self.assemble(rng, [sample], clean=True)
-        few = self.families[:max(len(self.validation) + len(self.unseen), FEW)]  # for a look at memorising
-        groups = dict(training=few, validation=self.validation, held_out=self.unseen)
+        few = max(len(self.validation) + len(self.unseen), FEW) if self.validation else None
+        groups = dict(training=self.families[:few], validation=self.validation, held_out=self.unseen)
         return {key: batches(families) for key, families in groups.items()
                 if key != "validation" or families}
 

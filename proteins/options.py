@@ -24,24 +24,29 @@ class Families(options.TrainingConfig):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Families):
-    """One protein, what is drawn, pictures."""
-    eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
-                                  "with --contacts 512", low=1, type=int)
-    extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
-                                   "all, at most 4096", low=1)
+class Drawn(Families):
+    """What is drawn from them, and built-in ones."""
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners), "
                                   "covarying (hard) or natural (Potts models of folds, along a tree)",
                                   choices=("paired", "covarying", "natural"))
     mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data",
                                   low=0.0, below=1.0)
+    eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
+                                  "with --contacts 512", low=1, type=int)
+    extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
+                                   "all, at most 4096", low=1)
+    validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
+                                            "contact precision decides for --early-stopping and --save-best",
+                                      low=0.0, below=1.0, type=float)
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Drawn):
+    """One protein, pictures, predictions."""
     msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE")
     structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
     query: str = option(None, "name of the query row in --msa or --contacts; default: the first row",
                         type=str, metavar="NAME")
-    validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
-                                            "contact precision decides for --early-stopping and --save-best",
-                                      low=0.0, below=1.0, type=float)
     plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
                                       "as TSV)", type=str, training_only=True, metavar="DIR")
     contacts: str = option(None, "predict contacts and distances of an alignment, by the model of this "

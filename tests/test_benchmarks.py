@@ -1,10 +1,10 @@
 """The programs in benchmarks/, at tiny sizes on a CPU: they run, judge accuracy and write their results."""
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 from conftest import ROOT
@@ -129,33 +129,50 @@ def test_loss_curves(tmp_path):
     assert done.returncode == 2 and "--num-steps" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_real_families_holds_every_family_out_once_in_every_setting(tmp_path, monkeypatch, capsys):
+def test_real_families_never_trains_on_a_relative_of_what_it_looks_at(tmp_path, monkeypatch):
     import real_families
-    (tmp_path / "data").mkdir()
-    for name in "abcde":
-        (tmp_path / "data" / f"{name}.a3m").touch()
-    started = []
+    families = [types.SimpleNamespace(name=name) for name in "abcdef"]
+    related = [["b", "e"], ["a"], ["c"], ["d"], ["f"]]
+    monkeypatch.setattr(real_families.homology, "clusters", lambda found: related)
+    folds = real_families.folds_of(families, 3)
+    assert sorted(sum(folds, [])) == [*"abcdef"] and ["b", "e"] in folds
+    assert [len(fold) for fold in folds] == [2, 2, 2]
+    started = {}
 
-    def train(directory, flags):
-        flags = list(map(str, flags))
-        given = dict(zip(flags[::2], flags[1::2], strict=True))
-        started.append((directory.name, given))
-        held_out = given.get("--holdout", "synthetic").split(",")
-        scores = {"held_out": {name: dict(p_l2=0.5) for name in held_out}}
-        return dict(config={}, training_params={}, system_info={}, timestamp="",
-                    contact_precision={"500": scores, "final": scores})
+    def train(directory, options, common, environment):
+        started[directory.name] = options | dict(gpu=environment.get("CUDA_VISIBLE_DEVICES"), common=common)
+        return dict(seconds=1.0)
 
     monkeypatch.setattr(real_families, "train", train)
-    flags = ["--data", tmp_path / "data", "--out", tmp_path, "--folds", 2, "--steps", 10,
-             "--pretrain-steps", 7, "--msa-dim", 16]
-    assert real_families.main(list(map(str, flags))) == 0
-    results = json.loads((tmp_path / "real_families.json").read_text())["results"]
-    assert list(results) == ["scratch", "paired", "covarying", "paired, not tuned", "covarying, not tuned"]
-    for found in results.values():
-        assert list(found["p_l2"]) == [*"acebd"] and found["median_by_step"] == {"500": 0.5}
-    steps = {name: (given["--num-steps"], pathlib.Path(given.get("--resume", "")).name)
-             for name, given in started}
-    assert steps["scratch-10-1"] == ("10", "") and steps["paired-17-0"] == ("17", "paired.pt")
-    assert steps["covarying-8-1"] == ("8", "covarying.pt") and len(steps) == 2 + 5 * 2
-    assert all(given["--msa-dim"] == "16" for _, given in started)
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    arguments = real_families.parse([
+        "--data", "x", "--out", str(tmp_path), "--recipes", "full", "half mixed", "scratch", "--seeds", "1",
+        "2", "--gpus", "2", "--most-steps", "5", "--", "--msa-dim", "16"])
+    pretrained, tuned = real_families.Runs(arguments, folds).run()
+    assert set(pretrained) == {("full", 1), ("full", 2)} and len(tuned) == 3 * 2 * 3  # one start serves both
+    assert set(started) == {"full-1", "full-2"} | {
+        f"{recipe}-{seed}-fold-{fold}" for recipe in ("full", "half-mixed", "scratch") for seed in (1, 2)
+        for fold in range(3)}
+    for fold in range(3):
+        options = started[f"half-mixed-2-fold-{fold}"]
+        assert options["holdout"] == ",".join(folds[fold]) and options["mix_synthetic"] == 0.5
+        assert options["init_from"] == tmp_path / "runs" / "full-2" / "c.pt" and options["num_steps"] == 5
+        assert options["validate_fraction"] == 0.1 and options["common"] == ["--msa-dim", "16"]
+    assert "init_from" not in started["scratch-1-fold-0"]
+    assert {options["gpu"] for options in started.values()} == {"0", "1"}
+
+
+def test_real_families_looks_at_the_step_that_validation_chose():
+    import real_families
+
+    def at(validation, held_out):
+        return dict(validation={"v": dict(p_l2=validation)},
+                    held_out={"h": dict(p_l2=held_out, p_l2_long=None)})
+    summary = dict(contact_precision={"10": at(0.3, 0.9), "20": at(0.5, 0.2), "final": at(0.4, 0.8)},
+                   performance_summary=dict(median_batch_time=0.5))
+    assert real_families.chosen_step(summary) == ("20", {"h": dict(p_l2=0.2, p_l2_long=None)})
+    assert real_families.curve(summary) == [(5.0, 0.9), (10.0, 0.2)]
+    values = dict(a=0.1, b=0.4, c=0.6)
+    scores = {"m": {name: dict(p_l2=value, p_l2_long=value / 2) for name, value in values.items()}}
+    found = real_families.table(scores, dict(a="x", b="x", c="x"))["m"]["x"]
+    assert (found["median"], found["median_long"], found["families"]) == (0.4, 0.2, 3)
+    assert found["interval"] == [0.1, 0.6] and found["mean"] == pytest.approx(1.1 / 3)

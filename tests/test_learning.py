@@ -128,6 +128,13 @@ def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):
     assert torch.load(tmp_path / "b.pt", weights_only=True)["step"] == 2
 
 
+def test_a_program_without_a_score_cannot_choose(tmp_path):
+    run = subprocess.run([sys.executable, ROOT / "tests" / "second_program.py", "--early-stopping", "2",
+                          "--profile-dir", tmp_path], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "--early-stopping: second_program.py does not say which evaluation is better" in run.stderr
+
+
 # --- Families for validation, synthetic batches among real ones ------------------------------------------
 
 

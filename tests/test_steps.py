@@ -192,7 +192,7 @@ def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
         monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)  # matplotlib takes its time
         monkeypatch.setattr(tof, "unmeasured_memory", unmeasured)
         watch(reporting, "require_finite", "require_finite", lambda losses, checked, first: (checked, first))
-        watch(tof, "snapshot", "snapshot", lambda trainer: trainer.step_number)
+        watch(tof, "save", "snapshot", lambda trainer, _: trainer.step_number)
         watch(tof, "Profiling", "profiling", lambda *given: given[-1])
         program = dataclasses.replace(tof.PROGRAM, evaluate=evaluate, evaluation_line=lambda _: "evaluated",
                                       scores=lambda _: dict(score=0.5), closing=lambda *_: None)

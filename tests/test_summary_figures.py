@@ -182,9 +182,11 @@ def test_the_last_line_is_shortened_from_behind(capsys):
 
 
 def test_how_to_go_on(capsys):
-    def said(done, saved):
+    def said(done, saved, exhausted=False):
         training = SimpleNamespace(save_checkpoint=saved, num_steps=10)
-        print_ending(SimpleNamespace(step_number=done, training=training), ["s.json", None, "m.jsonl"])
+        evaluations = SimpleNamespace(exhausted=exhausted, in_words=lambda: "stopped" if exhausted else None)
+        trainer = SimpleNamespace(step_number=done, training=training)
+        print_ending(trainer, ["s.json", None, "m.jsonl"], evaluations)
         return capsys.readouterr().out.splitlines()
 
     written, go_on = "Written: s.json, m.jsonl", "Continue: the same flags and --resume 'a b.pt' --num-steps"
@@ -193,6 +195,7 @@ def test_how_to_go_on(capsys):
     assert said(3, None) == [
         "Interrupted at step 3 of 10; without --save-checkpoint FILE there is nothing to continue from",
         written]
+    assert said(3, None, exhausted=True) == ["stopped", written]
 
 
 # The metrics of a run

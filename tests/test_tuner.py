@@ -233,7 +233,7 @@ def test_retune_runs_one_plain_step_and_keeps_what_wins(kernels, tmp_path, monke
     monkeypatch.setattr(retune, "to_device", lambda batch, device: (batch, device.type))
     monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "cache.json")
     monkeypatch.setattr(tuner, "gpu", lambda: "sm_90")
-    monkeypatch.setattr(tuner, "fastest", lambda candidates, run: candidates[1])
+    monkeypatch.setattr(tuner, "fastest", lambda key, candidates, run: candidates[1])
     program = dataclasses.replace(tof.PROGRAM, trainer=Trainer, open_source=lambda settings: SimpleNamespace(
         batch="batch {}".format))
     if not kernels:

@@ -2,6 +2,15 @@
 import math
 
 from fusion_lab.training.checkpoints import save
+from fusion_lab.training.files import UserError
+from fusion_lab.training.program import nothing
+
+
+def require_score(program, training):
+    """Raise UserError if a choice between evaluations is asked for that the program cannot make."""
+    for flag, asked in (("--save-best", training.save_best), ("--early-stopping", training.early_stopping)):
+        if asked and program.score is nothing:
+            raise UserError(f"{flag}: {program.name} does not say which evaluation is better")
 
 
 class Evaluations:

@@ -127,20 +127,40 @@ class Switches(Checked):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Checked):
-    """The training run and its files."""
-    num_steps: int = option(50, "training steps; all are measured", low=1)
-    warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
-                               low=0)
-    batch_size: int = option(4, "samples per step", low=1)
+class Learning(Checked):
+    """How it learns."""
     learning_rate: float = option(3e-4, "AdamW's learning rate, the highest if it changes", low=0.0)
     lr_schedule: str = option("constant", "constant, or after warm-up linear or cosine, down to 0",
                               choices=("constant", "linear", "cosine"))
     lr_warmup_steps: int = option(0, "steps in which the learning rate rises from 0", low=0)
     weight_decay: float = option(0.01, "AdamW's weight decay", low=0.0)
+    grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
     ema_decay: float = option(0.0, "evaluate and save a moving average of the weights with this decay, "
                                    "such as 0.999; 0: none", low=0.0, below=1.0)
-    grad_clip: float = option(1.0, "gradients are scaled down to this norm", low=1e-12)
+    early_stopping: int = option(None, "end after this many evaluations without a better one", low=1,
+                                 type=int)
+
+
+@dataclass(frozen=True)
+class Checkpoints(Learning):
+    """Checkpoints."""
+    save_checkpoint: str = option(None, "checkpoint file", type=str, training_only=True, metavar="FILE")
+    save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
+                             type=int)
+    save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
+                            metavar="FILE")
+    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
+    init_from: str = option(None, "checkpoint whose weights a new run starts from, averaged if they were",
+                            type=str, training_only=True, metavar="FILE")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Checkpoints):
+    """The training run."""
+    num_steps: int = option(50, "training steps; all are measured", low=1)
+    warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
+                               low=0)
+    batch_size: int = option(4, "samples per step", low=1)
     use_amp: bool = option(False, "mixed precision")
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
     amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
@@ -150,16 +170,6 @@ class TrainingConfig(Checked):
     deterministic: bool = option(False, "deterministic kernels (slower)")
     log_every: int = option(10, "steps between log lines", low=1)
     eval_every: int = option(100, "steps between evaluations; there is always one at the end", low=1)
-    save_checkpoint: str = option(None, "checkpoint file", type=str, training_only=True, metavar="FILE")
-    save_every: int = option(None, "steps between checkpoints; there is always one at the end", low=1,
-                             type=int)
-    save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
-                            metavar="FILE")
-    early_stopping: int = option(None, "end after this many evaluations without a better one", low=1,
-                                 type=int)
-    resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
-    init_from: str = option(None, "checkpoint whose weights a new run starts from, averaged if they were",
-                            type=str, training_only=True, metavar="FILE")
 
     def __post_init__(self):
         super().__post_init__()
