@@ -93,6 +93,7 @@ def test_peers_that_are_not_installed():
     assert "pip install cuequivariance" in done.stderr
 
 
+@pytest.mark.slow
 def test_openfold_with_our_kernels(tmp_path):
     """In Triton's interpreter, round a stand-in; and its errors are found."""
     pytest.importorskip("triton")

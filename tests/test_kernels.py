@@ -26,8 +26,13 @@ from fusion_lab.kernels import (
 HERE = pathlib.Path(__file__).parent
 
 
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py")))
+CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
+IN_NO_PRESET = {"check_attention_layer", "check_outer_product", "check_projection"}
+
+
+@pytest.mark.parametrize("name, which", [
+    pytest.param(name, which, marks=[pytest.mark.slow] * (which == "slow" or name in IN_NO_PRESET))
+    for name in CHECKS for which in ("not slow", "slow")])
 def test_in_the_interpreter(name, which):
     """In a process of its own, because kernels are interpreted or compiled from their definition on."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which,
