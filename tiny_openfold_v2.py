@@ -623,6 +623,7 @@ class Trainer:
         self.use_graph, self.graph = graphs, None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.step_number, self.trained_on = 0, set()  # names of what it learned from, if that has names
+        self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
 
     def forward(self, batch):
         cast = self.amp_dtype is not None and self.masters is None
@@ -699,7 +700,8 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
             stopping = stop.signal is not None  # read once: a signal may come at any moment
             ending = stopping or done == steps.stop
             saving = training.save_every and done % training.save_every == 0 and not ending
-            if ending or saving or done % training.log_every == 0 or device.type == "cpu":
+            evaluating = program.evaluate and not ending and done % training.eval_every == 0
+            if ending or saving or evaluating or done % training.log_every == 0 or device.type == "cpu":
                 checked = reporting.require_finite(losses, checked, steps.start)
             if ending or done % training.log_every == 0:
                 metrics.flush()
@@ -708,10 +710,10 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
                                               peak_megabytes(device, found)), file=sys.stdout)
             if saving:
                 save(trainer, training.save_checkpoint)
-            if program.evaluate and not ending and done % training.eval_every == 0:
+            if evaluating:
                 with profiling.paused(), unmeasured_memory(device, found):
                     bar.write(evaluations.take(done, stop), file=sys.stdout)
-            if stopping or evaluations.exhausted:
+            if stopping or evaluations.stopped:
                 break
     if training.save_checkpoint:
         save(trainer, training.save_checkpoint)

@@ -7,11 +7,12 @@
 All families of all directories are one set. Relatives, found by alignment (proteins/homology.py), are always
 in the same fold. For every recipe and seed: pre-train on synthetic proteins, then for every fold train on the
 families outside of it, a tenth of which choose the step (validation); the families of the fold are looked at
-at that step. MI-APC and mean-field DCA are computed here, from all rows (at most 4,000) and from the rows
-that a recipe reads. Writes OUT/real_families.json and learning.png, prints a table with 95% intervals over
-families.
-Everything after -- goes to the trainer. Results that are there already are kept: a second call goes on.
+at that step. MI-APC and mean-field DCA are computed here, from all rows (at most 4,000) and from 512, which
+the alignment track reads. Writes OUT/real_families.json and learning.png, prints a table with 95% intervals
+over families. Everything after -- goes to the trainer. Trainings that are there already, made with the same
+flags, are kept: a second call goes on.
 """
+import contextlib
 import itertools
 import json
 import os
@@ -29,6 +30,7 @@ from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # yardsticks run side by side
 import numpy as np
 import torch
 
@@ -55,17 +57,20 @@ RECIPES = {  # name: (what pre-training changes, None for none; what training ch
     "half mixed": ({}, dict(num_steps=800, mix_synthetic=0.5, synthetic_world="natural"), {}),
     "not tuned": ({}, None, {}),
 }
-ROWS = dict(all=4000, same=512)  # of the yardsticks
+ROWS = {"all": 4000, "512": 512}  # of the yardsticks
 
 
 def train(directory, options, common, environment):
     """Run the trainer, unless its summary is there; returns the summary. Raises UserError."""
     summary = directory / PROGRAM.result("performance_summary")
-    if not (directory / "done").exists():
+    given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, PROGRAM.file, "--profile-dir", str(directory), *given, *common]
+    flags = [word.replace(str(directory.parent.parent), "OUT") for word in command[2:]]
+    if (directory / "done").exists():
+        if json.loads((directory / "done").read_text(encoding="utf-8")).get("flags", flags) != flags:
+            raise UserError(f"{directory}: made with other flags; take another --out")
+    else:
         require_directory(directory)
-        given = itertools.chain(*((f"--{name.replace('_', '-')}", str(value))
-                                  for name, value in options.items()))
-        command = [sys.executable, PROGRAM.file, "--profile-dir", str(directory), *given, *common]
         log, begun = directory / "run.log", time.time()
         with open(log, "w", encoding="utf-8") as file:
             code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False,
@@ -73,7 +78,7 @@ def train(directory, options, common, environment):
         if code:
             last = (log.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
             raise UserError(f"{' '.join(command)}: exit {code}: {last} (all of it in {log})", code=FAILED)
-        write_json(directory / "done", dict(seconds=time.time() - begun))
+        write_json(directory / "done", dict(seconds=time.time() - begun, flags=flags))
     seconds = json.loads((directory / "done").read_text(encoding="utf-8"))["seconds"]
     return json.loads(summary.read_text(encoding="utf-8")) | dict(seconds=seconds)
 
@@ -83,6 +88,16 @@ def chosen_step(summary):
     evaluations = summary[PROGRAM.evaluation_name]
     best = max(evaluations, key=lambda step: contacts.validation_score(evaluations[step]) or 0)
     return best, evaluations[best]["held_out"]
+
+
+@contextlib.contextmanager
+def at_once(pool):
+    """An error or Ctrl-C does not wait for trainings that have not begun."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 class Runs:
@@ -126,14 +141,16 @@ class Runs:
         card = dict(recipe=recipe, seed=seed, step=saved.card["step"], trained_on=saved.card["trained_on"],
                     seconds=summary["seconds"] + self.pretrained[source(recipe), seed].result()["seconds"],
                     device=summary["system_info"]["gpu_name"], torch=summary["system_info"]["torch_version"],
-                    date=summary["timestamp"][:10], pretraining=PRETRAIN | MODEL, training=TUNE)
+                    date=summary["timestamp"][:10], flags=self.arguments.trainer,
+                    pretraining=PRETRAIN | RECIPES[recipe][0] | MODEL | RECIPES[recipe][2],
+                    training=TUNE | RECIPES[recipe][1])
         save_model(path, PROGRAM, saved.weights, saved.config, card)
         print(f"Written: {path}")
 
     def run(self):
         """({(recipe, seed): summary}, {(recipe, seed, fold): summary})"""
         keys = list(itertools.product(self.arguments.recipes, self.arguments.seeds))
-        with ThreadPoolExecutor(self.arguments.jobs) as pool:
+        with ThreadPoolExecutor(self.arguments.jobs) as pool, at_once(pool):
             for recipe, seed in keys:
                 if RECIPES[recipe][0] is not None and (source(recipe), seed) not in self.pretrained:
                     self.pretrained[source(recipe), seed] = pool.submit(self.pretrain, source(recipe), seed)
@@ -153,10 +170,14 @@ def source(recipe):
 def link_families(directories, into):
     """One directory with the files of all of them; returns {family: directory}. Raises UserError."""
     require_directory(into)
+    for path in into.iterdir():  # of an earlier call
+        path.unlink()
+    if len({directory.resolve().name for directory in directories}) < len(directories):
+        raise UserError("--data: two directories of the same name")
     group = {}
     for directory in directories:
         for family in files.load_families(directory):
-            if group.setdefault(family.name, directory.name) != directory.name:
+            if group.setdefault(family.name, directory.resolve().name) != directory.resolve().name:
                 raise UserError(f"--data: {family.name} is in two directories")
         for path in directory.iterdir():
             if path.is_file() and not (into / path.name).exists():
@@ -175,7 +196,6 @@ def folds_of(families, number):
 
 def yardstick(family):
     """{method and rows: its precision} of one family."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     seen = np.isfinite(family.coords[:, 0])
     coords, mask = torch.from_numpy(np.nan_to_num(family.coords)), torch.from_numpy(seen).float()
     found = {}
@@ -267,6 +287,8 @@ def parse(argv):
     parser.add_argument("--most-steps", type=whole_number(), help="cut every training to so many: a trial")
     parser.add_argument("trainer", nargs="*", help="flags of the trainer, after --")
     arguments = parser.parse_args(argv)
+    if arguments.model and None in RECIPES[arguments.recipes[0]][:2]:
+        parser.error(f"argument --model: recipe {arguments.recipes[0]} has no pre-training or no training")
     most = arguments.most_steps
     arguments.steps = lambda options: dict(num_steps=min(options["num_steps"], most)) if most else {}
     return arguments
@@ -303,8 +325,6 @@ def write_results(arguments, group, rulers, folds, pretrained, tuned):
                           if any(name in part for part in found)}
     result = table(scores, group)
     print_table(result)
-    if find_spec("matplotlib"):
-        draw(arguments.out / "learning.png", pretrained, tuned)
     example = next(iter(tuned.values()))
     write_json(arguments.out / "real_families.json", finite(dict(
         command=sys.argv, folds=folds, table=result, by_family=scores,
@@ -312,6 +332,8 @@ def write_results(arguments, group, rulers, folds, pretrained, tuned):
         seconds={" ".join(map(str, key)): summary["seconds"]
                  for key, summary in [*pretrained.items(), *tuned.items()]},
         **{key: example[key] for key in ("config", "training_params", "system_info", "timestamp")})))
+    if find_spec("matplotlib"):
+        draw(arguments.out / "learning.png", pretrained, tuned)
 
 
 if __name__ == "__main__":

@@ -92,17 +92,20 @@ class SyntheticProteins:
 
 class NaturalProteins(SyntheticProteins):
     """The world `natural`. Its alignments are made where the training runs, beside it on a GPU, and differ in
-    depth: extra_msa has all rows, or a half, a quarter or an eighth of them."""
+    depth: extra_msa has all rows, or a half, a quarter or an eighth of them. In an evaluation "training" are
+    new alignments of folds that are trained on, "held_out" are other folds."""
 
     def __init__(self, settings):
         super().__init__(settings)
         self.device, self.graphed = choose_device(self.training.device), None
-        self.folds, self.kept = Folds(self.training.seed, self.config.seq_len), {}
+        self.folds, self.unseen = (Folds(self.training.seed + other, self.config.seq_len) for other in (0, 1))
+        self.kept = {}
 
     def draw(self, indices):
         key = (self.training.seed, indices[0])
         rng, rows = np.random.default_rng(key), max(self.config.num_seqs, self.extra)
-        coords = np.stack([self.folds.piece(rng) for _ in indices])
+        folds = self.unseen if indices[0] in self.HELD_OUT else self.folds
+        coords = np.stack([folds.piece(rng) for _ in indices])
         msa = self.align(int(rng.integers(2 ** 62)), torch.from_numpy(coords), rows).numpy().astype(np.int64)
         msa[:, max(rows >> int(rng.integers(4)), min(self.config.num_seqs, rows)):] = GAP
         return msa, coords
@@ -164,6 +167,7 @@ class RealProteins(HoldsOut):
         count = math.ceil(len(rest) * (self.training.validate_fraction or 0.0))
         order = np.random.default_rng((self.training.seed, 4)).permutation(len(rest))
         self.validation = [rest[i] for i in sorted(order[:count])]
+        self.choosing = {family.name for family in self.validation}
         self.families = [rest[i] for i in sorted(order[count:])]
         if not self.families:
             raise UserError("--validate-fraction leaves no family to train on")
@@ -248,7 +252,7 @@ def open_source(settings):
 def masked_batch(settings, device):
     """A synthetic batch whose last sample lacks its last residues and rows, so that masks are checked too."""
     residues, rows = settings.model.seq_len, settings.model.num_seqs
-    batch = SyntheticProteins(settings).batch(0)
+    batch = SyntheticProteins(settings.having(synthetic_world="paired")).batch(0)
     samples = len(batch["coords"])
     batch["seq_mask"], batch["row_mask"] = torch.ones(samples, residues), torch.ones(samples, rows)
     batch["seq_mask"][-1, residues - residues // 4:] = 0

@@ -28,8 +28,9 @@ def row_weights(rows, seq_mask):
     exact = torch.float16 if rows.is_cuda else torch.float32  # for counts of up to 2048 residues
     letters = (one_hot(rows.clamp(max=GAP), GAP + 1) * seq_mask[:, None, :, None]).flatten(2).to(exact)
     alike = letters @ letters.transpose(1, 2)
-    alike = (alike >= IDENTITY * seq_mask.sum(1)[:, None, None] - 1e-3).sum(2)
-    return (rows != GAP).any(2) / alike
+    present = (rows != GAP).any(2)
+    alike = (alike >= IDENTITY * seq_mask.sum(1)[:, None, None] - 1e-3) & present[:, None]
+    return present / alike.sum(2).clamp(min=1)
 
 
 def frequencies(rows, weights):

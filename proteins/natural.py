@@ -10,6 +10,7 @@ of the tree, A = 20 amino acids. DISCREPANCY: a sweep draws a share of the sites
 they were, so it is not exactly the Potts model's own distribution.
 """
 import math
+import threading
 from functools import lru_cache
 
 import torch
@@ -160,7 +161,7 @@ def natural_alignments(generator, coords, num_seqs):
     """(B, num_seqs, S) tokens, the query first and without gaps, for folds with CB atoms coords (B, S, 3) in
     Å on the generator's device. No step waits for the device, so that a CUDA graph can hold all of it."""
     draw, (samples, size) = Draw(generator), coords.shape[:2]
-    distances = torch.cdist(coords, coords)
+    distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)  # cdist's products would run in TF32
     coupling = couplings(draw, distances)
     coupling = coupling.bfloat16() if coupling.is_cuda else coupling
     logits = preferences(draw, distances)[:, None]
@@ -188,6 +189,7 @@ class GraphedWorld:
 
     def __init__(self, device, coords, num_seqs):
         self.generator, self.stream = torch.Generator(device), torch.cuda.Stream(device)
+        self.lock = threading.Lock()  # an evaluation may ask while the next batch is made
         with torch.cuda.stream(self.stream):
             self.coords = coords.to(device)
             natural_alignments(self.generator, self.coords, num_seqs)  # what happens once, before the capture
@@ -199,7 +201,7 @@ class GraphedWorld:
 
     def __call__(self, seed, coords):
         """(B, num_seqs, S) tokens on the CPU."""
-        with torch.cuda.stream(self.stream):
+        with self.lock, torch.cuda.stream(self.stream):
             self.coords.copy_(coords)
             self.generator.manual_seed(seed)
             self.graph.replay()

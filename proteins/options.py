@@ -37,7 +37,7 @@ class Drawn(Families):
                                    "all, at most 4096", low=1)
     validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
                                             "contact precision decides for --early-stopping and --save-best",
-                                      low=0.0, below=1.0, type=float)
+                                      low=1e-6, below=1.0, type=float)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,9 @@ class Prediction:
     """What is known of one protein after the model has run; L residues, tensors on the CPU."""
     protein: files.Protein      # its coordinates are NaN where there is no structure
     model: str                  # the file
-    rows: int                   # of the alignment, that the model saw
+    rows: int                   # of the alignment, in the model's MSA representation
+    extra: int                  # and in its coevolution features; 0 without them
+    trained: bool               # whether the model was trained on a family of this name
     probability: torch.Tensor   # (L, L) of a contact
     distances: torch.Tensor     # (L, L) Å
 
@@ -87,13 +89,16 @@ def contacts(program, settings):
           f"rows, by {printable(path)} ({sum(w.numel() for w in saved.weights.values()):,} parameters)")
     config = replace(saved.config, num_seqs=rows, seq_len=protein.length)
     forewarn(program, config, batch, device, amp_dtype(training, device))
-    found = Prediction(protein, path, rows, *run_model(program, saved.weights, config, batch, device,
-                                                       amp_dtype(training, device)))
+    extra = batch["extra_msa"].shape[1] if "extra_msa" in batch else 0
+    trained = protein.name in (saved.card.get("trained_on") or ())
+    found = Prediction(protein, path, rows, extra, trained, *run_model(
+        program, saved.weights, config, batch, device, amp_dtype(training, device)))
     stem = os.path.join(directory, maps.file_names([protein.name])[protein.name])
     written = write_files(stem, found)
     print_best(found)
     result = dict(mode="contacts", name=protein.name, residues=protein.length, rows=len(protein.msa),
-                  rows_used=rows, model=path, model_config=asdict(config), card=saved.card, files=written)
+                  rows_used=rows, extra_rows_used=extra, trained_on=trained, model=path,
+                  model_config=asdict(config), card=saved.card, files=written)
     if found.coords[1].any():
         result["precision"] = precisions(found)
         print_precisions(found, result["precision"])
@@ -191,7 +196,7 @@ def write_rr(path, found):
     """CASP's format RR: positions i < j from 1, the bounds of the distance in Å, probability; best first."""
     name, sequence = found.protein.name.encode("ascii", "replace").decode(), found.protein.sequence
     lines = ["PFRMAT RR", f"TARGET {'_'.join(printable(name).split()) or 'unknown'}", "AUTHOR TinyOpenFold",
-             f"METHOD Evoformer, {found.rows} rows of the alignment", "MODEL 1",
+             f"METHOD Evoformer, {max(found.rows, found.extra)} rows of the alignment", "MODEL 1",
              *(sequence[start:start + 50] for start in range(0, len(sequence), 50)),
              *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {probability:.5f}" for i, j, probability, _ in found.best()),
              "END", ""]
@@ -237,6 +242,9 @@ def print_precisions(found, methods):
     for method, by_separation in methods.items():
         row(method, [precision[key] for precision in by_separation.values() for key in ("p_l2", "p_l")])
     row("chance", [precision["chance"] for precision in methods["model"].values() for _ in range(2)])
-    print(f"  The model saw {found.rows} rows, the statistics {min(len(protein.msa), YARDSTICK_ROWS)}"
+    beside = f" and the couplings of {found.extra}" if found.extra else ""
+    if found.trained:
+        print("  The model was trained on a family of this name: its precision here says nothing of others")
+    print(f"  The model saw {found.rows} rows{beside}, the statistics {min(len(protein.msa), YARDSTICK_ROWS)}"
           + ("" if "mean-field DCA" in methods else f"; mean-field DCA is left out above {LONGEST_FOR_DCA} "
              "residues"))

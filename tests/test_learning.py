@@ -115,17 +115,21 @@ def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):
     scores = iter([0.2, 0.5, 0.5, 0.4])
     monkeypatch.setattr(contacts, "evaluate", None)
     trainer.program = type("Scored", (), dict(
-        evaluate=lambda self, *_, **__: next(scores), score=lambda self, found: found, name="x.py",
+        evaluate=lambda self, *_, **__: next(scores), score=lambda self, found: found, name="tiny_openfold_v2.py",
         scores=lambda self, found: {"p": found}, evaluation_line=lambda self, found: f"{found}"))()
     metrics, stop = type("M", (), dict(evaluation=lambda *_: None))(), type("S", (), dict(signal=None))()
-    found, exhausted = Evaluations(trainer, None, metrics), []
+    found, stopped = Evaluations(trainer, None, metrics), []
     for step in range(1, 5):
         trainer.step_number = step
         found.take(step, stop)
-        exhausted.append(found.exhausted)
-    assert exhausted == [False, False, False, True]
+        stopped.append(found.stopped)
+    assert stopped == [False, False, False, True]
     assert found.in_words().startswith("Best evaluation: 0.500 after step 2, saved in")
     assert torch.load(tmp_path / "b.pt", weights_only=True)["step"] == 2
+    save(trainer, tmp_path / "c.pt")  # a resumed run goes on counting
+    second = trainer_of()
+    restore(second, tmp_path / "c.pt")
+    assert second.best == dict(score=0.5, step=2, since=2)
 
 
 def test_a_program_without_a_score_cannot_choose(tmp_path):

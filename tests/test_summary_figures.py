@@ -182,9 +182,9 @@ def test_the_last_line_is_shortened_from_behind(capsys):
 
 
 def test_how_to_go_on(capsys):
-    def said(done, saved, exhausted=False):
-        training = SimpleNamespace(save_checkpoint=saved, num_steps=10)
-        evaluations = SimpleNamespace(exhausted=exhausted, in_words=lambda: "stopped" if exhausted else None)
+    def said(done, saved, stopped=False, schedule="constant"):
+        training = SimpleNamespace(save_checkpoint=saved, num_steps=10, lr_schedule=schedule)
+        evaluations = SimpleNamespace(stopped=stopped, in_words=lambda: "stopped" if stopped else None)
         trainer = SimpleNamespace(step_number=done, training=training)
         print_ending(trainer, ["s.json", None, "m.jsonl"], evaluations)
         return capsys.readouterr().out.splitlines()
@@ -195,7 +195,9 @@ def test_how_to_go_on(capsys):
     assert said(3, None) == [
         "Interrupted at step 3 of 10; without --save-checkpoint FILE there is nothing to continue from",
         written]
-    assert said(3, None, exhausted=True) == ["stopped", written]
+    assert said(3, None, stopped=True) == ["stopped", written]
+    assert said(10, "a b.pt", schedule="cosine")[1].endswith("--init-from 'a b.pt'")
+    assert said(3, "a b.pt", schedule="cosine")[2] == f"{go_on} 10"
 
 
 # The metrics of a run

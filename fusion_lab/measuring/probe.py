@@ -57,13 +57,18 @@ def counted_step(trainer, batch, flops):
     model = trainer.model
     if not trainer.optimizer.state:
         make_lasting_tensors(trainer)
-    held = [*{*model.parameters(), *trainer.updated}, *model.buffers(), *batch.values(),
+    held = [*{*model.parameters(), *trainer.updated}, *model.buffers(),
+            *averaged_weights(trainer), *batch.values(),
             *(t for state in trainer.optimizer.state.values() for t in state.values())]
     with OpCounter() as counter, contextlib.ExitStack() as forward:
         saved = forward.enter_context(counting_saved(model, model.sublayers()))
         trainer.step(batch, forward.close)  # which is called first after the forward pass
     return Findings(saved, flops, launches=counter.launches, timeline=counter.timeline,
                     peak=counter.peak + sum(t.nbytes for t in held), operations=counter.operations)
+
+
+def averaged_weights(trainer):
+    return trainer.average.weights if trainer.average else []
 
 
 def make_lasting_tensors(trainer):

@@ -58,6 +58,7 @@ def snapshot(trainer):
     return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
                 step=trainer.step_number, updates=updates, model=weights, moments=moments,
                 scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
+                best=dict(trainer.best),
                 training=asdict(trainer.training), **averaged(trainer))
 
 
@@ -171,6 +172,10 @@ def faults(saved, trainer):
         yield "trained_on"
     if not isinstance(saved.get("training", {}), dict):
         yield "training"
+    best = saved.get("best", trainer.best)
+    if not (isinstance(best, dict) and set(best) == set(trainer.best) and all(
+            value is None or isinstance(value, (int, float)) for value in best.values())):
+        yield "best"
     devices = [trainer.device] if trainer.device.type == "cuda" and "cuda" in saved["rng"] else []
     for device in [torch.device("cpu"), *devices]:
         try:
@@ -225,6 +230,7 @@ def restore(trainer, path):
     if trainer.device.type == "cuda" and "cuda" in saved["rng"]:
         torch.cuda.set_rng_state(saved["rng"]["cuda"], trainer.device)
     trainer.step_number, trainer.trained_on = saved["step"], set(saved["trained_on"])
+    trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
     return saved
 
 
@@ -244,8 +250,11 @@ def load_run(trainer, path, source):
 
 
 def refuse_leaks(trained_on, source, flag):
-    if leaked := sorted(set(trained_on).intersection(source.held_out)):
-        raise UserError(f"{flag}: was trained on {', '.join(leaked)}, held out now")
+    """Raise UserError if it was trained on what is held out now, or what chooses between evaluations."""
+    for names, what in ((source.held_out, "held out now"),
+                        (getattr(source, "choosing", ()), "for validation now; take the same --seed")):
+        if leaked := sorted(set(trained_on).intersection(names)):
+            raise UserError(f"{flag}: was trained on {', '.join(leaked)}, {what}")
 
 
 def load_weights(trainer, path, source):

@@ -1,6 +1,4 @@
 """The evaluations of a run: kept by step, for the best checkpoint and for early stopping."""
-import math
-
 from fusion_lab.training.checkpoints import save
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import nothing
@@ -15,11 +13,12 @@ def require_score(program, training):
 
 class Evaluations:
     """Takes evaluations of a trainer on a source. Program.score says which is better; --save-best keeps the
-    best, and after --early-stopping of them without a better one the run is exhausted."""
+    best, and after --early-stopping of them without a better one the run is stopped. The best so far is part
+    of the trainer, so that a resumed run goes on counting."""
 
     def __init__(self, trainer, source, metrics):
         self.trainer, self.source, self.metrics, self.by_step = trainer, source, metrics, {}
-        self.best, self.best_step, self.since_best = -math.inf, None, 0
+        self.stopped = False  # before --num-steps, for want of a better evaluation
 
     def take(self, step, stop):
         """The evaluation after this step, or of the "final" weights, as a line. A signal ends it early."""
@@ -30,27 +29,25 @@ class Evaluations:
         self.metrics.evaluation(trainer.step_number, program.scores(found))
         score = program.score(found)
         if score is not None and stop.signal is None:
-            self.compare(trainer.step_number, score)
+            self.compare(trainer.step_number, score, final)
         return program.evaluation_line(found)
 
-    def compare(self, step, score):
-        if score > self.best:
-            self.best, self.best_step, self.since_best = score, step, 0
-            if self.trainer.training.save_best:
-                save(self.trainer, self.trainer.training.save_best)
-        else:
-            self.since_best += 1
-
-    @property
-    def exhausted(self):
-        patience = self.trainer.training.early_stopping
-        return patience is not None and self.since_best >= patience
+    def compare(self, step, score, final):
+        trainer = self.trainer
+        if trainer.best["score"] is None or score > trainer.best["score"]:
+            trainer.best = dict(score=score, step=step, since=0)
+            if trainer.training.save_best:
+                save(trainer, trainer.training.save_best)
+        elif not final:
+            trainer.best["since"] += 1
+            patience = trainer.training.early_stopping
+            self.stopped = patience is not None and trainer.best["since"] >= patience
 
     def in_words(self):
         """What came of it, or None."""
-        if self.best_step is None:
+        best, path = self.trainer.best, self.trainer.training.save_best
+        if best["score"] is None:
             return None
-        path = self.trainer.training.save_best
-        return (f"Best evaluation: {self.best:.3f} after step {self.best_step}"
+        return (f"Best evaluation: {best['score']:.3f} after step {best['step']}"
                 + (f", saved in {path}" if path else "")
-                + (f"; stopped, as {self.since_best} since were no better" if self.exhausted else ""))
+                + (f"; stopped, as {best['since']} since were no better" if self.stopped else ""))

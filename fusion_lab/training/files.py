@@ -163,8 +163,12 @@ def results_directory(settings, path):
     """Make the directory that a run writes its results into, path the main one. Nothing is overwritten: the
     default directory is set aside whole, unless a run in it is resumed; in one that the user named, what is
     at path is. Raises UserError."""
-    directory = settings.profiler.profile_dir
-    if directory == type(settings.profiler)().profile_dir and not settings.training.resume:
+    directory, training = settings.profiler.profile_dir, settings.training
+    start = training.init_from and os.path.realpath(training.init_from)
+    if start and os.path.dirname(start) == os.path.realpath(directory):
+        raise UserError(f"--init-from {training.init_from}: its directory is for this run's results, which "
+                        "set aside what is there; name another --profile-dir")
+    if directory == type(settings.profiler)().profile_dir and not training.resume:
         fresh_directory(directory, named=False, force=False)
     require_directory(directory)
     set_aside(path)

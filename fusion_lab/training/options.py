@@ -174,6 +174,10 @@ class TrainingConfig(Checkpoints):
     def __post_init__(self):
         super().__post_init__()
         self.require("save_every", "save_checkpoint")
+        if self.lr_warmup_steps >= self.num_steps and self.lr_warmup_steps:
+            self.refuse("lr_warmup_steps", f"must be less than --num-steps {self.num_steps}")
+        if self.save_best and self.save_best == self.save_checkpoint:
+            self.refuse("save_best", "must be another file than --save-checkpoint")
         if self.resume and self.init_from:
             self.refuse("init_from", "allowed without --resume only")
         if self.amp_dtype and not self.use_amp:

@@ -67,11 +67,13 @@ def print_ending(trainer, paths, evaluations):
     done, planned, saved = trainer.step_number, trainer.training.num_steps, trainer.training.save_checkpoint
     if words := evaluations.in_words():
         print(words)
-    if done < planned and not evaluations.exhausted:
+    if done < planned and not evaluations.stopped:
         print(f"Interrupted at step {done} of {planned}"
               + ("" if saved else "; without --save-checkpoint FILE there is nothing to continue from"))
     print(f"Written: {', '.join(path for path in paths if path)}")
-    if saved:
+    if saved and done == planned and trainer.training.lr_schedule != "constant":
+        print(f"Its learning rate has come down to 0; to go on: --init-from {shlex.quote(saved)}")
+    elif saved:
         steps = planned if done < planned else 2 * planned
         print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
 
