@@ -115,7 +115,7 @@ def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):
     scores = iter([0.2, 0.5, 0.5, 0.4])
     monkeypatch.setattr(contacts, "evaluate", None)
     trainer.program = type("Scored", (), dict(
-        evaluate=lambda self, *_, **__: next(scores), score=lambda self, found: found, name="tiny_openfold_v2.py",
+        evaluate=lambda self, *_, **__: next(scores), score=lambda self, found: found, name=tof.PROGRAM.name,
         scores=lambda self, found: {"p": found}, evaluation_line=lambda self, found: f"{found}"))()
     metrics, stop = type("M", (), dict(evaluation=lambda *_: None))(), type("S", (), dict(signal=None))()
     found, stopped = Evaluations(trainer, None, metrics), []
