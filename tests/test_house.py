@@ -31,7 +31,7 @@ PROGRAMS = {"tiny_openfold_v2.py": EVOFORMER, "tests/second_program.py": dict(wi
 LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq_len=48),  # for a session
           "tests/second_program.py": dict(width=512, batch_size=512),
           "companions/protein_mpnn.py": dict(hidden_dim=128, num_layers=2, neighbors=32, seq_len=64),
-          "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=2, seq_len=64)}
+          "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=4, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.training.interrupts", "fusion_lab.training.reading", "fusion_lab.training.files",
