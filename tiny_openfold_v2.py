@@ -136,13 +136,14 @@ from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import Profiling
 from fusion_lab.training import files, recipe, reporting
-from fusion_lab.training.checkpoints import load_run, load_weights, preserving, save
+from fusion_lab.training.checkpoints import load_run, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.evaluations import Evaluations, require_score
 from fusion_lab.training.feeding import batches
 from fusion_lab.training.flags import make_parser, named_program, parse, with_demo
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import MasterWeights
+from fusion_lab.training.models import load_weights
 from proteins import batches as proteins
 from proteins import coevolution, contacts, prediction
 from proteins.costs import costs, statistics
@@ -623,6 +624,7 @@ class Trainer:
         self.use_graph, self.graph = graphs, None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.step_number, self.trained_on = 0, set()  # names of what it learned from, if that has names
+        self.chosen_by = set()  # of what chose between its evaluations
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
 
     def forward(self, batch):
@@ -739,6 +741,7 @@ def train(program, settings, compare_with=None):
     elif training.init_from:
         load_weights(trainer, training.init_from, source)
     trainer.trained_on.update(source.names)
+    trainer.chosen_by.update(getattr(source, "choosing", ()))
     metrics = Metrics(settings)
     reporting.describe_start(trainer, source)
     with files.StopRequest() as stop:

@@ -67,6 +67,8 @@ class TrainingConfig(Drawn):
             self.require(name, needed)
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")
+        if (self.data or self.msa) and self.synthetic_world != "paired" and not self.mix_synthetic:
+            self.refuse("synthetic_world", "needs --mix-synthetic beside real proteins")
         if self.mix_synthetic and not (self.data or self.msa):
             self.refuse("mix_synthetic", "needs --data")
 

@@ -196,7 +196,8 @@ def write_rr(path, found):
     """CASP's format RR: positions i < j from 1, the bounds of the distance in Å, probability; best first."""
     name, sequence = found.protein.name.encode("ascii", "replace").decode(), found.protein.sequence
     lines = ["PFRMAT RR", f"TARGET {'_'.join(printable(name).split()) or 'unknown'}", "AUTHOR TinyOpenFold",
-             f"METHOD Evoformer, {max(found.rows, found.extra)} rows of the alignment", "MODEL 1",
+             f"METHOD Evoformer, {found.rows} rows of the alignment"
+             + (f", couplings of {found.extra}" if found.extra else ""), "MODEL 1",
              *(sequence[start:start + 50] for start in range(0, len(sequence), 50)),
              *(f"{i} {j} 0 {CONTACT_DISTANCE:g} {probability:.5f}" for i, j, probability, _ in found.best()),
              "END", ""]

@@ -11,9 +11,10 @@ from torch.nn.functional import one_hot
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import recipe
-from fusion_lab.training.checkpoints import load_weights, restore, save, snapshot
+from fusion_lab.training.checkpoints import restore, save, snapshot
 from fusion_lab.training.evaluations import Evaluations
 from fusion_lab.training.files import UserError
+from fusion_lab.training.models import load_weights, save_model
 from proteins import batches, coevolution, contacts, files, folds, natural, yardsticks
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
@@ -108,6 +109,16 @@ def test_a_new_run_begins_with_averaged_weights(tmp_path):
     source.held_out = ["a"]
     with pytest.raises(UserError, match="--init-from .* was trained on a, held out now"):
         load_weights(second, tmp_path / "c.pt", source)
+    first.trained_on, first.chosen_by = set(), {"b"}
+    save(first, tmp_path / "d.pt")
+    source.held_out = ["b"]
+    with pytest.raises(UserError, match="was chosen by b, held out now"):
+        load_weights(second, tmp_path / "d.pt", source)
+    save_model(tmp_path / "m.pt", tof.PROGRAM, named, first.settings.model, dict(trained_on=["z"]))
+    load_weights(second, tmp_path / "m.pt", source)
+    assert second.trained_on == {"z"}
+    with pytest.raises(UserError, match="made for another model; to use it, pass --pair-dim 8$"):
+        load_weights(trainer_of(pair_dim=16), tmp_path / "m.pt", source)
 
 
 def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):
@@ -170,6 +181,7 @@ def test_a_share_of_batches_is_synthetic():
 
 @pytest.mark.parametrize(("flags", "said"), [
     ("--resume a --init-from b", "init_from"), ("--mix-synthetic .5", "--data"),
+    ("--data d --synthetic-world natural", "--mix-synthetic"),
     ("--early-stopping 2", "--validate-fraction"), ("--save-best b.pt", "--validate-fraction"),
     ("--validate-fraction .5", "--data"), ("--ema-decay 1", "less than 1"), ("--coevolution x", "couplings"),
     ("--lr-schedule x", "cosine"), ("--extra-seqs 0", "at least 1")])

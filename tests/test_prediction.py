@@ -202,7 +202,7 @@ def test_checkpoints_of_any_switches_serve(tmp_path):
         batch = dict(msa_tokens=torch.arange(60).reshape(1, 5, 12) % 20)
         probability, _ = prediction.run_model(tof.PROGRAM, saved.weights, saved.config, batch, CPU, None)
         maps.append(probability.numpy())
-        assert saved.card == dict(step=0, trained_on=[])
+        assert saved.card == dict(step=0, trained_on=[], chosen_by=[])
     assert maps[0] == pytest.approx(maps[1], abs=1e-4) and maps[0].std() > 0
 
 

@@ -10,7 +10,6 @@ import torch
 from fusion_lab.training.files import FAILED, UserError, printable, write_atomically
 from fusion_lab.training.options import flag
 from fusion_lab.training.reading import open_regular
-from fusion_lab.training.recipe import average
 
 
 def format_of(program):
@@ -58,7 +57,7 @@ def snapshot(trainer):
     return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
                 step=trainer.step_number, updates=updates, model=weights, moments=moments,
                 scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
-                best=dict(trainer.best),
+                best=dict(trainer.best), chosen_by=sorted(trainer.chosen_by),
                 training=asdict(trainer.training), **averaged(trainer))
 
 
@@ -168,8 +167,10 @@ def faults(saved, trainer):
     if scaler and (set(scaler) != set(torch.amp.GradScaler("cpu").state_dict()) or not all(
             isinstance(value, (int, float)) and 0 <= value < math.inf for value in scaler.values())):
         yield "scaler"
-    if not all(isinstance(name, str) for name in saved["trained_on"]):
-        yield "trained_on"
+    for key in ("trained_on", "chosen_by"):
+        names = saved.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            yield key
     if not isinstance(saved.get("training", {}), dict):
         yield "training"
     best = saved.get("best", trainer.best)
@@ -231,6 +232,7 @@ def restore(trainer, path):
         torch.cuda.set_rng_state(saved["rng"]["cuda"], trainer.device)
     trainer.step_number, trainer.trained_on = saved["step"], set(saved["trained_on"])
     trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
+    trainer.chosen_by = set(saved.get("chosen_by", ()))
     return saved
 
 
@@ -240,7 +242,7 @@ def load_run(trainer, path, source):
     if trainer.step_number >= trainer.training.num_steps:
         raise UserError(f"--num-steps {trainer.training.num_steps}: {path} is at step {trainer.step_number} "
                         "already")
-    refuse_leaks(trainer.trained_on, source, f"--resume {path}")
+    refuse_leaks(saved, source, f"--resume {path}")
     now = {**asdict(trainer.settings.model), **asdict(trainer.training)}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
     different = [f"{name} {printable(then[name]):.200} -> {now[name]}" for name in now
@@ -249,19 +251,12 @@ def load_run(trainer, path, source):
           + (f"; different now: {', '.join(different)}" if different else ""))
 
 
-def refuse_leaks(trained_on, source, flag):
-    """Raise UserError if it was trained on what is held out now, or what chooses between evaluations."""
-    for names, what in ((source.held_out, "held out now"),
-                        (getattr(source, "choosing", ()), "for validation now; take the same --seed")):
-        if leaked := sorted(set(trained_on).intersection(names)):
-            raise UserError(f"{flag}: was trained on {', '.join(leaked)}, {what}")
-
-
-def load_weights(trainer, path, source):
-    """Let a new run begin with the weights of a checkpoint, averaged if it has such. Raises UserError."""
-    saved = usable(trainer, path)
-    refuse_leaks(saved["trained_on"], source, f"--init-from {path}")
-    put(trainer, saved.get("average", saved["model"]))
-    trainer.average = average(trainer.updated, trainer.training.ema_decay)
-    trainer.trained_on = set(saved["trained_on"])
-    print(f"Begins with the weights of {path}, step {saved['step']}")
+def refuse_leaks(saved, source, flag):
+    """Raise UserError if what was saved was trained on what is held out now, or on what chooses between
+    evaluations now, or was chosen by what is held out now."""
+    held_out, choosing = source.held_out, getattr(source, "choosing", ())
+    for key, names, what in (("trained_on", held_out, "trained on {}, held out now"),
+                             ("chosen_by", held_out, "chosen by {}, held out now"),
+                             ("trained_on", choosing, "trained on {}, for validation now: other --seed?")):
+        if leaked := sorted(set(saved.get(key) or ()).intersection(names)):
+            raise UserError(f"{flag}: was {what.format(', '.join(leaked))}")

@@ -8,7 +8,9 @@ import torch
 
 from fusion_lab.training import checkpoints
 from fusion_lab.training.files import UserError, write_atomically
+from fusion_lab.training.options import flag
 from fusion_lab.training.reading import parse_json
+from fusion_lab.training.recipe import average
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -50,12 +52,28 @@ def read_model(path, program):
     if kind not in (format_of(program), checkpoints.format_of(program)):
         raise UserError(f"model {path}: neither a model file nor a checkpoint of {program.name}")
     if kind == checkpoints.format_of(program):
-        saved = {**saved, "card": {name: saved.get(name) for name in ("step", "trained_on")},
+        saved = {**saved, "card": {name: saved.get(name) for name in ("step", "trained_on", "chosen_by")},
                  "model": saved.get("average", saved.get("model"))}
     if fault := next(faults(saved, program), None):
         raise UserError(f"model {path}: damaged, or of another version: {fault[:200]} cannot be used")
     weights = {name: weight.float() for name, weight in saved["model"].items()}
     return SavedModel(config_in(saved, program), weights, saved["card"])
+
+
+def load_weights(trainer, path, source):
+    """Let a new run begin with the weights of a checkpoint, averaged if it has such, or of a model file.
+    Raises UserError."""
+    saved, config = read_model(path, trainer.program), trainer.settings.model
+    now = sizes(config)
+    different = [f"{flag(name)} {value}" for name, value in sizes(saved.config).items() if value != now[name]]
+    if different:
+        raise UserError(f"--init-from {path}: made for another model; to use it, pass {' '.join(different)}")
+    checkpoints.refuse_leaks(saved.card, source, f"--init-from {path}")
+    checkpoints.put(trainer, dict(saved.weights))
+    trainer.average = average(trainer.updated, trainer.training.ema_decay)
+    for name in ("trained_on", "chosen_by"):
+        setattr(trainer, name, set(saved.card.get(name) or ()))
+    print(f"Begins with the weights of {path}")
 
 
 def config_in(saved, program):
