@@ -230,6 +230,7 @@ def test_compare_fusion_combinations_from_the_command_line(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
+@pytest.mark.slow
 def test_a_compiled_row_comes_from_a_process_of_its_own(tmp_path):
     """Its baseline took turns with it there."""
     flags = [*FLAGS, "--compare-fusion", "--variants", "torch.compile", "--num-steps", 2,

@@ -259,6 +259,7 @@ def test_a_profiler_session_attributes_nine_tenths_of_forward_to_sublayers(progr
     assert forward["within"] > 0.9 * sum(forward.values())
 
 
+@pytest.mark.slow
 def test_the_study_runs_on_the_second_program(tmp_path):
     """On the first one: test_performance_study.test_real_study."""
     flags = "--batch-sizes 2 --num-runs 1 --num-steps 3 --warmup-steps 1 --device cpu --no-plots".split()

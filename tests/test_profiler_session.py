@@ -405,6 +405,7 @@ def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("Interleaved steps of both: ")
 
 
+@pytest.mark.slow
 def test_ablation_has_every_fusion_alone_and_left_out(tmp_path, monkeypatch, capsys):
     variants = several.ablation_variants(PROGRAM, given())
     usual = [name for name in PROGRAM.fusion_config().names() if getattr(PROGRAM.fusion_config(), name)]

@@ -237,6 +237,7 @@ def test_another_program(script, machine, tmp_path, monkeypatch):
     assert list((workplace / "out").rglob("performance_summary_mlp.json"))
 
 
+@pytest.mark.slow
 def test_the_real_program_judges_its_flags(machine, monkeypatch):
     workplace = machine("7.0", PYTHONPATH="")
     monkeypatch.delenv("TINYOPENFOLD_SCRIPT")

@@ -58,6 +58,7 @@ def test_programs_can_be_called_by_their_path(file):
 
 
 @pytest.mark.parametrize("script", AMD)
+@pytest.mark.slow
 def test_dry_run_from_anywhere(script, project, elsewhere):
     """Also the process that judges the flags sees the project, not the directory of the user."""
     os.symlink(project / script, elsewhere / "a link.sh")

@@ -137,6 +137,7 @@ def wheel(folder, name, version, requires=""):
         archive.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.slow
 def test_pip_never_replaces_a_torch_in_range(tmp_path):
     """With pip's own resolver: a package that needs another torch fails, one that takes any is installed."""
     pytest.importorskip("ensurepip")

@@ -152,6 +152,7 @@ def on_a_terminal(*flags):
     return process.wait(), output.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_people_on_a_terminal_read_a_table_and_json_on_demand(tmp_path):
     code, out = on_a_terminal(*SMALL, "--num-steps", 1, "--profile-dir", tmp_path / "a")
     assert code == 0 and "loading PyTorch" in out and "{" not in out

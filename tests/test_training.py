@@ -285,6 +285,7 @@ def test_out_of_memory_in_other_words_is_one_line_too(text, capsys):
     assert capsys.readouterr().err.startswith("p: error: out of memory: lower --batch-size")
 
 
+@pytest.mark.slow
 def test_missing_compiler_is_exit_code_3(tmp_path):
     env = dict(CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     result = run_program(
