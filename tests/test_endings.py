@@ -121,7 +121,12 @@ def test_a_run_sets_earlier_results_aside(named, resume, aside, tmp_path, monkey
     path = directory / "main"
     directory.mkdir()
     path.write_text("")
-    files.results_directory(SimpleNamespace(profiler=profiler, training=SimpleNamespace(resume=resume)), path)
+    training = SimpleNamespace(resume=resume, init_from=None)
+    with pytest.raises(files.UserError, match="--init-from .*main: its directory is for"):
+        start = SimpleNamespace(resume=None, init_from=str(directory / "main"))
+        files.results_directory(SimpleNamespace(profiler=profiler, training=start), path)
+    assert path.exists()
+    files.results_directory(SimpleNamespace(profiler=profiler, training=training), path)
     found, = tmp_path.rglob("*.old-*")
     assert found.name.startswith(f"{directory.name if aside == 'd' else aside}.old-")
     assert directory.is_dir() and not path.exists()
