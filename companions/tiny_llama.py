@@ -4,7 +4,7 @@
     python companions/tiny_llama.py                       # a model of bytes learns Python
     python companions/tiny_llama.py --compare-fusion      # what each switch buys
     python companions/tiny_llama.py --data FILE           # your text
-    python companions/tiny_llama.py --init-from model.safetensors --num-layers 22 ...
+    python companions/tiny_llama.py --weights model.safetensors --num-layers 22 ...
 
 LLaMA (Touvron et al. 2023) as in transformers, under its parameter names: pre-norm RMSNorm, rotary positions,
 grouped-query attention, SwiGLU. It reads bytes of the standard library of the Python that runs it: nothing
@@ -13,7 +13,7 @@ is shipped or downloaded. Reading order: FusedTransformerBlock, then its four pa
 Letters in shape comments: B samples, S bytes, c channels, H heads, G of them for keys and values, D = c / H.
 """
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -54,8 +54,13 @@ class LlamaTraining(TrainingConfig):
     data: str = option(None, "file or directory of text; default: this Python's standard library", type=str,
                        metavar="PATH")
     eval_windows: int = option(512, "windows of --seq-len bytes in an evaluation", low=1)
-    init_from: str = option(None, "weights to begin with: a LLaMA state dict, .safetensors or .pt", type=str,
-                            training_only=True, metavar="FILE")
+    weights: str = option(None, "LLaMA weights to begin with: a state dict, .safetensors or .pt", type=str,
+                          training_only=True, metavar="FILE")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.weights and (self.resume or self.init_from):
+            self.refuse("weights", "allowed without --resume and --init-from only")
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,9 @@ from fusion_lab.kernels.chunked_loss import ChunkedLoss
 from fusion_lab.kernels.packing import PackedProjections
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.measuring import text
+from fusion_lab.training.checkpoints import put
 from fusion_lab.training.files import UserError
+from fusion_lab.training.recipe import average
 from tiny_openfold_v2 import Trainer, main
 
 # --------------------------------------------------------------------------------------------------------
@@ -291,23 +298,22 @@ def load_llama(model, path):
             saved.pop("lm_head.weight", None)
         model.load_state_dict(saved)
     except ImportError:
-        raise UserError(f"--init-from {path}: needs safetensors: pip install safetensors") from None
+        raise UserError(f"--weights {path}: needs safetensors: pip install safetensors") from None
     except Exception as error:  # files of others fail in many ways
         reason = str(error).strip().splitlines()[-1].strip() if str(error) else type(error).__name__
-        raise UserError(f"--init-from {path}: {reason[:200]}") from None
+        raise UserError(f"--weights {path}: {reason[:200]}") from None
 
 
 class LlamaTrainer(Trainer):
-    """Begins with --init-from's weights."""
+    """Begins with --weights."""
 
     def __init__(self, program, settings, device):
-        if settings.training.init_from:
-            def made(config, fusion):
-                model = TinyLlama(config, fusion)
-                load_llama(model, settings.training.init_from)
-                return model
-            program = replace(program, model=made)
         super().__init__(program, settings, device)
+        if self.training.weights:
+            plain = TinyLlama(settings.model, program.fusion_config.preset(False))
+            load_llama(plain, self.training.weights)
+            put(self, plain.state_dict())
+            self.average = average(self.updated, self.training.ema_decay)
 
 
 # --------------------------------------------------------------------------------------------------------

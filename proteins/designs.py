@@ -211,15 +211,18 @@ def closing(trainer, source, evaluations):
 
 
 def load_weights(model, path):
-    """Weights from a checkpoint of this program, the authors' file or a bare state dict. Raises UserError."""
+    """Weights from a checkpoint of this program, averaged if it has such, the authors' file or a bare state
+    dict. Raises UserError."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"--weights {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to
         raise UserError(f"--weights {path}: damaged, or no file of weights") from None
-    for key in ("model_state_dict", "model"):
-        saved = saved.get(key, saved) if isinstance(saved, dict) else saved
+    for key in ("model_state_dict", "average", "model"):  # the authors' name; an average wins over its model
+        if isinstance(saved, dict) and key in saved:
+            saved = saved[key]
+            break
     try:
         model.load_state_dict(saved)
     except (RuntimeError, TypeError, AttributeError) as error:

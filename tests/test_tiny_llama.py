@@ -130,7 +130,7 @@ def test_checkpoints_of_others_load(reference, tmp_path):
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     torch.save(state, tmp_path / "model.pt")
     settings = PROGRAM.settings(**SIZES, vocab_size=64, tie_word_embeddings=True, seq_len=11,
-                                init_from=str(tmp_path / "model.pt"))
+                                weights=str(tmp_path / "model.pt"))
     trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
     logits = trainer.model(reference["ids"][:, :-1])["logits"]
     assert (logits - reference["logits"]).abs().max() < 1e-5
@@ -138,7 +138,29 @@ def test_checkpoints_of_others_load(reference, tmp_path):
     torch.save(state, tmp_path / "model.pt")
     for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file")):
         with pytest.raises(UserError, match=words):
-            PROGRAM.trainer(PROGRAM, settings.having(init_from=str(tmp_path / name)), CPU)
+            PROGRAM.trainer(PROGRAM, settings.having(weights=str(tmp_path / name)), CPU)
+
+
+def test_training_begins_with_weights_of_others(reference, tmp_path, capsys):
+    state = {key[6:]: x.float() for key, x in reference.items() if key.startswith("param/")}
+    embedding = state["model.embed_tokens.weight"]
+    state["model.embed_tokens.weight"] = embedding.repeat(4, 1)  # text has 256 kinds of bytes
+    torch.save(state, tmp_path / "model.pt")
+    (tmp_path / "text").write_bytes(bytes(range(250)))
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [*sizes, *"--seq-len 11 --tie-word-embeddings --num-steps 1 --warmup-steps 1".split(),
+             *"--learning-rate 0 --device cpu --use-amp --enable-master-weights".split(),
+             "--data", str(tmp_path / "text"), "--weights", str(tmp_path / "model.pt")]
+    saved = tmp_path / "saved.pt"
+    code = llama.main([*flags, "--save-checkpoint", str(saved), "--profile-dir", str(tmp_path / "run")],
+                      program=PROGRAM)
+    assert code == 0, capsys.readouterr().err
+    weights = torch.load(saved, weights_only=True)["model"]
+    assert weights.keys() == state.keys()
+    assert all(torch.equal(weights[name], x) for name, x in state.items())  # a rate of 0 moves nothing
+    with pytest.raises(SystemExit):
+        llama.main([*flags, "--init-from", str(saved)], program=PROGRAM)
+    assert "--weights" in capsys.readouterr().err
 
 
 def test_transformers_agrees():
