@@ -113,3 +113,28 @@ def faults(saved, program):
         if weight.dtype not in DTYPES or not checkpoints.alike(weight, expected[name].to(weight.dtype)) \
                 or not weight.isfinite().all():
             yield f"model {name}"
+
+
+def read_weights(path):
+    """What --weights names: {name: tensor} of a .safetensors file, or what torch.save() wrote. Raises
+    UserError."""
+    try:
+        if str(path).endswith(".safetensors"):
+            from safetensors.torch import load_file
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise UserError(f"--weights {path}: needs safetensors: pip install safetensors") from None
+    except OSError as error:
+        raise UserError(f"--weights {path}: {error.strerror or error}") from None
+    except Exception:  # a damaged file raises whatever its first bad byte leads to
+        raise UserError(f"--weights {path}: damaged, or no file of weights") from None
+
+
+def put_weights(model, weights, path):
+    """Load what read_weights() found into a model. Raises UserError."""
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        last = str(error).strip().splitlines()[-1].strip()
+        raise UserError(f"--weights {path}: made for another model ({last[:150]}); pass its sizes") from None
