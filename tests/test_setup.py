@@ -165,13 +165,15 @@ def test_requirements_are_of_the_form_that_is_understood():
 
 # README and docs
 
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "WORKSHOP")),
+         *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py",
             *(path.name for path in sorted(ROOT.glob("*.sh"))),
-            *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py")))]
+            *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py"))
+              if "__main__" in path.read_text(encoding="utf-8"))]
 ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
-FOREIGN = {"--index-url", "--function-exclude"}  # of pip and rocprof-sys
+FOREIGN = {"--index-url", "--function-exclude", "--nproc-per-node"}  # of pip, rocprof-sys and torchrun
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +208,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_programs_exist(page, flags):
     """Every flag is one of some program; in a command, one of its program."""
-    if page.stem == "companions" and not (ROOT / "companions").exists():
+    if page.stem in ("companions", "WORKSHOP") and not (ROOT / "companions").exists():
         pytest.skip("companions were deleted")
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     assert set(FLAG.findall(text)) - set.union(FOREIGN, *flags.values()) == set()
