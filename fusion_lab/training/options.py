@@ -155,12 +155,20 @@ class Checkpoints(Learning):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Checkpoints):
+class Several(Checkpoints):
+    """Several GPUs, a process for each, started by torchrun."""
+    collective_timeout: int = option(600, "seconds for which ranks wait for each other", low=1)
+    shard_optimizer: bool = option(False, "every rank keeps and updates its part of the optimizer's state "
+                                          "alone: less memory")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Several):
     """The training run."""
     num_steps: int = option(50, "training steps; all are measured", low=1)
     warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
                                low=0)
-    batch_size: int = option(4, "samples per step", low=1)
+    batch_size: int = option(4, "samples per step; of several GPUs each has so many", low=1)
     use_amp: bool = option(False, "mixed precision")
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
     amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
