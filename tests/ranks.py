@@ -281,7 +281,9 @@ SCENARIOS = dict(
     asleep=(2, program(*SHORT, "2", "--collective-timeout", "2", trouble=spoilt_forward(asleep)), None),
     mistake=(2, program(*SHORT, "2", trouble=mistaken), None),
     no_data=(2, program("--data", "absent"), None), flags=(2, program("--batch-size", "0"), None),
-    mode=(2, program("--compare-fusion"), None))
+    mode=(2, program("--compare-fusion"), None),
+    profiled=(2, program(*SHORT, "2", "--enable-pytorch-profiler", "--profile-rank", "all"), None),
+    no_rank=(2, program("--profile-rank", "2"), None))
 
 DIRECTORY = ["."]
 

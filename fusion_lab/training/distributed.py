@@ -234,6 +234,8 @@ def begin(settings, device):
     distributed, on_gpu = torch.distributed, device.type == "cuda"
     if not distributed.is_available():
         raise UserError("this torch has no torch.distributed", files.MISSING)
+    if (asked := settings.profiler.profile_rank) != "all" and int(asked) >= place.size:
+        raise UserError(f"--profile-rank {asked}: there are {place.size} ranks, the first is 0")
     try:
         distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=limit),
                                        device_id=device if on_gpu else None)
