@@ -99,7 +99,8 @@ def test_a_profile_of_every_rank_tells_what_collectives_take(ran):
     assert analyses[0]["collectives"] == analyses[1]["collectives"]
     exchanged = analyses[0]["collectives"]
     assert {*exchanged["by_rank"]} == {"0", "1"} and min(exchanged["wait_us"].values()) == 0
-    assert exchanged["by_rank"]["0"]["all-reduce"]["calls"] == pytest.approx(2)  # gradients with the loss; counts
+    reduced = exchanged["by_rank"]["0"]["all-reduce"]
+    assert reduced["calls"] == pytest.approx(2)  # gradients with the loss; counts
     said = found["profiled"]["out"][0]
     assert "Collectives in a step of rank 1: all-reduce" in said and len([*results.glob("rank?.*.json")]) == 2
     alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
