@@ -150,8 +150,8 @@ class Checkpoints(Learning):
     save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
                             metavar="FILE")
     resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
-    init_from: str = option(None, "checkpoint whose weights a new run starts from, averaged if they were",
-                            type=str, training_only=True, metavar="FILE")
+    init_from: str = option(None, "checkpoint or model file whose weights a new run starts from, averaged "
+                                  "if they were", type=str, training_only=True, metavar="FILE")
 
 
 @dataclass(frozen=True)
