@@ -135,14 +135,14 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import Profiling
-from fusion_lab.training import files, recipe, reporting
+from fusion_lab.training import distributed, files, recipe, reporting, torchrun
 from fusion_lab.training.checkpoints import load_run, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.evaluations import Evaluations, require_score
 from fusion_lab.training.feeding import batches
 from fusion_lab.training.flags import make_parser, named_program, parse, with_demo
 from fusion_lab.training.machine import choose_device, process_settings
-from fusion_lab.training.master_weights import MasterWeights
+from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import load_weights
 from proteins import batches as proteins
 from proteins import coevolution, contacts, prediction
@@ -571,8 +571,13 @@ class TinyOpenFoldV2(nn.Module):
         if msa_targets is not None:
             letters = self.masked_msa_head(msa).flatten(0, 2)
             nll = F.cross_entropy(letters.to(logits.dtype), msa_targets.flatten(), reduction="sum")
-            result["masked_msa_loss"] = nll / (msa_targets >= 0).sum().clamp(min=1)
+            asked = (msa_targets >= 0).sum()
+            result["masked_msa_loss"] = nll / asked.clamp(min=1)
             result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
+            if coords is not None:  # for several ranks: summands of the loss, of how many each is the mean
+                result["loss_terms"] = torch.stack(
+                    [result["distogram_loss"], MASKED_MSA_WEIGHT * result["masked_msa_loss"]])
+                result["loss_counts"] = torch.stack([known.sum(), asked.to(known.dtype)])
         return result
 
     def sublayers(self):
@@ -606,17 +611,16 @@ class Trainer:
 
     def __init__(self, program, settings, device):
         self.program, self.settings, self.device = program, settings, device
-        self.training, fusion = settings.training, settings.fusion
+        self.training, fusion, self.world = settings.training, settings.fusion, distributed.world()
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
+        self.world.reseed(self.training.seed)
         self.amp_dtype = amp_dtype(self.training, device)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         lr = self.training.learning_rate
         lr = torch.tensor(lr, device=device) if graphs else lr
-        self.weights, self.masters = dict(self.model.named_parameters()), None
-        if fusion.enable_master_weights and self.amp_dtype is not None:
-            self.masters = MasterWeights(self.model, self.amp_dtype)
-            self.weights = self.masters.views(self.masters.flat)
+        low = self.amp_dtype if fusion.enable_master_weights else None
+        self.masters = master_weights(self.model, low, self.training.shard_optimizer, self.world)
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
         self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs,
                                            weight_decay=self.training.weight_decay)
@@ -627,8 +631,14 @@ class Trainer:
         self.chosen_by = set()  # of what chose between its evaluations
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
 
+    @property
+    def weights(self):
+        """{parameter name: what the optimizer updates}; of several ranks all must ask."""
+        masters = self.masters
+        return masters.views(masters.whole(masters.flat)) if masters else dict(self.model.named_parameters())
+
     def forward(self, batch):
-        cast = self.amp_dtype is not None and self.masters is None
+        cast = self.amp_dtype is not None and not (self.masters and self.masters.low.dtype == self.amp_dtype)
         with torch.autocast(self.device.type, self.amp_dtype, enabled=cast):
             return self.model(**batch)
 
@@ -651,19 +661,20 @@ class Trainer:
         return loss
 
     def eager_step(self, batch, mark=lambda: None):
-        loss = self.forward(batch)["loss"]
+        loss = self.world.share(self.forward(batch))
         mark()
         self.scaler.scale(loss).backward()
         mark()
         if self.masters:
             self.masters.take_gradients()
+        loss = self.world.reduce(self.updated, loss, self.masters)
         self.scaler.unscale_(self.optimizer)
-        self.gradient_norm = nn.utils.clip_grad_norm_(self.updated, self.training.grad_clip)
+        self.gradient_norm = self.world.clip(self.updated, self.training.grad_clip, self.masters)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.publish()
-        loss = loss.detach().clone()  # CUDA graphs of torch.compile's own overwrite what they returned
+        loss = loss.clone()  # CUDA graphs of torch.compile's own overwrite what they returned
         mark()
         return loss
 
@@ -688,8 +699,9 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
     timer = PhaseTimer(device, ("data", "forward", "backward", "optimizer"), profiling.enter, profiling.leave)
     losses, checked, evaluations = [], 0, Evaluations(trainer, source, metrics)
     steps = range(trainer.step_number, training.num_steps)
-    supply = batches(source, steps, device)
-    with tqdm(total=training.num_steps, initial=steps.start, disable=None, unit="step", leave=False) as bar:
+    supply = batches(source, steps, device, trainer.world)
+    with tqdm(total=training.num_steps, initial=steps.start, disable=not trainer.world.first or None,
+              unit="step", leave=False) as bar:
         for step in steps:
             timer.start()
             batch = next(supply)
@@ -699,7 +711,7 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
             metrics.step(done, losses[-1], trainer)
             profiling.step()
             bar.update()
-            stopping = stop.signal is not None  # read once: a signal may come at any moment
+            stopping = trainer.world.heard(stop.signal) is not None  # read once: it may come at any moment
             ending = stopping or done == steps.stop
             saving = training.save_every and done % training.save_every == 0 and not ending
             evaluating = program.evaluate and not ending and done % training.eval_every == 0
@@ -709,7 +721,7 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
                 metrics.flush()
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
                 bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
-                                              peak_megabytes(device, found)), file=sys.stdout)
+                                              peak_megabytes(device, found), trainer.world), file=sys.stdout)
             if saving:
                 save(trainer, training.save_checkpoint)
             if evaluating:
@@ -717,6 +729,7 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
                     bar.write(evaluations.take(done, stop), file=sys.stdout)
             if stopping or evaluations.stopped:
                 break
+    stop.signal = trainer.world.settled(stop.signal)
     if training.save_checkpoint:
         save(trainer, training.save_checkpoint)
     return [loss.item() for loss in losses], timer.seconds(), evaluations
@@ -727,13 +740,14 @@ def train(program, settings, compare_with=None):
     training, profiler = settings.training, settings.profiler
     earlier = summary.read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
+    world = distributed.begin(settings, device)
     process_settings(settings, device)
     path = os.path.join(profiler.profile_dir, program.result("performance_summary"))
-    files.results_directory(settings, path)
+    world.from_first(partial(files.results_directory, settings, path))
     for name in (training.save_checkpoint, training.save_best):
-        files.require_writable(name)
+        world.from_first(partial(files.require_writable, name))
     require_score(program, training)
-    source = program.open_source(settings)
+    source = program.open_source(world.whole(settings))
     program.before_training(settings, source)
     trainer = program.trainer(program, settings, device)
     if training.resume:
@@ -742,9 +756,9 @@ def train(program, settings, compare_with=None):
         load_weights(trainer, training.init_from, source)
     trainer.trained_on.update(source.names)
     trainer.chosen_by.update(getattr(source, "choosing", ()))
-    metrics = Metrics(settings)
+    metrics = Metrics(settings, writes=world.first)
     reporting.describe_start(trainer, source)
-    with files.StopRequest() as stop:
+    with files.StopRequest(patient=world.size > 1) as stop:
         found = warm_up(trainer, source, stop)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -753,16 +767,22 @@ def train(program, settings, compare_with=None):
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
             result = summary.summarise(trainer, found, losses, times, evaluations.by_step)
-            files.write_json(path, result)  # before anything that can fail: evaluation, comparison, pictures
-            if program.evaluate and stop.signal is None:
+            if world.first:  # before anything that can fail: evaluation, comparison, pictures
+                files.write_json(path, result)
+            if program.evaluate and world.from_first(lambda: stop.signal) is None:
                 print(evaluations.take("final", stop))
-        summary.complete(path, result, earlier)
-        analysis = profiling.trace and write_analysis(trainer, source, found, times, profiling)
+        if world.first:
+            summary.complete(path, result, earlier)
+        analysis = None
+        if profiler.enable_pytorch_profiler:
+            analysis = write_analysis(trainer, source, found, times, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], evaluations)
         with trainer.averaged():
-            program.closing(trainer, source, evaluations.by_step)
+            if world.first:
+                program.closing(trainer, source, evaluations.by_step)
     summary.print_summary(result, path, settings)
-    return 128 + stop.signal if stop.signal is not None else 0
+    ended_by = world.from_first(lambda: stop.signal)
+    return 128 + ended_by if ended_by is not None else 0
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -797,6 +817,7 @@ def run(argv=None, program=PROGRAM):
     if mode is None:
         done = program.instead(program, settings)
         return train(program, settings, arguments.compare_with_v1) if done is None else done
+    torchrun.require_alone(mode)
     if mode in program.modes:
         return program.modes[mode](program, settings)
     files.require_directory(settings.profiler.profile_dir)
@@ -809,7 +830,7 @@ def run(argv=None, program=PROGRAM):
 
 def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    return files.exit_code(partial(run, program=program), argv, program.name)
+    return distributed.exit_code(partial(run, program=program), argv, program.name)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ def format_of(program):
 
 # Fields that may differ between a run and its continuation without a word.
 OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
-                "save_best", "early_stopping", "resume", "init_from", "device")
+                "save_best", "early_stopping", "resume", "init_from", "device", "collective_timeout",
+                "shard_optimizer")
 
 
 def packings(model):
@@ -37,7 +38,7 @@ def optimizer_state(trainer, kind):
     """{parameter name: its tensor of this kind in the optimizer}, zeros where there was no gradient yet."""
     state = trainer.optimizer.state
     if trainer.masters and state:
-        return trainer.masters.views(state[trainer.masters.flat][kind])
+        return trainer.masters.views(trainer.masters.whole(state[trainer.masters.flat][kind]))
     return {name: state[p][kind] if p in state else torch.zeros_like(p)
             for name, p in trainer.weights.items()}
 
@@ -58,7 +59,7 @@ def snapshot(trainer):
                 step=trainer.step_number, updates=updates, model=weights, moments=moments,
                 scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
                 best=dict(trainer.best), chosen_by=sorted(trainer.chosen_by),
-                training=asdict(trainer.training), **averaged(trainer))
+                training=dict(asdict(trainer.training), ranks=trainer.world.data_size), **averaged(trainer))
 
 
 def averaged(trainer):
@@ -66,14 +67,16 @@ def averaged(trainer):
     if not trainer.average:
         return {}
     tensors = trainer.average.weights
-    named = trainer.masters.views(tensors[0]) if trainer.masters else dict(
+    named = trainer.masters.views(trainer.masters.whole(tensors[0])) if trainer.masters else dict(
         zip(trainer.weights, tensors, strict=True))
     return dict(average=unpacked(trainer.model, dict(named)), averaged_steps=trainer.average.steps)
 
 
 def save(trainer, path):
-    """Write a snapshot(), whole or not at all."""
-    write_atomically(path, partial(torch.save, snapshot(trainer)))
+    """Write a snapshot(), whole or not at all; of several ranks, which all call this, one does."""
+    whole = snapshot(trainer)
+    if trainer.world.first:
+        write_atomically(path, partial(torch.save, whole))
 
 
 @contextlib.contextmanager
@@ -205,7 +208,8 @@ def packed(trainer, tensors):
     for module, prefix in packings(trainer.model):
         module.adapt(tensors, prefix)
     if trainer.masters:
-        return [trainer.masters.join(tensors, torch.zeros_like(trainer.masters.flat))]
+        whole = torch.zeros_like(trainer.masters.low, dtype=trainer.masters.flat.dtype)
+        return [trainer.masters.part(trainer.masters.join(tensors, whole))]
     return [tensors[name] for name in trainer.weights]
 
 
@@ -237,6 +241,7 @@ def restore(trainer, path):
     torch.set_rng_state(saved["rng"]["cpu"])
     if trainer.device.type == "cuda" and "cuda" in saved["rng"]:
         torch.cuda.set_rng_state(saved["rng"]["cuda"], trainer.device)
+    trainer.world.reseed(trainer.training.seed, saved["step"])
     trainer.step_number, trainer.trained_on = saved["step"], set(saved["trained_on"])
     trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
     trainer.chosen_by = set(saved.get("chosen_by", ()))
@@ -250,7 +255,7 @@ def load_run(trainer, path, source):
         raise UserError(f"--num-steps {trainer.training.num_steps}: {path} is at step {trainer.step_number} "
                         "already")
     refuse_leaks(saved, source, f"--resume {path}")
-    now = {**asdict(trainer.settings.model), **asdict(trainer.training)}
+    now = {**asdict(trainer.settings.model), **asdict(trainer.training), "ranks": trainer.world.data_size}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
     free = {*OF_A_SESSION} - ({"num_steps"} if trainer.training.lr_schedule != "constant" else set())
     different = [f"{name} {printable(then[name]):.200} -> {now[name]}" for name in now
