@@ -126,7 +126,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from fusion_lab.kernels import attention, triton
-from fusion_lab.kernels.custom_gradients import LinearReLU, TriangleProduct
+from fusion_lab.kernels.custom_gradients import LinearReLU
+from fusion_lab.kernels.exchanges import ALONE
 from fusion_lab.kernels.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, comparison, retune, summary, turns
@@ -233,6 +234,7 @@ class GatedAttention(PackedProjections):
         x = self.layer_norm(x)
         if head is not None:
             bias = head_bias(head, x) if axis == 2 else head_bias(head, x).transpose(-1, -2)
+            bias = self.ranks.gather(bias, 2)  # (B, H, L, L)
         if self.triton and triton.attends(x, self.heads):
             wide = getattr(self, "qkv_gate_proj", None)
             parts, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
@@ -268,7 +270,7 @@ class FusedMSARowAttention(GatedAttention):
 
     def forward(self, msa, pair, seq_mask=None, residual=None, drop=None):
         project = triton.head_bias if self.whole and triton.fits(pair) else head_bias
-        bias = project(self.pair_bias_proj, pair, self.pair_norm)  # (B, H, S, S)
+        bias = self.ranks.gather(project(self.pair_bias_proj, pair, self.pair_norm), 2)  # (B, H, S, S)
         return self.attention(msa, 2, seq_mask, bias, None, residual, drop)  # (B, N, S, c_m)
 
 
@@ -328,6 +330,7 @@ class OuterProductMean(PackedProjections):
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
             rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]
+        right = self.ranks.gather(right, 2)
         if self.adds(msa):
             return triton.outer_product(left, right, self.output_proj, rows, residual)
         if self.reassociates(left):
@@ -397,10 +400,10 @@ class FusedTriangleMultiplication(PackedProjections):
             left, right, left_gate, right_gate = self.project(x, dim=0)  # (c_z, B, S, S)
             left, right = left * left_gate.sigmoid(), right * right_gate.sigmoid()
         if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
-            mask = seq_mask[:, None, :] if self.outgoing else seq_mask[:, :, None]
+            mask = seq_mask[:, None, :] if self.outgoing else self.ranks.own(seq_mask, 1)[:, :, None]
             left = left * mask.to(left.dtype)
         # outgoing: product[i, j] = sum over k of left[i, k] right[j, k]; incoming: of left[k, i] right[k, j]
-        product = TriangleProduct.apply(left, right, self.outgoing).permute(1, 2, 3, 0)  # (B, S, S, c_z)
+        product = self.ranks.triangle_product(left, right, self.outgoing).permute(1, 2, 3, 0)  # (B, S, S, c_z)
         return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
 
 
@@ -443,6 +446,8 @@ SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "out
 class FusedEvoformerBlock(nn.Module):
     """Alg. 6: one Evoformer block."""
 
+    ranks = ALONE
+
     def __init__(self, config, fusion_config=None):
         super().__init__()
         fusion = fusion_config or FusionConfig()
@@ -465,15 +470,22 @@ class FusedEvoformerBlock(nn.Module):
         return x + shared_dropout(layer(*inputs), rate, dim, self.training)
 
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
-        """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
+        """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair).
+        Ranks that share a sample have S / K columns of msa and S / K rows of pair each, masks whole; turn()
+        exchanges columns for rows, so that attention finds its axis whole."""
+        rows = msa.shape[1]
+        msa = self.ranks.turn(msa, 2, 1)  # (B, N / K, S, c_m)
         msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, dim=1)
+        msa = self.ranks.turn(msa, 1, 2, rows)  # (B, N, S / K, c_m)
         msa = self.add(msa, self.msa_column_attention, msa, row_mask)
         msa = self.add(msa, self.msa_transition, msa)
         pair = self.add(pair, self.outer_product_mean, msa, row_mask)
         pair = self.add(pair, self.triangle_mult_outgoing, pair, seq_mask, dim=1)
         pair = self.add(pair, self.triangle_mult_incoming, pair, seq_mask, dim=1)
         pair = self.add(pair, self.triangle_attn_starting, pair, seq_mask, dim=1)
+        pair = self.ranks.turn(pair, 1, 2)  # (B, S, S / K, c_z)
         pair = self.add(pair, self.triangle_attn_ending, pair, seq_mask, dim=2)
+        pair = self.ranks.turn(pair, 2, 1)  # (B, S / K, S, c_z)
         pair = self.add(pair, self.pair_transition, pair)
         return msa, pair
 
@@ -494,6 +506,7 @@ class TinyOpenFoldV2(nn.Module):
 
     DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module.
     """
+    ranks = ALONE  # or those that share every sample with this one
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
@@ -530,6 +543,7 @@ class TinyOpenFoldV2(nn.Module):
         attention.prepare_flex_attention(msa_tokens.device)
         kind, rows = self.config.coevolution, msa_tokens if extra_msa is None else extra_msa
         features = [] if kind == "none" else [coevolution.pair_features(rows.long(), kind, seq_mask)]
+        features = [self.ranks.own(whole, 1) for whole in features]
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
         target = msa_tokens[:, 0] if target_tokens is None else target_tokens
         msa, pair = embed(msa_tokens, target, *features)
@@ -542,10 +556,12 @@ class TinyOpenFoldV2(nn.Module):
 
     def embed(self, msa_tokens, target, features=None):
         """(B, N, S) and (B, S) tokens -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
-        msa = self.msa_embedding(msa_tokens) + self.target_embedding(target)[:, None]  # (B, N, S, c_m)
+        own = self.ranks.own(target, 1)
+        msa = self.msa_embedding(self.ranks.own(msa_tokens, 2)) + self.target_embedding(own)[:, None]
         place = torch.arange(target.shape[1], device=target.device)
-        offset = (place[:, None] - place[None, :]).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        pair = (self.left_embedding(target)[:, :, None] + self.right_embedding(target)[:, None, :]
+        offset = self.ranks.own(place, 0)[:, None] - place[None, :]
+        offset = offset.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        pair = (self.left_embedding(own)[:, :, None] + self.right_embedding(target)[:, None, :]
                 + self.position_embedding(offset))  # (B, S, S, c_z)
         if features is not None:
             pair = pair + self.coevolution_embedding(features.to(pair.dtype))
@@ -554,7 +570,7 @@ class TinyOpenFoldV2(nn.Module):
     def heads(self, msa, pair, msa_targets, coords, coord_mask):
         """What forward returns, from the last block's output."""
         logits = self.distogram_head(pair)
-        logits = logits + logits.transpose(1, 2)
+        logits = logits + self.ranks.turn(logits, 1, 2).transpose(1, 2)
         logits = logits.to(at_least_float32(logits.dtype))  # (B, S, S, 64), symmetric
         with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
             probability = logits.softmax(dim=-1)
@@ -562,16 +578,18 @@ class TinyOpenFoldV2(nn.Module):
                           distances=probability @ self.centres.to(probability.dtype),
                           contact_probability=probability[..., :CONTACT_BINS].sum(dim=-1))
         if coords is not None:
-            true_distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
+            own, own_mask = self.ranks.own(coords, 1), self.ranks.own(coord_mask, 1)
+            true_distances = (own[:, :, None] - coords[:, None]).norm(dim=-1)
             bins = torch.bucketize(true_distances, self.breaks)  # (B, S, S)
-            known = coord_mask[:, :, None] * coord_mask[:, None, :]
+            known = own_mask[:, :, None] * coord_mask[:, None, :]
             nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
-            result["distogram_loss"] = (nll * known).sum() / known.sum().clamp(min=1)
+            nll, known = self.ranks.sum((nll * known).sum()), self.ranks.sum(known.sum())
+            result["distogram_loss"] = nll / known.clamp(min=1)
             result["loss"] = result["distogram_loss"]
         if msa_targets is not None:
-            letters = self.masked_msa_head(msa).flatten(0, 2)
-            nll = F.cross_entropy(letters.to(logits.dtype), msa_targets.flatten(), reduction="sum")
-            result["masked_msa_loss"] = nll / (msa_targets >= 0).sum().clamp(min=1)
+            letters, own = self.masked_msa_head(msa).flatten(0, 2), self.ranks.own(msa_targets, 2)
+            nll = F.cross_entropy(letters.to(logits.dtype), own.flatten(), reduction="sum")
+            result["masked_msa_loss"] = self.ranks.sum(nll) / (msa_targets >= 0).sum().clamp(min=1)
             result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
         return result
 

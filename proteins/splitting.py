@@ -1,0 +1,51 @@
+"""One sample over several ranks (--sequence-parallel): what of it the model does not do itself.
+
+Dynamic axial parallelism (Cheng et al. 2022, FastFold, arXiv:2203.00854). Every rank is given the whole batch,
+which is small, and makes its own columns of the alignment's representation and its own rows of the pairs'.
+Samples that cannot be split evenly are padded with missing residues.
+"""
+import torch
+import torch.nn.functional as F
+
+from fusion_lab.kernels.exchanges import Ranks
+from proteins.files import GAP
+
+# What stands in the missing residues of each entry of a batch, along its last dimension or that of residues.
+MISSING = dict(msa_tokens=GAP, target_tokens=GAP, extra_msa=GAP, seq_mask=0, msa_targets=-100, coord_mask=0,
+               coords=0)
+WHOLE_PAIRS = ("outer_product_mean", "triangle_mult_outgoing", "triangle_mult_incoming")  # want triton kernels
+
+
+def split_over(model, group):
+    """From now on the ranks of this process group share every sample that they give their copies of model."""
+    ranks = Ranks.of(group)
+    for module in model.modules():
+        if hasattr(module, "ranks"):
+            module.ranks = ranks
+    for block in model.blocks:
+        for name in WHOLE_PAIRS:
+            getattr(block, name).triton = False
+    model.register_forward_pre_hook(pad, with_kwargs=True)
+    model.register_forward_hook(gather_predictions, with_kwargs=True)
+    return ranks
+
+
+def pad(model, args, batch):
+    """The batch with as many missing residues as an even split needs."""
+    missing = -batch["msa_tokens"].shape[2] % model.ranks.size
+    if not missing:
+        return args, batch
+    batch = {key: value for key, value in batch.items() if value is not None}
+    batch.setdefault("seq_mask", torch.ones_like(batch["msa_tokens"][:, 0], dtype=torch.float32))
+    return args, {key: F.pad(value, [0, 0] * (key == "coords") + [0, missing], value=MISSING[key])
+                  if key in MISSING else value for key, value in batch.items()}
+
+
+def gather_predictions(model, args, batch, output):
+    """Whole distances and contacts without missing residues, where no loss was asked for."""
+    if "loss" in output:
+        return output
+    residues = batch["msa_tokens"].shape[2]
+    whole = {key: model.ranks.gather(output[key], 1)[:, :residues, :residues]
+             for key in ("distances", "contact_probability")}
+    return output | whole
