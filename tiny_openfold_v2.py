@@ -403,7 +403,8 @@ class FusedTriangleMultiplication(PackedProjections):
             mask = seq_mask[:, None, :] if self.outgoing else self.ranks.own(seq_mask, 1)[:, :, None]
             left = left * mask.to(left.dtype)
         # outgoing: product[i, j] = sum over k of left[i, k] right[j, k]; incoming: of left[k, i] right[k, j]
-        product = self.ranks.triangle_product(left, right, self.outgoing).permute(1, 2, 3, 0)  # (B, S, S, c_z)
+        product = self.ranks.triangle_product(left, right, self.outgoing)  # (c_z, B, S, S)
+        product = product.permute(1, 2, 3, 0)  # (B, S, S, c_z)
         return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
 
 

@@ -1,8 +1,8 @@
 """One sample over several ranks (--sequence-parallel): what of it the model does not do itself.
 
-Dynamic axial parallelism (Cheng et al. 2022, FastFold, arXiv:2203.00854). Every rank is given the whole batch,
-which is small, and makes its own columns of the alignment's representation and its own rows of the pairs'.
-Samples that cannot be split evenly are padded with missing residues.
+Dynamic axial parallelism (Cheng et al. 2022, FastFold, arXiv:2203.00854). Every rank is given the whole
+batch, which is small, and makes its own columns of the alignment's representation and its own rows of the
+pairs'. Samples that cannot be split evenly are padded with missing residues.
 """
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from proteins.files import GAP
 # What stands in the missing residues of each entry of a batch, along its last dimension or that of residues.
 MISSING = dict(msa_tokens=GAP, target_tokens=GAP, extra_msa=GAP, seq_mask=0, msa_targets=-100, coord_mask=0,
                coords=0)
-WHOLE_PAIRS = ("outer_product_mean", "triangle_mult_outgoing", "triangle_mult_incoming")  # want triton kernels
+WHOLE_PAIRS = ("outer_product_mean", "triangle_mult_outgoing", "triangle_mult_incoming")  # Triton's
 
 
 def split_over(model, group):
