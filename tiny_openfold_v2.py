@@ -333,31 +333,35 @@ class OuterProductMean(PackedProjections):
         right = self.ranks.gather(right, 2)
         if self.adds(msa):
             return triton.outer_product(left, right, self.output_proj, rows, residual)
-        if self.reassociates(left):
-            update = self.project_right_first(left, right)
+        if self.reassociates(right):
+            update = self.project_one_first(left, right)
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
         return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
 
-    def reassociates(self, left):
+    def reassociates(self, whole):
         """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
         loop over samples costs launches, which small proteins do not win back; strict float32 on a GPU is
         bound by multiplications, of which N = h / 2 saves about half (LOG.md; not tried on AMD)."""
-        samples, rows, residues, h = left.shape
-        multiplications_count = left.is_cuda and strict_float32(left.dtype)
+        samples, rows, residues, h = whole.shape
+        multiplications_count = whole.is_cuda and strict_float32(whole.dtype)
         return (self.reassociate and 4 * rows <= residues and (samples == 1 or residues >= 128)
                 and not (multiplications_count and 2 * rows > h))
 
-    def project_right_first(self, left, right):
+    def project_one_first(self, left, right):
         """The same sums in another order: W is applied to right, (h, N, S, c_z), before left multiplies it, a
-        tensor h*N / S times the pair tensor instead of h*h / c_z times."""
-        h, samples = left.shape[-1], []
+        tensor h*N / S times the pair tensor instead of h*h / c_z times; of ranks that share a sample, each to
+        its part of left, before right, which is whole, multiplies that."""
+        h, samples, alone = left.shape[-1], [], self.ranks.size == 1
         weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
-        for a, b in zip(left, right, strict=True):  # (N, S, h); sample by sample no operand is copied
+        sides = (left, right) if alone else (right, left)
+        weight = weight if alone else weight.transpose(0, 1)
+        for a, b in zip(*sides, strict=True):  # (N, S, h); sample by sample no operand is copied
             projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight)  # (h, N*S, c_z)
             projected = projected.view(h * len(b), -1)  # (h*N, S*c_z)
             samples.append((a.permute(1, 2, 0).flatten(1) @ projected).unflatten(1, (b.shape[1], -1)))
-        return torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
+        update = torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
+        return update if alone else update.transpose(1, 2)
 
 
 class FusedTriangleMultiplication(PackedProjections):

@@ -4,6 +4,8 @@ Dynamic axial parallelism (Cheng et al. 2022, FastFold, arXiv:2203.00854). Every
 batch, which is small, and makes its own columns of the alignment's representation and its own rows of the
 pairs'. Samples that cannot be split evenly are padded with missing residues.
 """
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -25,27 +27,26 @@ def split_over(model, group):
     for block in model.blocks:
         for name in WHOLE_PAIRS:
             getattr(block, name).triton = False
-    model.register_forward_pre_hook(pad, with_kwargs=True)
-    model.register_forward_hook(gather_predictions, with_kwargs=True)
+    model.forward = partial(forward, ranks, model.forward)
     return ranks
 
 
-def pad(model, args, batch):
-    """The batch with as many missing residues as an even split needs."""
-    missing = -batch["msa_tokens"].shape[2] % model.ranks.size
-    if not missing:
-        return args, batch
-    batch = {key: value for key, value in batch.items() if value is not None}
-    batch.setdefault("seq_mask", torch.ones_like(batch["msa_tokens"][:, 0], dtype=torch.float32))
-    return args, {key: F.pad(value, [0, 0] * (key == "coords") + [0, missing], value=MISSING[key])
-                  if key in MISSING else value for key, value in batch.items()}
-
-
-def gather_predictions(model, args, batch, output):
-    """Whole distances and contacts without missing residues, where no loss was asked for."""
+def forward(ranks, own_forward, **batch):
+    """A model's forward for samples of any length. Where no loss is asked for, distances and contacts are
+    whole on every rank; all other tensors are a rank's own part, padded."""
+    residues = batch["msa_tokens"].shape[2]
+    output = own_forward(**padded(batch, -residues % ranks.size))
     if "loss" in output:
         return output
-    residues = batch["msa_tokens"].shape[2]
-    whole = {key: model.ranks.gather(output[key], 1)[:, :residues, :residues]
-             for key in ("distances", "contact_probability")}
-    return output | whole
+    return output | {key: ranks.gather(output[key], 1)[:, :residues, :residues]
+                     for key in ("distances", "contact_probability")}
+
+
+def padded(batch, missing):
+    """The batch with so many missing residues more."""
+    if not missing:
+        return batch
+    batch = {key: value for key, value in batch.items() if value is not None}
+    batch.setdefault("seq_mask", torch.ones_like(batch["msa_tokens"][:, 0], dtype=torch.float32))
+    return {key: F.pad(value, [0, 0] * (key == "coords") + [0, missing], value=MISSING[key])
+            if key in MISSING else value for key, value in batch.items()}
