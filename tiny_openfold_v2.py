@@ -136,7 +136,7 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import Profiling
-from fusion_lab.training import files, recipe, reporting
+from fusion_lab.training import distributed, files, recipe, reporting, torchrun
 from fusion_lab.training.checkpoints import load_run, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.evaluations import Evaluations, require_score
@@ -146,7 +146,7 @@ from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import MasterWeights
 from fusion_lab.training.models import load_weights
 from proteins import batches as proteins
-from proteins import coevolution, contacts, prediction
+from proteins import coevolution, contacts, prediction, splitting
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 from proteins.seam import defined, move_kinks_away, start_lines
@@ -229,6 +229,9 @@ class GatedAttention(PackedProjections):
         """Attention over axis 1 or 2 of x (B, X, Y, c), a row for each place on the other. The bias
         (B, H, L, L) is given, or `head` projects it from normalised x: b(j, k), for axis 1 b(k, j)."""
         if self.adds(x):
+            if self.ranks.size > 1 and head is not None:  # the kernel makes biases of whole tensors alone
+                bias = triton.head_bias(head, x, self.layer_norm)
+                bias, head = self.ranks.gather(bias if axis == 2 else bias.mT, 2), None
             return triton.attention_layer(x, self.layer_norm, *self.packed(*self.QKV, "gate_proj"),
                                           self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop)
         x = self.layer_norm(x)
@@ -594,8 +597,13 @@ class TinyOpenFoldV2(nn.Module):
         if msa_targets is not None:
             letters, own = self.masked_msa_head(msa).flatten(0, 2), self.ranks.own(msa_targets, 2)
             nll = F.cross_entropy(letters.to(logits.dtype), own.flatten(), reduction="sum")
-            result["masked_msa_loss"] = self.ranks.sum(nll) / (msa_targets >= 0).sum().clamp(min=1)
+            asked = (msa_targets >= 0).sum()
+            result["masked_msa_loss"] = self.ranks.sum(nll) / asked.clamp(min=1)
             result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
+            if coords is not None:  # for several ranks: summands of the loss, of how many each is the mean
+                result["loss_terms"] = torch.stack(
+                    [result["distogram_loss"], MASKED_MSA_WEIGHT * result["masked_msa_loss"]])
+                result["loss_counts"] = torch.stack([known, asked.to(known.dtype)])
         return result
 
     def sublayers(self):
@@ -629,9 +637,12 @@ class Trainer:
 
     def __init__(self, program, settings, device):
         self.program, self.settings, self.device = program, settings, device
-        self.training, fusion = settings.training, settings.fusion
+        self.training, fusion, self.world = settings.training, settings.fusion, distributed.world()
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
+        self.world.reseed(self.training.seed)
+        if self.world.sequence_size > 1:
+            program.split(self.model, self.world.mesh["sequence"].get_group())
         self.amp_dtype = amp_dtype(self.training, device)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         lr = self.training.learning_rate
@@ -674,19 +685,20 @@ class Trainer:
         return loss
 
     def eager_step(self, batch, mark=lambda: None):
-        loss = self.forward(batch)["loss"]
+        loss = self.world.share(self.forward(batch))
         mark()
         self.scaler.scale(loss).backward()
         mark()
         if self.masters:
             self.masters.take_gradients()
+        loss = self.world.reduce(self.updated, loss, self.masters)
         self.scaler.unscale_(self.optimizer)
-        self.gradient_norm = nn.utils.clip_grad_norm_(self.updated, self.training.grad_clip)
+        self.gradient_norm = self.world.clip(self.updated, self.training.grad_clip, self.masters)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.publish()
-        loss = loss.detach().clone()  # CUDA graphs of torch.compile's own overwrite what they returned
+        loss = loss.clone()  # CUDA graphs of torch.compile's own overwrite what they returned
         mark()
         return loss
 
@@ -711,8 +723,9 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
     timer = PhaseTimer(device, ("data", "forward", "backward", "optimizer"), profiling.enter, profiling.leave)
     losses, checked, evaluations = [], 0, Evaluations(trainer, source, metrics)
     steps = range(trainer.step_number, training.num_steps)
-    supply = batches(source, steps, device)
-    with tqdm(total=training.num_steps, initial=steps.start, disable=None, unit="step", leave=False) as bar:
+    supply = batches(source, steps, device, trainer.world)
+    with tqdm(total=training.num_steps, initial=steps.start, disable=not trainer.world.first or None,
+              unit="step", leave=False) as bar:
         for step in steps:
             timer.start()
             batch = next(supply)
@@ -722,7 +735,7 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
             metrics.step(done, losses[-1], trainer)
             profiling.step()
             bar.update()
-            stopping = stop.signal is not None  # read once: a signal may come at any moment
+            stopping = trainer.world.heard(stop.signal) is not None  # read once: it may come at any moment
             ending = stopping or done == steps.stop
             saving = training.save_every and done % training.save_every == 0 and not ending
             evaluating = program.evaluate and not ending and done % training.eval_every == 0
@@ -740,6 +753,7 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
                     bar.write(evaluations.take(done, stop), file=sys.stdout)
             if stopping or evaluations.stopped:
                 break
+    stop.signal = trainer.world.settled(stop.signal)
     if training.save_checkpoint:
         save(trainer, training.save_checkpoint)
     return [loss.item() for loss in losses], timer.seconds(), evaluations
@@ -750,13 +764,14 @@ def train(program, settings, compare_with=None):
     training, profiler = settings.training, settings.profiler
     earlier = summary.read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
+    world = distributed.begin(settings, device)
     process_settings(settings, device)
     path = os.path.join(profiler.profile_dir, program.result("performance_summary"))
-    files.results_directory(settings, path)
+    world.from_first(lambda: files.results_directory(settings, path))
     for name in (training.save_checkpoint, training.save_best):
-        files.require_writable(name)
+        world.from_first(lambda: files.require_writable(name))
     require_score(program, training)
-    source = program.open_source(settings)
+    source = program.open_source(world.whole(settings))
     program.before_training(settings, source)
     trainer = program.trainer(program, settings, device)
     if training.resume:
@@ -765,7 +780,7 @@ def train(program, settings, compare_with=None):
         load_weights(trainer, training.init_from, source)
     trainer.trained_on.update(source.names)
     trainer.chosen_by.update(getattr(source, "choosing", ()))
-    metrics = Metrics(settings)
+    metrics = Metrics(settings, writes=world.first)
     reporting.describe_start(trainer, source)
     with files.StopRequest() as stop:
         found = warm_up(trainer, source, stop)
@@ -776,16 +791,20 @@ def train(program, settings, compare_with=None):
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
             result = summary.summarise(trainer, found, losses, times, evaluations.by_step)
-            files.write_json(path, result)  # before anything that can fail: evaluation, comparison, pictures
-            if program.evaluate and stop.signal is None:
+            if world.first:  # before anything that can fail: evaluation, comparison, pictures
+                files.write_json(path, result)
+            if program.evaluate and world.from_first(lambda: stop.signal) is None:
                 print(evaluations.take("final", stop))
-        summary.complete(path, result, earlier)
+        if world.first:
+            summary.complete(path, result, earlier)
         analysis = profiling.trace and write_analysis(trainer, source, found, times, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], evaluations)
         with trainer.averaged():
-            program.closing(trainer, source, evaluations.by_step)
+            if world.data_rank == 0:
+                program.closing(trainer, source, evaluations.by_step)
     summary.print_summary(result, path, settings)
-    return 128 + stop.signal if stop.signal is not None else 0
+    ended_by = world.from_first(lambda: stop.signal)
+    return 128 + ended_by if ended_by is not None else 0
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -796,6 +815,7 @@ def train(program, settings, compare_with=None):
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
+    split=splitting.split_over,
     shake=move_kinks_away, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
     sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
     before_training=contacts.require_plots, start_lines=start_lines, statistics=lambda settings: statistics(
@@ -820,6 +840,7 @@ def run(argv=None, program=PROGRAM):
     if mode is None:
         done = program.instead(program, settings)
         return train(program, settings, arguments.compare_with_v1) if done is None else done
+    torchrun.require_alone(mode)
     if mode in program.modes:
         return program.modes[mode](program, settings)
     files.require_directory(settings.profiler.profile_dir)
@@ -832,7 +853,7 @@ def run(argv=None, program=PROGRAM):
 
 def main(argv=None, program=PROGRAM):
     """run(), with every expected failure as one line on stderr; returns the exit code."""
-    return files.exit_code(partial(run, program=program), argv, program.name)
+    return distributed.exit_code(partial(run, program=program), argv, program.name)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from fusion_lab.training.feeding import to_device
+from fusion_lab.training.feeding import own, to_device
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
 from proteins import files
@@ -25,22 +25,25 @@ MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
 FEW = 8  # training families, at least, that an evaluation looks at beside those for validation
 
 
-def corrupt(rng, msa, row_mask=None):
+def corrupt(rng, msa, row_mask=None, part=(0, 1)):
     """AF2's masked-MSA task (supplement 1.2.7): of 15% of the positions, 10% become a random amino acid, 10%
     one drawn from their column, 10% stay, 70% are masked. Returns (corrupted, targets), targets -100
-    elsewhere; both (B, N, S). Rows that row_mask (B, N) marks as missing stand last and are not drawn."""
-    chosen, kind = rng.random(msa.shape) < 0.15, rng.random(msa.shape)
+    elsewhere; both (B, N, S). Rows that row_mask (B, N) marks as missing stand last and are not drawn. Of the
+    numbers for the samples of several ranks these samples take those of their part, (rank, ranks)."""
+    own, size = slice(part[0] * len(msa), (part[0] + 1) * len(msa)), (part[1] * len(msa), *msa.shape[1:])
+    chosen, kind = rng.random(size)[own] < 0.15, rng.random(size)[own]
     chosen &= msa != MASK
     rows = msa.shape[1] if row_mask is None else row_mask.sum(axis=1).astype(int)[:, None, None]
-    other_row = rng.integers(0, rows, msa.shape)
-    choices = [rng.integers(0, 20, msa.shape), np.take_along_axis(msa, other_row, axis=1), msa]
+    other_row = rng.integers(0, rows, size)[own]
+    choices = [rng.integers(0, 20, size)[own], np.take_along_axis(msa, other_row, axis=1), msa]
     replacement = np.select([kind < 0.1, kind < 0.2, kind < 0.3], choices, MASK)
     return np.where(chosen, replacement, msa), np.where(chosen, msa, -100)
 
 
-def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, clean=False, extra=None):
+def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, clean=False, extra=None,
+             part=(0, 1)):
     """Numpy arrays of one batch -> the keyword arguments of TinyOpenFoldV2.forward, as CPU tensors."""
-    corrupted, targets = (msa, None) if clean else corrupt(rng, msa, row_mask)
+    corrupted, targets = (msa, None) if clean else corrupt(rng, msa, row_mask, part)
     if targets is not None and seq_mask is not None:
         targets = np.where(seq_mask[:, None] * row_mask[:, :, None] > 0, targets, -100)
     arrays = dict(msa_tokens=corrupted, target_tokens=msa[:, 0], seq_mask=seq_mask, row_mask=row_mask,
@@ -73,16 +76,21 @@ class SyntheticProteins:
         return synthetic_proteins(self.training.seed, indices, max(self.config.num_seqs, self.extra),
                                   self.config.seq_len, self.training.synthetic_world)
 
-    def make(self, indices, rng=None, clean=False):
+    def make(self, indices, rng=None, clean=False, part=(0, 1)):
         msa, coords = self.draw(indices)
         extra = msa[:, :self.extra] if self.extra else None
         return assemble(rng, msa[:, :self.config.num_seqs], coords, np.ones(coords.shape[:2], np.float32),
-                        clean=clean, extra=extra)
+                        clean=clean, extra=extra, part=part)
 
     def batch(self, step):
-        first = self.TRAINED_ON.start + step * self.training.batch_size
-        return self.make(range(first, first + self.training.batch_size),
-                         np.random.default_rng((self.training.seed, step, 1)))
+        return self.part(step, 0, 1)
+
+    def part(self, step, rank, size):
+        """The samples of one of `size` ranks, which together have those of batch(step)."""
+        count = self.training.batch_size // size
+        first = self.TRAINED_ON.start + step * self.training.batch_size + rank * count
+        return self.make(range(first, first + count), np.random.default_rng((self.training.seed, step, 1)),
+                         part=(rank, size))
 
     def evaluation(self):
         """{"training": ..., "held_out": ...}, each an iterator over (name, batch of one)."""
@@ -91,15 +99,19 @@ class SyntheticProteins:
 
 
 class NaturalProteins(SyntheticProteins):
-    """The world `natural`. Its alignments are made where the training runs, beside it on a GPU, and differ in
-    depth: extra_msa has all rows, or a half, a quarter or an eighth of them. In an evaluation "training" are
+    """The world `natural`. Its alignments are made where the training runs, beside it on a GPU, each
+    rank's by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of them. In an evaluation "training" are
     new alignments of folds that are trained on, "held_out" are other folds."""
 
     def __init__(self, settings):
         super().__init__(settings)
         self.device, self.graphed = choose_device(self.training.device), None
         self.folds, self.unseen = (Folds(self.training.seed + other, self.config.seq_len) for other in (0, 1))
-        self.kept = {}
+        self.kept, self.count = {}, self.training.batch_size
+
+    def part(self, step, rank, size):
+        self.count = self.training.batch_size // size
+        return super().part(step, rank, size)
 
     def draw(self, indices):
         key = (self.training.seed, indices[0])
@@ -111,7 +123,7 @@ class NaturalProteins(SyntheticProteins):
         return msa, coords
 
     def align(self, seed, coords, rows):
-        if self.device.type == "cuda" and len(coords) == self.training.batch_size:
+        if self.device.type == "cuda" and len(coords) == self.count:
             if self.graphed is None:
                 self.graphed = GraphedWorld(self.device, coords, rows)
             return self.graphed(seed, coords)
@@ -205,13 +217,18 @@ class RealProteins(HoldsOut):
         return (*arrays, more) if extra else arrays
 
     def batch(self, step):
+        return self.part(step, 0, 1)
+
+    def part(self, step, rank, size):
+        """As SyntheticProteins.part; what is drawn for a sample depends on those before it."""
         rng = np.random.default_rng((self.training.seed, step, 1))
         if self.world and rng.random() < self.training.mix_synthetic:
-            return self.masked(self.world.batch(step))
+            return self.masked(self.world.part(step, rank, size))
         chosen = rng.choice(len(self.families), self.training.batch_size,
                             replace=self.training.batch_size > len(self.families))
-        return self.assemble(rng, [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs,
-                                             self.extra) for i in chosen])
+        samples = [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs, self.extra)
+                   for i in chosen]
+        return own(self.assemble(rng, samples), rank, size)
 
     def assemble(self, rng, samples, clean=False):
         parts = [np.stack(part) for part in zip(*samples, strict=True)]

@@ -18,9 +18,11 @@ class Metrics:
     """The metrics of one run, which a resumed run continues. Values are read from the device when they are
     written, at flush(), so that no step waits for it."""
 
-    def __init__(self, settings):
-        directory = settings.profiler.profile_dir
+    def __init__(self, settings, writes=True):
+        directory, self.writes = settings.profiler.profile_dir, writes  # of several ranks one writes
         self.path, self.pending, self.writer = os.path.join(directory, METRICS), [], None
+        if not writes:
+            return
         if settings.training.resume:
             cut_torn_line(self.path)
         else:
@@ -44,6 +46,8 @@ class Metrics:
                              gradient_norm=float(norm))) for number, loss, norm, rate in self.pending]
         self.pending = []
         lines += more
+        if not self.writes:
+            return
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -59,6 +63,8 @@ class Metrics:
     def draw(self):
         """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made. A
         picture never ends a run."""
+        if not self.writes:
+            return None
         try:
             return self.picture(require_matplotlib())
         except UserError:

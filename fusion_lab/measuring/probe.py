@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
-from fusion_lab.training.feeding import to_device
+from fusion_lab.training.feeding import batch_of, to_device
 from fusion_lab.training.machine import MEGABYTE
 
 
@@ -94,17 +94,18 @@ def flops_of_a_step(program, settings, batch, fusion=None):
 
 def warm_up(trainer, source, stop=None):
     """Untimed steps until a signal, then the probe; everything is restored afterwards. Returns Findings."""
-    times, batch = [], to_device(source.batch(trainer.step_number), trainer.device)
+    times, batch = [], to_device(batch_of(source, trainer.step_number, trainer.world),
+                                trainer.device)
     compiling = trainer.settings.fusion.enable_torch_compile
     print(f"Warming up: {trainer.training.warmup_steps} steps, then counting memory and launches"
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         for _ in range(trainer.training.warmup_steps):
-            if stop and stop.signal is not None:
-                break
             started = time.perf_counter()
             trainer.step(batch).item()
             times.append(time.perf_counter() - started)
+            if stop and trainer.world.heard(stop.signal) is not None:
+                break
         # an outer profiler cannot share the GPU with the one that counts launches
         found = probe(trainer, batch, not trainer.settings.profiler.enable_rocm_profiling)
     return replace(found, warmup_time=sum(times), first_step_time=times[0] if times else None)

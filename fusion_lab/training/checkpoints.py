@@ -18,7 +18,8 @@ def format_of(program):
 
 # Fields that may differ between a run and its continuation without a word.
 OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
-                "save_best", "early_stopping", "resume", "init_from", "device")
+                "save_best", "early_stopping", "resume", "init_from", "device", "collective_timeout",
+                "sequence_parallel", "shard_optimizer")
 
 
 def packings(model):
@@ -72,8 +73,10 @@ def averaged(trainer):
 
 
 def save(trainer, path):
-    """Write a snapshot(), whole or not at all."""
-    write_atomically(path, partial(torch.save, snapshot(trainer)))
+    """Write a snapshot(), whole or not at all; of several ranks, which all call this, one does."""
+    whole = snapshot(trainer)
+    if trainer.world.first:
+        write_atomically(path, partial(torch.save, whole))
 
 
 @contextlib.contextmanager
@@ -230,6 +233,7 @@ def restore(trainer, path):
     torch.set_rng_state(saved["rng"]["cpu"])
     if trainer.device.type == "cuda" and "cuda" in saved["rng"]:
         torch.cuda.set_rng_state(saved["rng"]["cuda"], trainer.device)
+    trainer.world.reseed(trainer.training.seed, saved["step"])
     trainer.step_number, trainer.trained_on = saved["step"], set(saved["trained_on"])
     trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
     trainer.chosen_by = set(saved.get("chosen_by", ()))

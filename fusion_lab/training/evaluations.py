@@ -24,11 +24,12 @@ class Evaluations:
         """The evaluation after this step, or of the "final" weights, as a line. A signal ends it early."""
         trainer, program, final = self.trainer, self.trainer.program, step == "final"
         with trainer.averaged():
-            found = program.evaluate(trainer, self.source, stop, final=final)
+            found, signal = trainer.world.together(lambda: (
+                program.evaluate(trainer, self.source, stop, final=final), stop.signal))
         self.by_step[step] = found
         self.metrics.evaluation(trainer.step_number, program.scores(found))
         score = program.score(found)
-        if score is not None and stop.signal is None:
+        if score is not None and signal is None:
             self.compare(trainer.step_number, score, final)
         return program.evaluation_line(found)
 

@@ -265,18 +265,19 @@ def printable(text):
     return "".join(c if c.isprintable() or "\udc80" <= c <= "\udcff" else ascii(c)[1:-1] for c in str(text))
 
 
-def exit_code(run, argv, program):
-    """What run(argv) returns, with every expected failure as one line on stderr and its exit code."""
+def exit_code(run, argv, program, speaks=lambda code: True):
+    """What run(argv) returns, with every expected failure as one line on stderr and its exit code; speaks(code)
+    says whether this process prints it."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="shown")
     with Raised():
         try:
             code, lines = ended(run, argv)
-            say_why(program, lines)
         except KeyboardInterrupt:
-            code = 128 + signal.SIGINT
-            say_why(program, ["interrupted"])
+            code, lines = 128 + signal.SIGINT, ["interrupted"]
+        if lines and speaks(code):
+            say_why(program, lines)
     return code
 
 

@@ -6,6 +6,7 @@ import re
 import textwrap
 from dataclasses import asdict, fields
 
+from fusion_lab.training import torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, flag
 from fusion_lab.training.program import Settings, load_program
@@ -41,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: error: {message}{meant}\n")
+        self.exit(2, f"{self.prog}: error: {message}{meant}\n" if torchrun.first() else None)
 
 
 def whole_number(low=1):

@@ -12,6 +12,7 @@ import torch._functorch.config
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import NO_GPU, UserError
 from fusion_lab.training.reading import read_regular
+from fusion_lab.training.torchrun import place
 
 MEGABYTE = 2 ** 20
 
@@ -24,12 +25,19 @@ def choose_device(name):
     if name == "cpu":
         return torch.device("cpu")
     kind, _, index = f"cuda:{name}".partition(":") if name.isdecimal() else name.partition(":")
-    if kind != "cuda" or not (index or "0").isdecimal() or name.endswith(":"):
+    here = place()
+    if index and here.size > 1:
+        raise UserError(f"--device {name}: {here.size} ranks cannot share a GPU; without it, each gets its own")
+    if here.local_size > count > 0:
+        raise UserError(f"--device {name}: {here.local_size} ranks on this host, but torch {torch.__version__} "
+                        f"sees {count} GPU{'s' * (count > 1)}", code=NO_GPU)
+    index = index or str(here.local_rank)
+    if kind != "cuda" or not index.isdecimal() or name.endswith(":"):
         raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N or N")
-    if int(index or 0) >= count:
+    if int(index) >= count:
         raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees {count}",
                         code=NO_GPU)
-    device = torch.device("cuda", int(index or 0))
+    device = torch.device("cuda", int(index))
     torch.cuda.set_device(device)
     return device
 

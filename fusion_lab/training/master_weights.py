@@ -12,6 +12,8 @@ class MasterWeights:
     threads works on one of them alone (benchmarks/LOG.md).
     """
 
+    sharded = False
+
     def __init__(self, model, dtype):
         self.parameters = dict(model.named_parameters())
         sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in self.parameters.values()]

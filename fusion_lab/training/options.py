@@ -15,7 +15,7 @@ def option(default, help, low=None, choices=None, type=None, below=None, *, at_m
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; rung, its place on the ladder of
     --compare-fusion, which adds one switch after the other (None: not on it); alone, whether it has a row of
-    its own there. training_only: a file that only training reads or writes. resized: a checkpoint may be
+    its own there. training_only: what only training has, such as a file. resized: a checkpoint may be
     continued with another value. metavar: what --help shows in place of its value. mode: if given, the flag
     is a mode, and these are the fields that it takes. short: "-o", for instance.
     """
@@ -155,12 +155,22 @@ class Checkpoints(Learning):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Checkpoints):
+class Several(Checkpoints):
+    """Several GPUs, a process for each, started by torchrun."""
+    collective_timeout: int = option(600, "seconds for which ranks wait for each other", low=1)
+    sequence_parallel: int = option(1, "GPUs that share each sample, of which each has a part: for samples "
+                                       "too large for one", low=1, training_only=True, metavar="K")
+    shard_optimizer: bool = option(False, "every rank keeps and updates its part of the optimizer's state "
+                                          "alone: less memory")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Several):
     """The training run."""
     num_steps: int = option(50, "training steps; all are measured", low=1)
     warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
                                low=0)
-    batch_size: int = option(4, "samples per step", low=1)
+    batch_size: int = option(4, "samples per step; of several GPUs each has so many", low=1)
     use_amp: bool = option(False, "mixed precision")
     use_tf32: bool = option(False, "TF32 matrix products for float32, on GPUs that have them")
     amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "

@@ -39,6 +39,8 @@ def describe_start(trainer, source):
     count = sum(p.numel() for p in trainer.model.parameters())
     print(f"Device: {device} ({name}) | torch {torch.__version__} | dtype: {dtype} | "
           f"seed: {settings.training.seed}")
+    if ranks := trainer.world.describe():
+        print(ranks)
     print(f"Model: {own['sizes']}{', ' if own['sizes'] else ''}{count:,} parameters")
     print(f"Data: {source.describe()} | {program.sample(settings)}")
     print("Fusion Optimizations:")

@@ -3,7 +3,7 @@ missing packages are told at once, Ctrl-C ends without a traceback, and there is
 import os
 import sys
 
-from fusion_lab.training import interrupts
+from fusion_lab.training import interrupts, torchrun
 from fusion_lab.training.files import UserError, announce, require_packages, say_why
 from fusion_lab.training.flags import QUESTION, contradictions, make_parser, parse, program_file, with_demo
 from fusion_lab.training.program import DEFAULT_PROGRAM, load_program
@@ -53,12 +53,12 @@ def go_on(name, judge, command_line):
     judge(command_line)
     require_packages(name, "torch", "numpy", "tqdm")
     quiet = {QUESTION, *command_line.answers} & {*sys.argv}  # all that it prints is the answer
-    if not quiet or sys.stderr and sys.stderr.isatty():
+    if torchrun.first() and (not quiet or sys.stderr and sys.stderr.isatty()):
         announce(f"{name}: loading PyTorch ...")
 
 
 def judge_training(command_line):
     argv = with_demo(sys.argv[1:])
     parse(make_parser(command_line), command_line, argv)
-    for pair in contradictions(command_line, argv):
+    for pair in contradictions(command_line, argv) if torchrun.first() else ():
         print(f"{command_line.name}: note: {pair}: the later one wins", file=sys.stderr)
