@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import sys
-import tempfile
 from dataclasses import replace
 from unittest import mock
 
@@ -18,7 +17,9 @@ import torch.distributed as dist
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import exchanges
+from fusion_lab.training import distributed
 from fusion_lab.training.checkpoints import unpacked
+from fusion_lab.training.feeding import batch_of
 from proteins import splitting
 from proteins.batches import SyntheticProteins
 
@@ -132,36 +133,55 @@ def mutated(name):
     return mock.patch.object(getattr(exchanges, owner) if owner else exchanges, attribute, MUTANTS[name])
 
 
-def work(rank, path, names, out):
+def trained(world, steps=3):
+    """The largest error of weights and losses of a few steps of two pairs of ranks, each with a sample of
+    its own, against one process with both."""
+    settings = tof.PROGRAM.settings(**{**SMALL, "sequence_parallel": 2}, learning_rate=1e-3)
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for ranks in (distributed.ALONE, world):
+        with mock.patch.object(distributed, "current", ranks):
+            trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
+        source = tof.PROGRAM.open_source(settings)
+        batches = [batch_of(source, step, ranks) for step in range(steps)]
+        losses = [trainer.step({key: x.double() if x.is_floating_point() else x for key, x in batch.items()})
+                  for batch in batches]
+        found.append({**trainer.weights, "losses": torch.stack(losses)})
+    torch.set_default_dtype(torch.float32)
+    return deviation(*({name: x.detach() for name, x in one.items()} for one in found))
+
+
+def work(rank, port, names, out):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
-    pairs = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))]
-    groups = {"2": pairs[rank // 2], "4": dist.group.WORLD}
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    world = distributed.begin(tof.PROGRAM.settings(sequence_parallel=2), torch.device("cpu"))
+    groups = {"2": world.mesh["sequence"].get_group(), "4": dist.group.WORLD}
     found = {}
     for name in names:
         title, _, sizes = name.partition(" / ")
-        for size in sizes or "2":
+        if title == "trained":
+            found[title] = trained(world)
+        for size in (sizes or "2") * (title != "trained"):
             if title in MUTANTS:
                 with mutated(title):
-                    found[name] = error_of(groups[size], **CASES["uneven, masks"])
+                    found[title] = error_of(groups[size], **CASES["uneven, masks"])
             else:
                 found.setdefault(title, {})[size] = error_of(groups[size], **CASES[title])
     if rank == 0:
         out.send(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    world.close()
 
 
 def main(names):
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(False)
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "rendezvous")
-        processes = [context.Process(target=work, args=(rank, path, names, sender)) for rank in range(4)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+    processes = [context.Process(target=work, args=(rank, store.port, names, sender)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
     if any(process.exitcode for process in processes):
         raise SystemExit(1)
     print(json.dumps(receiver.recv()))
