@@ -143,7 +143,7 @@ from fusion_lab.training.evaluations import Evaluations, require_score
 from fusion_lab.training.feeding import batches
 from fusion_lab.training.flags import make_parser, named_program, parse, with_demo
 from fusion_lab.training.machine import choose_device, process_settings
-from fusion_lab.training.master_weights import MasterWeights
+from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import load_weights
 from proteins import batches as proteins
 from proteins import coevolution, contacts, prediction, splitting
@@ -647,10 +647,8 @@ class Trainer:
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         lr = self.training.learning_rate
         lr = torch.tensor(lr, device=device) if graphs else lr
-        self.weights, self.masters = dict(self.model.named_parameters()), None
-        if fusion.enable_master_weights and self.amp_dtype is not None:
-            self.masters = MasterWeights(self.model, self.amp_dtype)
-            self.weights = self.masters.views(self.masters.flat)
+        low = self.amp_dtype if fusion.enable_master_weights else None
+        self.masters = master_weights(self.model, low, self.training.shard_optimizer, self.world)
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
         self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs,
                                            weight_decay=self.training.weight_decay)
@@ -661,8 +659,14 @@ class Trainer:
         self.chosen_by = set()  # of what chose between its evaluations
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
 
+    @property
+    def weights(self):
+        """{parameter name: what the optimizer updates}; of several ranks all must ask."""
+        masters = self.masters
+        return masters.views(masters.whole(masters.flat)) if masters else dict(self.model.named_parameters())
+
     def forward(self, batch):
-        cast = self.amp_dtype is not None and self.masters is None
+        cast = self.amp_dtype is not None and not (self.masters and self.masters.low.dtype == self.amp_dtype)
         with torch.autocast(self.device.type, self.amp_dtype, enabled=cast):
             return self.model(**batch)
 
@@ -767,9 +771,9 @@ def train(program, settings, compare_with=None):
     world = distributed.begin(settings, device)
     process_settings(settings, device)
     path = os.path.join(profiler.profile_dir, program.result("performance_summary"))
-    world.from_first(lambda: files.results_directory(settings, path))
+    world.from_first(partial(files.results_directory, settings, path))
     for name in (training.save_checkpoint, training.save_best):
-        world.from_first(lambda: files.require_writable(name))
+        world.from_first(partial(files.require_writable, name))
     require_score(program, training)
     source = program.open_source(world.whole(settings))
     program.before_training(settings, source)
@@ -782,7 +786,7 @@ def train(program, settings, compare_with=None):
     trainer.chosen_by.update(getattr(source, "choosing", ()))
     metrics = Metrics(settings, writes=world.first)
     reporting.describe_start(trainer, source)
-    with files.StopRequest() as stop:
+    with files.StopRequest(patient=world.size > 1) as stop:
         found = warm_up(trainer, source, stop)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

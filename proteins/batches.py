@@ -100,8 +100,9 @@ class SyntheticProteins:
 
 class NaturalProteins(SyntheticProteins):
     """The world `natural`. Its alignments are made where the training runs, beside it on a GPU, each
-    rank's by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of them. In an evaluation "training" are
-    new alignments of folds that are trained on, "held_out" are other folds."""
+    rank's by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of
+    them. In an evaluation "training" are new alignments of folds that are trained on, "held_out" are other
+    folds."""
 
     def __init__(self, settings):
         super().__init__(settings)

@@ -38,7 +38,7 @@ def optimizer_state(trainer, kind):
     """{parameter name: its tensor of this kind in the optimizer}, zeros where there was no gradient yet."""
     state = trainer.optimizer.state
     if trainer.masters and state:
-        return trainer.masters.views(state[trainer.masters.flat][kind])
+        return trainer.masters.views(trainer.masters.whole(state[trainer.masters.flat][kind]))
     return {name: state[p][kind] if p in state else torch.zeros_like(p)
             for name, p in trainer.weights.items()}
 
@@ -67,7 +67,7 @@ def averaged(trainer):
     if not trainer.average:
         return {}
     tensors = trainer.average.weights
-    named = trainer.masters.views(tensors[0]) if trainer.masters else dict(
+    named = trainer.masters.views(trainer.masters.whole(tensors[0])) if trainer.masters else dict(
         zip(trainer.weights, tensors, strict=True))
     return dict(average=unpacked(trainer.model, dict(named)), averaged_steps=trainer.average.steps)
 
@@ -201,7 +201,8 @@ def packed(trainer, tensors):
     for module, prefix in packings(trainer.model):
         module.adapt(tensors, prefix)
     if trainer.masters:
-        return [trainer.masters.join(tensors, torch.zeros_like(trainer.masters.flat))]
+        whole = torch.zeros_like(trainer.masters.low, dtype=trainer.masters.flat.dtype)
+        return [trainer.masters.part(trainer.masters.join(tensors, whole))]
     return [tensors[name] for name in trainer.weights]
 
 

@@ -21,7 +21,7 @@ from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.watch import GRACE, Watch, leave
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LATE = 2  # steps after which a GPU is asked what its ranks said, so that the host never waits for the last one
+LATE = 2  # steps after which a GPU is asked what ranks said: the host never waits for the last step
 
 
 class World:
@@ -108,8 +108,11 @@ class Ranks(World):
     def reduce(self, updated, loss, masters=None):
         tail = torch.cat([loss.detach().view(1) / self.sequence_size, self.asks])
         if masters is not None and masters.sharded:
-            masters.reduce_scatter()
+            masters.sum_gradients()
+            gradient = masters.flat.grad  # if it is not finite on one rank, let all of them see that
+            tail = torch.cat([tail, (gradient * 0).sum(dim=0, keepdim=True)])
             torch.distributed.all_reduce(tail)
+            gradient += tail[-1]
         else:  # one tensor of everything, of which gradients become views
             with_gradient = [p for p in updated if p.grad is not None]
             parts = [*(p.grad.flatten() for p in with_gradient), tail.to(updated[0].dtype)]
@@ -118,7 +121,7 @@ class Ranks(World):
             *gradients, tail = joined.split([len(part) for part in parts])
             for p, gradient in zip(with_gradient, gradients, strict=True):
                 p.grad = gradient.view_as(p)
-        self.told.copy_(tail[1:])
+        self.told.copy_(tail[1:1 + len(SIGNALS)])
         return tail[0]
 
     def clip(self, updated, limit, masters=None):
@@ -208,6 +211,22 @@ class Ranks(World):
         torch.distributed.destroy_process_group()
 
 
+def sum_parts(whole, size):
+    """The sum over ranks of this rank's part of a flat tensor (reduce-scatter)."""
+    part = whole.new_empty(len(whole) // size)
+    newer = getattr(torch.distributed, "reduce_scatter_single", None)  # its name from torch 2.13 on
+    (newer or torch.distributed.reduce_scatter_tensor)(part, whole)
+    return part
+
+
+def gather_parts(part, size):
+    """The flat tensor of which every rank has a part (all-gather)."""
+    whole = part.new_empty(len(part) * size)
+    newer = getattr(torch.distributed, "all_gather_single", None)
+    (newer or torch.distributed.all_gather_into_tensor)(whole, part)
+    return whole
+
+
 current = ALONE
 
 
@@ -241,7 +260,14 @@ def begin(settings, device):
     store = distributed.PrefixStore("fusion_lab", distributed.distributed_c10d._get_default_store())
     say = partial(files.say_why, os.path.basename(sys.argv[0]))
     current = Ranks(place, device, mesh, Watch(store, place, limit, lambda text: say([text])))
+    signal.signal(signal.SIGTERM, terminated)
     return current
+
+
+def terminated(number, _frame):
+    """SIGTERM where no step is under way, as while a model is made. torchrun sends it to all when one ends:
+    then the watch knows why."""
+    leave(current.watch.code_within(2 * GRACE) or 128 + number)
 
 
 class Followed(UserError):

@@ -130,7 +130,11 @@ def finite(value):
 
 
 class StopRequest:
-    """Within, the first SIGINT or SIGTERM only asks the loop to stop; the second one acts at once."""
+    """Within, the first SIGINT or SIGTERM only asks the loop to stop; the second one acts at once, unless
+    this is patient: what starts several processes may pass on one signal twice."""
+
+    def __init__(self, patient=False):
+        self.patient = patient
 
     def __enter__(self):
         self.signal = None
@@ -139,7 +143,8 @@ class StopRequest:
 
     def ask(self, number, _frame):
         self.signal = number
-        self.restore()
+        if not self.patient:
+            self.restore()
 
     def restore(self):
         for number, handler in self.previous.items():
@@ -266,8 +271,8 @@ def printable(text):
 
 
 def exit_code(run, argv, program, speaks=lambda code: True):
-    """What run(argv) returns, with every expected failure as one line on stderr and its exit code; speaks(code)
-    says whether this process prints it."""
+    """What run(argv) returns, with every expected failure as one line on stderr and its exit code, if
+    speaks(code), which may leave it to another process."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="shown")

@@ -27,10 +27,10 @@ def choose_device(name):
     kind, _, index = f"cuda:{name}".partition(":") if name.isdecimal() else name.partition(":")
     here = place()
     if index and here.size > 1:
-        raise UserError(f"--device {name}: {here.size} ranks cannot share a GPU; without it, each gets its own")
+        raise UserError(f"--device {name}: {here.size} ranks cannot share a GPU; each gets one without it")
     if here.local_size > count > 0:
-        raise UserError(f"--device {name}: {here.local_size} ranks on this host, but torch {torch.__version__} "
-                        f"sees {count} GPU{'s' * (count > 1)}", code=NO_GPU)
+        raise UserError(f"--device {name}: {here.local_size} ranks on this host, but torch "
+                        f"{torch.__version__} sees {count} GPU{'s' * (count > 1)}", code=NO_GPU)
     index = index or str(here.local_rank)
     if kind != "cuda" or not index.isdecimal() or name.endswith(":"):
         raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N or N")

@@ -1,5 +1,7 @@
-"""Low-precision weights with float32 masters, each kind in one flat tensor."""
+"""Low-precision weights with float32 masters, each kind in one flat tensor, whole or in parts."""
 import torch
+
+from fusion_lab.training.distributed import gather_parts, sum_parts
 
 ALIGNMENT = 64  # elements; GEMMs and compiled kernels want every weight to begin at a multiple of 16 bytes
 
@@ -14,12 +16,14 @@ class MasterWeights:
 
     sharded = False
 
-    def __init__(self, model, dtype):
+    def __init__(self, model, dtype, ranks=1):
         self.parameters = dict(model.named_parameters())
         sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in self.parameters.values()]
         self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        sizes[-1] += -sum(sizes) % (ranks * ALIGNMENT)
         first = next(iter(self.parameters.values()))
-        self.flat = self.join(self.parameters, torch.zeros(sum(sizes), device=first.device))
+        wide = torch.promote_types(first.dtype, torch.float32)
+        self.flat = self.join(self.parameters, torch.zeros(sum(sizes), device=first.device, dtype=wide))
         self.low = self.flat.to(dtype)
         for p, view in zip(self.parameters.values(), self.views(self.low).values(), strict=True):
             p.data = view
@@ -46,3 +50,50 @@ class MasterWeights:
     def publish(self):
         """Masters -> the model's own weights, in one kernel."""
         self.low.copy_(self.flat)
+
+    def whole(self, part):
+        """A tensor like flat -> of all weights; every rank must ask."""
+        return part
+
+    def part(self, whole):
+        """The reverse."""
+        return whole
+
+
+class ShardedMasters(MasterWeights):
+    """Masters of which each rank keeps and updates a part, `flat`, and the model's own weights whole. Without
+    a lower precision the same with weights in float32."""
+    sharded = True
+
+    def __init__(self, model, dtype, world):
+        super().__init__(model, dtype, world.size)
+        self.world, self.gradients = world, None
+        self.flat = self.part(self.flat)
+
+    def take_gradients(self):
+        """Gather this rank's gradients for sum_gradients()."""
+        whole = torch.zeros(self.low.shape, device=self.low.device, dtype=self.flat.dtype)
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        self.gradients = self.join(found, whole)
+        for p in self.parameters.values():
+            p.grad = None
+
+    def sum_gradients(self):
+        """The sum over ranks of its part of them to flat.grad."""
+        self.flat.grad, self.gradients = sum_parts(self.gradients, self.world.size), None
+
+    def publish(self):
+        self.low.copy_(gather_parts(self.flat.to(self.low.dtype), self.world.size))
+
+    def whole(self, part):
+        return gather_parts(part, self.world.size)
+
+    def part(self, whole):
+        return whole.chunk(self.world.size)[self.world.rank].clone()
+
+
+def master_weights(model, dtype, shard, world):
+    """What fits a run: masters of weights in this dtype, or None; sharded if asked for by several ranks."""
+    if shard and world.size > 1:
+        return ShardedMasters(model, dtype or next(model.parameters()).dtype, world)
+    return MasterWeights(model, dtype) if dtype else None

@@ -30,8 +30,8 @@ def place():
             raise UserError(f"{name}={os.environ[name]!r:.40}: must be a whole number; torchrun sets it")
     found = Place(*(int(os.environ[name]) for name in COUNTS))
     if not (found.rank < found.size and found.local_rank < found.local_size <= found.size):
-        raise UserError(f"{' '.join(f'{name}={os.environ[name]}' for name in COUNTS)}: this cannot be; each rank "
-                        "must be less than its size; torchrun sets them")
+        raise UserError(f"{' '.join(f'{name}={os.environ[name]}' for name in COUNTS)}: this cannot be; "
+                        "each rank must be less than its size; torchrun sets them")
     if found.size > 1 and (absent := [name for name in MEETING_POINT if not os.environ.get(name)]):
         raise UserError(f"{', '.join(absent)}: not set: where do {found.size} ranks meet? torchrun sets it")
     return found

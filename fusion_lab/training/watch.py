@@ -1,4 +1,4 @@
-"""The ranks of a run look after each other: where one fails or is gone, all end soon, and one of them says why.
+"""The ranks of a run look after each other: where one fails or is gone, all end soon, and one says why.
 
 A rank that waits in a collective for one that has ended would wait for long, some backends for ever. So a
 thread of each rank looks, a few times a second, whether another one has failed, whether the processes of its
