@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import exchanges
+from fusion_lab.kernels import exchanges, triton
 from fusion_lab.training import distributed
 from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.feeding import batch_of
@@ -29,6 +29,7 @@ EVEN = dict(seq_len=12, num_seqs=8)
 PLAIN = tof.FusionConfig.preset(False)
 PACKED = tof.FusionConfig(enable_projection_fusion=True, enable_transition_fusion=True,
                           enable_activation_checkpointing=True, attention_backend="sdpa")
+KERNELS = tof.FusionConfig(**{name: True for name in tof.FusionConfig.names() if "triton" in name})
 COMPILED = tof.FusionConfig(enable_torch_compile=True, enable_activation_checkpointing=True)
 
 
@@ -51,6 +52,7 @@ CASES = {
     "predictions": case(targets=False, num_blocks=1),
     "bfloat16": case(dtype=torch.bfloat16),
     "compiled": case(COMPILED, num_blocks=1),
+    "kernels": case(KERNELS, dtype=torch.float32, num_blocks=1, seq_len=6, num_seqs=3),
 }
 
 
@@ -77,7 +79,7 @@ def a_model(settings, fusion, dtype=torch.float64):
 def results(model, batch, dtype=torch.float64, ranks=exchanges.ALONE):
     """Loss and all gradients, or predictions where nothing is asked for."""
     torch.manual_seed(2)  # of dropout, alike on all ranks
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float64):
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         output = model(**batch)
     if "loss" not in output:
         return {key: output[key] for key in ("distances", "contact_probability")}
@@ -173,7 +175,17 @@ def work(rank, port, names, out):
     world.close()
 
 
+def interpret_kernels():
+    """Where Triton interprets: as if the model lay on a GPU."""
+    import triton_targets
+    triton_targets.mend_interpreter()
+    triton.runs = lambda x: x.dtype == torch.float32
+    triton.attends = lambda x, heads: triton.runs(x)
+
+
 def main(names):
+    if os.environ.get("TRITON_INTERPRET"):
+        interpret_kernels()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one

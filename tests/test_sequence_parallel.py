@@ -9,14 +9,14 @@ from split_samples import CASES, MUTANTS
 
 ON = {"uneven, masks": "24", "predictions": "24", "uneven, no masks, more ranks than rows": "4",
       "baseline": "4"}  # ranks; two otherwise
-LONG = ("compiled",)
+LONG = ("compiled", "kernels")
 PRECISION = {"couplings, uneven": 1e-5}  # float64 otherwise
 BROKEN = 1e-3
 
 
-def errors(names):
+def errors(names, **environment):
     """Of cases and mutants, all in one go, for the sake of the imports."""
-    done = run_program("tests/split_samples.py", *names)
+    done = run_program("tests/split_samples.py", *names, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -39,10 +39,15 @@ def test_a_broken_exchange_is_caught():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LONG)
-def test_compiled_in_one_piece(name):
-    worst = errors([f"{name} / 2"])[name]["2"]
+def test_compiled_in_one_piece():
+    worst = errors(["compiled"])["compiled"]["2"]
     assert worst["error"] < 1e-10, worst
+
+
+@pytest.mark.slow
+def test_triton_kernels_of_local_rows():
+    worst = errors(["kernels"], TRITON_INTERPRET="1")["kernels"]["2"]
+    assert 0 < worst["error"] <= 3 * worst["alone"] < 1e-4, worst
 
 
 def run_by_torchrun(processes, *flags):

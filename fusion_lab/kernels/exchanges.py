@@ -6,8 +6,6 @@ every rank holds an equal part, in the order of ranks, and "whole" along all oth
 one loss: what enters it through several ranks is summed, so a parameter's gradient on one rank is that rank's
 share, and sum_gradients() makes it whole.
 """
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
@@ -78,6 +76,17 @@ class Sum(torch.autograd.Function):
         return gradient, None
 
 
+def sum_of_products(lefts, rights):
+    """Of (c, B, ...) matrices, added up in one tensor."""
+    total = None
+    for left, right in zip(lefts, rights, strict=True):
+        if total is None:
+            total = left @ right
+        else:
+            total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
+    return total
+
+
 class SplitTriangleProduct(torch.autograd.Function):
     """TriangleProduct of (c, B, S, S), split along the first S as its result is. No operand is whole but
     while it is multiplied, and none of those is kept for backward, which exchanges once more."""
@@ -96,20 +105,20 @@ class SplitTriangleProduct(torch.autograd.Function):
         (left, right), (outgoing, name, size) = ctx.saved_tensors, ctx.how
         if outgoing:
             by_rank = gradient.chunk(size, -1)
-            dleft = sum(g @ other for g, other in zip(by_rank, all_gather(right, name, size), strict=True))
+            dleft = sum_of_products(by_rank, all_gather(right, name, size))
             dright = reduce_scatter(torch.stack([g.mT @ left for g in by_rank]), name, size)
         else:
             by_rank = all_gather(gradient, name, size)
             dleft = torch.cat([right @ g.mT for g in by_rank], dim=-1)
-            dright = sum(own @ g for own, g in zip(left.chunk(size, -1), by_rank, strict=True))
+            dright = sum_of_products(left.chunk(size, -1), by_rank)
         return dleft, dright, None, None, None
 
 
-class Ranks(NamedTuple):
+class Ranks:
     """The ranks of one process group, or one alone, for whom every exchange returns its argument itself."""
-    name: str = ""
-    size: int = 1
-    rank: int = 0
+
+    def __init__(self, name="", size=1, rank=0):
+        self.name, self.size, self.rank = name, size, rank
 
     @classmethod
     def of(cls, group):
