@@ -16,11 +16,12 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 from fusion_lab.measuring.attribution import ANALYSIS
 from fusion_lab.measuring.predictions import predict_mode
+from fusion_lab.measuring.scaling import read_link
 from fusion_lab.measuring.variants import with_fusion
 from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import run_session
 from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1
-from fusion_lab.training import reporting
+from fusion_lab.training import reporting, torchrun
 from fusion_lab.training.files import (
     exit_code,
     finite,
@@ -79,7 +80,9 @@ def predictions(program, settings, arguments):
     """--predict and --check-prediction; returns the content and the path of their file."""
     path = os.path.join(settings.profiler.profile_dir, program.result("prediction"))
     require_writable(path)
-    result = finite(predict_mode(program, settings, arguments.predict, arguments.check_prediction))
+    link = read_link(arguments.link) if arguments.link else None
+    result = finite(predict_mode(program, settings, arguments.predict, arguments.check_prediction,
+                                 arguments.gpus, link))
     set_aside(path)
     write_json(path, result)
     return result, path
@@ -90,6 +93,7 @@ def run(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     program = named_program(argv, load_program())
     arguments, settings = parse(argv, program)
+    torchrun.require_alone(SCRIPT)
     if arguments.baseline:
         settings = with_fusion(settings, program.fusion_config.preset(False))
     predicted = arguments.predict or arguments.check_prediction

@@ -749,7 +749,7 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
                 metrics.flush()
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
                 bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
-                                              peak_megabytes(device, found)), file=sys.stdout)
+                                              peak_megabytes(device, found), trainer.world), file=sys.stdout)
             if saving:
                 save(trainer, training.save_checkpoint)
             if evaluating:

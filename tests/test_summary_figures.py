@@ -14,6 +14,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics, summary
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.probe import Findings
+from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from fusion_lab.training.reporting import print_ending, print_result, require_finite, shorter, step_line
 
@@ -63,6 +64,8 @@ def test_a_step_line():
     assert step_line(5, training, 1.25, 0.0125, 10.26) == (
         "Step   5/120 | Loss: 1.2500 | Speed:  320.0 samples/sec | Memory:   10.3 MB | Time:  12.5ms")
     assert "| Memory:    n/a MB |" in step_line(5, training, 1.0, 1.0, None)
+    several = SimpleNamespace(size=4, data_size=2)
+    assert " 640.0 samples/sec (160.0 per GPU) | Memory" in step_line(5, training, 1, 0.0125, None, several)
 
 
 def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
@@ -80,7 +83,8 @@ def test_a_summary_of_a_graph_on_a_gpu(monkeypatch):
     monkeypatch.setattr(summary, "system_info", lambda device: dict(device=str(device)))
     settings = SECOND.settings(batch_size=6, use_amp=True)
     trainer = SimpleNamespace(program=replace(SECOND, evaluation_name="seen", statistics=lambda s: dict(n=1)),
-                              settings=settings, device=GPU, graph="captured", amp_dtype=torch.bfloat16)
+                              settings=settings, device=GPU, graph="captured", amp_dtype=torch.bfloat16,
+                              world=ALONE)
     found = Findings(dict(a=3 * 2 ** 20), 2 * 10 ** 12, launches=9, warmup_time=1.5, first_step_time=0.5)
     times = np.array([[0.0, 1.0, 0.0, 0.0]] * 2)
     result = summary.summarise(trainer, found, [2.0, 1.0], times, dict(final=3))

@@ -7,7 +7,8 @@ import numpy as np
 from fusion_lab.measuring.ceilings import ceiling_line, measure_ceilings
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.comparison import measure_alone, release
-from fusion_lab.measuring.roofline import predict
+from fusion_lab.measuring.roofline import predict, unfused_on_meta
+from fusion_lab.measuring.scaling import scaling_rows, step_on
 from fusion_lab.measuring.sizes import shapes_around, shrunk, sizes_text
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.measuring.variants import AS_GIVEN, Variant
@@ -125,9 +126,9 @@ def time_steps(program, settings, device, batch, steps=10):
     return quantiles(timer.seconds().sum(axis=1))[1]
 
 
-def predict_mode(program, settings, sizes=None, check=False):
+def predict_mode(program, settings, sizes=None, check=False, gpus=None, link=None):
     """--predict, for sizes in the order of the program's axes, and --check-prediction: print bounds, and
-    their errors against measurement."""
+    their errors against measurement. gpus, link: a step of so many, with this Link between them."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     ceilings = measure_ceilings(device, settings.training)
@@ -141,12 +142,23 @@ def predict_mode(program, settings, sizes=None, check=False):
         bound = predict(program, sized, device, ceilings, trial.found.launches if trial.found else None)
         result["prediction"] = bound
         print("\n".join(aligned(bound_rows(sizes_text(program, sized), bound))))
+        if gpus:
+            bound["gpus"] = on_several(program, sized, bound["step_s"], gpus, link)
     if check:
         result["checks"] = check_predictions(program, settings, device, ceilings,
                                              shapes_around(program, settings), note)
         print("\n".join(aligned(prediction_rows(result["checks"], program.axes))))
         print(errors_line(result["checks"]))
     return result
+
+
+def on_several(program, settings, step_s, gpus, link):
+    """The bound of a step on so many GPUs, each with such a batch; printed and returned as a dict."""
+    size = 4 * sum(p.numel() for p in unfused_on_meta(program, settings).parameters())  # gradients, float32
+    seconds, share = step_on(gpus, step_s, size, link)
+    print(f"Predicted for {gpus} GPUs, not measured; {size / 1e6:.1f} MB of gradients, hidden behind nothing:")
+    print("\n".join(aligned(scaling_rows(step_s, settings.training.batch_size, size, link, (1, gpus)))))
+    return dict(count=gpus, step_s=seconds, share_of_perfect=share, gradient_bytes=size, link=vars(link))
 
 
 def bound_rows(sizes, bound):

@@ -19,12 +19,13 @@ from fusion_lab.training.reporting import print_result
 def summarise(trainer, found, losses, times, evaluations):
     """The content of performance_summary_*.json: found, a run's Findings; losses; times (steps, 4) in s for
     data, forward, backward, optimizer; evaluations by step."""
-    settings, device, program = trainer.settings, trainer.device, trainer.program
-    steps, batch_size = times.sum(axis=1), settings.training.batch_size
+    settings, device, program, world = trainer.settings, trainer.device, trainer.program, trainer.world
+    steps, batch_size = times.sum(axis=1), settings.training.batch_size * world.data_size
     p20, median, p80 = quantiles(steps)
     forward, backward, optimizer = [None] * 3 if trainer.graph else map(float, times[:, 1:].mean(axis=0))
     peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
     ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
+    flops = found.flops / world.sequence_size  # of one rank
     performance = dict(
         total_samples=len(losses) * batch_size, avg_training_speed=batch_size / float(steps.mean()),
         avg_batch_time=float(steps.mean()), avg_data_time=float(times[:, 0].mean()),
@@ -34,8 +35,10 @@ def summarise(trainer, found, losses, times, evaluations):
         final_loss=losses[-1], avg_loss=statistics.fmean(losses), peak_memory_mb=peak,
         saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
         launch_kind=launch_kind(device), flops_per_step=found.flops,
-        achieved_tflops=found.flops / median / 1e12, matmul_ceiling_tflops=ceiling / 1e12,
-        mfu=found.flops / median / ceiling)
+        achieved_tflops=flops / median / 1e12, matmul_ceiling_tflops=ceiling / 1e12,
+        mfu=flops / median / ceiling)
+    if world.size > 1:
+        performance["ranks"] = figures_of_ranks(world, performance)
     configs = settings.as_dict()
     configs["training_params"]["amp_dtype"] = dtype_name(trainer.amp_dtype)
     return dict(version=program.version, timestamp=datetime.now(timezone.utc).isoformat(), **configs,
@@ -43,9 +46,25 @@ def summarise(trainer, found, losses, times, evaluations):
                 **{program.evaluation_name: evaluations}, system_info=system_info(device))
 
 
+OF_A_RANK = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_data_time", "avg_forward_time",
+             "avg_backward_time", "avg_optimizer_time", "peak_memory_mb", "achieved_tflops", "mfu")
+
+
+def figures_of_ranks(world, performance):
+    """What differs between ranks, in their order; all must ask. The other figures of a summary are those of
+    the first rank, samples those of all. The optimizer's time has the wait for other ranks in it."""
+    by_rank = world.gather({key: performance[key] for key in OF_A_RANK})
+    peaks = [figures["peak_memory_mb"] for figures in by_rank]
+    return dict(count=world.size, data=world.data_size, sequence=world.sequence_size, backend=world.backend,
+                samples_per_second_per_gpu=performance["avg_training_speed"] / world.size,
+                peak_memory_mb_in_all=None if None in peaks else sum(peaks),
+                by_rank={key: [figures[key] for figures in by_rank] for key in OF_A_RANK})
+
+
 HEADLINES = ("first_loss", "final_loss", "avg_loss", "median_batch_time", "p20_batch_time", "p80_batch_time",
              "avg_training_speed", "peak_memory_mb", "launches_per_step", "saved_activation_mb", "mfu",
              "achieved_tflops", "first_step_time", "avg_batch_time", "total_samples")
+OF_RANKS = ("count", "samples_per_second_per_gpu", "peak_memory_mb_in_all")
 
 
 def print_summary(result, path, settings):
@@ -59,7 +78,10 @@ def print_summary(result, path, settings):
                 ("speed", f"{figures['avg_training_speed']:.1f} samples/s"),
                 ("peak memory", "not measured" if memory is None else f"{memory:.1f} MB")]
         print("\n".join(f"   {line}" for line in aligned(rows)))
-    headline = dict(version=result["version"], performance_summary={k: figures[k] for k in HEADLINES})
+    headlines = {key: figures[key] for key in HEADLINES}
+    if "ranks" in figures:
+        headlines["ranks"] = {key: figures["ranks"][key] for key in OF_RANKS}
+    headline = dict(version=result["version"], performance_summary=headlines)
     print_result(headline, path, settings)
 
 

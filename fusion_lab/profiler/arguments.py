@@ -54,6 +54,10 @@ def make_parser(program):
                              help="least step time and peak memory of another size (default: none)")
     predictions.add_argument("--check-prediction", action="store_true", help="predictions against "
                              "measurement for the given size and some round it (default: off)")
+    predictions.add_argument("--gpus", type=flags.whole_number(2), metavar="N", default=None, help="with "
+                             "--predict: a step on so many GPUs, each with such a batch (default: one)")
+    predictions.add_argument("--link", metavar="FILE", default=None, help="what benchmarks/measure_scaling.py "
+                             "found between two GPUs, for --gpus (default: none)")
     return parser
 
 
@@ -84,6 +88,9 @@ def parse(argv, program):
         parser.error(f"argument {mode or flags.QUESTION}: belongs to {program.name}")
     flags.needs_training(program, parser, arguments, "a profiler session")
     refuse_unused(parser, program, arguments)
+    for one, other in (("gpus", "predict"), ("gpus", "link"), ("link", "gpus")):
+        if getattr(arguments, one) and not getattr(arguments, other):
+            parser.error(f"argument {flag(one)}: needs {flag(other)}")
     if arguments.predict:
         judge_sizes(parser, program, settings, arguments.predict)
     return arguments, settings

@@ -59,7 +59,7 @@ def snapshot(trainer):
                 step=trainer.step_number, updates=updates, model=weights, moments=moments,
                 scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
                 best=dict(trainer.best), chosen_by=sorted(trainer.chosen_by),
-                training=asdict(trainer.training), **averaged(trainer))
+                training=dict(asdict(trainer.training), ranks=trainer.world.data_size), **averaged(trainer))
 
 
 def averaged(trainer):
@@ -248,7 +248,7 @@ def load_run(trainer, path, source):
         raise UserError(f"--num-steps {trainer.training.num_steps}: {path} is at step {trainer.step_number} "
                         "already")
     refuse_leaks(saved, source, f"--resume {path}")
-    now = {**asdict(trainer.settings.model), **asdict(trainer.training)}
+    now = {**asdict(trainer.settings.model), **asdict(trainer.training), "ranks": trainer.world.data_size}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
     different = [f"{name} {printable(then[name]):.200} -> {now[name]}" for name in now
                  if name in then and name not in OF_A_SESSION and repr(then[name]) != repr(now[name])]

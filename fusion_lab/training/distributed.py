@@ -5,6 +5,7 @@ for which nothing is sent and torch.distributed is not there.
 """
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ import torch
 
 from fusion_lab.training import files, torchrun
 from fusion_lab.training.files import FAILED, UserError
-from fusion_lab.training.watch import GRACE, Watch, leave
+from fusion_lab.training.watch import GRACE, Watch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LATE = 2  # steps after which a GPU is asked what ranks said: the host never waits for the last step
@@ -88,6 +89,7 @@ class Ranks(World):
 
     def __init__(self, place, device, mesh, watch):
         self.device, self.mesh, self.watch, self.asked = device, mesh, watch, 0
+        self.limit = watch.limit
         self.rank, self.size, self.first = place.rank, place.size, place.rank == 0
         self.data_rank, self.sequence_rank = mesh.get_coordinate()
         self.data_size, self.sequence_size = mesh.shape
@@ -204,11 +206,14 @@ class Ranks(World):
         return f"Ranks: {self.size} ({how}), {self.backend}"
 
     def close(self):
-        """This rank has come to the end that all come to: leave together, after the first one."""
+        """This rank has come to the end that all come to: leave together, after the first one. What torchrun
+        sends the last ones when others have left comes too late."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         self.from_first(lambda: None)
-        self.watch.done()
         self.watch.close()
         torch.distributed.destroy_process_group()
+        begun(ALONE)
 
 
 def sum_parts(whole, size):
@@ -235,9 +240,14 @@ def world():
     return current
 
 
+def begun(world):
+    """Make this the World of this process."""
+    global current
+    current = world
+
+
 def begin(settings, device):
     """Meet the other ranks, if torchrun started any; returns the World. Raises UserError."""
-    global current
     place, limit = torchrun.place(), settings.training.collective_timeout
     sharing = settings.training.sequence_parallel
     if place.size % sharing:
@@ -259,7 +269,7 @@ def begin(settings, device):
                                                     mesh_dim_names=("data", "sequence"))
     store = distributed.PrefixStore("fusion_lab", distributed.distributed_c10d._get_default_store())
     say = partial(files.say_why, os.path.basename(sys.argv[0]))
-    current = Ranks(place, device, mesh, Watch(store, place, limit, lambda text: say([text])))
+    begun(Ranks(place, device, mesh, Watch(store, place, limit, lambda text: say([text]))))
     signal.signal(signal.SIGTERM, terminated)
     return current
 
@@ -267,7 +277,7 @@ def begin(settings, device):
 def terminated(number, _frame):
     """SIGTERM where no step is under way, as while a model is made. torchrun sends it to all when one ends:
     then the watch knows why."""
-    leave(current.watch.code_within(2 * GRACE) or 128 + number)
+    current.watch.leave(current.watch.code_within(2 * GRACE) or 128 + number)
 
 
 class Followed(UserError):
@@ -286,12 +296,12 @@ def exit_code(run, argv, program):
         if current is ALONE:
             raise
         traceback.print_exc()
-        leave(FAILED)
+        current.watch.leave(FAILED)
     if current is not ALONE:
         orderly = code == files.OK or code - 128 in SIGNALS
         if not orderly or current.watch.code() is not None:
             current.watch.claim(code)  # where nobody has, because there is nothing to say
-            leave(current.watch.code_within(GRACE) or code)
+            current.watch.leave(current.watch.code_within(GRACE) or code)
         current.close()
     return code
 
@@ -299,6 +309,16 @@ def exit_code(run, argv, program):
 def speaks(code):
     """Whether this rank says why all end with this code."""
     return torchrun.speaks(code) if current is ALONE else current.watch.claim(code)
+
+
+def lost(words):
+    """What ends this rank when a collective ended with these words."""
+    if re.search("timed out|timeout", words, re.IGNORECASE):
+        return UserError(f"rank {current.rank} has waited {current.limit} s for the others "
+                         "(--collective-timeout)", files.TIMEOUT)
+    if (code := current.watch.code_within(4 * GRACE)) is not None:
+        return Followed(code)
+    return UserError(f"rank {current.rank} lost the others: {words[:200]}", FAILED)
 
 
 def guarded(run, argv):
@@ -313,11 +333,9 @@ def guarded(run, argv):
     except Exception as error:
         if current is ALONE or files.explain(error)[0]:
             raise
-        if (code := current.watch.code_within(4 * GRACE)) is not None:
-            raise Followed(code) from None
-        if isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower():
-            raise UserError(f"rank {current.rank} lost the others: {str(error).splitlines()[0][:200]}",
-                            FAILED) from None
+        words = (str(error).splitlines() or [""])[0]
+        if isinstance(error, torch.distributed.DistError) or re.search("gloo|nccl", words, re.IGNORECASE):
+            raise lost(words) from None
         if not current.watch.claim(FAILED):
             raise Followed(FAILED) from None
         raise

@@ -1,6 +1,8 @@
 """Batches made ahead and brought to the device."""
 from concurrent.futures import ThreadPoolExecutor
 
+from fusion_lab.training.distributed import ALONE
+
 
 def to_device(batch, device):
     if device.type == "cuda":
@@ -24,7 +26,7 @@ def batch_of(source, step, world):
     return own(source.batch(step), world.data_rank, world.data_size)
 
 
-def batches(source, steps, device, world):
+def batches(source, steps, device, world=ALONE):
     """This rank's batches of the given steps, each made by a second thread while the step before it runs."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         pending = None

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
+from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.machine import cpu_name
 from fusion_lab.training.options import MODES_WITH_GRAPHS
@@ -23,10 +24,12 @@ def require_finite(losses, checked, first_step):
     return len(losses)
 
 
-def step_line(done, training, loss, seconds, memory):
+def step_line(done, training, loss, seconds, memory, world=ALONE):
+    """Memory is of one GPU; the speed is of all, and of one behind it."""
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
-    speed = training.batch_size / seconds
-    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
+    speed = training.batch_size * world.data_size / seconds
+    each = f" ({speed / world.size:.1f} per GPU)" if world.size > 1 else ""
+    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec{each}"
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
 
 
@@ -55,6 +58,8 @@ def describe_start(trainer, source):
     idle = settings.idle(device.type == "cuda")
     if settings.training.use_tf32 and not runs_in_tf32(settings.training, device):
         idle.append("this device has no TF32")
+    if settings.training.shard_optimizer and trainer.world.size == 1:
+        idle.append("--shard-optimizer is for several ranks")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
     fusion = settings.fusion

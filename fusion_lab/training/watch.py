@@ -6,7 +6,6 @@ own host are still there, and how long its own rank has waited.
 """
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import time
 from fusion_lab.training.files import FAILED, TIMEOUT
 
 PERIOD = 0.25  # s between looks
+PATIENCE = 5.0  # s for which the first rank waits for the others to end as well
 GRACE = 1.0    # s in which a rank may end by itself after another one failed
 
 
@@ -55,7 +55,10 @@ class Watch(threading.Thread):
 
     def code(self):
         """The exit code of a rank that failed, or None."""
-        return int(self.store.get("code")) if self.store.check(["code"]) else None
+        try:
+            return int(self.store.get("code")) if self.store.check(["code"]) else None
+        except RuntimeError:  # whoever keeps the store has ended
+            return FAILED
 
     def code_within(self, seconds):
         """The same, where it may still be to come."""
@@ -80,7 +83,7 @@ class Watch(threading.Thread):
             except Exception:  # whoever keeps the store has ended
                 code = FAILED
             if code is not None and not self.closed.wait(GRACE):
-                leave(code)
+                self.leave(code)
 
     def look(self):
         """The exit code if this run is to end."""
@@ -100,20 +103,25 @@ class Watch(threading.Thread):
             self.say(text)
         return code
 
-    def done(self):
-        """This rank has ended as it should; what torchrun sends the last ones then comes too late."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        self.store.set(f"done {self.place.rank}", "")
-
     def close(self):
+        """This rank has ended as it should. The first one, which may keep the store, waits for the others."""
         self.closed.set()
         self.join()
+        self.wave()
 
+    def wave(self):
+        self.store.set(f"done {self.place.rank}", "")
+        deadline, others = time.monotonic() + PATIENCE, set(range(1, self.place.size))
+        while self.place.rank == 0 and others and time.monotonic() < deadline:
+            others = {rank for rank in others if not self.store.check([f"done {rank}"])
+                      and runs(self.neighbours.get(rank, os.getpid()))}
+            time.sleep(PERIOD / 25)
 
-def leave(code):
-    """End at once, whatever this process waits for."""
-    for stream in (sys.stdout, sys.stderr):
+    def leave(self, code):
+        """End at once, whatever this process waits for."""
         with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
+            self.wave()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
