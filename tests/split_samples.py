@@ -136,21 +136,23 @@ def mutated(name):
 
 
 def trained(world, steps=3):
-    """The largest error of weights and losses of a few steps of two pairs of ranks, each with a sample of
-    its own, against one process with both."""
-    settings = tof.PROGRAM.settings(**{**SMALL, "sequence_parallel": 2}, learning_rate=1e-3)
+    """The largest error of weights and losses of a few steps of two pairs of ranks, each pair with a sample
+    of its own, against one process with both; with parts of the optimizer's state, too."""
     torch.set_default_dtype(torch.float64)
     found = []
-    for ranks in (distributed.ALONE, world):
+    for ranks, shard in ((distributed.ALONE, False), (world, False), (world, True)):
+        settings = tof.PROGRAM.settings(**SMALL, sequence_parallel=2, learning_rate=1e-3, ema_decay=0.5,
+                                        shard_optimizer=shard)
         with mock.patch.object(distributed, "current", ranks):
             trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
         source = tof.PROGRAM.open_source(settings)
         batches = [batch_of(source, step, ranks) for step in range(steps)]
         losses = [trainer.step({key: x.double() if x.is_floating_point() else x for key, x in batch.items()})
                   for batch in batches]
-        found.append({**trainer.weights, "losses": torch.stack(losses)})
+        found.append({name: x.detach() for name, x in trainer.weights.items()} | dict(
+            losses=torch.stack(losses)))
     torch.set_default_dtype(torch.float32)
-    return deviation(*({name: x.detach() for name, x in one.items()} for one in found))
+    return max((deviation(found[0], several) for several in found[1:]), key=lambda worst: worst["error"])
 
 
 def work(rank, port, names, out):
