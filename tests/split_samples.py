@@ -1,5 +1,6 @@
 """Samples split over ranks against one process, in float64: `python tests/split_samples.py NAME ...` prints
-one line of JSON, {case: {ranks: the largest error and where it is}}. test_sequence_parallel.py starts it.
+one line of JSON, {case: {ranks: the largest error and where it is}}; "trained": of some steps of two pairs of
+ranks; "peaks": bytes. test_sequence_parallel.py starts it.
 
 Four processes, forked after the imports, of which all or two at a time share a sample.
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import exchanges, triton
+from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.training import distributed
 from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.feeding import batch_of
@@ -155,6 +157,20 @@ def trained(world, steps=3):
     return max((deviation(found[0], several) for several in found[1:]), key=lambda worst: worst["error"])
 
 
+def peaks(group):
+    """Bytes of the largest step of a model alone, and of one that shares its sample with this group."""
+    settings = tof.PROGRAM.settings(**{**SMALL, "batch_size": 1, "num_seqs": 16, "seq_len": 48})
+    batch, found = a_batch(settings, True, True), {}
+    for name in ("alone", "split"):
+        model = tof.TinyOpenFoldV2(settings.model, PACKED)
+        if name == "split":
+            splitting.split_over(model, group)
+        with OpCounter() as counter:
+            model(**batch)["loss"].backward()
+        found[name] = counter.peak
+    return found
+
+
 def work(rank, port, names, out):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4",
@@ -166,8 +182,11 @@ def work(rank, port, names, out):
         title, _, sizes = name.partition(" / ")
         if title == "trained":
             found[title] = trained(world)
-        for size in (sizes or "2") * (title != "trained"):
-            if title in MUTANTS:
+            continue
+        for size in sizes or "2":
+            if title == "peaks":
+                found.setdefault(title, {})[size] = peaks(groups[size])
+            elif title in MUTANTS:
                 with mutated(title):
                     found[title] = error_of(groups[size], **CASES["uneven, masks"])
             else:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import PATIENCE, ROOT, last_json, run_program
 from split_samples import CASES, MUTANTS
 
@@ -22,8 +23,11 @@ def errors(names, **environment):
 
 
 def test_losses_and_all_gradients_are_those_of_one_process():
-    found = errors(["trained", *(f"{name} / {ON.get(name, '2')}" for name in CASES if name not in LONG)])
+    cases = (f"{name} / {ON.get(name, '2')}" for name in CASES if name not in LONG)
+    found = errors(["trained", "peaks / 24", *cases])
     assert found.pop("trained")["error"] < 1e-10  # two pairs of ranks, data parallel, three steps
+    for ranks, peak in found.pop("peaks").items():
+        assert 0.9 / int(ranks) < peak["split"] / peak["alone"] < 1.15 / int(ranks)
     rounded = found.pop("bfloat16")["2"]  # by the rule of 3 of all mixed precision
     assert 0.001 < rounded["error"] <= 3 * rounded["alone"], rounded
     for name, by_ranks in found.items():
@@ -48,6 +52,15 @@ def test_compiled_in_one_piece():
 def test_triton_kernels_of_local_rows():
     worst = errors(["kernels"], TRITON_INTERPRET="1")["kernels"]["2"]
     assert 0 < worst["error"] <= 3 * worst["alone"] < 1e-4, worst
+
+
+@pytest.mark.gpu
+def test_two_gpus_are_as_accurate_as_one(tmp_path):
+    """All kernels that take a rank's rows, by the rule of three, over NCCL or RCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    done = run_program("benchmarks/measure_long.py", "--only", "accuracy", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def run_by_torchrun(processes, *flags):
