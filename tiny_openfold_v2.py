@@ -791,7 +791,9 @@ def train(program, settings, compare_with=None):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         left = training.num_steps - trainer.step_number
-        with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
+        with turns.turn(), Profiling(
+                profiler.of_rank(world.rank, world.size), device, trainer.model.sublayers(), found, left,
+                rank=world.rank if world.size > 1 else None) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
             result = summary.summarise(trainer, found, losses, times, evaluations.by_step)
@@ -801,7 +803,9 @@ def train(program, settings, compare_with=None):
                 print(evaluations.take("final", stop))
         if world.first:
             summary.complete(path, result, earlier)
-        analysis = profiling.trace and write_analysis(trainer, source, found, times, profiling)
+        analysis = None
+        if profiler.enable_pytorch_profiler:
+            analysis = write_analysis(trainer, source, found, times, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], evaluations)
         with trainer.averaged():
             if world.data_rank == 0:

@@ -33,6 +33,7 @@ SETTINGS = {
     "baseline fp32": "--disable-all-fusion",
     "baseline bf16": "--disable-all-fusion --use-amp --amp-dtype bfloat16",
     "everything bf16": "--enable-all-fusion --use-amp --amp-dtype bfloat16",
+    "ultra bf16": "--enable-ultra --use-amp --amp-dtype bfloat16",
 }
 OWN = {"--seed", "--num-steps", "--log-every", "--profile-dir"}
 STEP_LINE = re.compile(r"^Step +(\d+)/\d+ \| Loss: +([-\d.naif]+)", re.MULTILINE)

@@ -59,11 +59,11 @@ RUNGS = {
     "+ transition fusion": f"{MASTERS} --enable-projection-fusion --enable-transition-fusion",
     "best": BEST,  # + combo kernels
     "best, triton attention": f"{BEST} --enable-triton-attention",
-    "ultra": f"{BF16} --enable-ultra",  # + triangle multiplication
+    "ultra": f"{BF16} --enable-ultra",  # + triangle multiplication, + projections round attention
+    "ultra, no triton projection": f"{BF16} --enable-ultra --disable-triton-projection",
     "ultra, triton transition": f"{BF16} --enable-ultra --enable-triton-transition",
-    "ultra, triton projection": f"{BF16} --enable-ultra --enable-triton-projection",
     "ultra, triton outer product": f"{BF16} --enable-ultra --enable-triton-outer-product",
-    "ultra, both": f"{BF16} --enable-ultra --enable-triton-projection --enable-triton-outer-product",
+    "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
     "best, no transition fusion": f"{BEST} --disable-transition-fusion",
     "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes

@@ -29,7 +29,7 @@ interrupts.quiet(__name__)
 import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
-from fusion_lab.measuring.scaling import Link, scaling_rows, step_on
+from fusion_lab.measuring.scaling import Link, gpu_rows, step_on
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.measuring.turns import Guest
 from fusion_lab.training import distributed
@@ -189,7 +189,7 @@ def predictions(rows, sizes, link, gpus):
             seconds, size = row["median_ms"] / 1e3, gradient_bytes(sizes[row["name"]])
             counts = (gpus, *LATER)
             print(f"Predicted, not measured: {row['name']} ({size / 1e6:.1f} MB of gradients)")
-            table = scaling_rows(seconds, row["batch_of_each"], size, link, counts)
+            table = gpu_rows(seconds, row["batch_of_each"], size, link, counts)
             print("\n".join(f"   {line}" for line in aligned(table)))
             found[row["name"]] = {n: step_on(n, seconds, size, link)[1] for n in counts}
     return found

@@ -99,10 +99,10 @@ class SyntheticProteins:
 
 
 class NaturalProteins(SyntheticProteins):
-    """The world `natural`. Its alignments are made where the training runs, beside it on a GPU, each
-    rank's by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of
-    them. In an evaluation "training" are new alignments of folds that are trained on, "held_out" are other
-    folds."""
+    """The world `natural`. Its alignments are made where the training runs, beside it on a GPU, each rank's
+    by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of them. A
+    seed gives the same ones every time on one kind of device, and others on another. In an evaluation
+    "training" are new alignments of folds that are trained on, "held_out" are other folds."""
 
     def __init__(self, settings):
         super().__init__(settings)
@@ -191,7 +191,9 @@ class RealProteins(HoldsOut):
         names = ", ".join(map(printable, self.left_out))
         strays = f", left out for want of a partner: {names}" if names else ""
         validated = f", {len(self.validation)} for validation" if self.validation else ""
-        return f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out{strays}"
+        mixed = (f"; {self.training.mix_synthetic:.0%} of the batches are {self.training.synthetic_world} "
+                 "synthetic ones" if self.world else "")
+        return f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out{strays}{mixed}"
 
     def structure(self, name):
         return next(family for family in self.families + self.validation + self.unseen if family.name == name)

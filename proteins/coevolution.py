@@ -15,7 +15,6 @@ from proteins.files import GAP
 
 Q = 21
 FEATURES = Q * Q + 1  # for each pair: a table of states against states, and its strength
-KINDS = ("none", "covariance", "couplings")
 IDENTITY = 0.8      # rows that agree in this share of the columns count as one
 PSEUDOCOUNT = 0.5   # share of evenly spread states that is mixed into the frequencies
 SCALE = dict(covariance=200.0, couplings=10.0)  # tables times this have a standard deviation near 1
@@ -49,12 +48,14 @@ def inverse(matrix):
     scale = scale[:, :, None] * scale[:, None]
     matrix = matrix * scale
     bound = matrix.abs().sum(2).amax(1)[:, None, None]  # of the eigenvalues
-    found = (torch.eye(matrix.shape[1], device=matrix.device) / bound).contiguous()
+    found = torch.eye(matrix.shape[1], device=matrix.device) / bound
     before = torch.backends.cuda.matmul.allow_tf32
-    for step in range(COARSE + FINE):
-        torch.backends.cuda.matmul.allow_tf32 = step < COARSE
-        found = torch.baddbmm(found, found, matrix @ found, beta=2, alpha=-1)
-    torch.backends.cuda.matmul.allow_tf32 = before
+    try:
+        for step in range(COARSE + FINE):
+            torch.backends.cuda.matmul.allow_tf32 = step < COARSE
+            found = torch.baddbmm(found, found, matrix @ found, beta=2, alpha=-1)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
     return (found + found.transpose(1, 2)) / 2 * scale
 
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib
+from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, require_directory, set_aside
 from proteins import maps
@@ -52,17 +53,13 @@ def contact_precision(probability, coords, coord_mask, separation=SEPARATION):
                 p_l=contact[:int(coord_mask.sum())].mean().item(), chance=contact.mean().item())
 
 
-@torch.no_grad()
 def evaluate(trainer, source, stop=None, final=False):
-    """contact_precision() by protein: {"training": {name: ...}, "held_out": {name: ...}}. The model runs
-    uncompiled here, since whole chains differ in length. A signal in stop ends it early. The final one writes
-    maps of the held-out proteins into --plot-contacts, if that is given."""
-    model, directory = trainer.model, trainer.training.plot_contacts if final else None
+    """contact_precision() by protein: {"training": {name: ...}, "held_out": {name: ...}}. A
+    signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts, if
+    that is given."""
+    directory, results = trainer.training.plot_contacts if final else None, {}
     stems = maps.file_names(source.held_out) if directory else {}
-    was_training = model.training
-    model.eval()
-    results = {}
-    with torch.compiler.set_stance("force_eager"):
+    with evaluating(trainer.model):
         for group, proteins in source.evaluation().items():
             results[group] = {}
             for name, batch in proteins:
@@ -73,7 +70,7 @@ def evaluate(trainer, source, stop=None, final=False):
                 coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
                 if coord_mask.sum() <= SEPARATION:
                     continue
-                output = model(**batch)
+                output = trainer.model(**batch)
                 probability, distances = output["contact_probability"][0], output["distances"][0]
                 far = contact_precision(probability, coords, coord_mask, LONG_RANGE)["p_l2"]
                 results[group][name] = dict(contact_precision(probability, coords, coord_mask),
@@ -81,7 +78,6 @@ def evaluate(trainer, source, stop=None, final=False):
                 if directory and group == "held_out" and trainer.world.first:
                     write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
                               (probability, distances, coords, coord_mask))
-    model.train(was_training)
     return results
 
 
@@ -109,7 +105,6 @@ def contact_line(evaluation):
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 
 
-@torch.no_grad()
 def closing(trainer, source, evaluations):
     """What the final evaluation says, in a sentence; before it the map of one protein, on a terminal as text,
     and after a run that was evaluated on its way as a picture beside its results."""
@@ -129,8 +124,8 @@ def show_one(trainer, source, held_out, picture):
     name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
     tokens, batch = batch["target_tokens"][0], to_device(batch, trainer.device)
     coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
-    with torch.compiler.set_stance("force_eager"):
-        output = trainer.model.eval()(**batch)
+    with evaluating(trainer.model):
+        output = trainer.model(**batch)
     probability, distances = output["contact_probability"][0], output["distances"][0]
     if sys.stdout.isatty():
         print(f"{maps.printable(name)}, which it never saw:")

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import torch
 
+from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import choose_device
@@ -136,22 +137,18 @@ def defined(output, batch):
 # --- Evaluation -----------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def evaluate(trainer, source, stop=None, final=False):
     """{"training": {name: dict(recovery, nll, residues)}, "held_out": ..., "yardsticks": ...}: each residue
     predicted from the backbone and the native residues before it in a random order."""
-    model, results = trainer.model, {}
-    was_training = model.training
-    model.eval()
-    with torch.compiler.set_stance("force_eager"):
+    results = {}
+    with evaluating(trainer.model):
         for group, proteins in source.evaluation().items():
             results[group] = {}
             for name, batch in proteins:
                 if stop and stop.signal is not None:
                     break
-                log_probs = model(**to_device(batch, trainer.device))["log_probs"].float().cpu()
+                log_probs = trainer.model(**to_device(batch, trainer.device))["log_probs"].float().cpu()
                 results[group][name] = recovery(log_probs, batch["targets"])
-    model.train(was_training)
     return results | dict(yardsticks=source.yardsticks())
 
 

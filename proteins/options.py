@@ -101,7 +101,8 @@ class TritonSwitches(options.Switches):
                                           rung=9)
     enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=10)
     enable_triton_projection: bool = option(False, "LayerNorm with the projections behind it, output "
-                                            "projection and residual, round triton-attention", rung=11)
+                                            "projection, residual, round triton-attention", ultra=True,
+                                            rung=11)
     enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
                                                "(S, S, h*h) tensor never in memory", rung=12)
 

@@ -145,14 +145,17 @@ def forewarn(program, config, batch, device, dtype):
 
 
 def needs(program, config, batch, device, dtype):
-    """(bytes, FLOPs) of a forward pass, of which one block runs on fake tensors: all are alike."""
-    with FakeTensorMode() as fake, torch.no_grad(), torch.autocast(device.type, dtype, dtype is not None):
-        model = made_in_place(program, device)(replace(config, num_blocks=1), program.fusion_config()).eval()
-        batch = {key: fake.from_tensor(value).to(device) for key, value in batch.items()}
+    """(bytes, FLOPs) of a forward pass, from such of one and of two blocks on fake tensors: all are alike."""
+    def of(blocks):
+        model = made_in_place(program, device)(replace(config, num_blocks=blocks), program.fusion_config())
         with FlopCounterMode(display=False) as flops, OpCounter() as memory:
-            model(**batch)
-    weights = config.num_blocks * sum(4 * weight.numel() for weight in model.parameters())
-    return memory.peak + weights, config.num_blocks * flops.get_total_flops()
+            model.eval()(**fakes)
+        weights = sum(4 * weight.numel() for weight in model.parameters())
+        return np.array([memory.peak + weights, flops.get_total_flops()])
+    with FakeTensorMode() as fake, torch.no_grad(), torch.autocast(device.type, dtype, dtype is not None):
+        fakes = {key: fake.from_tensor(value).to(device) for key, value in batch.items()}
+        one, two = of(1), of(2)
+    return tuple((one + (config.num_blocks - 1) * (two - one)).tolist())
 
 
 @torch.no_grad()

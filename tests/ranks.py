@@ -183,9 +183,10 @@ def agree(rank):
 def same(rank):
     """On GPUs, by the 3x rule against float64: CUDA graphs, torch.compile, master weights, parts of them."""
     device, world = met("auto")
-    samples, source = 2 * world.size, SOURCES["real"](settings(batch_size=2 * world.size))
+    large = dict(msa_dim=32, pair_dim=64, outer_product_dim=16, num_blocks=2, seq_len=32, num_seqs=16)
+    samples, source = 2 * world.size, SOURCES["real"](settings(batch_size=2 * world.size, **large))
     plain = {name: False for name in tof.FusionConfig.names()}
-    exact = trainer_in(ALONE, in_dtype(torch.float64), device, plain, samples)
+    exact = trainer_in(ALONE, in_dtype(torch.float64), device, plain | large, samples)
     losses = steps_of(exact, source, range(STEPS))
     masters = dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)
     fast = dict(enable_cuda_graphs=True, enable_torch_compile=True)
@@ -198,13 +199,14 @@ def same(rank):
     for name, values in cases.items():
         errors = []
         for where in (world, ALONE):
-            trainer = trainer_in(where, tof.PROGRAM, device, values, samples)
+            trainer = trainer_in(where, tof.PROGRAM, device, values | large, samples)
             own = steps_of(trainer, source, range(STEPS), torch.float32)
             off = weights_of(trainer) - weights_of(exact)
             errors.append((far(own, losses), off.square().mean().sqrt().item()))
             torch._dynamo.reset()
         (loss, weight), (loss_alone, weight_alone) = errors
-        good = loss <= 3 * loss_alone + 1e-5 and weight <= 3 * weight_alone + 1e-6
+        floor = 1e-3 if "use_amp" in values else 1e-5  # of rounding, by which either may be exact by luck
+        good = loss <= 3 * loss_alone + floor and weight <= 3 * weight_alone + 0.01 * floor
         failed += [name] * (not good)
         if world.first:
             print(f"{name:18s} {'ok' if good else 'FAILED':6s} loss {loss:.2e} (one GPU {loss_alone:.2e}), "
@@ -281,7 +283,9 @@ SCENARIOS = dict(
     asleep=(2, program(*SHORT, "2", "--collective-timeout", "2", trouble=spoilt_forward(asleep)), None),
     mistake=(2, program(*SHORT, "2", trouble=mistaken), None),
     no_data=(2, program("--data", "absent"), None), flags=(2, program("--batch-size", "0"), None),
-    mode=(2, program("--compare-fusion"), None))
+    mode=(2, program("--compare-fusion"), None),
+    profiled=(2, program(*SHORT, "2", "--enable-pytorch-profiler", "--profile-rank", "all"), None),
+    no_rank=(2, program("--profile-rank", "2"), None))
 
 DIRECTORY = ["."]
 
@@ -300,7 +304,7 @@ def rank_of(scenario, rank, size, port):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         code = scenario(rank) or 0
         if distributed.current is not ALONE:
-            distributed.current.close()
+            distributed.current.close(code)
     except SystemExit as end:
         code = end.code
     except BaseException:

@@ -36,6 +36,21 @@ def test_ladder(tmp_path):
 
 
 @pytest.mark.slow
+def test_scaling(tmp_path):
+    done = run("measure_scaling.py", "--quick", "--steps", 3, "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "scaling.json").read_text())
+    assert [(row["name"], row["gpus"]) for row in found["rows"]] == [("A", 1), ("B8", 1), ("A", 2), ("B8", 2)]
+    assert [kind for kind, *_ in found["gains"]] == ["weak, A", "weak, B8", "strong, batch 4"]
+    for row in found["rows"]:
+        each = 2 if row["name"] == "A" else 4
+        assert row["samples_per_s"] == pytest.approx(1e3 * row["gpus"] * each / row["median_ms"])
+        assert len(row["peak_mb_by_rank"]) == row["gpus"]
+    assert found["link"]["latency_s"] > 0 and found["predicted_share"]["A"].keys() == {"2", "8", "64"}
+    assert "Predicted, not measured" in done.stdout
+
+
+@pytest.mark.slow
 def test_ladder_of_two_checkouts(tmp_path):
     """The other one's code runs: there the model says something else of its attention."""
     other = tmp_path / "other"

@@ -198,6 +198,9 @@ FAULTS = [
     ("names of moments exp_avg_sq", lambda saved: saved["moments"].update(exp_avg_sq=[])),
     ("moments", lambda saved: saved["moments"].pop("exp_avg")),
     ("step", lambda saved: saved.update(step=-1)),
+    *(("best", lambda saved, wrong=wrong: saved["best"].update(wrong)) for wrong in (
+        dict(score="0.5"), dict(score=NAN), dict(score=True), dict(step=1.5), dict(since=None),
+        dict(other=1))),
     ("step", lambda saved: saved.update(step=2 ** 53 + 1)),
     ("updates", lambda saved: saved.update(updates=-0.5)),
     ("updates", lambda saved: saved.update(updates=NAN)),
@@ -244,6 +247,11 @@ def test_resuming_says_what_differs_and_refuses_what_is_dishonest(tmp_path, caps
     load_run(trainer_of(**another), path, source)
     assert capsys.readouterr().out == (f"Resumed from {path} at step 3; different now: seq_len 8 -> 16, "
                                        "dropout 0.2 -> 0.0, learning_rate 0.0003 -> 0.5\n")
+    for steps, words in ((5, ""), (9, "; different now: num_steps 5 -> 9")):  # the rate depends on it
+        path = saved_to(tmp_path / "l.pt", trained(num_steps=5, lr_schedule="linear"))
+        capsys.readouterr()
+        load_run(trainer_of(num_steps=steps, lr_schedule="linear", dropout=0.2), path, source)
+        assert f"{path} at step 3{words}\n" in capsys.readouterr().out
     with pytest.raises(UserError, match="--num-steps 3: .* is at step 3 already"):
         load_run(trainer_of(num_steps=3), path, source)
     source.held_out = ["c", "b", "a"]

@@ -358,8 +358,13 @@ class OneProtein:
     def structure(self, name):
         self.structures.append(name)
 
+    training = True
+
+    def train(self, mode=True):
+        self.training = mode
+
     def eval(self):
-        return self
+        self.training = False
 
     def __call__(self, target_tokens):
         return dict(contact_probability=self.probability[None], distances=self.distances[None])
@@ -390,6 +395,7 @@ def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, s
     text = contact_map_text(source.probability, source.coords, source.coord_mask).splitlines()
     assert lines == ["x, which it never saw:", *text] * shows + [
         f"Its contact map: {path}.png, the numbers {path}.tsv"] * draws
+    assert source.training
     assert [given[:2] for given in drawn] == [(path, "x")] * draws and source.structures == ["x"] * draws
     for *_, tokens, arrays in drawn:
         assert tokens.tolist() == list(range(14)) and len(arrays) == 4

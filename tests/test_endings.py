@@ -121,10 +121,11 @@ def test_a_run_sets_earlier_results_aside(named, resume, aside, tmp_path, monkey
     path = directory / "main"
     directory.mkdir()
     path.write_text("")
-    training = SimpleNamespace(resume=resume, init_from=None)
-    with pytest.raises(files.UserError, match="--init-from .*main: its directory is for"):
-        start = SimpleNamespace(resume=None, init_from=str(directory / "main"))
-        files.results_directory(SimpleNamespace(profiler=profiler, training=start), path)
+    training = SimpleNamespace(resume=resume, init_from=str(tmp_path / "models" / "c.pt"))
+    for start in (path, directory / "runs" / "c.pt") if aside == "d" else ():
+        lost = SimpleNamespace(resume=None, init_from=str(start))
+        with pytest.raises(files.UserError, match="--init-from .*: it lies in the directory for this run's"):
+            files.results_directory(SimpleNamespace(profiler=profiler, training=lost), path)
     assert path.exists()
     files.results_directory(SimpleNamespace(profiler=profiler, training=training), path)
     found, = tmp_path.rglob("*.old-*")

@@ -90,6 +90,9 @@ KERNELS = {
     "fill": """__amd_rocclr_fillBufferAligned.kd
         vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >
         Memset (Device)""",
+    "communication": """ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+        ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)
+        rcclGenericKernel<1, false>(ncclDevKernelArgsStorage<4096ul>)""",
     "compiled code": "triton_unk_fused_3",
     "other": "my_kernel",
 }
@@ -141,6 +144,8 @@ OPERATIONS = {
     "fill": """aten::fill_
         aten::zero_
         aten::empty_strided""",
+    "communication": """c10d::allreduce_
+        _c10d_functional::all_gather_into_tensor""",
     "other": """aten::item
         aten::_local_scalar_dense""",
 }

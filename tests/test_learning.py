@@ -332,3 +332,25 @@ def test_inverse_by_newton_is_the_inverse():
     found = coevolution.inverse(matrix[None].as_subclass(Elsewhere)).as_subclass(torch.Tensor)[0]
     assert (found @ matrix - torch.eye(168)).abs().max() < 1e-3
     assert math.isclose(found.trace().item(), torch.linalg.inv(matrix).trace().item(), rel_tol=1e-4)
+
+
+@pytest.mark.gpu
+def test_statistics_on_a_gpu_are_those_of_a_cpu():
+    rows = torch.randint(0, 21, (2, 64, 24), generator=torch.Generator().manual_seed(0))
+    before = torch.backends.cuda.matmul.allow_tf32
+    for kind in ("covariance", "couplings"):
+        there = coevolution.pair_features(rows.cuda(), kind).cpu()
+        assert torch.allclose(there, coevolution.pair_features(rows, kind), atol=5e-3, rtol=1e-3)
+    assert torch.backends.cuda.matmul.allow_tf32 is before
+
+
+@pytest.mark.gpu
+def test_the_world_in_a_cuda_graph_follows_its_seed():
+    coords = torch.randn(2, 32, 3).cumsum(1) * 3
+    world = natural.GraphedWorld(torch.device("cuda"), coords, 16)
+    first = world(1, coords).clone()
+    assert first.shape == (2, 16, 32) and first.max() <= files.GAP and (first[:, 0] < files.GAP).all()
+    assert not torch.equal(world(2, coords), first)
+    assert torch.equal(world(1, coords), first)
+    alone = natural.natural_alignments(torch.Generator("cuda").manual_seed(1), coords.cuda(), 16)
+    assert alone.shape == first.shape and not torch.equal(world(1, coords.flip(0)), first)

@@ -67,16 +67,16 @@ class Loader:
 def test_roctx_of_the_process_itself_comes_first(names, used, monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", Loader(*names))
     monkeypatch.setattr(Loader, "calls", [])
-    roctx.library.cache_clear()
+    roctx.loaded.cache_clear()
     roctx.resume()
     roctx.pause()
-    roctx.library.cache_clear()
+    roctx.loaded.cache_clear()
     assert Loader.calls == [(used, "resume", 0), (used, "pause", 0)]
 
 
 def test_no_roctx_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", Loader())
-    roctx.library.cache_clear()
+    roctx.loaded.cache_clear()
     with pytest.raises(OSError, match="librocprofiler-sdk-roctx.so"):
         roctx.resume()
 
@@ -88,12 +88,12 @@ def test_an_error_while_paused_leaves_no_two_pauses(monkeypatch):
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("ctypes.CDLL", Loader(None))
     monkeypatch.setattr(Loader, "calls", [])
-    roctx.library.cache_clear()
+    roctx.loaded.cache_clear()
     config = ProfilerConfig(enable_rocm_profiling=True)
     with pytest.raises(ZeroDivisionError), ranges.Profiling(
             config, types.SimpleNamespace(type="cuda"), [], None, 4) as profiling, profiling.paused():
         raise ZeroDivisionError
-    roctx.library.cache_clear()
+    roctx.loaded.cache_clear()
     assert [word for _, word, _ in Loader.calls] == ["resume", "pause", "resume", "pause"]
 
 

@@ -245,7 +245,7 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
     metrics.cut_torn_line(path)
     path.mkdir()
     with pytest.raises(UserError, match="cannot write .*metrics.jsonl: Is a directory"):
-        metrics.Metrics.flush(SimpleNamespace(pending=[], path=str(path), writer=None))
+        metrics.Metrics.flush(SimpleNamespace(pending=[], path=str(path), writer=None, writes=True))
 
 
 @pytest.mark.parametrize("line", [

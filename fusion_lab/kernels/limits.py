@@ -3,6 +3,7 @@ import importlib.util
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs hold all of them
+LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider products are the library's (LOG.md)
 OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
 MESSAGE_CHANNELS, MOST_NEIGHBOURS = (16, 32, 64, 128), 64  # of messages between nodes of a graph
 WIDEST_HEAD = 128
@@ -14,6 +15,8 @@ def takes(switch, width):
     for the outer product, else of a position."""
     if switch == f"{SWITCH}outer_product":
         return width[0] in OUTER_WIDTHS and width[1] in CHANNELS
+    if switch == f"{SWITCH}projection":
+        return width in LAYER_CHANNELS
     return width <= WIDEST_HEAD if switch == f"{SWITCH}attention" else width in CHANNELS
 
 

@@ -246,14 +246,7 @@ def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, h
     of norm_weight, norm_bias, head_weight, in the dtype of these, float32 if they differ."""
     found = norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual,
                                         eps)
-    norm_project_backward_into(*found, dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual,
-                               eps)
-    return found
-
-
-def norm_project_backward_into(dx, normal, sums, dy, dbias, x, norm_weight, norm_bias, weight, head_weight,
-                               residual, eps):
-    """The same into tensors that are there."""
+    dx, normal, sums = found
     one = head_weight if weight is None else weight
     width, heads = 0 if weight is None else len(weight), 0 if head_weight is None else len(head_weight)
     check(one.dtype, x.shape[-1], heads)
@@ -266,6 +259,7 @@ def norm_project_backward_into(dx, normal, sums, dy, dbias, x, norm_weight, norm
             HEADS=padded_width(heads) if heads else 0, RESIDUAL=residual is not None, **options)
         add_up(parts, sums)
     run(norm_project_backward_kernel, NORM_PROJECT_BACKWARD, x, one, width, launch)
+    return found
 
 
 def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps):

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 import triton
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import projection, tuner
 from fusion_lab.kernels import triangle_multiplication_kernels as kernels
+from fusion_lab.kernels import tuner
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
@@ -46,11 +46,8 @@ BACK = candidates(TILES, (64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 3
                   (128, 64, 8, 2))
 BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2), (64, 32, 4, 3),
                            (128, 16, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3))
-FRONT_BACKWARD = [*candidates(TILES, (32, 64, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
-                              (128, 32, 8, 2), (128, 32, 8, 3)),
-                  *candidates((*TILES, "TWO"),  # kernels: more passes, but fewer registers
-                              (64, 32, 4, 2, True), (64, 64, 4, 2, True), (64, 64, 4, 3, True),
-                              (128, 64, 8, 2, True))]
+FRONT_BACKWARD = candidates(TILES, (32, 64, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
+                            (128, 32, 8, 2), (128, 32, 8, 3))
 SMALL = candidates(TILES, (32, 16, 8, 2))  # for float32, whose products hold whole rows in registers
 
 
@@ -111,22 +108,17 @@ class Call:
         return {**config, "BM": max(16, config["BM"] // wider),
                 "BC": max(16, min(self.C, config["BC"] // wider))}
 
-    def run(self, kernel, tiles, *arguments, **options):
-        """Launch with the tuner's choice."""
-        self.tuned(kernel, tiles, lambda config: self.launch(kernel, config, *arguments, **options))
-
-    def tuned(self, kernel, tiles, launch):
+    def run(self, kernel, tiles, *arguments, sums=None, **flags):
+        """Launch with the tuner's choice. sums (n,), if given, becomes the sum of what the programs store."""
+        def launch(config):
+            config = self.fitted(config)
+            programs = self.plane // config["BM"]
+            if sums is None:
+                return kernel[(programs,)](*arguments, **flags, **self.flags, **config)
+            parts = sums.new_empty(programs, len(sums), dtype=torch.float32)
+            kernel[(programs,)](*arguments, parts, **flags, **self.flags, **config)
+            add_up(parts, sums)
         tuner.launch(kernel.__name__, self.shape, SMALL if self.dtype == torch.float32 else tiles, launch)
-
-    def launch(self, kernel, config, *arguments, sums=None, **flags):
-        """With this configuration. sums (n,), if given, becomes the sum of what the programs store."""
-        config = self.fitted(config)
-        programs = self.plane // config["BM"]
-        if sums is None:
-            return kernel[(programs,)](*arguments, **flags, **self.flags, **config)
-        parts = sums.new_empty(programs, len(sums), dtype=torch.float32)
-        kernel[(programs,)](*arguments, parts, **flags, **self.flags, **config)
-        add_up(parts, sums)
 
     def make_sides(self):
         """left and right, (2 c, B, SP, SP)."""
@@ -150,26 +142,6 @@ class Call:
         torch.bmm(*((d, right) if self.outgoing else (right, d.mT)), out=dleft)
         torch.bmm(*((d.mT, left) if self.outgoing else (left, d)), out=dright)
         return dsides
-
-
-    def front_backward(self, sides, dsides, gradient, dgates, dpair, normed, sums, add):
-        """dpair and what gradients of weights need, by one kernel or by two."""
-        pair, *norm = self.front[:3]
-        c, eps = self.C, self.front_sizes[3]
-
-        def launch(config):
-            config = dict(config)
-            if not config.pop("TWO", False):
-                return self.launch(kernels.front_backward_kernel, config, *self.front, sides, dsides,
-                                   self.gate[0], gradient, dgates, dpair, normed, *self.front_sizes,
-                                   sums=sums[:6 * c], ADD=add, **self.front_flags)
-            self.launch(kernels.sides_backward_kernel, config, *self.front, sides, dsides, dgates,
-                        *self.front_sizes, sums=sums[2 * c:6 * c], **self.front_flags)
-            weight = torch.cat([self.front[3], self.gate[0]])
-            projection.norm_project_backward_into(
-                dpair, normed, sums[:2 * c].view(2, c), dgates, None, pair, *norm, weight, None,
-                gradient if add else None, eps)
-        self.tuned(kernels.front_backward_kernel, FRONT_BACKWARD, launch)
 
 
 def mask_strides(mask, outgoing):
@@ -214,7 +186,9 @@ def backward(gradient, pair, weights, mask, drop, product, sides, add, outgoing,
     torch.mm(dout.t(), normed, out=dout_weight)
     dsides = call.multiply_backward(sides, dproduct)
     del product, dproduct, dout
-    call.front_backward(sides, dsides, gradient, dgates, dpair, normed, sums, add)
+    call.run(kernels.front_backward_kernel, FRONT_BACKWARD, *call.front, sides, dsides, call.gate[0],
+             gradient, dgates, dpair, normed, *call.front_sizes, sums=sums[:6 * c], ADD=add,
+             **call.front_flags)
     torch.mm(dgates.t(), normed, out=dweights)
     return found
 

@@ -154,34 +154,6 @@ def back_backward_kernel(product, pair, norm_weight, norm_bias, center_weight, c
 
 
 @triton.jit
-def sides_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, dsides, dgates, S, SP,
-                          plane, eps, mb, mi, mj, sums, BIAS: tl.constexpr, MASK: tl.constexpr,
-                          BOTH: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                          BC: tl.constexpr):
-    """Gradients of the four projections alone, the first 4 C columns of dgates (P, 5 C). sums (programs,
-    4 C): of bias."""
-    q, p, inside, b, i, j = places(S, SP, BM)
-    k = tl.arange(0, C)
-    x = rows(pair, p, inside, k, C)
-    x = layer_norm(x, norm_weight, norm_bias, eps, weight.dtype.element_ty, C)[0]
-    sums += tl.program_id(0).to(tl.int64) * 4 * C
-    for c0 in range(0, 2 * C, BC):
-        c = c0 + tl.arange(0, BC)
-        gate = projected(x, weight, bias, c + 2 * C, BIAS, PRECISION, C)[0]
-        gate = tl.sigmoid(gate)
-        dy = side_tile(dsides, c, q, plane).to(tl.float32)
-        dg = dy * side_tile(sides, c, q, plane).to(tl.float32) * (1 - gate)
-        dy *= gate
-        if MASK:
-            dy *= kept(mask, inside, b * mb + i * mi + j * mj, c0 < C, BOTH)[:, None]
-        store_rows(dgates, p, inside, c, 5 * C, dy)
-        store_rows(dgates, p, inside, c + 2 * C, 5 * C, dg)
-        if BIAS:
-            tl.store(sums + c, tl.sum(dy, 0))
-            tl.store(sums + 2 * C + c, tl.sum(dg, 0))
-
-
-@triton.jit
 def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, dsides, gate_weight,
                           gradient, dgates, dpair, normed, S, SP, plane, eps, mb, mi, mj, sums,
                           BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr, ADD: tl.constexpr,

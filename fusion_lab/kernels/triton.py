@@ -56,8 +56,8 @@ def gated_attention(parts, heads, axis, bias, keys, gate_bias):
 
 
 def projects(x, heads):
-    """Whether a whole attention sub-layer over x (..., c) has kernels."""
-    return fits(x) and attends(x, heads)
+    """Whether a whole attention sub-layer over x (..., c) is given to kernels."""
+    return takes(f"{SWITCH}projection", x.shape[-1]) and attends(x, heads)
 
 
 def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head, keys, residual, drop):

@@ -9,7 +9,7 @@ float32 throughout where the user has not asked for TF32.
 import torch
 import triton
 import triton.language as tl
-from torch.library import define, impl, register_fake
+from torch import library
 from torch.utils.flop_counter import register_flop_formula
 from triton.runtime import driver
 
@@ -33,9 +33,9 @@ def operation(schema, launch, sizes, flops=None):
         listed = (x for given in arguments for x in (given if isinstance(given, (list, tuple)) else [given]))
         with torch.cuda.device_of(next(x for x in listed if isinstance(x, torch.Tensor))):
             return launch(*arguments)
-    define(name, schema[schema.index("("):])
-    impl(name, ("cpu", "cuda"), launch_there)  # "cuda" is AMD's too; "cpu": Triton's interpreter
-    register_fake(name, sizes)
+    library.define(name, schema[schema.index("("):])
+    library.impl(name, ("cpu", "cuda"), launch_there)  # "cuda" is AMD's too; "cpu": Triton's interpreter
+    library.register_fake(name, sizes)
     op = getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0])
     if flops:
         register_flop_formula(op)(flops)

@@ -7,6 +7,7 @@ import numpy as np
 
 from fusion_lab.measuring.analysis import Analysis, SublayerTime, launch_arithmetic
 from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
+from fusion_lab.measuring.collectives import collectives, of_ranks, sentences
 from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.ranges import ranges
@@ -21,7 +22,7 @@ from fusion_lab.measuring.trace import (
     read_trace,
     split_name,
 )
-from fusion_lab.training.feeding import to_device
+from fusion_lab.training.feeding import batch_of, to_device
 from fusion_lab.training.files import finite, set_aside, write_json
 from fusion_lab.training.machine import MEGABYTE, system_info
 
@@ -182,7 +183,7 @@ def analysis_of(trainer, source, found, untraced, path, steps, small=None):
     trace = TraceAnalysis(read_trace(path), program.sublayers)
     operations = {}
     if trainer.device.type == "cpu":
-        batch = source.batch(0)
+        batch = batch_of(source, 0, trainer.world)
         samples = seconds_by_sublayer(trainer, batch, float(np.median(untraced[:, 0])), steps)
         if not settings.fusion.enable_torch_compile:  # compiled code dispatches no operations
             operations = operations_in_a_step(trainer, batch)
@@ -207,15 +208,41 @@ def analysis_of(trainer, source, found, untraced, path, steps, small=None):
         twins=equal_work(program, costs)), trace
 
 
+def keep_company(trainer, source, steps):
+    """The steps that analysis_of() takes on a CPU, of a rank that is not recorded."""
+    if trainer.device.type == "cpu":
+        batch = batch_of(source, 0, trainer.world)
+        for _ in range(steps + (not trainer.settings.fusion.enable_torch_compile)):
+            with trainer.preserved():
+                trainer.step(batch)
+
+
+def exchanges_of(world, found):
+    """of_ranks() of what every rank found, None where it was not recorded; printed. None for a run alone."""
+    by_rank = {rank: kinds for rank, kinds in enumerate(world.gather(found)) if kinds}
+    if world.size == 1:
+        return None
+    exchanges = of_ranks(by_rank)
+    print("\n".join(sentences(exchanges)))
+    return exchanges
+
+
 def write_analysis(trainer, source, found, times, profiling):
     """fusion_analysis.json of a training run, beside the trace that profiling left; times (steps, 4) in s of
-    its steps, of which the first were under the profiler. Returns the file's path."""
+    its steps, of which the first were under the profiler. Returns the file's path. Several ranks must all
+    call this; one that was not recorded returns None."""
+    world, steps = trainer.world, min(profiling.traced_steps, len(times))
+    if profiling.trace is None:
+        keep_company(trainer, source, steps)
+        exchanges_of(world, None)
+        return None
     found.peak_memory_mb = peak_megabytes(trainer.device, found)
     watched = profiling.traced_steps + 1
     untraced = times[watched:] if len(times) > watched else times
-    steps = min(profiling.traced_steps, len(times))
-    analysis, _ = analysis_of(trainer, source, found, untraced, profiling.trace, steps)
-    target = os.path.join(os.path.dirname(profiling.trace), ANALYSIS)
+    analysis, trace = analysis_of(trainer, source, found, untraced, profiling.trace, steps)
+    analysis.collectives = exchanges_of(world, collectives(trace))
+    target = os.path.join(os.path.dirname(profiling.trace), ANALYSIS if world.first else
+                          ANALYSIS.replace(".", f"_rank{world.rank}.", 1))
     set_aside(target)
     write_json(target, finite(analysis.as_dict()))
     return target

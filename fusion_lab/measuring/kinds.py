@@ -5,7 +5,7 @@ Every profile of this project uses these words, whoever recorded it: torch.profi
 import re
 
 KINDS = ("matrix product", "attention", "softmax", "normalisation", "elementwise", "reduction", "optimizer",
-         "copy", "fill", "compiled code", "other")
+         "communication", "copy", "fill", "compiled code", "other")
 OPERATION_KINDS = (*KINDS, "view", "autograd's own")  # these two do no work of their own
 
 
@@ -17,6 +17,7 @@ def rules(*pairs):
 # (Cijk_), Composable Kernel, MIOpen, cuBLAS (nvjet, xmma), CUTLASS, rocPRIM and CUB.
 NORMS = r"(layer|batch|group|rms)_?norm"
 OF_KERNELS = rules(
+    ("communication", r"nccl|rccl"),
     # Inductor's own prefix says more than the operators it lists after it: a kernel with the name
     # triton_poi_fused__scaled_dot_product_attention_clone is a pointwise one.
     ("elementwise", r"^triton_(poi|for)_"),
@@ -43,6 +44,7 @@ VIEWS = ("view", "view_as", "reshape", "transpose", "t", "mT", "numpy_T", "permu
          "to", "linear", "resolve_conj", "resolve_neg", "lift_fresh")  # these call others, or hand input on
 OF_OPERATIONS = rules(
     ("view", rf"^(aten::)?({'|'.join(VIEWS)})$"),
+    ("communication", r"c10d|gloo:|nccl:"),
     # A node of the graph: what it calls are operations of their own, the rest of its time is autograd's.
     ("autograd's own", r"autograd::|HookFunction$|^(?!.*compiled)(?!aten::).*Backward\d*$"),
     ("attention", r"attention|flash"),

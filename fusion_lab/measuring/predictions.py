@@ -8,7 +8,7 @@ from fusion_lab.measuring.ceilings import ceiling_line, measure_ceilings
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.comparison import measure_alone, release
 from fusion_lab.measuring.roofline import predict, unfused_on_meta
-from fusion_lab.measuring.scaling import scaling_rows, step_on
+from fusion_lab.measuring.scaling import gpu_rows, step_on
 from fusion_lab.measuring.sizes import shapes_around, shrunk, sizes_text
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.measuring.variants import AS_GIVEN, Variant
@@ -156,8 +156,8 @@ def on_several(program, settings, step_s, gpus, link):
     """The bound of a step on so many GPUs, each with such a batch; printed and returned as a dict."""
     size = 4 * sum(p.numel() for p in unfused_on_meta(program, settings).parameters())  # gradients, float32
     seconds, share = step_on(gpus, step_s, size, link)
-    print(f"Predicted for {gpus} GPUs, not measured; {size / 1e6:.1f} MB of gradients, hidden behind nothing:")
-    print("\n".join(aligned(scaling_rows(step_s, settings.training.batch_size, size, link, (1, gpus)))))
+    print(f"Predicted for {gpus} GPUs, not measured; {size / 1e6:.1f} MB of gradients, hidden by nothing:")
+    print("\n".join(aligned(gpu_rows(step_s, settings.training.batch_size, size, link, (1, gpus)))))
     return dict(count=gpus, step_s=seconds, share_of_perfect=share, gradient_bytes=size, link=vars(link))
 
 

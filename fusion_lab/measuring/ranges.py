@@ -39,7 +39,8 @@ class Profiling:
     profiler start and stop, a memory profile from a run's Findings. Results go to config.profile_dir."""
     TRACED_STEPS = 5  # a trace of 50 steps has some hundred MB
 
-    def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS):
+    def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS, rank=None):
+        self.name = None if rank is None else f"rank{rank}"  # of several
         self.config, self.device, self.found, self.traced_steps = config, device, found, traced_steps
         self.open_ranges, self.profiler, self.trace = [], None, None  # trace: the file's path, afterwards
         self.earlier = self.traces()
@@ -54,11 +55,12 @@ class Profiling:
             self.profiler = torch.profiler.profile(
                 schedule=torch.profiler.schedule(wait=0, warmup=warmup, repeat=1,
                                                  active=min(traced_steps, num_steps - warmup)),
-                on_trace_ready=torch.profiler.tensorboard_trace_handler(config.profile_dir),
+                on_trace_ready=torch.profiler.tensorboard_trace_handler(config.profile_dir, self.name),
                 record_shapes=True, profile_memory=config.enable_memory_profiling)
 
     def traces(self):
-        return set(glob.glob(os.path.join(glob.escape(self.config.profile_dir), "*.pt.trace.json")))
+        return set(glob.glob(os.path.join(glob.escape(self.config.profile_dir),
+                                          f"{self.name or ''}*.pt.trace.json")))
 
     def __enter__(self):
         self.hooks.__enter__()

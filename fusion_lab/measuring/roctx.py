@@ -8,7 +8,7 @@ NAMES = (None, "librocprofiler-sdk-roctx.so.1", "librocprofiler-sdk-roctx.so")
 
 
 @functools.cache
-def library():
+def loaded():
     """The roctx library of rocprofiler-sdk. Raises OSError where there is none."""
     for name in NAMES:
         try:
@@ -22,9 +22,9 @@ def library():
 
 def resume():
     """An outer profiler records from here on. Raises OSError where there is no roctx."""
-    library().roctxProfilerResume(0)
+    loaded().roctxProfilerResume(0)
 
 
 def pause():
     """An outer profiler does not record from here on. Raises OSError where there is no roctx."""
-    library().roctxProfilerPause(0)
+    loaded().roctxProfilerPause(0)

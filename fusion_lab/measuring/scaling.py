@@ -56,7 +56,7 @@ def read_link(path):
     return link
 
 
-def scaling_rows(step_s, samples, gradient_bytes, link, gpus):
+def gpu_rows(step_s, samples, gradient_bytes, link, gpus):
     """Cells of a table, the header first, for each of these numbers of GPUs."""
     rows = [["GPUs", "ms", "all-reduce ms", "samples/s", "of perfect"]]
     for count in gpus:

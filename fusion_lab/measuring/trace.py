@@ -87,9 +87,9 @@ class TraceAnalysis:
     def __init__(self, events, sublayers):
         spans = [e for e in events if e.get("ph") == "X" and "dur" in e]
         names = {*sublayers, *(f"{name}.backward" for name in sublayers)}
-        marks = [e for e in spans if e.get("cat") == "user_annotation"]
-        self.named = [e for e in marks if e["name"] in names]
-        self.phases = [e for e in marks if e["name"] in PHASES]
+        self.marks = [e for e in spans if e.get("cat") == "user_annotation"]
+        self.named = [e for e in self.marks if e["name"] in names]
+        self.phases = [e for e in self.marks if e["name"] in PHASES]
         self.steps = sum(e["name"] == "forward" for e in self.phases) or 1
         self.ranges = Ranges(self.named)
         self.phase_at = Ranges([dict(e, tid=0) for e in self.phases])

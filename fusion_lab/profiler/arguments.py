@@ -56,8 +56,8 @@ def make_parser(program):
                              "measurement for the given size and some round it (default: off)")
     predictions.add_argument("--gpus", type=flags.whole_number(2), metavar="N", default=None, help="with "
                              "--predict: a step on so many GPUs, each with such a batch (default: one)")
-    predictions.add_argument("--link", metavar="FILE", default=None, help="what benchmarks/measure_scaling.py "
-                             "found between two GPUs, for --gpus (default: none)")
+    predictions.add_argument("--link", metavar="FILE", default=None, help="what "
+                             "benchmarks/measure_scaling.py found of two GPUs, for --gpus (default: none)")
     return parser
 
 

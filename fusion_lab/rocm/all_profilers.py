@@ -18,6 +18,7 @@ from fusion_lab.rocm.profiled import ask, chosen_program
 from fusion_lab.rocm.session import Outcome
 from fusion_lab.rocm.wrapper import Parser
 from fusion_lab.rocm.wrappers import WRAPPERS
+from fusion_lab.training import torchrun
 from fusion_lab.training.files import (
     FAILED,
     MISSING,
@@ -152,6 +153,7 @@ def summary_page(directory, outcomes, command_line):
 
 def run_all(arguments):
     """Exit code of the whole. Raises UserError where nothing was run."""
+    torchrun.require_alone(SCRIPT)
     options, own_flags = parse(arguments)
     directory = pathlib.Path(os.path.abspath(
         options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}"))

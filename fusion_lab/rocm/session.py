@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fusion_lab.rocm import machine, preflight, profiled
 from fusion_lab.rocm.failures import MEANING, without_colours
 from fusion_lab.rocm.process import failure, run, say
+from fusion_lab.training import torchrun
 from fusion_lab.training.files import NO_DATA, OK, UserError, exit_code, set_aside, write_text
 from fusion_lab.training.program import ROOT
 
@@ -142,5 +143,8 @@ def write_manifest(wrapper, commands, outcome):
 
 def main(wrapper_class, arguments):
     """Exit code of one wrapper; wrong use is one line, problems of the machine are a list."""
-    return exit_code(lambda argv: profile(wrapper_class.from_arguments(argv)).code, arguments,
-                     wrapper_class.script)
+    def run(argv):
+        torchrun.require_alone(wrapper_class.script)
+        return profile(wrapper_class.from_arguments(argv)).code
+
+    return exit_code(run, arguments, wrapper_class.script)

@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 
 from fusion_lab.study.arguments import SCRIPT, own_part, parse
-from fusion_lab.training import start
+from fusion_lab.training import start, torchrun
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     start.begin_tool(SCRIPT, own_part(sys.argv[1:]), lambda program: parse(sys.argv[1:], program))
@@ -192,6 +192,7 @@ def run_command(argv):
 
 def run(argv):
     """Do what a command line asks; returns the exit code. Raises UserError."""
+    torchrun.require_alone(SCRIPT)
     try:
         with stopping_at_once():
             return run_command(argv)

@@ -176,9 +176,7 @@ def faults(saved, trainer):
             yield key
     if not isinstance(saved.get("training", {}), dict):
         yield "training"
-    best = saved.get("best", trainer.best)
-    if not (isinstance(best, dict) and set(best) == set(trainer.best) and all(
-            value is None or isinstance(value, (int, float)) for value in best.values())):
+    if not whole_best(saved.get("best", trainer.best)):
         yield "best"
     devices = [trainer.device] if trainer.device.type == "cuda" and "cuda" in saved["rng"] else []
     for device in [torch.device("cpu"), *devices]:
@@ -186,6 +184,15 @@ def faults(saved, trainer):
             torch.Generator(device).set_state(saved["rng"][device.type])
         except (KeyError, RuntimeError, TypeError):
             yield f"rng {device.type}"
+
+
+def whole_best(best):
+    """Whether it is what a trainer keeps of its best evaluation."""
+    if not isinstance(best, dict) or set(best) != {"score", "step", "since"}:
+        return False
+    score, step, since = (best[name] for name in ("score", "step", "since"))
+    return ((score is None or type(score) in (int, float) and math.isfinite(score)) and type(since) is int
+            and (step is None or type(step) is int))
 
 
 def usable(trainer, path):
@@ -250,8 +257,9 @@ def load_run(trainer, path, source):
     refuse_leaks(saved, source, f"--resume {path}")
     now = {**asdict(trainer.settings.model), **asdict(trainer.training), "ranks": trainer.world.data_size}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
+    free = {*OF_A_SESSION} - ({"num_steps"} if trainer.training.lr_schedule != "constant" else set())
     different = [f"{name} {printable(then[name]):.200} -> {now[name]}" for name in now
-                 if name in then and name not in OF_A_SESSION and repr(then[name]) != repr(now[name])]
+                 if name in then and name not in free and repr(then[name]) != repr(now[name])]
     print(f"Resumed from {path} at step {trainer.step_number}"
           + (f"; different now: {', '.join(different)}" if different else ""))
 

@@ -205,12 +205,14 @@ class Ranks(World):
         how += f", {self.sequence_size} for each sample" if self.sequence_size > 1 else ""
         return f"Ranks: {self.size} ({how}), {self.backend}"
 
-    def close(self):
+    def close(self, code):
         """This rank has come to the end that all come to: leave together, after the first one. What torchrun
         sends the last ones when others have left comes too late."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         self.from_first(lambda: None)
+        if self.backend == "nccl":  # its communicators would wait for every captured graph to be gone
+            self.watch.leave(code)
         self.watch.close()
         torch.distributed.destroy_process_group()
         begun(ALONE)
@@ -258,6 +260,8 @@ def begin(settings, device):
     distributed, on_gpu = torch.distributed, device.type == "cuda"
     if not distributed.is_available():
         raise UserError("this torch has no torch.distributed", files.MISSING)
+    if (asked := settings.profiler.profile_rank) != "all" and int(asked) >= place.size:
+        raise UserError(f"--profile-rank {asked}: there are {place.size} ranks, the first is 0")
     try:
         distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=limit),
                                        device_id=device if on_gpu else None)
@@ -265,8 +269,8 @@ def begin(settings, device):
         raise UserError(f"{place.size} ranks did not meet at {os.environ['MASTER_ADDR']}:"
                         f"{os.environ['MASTER_PORT']} within {limit} s: {str(error).splitlines()[0][:200]}",
                         FAILED) from None
-    mesh = distributed.device_mesh.init_device_mesh(device.type, (place.size // sharing, sharing),
-                                                    mesh_dim_names=("data", "sequence"))
+    mesh = distributed.init_device_mesh(device.type, (place.size // sharing, sharing),
+                                        mesh_dim_names=("data", "sequence"))
     store = distributed.PrefixStore("fusion_lab", distributed.distributed_c10d._get_default_store())
     say = partial(files.say_why, os.path.basename(sys.argv[0]))
     begun(Ranks(place, device, mesh, Watch(store, place, limit, lambda text: say([text]))))
@@ -302,7 +306,7 @@ def exit_code(run, argv, program):
         if not orderly or current.watch.code() is not None:
             current.watch.claim(code)  # where nobody has, because there is nothing to say
             current.watch.leave(current.watch.code_within(GRACE) or code)
-        current.close()
+        current.close(code)
     return code
 
 

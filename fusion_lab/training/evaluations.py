@@ -1,4 +1,8 @@
 """The evaluations of a run: kept by step, for the best checkpoint and for early stopping."""
+import contextlib
+
+import torch
+
 from fusion_lab.training.checkpoints import save
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import nothing
@@ -9,6 +13,18 @@ def require_score(program, training):
     for flag, asked in (("--save-best", training.save_best), ("--early-stopping", training.early_stopping)):
         if asked and program.score is nothing:
             raise UserError(f"{flag}: {program.name} does not say which evaluation is better")
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    """Within, the model runs without dropout, gradients and torch.compile: whole chains differ in length."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train(was_training)
 
 
 class Evaluations:

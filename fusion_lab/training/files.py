@@ -169,11 +169,11 @@ def results_directory(settings, path):
     default directory is set aside whole, unless a run in it is resumed; in one that the user named, what is
     at path is. Raises UserError."""
     directory, training = settings.profiler.profile_dir, settings.training
-    start = training.init_from and os.path.realpath(training.init_from)
-    if start and os.path.dirname(start) == os.path.realpath(directory):
-        raise UserError(f"--init-from {training.init_from}: its directory is for this run's results, which "
-                        "set aside what is there; name another --profile-dir")
     if directory == type(settings.profiler)().profile_dir and not training.resume:
+        place, start = (os.path.realpath(name) for name in (directory, training.init_from or os.sep))
+        if os.path.commonpath([place, start]) == place:
+            raise UserError(f"--init-from {training.init_from}: it lies in the directory for this run's "
+                            "results, which set aside what is there; name another --profile-dir")
         fresh_directory(directory, named=False, force=False)
     require_directory(directory)
     set_aside(path)

@@ -63,8 +63,7 @@ def read_model(path, program):
 def load_weights(trainer, path, source):
     """Let a new run begin with the weights of a checkpoint, averaged if it has such, or of a model file.
     Raises UserError."""
-    saved, config = read_model(path, trainer.program), trainer.settings.model
-    now = sizes(config)
+    saved, now = read_model(path, trainer.program), sizes(trainer.settings.model)
     different = [f"{flag(name)} {value}" for name, value in sizes(saved.config).items() if value != now[name]]
     if different:
         raise UserError(f"--init-from {path}: made for another model; to use it, pass {' '.join(different)}")

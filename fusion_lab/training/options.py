@@ -150,8 +150,8 @@ class Checkpoints(Learning):
     save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
                             metavar="FILE")
     resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
-    init_from: str = option(None, "checkpoint whose weights a new run starts from, averaged if they were",
-                            type=str, training_only=True, metavar="FILE")
+    init_from: str = option(None, "checkpoint or model file whose weights a new run starts from, averaged "
+                                  "if they were", type=str, training_only=True, metavar="FILE")
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,18 @@ class ProfilerConfig(Checked):
                                                  "(over lengths: run_pytorch_profiler.py --seq-lens)")
     enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
                                                 "measured steps, for an outer profiler")
+    profile_rank: str = option("0", "which of several ranks is recorded: a number, or all")
     profile_dir: str = option("./pytorch_profiles_v2", "where results go")
     json: bool = option(False, "end with the result as a line of JSON on a terminal too")
     tensorboard: bool = option(False, "write losses, learning rate and evaluations for TensorBoard as well")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.profile_rank != "all" and not (self.profile_rank.isascii() and self.profile_rank.isdigit()):
+            self.refuse("profile_rank", "must be a rank's number, or all")
+
+    def of_rank(self, rank, size):
+        """The same for one of several ranks: nothing is recorded in those that are not asked for."""
+        if size == 1 or self.profile_rank in ("all", str(rank)):
+            return self
+        return replace(self, **{f.name: False for f in fields(self) if f.name.startswith("enable_")})

@@ -51,4 +51,6 @@ def speaks(code):
 def require_alone(what):
     """Raise UserError where torchrun started several processes of what is made for one."""
     if (size := place().size) > 1:
-        raise UserError(f"{what} is for one process, and torchrun started {size}: start it without torchrun")
+        error = UserError(f"{what} is for one process, and torchrun started {size}: start it without")
+        error.lines = error.lines if first() else ()
+        raise error

@@ -4,7 +4,6 @@ import torch
 from rule import mutant, violations
 
 from fusion_lab.kernels import triangle_multiplication as trimul
-from fusion_lab.kernels import tuner
 
 CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout shares, biases, what is saved
     "outgoing": (2, 13, 32, True, 2, "own", 1, True, "all"),
@@ -46,36 +45,6 @@ def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, save, module
                                          (torch.float16, "small")])
 def test_forward_and_gradients(dtype, case):
     assert not violations(*problem(dtype, *CASES[case]))
-
-
-def in_two(monkeypatch):
-    """As some candidates of the tuner have it: two kernels for the gradient of pair."""
-    def launch(kernel, shape, candidates, run):
-        run(next((c for c in candidates if "TWO" in c), candidates[0]))
-    monkeypatch.setattr(tuner, "launch", launch)
-
-
-@pytest.mark.parametrize("case", ["outgoing", "both sides masked", "update alone", "small"])
-def test_gradient_of_pair_by_two_kernels(case, monkeypatch):
-    in_two(monkeypatch)
-    assert not violations(*problem(torch.bfloat16, *CASES[case]))
-
-
-TWO_MUTANTS = {
-    "mask forgotten": ("c0 < C, BOTH)[:, None]", "c0 < 0, False)[:, None]"),
-    "gate's derivative": ("tl.float32) * (1 - gate)\n        dy", "tl.float32) * gate\n        dy"),
-    "output gate forgotten": ("torch.cat([self.front[3], self.gate[0]])",
-                              "torch.cat([self.front[3], 0 * self.gate[0]])"),
-    "bias gradients exchanged": ("sums + c, tl.sum(dy", "sums + c, tl.sum(dg"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TWO_MUTANTS)
-def test_mutants_of_the_two_are_caught(name, tmp_path, monkeypatch):
-    in_two(monkeypatch)
-    module = mutant(trimul, *TWO_MUTANTS[name], tmp_path)
-    assert violations(*problem(torch.bfloat16, *CASES["small"], module=module))
 
 
 MUTANTS = {  # what is replaced by what, and the case that must notice
