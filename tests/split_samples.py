@@ -193,7 +193,7 @@ def work(rank, port, names, out):
                 found.setdefault(title, {})[size] = error_of(groups[size], **CASES[title])
     if rank == 0:
         out.send(found)
-    world.close()
+    world.close(0)
 
 
 def interpret_kernels():
