@@ -103,7 +103,8 @@ def steps_of(trainer, source, steps, dtype=torch.float64):
 
 
 def weights_of(trainer):
-    return torch.cat([w.detach().flatten() for w in trainer.weights.values()])
+    named = checkpoints.unpacked(trainer.model, {name: w.detach() for name, w in trainer.weights.items()})
+    return torch.cat([named[name].flatten() for name in sorted(named)])
 
 
 def far(found, expected):
@@ -180,8 +181,9 @@ def agree(rank):
     assert len({x.item() for x in world.gather(random)}) == world.size, "dropout must differ"
 
 
-def same(rank):
-    """On GPUs, by the 3x rule against float64: CUDA graphs, torch.compile, master weights, parts of them."""
+def same(rank, *only):
+    """On GPUs, by the 3x rule against float64: CUDA graphs, torch.compile, master weights, parts of them; or
+    only some of these cases."""
     device, world = met("auto")
     large = dict(msa_dim=32, pair_dim=64, outer_product_dim=16, num_blocks=2, seq_len=32, num_seqs=16)
     samples, source = 2 * world.size, SOURCES["real"](settings(batch_size=2 * world.size, **large))
@@ -197,6 +199,8 @@ def same(rank):
                  float16={**masters, **fast, **parts, "amp_dtype": "float16"})
     failed = []
     for name, values in cases.items():
+        if only and name not in only:
+            continue
         errors = []
         for where in (world, ALONE):
             trainer = trainer_in(where, tof.PROGRAM, device, values | large, samples)
@@ -340,7 +344,7 @@ def run_scenario(name):
 def main(argv):
     if "RANK" in os.environ:
         rank = int(os.environ["RANK"])
-        return distributed.exit_code(lambda names: globals()[names[0]](rank), argv, "ranks.py")
+        return distributed.exit_code(lambda names: globals()[names[0]](rank, *names[1:]), argv, "ranks.py")
     os.chdir(argv[0])
     for name in argv[1:]:
         run_scenario(name)

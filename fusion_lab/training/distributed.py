@@ -281,7 +281,9 @@ def begin(settings, device):
 def terminated(number, _frame):
     """SIGTERM where no step is under way, as while a model is made. torchrun sends it to all when one ends:
     then the watch knows why."""
-    current.watch.leave(current.watch.code_within(2 * GRACE) or 128 + number)
+    if (code := current.watch.code_within(2 * GRACE)) is None:
+        current.watch.claim(128 + number)
+    current.watch.leave(code or 128 + number)
 
 
 class Followed(UserError):
