@@ -68,8 +68,8 @@ def collectives(trainer, batch):
     found = {}
     for event in profiler.key_averages():
         name = event.key.partition("(")[0].lower().replace("_", "")
-        words = next((words for part, words in KINDS.items() if part in name), None)
-        if words and (name.startswith("nccl") if on_gpu else name.startswith("gloo:")):
+        if name.startswith("nccl" if on_gpu else "gloo:"):
+            words = next((words for part, words in KINDS.items() if part in name), "others")
             took = event.self_device_time_total if on_gpu else event.cpu_time_total
             found[words] = found.get(words, 0.0) + took / 1e3
     return found
@@ -116,8 +116,9 @@ def judged(settings, device, ranks):
     program = replace(PROGRAM, trainer=trainer, defined=lambda output, batch: dict(loss=output["loss"]))
     verdict, failures = compare_numerics(program, settings, device)
     torch.distributed.destroy_process_group()
+    alone = compare_numerics(PROGRAM, settings, device)[0]
     return dict(ranks=ranks, length=settings.model.seq_len, accurate=not failures, failures=failures[:3],
-                error_ratio=verdict["worst_error_ratio"])
+                error_ratio=verdict["worst_error_ratio"], alone_error_ratio=alone["worst_error_ratio"])
 
 
 def work(argv):
@@ -240,7 +241,7 @@ def table(rows):
         remark = row.get("reason") or ("" if "accurate" not in row else "accurate" if row["accurate"]
                                        else "; ".join(row["failures"]))
         if "error_ratio" in row:
-            remark += f", error {row['error_ratio']:.2f}x"
+            remark += f", error {row['error_ratio']:.2f}x (one GPU {row['alone_error_ratio']:.2f}x)"
         elif ms is None and "first_step_s" in row:
             remark = f"first step {row['first_step_s']:.1f} s"
         cells.append([
@@ -285,7 +286,7 @@ def main(argv):
     parser.add_argument("--trials", type=whole_number(), default=3, help="on so many GPUs (default: 3)")
     parser.add_argument("--stride", type=whole_number(), default=64, help="of lengths tried (default: 64)")
     parser.add_argument("--limit", type=float, default=0.0, help="GiB that trials and steps may take")
-    parser.add_argument("--patience", type=whole_number(), default=150, help="s for a start of workers")
+    parser.add_argument("--patience", type=whole_number(), default=240, help="s for a start of workers")
     parser.add_argument("--only", type=regular_expression, default="", help="parts (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny, on a CPU")
     asked = parser.parse_args(argv)
