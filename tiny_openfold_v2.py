@@ -791,9 +791,7 @@ def train(program, settings, compare_with=None):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         left = training.num_steps - trainer.step_number
-        with turns.turn(), Profiling(
-                profiler.of_rank(world.rank, world.size), device, trainer.model.sublayers(), found, left,
-                rank=world.rank if world.size > 1 else None) as profiling:
+        with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
             result = summary.summarise(trainer, found, losses, times, evaluations.by_step)

@@ -6,6 +6,7 @@ import os
 import torch
 
 from fusion_lab.measuring import roctx
+from fusion_lab.training import distributed
 from fusion_lab.training.files import write_json
 from fusion_lab.training.machine import MEGABYTE
 
@@ -39,8 +40,11 @@ class Profiling:
     profiler start and stop, a memory profile from a run's Findings. Results go to config.profile_dir."""
     TRACED_STEPS = 5  # a trace of 50 steps has some hundred MB
 
-    def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS, rank=None):
-        self.name = None if rank is None else f"rank{rank}"  # of several
+    def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS):
+        world = distributed.world()
+        self.name, config = None, config.of_rank(world.rank, world.size)
+        if world.size > 1:
+            self.name = f"rank{world.rank}"
         self.config, self.device, self.found, self.traced_steps = config, device, found, traced_steps
         self.open_ranges, self.profiler, self.trace = [], None, None  # trace: the file's path, afterwards
         self.earlier = self.traces()
