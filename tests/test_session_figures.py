@@ -27,6 +27,7 @@ from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.roofline import REST
 from fusion_lab.measuring.trace import RECOMPUTE
 from fusion_lab.profiler import report
+from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -247,14 +248,14 @@ def test_the_analysis_of_a_run_is_of_steps_after_the_profiler_s(steps, untraced,
     (tmp_path / attribution.ANALYSIS).write_text("earlier")
     profiling = SimpleNamespace(traced_steps=2, trace=str(tmp_path / "t.json"))
     found = Findings({}, 1, peak=3 * MB)
-    path = write_analysis(SimpleNamespace(device=CPU), "source", found, times, profiling)
+    path = write_analysis(SimpleNamespace(device=CPU, world=ALONE), "source", found, times, profiling)
     (_, source, _, used, trace, number), = asked
     assert used.tolist() == times[untraced].tolist() and (source, trace, number) == (
         "source", profiling.trace, min(2, steps))
     assert found.peak_memory_mb == 3.0 and len(list(tmp_path.glob("*.old-*"))) == 1
     assert json.loads(open(path).read()) == dict(x=None)
     profiling.traced_steps = 9
-    write_analysis(SimpleNamespace(device=CPU), "source", found, times, profiling)
+    write_analysis(SimpleNamespace(device=CPU, world=ALONE), "source", found, times, profiling)
     assert asked[1][5] == steps
 
 
@@ -277,7 +278,7 @@ def test_the_analysis_of_a_trace_of_a_cpu(compiled, tmp_path, monkeypatch):
     monkeypatch.setattr(attribution, "launch_on_cpu", lambda *given: given)
     monkeypatch.setattr(attribution, "system_info", str)
     given = settings(enable_torch_compile=compiled)
-    trainer = SimpleNamespace(program=SECOND, settings=given, device=CPU)
+    trainer = SimpleNamespace(program=SECOND, settings=given, device=CPU, world=ALONE)
     found = Findings(dict(up=3 * MB, rest=MB), 7, launches=5, peak_memory_mb=2.0)
     untraced = np.array([[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
     result, trace = attribution.analysis_of(trainer, SECOND.open_source(given), found, untraced, str(path), 2)

@@ -217,11 +217,12 @@ def keep_company(trainer, source, steps):
                 trainer.step(batch)
 
 
-def exchanges_of(world, found):
-    """of_ranks() of what every rank found, None where it was not recorded; printed. None for a run alone."""
-    by_rank = {rank: kinds for rank, kinds in enumerate(world.gather(found)) if kinds}
+def exchanges_of(world, trace):
+    """of_ranks() of every rank's trace, None where it was not recorded; printed. None for a run alone."""
     if world.size == 1:
         return None
+    found = world.gather(trace and collectives(trace))
+    by_rank = {rank: kinds for rank, kinds in enumerate(found) if kinds}
     exchanges = of_ranks(by_rank)
     print("\n".join(sentences(exchanges)))
     return exchanges
@@ -240,7 +241,7 @@ def write_analysis(trainer, source, found, times, profiling):
     watched = profiling.traced_steps + 1
     untraced = times[watched:] if len(times) > watched else times
     analysis, trace = analysis_of(trainer, source, found, untraced, profiling.trace, steps)
-    analysis.collectives = exchanges_of(world, collectives(trace))
+    analysis.collectives = exchanges_of(world, trace)
     target = os.path.join(os.path.dirname(profiling.trace), ANALYSIS if world.first else
                           ANALYSIS.replace(".", f"_rank{world.rank}.", 1))
     set_aside(target)

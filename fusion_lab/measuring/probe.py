@@ -101,11 +101,11 @@ def warm_up(trainer, source, stop=None):
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         for _ in range(trainer.training.warmup_steps):
+            if stop and trainer.world.heard(stop.signal) is not None:
+                break
             started = time.perf_counter()
             trainer.step(batch).item()
             times.append(time.perf_counter() - started)
-            if stop and trainer.world.heard(stop.signal) is not None:
-                break
         # an outer profiler cannot share the GPU with the one that counts launches
         found = probe(trainer, batch, not trainer.settings.profiler.enable_rocm_profiling)
     return replace(found, warmup_time=sum(times), first_step_time=times[0] if times else None)
