@@ -270,7 +270,7 @@ def findings(rows):
         tried = [row for row in rows if row.get("trial") and row["ranks"] == ranks]
         fit = max((row["length"] for row in tried if "peak_mb" in row), default=None)
         full = min((row["length"] for row in tried if row.get("out_of_memory")), default=None)
-        lines.append(f"Longest S that trains on {ranks}: {fit or 'none tried'}"
+        lines.append(f"Longest S that trains on {ranks}: {fit or 'none of those tried'}"
                      + (f"; {full} does not fit." if full else "; nothing longer was tried."))
     return lines
 
