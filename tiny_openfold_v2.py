@@ -126,7 +126,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from fusion_lab.kernels import attention, triton
-from fusion_lab.kernels.custom_gradients import LinearReLU, TriangleProduct
+from fusion_lab.kernels.custom_gradients import LinearReLU
+from fusion_lab.kernels.exchanges import ALONE
 from fusion_lab.kernels.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, comparison, retune, summary, turns
@@ -145,7 +146,7 @@ from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import load_weights
 from proteins import batches as proteins
-from proteins import coevolution, contacts, prediction
+from proteins import coevolution, contacts, prediction, splitting
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 from proteins.seam import defined, move_kinks_away, start_lines
@@ -228,11 +229,15 @@ class GatedAttention(PackedProjections):
         """Attention over axis 1 or 2 of x (B, X, Y, c), a row for each place on the other. The bias
         (B, H, L, L) is given, or `head` projects it from normalised x: b(j, k), for axis 1 b(k, j)."""
         if self.adds(x):
+            if self.ranks.size > 1 and head is not None:  # the kernel makes biases of whole tensors alone
+                bias = triton.head_bias(head, x, self.layer_norm)
+                bias, head = self.ranks.gather(bias if axis == 2 else bias.mT, 2), None
             return triton.attention_layer(x, self.layer_norm, *self.packed(*self.QKV, "gate_proj"),
                                           self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop)
         x = self.layer_norm(x)
         if head is not None:
             bias = head_bias(head, x) if axis == 2 else head_bias(head, x).transpose(-1, -2)
+            bias = self.ranks.gather(bias, 2)  # (B, H, L, L)
         if self.triton and triton.attends(x, self.heads):
             wide = getattr(self, "qkv_gate_proj", None)
             parts, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
@@ -268,7 +273,7 @@ class FusedMSARowAttention(GatedAttention):
 
     def forward(self, msa, pair, seq_mask=None, residual=None, drop=None):
         project = triton.head_bias if self.whole and triton.fits(pair) else head_bias
-        bias = project(self.pair_bias_proj, pair, self.pair_norm)  # (B, H, S, S)
+        bias = self.ranks.gather(project(self.pair_bias_proj, pair, self.pair_norm), 2)  # (B, H, S, S)
         return self.attention(msa, 2, seq_mask, bias, None, residual, drop)  # (B, N, S, c_m)
 
 
@@ -328,33 +333,38 @@ class OuterProductMean(PackedProjections):
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
             rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]
+        right = self.ranks.gather(right, 2)
         if self.adds(msa):
             return triton.outer_product(left, right, self.output_proj, rows, residual)
-        if self.reassociates(left):
-            update = self.project_right_first(left, right)
+        if self.reassociates(right):
+            update = self.project_one_first(left, right)
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
         return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
 
-    def reassociates(self, left):
+    def reassociates(self, whole):
         """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
         loop over samples costs launches, which small proteins do not win back; strict float32 on a GPU is
         bound by multiplications, of which N = h / 2 saves about half (LOG.md; not tried on AMD)."""
-        samples, rows, residues, h = left.shape
-        multiplications_count = left.is_cuda and strict_float32(left.dtype)
+        samples, rows, residues, h = whole.shape
+        multiplications_count = whole.is_cuda and strict_float32(whole.dtype)
         return (self.reassociate and 4 * rows <= residues and (samples == 1 or residues >= 128)
                 and not (multiplications_count and 2 * rows > h))
 
-    def project_right_first(self, left, right):
+    def project_one_first(self, left, right):
         """The same sums in another order: W is applied to right, (h, N, S, c_z), before left multiplies it, a
-        tensor h*N / S times the pair tensor instead of h*h / c_z times."""
-        h, samples = left.shape[-1], []
+        tensor h*N / S times the pair tensor instead of h*h / c_z times; of ranks that share a sample, each to
+        its part of left, before right, which is whole, multiplies that."""
+        h, samples, alone = left.shape[-1], [], self.ranks.size == 1
         weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
-        for a, b in zip(left, right, strict=True):  # (N, S, h); sample by sample no operand is copied
+        sides = (left, right) if alone else (right, left)
+        weight = weight if alone else weight.transpose(0, 1)
+        for a, b in zip(*sides, strict=True):  # (N, S, h); sample by sample no operand is copied
             projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight)  # (h, N*S, c_z)
             projected = projected.view(h * len(b), -1)  # (h*N, S*c_z)
             samples.append((a.permute(1, 2, 0).flatten(1) @ projected).unflatten(1, (b.shape[1], -1)))
-        return torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
+        update = torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
+        return update if alone else update.transpose(1, 2)
 
 
 class FusedTriangleMultiplication(PackedProjections):
@@ -397,10 +407,11 @@ class FusedTriangleMultiplication(PackedProjections):
             left, right, left_gate, right_gate = self.project(x, dim=0)  # (c_z, B, S, S)
             left, right = left * left_gate.sigmoid(), right * right_gate.sigmoid()
         if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
-            mask = seq_mask[:, None, :] if self.outgoing else seq_mask[:, :, None]
+            mask = seq_mask[:, None, :] if self.outgoing else self.ranks.own(seq_mask, 1)[:, :, None]
             left = left * mask.to(left.dtype)
         # outgoing: product[i, j] = sum over k of left[i, k] right[j, k]; incoming: of left[k, i] right[k, j]
-        product = TriangleProduct.apply(left, right, self.outgoing).permute(1, 2, 3, 0)  # (B, S, S, c_z)
+        product = self.ranks.triangle_product(left, right, self.outgoing)  # (c_z, B, S, S)
+        product = product.permute(1, 2, 3, 0)  # (B, S, S, c_z)
         return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
 
 
@@ -443,6 +454,8 @@ SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "out
 class FusedEvoformerBlock(nn.Module):
     """Alg. 6: one Evoformer block."""
 
+    ranks = ALONE
+
     def __init__(self, config, fusion_config=None):
         super().__init__()
         fusion = fusion_config or FusionConfig()
@@ -465,15 +478,22 @@ class FusedEvoformerBlock(nn.Module):
         return x + shared_dropout(layer(*inputs), rate, dim, self.training)
 
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
-        """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
+        """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair).
+        Ranks that share a sample have S / K columns of msa and S / K rows of pair each, masks whole; turn()
+        exchanges columns for rows, so that attention finds its axis whole."""
+        rows = msa.shape[1]
+        msa = self.ranks.turn(msa, 2, 1)  # (B, N / K, S, c_m)
         msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, dim=1)
+        msa = self.ranks.turn(msa, 1, 2, rows)  # (B, N, S / K, c_m)
         msa = self.add(msa, self.msa_column_attention, msa, row_mask)
         msa = self.add(msa, self.msa_transition, msa)
         pair = self.add(pair, self.outer_product_mean, msa, row_mask)
         pair = self.add(pair, self.triangle_mult_outgoing, pair, seq_mask, dim=1)
         pair = self.add(pair, self.triangle_mult_incoming, pair, seq_mask, dim=1)
         pair = self.add(pair, self.triangle_attn_starting, pair, seq_mask, dim=1)
+        pair = self.ranks.turn(pair, 1, 2)  # (B, S, S / K, c_z)
         pair = self.add(pair, self.triangle_attn_ending, pair, seq_mask, dim=2)
+        pair = self.ranks.turn(pair, 2, 1)  # (B, S / K, S, c_z)
         pair = self.add(pair, self.pair_transition, pair)
         return msa, pair
 
@@ -494,6 +514,7 @@ class TinyOpenFoldV2(nn.Module):
 
     DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module.
     """
+    ranks = ALONE  # or those that share every sample with this one
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
@@ -530,6 +551,7 @@ class TinyOpenFoldV2(nn.Module):
         attention.prepare_flex_attention(msa_tokens.device)
         kind, rows = self.config.coevolution, msa_tokens if extra_msa is None else extra_msa
         features = [] if kind == "none" else [coevolution.pair_features(rows.long(), kind, seq_mask)]
+        features = [self.ranks.own(whole, 1) for whole in features]
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
         target = msa_tokens[:, 0] if target_tokens is None else target_tokens
         msa, pair = embed(msa_tokens, target, *features)
@@ -542,10 +564,12 @@ class TinyOpenFoldV2(nn.Module):
 
     def embed(self, msa_tokens, target, features=None):
         """(B, N, S) and (B, S) tokens -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
-        msa = self.msa_embedding(msa_tokens) + self.target_embedding(target)[:, None]  # (B, N, S, c_m)
+        own = self.ranks.own(target, 1)
+        msa = self.msa_embedding(self.ranks.own(msa_tokens, 2)) + self.target_embedding(own)[:, None]
         place = torch.arange(target.shape[1], device=target.device)
-        offset = (place[:, None] - place[None, :]).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        pair = (self.left_embedding(target)[:, :, None] + self.right_embedding(target)[:, None, :]
+        offset = self.ranks.own(place, 0)[:, None] - place[None, :]
+        offset = offset.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        pair = (self.left_embedding(own)[:, :, None] + self.right_embedding(target)[:, None, :]
                 + self.position_embedding(offset))  # (B, S, S, c_z)
         if features is not None:
             pair = pair + self.coevolution_embedding(features.to(pair.dtype))
@@ -554,7 +578,7 @@ class TinyOpenFoldV2(nn.Module):
     def heads(self, msa, pair, msa_targets, coords, coord_mask):
         """What forward returns, from the last block's output."""
         logits = self.distogram_head(pair)
-        logits = logits + logits.transpose(1, 2)
+        logits = logits + self.ranks.turn(logits, 1, 2).transpose(1, 2)
         logits = logits.to(at_least_float32(logits.dtype))  # (B, S, S, 64), symmetric
         with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
             probability = logits.softmax(dim=-1)
@@ -562,22 +586,24 @@ class TinyOpenFoldV2(nn.Module):
                           distances=probability @ self.centres.to(probability.dtype),
                           contact_probability=probability[..., :CONTACT_BINS].sum(dim=-1))
         if coords is not None:
-            true_distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
+            own, own_mask = self.ranks.own(coords, 1), self.ranks.own(coord_mask, 1)
+            true_distances = (own[:, :, None] - coords[:, None]).norm(dim=-1)
             bins = torch.bucketize(true_distances, self.breaks)  # (B, S, S)
-            known = coord_mask[:, :, None] * coord_mask[:, None, :]
+            known = own_mask[:, :, None] * coord_mask[:, None, :]
             nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
-            result["distogram_loss"] = (nll * known).sum() / known.sum().clamp(min=1)
+            nll, known = self.ranks.sum((nll * known).sum()), self.ranks.sum(known.sum())
+            result["distogram_loss"] = nll / known.clamp(min=1)
             result["loss"] = result["distogram_loss"]
         if msa_targets is not None:
-            letters = self.masked_msa_head(msa).flatten(0, 2)
-            nll = F.cross_entropy(letters.to(logits.dtype), msa_targets.flatten(), reduction="sum")
+            letters, own = self.masked_msa_head(msa).flatten(0, 2), self.ranks.own(msa_targets, 2)
+            nll = F.cross_entropy(letters.to(logits.dtype), own.flatten(), reduction="sum")
             asked = (msa_targets >= 0).sum()
-            result["masked_msa_loss"] = nll / asked.clamp(min=1)
+            result["masked_msa_loss"] = self.ranks.sum(nll) / asked.clamp(min=1)
             result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
             if coords is not None:  # for several ranks: summands of the loss, of how many each is the mean
                 result["loss_terms"] = torch.stack(
                     [result["distogram_loss"], MASKED_MSA_WEIGHT * result["masked_msa_loss"]])
-                result["loss_counts"] = torch.stack([known.sum(), asked.to(known.dtype)])
+                result["loss_counts"] = torch.stack([known, asked.to(known.dtype)])
         return result
 
     def sublayers(self):
@@ -615,6 +641,8 @@ class Trainer:
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
         self.world.reseed(self.training.seed)
+        if self.world.sequence_size > 1:
+            program.split(self.model, self.world.mesh["sequence"].get_group())
         self.amp_dtype = amp_dtype(self.training, device)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         lr = self.training.learning_rate
@@ -778,7 +806,7 @@ def train(program, settings, compare_with=None):
             analysis = write_analysis(trainer, source, found, times, profiling)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], evaluations)
         with trainer.averaged():
-            if world.first:
+            if world.data_rank == 0:
                 program.closing(trainer, source, evaluations.by_step)
     summary.print_summary(result, path, settings)
     ended_by = world.from_first(lambda: stop.signal)
@@ -793,6 +821,7 @@ def train(program, settings, compare_with=None):
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
+    split=splitting.split_over,
     shake=move_kinks_away, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
     sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
     before_training=contacts.require_plots, start_lines=start_lines, statistics=lambda settings: statistics(

@@ -63,7 +63,7 @@ def evaluate(trainer, source, stop=None, final=False):
         for group, proteins in source.evaluation().items():
             results[group] = {}
             for name, batch in proteins:
-                if stop and stop.signal is not None:
+                if trainer.world.agreed(bool(stop) and stop.signal is not None):
                     break
                 tokens = batch["target_tokens"][0]
                 batch = to_device(batch, trainer.device)
@@ -75,7 +75,7 @@ def evaluate(trainer, source, stop=None, final=False):
                 far = contact_precision(probability, coords, coord_mask, LONG_RANGE)["p_l2"]
                 results[group][name] = dict(contact_precision(probability, coords, coord_mask),
                                             p_l2_long=None if math.isnan(far) else far)
-                if directory and group == "held_out":
+                if directory and group == "held_out" and trainer.world.first:
                     write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
                               (probability, distances, coords, coord_mask))
     return results
@@ -112,7 +112,7 @@ def closing(trainer, source, evaluations):
     if not held_out:
         return
     picture = len(evaluations) > 1 and not trainer.training.plot_contacts and find_spec("matplotlib")
-    if sys.stdout.isatty() or picture:
+    if trainer.world.agreed(bool(sys.stdout.isatty() or picture)):
         show_one(trainer, source, held_out, picture)
     found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
     print(f"In words: after {trainer.step_number} steps, {found:.0f}% of the residue pairs that the model is "
@@ -130,7 +130,7 @@ def show_one(trainer, source, held_out, picture):
     if sys.stdout.isatty():
         print(f"{maps.printable(name)}, which it never saw:")
         print(contact_map_text(probability, coords, coord_mask))
-    if picture:
+    if picture and trainer.world.first:
         path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
         for suffix in SUFFIXES:
             set_aside(path + suffix)

@@ -110,6 +110,10 @@ class TritonSwitches(options.Switches):
         c, found = settings.model, super().idle(settings, on_gpu)
         if self.enable_triton_projection and not self.enable_triton_attention:
             found.append("triton-projection works round triton-attention")
+        if settings.training.sequence_parallel > 1:
+            found += [f"{name} takes whole pair tensors, not a GPU's part of one" for name, on in (
+                ("triton-triangle", self.enable_triton_triangle),
+                ("triton-outer-product", self.enable_triton_outer_product)) if on]
         return found + idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim),

@@ -7,6 +7,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import feeding
+from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from proteins import batches, contacts
 from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt, masked_batch
@@ -309,7 +310,7 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
                     coord_mask=(torch.arange(9)[None] < located).float())
     source = SimpleNamespace(held_out=["b", "c"], structure=str.upper, evaluation=lambda: dict(
         training=iter([("a", batch(9)), ("x", batch(6))]), held_out=iter([("b", batch(7)), ("c", batch(9))])))
-    trainer = SimpleNamespace(model=Oracle(), device=torch.device("cpu"),
+    trainer = SimpleNamespace(model=Oracle(), device=torch.device("cpu"), world=ALONE,
                               training=SimpleNamespace(plot_contacts="maps"))
     drawn = []
     monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
@@ -342,7 +343,7 @@ def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
     empty = dict(training={}, held_out={})
     assert contacts.scores(empty) == {}
     assert contacts.contact_line(empty) == "Contacts: no protein has enough coordinates"
-    contacts.closing(SimpleNamespace(step_number=40), None, dict(final=evaluation))
+    contacts.closing(SimpleNamespace(step_number=40, world=ALONE), None, dict(final=evaluation))
     assert capsys.readouterr().out == (
         "In words: after 40 steps, 75% of the residue pairs that the model is surest of do touch, in 2 "
         "proteins it never saw; by chance 15% would.\n")

@@ -192,3 +192,54 @@ def test_real_families_looks_at_the_step_that_validation_chose():
     found = real_families.table(scores, dict(a="x", b="x", c="x"))["m"]["x"]
     assert (found["median"], found["median_long"], found["families"]) == (0.4, 0.2, 3)
     assert found["interval"] == [0.1, 0.6] and found["mean"] == pytest.approx(1.1 / 3)
+
+
+@pytest.mark.parametrize("longest", [1000, 1100, 1190, 2000])
+def test_the_longest_protein_is_found_in_few_trials(longest, tmp_path):
+    """The memory of two short ones promises 1159 residues; really so many fit."""
+    import measure_long
+    asked = types.SimpleNamespace(lengths=[64, 256, 512], trials=4, stride=8, limit=1.0, quick=False)
+    tried = []
+
+    def launch(part, ranks, lengths, steps):
+        tried.append(lengths)
+        return [dict(length=n, ranks=ranks, part=part, peak_mb=100 + n * n * 6.6e-4) if n <= longest else
+                dict(length=n, ranks=ranks, part=part, out_of_memory=True, reason="out of memory")
+                for n in lengths]
+    measurement = measure_long.Measurement(asked, dict(rows=[], seconds=[]))
+    measurement.launch = launch
+    rows = measurement.longest(2)
+    trials = [row for row in rows if row.get("trial")]
+    assert tried[0] == [256, 512] and len(trials) == len(tried) - 1 <= 4
+    fit = max(row["length"] for row in trials if "peak_mb" in row)
+    assert all(row["length"] % 8 == 0 for row in trials) and fit <= longest
+    assert fit > 0.9 * min(longest, 1159) or longest < 1100
+    assert any(str(fit) in line for line in measure_long.findings(rows))
+
+
+def test_the_table_of_long_proteins_compares_with_one_gpu():
+    import measure_long
+    times = dict(median_ms=10.0, p20_ms=9.0, p80_ms=11.0, peak_mb=500.0, length=768, part="steps")
+    rows = [dict(times, ranks=1), dict(times, ranks=2, median_ms=8.0, peak_mb=275.0,
+                                       collectives_ms={"all-gather": 1.0, "all-to-all": 1.0})]
+    _, one, two = measure_long.table(rows)
+    assert one[4] == "" and two[4] == "1.25x" and two[6] == "0.55" and two[7] == "2.00 (25%)"
+    assert measure_long.findings(rows) == ["Peak at S 768 on two GPUs (steps): 0.55 of one's; "
+                                           "goal at 768: 0.6."]
+
+
+@pytest.mark.slow
+def test_long_proteins(tmp_path):
+    done = run("measure_long.py", "--quick", "--lengths", 8, 16, "--steps", 2, "--only", "accuracy|steps",
+               "--out", tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = json.loads((tmp_path / "long.json").read_text())["rows"]
+    assert [(row["part"], row["ranks"]) for row in rows] == [("accuracy", 2), *[("steps", 1)] * 2,
+                                                             *[("steps", 2)] * 2]
+    assert rows[0]["accurate"]
+    assert all(0 < row["peak_mb"] and 0 < row["median_ms"] for row in rows[1:])
+    assert set(rows[4]["collectives_ms"]) >= {"all-gather", "all-to-all", "all-reduce"}
+    done = run("measure_long.py", "--quick", "--lengths", 8, 16, "--steps", 2, "--only", "steps",
+               "--ranks", 1, "--limit", 1e-4, "--out", tmp_path)
+    row = json.loads((tmp_path / "long.json").read_text())["rows"][0]
+    assert row["out_of_memory"] and row["reason"] == "out of memory"

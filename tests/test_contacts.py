@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import last_json, require_shared, run_program
 
+from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from proteins import contacts, files, maps
 from proteins.contacts import contact_map, contact_map_text, contact_precision, write_map
@@ -381,7 +382,7 @@ def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, s
     monkeypatch.setattr(contacts, "find_spec", lambda name: found and name == "matplotlib")
     monkeypatch.setattr(contacts.sys.stdout, "isatty", lambda: terminal)
     trainer = SimpleNamespace(
-        model=source, device=torch.device("cpu"), step_number=7,
+        model=source, device=torch.device("cpu"), step_number=7, world=ALONE,
         training=SimpleNamespace(plot_contacts=asked),
         settings=SimpleNamespace(profiler=SimpleNamespace(profile_dir=str(tmp_path))))
     for suffix in contacts.SUFFIXES:

@@ -360,7 +360,7 @@ def test_start_lines_name_sizes_kernels_and_counts():
 def test_idle_switches_are_named():
     def idle(seq_len=64, on_gpu=True, **switches):
         settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(seq_len=seq_len),
-                                   training=SimpleNamespace(use_amp=False))
+                                   training=SimpleNamespace(use_amp=False, sequence_parallel=1))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
     combos = dict(enable_combo_kernels=True)
     compiled = dict(combos, enable_torch_compile=True)
@@ -373,9 +373,9 @@ def test_idle_switches_are_named():
 
 
 def test_idle_triton_kernels_say_what_they_need(monkeypatch):
-    def idle(pair_dim=128, use_amp=True, on_gpu=True, **switches):
+    def idle(pair_dim=128, use_amp=True, on_gpu=True, ranks=1, **switches):
         settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(msa_dim=48, pair_dim=pair_dim),
-                                   training=SimpleNamespace(use_amp=use_amp))
+                                   training=SimpleNamespace(use_amp=use_amp, sequence_parallel=ranks))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
     attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
     monkeypatch.setattr(limits, "HAS_TRITON", True)
@@ -393,6 +393,9 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(96, **attention, **projection, **outer) == [
         "triton-projection has no kernel for a width of 48 or 96",
         "triton-outer-product has no kernel for a width of (32, 96)"]
+    assert idle(ranks=2, **attention, **triangle, **projection, **outer) == [
+        "triton-triangle takes whole pair tensors, not a GPU's part of one",
+        "triton-outer-product takes whole pair tensors, not a GPU's part of one"]
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
         assert idle(**attention, **other) == [
             "triton-attention gives way to the attention that was asked for"]

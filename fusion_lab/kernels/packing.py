@@ -4,6 +4,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from fusion_lab.kernels.custom_gradients import ChannelBias
+from fusion_lab.kernels.exchanges import ALONE
 
 
 class WideLinear(nn.Module):
@@ -43,6 +44,7 @@ class PackedProjections(nn.Module):
     always hold the unpacked names, and every form loads into every other, so checkpoints do not depend on
     the switches. All forms draw the same random numbers: same seed, same weights.
     """
+    ranks = ALONE  # or those that share every sample with this one
     PACKINGS = {}  # packed name -> the projections that it holds; one bias, if any lack it, comes last
 
     def __init__(self):

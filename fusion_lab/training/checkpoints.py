@@ -19,7 +19,7 @@ def format_of(program):
 # Fields that may differ between a run and its continuation without a word.
 OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
                 "save_best", "early_stopping", "resume", "init_from", "device", "collective_timeout",
-                "shard_optimizer")
+                "sequence_parallel", "shard_optimizer")
 
 
 def packings(model):

@@ -57,6 +57,14 @@ class World:
         """What make() returns in the first rank, for which the others wait without a time limit."""
         return make()
 
+    def together(self, make):
+        """from_first() of what the ranks that share a sample can make only together."""
+        return make()
+
+    def agreed(self, wish):
+        """Whether any of the ranks that share a sample has this wish."""
+        return wish
+
     def gather(self, value):
         """The values of all ranks, in a list."""
         return [value]
@@ -166,6 +174,18 @@ class Ranks(World):
             time.sleep(0.01)
         return pickle.loads(self.watch.store.get(key))
 
+    def together(self, make):
+        if self.data_rank == 0 and not self.first:
+            make()
+        return self.from_first(make)
+
+    def agreed(self, wish):
+        if self.sequence_size == 1:
+            return wish
+        wishes = torch.tensor(float(wish), device=self.device)
+        torch.distributed.all_reduce(wishes, group=self.mesh["sequence"].get_group())
+        return wishes.item() > 0
+
     def gather(self, value):
         found = [None] * self.size
         with self.watch.waiting():
@@ -231,6 +251,10 @@ def begun(world):
 def begin(settings, device):
     """Meet the other ranks, if torchrun started any; returns the World. Raises UserError."""
     place, limit = torchrun.place(), settings.training.collective_timeout
+    sharing = settings.training.sequence_parallel
+    if place.size % sharing:
+        raise UserError(f"--sequence-parallel {sharing}: must divide the number of processes, which is "
+                        f"{place.size}{'' if place.size > 1 else ': start it with torchrun'}")
     if place.size == 1 or current is not ALONE:
         return current
     distributed, on_gpu = torch.distributed, device.type == "cuda"
@@ -245,7 +269,8 @@ def begin(settings, device):
         raise UserError(f"{place.size} ranks did not meet at {os.environ['MASTER_ADDR']}:"
                         f"{os.environ['MASTER_PORT']} within {limit} s: {str(error).splitlines()[0][:200]}",
                         FAILED) from None
-    mesh = distributed.init_device_mesh(device.type, (place.size, 1), mesh_dim_names=("data", "sequence"))
+    mesh = distributed.init_device_mesh(device.type, (place.size // sharing, sharing),
+                                        mesh_dim_names=("data", "sequence"))
     store = distributed.PrefixStore("fusion_lab", distributed.distributed_c10d._get_default_store())
     say = partial(files.say_why, os.path.basename(sys.argv[0]))
     begun(Ranks(place, device, mesh, Watch(store, place, limit, lambda text: say([text]))))

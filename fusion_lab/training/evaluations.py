@@ -40,7 +40,7 @@ class Evaluations:
         """The evaluation after this step, or of the "final" weights, as a line. A signal ends it early."""
         trainer, program, final = self.trainer, self.trainer.program, step == "final"
         with trainer.averaged():
-            found, signal = trainer.world.from_first(lambda: (
+            found, signal = trainer.world.together(lambda: (
                 program.evaluate(trainer, self.source, stop, final=final), stop.signal))
         self.by_step[step] = found
         self.metrics.evaluation(trainer.step_number, program.scores(found))

@@ -15,7 +15,7 @@ def option(default, help, low=None, choices=None, type=None, below=None, *, at_m
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; rung, its place on the ladder of
     --compare-fusion, which adds one switch after the other (None: not on it); alone, whether it has a row of
-    its own there. training_only: a file that only training reads or writes. resized: a checkpoint may be
+    its own there. training_only: what only training has, such as a file. resized: a checkpoint may be
     continued with another value. metavar: what --help shows in place of its value. mode: if given, the flag
     is a mode, and these are the fields that it takes. short: "-o", for instance.
     """
@@ -158,6 +158,8 @@ class Checkpoints(Learning):
 class Several(Checkpoints):
     """Several GPUs, a process for each, started by torchrun."""
     collective_timeout: int = option(600, "seconds for which ranks wait for each other", low=1)
+    sequence_parallel: int = option(1, "GPUs that share each sample, of which each has a part: for samples "
+                                       "too large for one", low=1, training_only=True, metavar="K")
     shard_optimizer: bool = option(False, "every rank keeps and updates its part of the optimizer's state "
                                           "alone: less memory")
 

@@ -70,6 +70,10 @@ def nothing(*_, **__):
     return None
 
 
+def cannot_split(model, group):
+    raise UserError("--sequence-parallel: this program cannot split its samples over GPUs")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
     """What flags need to know of a program; all of it is there before torch is imported."""
@@ -125,6 +129,8 @@ class Program(CommandLine):
     # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,
     # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
     start_lines: Callable = nothing
+    split: Callable = cannot_split  # split(model, group): from now on the ranks of this process group share
+    #                                 every sample, for --sequence-parallel
     flops_vary: bool = False       # whether switches change how much is computed; then it is counted
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
     instead: Callable = nothing    # instead(program, settings) -> exit code of what it did; None: train
