@@ -292,8 +292,7 @@ def print_pattern(result, copy):
           f"{result['flops'] / 1e9:.2f} GFLOP a step; plain code moves {result['plain_bytes'] / 1e6:.1f} MB "
           f"forward, {result['least_bytes'] / 1e6:.1f} MB have to")
     print("\n".join(f"  {line}" for line in aligned(table_of(result, copy))))
-    print("\n".join(kernel_lines(result)))
-    print("  Verdict: {}: {}".format(*result["verdict"]), flush=True)
+    print("\n".join([*kernel_lines(result), "  Verdict: {}: {}".format(*result["verdict"])]), flush=True)
 
 
 def run(argv):

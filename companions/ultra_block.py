@@ -34,7 +34,7 @@ def prepare(block, angles, enabled):
     """Give a block what its kernel needs beside weights, and whether it is to run."""
     block.ultra = enabled
     block.register_buffer("turns", angles.float(), persistent=False)
-    block.register_buffer("counters", torch.zeros(4, dtype=torch.int32), persistent=False)
+    block.register_buffer("counters", torch.zeros(4, dtype=torch.int32, device=angles.device), persistent=False)
 
 
 def runs(x):

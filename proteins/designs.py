@@ -212,7 +212,7 @@ def load_weights(model, path):
     dict. Raises UserError."""
     saved = read_weights(path)
     for key in ("model_state_dict", "average", "model"):  # the authors' name; an average wins over its model
-        if isinstance(saved, dict) and key in saved:
+        if key in saved:
             saved = saved[key]
             break
     put_weights(model, saved, path)

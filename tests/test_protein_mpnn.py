@@ -303,8 +303,10 @@ def test_design_prints_fasta(tmp_path):
 def test_weights_that_cannot_be_used_are_one_line(tmp_path):
     model = PROGRAM.model(PROGRAM.settings(**SMALL).model, PROGRAM.fusion_config())
     (tmp_path / "text").write_text("no weights")
-    torch.save([1, 2], tmp_path / "list")
-    for name, words in (("absent", "No such file"), ("text", "damaged"), ("list", "another model")):
+    for name, saved in dict(list=[1, 2], numbers={1: torch.ones(2)}, within=dict(model=[1, 2])).items():
+        torch.save(saved, tmp_path / name)
+    for name, words in (("absent", "No such file"), ("text", "damaged"), ("list", "no named weights"),
+                        ("numbers", "no named weights"), ("within", "another model")):
         with pytest.raises(UserError, match=words):
             designs.load_weights(model, tmp_path / name)
 

@@ -171,6 +171,7 @@ PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.p
             *(path.name for path in sorted(ROOT.glob("*.sh"))),
             *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py"))
               if "__main__" in path.read_text(encoding="utf-8"))]
+ON_THEIR_OWN = ("profile_summary.py", "companions/fusion_patterns.py")  # hand nothing on to the trainer
 ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
 FOREIGN = {"--index-url", "--function-exclude",  # of pip and rocprof-sys; of torchrun and Slurm:
@@ -188,7 +189,10 @@ def flags():
         assert done.returncode == 0, done.stderr
         own[name] = set(FLAG.findall(done.stdout))
     trainer = own["tiny_openfold_v2.py"]
-    return {name: found | (set() if name == "profile_summary.py" else trainer) for name, found in own.items()}
+    alone = {f"benchmarks/{path.name}": set(FLAG.findall(path.read_text(encoding="utf-8")))
+             for path in ROOT.glob("benchmarks/*.py")}
+    alone |= {name: own.pop(name) for name in ON_THEIR_OWN if name in own}
+    return alone | {name: found | trainer for name, found in own.items()}
 
 
 def anchors(page):

@@ -138,7 +138,9 @@ def test_checkpoints_of_others_load(reference, tmp_path):
     assert (logits - reference["logits"]).abs().max() < 1e-5
     del state["model.norm.weight"]
     torch.save(state, tmp_path / "model.pt")
-    for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file")):
+    torch.save([1, 2], tmp_path / "list.pt")
+    for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file"),
+                        ("list.pt", "no named weights")):
         with pytest.raises(UserError, match=words):
             PROGRAM.trainer(PROGRAM, settings.having(weights=str(tmp_path / name)), CPU)
 

@@ -63,7 +63,6 @@ class Way:
     reason: str | None = None
     forward: list = field(default_factory=list)
     both: list = field(default_factory=list)
-    kernels: list = field(default_factory=list)
 
     def outputs(self):
         found = self.run(*self.tensors)
@@ -242,11 +241,11 @@ def verdict(result):
     if "ours" in found and spilt and not found["ours"]["p80"] < plain["p20"]:
         said = (f"; {spilt[0]['kernel']} has {spilt[0]['spills']} spills, occupancy "
                 f"{spilt[0]['occupancy'] or 0:.0%}")
-    if best and fused[best]["p80"] < plain["p20"] and not (
-            library and not fused[best]["p80"] < library["p20"]):
+    helps = library and library["p80"] < plain["p20"]
+    if best and fused[best]["p80"] < plain["p20"] and not (helps and not fused[best]["p80"] < library["p20"]):
         beside = f", library {gain(library)}" if library else ""
         return "FUSE", f"{best}, {gain(fused[best])}{beside}{said}"
-    if library and library["p80"] < plain["p20"]:
+    if helps:
         return "LIBRARY", gain(library) + (f", {best} {gain(fused[best])}" if best else "") + said
     return "DON'T", (f"nothing is beyond noise: {best} {gain(fused[best])}" if best else
                      "nothing to compare") + said
