@@ -33,8 +33,9 @@ from fusion_lab.training.reporting import print_result
 def prepare(block, angles, enabled):
     """Give a block what its kernel needs beside weights, and whether it is to run."""
     block.ultra = enabled
+    counters = torch.zeros(4, dtype=torch.int32, device=angles.device)
     block.register_buffer("turns", angles.float(), persistent=False)
-    block.register_buffer("counters", torch.zeros(4, dtype=torch.int32, device=angles.device), persistent=False)
+    block.register_buffer("counters", counters, persistent=False)
 
 
 def runs(x):

@@ -294,6 +294,13 @@ def test_verdicts_on_one_kernel_a_block(medians, expected):
     assert ultra_block.verdict(ways, "step") == expected
 
 
+def test_what_the_kernel_needs_is_where_the_model_is():
+    model = llama.TinyLlama(on_gpu().model, llama.LlamaSwitches()).to("meta")
+    model.enable_ultra_mode()
+    assert all(block.ultra and {block.turns.device.type, block.counters.device.type} == {"meta"}
+               for block in model.model.layers)
+
+
 def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
     assert llama.main(["--compare-ultra", "--device", "cpu"], program=PROGRAM) == 4
     assert "needs a GPU" in capsys.readouterr().err
