@@ -176,7 +176,7 @@ def claims(results, steps, copy):
             ("too much in one kernel turns against you: registers spill", spill)]
 
 
-LADDER = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+LADDER = (1024, 4096, 16384, 65536)
 WARPS = (4, 8, 16)
 
 

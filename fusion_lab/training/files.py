@@ -279,10 +279,12 @@ def exit_code(run, argv, program, speaks=lambda code: True):
     with Raised():
         try:
             code, lines = ended(run, argv)
+            if lines and speaks(code):
+                say_why(program, lines)
         except KeyboardInterrupt:
-            code, lines = 128 + signal.SIGINT, ["interrupted"]
-        if lines and speaks(code):
-            say_why(program, lines)
+            code = 128 + signal.SIGINT
+            if speaks(code):
+                say_why(program, ["interrupted"])
     return code
 
 
