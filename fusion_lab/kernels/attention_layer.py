@@ -74,7 +74,7 @@ def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, ou
     (B, L), 1 = present; drop: factors that broadcast to x, without a gradient. Under autocast the products
     are made in its dtype, and the sum in that of the residual.
     """
-    dtype, add, drop = product_dtype(x), residual is x, None if drop is None else drop.contiguous()
+    dtype, add, drop = product_dtype(x), residual is x, projection.widened(drop, x.shape[-1])
     if bias is not None and head_weight is not None:
         raise ValueError("bias and head_weight: either makes the bias")
     if residual is not None and not add:

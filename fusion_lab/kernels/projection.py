@@ -290,6 +290,11 @@ def drop_strides(drop, out):
     return (0, 0, 0) if drop is None else drop.expand(out.shape).stride()[:3]
 
 
+def widened(drop, channels):
+    """Factors with as many channels as the kernels read, None for None."""
+    return None if drop is None else drop.expand(*drop.shape[:-1], channels).contiguous()
+
+
 def output_project_backward_launch(gradient, weight, drop):
     """dog; drop * gradient, empty without drop; the bias's gradient."""
     dog, du, dbias = found = output_project_backward_sizes(gradient, weight, drop)
@@ -409,8 +414,8 @@ def output_project(og, weight, bias, residual=None, drop=None):
     """[residual +] [drop *] (og weight^T + bias); drop, without a gradient, broadcasts to the result. Under
     autocast the product is made in its dtype, and the sum in that of the residual."""
     og, weight, bias = (t.to(product_dtype(og)).contiguous() for t in (og, weight, bias))
-    residual, drop = (None if t is None else t.contiguous() for t in (residual, drop))
-    return OutputProject.apply(og, weight, bias, residual, drop)
+    residual = None if residual is None else residual.contiguous()
+    return OutputProject.apply(og, weight, bias, residual, widened(drop, len(weight)))
 
 
 def unsupported(dtype, channels, heads=0):

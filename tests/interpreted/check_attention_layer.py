@@ -10,7 +10,7 @@ CASES = {  # B, X, Y, c, H, axis, what makes the bias, keys, x is the residual, 
     "ending node": (2, 7, 7, 32, 2, 1, "own", True, True, 2),
     "long rows": (1, 2, 67, 16, 1, 2, "given", True, True, None),
     "MSA rows": (2, 3, 11, 16, 2, 2, "given", True, True, 1),
-    "columns": (1, 7, 5, 32, 2, 1, None, True, True, None),
+    "columns": (1, 7, 5, 32, 2, 1, None, True, True, 3),
     "columns, no mask, update alone": (2, 5, 3, 16, 1, 1, None, False, False, None),
 }
 MUTANTS = {  # what is replaced by what, and the case that must notice

@@ -18,6 +18,7 @@ OUTPUT_CASES = {  # shape of og; c; residual; dropout shared along this dimensio
     "no dropout": ((1, 3, 13, 64), 128, True, 0),
     "update alone": ((1, 3, 5, 128), 16, False, 0),
     "dropped update": ((1, 3, 5, 32), 16, False, 1),
+    "positions dropped": ((2, 3, 5, 32), 16, True, 3),
 }
 NORM_MUTANTS = {
     "last outputs dropped": ("range(0, N, BN)", "range(0, N - BN, BN)"),
