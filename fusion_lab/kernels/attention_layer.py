@@ -84,5 +84,5 @@ def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, ou
         None if t is None else t.to(dtype).contiguous()
         for t in (weight, gate_bias, out_weight, out_bias, head_weight))
     return AttentionLayer.apply(
-        x.contiguous(), norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, bias, head_weight,
-        keys, drop, add, heads, axis, eps, attention.turns(x.shape[axis]))
+        x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight, gate_bias, out_weight,
+        out_bias, bias, head_weight, keys, drop, add, heads, axis, eps, attention.turns(x.shape[axis]))

@@ -306,7 +306,7 @@ def gated_attention(parts, heads, axis, bias=None, keys=None, gate_bias=None):
     keys.
     """
     width = parts[-1].shape[-1] // (4 if len(parts) == 1 else 1) // heads
-    length = parts[0].shape[axis]
+    length, gate_bias = parts[0].shape[axis], None if gate_bias is None else gate_bias.contiguous()
     return BiasedAttention.apply(bias, keys, gate_bias, heads, axis, True, width ** -0.5, turns(length),
                                  *parts)
 

@@ -317,7 +317,8 @@ def outer_product(left, right, weight, bias, norm, residual=None):
     left, right, weight, bias = (t.to(dtype) for t in (left, right, weight, bias))
     left, right = (t if t.stride(-1) == 1 else t.contiguous() for t in (left, right))
     residual = None if residual is None else residual.contiguous()
-    return OuterProduct.apply(left, right, weight.contiguous(), bias, norm.float(), residual)
+    return OuterProduct.apply(left, right, weight.contiguous(), bias.contiguous(), norm.float().contiguous(),
+                              residual)
 
 
 def unsupported(dtype, channels, width):

@@ -407,7 +407,8 @@ def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps):
     Under autocast the products are made in its dtype."""
     weight, head_weight = (None if t is None else t.to(product_dtype(x)).contiguous()
                            for t in (weight, head_weight))
-    return NormProject.apply(x.contiguous(), norm_weight, norm_bias, weight, head_weight, eps)
+    return NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
+                             head_weight, eps)
 
 
 def output_project(og, weight, bias, residual=None, drop=None):

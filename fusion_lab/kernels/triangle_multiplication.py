@@ -272,8 +272,8 @@ def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, ce
                gate_weight, gate_bias]
     check(pair, weights, mask, drop, residual, save)
     dtype, add = product_dtype(pair), residual is pair
-    for n in (2, 3, 6, 7, 8, 9):  # projections; LayerNorms compute in float32 anyway
-        weights[n] = None if weights[n] is None else weights[n].to(dtype).contiguous()
+    for n, w in enumerate(weights):  # LayerNorms compute in float32 anyway
+        weights[n] = None if w is None else (w if n in (0, 1, 4, 5) else w.to(dtype)).contiguous()
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
     residual = None if add or residual is None else residual.contiguous()
     save = save if torch.is_grad_enabled() else "nothing"
