@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from fusion_lab.kernels import biased_attention as attention
 from fusion_lab.kernels import projection
 from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.triton_parts import check_shapes
 
 
 def reference(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis, bias=None,
@@ -37,9 +38,10 @@ class AttentionLayer(torch.autograd.Function):
         ctx.add, ctx.eps = add, eps
         ctx.how = heads, axis, True, (x.shape[-1] // heads) ** -0.5
         y, own_bias = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
+        sizes = len(x), x.shape[3 - axis], heads, x.shape[axis]
         if head_weight is not None:
             bias = own_bias.mT if axis == 1 else own_bias
-        padded, turned, summand = attention.padded_bias(bias, keys, y, x.shape[axis], turn)
+        padded, turned, summand = attention.padded_bias(bias, keys, y, sizes, turn)
         og, lse = attention.FORWARD_OP([y], gate_bias, padded, summand, *ctx.how)
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop, y,
                               padded, turned, summand, og, lse)
@@ -75,8 +77,15 @@ def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, ou
     are made in its dtype, and the sum in that of the residual.
     """
     dtype, add, drop = product_dtype(x), residual is x, projection.widened(drop, x.shape[-1])
+    c = x.shape[-1]
     if bias is not None and head_weight is not None:
         raise ValueError("bias and head_weight: either makes the bias")
+    if head_weight is not None and x.shape[1] != x.shape[2]:
+        raise ValueError(f"x is {tuple(x.shape)}, but must be (B, X, X, c) to make the bias from")
+    check_shapes(("norm_weight", norm_weight, (c,)), ("norm_bias", norm_bias, (c,)),
+                 ("weight", weight, (4 * c, c)), ("gate_bias", gate_bias, (c,)),
+                 ("out_weight", out_weight, (c, c)), ("out_bias", out_bias, (c,)),
+                 ("head_weight", head_weight, (heads, c)), ("residual", residual, tuple(x.shape)))
     if residual is not None and not add:
         return residual + attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias,
                                           heads, axis, bias, head_weight, keys, eps, None, drop)

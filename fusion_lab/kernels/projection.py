@@ -30,6 +30,7 @@ from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
     add_up,
+    check_shapes,
     layer_norm,
     layer_norm_backward,
     operation,
@@ -405,6 +406,10 @@ class OutputProject(torch.autograd.Function):
 def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps):
     """LayerNorm(x) weight^T (B, X, Y, n), LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight is.
     Under autocast the products are made in its dtype."""
+    c = x.shape[-1]
+    check_shapes(("norm_weight", norm_weight, (c,)), ("norm_bias", norm_bias, (c,)),
+                 ("weight", weight, (0 if weight is None else len(weight), c)),
+                 ("head_weight", head_weight, (0 if head_weight is None else len(head_weight), c)))
     weight, head_weight = (None if t is None else t.to(product_dtype(x)).contiguous()
                            for t in (weight, head_weight))
     return NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
@@ -414,9 +419,12 @@ def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps):
 def output_project(og, weight, bias, residual=None, drop=None):
     """[residual +] [drop *] (og weight^T + bias); drop, without a gradient, broadcasts to the result. Under
     autocast the product is made in its dtype, and the sum in that of the residual."""
+    c = len(weight)
+    check_shapes(("weight", weight, (c, og.shape[-1])), ("bias", bias, (c,)),
+                 ("residual", residual, (*og.shape[:-1], c)))
     og, weight, bias = (t.to(product_dtype(og)).contiguous() for t in (og, weight, bias))
     residual = None if residual is None else residual.contiguous()
-    return OutputProject.apply(og, weight, bias, residual, widened(drop, len(weight)))
+    return OutputProject.apply(og, weight, bias, residual, widened(drop, c))
 
 
 def unsupported(dtype, channels, heads=0):

@@ -42,6 +42,13 @@ def operation(schema, launch, sizes, flops=None):
     return op.default
 
 
+def check_shapes(*given):
+    """ValueError for what kernels would misread; given: (name, tensor or None, shapes that it may have)."""
+    for name, tensor, *shapes in given:
+        if tensor is not None and tuple(tensor.shape) not in shapes:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, but must be {' or '.join(map(str, shapes))}")
+
+
 def candidates(names, *values):
     """[{name: value}] of configurations for the tuner."""
     return [dict(zip(names, each, strict=True)) for each in values]
