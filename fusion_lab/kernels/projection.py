@@ -25,7 +25,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.limits import CHANNELS
+from fusion_lab.kernels.limits import CHANNELS, MOST_HEADS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
@@ -41,8 +41,6 @@ from fusion_lab.kernels.triton_parts import (
     store_rows,
     vector,
 )
-
-MOST_HEADS = 64
 
 
 def norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps):
