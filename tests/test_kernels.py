@@ -42,6 +42,12 @@ def test_in_the_interpreter(name, which):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
+def test_kernels_on_a_cpu_say_what_they_need():
+    x, vector = torch.zeros(1, 3, 5, 16), torch.zeros(16)
+    with pytest.raises(RuntimeError, match="norm_project is .* needs a GPU, or TRITON_INTERPRET=1"):
+        projection.norm_project(x, vector, vector, torch.zeros(32, 16), None, 1e-5)
+
+
 def attention(length, width, axis, biased, masked, dtype=torch.bfloat16):
     """Launch every kernel of attention on memory that holds nothing."""
     heads, size = 4, (1, length, 3) if axis == 1 else (1, 3, length)
