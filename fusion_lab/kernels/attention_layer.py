@@ -6,7 +6,8 @@
 x, residual, out (B, X, Y, c), attention along X or Y; W (4 c, c): q, k, v and gate below each other; Wh
 (H, c). What lies between the kernels is written once and read as it lies: y as (B, X, Y, 4 c), attention's
 output as (B, X, Y, c), their gradients alike; the head bias as (B, H, X, Y), of which attention along X takes
-the transpose. Saved for backward: x, y, attention's output and statistics, the padded bias.
+the transpose. Saved for backward: x, y, attention's output and statistics, the padded bias, its transpose
+where backward will read it, what keys add to scores where no bias holds it, drop.
 """
 import torch
 from torch.autograd.function import once_differentiable
