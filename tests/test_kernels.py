@@ -28,7 +28,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
-IN_NO_PRESET = {"check_attention_layer", "check_outer_product", "check_projection"}
+IN_NO_PRESET = {"check_outer_product", "check_transition"}
 
 
 @pytest.mark.parametrize("name, which", [
