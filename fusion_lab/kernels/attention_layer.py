@@ -38,8 +38,8 @@ class AttentionLayer(torch.autograd.Function):
                 keys, drop, add, heads, axis, eps, turn):
         ctx.add, ctx.eps = add, eps
         ctx.how = heads, axis, True, (x.shape[-1] // heads) ** -0.5
-        y, own_bias = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
         sizes = len(x), x.shape[3 - axis], heads, x.shape[axis]
+        y, own_bias = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
         if head_weight is not None:
             bias = own_bias.mT if axis == 1 else own_bias
         padded, turned, summand = attention.padded_bias(bias, keys, y, sizes, turn)
