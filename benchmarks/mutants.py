@@ -78,14 +78,14 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "fusion_lab/measuring/summary.py": "summary_figures training",
     "fusion_lab/measuring/trace.py": "trace profiler_session",
     "fusion_lab/profiler/report.py": SESSION,
-    "fusion_lab/measuring/retune.py": "tuner",
+    "fusion_lab/measuring/retune.py": "tuner", "fusion_lab/measuring/patterns.py": "fusion_patterns",
     "fusion_lab/measuring/sizes.py": "predictions profiler_session",
     "fusion_lab/kernels/attention.py": "choices evoformer numbers_by_hand tuner",
     **{f"fusion_lab/kernels/{name}.py": "choices tuner evoformer numbers_by_hand" for name in (
         "custom_gradients", "limits", "precision", "triton", "tuner")},
     **{f"fusion_lab/measuring/{name}.py": SESSION for name in ("analysis", "attribution")},
     **{f"fusion_lab/measuring/{name}.py": COMPARISON for name in (
-        "comparison", "comparison_rows", "comparison_table")},
+        "comparison", "comparison_rows", "comparison_table", "worth")},
     **{f"fusion_lab/measuring/{name}.py": "predictions profiling profiler_session" for name in (
         "ceilings", "predictions", "roofline")},
     **{f"fusion_lab/measuring/{name}.py": "profiling evoformer profiler_session" for name in (
