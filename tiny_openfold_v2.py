@@ -96,7 +96,8 @@ class FusionConfig(TritonSwitches):
             found.append(f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues")
         asked = self.attention_backend if self.enable_flash_attention else "math"
         if self.enable_triton_attention and asked != "auto":
-            found.append("triton-attention gives way to the attention that was asked for")
+            names = ("triton-attention", *["triton-projection"] * self.enable_triton_projection)
+            found += [f"{name} gives way to the attention that was asked for" for name in names]
         if self.attention_backend != "auto" and not self.enable_flash_attention:
             found.append("--attention-backend is for fused attention")
         return found
@@ -272,7 +273,7 @@ class FusedMSARowAttention(GatedAttention):
         self.pair_bias_proj = linear(config.pair_dim, config.msa_heads, bias=False)
 
     def forward(self, msa, pair, seq_mask=None, residual=None, drop=None):
-        project = triton.head_bias if self.whole and triton.fits(pair) else head_bias
+        project = triton.head_bias if self.whole and triton.projects_bias(pair, self.heads) else head_bias
         bias = self.ranks.gather(project(self.pair_bias_proj, pair, self.pair_norm), 2)  # (B, H, S, S)
         return self.attention(msa, 2, seq_mask, bias, None, residual, drop)  # (B, N, S, c_m)
 
@@ -616,10 +617,14 @@ class TinyOpenFoldV2(nn.Module):
         """Which kernels fused attention runs in training in this dtype (default: the weights'), in words."""
         c, weight = self.config, self.distogram_head.weight
         msa_width = c.msa_dim // c.msa_heads
-        return attention.in_words(
-            self.fusion.attention_backend, self.blocks[0].msa_row_attention.triton, weight.is_cuda,
+        row = self.blocks[0].msa_row_attention
+        kernels = attention.in_words(
+            self.fusion.attention_backend, row.triton, weight.is_cuda,
             dtype or weight.dtype, pair=(c.seq_len, c.pair_dim // c.pair_heads, True),
             rows=(c.seq_len, msa_width, True), columns=(c.num_seqs, msa_width, False))
+        return kernels + (triton.library_projections(MSA=(c.msa_dim, c.msa_heads),
+                                                     pair=(c.pair_dim, c.pair_heads))
+                          if row.whole and "triton" in kernels else "")
 
     def get_fusion_statistics(self):
         """The switches, nominal kernel counts, and GEMMs for the projections (proteins/costs.py)."""

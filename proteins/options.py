@@ -117,6 +117,6 @@ class TritonSwitches(options.Switches):
         return found + idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim),
-            enable_triton_projection=(c.msa_dim, c.pair_dim),
-            enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),)),
+            enable_triton_projection=((c.msa_dim, c.msa_heads), (c.pair_dim, c.pair_heads)),
+            enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),)), (c.pair_dim, c.msa_heads),
             settings.training.use_amp, on_gpu)

@@ -21,6 +21,7 @@ from fusion_lab.kernels import (
     projection,
     transition,
     triangle_multiplication,
+    tuner,
     ultra_block,
 )
 
@@ -28,8 +29,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
-IN_NO_PRESET = {"check_attention_layer", "check_outer_product", "check_patterns", "check_projection",
-                "check_ultra_block"}
+IN_NO_PRESET = {"check_outer_product", "check_patterns", "check_transition", "check_ultra_block"}
 
 
 @pytest.mark.parametrize("name, which", [
@@ -41,6 +41,12 @@ def test_in_the_interpreter(name, which):
                str(HERE / "interpreted" / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_kernels_on_a_cpu_say_what_they_need():
+    x, vector = torch.zeros(1, 3, 5, 16), torch.zeros(16)
+    with pytest.raises(RuntimeError, match="norm_project is .* needs a GPU, or TRITON_INTERPRET=1"):
+        projection.norm_project(x, vector, vector, torch.zeros(32, 16), None, 1e-5)
 
 
 def attention(length, width, axis, biased, masked, dtype=torch.bfloat16):
@@ -140,24 +146,31 @@ SUMS = "sum_kernel"  # which multiplies nothing
 
 
 def check_resources(target, launches):
-    """Every configuration that is shipped compiles without spills, into the shared memory that there is."""
-    faults = []  # a kernel that sums into a table multiplies nothing
+    """Every configuration that is shipped for the widths of these launches compiles without spills, into the
+    shared memory that there is. Returns the keys of tiles.json that this was said of."""
+    faults, met = [], set()  # a kernel that sums into a table multiplies nothing
     for name in launches:
         function, *arguments = LAUNCHES[name]
-        with compiled_for(target) as found:
+        with compiled_for(target, met) as found:
             function(*arguments)
         assert found
         faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items() if used["spills"]
                    or used["shared"] > SHARED[target]
                    or not (used["mma"] or name in WITHOUT or "table" in kernel or kernel.startswith(SUMS))]
     assert not faults, "\n".join(faults)
+    return met
 
 
 def test_compiles_for_a_gpu_of_amd():
     check_resources("gfx942", ["columns, N 16"])
 
 
+@pytest.mark.parametrize("launch", ["attention sub-layer, c 128", "multiplication, c 128"])
+def test_what_is_shipped_for_128_channels_compiles(launch):
+    assert len(check_resources("sm_90", [launch])) >= 12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
 def test_compiles_for(target):
-    check_resources(target, LAUNCHES)
+    assert check_resources(target, LAUNCHES) == set(tuner.read(tuner.SHIPPED).get(target, {}))

@@ -373,8 +373,9 @@ def test_idle_switches_are_named():
 
 
 def test_idle_triton_kernels_say_what_they_need(monkeypatch):
-    def idle(pair_dim=128, use_amp=True, on_gpu=True, ranks=1, **switches):
-        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(msa_dim=48, pair_dim=pair_dim),
+    def idle(pair_dim=128, use_amp=True, on_gpu=True, ranks=1, msa_dim=48, heads=4, **switches):
+        model = tof.TinyOpenFoldConfig(msa_dim=msa_dim, pair_dim=pair_dim, msa_heads=heads, pair_heads=heads)
+        settings = SimpleNamespace(model=model,
                                    training=SimpleNamespace(use_amp=use_amp, sequence_parallel=ranks))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
     attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
@@ -385,20 +386,28 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(use_amp=False, **triangle) == [
         "Triton kernels need --use-amp: float32 is more exact without them"]
     assert idle(96, **attention, **triangle, enable_triton_transition=True) == [
-        "triton-triangle has no kernel for a width of 96",
-        "triton-transition has no kernel for a width of 48 or 96"]
+        "triton-triangle has no kernel for 96 channels",
+        "triton-transition has no kernel for 48 or 96 channels"]
     projection, outer = dict(enable_triton_projection=True), dict(enable_triton_outer_product=True)
     assert idle(**attention, **projection, **outer) == []  # the projections have one for the pair tensor
     assert idle(**projection) == ["triton-projection works round triton-attention"]
     assert idle(96, **attention, **projection, **outer) == [
-        "triton-projection has no kernel for a width of 48 or 96",
-        "triton-outer-product has no kernel for a width of (32, 96)"]
+        "triton-projection has no kernel for attention over 48 (4 heads) or 96 (4 heads) channels",
+        "triton-outer-product has no kernel for sides of 32 to 96 channels"]
+    assert idle(256, **attention, **projection) == []  # the bias of MSA rows has one
+    assert idle(256, msa_dim=256, heads=1, **attention) == [
+        "triton-attention has no kernel for heads of 256 channels"]
+    assert idle(msa_dim=128, heads=128, **attention, **projection) == [
+        "triton-projection has no kernel for attention over 128 (128 heads) channels"]
     assert idle(ranks=2, **attention, **triangle, **projection, **outer) == [
         "triton-triangle takes whole pair tensors, not a GPU's part of one",
         "triton-outer-product takes whole pair tensors, not a GPU's part of one"]
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
         assert idle(**attention, **other) == [
             "triton-attention gives way to the attention that was asked for"]
+        assert idle(**attention, **projection, **other) == [
+            "triton-attention gives way to the attention that was asked for",
+            "triton-projection gives way to the attention that was asked for"]
         fusion = tof.FusionConfig(**attention, **other)
         block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(), fusion)
         assert not block.triangle_attn_starting.triton

@@ -165,6 +165,18 @@ def test_what_has_a_kernel(x, fits, attends, monkeypatch):
     assert not lab.fits(x) and not lab.attends(x, 4)
 
 
+@pytest.mark.parametrize("channels, heads, whole, bias", [
+    (128, 64, True, True), (128, 128, False, False), (256, 8, False, True), (512, 8, False, False)])
+def test_whose_projections_have_a_kernel(channels, heads, whole, bias, monkeypatch):
+    monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: False)
+    for module in (lab, attention):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    x = on_gpu(2, 3, channels)
+    assert (lab.projects(x, heads), lab.projects_bias(x, heads)) == (whole, bias)
+    assert lab.library_projections(MSA=(channels, heads), pair=(64, 4)) == (
+        "" if whole else "; MSA: projections by the library")
+
+
 def test_autocast_says_in_which_precision_a_kernel_runs(monkeypatch):
     monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     monkeypatch.setattr(precision.torch, "get_autocast_dtype", {"cuda": torch.float16}.get)

@@ -8,6 +8,7 @@ Compiling asks the active driver for nothing but a device number and a target, s
 compile what they would run, on tensors that lie on the CPU.
 """
 import contextlib
+import re
 from unittest import mock
 
 import triton
@@ -17,12 +18,22 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import SHARED, Absent, resources
 
 __all__ = ["SHARED", "compiled_for", "mend_interpreter"]
+EXTENTS = ("P", "S", "L")  # of a tuner's class of shape; any of them may meet a kernel of these widths
+
+
+def widths(key):
+    """Kernel, dtype and widths of a key of tiles.json, without numbers of positions and rows: what it may be
+    compiled for. N is a projection's width, but the rows of an outer product."""
+    kernel, *words = key.split()
+    extents = (*EXTENTS, *["N"] * kernel.startswith("outer"))
+    return kernel, *(word for word in words if not re.fullmatch(r"[A-Z]\d+", word) or word[0] not in extents)
 
 
 @contextlib.contextmanager
-def compiled_for(name):
-    """Within, launches compile for this GPU, with the first candidate and what is shipped for it, and run
-    nothing. Yields {kernel and configuration: resources()}, filled at the end."""
+def compiled_for(name, met=None):
+    """Within, launches compile for this GPU, with the first candidate and all that is shipped for it at the
+    same widths, and run nothing. Yields {kernel and configuration: resources()}, filled at the end. met, if
+    given, is a set that gets the keys of tiles.json that were compiled."""
     compiled, run, shipped = {}, triton.runtime.jit.JITFunction.run, tuner.read(tuner.SHIPPED).get(name, {})
 
     def warm_up(self, *arguments, grid, warmup, **options):
@@ -32,9 +43,12 @@ def compiled_for(name):
         compiled[f"{self.__name__} {chosen}"] = kernel
 
     def every_configuration(kernel, shape, candidates, run):
-        run(candidates[0])
-        if f"{kernel} {shape}" in shipped:
-            run(shipped[f"{kernel} {shape}"])
+        chosen = {key: tiles for key, tiles in shipped.items() if widths(key) == widths(f"{kernel} {shape}")}
+        for tiles in (candidates[0], *chosen.values()):
+            assert tiles in candidates, f"{kernel} {shape}: {tiles} is shipped, but no candidate"
+            run(tiles)
+        if met is not None:
+            met.update(chosen)
 
     before, found = driver._active, {}
     driver.set_active(Absent(name))

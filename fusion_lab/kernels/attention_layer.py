@@ -6,7 +6,8 @@
 x, residual, out (B, X, Y, c), attention along X or Y; W (4 c, c): q, k, v and gate below each other; Wh
 (H, c). What lies between the kernels is written once and read as it lies: y as (B, X, Y, 4 c), attention's
 output as (B, X, Y, c), their gradients alike; the head bias as (B, H, X, Y), of which attention along X takes
-the transpose. Saved for backward: x, y, attention's output and statistics, the padded bias.
+the transpose. Saved for backward: x, y, attention's output and statistics, the padded bias, its transpose
+where backward will read it, what keys add to scores where no bias holds it, drop.
 """
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from fusion_lab.kernels import biased_attention as attention
 from fusion_lab.kernels import projection
 from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.triton_parts import check_shapes
 
 
 def reference(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis, bias=None,
@@ -36,10 +38,11 @@ class AttentionLayer(torch.autograd.Function):
                 keys, drop, add, heads, axis, eps, turn):
         ctx.add, ctx.eps = add, eps
         ctx.how = heads, axis, True, (x.shape[-1] // heads) ** -0.5
+        sizes = len(x), x.shape[3 - axis], heads, x.shape[axis]
         y, own_bias = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
         if head_weight is not None:
             bias = own_bias.mT if axis == 1 else own_bias
-        padded, turned, summand = attention.padded_bias(bias, keys, y, x.shape[axis], turn)
+        padded, turned, summand = attention.padded_bias(bias, keys, y, sizes, turn)
         og, lse = attention.FORWARD_OP([y], gate_bias, padded, summand, *ctx.how)
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop, y,
                               padded, turned, summand, og, lse)
@@ -74,9 +77,16 @@ def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, ou
     (B, L), 1 = present; drop: factors that broadcast to x, without a gradient. Under autocast the products
     are made in its dtype, and the sum in that of the residual.
     """
-    dtype, add, drop = product_dtype(x), residual is x, None if drop is None else drop.contiguous()
+    dtype, add, drop = product_dtype(x), residual is x, projection.widened(drop, x.shape[-1])
+    c = x.shape[-1]
     if bias is not None and head_weight is not None:
         raise ValueError("bias and head_weight: either makes the bias")
+    if head_weight is not None and x.shape[1] != x.shape[2]:
+        raise ValueError(f"x is {tuple(x.shape)}, but must be (B, X, X, c) to make the bias from")
+    check_shapes(("norm_weight", norm_weight, (c,)), ("norm_bias", norm_bias, (c,)),
+                 ("weight", weight, (4 * c, c)), ("gate_bias", gate_bias, (c,)),
+                 ("out_weight", out_weight, (c, c)), ("out_bias", out_bias, (c,)),
+                 ("head_weight", head_weight, (heads, c)), ("residual", residual, tuple(x.shape)))
     if residual is not None and not add:
         return residual + attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias,
                                           heads, axis, bias, head_weight, keys, eps, None, drop)
@@ -84,5 +94,5 @@ def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, ou
         None if t is None else t.to(dtype).contiguous()
         for t in (weight, gate_bias, out_weight, out_bias, head_weight))
     return AttentionLayer.apply(
-        x.contiguous(), norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, bias, head_weight,
-        keys, drop, add, heads, axis, eps, attention.turns(x.shape[axis]))
+        x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight, gate_bias, out_weight,
+        out_bias, bias, head_weight, keys, drop, add, heads, axis, eps, attention.turns(x.shape[axis]))

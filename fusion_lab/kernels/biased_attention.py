@@ -29,6 +29,7 @@ from fusion_lab.kernels.triton_parts import (
     DTYPES,
     add_up,
     candidates,
+    check_shapes,
     operation,
     padded_width,
     precision,
@@ -262,8 +263,9 @@ class BiasedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, bias, keys, gate_bias, heads, axis, gated, scale, turn, *parts):
         ctx.how = heads, axis, gated, scale
-        length = views(parts, heads, axis, gated)[0].shape[-2]
-        padded, turned, summand = padded_bias(bias, keys, parts[0], length, turn)
+        *sizes, width = views(parts, heads, axis, gated)[0].shape
+        check_shapes(("gate_bias", gate_bias, (sizes[2] * width,)))
+        padded, turned, summand = padded_bias(bias, keys, parts[0], sizes, turn)
         out, lse = FORWARD_OP(parts, gate_bias, padded, summand, *ctx.how)
         ctx.save_for_backward(bias, gate_bias, padded, turned, summand, out, lse, *parts)
         return out
@@ -279,10 +281,14 @@ class BiasedAttention(torch.autograd.Function):
         return dbias, None, dgb, *[None] * 5, *grads
 
 
-def padded_bias(bias, keys, part, length, turn):
+def padded_bias(bias, keys, part, sizes, turn):
     """(bias with the key mask, (B, H, LP, LP); its transpose, if turn; summands of keys, (B or 1, R or 1,
     LP)), None where not needed, from bias (B, H, L, L) or None and keys (B, L) or (B, R, L), 1 = present, or
-    None; part: a tensor of the same device."""
+    None, whose B and R may be 1; part: a tensor of the same device; sizes: B, R, H, L."""
+    samples, rows, heads, length = sizes
+    check_shapes(("bias", bias, (samples, heads, length, length)),
+                 ("keys", keys, (samples, length), (samples, rows, length), (1, length), (1, rows, length),
+                  (samples, 1, length), (1, 1, length)))
     turned, pad = None, padded_length(length) - length
     if bias is not None:
         bias = bias.to(torch.float32 if bias.dtype == torch.float16 else bias.dtype)  # which can hold PADDING
@@ -306,7 +312,7 @@ def gated_attention(parts, heads, axis, bias=None, keys=None, gate_bias=None):
     keys.
     """
     width = parts[-1].shape[-1] // (4 if len(parts) == 1 else 1) // heads
-    length = parts[0].shape[axis]
+    length, gate_bias = parts[0].shape[axis], None if gate_bias is None else gate_bias.contiguous()
     return BiasedAttention.apply(bias, keys, gate_bias, heads, axis, True, width ** -0.5, turns(length),
                                  *parts)
 
@@ -319,10 +325,8 @@ def triangle_attention(q, k, v, bias, mask=None, scale=None):
     masked. Raises ValueError for another shape, and for more keys than queries.
     """
     B, N, H, S, _ = q.shape
-    for name, x, shape in (("k", k, q.shape), ("v", v, q.shape), ("bias", bias, (B, 1, H, S, S)),
-                           *([("mask", mask, (B, N, 1, 1, S))] if mask is not None else [])):
-        if tuple(x.shape) != tuple(shape):
-            raise ValueError(f"{name} is {tuple(x.shape)}, but must be {tuple(shape)}")
+    check_shapes(("k", k, tuple(q.shape)), ("v", v, tuple(q.shape)), ("bias", bias, (B, 1, H, S, S)),
+                 ("mask", mask, (B, N, 1, 1, S)))
     return row_attention(q, k, v, bias[:, 0], None if mask is None else mask[:, :, 0, 0], scale)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs hold all of them
 LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider products are the library's (LOG.md)
+MOST_HEADS = 64  # whose bias one kernel projects
 OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
 MESSAGE_CHANNELS, MOST_NEIGHBOURS = (16, 32, 64, 128), 64  # of messages between nodes of a graph
 WIDEST_HEAD = 128
@@ -12,18 +13,34 @@ SWITCH = "enable_triton_"
 
 
 def takes(switch, width):
-    """Whether the kernels of a switch take this width: of a head for attention, (of a side, of the result)
-    for the outer product, else of a position."""
+    """Whether the kernels of a switch take this width: of a head for attention; (of a position, heads) for
+    projections of a whole sub-layer; (of a side, of the result) for the outer product; else of a position."""
     if switch == f"{SWITCH}outer_product":
         return width[0] in OUTER_WIDTHS and width[1] in CHANNELS
     if switch == f"{SWITCH}projection":
-        return width in LAYER_CHANNELS
+        return width[0] in LAYER_CHANNELS and width[1] <= MOST_HEADS
     return width <= WIDEST_HEAD if switch == f"{SWITCH}attention" else width in CHANNELS
 
 
-def idle_kernels(fusion, widths, use_amp, on_gpu):
+def takes_bias(channels, heads):
+    """Whether LayerNorm and projection of a bias for so many heads have a kernel."""
+    return channels in CHANNELS and heads <= MOST_HEADS
+
+
+WIDTHS = {"attention": "heads of {} channels", "projection": "attention over {} channels",
+          "outer_product": "sides of {} channels"}  # how a sentence names them; "{} channels" for others
+
+
+def in_words(switch, widths):
+    """"48 or 96 channels" """
+    links = {f"{SWITCH}projection": "{} ({} heads)", f"{SWITCH}outer_product": "{} to {}"}
+    each = dict.fromkeys(links[switch].format(*width) if switch in links else str(width) for width in widths)
+    return WIDTHS.get(switch.removeprefix(SWITCH), "{} channels").format(" or ".join(each))
+
+
+def idle_kernels(fusion, widths, bias, use_amp, on_gpu):
     """Sentences on why Triton switches of a config change nothing here; widths: {switch: those that the model
-    would give its kernels}."""
+    would give its kernels}; bias: channels and heads of one that triton-projection would make beside them."""
     names = [name for name in fusion.names() if name.startswith(SWITCH) and getattr(fusion, name)]
     if not names:
         return []
@@ -31,6 +48,7 @@ def idle_kernels(fusion, widths, use_amp, on_gpu):
         return [f"Triton kernels need {'Triton (pip install triton)' if on_gpu else 'a GPU'}"]
     if not use_amp:
         return ["Triton kernels need --use-amp: float32 is more exact without them"]
-    return [f"{name.removeprefix('enable_').replace('_', '-')} has no kernel for a width of "
-            f"{' or '.join(map(str, widths[name]))}"
-            for name in names if not any(takes(name, width) for width in widths[name])]
+    idle = [name for name in names if not any(takes(name, width) for width in widths[name])
+            and not (name == f"{SWITCH}projection" and takes_bias(*bias))]
+    return [f"{name.removeprefix('enable_').replace('_', '-')} has no kernel for "
+            f"{in_words(name, widths[name])}" for name in idle]

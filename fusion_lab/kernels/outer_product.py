@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.limits import CHANNELS, OUTER_WIDTHS
 from fusion_lab.kernels.precision import product_dtype
-from fusion_lab.kernels.triton_parts import DTYPES, add_up, operation, precision
+from fusion_lab.kernels.triton_parts import DTYPES, add_up, check_shapes, operation, precision
 
 PROGRAMS = 512  # over which long sums are spread: about four for each processor of a large GPU
 
@@ -313,11 +313,14 @@ class OuterProduct(torch.autograd.Function):
 def outer_product(left, right, weight, bias, norm, residual=None):
     """[residual +] (weight vec(sum over n of left[n, i] right[n, j]^T) + bias) / norm, (B, S, S, c). norm
     gets no gradient. Under autocast products are made in its dtype, and the sum in that of the residual."""
-    dtype = product_dtype(left)
+    (samples, _, size, h), c, dtype = left.shape, len(weight), product_dtype(left)
+    check_shapes(("right", right, tuple(left.shape)), ("weight", weight, (c, h * h)), ("bias", bias, (c,)),
+                 ("norm", norm, (samples,)), ("residual", residual, (samples, size, size, c)))
     left, right, weight, bias = (t.to(dtype) for t in (left, right, weight, bias))
     left, right = (t if t.stride(-1) == 1 else t.contiguous() for t in (left, right))
     residual = None if residual is None else residual.contiguous()
-    return OuterProduct.apply(left, right, weight.contiguous(), bias, norm.float(), residual)
+    return OuterProduct.apply(left, right, weight.contiguous(), bias.contiguous(), norm.float().contiguous(),
+                              residual)
 
 
 def unsupported(dtype, channels, width):

@@ -25,11 +25,12 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.limits import CHANNELS
+from fusion_lab.kernels.limits import CHANNELS, MOST_HEADS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
     add_up,
+    check_shapes,
     layer_norm,
     layer_norm_backward,
     operation,
@@ -40,8 +41,6 @@ from fusion_lab.kernels.triton_parts import (
     store_rows,
     vector,
 )
-
-MOST_HEADS = 64
 
 
 def norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps):
@@ -290,6 +289,11 @@ def drop_strides(drop, out):
     return (0, 0, 0) if drop is None else drop.expand(out.shape).stride()[:3]
 
 
+def widened(drop, channels):
+    """Factors with as many channels as the kernels read, None for None."""
+    return None if drop is None else drop.expand(*drop.shape[:-1], channels).contiguous()
+
+
 def output_project_backward_launch(gradient, weight, drop):
     """dog; drop * gradient, empty without drop; the bias's gradient."""
     dog, du, dbias = found = output_project_backward_sizes(gradient, weight, drop)
@@ -400,17 +404,25 @@ class OutputProject(torch.autograd.Function):
 def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps):
     """LayerNorm(x) weight^T (B, X, Y, n), LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight is.
     Under autocast the products are made in its dtype."""
+    c = x.shape[-1]
+    check_shapes(("norm_weight", norm_weight, (c,)), ("norm_bias", norm_bias, (c,)),
+                 ("weight", weight, (0 if weight is None else len(weight), c)),
+                 ("head_weight", head_weight, (0 if head_weight is None else len(head_weight), c)))
     weight, head_weight = (None if t is None else t.to(product_dtype(x)).contiguous()
                            for t in (weight, head_weight))
-    return NormProject.apply(x.contiguous(), norm_weight, norm_bias, weight, head_weight, eps)
+    return NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
+                             head_weight, eps)
 
 
 def output_project(og, weight, bias, residual=None, drop=None):
     """[residual +] [drop *] (og weight^T + bias); drop, without a gradient, broadcasts to the result. Under
     autocast the product is made in its dtype, and the sum in that of the residual."""
+    c = len(weight)
+    check_shapes(("weight", weight, (c, og.shape[-1])), ("bias", bias, (c,)),
+                 ("residual", residual, (*og.shape[:-1], c)))
     og, weight, bias = (t.to(product_dtype(og)).contiguous() for t in (og, weight, bias))
-    residual, drop = (None if t is None else t.contiguous() for t in (residual, drop))
-    return OutputProject.apply(og, weight, bias, residual, drop)
+    residual = None if residual is None else residual.contiguous()
+    return OutputProject.apply(og, weight, bias, residual, widened(drop, c))
 
 
 def unsupported(dtype, channels, heads=0):

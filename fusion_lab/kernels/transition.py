@@ -222,7 +222,8 @@ def transition(x, norm_weight, norm_bias, w1, b1, w2, b2, eps, residual=None):
     dtype, own = product_dtype(x), residual is x
     w1, b1, w2, b2 = (t.to(dtype).contiguous() for t in (w1, b1, w2, b2))
     residual = None if own or residual is None else residual.contiguous()
-    return Transition.apply(x.contiguous(), norm_weight, norm_bias, w1, b1, w2, b2, residual, own, eps)
+    return Transition.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), w1, b1, w2, b2,
+                            residual, own, eps)
 
 
 def unsupported(dtype, channels, units):

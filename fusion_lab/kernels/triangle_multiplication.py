@@ -29,6 +29,7 @@ from fusion_lab.kernels.triton_parts import (
     DTYPES,
     add_up,
     candidates,
+    check_shapes,
     operation,
     precision,
     shared_dtype,
@@ -249,12 +250,9 @@ def check(pair, weights, mask, drop, residual, save):
     if save not in SAVED:
         raise ValueError(f"save is {save!r}, but must be one of {', '.join(SAVED)}")
     sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
-    expected = [("pair", pair, [(B, S, S, c)]), ("mask", mask, [(B, S), (B, S, S)]),
-                ("drop", drop, [(B, 1, S, c), (B, S, 1, c)]), ("residual", residual, [(B, S, S, c)]),
-                *((name, w, [size]) for name, w, size in zip(PARAMETERS, weights, sizes, strict=True))]
-    for name, tensor, shapes in expected:
-        if tensor is not None and tuple(tensor.shape) not in shapes:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, but must be {' or '.join(map(str, shapes))}")
+    check_shapes(("pair", pair, (B, S, S, c)), ("mask", mask, (B, S), (B, S, S)),
+                 ("drop", drop, (B, 1, S, c), (B, S, 1, c)), ("residual", residual, (B, S, S, c)),
+                 *zip(PARAMETERS, weights, sizes, strict=True))
 
 
 def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias,
@@ -272,8 +270,8 @@ def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, ce
                gate_weight, gate_bias]
     check(pair, weights, mask, drop, residual, save)
     dtype, add = product_dtype(pair), residual is pair
-    for n in (2, 3, 6, 7, 8, 9):  # projections; LayerNorms compute in float32 anyway
-        weights[n] = None if weights[n] is None else weights[n].to(dtype).contiguous()
+    for n, w in enumerate(weights):  # LayerNorms compute in float32 anyway
+        weights[n] = None if w is None else (w if n in (0, 1, 4, 5) else w.to(dtype)).contiguous()
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
     residual = None if add or residual is None else residual.contiguous()
     save = save if torch.is_grad_enabled() else "nothing"

@@ -6,7 +6,7 @@ asked the function beside it first.
 import torch
 
 from fusion_lab.kernels.attention import TRITON_DTYPES, triton_attends
-from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, SWITCH, takes
+from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, SWITCH, takes, takes_bias
 from fusion_lab.kernels.precision import product_dtype
 
 
@@ -57,7 +57,19 @@ def gated_attention(parts, heads, axis, bias, keys, gate_bias):
 
 def projects(x, heads):
     """Whether a whole attention sub-layer over x (..., c) is given to kernels."""
-    return takes(f"{SWITCH}projection", x.shape[-1]) and attends(x, heads)
+    return takes(f"{SWITCH}projection", (x.shape[-1], heads)) and attends(x, heads)
+
+
+def projects_bias(x, heads):
+    """Whether head_bias() takes x (..., c) and so many heads."""
+    return runs(x) and takes_bias(x.shape[-1], heads)
+
+
+def library_projections(**parts):
+    """Which parts of attention, {name: (channels, heads)}, keep the library's projections beside kernels, for
+    the start-up line."""
+    left = [name for name, width in parts.items() if not takes(f"{SWITCH}projection", width)]
+    return f"; {', '.join(left)}: projections by the library" if left else ""
 
 
 def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head, keys, residual, drop):

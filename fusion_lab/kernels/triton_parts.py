@@ -32,7 +32,11 @@ def operation(schema, launch, sizes, flops=None):
 
     def launch_there(*arguments):
         listed = (x for given in arguments for x in (given if isinstance(given, (list, tuple)) else [given]))
-        with torch.cuda.device_of(next(x for x in listed if isinstance(x, torch.Tensor))):
+        first = next(x for x in listed if isinstance(x, torch.Tensor))
+        if not (first.is_cuda or on_cpu()):
+            raise RuntimeError(f"{name} is a Triton kernel, which needs a GPU, or TRITON_INTERPRET=1 in the "
+                               "environment before it is imported; its tensors lie on the CPU")
+        with torch.cuda.device_of(first):
             return launch(*arguments)
     library.define(name, schema[schema.index("("):])
     library.impl(name, ("cpu", "cuda"), launch_there)  # "cuda" is AMD's too; "cpu": Triton's interpreter
@@ -41,6 +45,24 @@ def operation(schema, launch, sizes, flops=None):
     if flops:
         register_flop_formula(op)(flops)
     return op.default
+
+
+def on_cpu():
+    """Whether launches on CPU tensors mean anything: in the interpreter, or where a CPU driver is active
+    (the tests that compile for GPUs which are not there)."""
+    if not isinstance(sum_kernel, triton.JITFunction):
+        return True
+    try:
+        return driver.active.get_active_torch_device().type == "cpu"
+    except RuntimeError:  # no driver at all
+        return False
+
+
+def check_shapes(*given):
+    """ValueError for what kernels would misread; given: (name, tensor or None, shapes that it may have)."""
+    for name, tensor, *shapes in given:
+        if tensor is not None and tuple(tensor.shape) not in shapes:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, but must be {' or '.join(map(str, shapes))}")
 
 
 def candidates(names, *values):

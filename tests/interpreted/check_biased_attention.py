@@ -81,7 +81,7 @@ def test_the_bias_is_turned_only_where_backward_reads_it():
     with torch.no_grad():
         assert not biased_attention.turns(65)
     for turn in (True, False):
-        padded, turned, keys = biased_attention.padded_bias(bias, None, q, 65, turn)
+        padded, turned, keys = biased_attention.padded_bias(bias, None, q, (1, 1, 1, 65), turn)
         assert keys is None and (turned is not None) == turn
         assert turned is None or torch.equal(turned, padded.mT)
 

@@ -1,0 +1,111 @@
+"""What the kernels are given: vectors with gaps count as they are, wrong shapes are refused."""
+import re
+
+import check_attention_layer as layers
+import check_biased_attention as attention
+import check_outer_product as outer
+import check_projection as projections
+import check_transition as transitions
+import check_triangle_multiplication as multiplication
+import pytest
+import torch
+from rule import violations
+
+PROBLEMS = {
+    "attention": attention.problem(torch.float32, *attention.CASES["columns"]),
+    "sub-layer": layers.problem(torch.float32, *layers.CASES["columns"]),
+    "norm and projection": projections.norm_problem(torch.float32, (1, 3, 4, 16), 16, 2),
+    "output projection": projections.output_problem(torch.float32, (1, 3, 4, 16), 16, True, 1),
+    "outer product": outer.problem(torch.float32, 2, 3, 3, 8, 16, True, True),
+    "transition": transitions.problem(torch.float32, (1, 3, 5, 16), 64, "own"),
+    "multiplication": multiplication.problem(torch.float32, *multiplication.CASES["small"]),
+}
+
+
+def with_gaps(vector):
+    """The same numbers, between those that must not be read."""
+    return torch.stack([vector, torch.full_like(vector, torch.nan)], 1)[:, 0]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_vectors_may_have_gaps(name):
+    ours, plain, tensors = PROBLEMS[name]
+    assert any(t.dim() == 1 for t in tensors)
+    assert not violations(lambda *given: ours(*(with_gaps(t) if t.dim() == 1 else t for t in given)), plain,
+                          tensors)
+
+
+def test_the_number_of_rows_may_have_gaps():
+    sides, weight, bias = torch.randn(2, 3, 4, 8), torch.randn(16, 64), torch.randn(16)
+    norm = torch.tensor([2.0, 3.0])
+    results = [outer.outer_product.outer_product(sides, sides, weight, bias, n)
+               for n in (norm, with_gaps(norm))]
+    assert torch.equal(*results)
+
+
+def empty(*sizes):
+    return [torch.zeros(size) for size in sizes]
+
+
+def layer(x=(1, 3, 3, 16), **wrong):
+    """An attention sub-layer of two heads."""
+    right = dict(norm_weight=(16,), norm_bias=(16,), weight=(64, 16), gate_bias=(16,), out_weight=(16, 16),
+                 out_bias=(16,))
+    given = {name: torch.zeros(size) for name, size in {**right, **wrong}.items()}
+    return layers.attention_layer.attention_layer(torch.zeros(x), heads=2, axis=2, **given)
+
+
+def attend(bias, keys):
+    q, *given = empty((2, 3, 2, 5, 16), bias, keys)
+    return attention.biased_attention.row_attention(q, q, q, *given)
+
+
+def outer_of(**wrong):
+    right = dict(left=(2, 3, 4, 8), right=(2, 3, 4, 8), weight=(16, 64), bias=(16,), norm=(2,))
+    return outer.outer_product.outer_product(
+        *(torch.zeros(size) for size in {**right, **wrong}.values()))
+
+
+def norms(width=16, heads=16):
+    x, vector, *weights = empty((1, 3, 4, 16), 16, (32, width), (2, heads))
+    return projections.projection.norm_project(x, vector, vector, *weights, 1e-5)
+
+
+def output(k=16, bias=32):
+    return projections.projection.output_project(*empty((1, 3, 4, 16), (32, k), bias))
+
+
+BIAS, KEYS = (2, 2, 5, 5), (2, 5)
+REFUSED = {  # what is wrong: the call, what is said to be what, and what it must be
+    "bias of one sample": (lambda: attend((1, 2, 5, 5), KEYS), "bias", (1, 2, 5, 5), BIAS),
+    "bias of one head": (lambda: attend((2, 1, 5, 5), KEYS), "bias", (2, 1, 5, 5), BIAS),
+    "bias of other rows": (lambda: attend((2, 2, 4, 4), KEYS), "bias", (2, 2, 4, 4), BIAS),
+    "other keys": (lambda: attend(BIAS, (2, 4)), "keys", (2, 4), KEYS),
+    "keys of other rows": (lambda: attend(BIAS, (2, 4, 5)), "keys", (2, 4, 5), KEYS),
+    "layer: bias": (lambda: layer(bias=(1, 2, 4, 4)), "bias", (1, 2, 4, 4), (1, 2, 3, 3)),
+    "layer: keys": (lambda: layer(keys=(1, 4)), "keys", (1, 4), (1, 3)),
+    "layer: gate": (lambda: layer(gate_bias=(8,)), "gate_bias", (8,), (16,)),
+    "layer: packing": (lambda: layer(weight=(48, 16)), "weight", (48, 16), (64, 16)),
+    "layer: heads": (lambda: layer(head_weight=(3, 16)), "head_weight", (3, 16), (2, 16)),
+    "layer: oblong": (lambda: layer((1, 3, 5, 16), head_weight=(2, 16)), "x", (1, 3, 5, 16), "(B, X, X, c)"),
+    "outer: rows": (lambda: outer_of(right=(2, 4, 4, 8)), "right", (2, 4, 4, 8), (2, 3, 4, 8)),
+    "outer: norm": (lambda: outer_of(norm=(1,)), "norm", (1,), (2,)),
+    "outer: weight": (lambda: outer_of(weight=(16, 32)), "weight", (16, 32), (16, 64)),
+    "norm: width": (lambda: norms(width=8), "weight", (32, 8), (32, 16)),
+    "norm: width of heads": (lambda: norms(heads=32), "head_weight", (2, 32), (2, 16)),
+    "output: width": (lambda: output(k=8), "weight", (32, 8), (32, 16)),
+    "output: bias": (lambda: output(bias=16), "bias", (16,), (32,)),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_shapes_that_would_be_misread_are_refused(wrong):
+    call, name, given, right = REFUSED[wrong]
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name} is {given}, but must be {right}')}"):
+        call()
+
+
+def test_the_same_calls_with_right_shapes():
+    assert attend(BIAS, KEYS).shape == attend(BIAS, (2, 1, 5)).shape == (2, 3, 2, 5, 16)
+    assert layer(head_weight=(2, 16)).shape == (1, 3, 3, 16) == layer(bias=(1, 2, 3, 3), keys=(1, 3)).shape
+    assert outer_of().shape == (2, 4, 4, 16) and norms()[0].shape[-1] == output().shape[-1] == 32
