@@ -713,7 +713,7 @@ class Trainer:
 
     def averaged(self):
         """Within, the model has the weights to be evaluated: averaged ones, if there are."""
-        return self.average.swapped_in(self.publish) if self.average else contextlib.nullcontext()
+        return self.average.swapped_in(self.publish, self.world) if self.average else contextlib.nullcontext()
 
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""

@@ -27,6 +27,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training import checkpoints, distributed, feeding
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.machine import choose_device, process_settings
+from proteins import contacts
 from proteins.batches import RealProteins, SyntheticProteins
 
 TINY = dict(num_blocks=1, seq_len=16, num_seqs=6, msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2,
@@ -252,6 +253,18 @@ def no_memory(output):
     raise MemoryError
 
 
+def no_memory_at_once(rank):
+    """Trouble: rank 1 has no memory for its first step, which is within what is restored afterwards."""
+    def forward(self, batch):
+        return no_memory(None) if rank == 1 else plain(self, batch)
+    plain, tof.Trainer.forward = tof.Trainer.forward, forward
+
+
+def no_memory_to_evaluate(rank):
+    """Trouble: the first rank, which alone evaluates, has no memory for whole chains."""
+    contacts.contact_precision = lambda *inputs: no_memory(None)
+
+
 def asleep(output):
     time.sleep(60)
 
@@ -284,6 +297,9 @@ SCENARIOS = dict(
     terminated=(2, program(*SAVING, "run.pt"), send(signal.SIGTERM)),
     nan=(2, program(*SHORT, "2", trouble=spoilt_forward(not_a_number)), None),
     memory=(2, program(*SHORT, "2", trouble=spoilt_forward(no_memory)), None),
+    warming=(2, program(*SHORT, "2", "--shard-optimizer", trouble=no_memory_at_once), None),
+    evaluating=(2, program(*SHORT, "2", "--shard-optimizer", "--ema-decay", "0.5",
+                           trouble=no_memory_to_evaluate), None),
     asleep=(2, program(*SHORT, "2", "--collective-timeout", "2", trouble=spoilt_forward(asleep)), None),
     mistake=(2, program(*SHORT, "2", trouble=mistaken), None),
     no_data=(2, program("--data", "absent"), None), flags=(2, program("--batch-size", "0"), None),

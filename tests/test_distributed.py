@@ -23,8 +23,8 @@ from fusion_lab.training.machine import choose_device
 from fusion_lab.training.options import ProfilerConfig
 from fusion_lab.training.program import load_program
 
-QUICK = ("equal", "differ", "agree", "one", "two", "killed", "terminated", "nan", "memory", "no_data",
-         "no_rank", "profiled")
+QUICK = ("equal", "differ", "agree", "one", "two", "killed", "terminated", "nan", "memory", "warming",
+         "evaluating", "no_data", "no_rank", "profiled")
 SLOW = ("equal_of_four", "asleep", "mistake", "flags", "mode")
 
 
@@ -71,7 +71,8 @@ def test_a_whole_run_of_two_prints_and_writes_once_and_is_that_of_one(ran):
 
 @pytest.mark.parametrize("name, codes, words", [
     ("killed", [1, -9], "rank 1 has ended without a word"), ("nan", [1, 1], "loss is nan at step 4"),
-    ("memory", [1, 1], "out of memory: lower"), ("no_data", [2, 2], "absent: no such directory"),
+    ("memory", [1, 1], "out of memory: lower"), ("warming", [1, 1], "out of memory: lower"),
+    ("evaluating", [1, 1], "out of memory: lower"), ("no_data", [2, 2], "absent: no such directory"),
     ("no_rank", [2, 2], "--profile-rank 2: there are 2 ranks")])
 def test_what_ends_one_ends_all_with_one_line(name, codes, words, ran):
     found = ran[0][name]

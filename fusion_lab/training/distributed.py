@@ -3,6 +3,7 @@
 `begin` gives the World of a run, which everything else asks. A run alone asks the same questions of `ALONE`,
 for which nothing is sent and torch.distributed is not there.
 """
+import contextlib
 import os
 import pickle
 import re
@@ -216,6 +217,19 @@ class Ranks(World):
         self.watch.close()
         torch.distributed.destroy_process_group()
         begun(ALONE)
+
+
+@contextlib.contextmanager
+def finally_alone(world, act):
+    """act() after what runs within. After an error only in a run alone: it ends a run of several, and the
+    other ranks would not come to what act() exchanges."""
+    try:
+        yield
+    except BaseException:
+        if world.size == 1:
+            act()
+        raise
+    act()
 
 
 def sum_parts(whole, size):
