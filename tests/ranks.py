@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training import checkpoints, distributed, feeding
+from fusion_lab.training import checkpoints, distributed, feeding, master_weights
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.machine import choose_device, process_settings
 from proteins import contacts
@@ -122,17 +122,22 @@ def met(device="cpu", **values):
     return device, distributed.begin(settings(**values), device)
 
 
+def masters_in_float64(model, *_):
+    return master_weights.MasterWeights(model, torch.float64)
+
+
 def equal(rank):
     """Losses and weights of several ranks are those of one process that has all their samples; a checkpoint
     of n ranks continues on one and on n."""
     device, world = met()
     program, path = in_dtype(torch.float64), f"{DIRECTORY[0]}/equal.pt"
-    for name, shard in itertools.product(SOURCES, (False, True)):
-        values = dict(shard_optimizer=shard, ema_decay=0.5 * shard)
+    for name, kind in itertools.product(SOURCES, ("plain", "masters", "parts")):
+        values = dict(shard_optimizer=kind == "parts", ema_decay=0.5 * (kind == "parts"))
+        tof.master_weights = masters_in_float64 if kind == "masters" else master_weights.master_weights
         source = SOURCES[name](settings(batch_size=4))
         several, one = (trainer_in(w, program, device, values, 4) for w in (world, ALONE))
         expected, found = (steps_of(trainer, source, range(STEPS)) for trainer in (one, several))
-        what = f"{name} {values}"
+        what = f"{name}, {kind}"
         require(what, far(found, expected), (weights_of(several) - weights_of(one)).abs().max().item())
         require("losses fall into place", -max(expected), limit=-1)
         checkpoints.save(several, path)
@@ -152,7 +157,7 @@ def plain_means_differ(rank):
     device, world = met()
     source = Lopsided(settings(batch_size=4))
     one, several = (trainer_in(w, in_dtype(torch.float64), device, {}, 4) for w in (ALONE, world))
-    several.world.share = lambda output: output["loss"] / world.data_size
+    several.world.weight = lambda model, batch: 1 / world.data_size
     require("difference", -far(steps_of(several, source, [0]), steps_of(one, source, [0])), limit=-1e-3)
 
 

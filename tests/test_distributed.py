@@ -215,6 +215,27 @@ def test_the_samples_of_all_ranks_are_those_of_one_process(file, values):
         assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
 
 
+@pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "companions/protein_mpnn.py"])
+def test_a_loss_is_that_of_its_parts_by_their_counts(file):
+    if not (ROOT / file).exists():
+        pytest.skip("companions may go")
+    program = load_program(ROOT / file)
+    settings = program.settings(batch_size=3, device="cpu")
+    torch.manual_seed(0)
+    model = program.model(settings.model, settings.fusion).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight += 0.1 * torch.randn_like(weight)  # heads begin at zero, where all losses are alike
+    batch = program.open_source(settings).batch(0)
+    next(batch[key] for key in ("coord_mask", "mask") if key in batch)[0, ::2] = 0
+    parts = [own(batch, rank, 3) for rank in range(3)]
+    counts = [model.loss_counts(**part) for part in parts]
+    whole, parts = model(**batch)["loss"].item(), [model(**part) for part in parts]
+    found = sum((part.get("loss_terms", part["loss"]) * count / sum(counts)).sum().item()
+                for part, count in zip(parts, counts, strict=True))
+    assert found == pytest.approx(whole, rel=1e-6)
+    assert sum(part["loss"].item() for part in parts) / 3 != pytest.approx(whole, rel=1e-4)
+
+
 def test_real_families_too_and_the_natural_world_repeats_no_sample():
     source = ranks.real_source(ranks.settings(batch_size=4))
     whole, parts = source.batch(1), [source.part(1, rank, 2) for rank in range(2)]
