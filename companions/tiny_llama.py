@@ -4,7 +4,7 @@
     python companions/tiny_llama.py                       # a model of bytes learns Python
     python companions/tiny_llama.py --compare-fusion      # what each switch buys
     python companions/tiny_llama.py --data FILE           # your text
-    python companions/tiny_llama.py --init-from model.safetensors --num-layers 22 ...
+    python companions/tiny_llama.py --weights model.safetensors --num-layers 22 ...
 
 LLaMA (Touvron et al. 2023) as in transformers, under its parameter names: pre-norm RMSNorm, rotary positions,
 grouped-query attention, SwiGLU. It reads bytes of the standard library of the Python that runs it: nothing
@@ -13,7 +13,7 @@ is shipped or downloaded. Reading order: FusedTransformerBlock, then its four pa
 Letters in shape comments: B samples, S bytes, c channels, H heads, G of them for keys and values, D = c / H.
 """
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -21,6 +21,7 @@ from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
+from fusion_lab.kernels.limits import HAS_TRITON, ULTRA_WIDTHS
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import CommandLine, Program
@@ -54,8 +55,17 @@ class LlamaTraining(TrainingConfig):
     data: str = option(None, "file or directory of text; default: this Python's standard library", type=str,
                        metavar="PATH")
     eval_windows: int = option(512, "windows of --seq-len bytes in an evaluation", low=1)
-    init_from: str = option(None, "weights to begin with: a LLaMA state dict, .safetensors or .pt", type=str,
-                            training_only=True, metavar="FILE")
+    compare_ultra: bool = option(
+        False, "instead of training: one kernel a block, beside CUDA graphs and torch.compile, four shapes",
+        mode=("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "seed", "device",
+              "profile_dir", "json"))
+    weights: str = option(None, "LLaMA weights to begin with: a state dict, .safetensors or .pt", type=str,
+                          training_only=True, metavar="FILE")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.weights and (self.resume or self.init_from):
+            self.refuse("weights", "allowed without --resume and --init-from only")
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,15 @@ class LlamaSwitches(Switches):
         False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward", rung=7)
+    enable_ultra_block: bool = option(False, "one persistent Triton kernel a block; backward recomputes")
+
+    def idle(self, settings, on_gpu):
+        found, width = super().idle(settings, on_gpu), settings.model.hidden_size // settings.model.num_heads
+        if self.enable_ultra_block and not (on_gpu and HAS_TRITON and settings.training.use_amp):
+            found.append("the ultra-fused block needs a GPU, Triton and --use-amp")
+        elif self.enable_ultra_block and width not in ULTRA_WIDTHS:
+            found.append(f"ultra-fused blocks are for heads of {', '.join(map(str, ULTRA_WIDTHS))} channels")
+        return found
 
 
 COMMAND_LINE = CommandLine(
@@ -84,14 +103,17 @@ start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes sec
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
+import ultra_block
 from torch.utils.checkpoint import checkpoint
 
+from fusion_lab.kernels.attention import causal_kernel
 from fusion_lab.kernels.chunked_loss import ChunkedLoss
 from fusion_lab.kernels.packing import PackedProjections
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.measuring import text
-from fusion_lab.training.files import UserError
+from fusion_lab.training.checkpoints import put
+from fusion_lab.training.models import put_weights, read_weights
+from fusion_lab.training.recipe import average
 from tiny_openfold_v2 import Trainer, main
 
 # --------------------------------------------------------------------------------------------------------
@@ -178,6 +200,11 @@ class FusedTransformerBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config, fusion)
 
     def forward(self, x, angles):
+        if self.ultra and ultra_block.runs(x):
+            return ultra_block.run(self, x, angles)
+        return self.plain(x, angles)
+
+    def plain(self, x, angles):
         x = x + self.self_attn(self.input_layernorm(x), angles)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -225,8 +252,9 @@ class TinyLlama(nn.Module):
         self.initialise()
         angles = rotary(config.seq_len, config.hidden_size // config.num_heads, config.rope_theta)
         self.register_buffer("angles", angles, persistent=False)  # float64: rounded once, where it is used
+        self.enable_ultra_mode(fusion.enable_ultra_block)
         if fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
-            for module in (*self.model.layers, self.lm_head):
+            for module in (*(() if fusion.enable_ultra_block else self.model.layers), self.lm_head):
                 module.compile(fullgraph=True, dynamic=False, mode=fusion.torch_compile_mode)
 
     def initialise(self):
@@ -243,6 +271,11 @@ class TinyLlama(nn.Module):
             for block in self.model.layers:
                 block.self_attn.o_proj.weight.mul_(parts)
                 block.mlp.down_proj.weight.mul_(parts)
+
+    def enable_ultra_mode(self, enabled=True):
+        """Blocks as one kernel each, or not, from now on."""
+        for block in self.model.layers:
+            ultra_block.prepare(block, self.angles, enabled)
 
     def forward(self, ids, targets=None):
         """ids (B, S), targets (B, S) the bytes that follow, -100 where nothing is asked. Returns a dict:
@@ -267,11 +300,8 @@ class TinyLlama(nn.Module):
     def attention_kernel(self, dtype=None):
         """Which of PyTorch's kernels fused attention runs in training."""
         c, weight = self.config, self.model.embed_tokens.weight
-        q, k, v = (torch.empty(1, heads, c.seq_len, c.hidden_size // c.num_heads, device=weight.device,
-                               dtype=dtype or weight.dtype, requires_grad=True)
-                   for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
-        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)
-        return SDPBackend(choice).name.lower().replace("_", " ")
+        return causal_kernel((c.num_heads, c.num_kv_heads, c.num_kv_heads), c.seq_len,
+                             c.hidden_size // c.num_heads, weight.device, dtype or weight.dtype)
 
 
 OF_A_BLOCK = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -280,49 +310,27 @@ OF_A_BLOCK = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 def load_llama(model, path):
     """A state dict of transformers' LlamaForCausalLM; what tied heads and old rotary tables repeat is left
     out. Raises UserError."""
-    try:
-        if str(path).endswith(".safetensors"):
-            from safetensors.torch import load_file
-            saved = load_file(path)
-        else:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-        saved = {k: v for k, v in saved.items() if not k.endswith("rotary_emb.inv_freq")}
-        if model.config.tie_word_embeddings:
-            saved.pop("lm_head.weight", None)
-        model.load_state_dict(saved)
-    except ImportError:
-        raise UserError(f"--init-from {path}: needs safetensors: pip install safetensors") from None
-    except Exception as error:  # files of others fail in many ways
-        reason = str(error).strip().splitlines()[-1].strip() if str(error) else type(error).__name__
-        raise UserError(f"--init-from {path}: {reason[:200]}") from None
+    saved = {k: v for k, v in read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
+    if model.config.tie_word_embeddings:
+        saved.pop("lm_head.weight", None)
+    put_weights(model, saved, path)
 
 
 class LlamaTrainer(Trainer):
-    """Begins with --init-from's weights."""
+    """Begins with --weights."""
 
     def __init__(self, program, settings, device):
-        if settings.training.init_from:
-            def made(config, fusion):
-                model = TinyLlama(config, fusion)
-                load_llama(model, settings.training.init_from)
-                return model
-            program = replace(program, model=made)
         super().__init__(program, settings, device)
+        if self.training.weights:
+            plain = TinyLlama(settings.model, program.fusion_config.preset(False))
+            load_llama(plain, self.training.weights)
+            put(self, plain.state_dict())
+            self.average = average(self.updated, self.training.ema_decay)
 
 
 # --------------------------------------------------------------------------------------------------------
 # What the lab must know of this model
 # --------------------------------------------------------------------------------------------------------
-
-
-def check_batch(settings, device):
-    """A batch whose last sample asks for no more than its first half."""
-    generator = torch.Generator().manual_seed(settings.training.seed)
-    size = (settings.training.batch_size, settings.model.seq_len + 1)
-    ids = torch.randint(256, size, generator=generator)
-    targets = ids[:, 1:].clone()
-    targets[-1, targets.shape[1] // 2:] = -100
-    return dict(ids=ids[:, :-1].to(device), targets=targets.to(device))
 
 
 def start_lines(trainer):
@@ -334,13 +342,14 @@ def start_lines(trainer):
 
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="tiny_llama_v2", suffix="tiny_llama_v2", model=TinyLlama,
-    trainer=LlamaTrainer, check_batch=check_batch,
+    trainer=LlamaTrainer,
+    check_batch=lambda settings, device: text.check_batch(settings.training, settings.model.seq_len, device),
     tiny=dict(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, seq_len=32),
     open_source=lambda settings: text.Bytes(settings, settings.model.seq_len),
     sublayers=(*OF_A_BLOCK, "norm", "lm_head"),
     blocks=lambda settings: settings.model.num_layers, start_lines=start_lines,
     evaluate=text.evaluate, evaluation_name="bits_per_byte", evaluation_line=text.evaluation_line,
-    scores=text.scores, closing=text.closing,
+    scores=text.scores, closing=text.closing, modes={"--compare-ultra": ultra_block.compare_ultra},
     titles={"QKV Fusion": "enable_qkv_fusion", "Flash Attention": "enable_flash_attention",
             "SwiGLU Fusion": "enable_swiglu_fusion", "Norm Fusion": "enable_norm_fusion",
             "Loss Fusion": "enable_loss_fusion", "Torch Compile": "enable_torch_compile"})

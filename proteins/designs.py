@@ -11,8 +11,8 @@ import torch
 
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import choose_device
+from fusion_lab.training.models import put_weights, read_weights
 from proteins import backbones, files
 from proteins.backbones import BEST_RECOVERY, Backbone, built_in
 from proteins.batches import HoldsOut
@@ -208,20 +208,14 @@ def closing(trainer, source, evaluations):
 
 
 def load_weights(model, path):
-    """Weights from a checkpoint of this program, the authors' file or a bare state dict. Raises UserError."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"--weights {path}: {error.strerror or error}") from None
-    except Exception:  # a damaged file raises whatever its first bad byte leads to
-        raise UserError(f"--weights {path}: damaged, or no file of weights") from None
-    for key in ("model_state_dict", "model"):
-        saved = saved.get(key, saved) if isinstance(saved, dict) else saved
-    try:
-        model.load_state_dict(saved)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        first = str(error).strip().splitlines()[-1].strip()
-        raise UserError(f"--weights {path}: made for another model ({first[:150]}); pass its sizes") from None
+    """Weights from a checkpoint of this program, averaged if it has such, the authors' file or a bare state
+    dict. Raises UserError."""
+    saved = read_weights(path)
+    for key in ("model_state_dict", "average", "model"):  # the authors' name; an average wins over its model
+        if key in saved:
+            saved = saved[key]
+            break
+    put_weights(model, saved, path)
 
 
 def design(program, settings):

@@ -13,7 +13,7 @@ import torch
 from conftest import PATIENCE, ROOT, last_json, run_program
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import clocks, comparison
+from fusion_lab.measuring import clocks, comparison, worth
 from fusion_lab.measuring.comparison_rows import switch_effects
 from fusion_lab.measuring.comparison_table import print_table
 from fusion_lab.measuring.probe import probe
@@ -139,13 +139,18 @@ def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, ca
     assert broken["reason"] == "RuntimeError: no such kernel here" and not broken["measured"]
     assert fused["speedup"] == pytest.approx(0.8, rel=1e-3)
     assert fused["batch_time_reduction_percent"] == pytest.approx(-25, rel=1e-3)
-    last = [f.enable_triangle_fusion for f in SlowTrainer.turns[-8:]]
+    turns = SlowTrainer.turns[:-worth.STEPS]  # the last ones are the baseline's, timed by sub-layer
+    last = [f.enable_triangle_fusion for f in turns[-8:]]
     assert last == [False, True, True, False, False, True, True, False]
     fresh = tof.Trainer(tof.PROGRAM, with_fusion(SETTINGS, PLAIN), CPU).model.state_dict()
     for variant in variants[:2]:
         state = variant.trainer.model.state_dict()
         assert all(torch.equal(state[name], fresh[name]) for name in fresh)
     assert baseline["first_loss"] == pytest.approx(fused["first_loss"], rel=1e-5)
+    assert baseline["touched_share"] is None and 0 < fused["touched_share"] < 1
+    assert {"msa_row_attention", "triangle_mult_outgoing"} < set(fused["touched_sublayers"])
+    assert not {"rest", "outer_product_mean", "pair_transition"} & set(fused["touched_sublayers"])
+    assert fused["amdahl_reached"] == pytest.approx(-0.25 / fused["touched_share"], rel=1e-3)
     print_table(result)
     out = capsys.readouterr().out
     assert "(a slowdown)" in out and "not measured: RuntimeError" in out and "nominal 80.0%" in out

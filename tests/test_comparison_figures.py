@@ -11,7 +11,7 @@ import torch
 from second_program import PROGRAM as SECOND
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import comparison, comparison_table, rung, rungs
+from fusion_lab.measuring import comparison, comparison_table, rung, rungs, worth
 from fusion_lab.measuring.comparison_rows import reduction, rows_of, switch_effects
 from fusion_lab.measuring.comparison_table import (
     LiveTable,
@@ -35,6 +35,7 @@ from fusion_lab.measuring.variants import (
     distinct,
     with_fusion,
 )
+from fusion_lab.measuring.worth import UNKNOWN, add_worth, operations_by_sublayer, touched
 
 PLAIN = SECOND.fusion_config.preset(False)
 SETTINGS = with_fusion(SECOND.settings(batch_size=3), PLAIN)
@@ -69,7 +70,7 @@ def test_figures_of_a_row_by_hand():
         baseline_batch_time=6.5, speedup=1.625, speedup_p20=1.0, speedup_p80=3.0,
         batch_time_reduction_percent=pytest.approx(100 * 2.5 / 6.5), final_loss_difference=0.25, mfu=0.5,
         peak_memory_reduction_percent=25.0, saved_activation_reduction_percent=50.0,
-        launch_reduction_percent=50.0)
+        launch_reduction_percent=50.0, **UNKNOWN)
     assert [before[f"{name}_batch_time"] for name in ("p20", "median", "p80")] == [5.0, 6.5, 8.0]
     assert (before["speedup"], before["speedup_p20"], before["speedup_p80"]) == (1.0, 1.0, 1.0)
     assert before["samples_per_second"] == pytest.approx(3 / 6.5) and before["final_loss_difference"] == 0
@@ -99,8 +100,47 @@ def test_a_graph_has_no_phases_and_a_variant_that_failed_a_reason():
     assert cells(broken) == ["broken", "not measured: no such kernel"]
     assert [line[0] for line in detail_table([baseline, row, broken])] == ["variant", "baseline", "+ graph"]
     assert detail_table([baseline, row])[1:] == [
-        ["baseline", "1625.00", "3250.00", "1625.00", "0.615", "61.5%", "2.50"],
-        ["+ graph", "in one graph", "in one graph", "in one graph", "1.000", "100.0%", "2.50"]]
+        ["baseline", "1625.00", "3250.00", "1625.00", "0.615", "61.5%", "2.50", "", "", ""],
+        ["+ graph", "in one graph", "in one graph", "in one graph", "1.000", "100.0%", "2.50", "", "", ""]]
+
+
+def test_what_a_fusion_is_worth_by_hand():
+    """It touches half of a baseline of 6.5 s and saves 2.5: at most twice as fast, 77% of what there was."""
+    plain = {"up": ["relu"], "down": ["mm"], "rest": ["add"]}
+    variants = [variant("baseline", BEFORE), *(variant(name, AFTER) for name in ("all", "graph", "compiled"))]
+    for v, operations in zip(variants, (plain, {**plain, "down": ["addmm"]}, plain, None), strict=True):
+        v.operations = operations
+    rows = rows_of(variants, 1e12)
+    add_worth(rows[:3], variants[:3], dict(up=0.3, down=0.5, rest=0.2))
+    for key in UNKNOWN:
+        assert rows[0][key] is rows[2][key] is rows[3][key] is None
+    assert rows[1]["touched_sublayers"] == ["down"] and rows[1]["touched_share"] == 0.5
+    assert rows[1]["amdahl_ceiling"] == 2.0
+    assert rows[1]["amdahl_reached"] == pytest.approx((1 - 4 / 6.5) / 0.5)
+    assert detail_table(rows)[2][-3:] == ["50%", "2.00x", "77%"]
+    add_worth(rows[:2], variants[:2], dict(up=0.0, down=1.0, rest=0.0))
+    assert rows[1]["amdahl_ceiling"] is None and detail_table(rows)[2][-2] == ""
+    add_worth(rows[:2], variants[:2], dict(up=1.0))
+    assert rows[1]["amdahl_ceiling"] == 1.0 and rows[1]["amdahl_reached"] is None
+
+
+def test_shares_of_a_step_by_hand(monkeypatch):
+    """Two steps: up takes 1 of 4 s and 3 of 4 s, forward and backward; the median is in the middle."""
+    amounts = iter([{("up", "forward"): 0.25, ("up", "backward"): 0.75, ("rest", "forward"): 3.0},
+                    {("up", "forward"): 3.0, ("rest", "forward"): 0.5, ("rest", "optimizer"): 0.5}])
+    monkeypatch.setattr(worth, "amounts_in_a_step", lambda *_: next(amounts))
+    shares = worth.shares_of_a_step(SimpleNamespace(device=torch.device("cpu")), None, 2)
+    assert shares == dict(up=0.5, rest=0.5)
+
+
+def test_the_sublayers_that_a_switch_touches_are_seen_not_declared():
+    settings = SETTINGS.having(width=8)
+    found = {}
+    for name, fusion in dict(plain=PLAIN, fused=SECOND.fusion_config(), again=PLAIN).items():
+        trainer = SECOND.trainer(SECOND, with_fusion(settings, fusion), torch.device("cpu"))
+        found[name] = operations_by_sublayer(trainer, SECOND.open_source(settings).batch(0))
+    assert touched(found["again"], found["plain"]) == []
+    assert touched(found["fused"], found["plain"]) == ["up"]  # where its ReLU is fused
 
 
 def test_what_is_saved_is_a_percentage_of_what_there_was():
@@ -424,6 +464,7 @@ def test_memory_alone_on_a_gpu_is_without_what_others_left(monkeypatch):
     monkeypatch.setattr(comparison.time, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(comparison, "probe", lambda trainer, batch, flops: Findings({}, flops))
     monkeypatch.setattr(comparison, "peak_of_two_steps", lambda *_: 100.0)
+    monkeypatch.setattr(comparison, "operations_by_sublayer", lambda *_: {})
     alone = Variant("a", SETTINGS)
     comparison.measure_alone(program, alone, GPU, batch, 7)
     assert (alone.found.peak_memory_mb, alone.found.first_step_time, alone.found.flops) == (80.0, 2.5, 7)

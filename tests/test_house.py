@@ -280,7 +280,8 @@ def test_amd_wrappers_show_their_commands_for_the_second_program(script, tmp_pat
 def test_amd_wrappers_let_the_program_judge_its_flags(started, tmp_path):
     flags = ["--dry-run", "--program", started.file]
     done = run([ROOT / "run_rocprofv3.sh", *flags, "--batch-size", "0"], tmp_path)
-    assert done.returncode == 2 and "--batch-size" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "--batch-size" in done.stderr, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_quick_session_asks_for_sizes_that_the_program_has(started, tmp_path):

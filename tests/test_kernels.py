@@ -21,13 +21,15 @@ from fusion_lab.kernels import (
     projection,
     transition,
     triangle_multiplication,
+    ultra_block,
 )
 
 HERE = pathlib.Path(__file__).parent
 
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
-IN_NO_PRESET = {"check_attention_layer", "check_outer_product", "check_projection"}
+IN_NO_PRESET = {"check_attention_layer", "check_outer_product", "check_patterns", "check_projection",
+                "check_ultra_block"}
 
 
 @pytest.mark.parametrize("name, which", [
@@ -107,6 +109,17 @@ def neighbours(channels, count, nodes=100):
                       messages.incoming(index, 2 * nodes)).sum().backward()
 
 
+def block(hidden, length):
+    """The same for a LLaMA block in one kernel, two heads of keys for four."""
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16)
+    c, f, width = hidden, 4 * hidden, hidden // 8
+    weights = ultra_block.Weights(empty(c), empty(2 * c, c), empty(c, c), empty(c), empty(2 * f, c),
+                                  empty(c, f))
+    turns, counters = torch.empty(2, length, width // 2), torch.zeros(4, dtype=torch.int32)
+    ultra_block.ultra_block(empty(2, length, c), weights, turns, 8, 4, 1e-6, counters)
+
+
 LAUNCHES = {
     "attention, S 256": (attention, 256, 32, 2, True, False),
     "attention, S 77": (attention, 77, 16, 1, True, True),
@@ -118,6 +131,7 @@ LAUNCHES = {
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
+    "LLaMA block, c 512": (block, 512, 256),
     "messages, c 128": (neighbours, 128, 48),
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
 }

@@ -12,6 +12,7 @@ from conftest import ROOT, require_shared, run_program
 
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.probe import flops_of_a_step
+from fusion_lab.training import checkpoints
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
 from proteins import backbones, designs
@@ -302,10 +303,26 @@ def test_design_prints_fasta(tmp_path):
 def test_weights_that_cannot_be_used_are_one_line(tmp_path):
     model = PROGRAM.model(PROGRAM.settings(**SMALL).model, PROGRAM.fusion_config())
     (tmp_path / "text").write_text("no weights")
-    torch.save([1, 2], tmp_path / "list")
-    for name, words in (("absent", "No such file"), ("text", "damaged"), ("list", "another model")):
+    for name, saved in dict(list=[1, 2], numbers={1: torch.ones(2)}, within=dict(model=[1, 2])).items():
+        torch.save(saved, tmp_path / name)
+    for name, words in (("absent", "No such file"), ("text", "damaged"), ("list", "no named weights"),
+                        ("numbers", "no named weights"), ("within", "another model")):
         with pytest.raises(UserError, match=words):
             designs.load_weights(model, tmp_path / name)
+
+
+def test_averaged_weights_are_those_to_design_with(tmp_path):
+    settings = PROGRAM.settings(**SMALL, ema_decay=0.5)
+    trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+    trainer.step(PROGRAM.check_batch(settings, CPU))
+    trainer.step(PROGRAM.check_batch(settings, CPU))
+    checkpoints.save(trainer, tmp_path / "run.pt")
+    loaded = PROGRAM.model(settings.model, settings.fusion)
+    designs.load_weights(loaded, tmp_path / "run.pt")
+    with trainer.averaged():
+        expected = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+    assert all(torch.equal(expected[name], p) for name, p in loaded.state_dict().items())
+    assert not torch.equal(expected["W_e.weight"], trainer.model.W_e.weight)
 
 
 @pytest.mark.slow

@@ -165,10 +165,13 @@ def test_requirements_are_of_the_form_that_is_understood():
 
 # README and docs
 
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "WORKSHOP")),
+         *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.py",
             *(path.name for path in sorted(ROOT.glob("*.sh"))),
-            *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py")))]
+            *(f"companions/{path.name}" for path in sorted(ROOT.glob("companions/*.py"))
+              if "__main__" in path.read_text(encoding="utf-8"))]
+ON_THEIR_OWN = ("profile_summary.py", "companions/fusion_patterns.py")  # hand nothing on to the trainer
 ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
 FOREIGN = {"--index-url", "--function-exclude",  # of pip and rocprof-sys; of torchrun and Slurm:
@@ -186,7 +189,10 @@ def flags():
         assert done.returncode == 0, done.stderr
         own[name] = set(FLAG.findall(done.stdout))
     trainer = own["tiny_openfold_v2.py"]
-    return {name: found | (set() if name == "profile_summary.py" else trainer) for name, found in own.items()}
+    alone = {f"benchmarks/{path.name}": set(FLAG.findall(path.read_text(encoding="utf-8")))
+             for path in ROOT.glob("benchmarks/*.py")}
+    alone |= {name: own.pop(name) for name in ON_THEIR_OWN if name in own}
+    return alone | {name: found | trainer for name, found in own.items()}
 
 
 def anchors(page):
@@ -208,7 +214,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_programs_exist(page, flags):
     """Every flag is one of some program; in a command, one of its program."""
-    if page.stem == "companions" and not (ROOT / "companions").exists():
+    if page.stem in ("companions", "WORKSHOP") and not (ROOT / "companions").exists():
         pytest.skip("companions were deleted")
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     assert set(FLAG.findall(text)) - set.union(FOREIGN, *flags.values()) == set()

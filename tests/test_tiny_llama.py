@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from conftest import ROOT, require_shared
 
 from fusion_lab.kernels.chunked_loss import ChunkedLoss
-from fusion_lab.measuring import text
+from fusion_lab.kernels.limits import HAS_TRITON
+from fusion_lab.measuring import accuracy, text
+from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
@@ -19,7 +21,7 @@ FILE = ROOT / "companions" / "tiny_llama.py"
 if not FILE.exists():
     pytest.skip("this companion was deleted", allow_module_level=True)
 PROGRAM = load_program(FILE)
-llama = __import__("tiny_llama")
+llama, ultra_block = __import__("tiny_llama"), __import__("ultra_block")
 
 CPU = torch.device("cpu")
 SWITCHES = ("enable_qkv_fusion", "enable_flash_attention", "enable_swiglu_fusion", "enable_norm_fusion",
@@ -130,15 +132,39 @@ def test_checkpoints_of_others_load(reference, tmp_path):
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     torch.save(state, tmp_path / "model.pt")
     settings = PROGRAM.settings(**SIZES, vocab_size=64, tie_word_embeddings=True, seq_len=11,
-                                init_from=str(tmp_path / "model.pt"))
+                                weights=str(tmp_path / "model.pt"))
     trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
     logits = trainer.model(reference["ids"][:, :-1])["logits"]
     assert (logits - reference["logits"]).abs().max() < 1e-5
     del state["model.norm.weight"]
     torch.save(state, tmp_path / "model.pt")
-    for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file")):
+    torch.save([1, 2], tmp_path / "list.pt")
+    for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file"),
+                        ("list.pt", "no named weights")):
         with pytest.raises(UserError, match=words):
-            PROGRAM.trainer(PROGRAM, settings.having(init_from=str(tmp_path / name)), CPU)
+            PROGRAM.trainer(PROGRAM, settings.having(weights=str(tmp_path / name)), CPU)
+
+
+def test_training_begins_with_weights_of_others(reference, tmp_path, capsys):
+    state = {key[6:]: x.float() for key, x in reference.items() if key.startswith("param/")}
+    embedding = state["model.embed_tokens.weight"]
+    state["model.embed_tokens.weight"] = embedding.repeat(4, 1)  # text has 256 kinds of bytes
+    torch.save(state, tmp_path / "model.pt")
+    (tmp_path / "text").write_bytes(bytes(range(250)))
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [*sizes, *"--seq-len 11 --tie-word-embeddings --num-steps 1 --warmup-steps 1".split(),
+             *"--learning-rate 0 --device cpu --use-amp --enable-master-weights".split(),
+             "--data", str(tmp_path / "text"), "--weights", str(tmp_path / "model.pt")]
+    saved = tmp_path / "saved.pt"
+    code = llama.main([*flags, "--save-checkpoint", str(saved), "--profile-dir", str(tmp_path / "run")],
+                      program=PROGRAM)
+    assert code == 0, capsys.readouterr().err
+    weights = torch.load(saved, weights_only=True)["model"]
+    assert weights.keys() == state.keys()
+    assert all(torch.equal(weights[name], x) for name, x in state.items())  # a rate of 0 moves nothing
+    with pytest.raises(SystemExit):
+        llama.main([*flags, "--init-from", str(saved)], program=PROGRAM)
+    assert "--weights" in capsys.readouterr().err
 
 
 def test_transformers_agrees():
@@ -210,6 +236,79 @@ def test_n_grams_by_hand():
     after_a, after_b = (2 + single) / 3, (0 + other) / 2
     expected = -np.mean(np.log2([single, after_a, after_b]))
     assert text.n_gram_bits(seen, unseen, 2) == pytest.approx(expected, rel=1e-12)
+
+
+# One kernel a block, on a GPU; in the interpreter: tests/interpreted/check_ultra_block.py
+
+
+def on_gpu(**values):
+    return PROGRAM.settings(**{**dict(hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4,
+                                      num_kv_heads=2, seq_len=128, batch_size=2, use_amp=True,
+                                      amp_dtype="bfloat16", enable_ultra_block=True,
+                                      data=str(ROOT / "README.md")), **values})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [{}, dict(batch_size=1, seq_len=77), dict(
+    enable_master_weights=True, batch_size=4, seq_len=512, enable_qkv_fusion=False)])
+def test_ultra_fused_blocks_keep_every_gradient(values):
+    found, failures = accuracy.compare_numerics(PROGRAM, on_gpu(**values), torch.device("cuda"))
+    assert failures == [] and found["tensors"] > 20
+
+
+@pytest.mark.gpu
+def test_an_ultra_fused_block_is_one_kernel():
+    device = torch.device("cuda")
+    counts = []
+    for layers in (1, 3):
+        settings = on_gpu(num_layers=layers, enable_master_weights=True)
+        trainer, batch = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.check_batch(settings, device)
+        with torch.no_grad():
+            trainer.forward(batch)
+            counts.append(len(gpu_kernels(lambda t=trainer, b=batch: t.forward(b))))
+    assert counts[1] - counts[0] == 2
+
+
+@pytest.mark.gpu
+def test_a_grid_that_does_not_fit_is_refused():
+    from fusion_lab.kernels import ultra_block as kernels
+    trainer = PROGRAM.trainer(PROGRAM, on_gpu(enable_master_weights=True), torch.device("cuda"))
+    block, x = trainer.model.model.layers[0], torch.zeros(2, 128, 256, device="cuda", dtype=torch.bfloat16)
+
+    def large(*arguments):
+        return KERNEL(*arguments, grid=100_000)
+    KERNEL = kernels.ultra_block
+    with mock.patch.object(kernels, "ultra_block", large), pytest.raises(RuntimeError):
+        ultra_block.launch(block, x)
+
+
+@pytest.mark.parametrize("medians, expected", [
+    ((1.0, 4.0, 2.0, 0.5), "CUDA graph of the fused block is fastest; ultra-fused is 4.00x Standard, "
+     "2.00x torch.compile, 0.50x CUDA graph of the fused block"),
+    ((1.0, 4.0, 2.0, 1.1), "Ultra-fused is fastest, within noise of CUDA graph of the fused block; "
+     "ultra-fused is 4.00x Standard, 2.00x torch.compile, 1.10x CUDA graph of the fused block")])
+def test_verdicts_on_one_kernel_a_block(medians, expected):
+    names = (ultra_block.ULTRA, ultra_block.STANDARD, ultra_block.COMPILED, ultra_block.GRAPH)
+    ways = [ultra_block.Way(name, {}, seconds=dict(step=(0.9 * t, t, 1.1 * t)))
+            for name, t in zip(names, medians, strict=True)]
+    assert ultra_block.verdict(ways, "step") == expected
+
+
+def test_what_the_kernel_needs_is_where_the_model_is():
+    model = llama.TinyLlama(on_gpu().model, llama.LlamaSwitches()).to("meta")
+    model.enable_ultra_mode()
+    assert all(block.ultra and {block.turns.device.type, block.counters.device.type} == {"meta"}
+               for block in model.model.layers)
+
+
+def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
+    assert llama.main(["--compare-ultra", "--device", "cpu"], program=PROGRAM) == 4
+    assert "needs a GPU" in capsys.readouterr().err
+    idle = on_gpu().idle(False)
+    assert idle == ["the ultra-fused block needs a GPU, Triton and --use-amp"]
+    if HAS_TRITON:
+        assert on_gpu(num_heads=16, num_kv_heads=2).idle(True) == [
+            "ultra-fused blocks are for heads of 32, 64, 128 channels"]
 
 
 @pytest.mark.slow

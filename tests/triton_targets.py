@@ -8,43 +8,15 @@ Compiling asks the active driver for nothing but a device number and a target, s
 compile what they would run, on tensors that lie on the CPU.
 """
 import contextlib
-import os
-import re
-import subprocess
-import tempfile
 from unittest import mock
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.ahead_of_time import SHARED, Absent, resources
 
-TARGETS = dict(sm_80=GPUTarget("cuda", 80, 32), sm_90=GPUTarget("cuda", 90, 32),
-               gfx90a=GPUTarget("hip", "gfx90a", 64), gfx942=GPUTarget("hip", "gfx942", 64),
-               gfx950=GPUTarget("hip", "gfx950", 64))
-SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use
-TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-
-
-class Absent:
-    """A driver that only names a target; with a device number of its own, since kernels are kept by it."""
-
-    def __init__(self, name):
-        self.target, self.number = TARGETS[name], 1000 + list(TARGETS).index(name)
-
-    def get_current_device(self):
-        return self.number
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def get_current_target(self):
-        return self.target
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
+__all__ = ["SHARED", "compiled_for", "mend_interpreter"]
 
 
 @contextlib.contextmanager
@@ -73,27 +45,6 @@ def compiled_for(name):
         found.update({key: resources(kernel) for key, kernel in compiled.items()})
     finally:
         driver._active = before
-
-
-def resources(kernel):
-    """dict(shared, registers, spills, mma): bytes of shared memory; registers a thread; instructions that
-    spill (NVIDIA) or registers spilled (AMD); matrix instructions."""
-    if "cubin" in kernel.asm:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            usage, code = (subprocess.run([os.path.join(TOOLS, tool), option, file.name], capture_output=True,
-                                          text=True, check=True).stdout
-                           for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c")))
-        found = dict(registers=int(re.search(r"REG:(\d+)", usage)[1]),
-                     spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
-                     mma=len(re.findall(r"\bH?G?MMA", code)))
-    else:
-        code = kernel.asm["amdgcn"]
-        found = dict(registers=int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
-                     spills=int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
-                     mma=len(re.findall(r"v_mfma", code)))
-    return dict(shared=kernel.metadata.shared, **found)
 
 
 def mend_interpreter():

@@ -3,6 +3,7 @@ from functools import cache
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from fusion_lab.kernels.limits import HAS_TRITON, WIDEST_HEAD
@@ -28,6 +29,14 @@ def has_matrix_cores(arch):
     """CDNA has matrix instructions for float32 too, which FlexAttention's kernels want; RDNA (gfx10 to gfx12)
     has none for it, and Vega (gfx900 to gfx906, gfx90c) none at all."""
     return arch.startswith(CDNA)
+
+
+def causal_kernel(heads, length, width, device, dtype):
+    """Which of PyTorch's kernels causal attention runs in training; heads: of q, k and v."""
+    q, k, v = (torch.empty(1, count, length, width, device=device, dtype=dtype, requires_grad=True)
+               for count in heads)
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)
+    return SDPBackend(choice).name.lower().replace("_", " ")
 
 
 def remark(arch):

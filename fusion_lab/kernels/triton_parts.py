@@ -13,6 +13,7 @@ from torch import library
 from torch.utils.flop_counter import register_flop_formula
 from triton.runtime import driver
 
+from fusion_lab.kernels.ahead_of_time import start
 from fusion_lab.kernels.precision import strict_float32
 
 NAMESPACE = "fusion_lab"
@@ -76,9 +77,8 @@ def add_up(parts, sums):
     columns = sums.numel()
     few = columns < 1 << 13  # many rows of few columns, or the reverse: all of it at once
     width, rows = (16, 512) if few else (256, 16)
-    sum_kernel[(triton.cdiv(columns, width),)](
-        parts, sums, len(parts), columns, BR=min(rows, triton.next_power_of_2(len(parts))), BN=width,
-        num_warps=8 if few else 4)
+    start(sum_kernel, (triton.cdiv(columns, width),), parts, sums, len(parts), columns,
+          BR=min(rows, triton.next_power_of_2(len(parts))), BN=width, num_warps=8 if few else 4)
 
 
 def padded_width(width):

@@ -33,6 +33,7 @@ from fusion_lab.measuring.variants import (
     refuse_idle,
     with_fusion,
 )
+from fusion_lab.measuring.worth import STEPS, add_worth, operations_by_sublayer, shares_of_a_step
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import StopRequest, require_writable, set_aside, write_json
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
@@ -86,6 +87,8 @@ def measure_alone(program, variant, device, batch, flops=None):
             first_step_time = None if counts_its_first_step(trainer) else seconds_of_a_step(trainer, batch)
             found = probe(trainer, batch, flops=flops)
         found.first_step_time = first_step_time
+        if not variant.compiled:
+            variant.operations = operations_by_sublayer(trainer, batch)
         if program.flops_vary:
             found.own_flops = flops_of_a_step(program, variant.settings, batch, variant.settings.fusion)
         peak = peak_of_two_steps(trainer, batch, found)
@@ -176,7 +179,16 @@ def measure(program, variants, device, source, stop=None, gate=None, note=lambda
 
 def apart_from(baseline):
     """The baseline once more, to take turns with others; what it is alone is known."""
-    return Variant(BASELINE, baseline.settings, found=baseline.found, trainer=baseline.trainer)
+    return Variant(BASELINE, baseline.settings, found=baseline.found, operations=baseline.operations,
+                   trainer=baseline.trainer)
+
+
+def baseline_shares(baseline, source, stop=None):
+    """{sub-layer: its share of the baseline's step}, in a hurry of one step."""
+    trainer = baseline.trainer
+    process_settings(baseline.settings, trainer.device)
+    hurry = stop and stop.signal is not None
+    return shares_of_a_step(trainer, to_device(source.batch(0), trainer.device), 1 if hurry else STEPS)
 
 
 def compare(program, settings, variants=None, combinations=False, picked=None, stop=None, table=None):
@@ -206,12 +218,17 @@ def compare(program, settings, variants=None, combinations=False, picked=None, s
         ceiling = matmul_ceiling(device, amp_dtype or torch.float32)
         result["training_params"]["amp_dtype"] = dtype_name(amp_dtype)
         rows = rows_of(together, ceiling)
+        with rungs.paused():
+            shares = baseline_shares(together[0], source, stop)
+        add_worth(rows, together, shares)
         result.update(matmul_ceiling_tflops=ceiling / 1e12, variants=rows)
         table.begin(result, [variant.name for variant in variants])
         if later:
             later = [apart_from(together[0]), *later]
             measure(program, later, device, source, stop, rungs.paused(), table.note, equal)
-            rows += rows_of(later, ceiling)[1:]
+            more = rows_of(later, ceiling)
+            add_worth(more, later, shares)
+            rows += more[1:]
             table.add(result)
         if device.type == "cuda" and compiled:
             release([v for v in (*together, *later) if v.name != BASELINE])  # memory for those

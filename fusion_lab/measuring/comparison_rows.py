@@ -6,6 +6,7 @@ from dataclasses import asdict
 import numpy as np
 
 from fusion_lab.measuring.clocks import quantiles
+from fusion_lab.measuring.worth import UNKNOWN
 from fusion_lab.training.machine import MEGABYTE
 
 SAVINGS = ("peak_memory", "saved_activation", "launch")
@@ -33,7 +34,7 @@ def own_figures(variant):
         saved_activation_mb_by_sublayer={k: v / MEGABYTE for k, v in found.saved.items()},
         launches_per_step=found.launches, flops_per_step=found.flops,
         achieved_tflops=found.flops / median / 1e12, first_loss=variant.losses[0],
-        final_loss=variant.losses[-1],
+        final_loss=variant.losses[-1], **UNKNOWN,
         **({} if found.own_flops is None else dict(own_flops_per_step=found.own_flops)))
 
 

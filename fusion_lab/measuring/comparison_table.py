@@ -57,17 +57,19 @@ class LiveTable:
 
 def detail_table(rows):
     """What the comparison found beside, as rows of cells: phases of a step, speed against the matrix product
-    measured here, the first step, which compiles, and, where switches change them, FLOPs. TFLOP/s and MFU
-    are of the baseline's FLOPs: of what there is to do, not of what is done for it."""
+    measured here, the first step, which compiles, whether it is worth it (worth.py), and, where switches
+    change them, FLOPs. TFLOP/s and MFU are of the baseline's FLOPs: of what there is to do, not of what is
+    done for it."""
     rows = [r for r in rows if r["measured"]]
     counted = bool(rows) and "own_flops_per_step" in rows[0]
     lines = [["variant", "forward ms", "backward ms", "optimizer ms", "TFLOP/s", "MFU", "first step s",
-              *["GFLOP (saved)"] * counted]]
+              "touches", "at most", "reached", *["GFLOP (saved)"] * counted]]
     for r in rows:
         phases = [r[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer")]
         lines.append([r["name"], *("in one graph" if t is None else f"{1e3 * t:.2f}" for t in phases),
                       f"{r['achieved_tflops']:.3f}", f"{100 * r['mfu']:.1f}%",
-                      cell(r["first_step_time"]) or "not compiled",
+                      cell(r["first_step_time"]) or "not compiled", cell(r["touched_share"], ".0f", 100, "%"),
+                      cell(r["amdahl_ceiling"], unit="x"), cell(r["amdahl_reached"], ".0f", 100, "%"),
                       *([f"{r['own_flops_per_step'] / 1e9:.3f} ({r['flop_reduction_percent']:+.1f}%)"]
                         if counted else [])])
     return lines

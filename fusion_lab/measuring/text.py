@@ -190,3 +190,13 @@ def closing(trainer, source, evaluations):
     text = continued(trainer, prompt, CONTINUED, source.length)
     shown = [part.decode("utf-8", "replace") for part in (text[:len(prompt)], text[len(prompt):])]
     print(f"It continues {shown[0]!r} so: {shown[1]!r}")
+
+
+def check_batch(training, length, device):
+    """A batch whose last sample asks for no more than its first half."""
+    generator = torch.Generator().manual_seed(training.seed)
+    size = (training.batch_size, length + 1)
+    ids = torch.randint(256, size, generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[-1, targets.shape[1] // 2:] = -100
+    return dict(ids=ids[:, :-1].to(device), targets=targets.to(device))

@@ -17,6 +17,7 @@ class Variant:
     settings: object  # Settings
     reason: str | None = None  # why it was not measured
     found: Findings | None = None  # alone: with peak_memory_mb and first_step_time
+    operations: dict | None = None  # of a forward pass, by sub-layer; None for compiled ones
     trainer: object = None
     timer: object = None  # PhaseTimer
     losses: list = field(default_factory=list)

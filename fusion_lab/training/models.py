@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from fusion_lab.training import checkpoints
-from fusion_lab.training.files import UserError, write_atomically
+from fusion_lab.training.files import MISSING, UserError, write_atomically
 from fusion_lab.training.options import flag
 from fusion_lab.training.reading import parse_json
 from fusion_lab.training.recipe import average
@@ -112,3 +112,31 @@ def faults(saved, program):
         if weight.dtype not in DTYPES or not checkpoints.alike(weight, expected[name].to(weight.dtype)) \
                 or not weight.isfinite().all():
             yield f"model {name}"
+
+
+def read_weights(path):
+    """What --weights names: {name: tensor} of a .safetensors file, or a dictionary that torch.save() wrote,
+    whose values are still to be judged. Raises UserError."""
+    try:
+        if str(path).endswith(".safetensors"):
+            from safetensors.torch import load_file
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise UserError(f"--weights {path}: needs safetensors: pip install safetensors", MISSING) from None
+    except OSError as error:
+        raise UserError(f"--weights {path}: {error.strerror or error}") from None
+    except Exception:  # a damaged file raises whatever its first bad byte leads to
+        raise UserError(f"--weights {path}: damaged, or no file of weights") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UserError(f"--weights {path}: holds no named weights")
+    return found
+
+
+def put_weights(model, weights, path):
+    """Load what read_weights() found into a model. Raises UserError."""
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        last = str(error).strip().splitlines()[-1].strip()
+        raise UserError(f"--weights {path}: made for another model ({last[:150]}); pass its sizes") from None

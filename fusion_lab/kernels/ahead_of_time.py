@@ -1,0 +1,133 @@
+"""Triton without a GPU: compile for GPUs that are not here, and read registers, spills and occupancy.
+
+    with compiling("gfx942") as found:
+        start(some_kernel, grid, torch.empty(64, 64), BN=64, num_warps=4)
+    resources(found[0].compiled)  # dict(shared, registers, spills, mma)
+
+Compiling asks the active driver for nothing but a device number and a target, so tensors may lie on the CPU.
+"""
+import contextlib
+import os
+import re
+import subprocess
+import tempfile
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+TARGETS = dict(sm_80=GPUTarget("cuda", 80, 32), sm_90=GPUTarget("cuda", 90, 32),
+               gfx90a=GPUTarget("hip", "gfx90a", 64), gfx942=GPUTarget("hip", "gfx942", 64),
+               gfx950=GPUTarget("hip", "gfx950", 64))
+SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use
+TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+
+
+class Absent:
+    """A driver that only names a target; with a device number of its own, since kernels are kept by it."""
+
+    def __init__(self, name):
+        self.target, self.number = TARGETS[name], 1000 + list(TARGETS).index(name)
+
+    def get_current_device(self):
+        return self.number
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        return self.target
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+class Compiled(NamedTuple):
+    """A kernel as one launch compiled it."""
+    name: str
+    options: dict
+    compiled: object
+
+
+seen, dry = None, False  # what start() keeps within compiling() and watching(); whether it only compiles
+
+
+def start(kernel, grid, *arguments, **options):
+    """kernel[grid](*arguments, **options), or whatever compiling() and watching() make of it."""
+    if dry:
+        compiled = kernel.warmup(*arguments, grid=grid, **options)
+    else:
+        compiled = kernel[grid](*arguments, **options)
+    if seen is not None:
+        seen.append(Compiled(kernel.__name__, options, compiled))
+
+
+@contextlib.contextmanager
+def watching():
+    """Within, the list that it yields gets a Compiled for every start()."""
+    global seen
+    before, seen = seen, []
+    try:
+        yield seen
+    finally:
+        seen = before
+
+
+@contextlib.contextmanager
+def compiling(name):
+    """As watching(); and nothing runs, but is compiled for the GPU of this name in TARGETS."""
+    global dry
+    before, dry = driver._active, True
+    driver.set_active(Absent(name))
+    try:
+        with watching() as found:
+            yield found
+    finally:
+        driver._active, dry = before, False
+
+
+def resources(kernel):
+    """dict(shared, registers, spills, mma): bytes of shared memory; registers a thread; instructions that
+    spill (NVIDIA) or registers spilled (AMD); matrix instructions."""
+    if "cubin" in kernel.asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            usage, code = (subprocess.run([os.path.join(TOOLS, tool), option, file.name], capture_output=True,
+                                          text=True, check=True).stdout
+                           for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c")))
+        found = dict(registers=int(re.search(r"REG:(\d+)", usage)[1]),
+                     spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
+                     mma=len(re.findall(r"\bH?G?MMA", code)))
+    else:
+        code = kernel.asm["amdgcn"]
+        found = dict(registers=int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
+                     spills=int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
+                     mma=len(re.findall(r"v_mfma", code)))
+    return dict(shared=kernel.metadata.shared, **found)
+
+
+class Room(NamedTuple):
+    """What a multiprocessor (NVIDIA) or a SIMD unit of a compute unit (AMD) holds: registers of 32 bits a
+    thread in all its warps, the most warps, how many units share the memory, and in which portions registers
+    are given out."""
+    registers: int
+    warps: int
+    units: int
+    portion: int
+
+
+ROOM = {"cuda": Room(2048, 64, 1, 8), "hip": Room(512, 8, 4, 8)}
+MEMORY = {**SHARED, "gfx950": 163840}  # bytes, of all programs that share it
+
+
+def occupancy(name, used, warps):
+    """Share of the warps that the GPU of this name could hold which it does hold, for a kernel with such
+    resources() and so many warps a program; other limits than registers and shared memory apart."""
+    room = ROOM[TARGETS[name].backend]
+    each = -(-max(used["registers"], 1) // room.portion) * room.portion
+    by_registers = min(room.registers // each, room.warps) * room.units // warps
+    by_memory = MEMORY[name] // used["shared"] if used["shared"] else by_registers
+    return min(by_registers, by_memory) * warps / (room.warps * room.units)

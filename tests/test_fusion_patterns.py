@@ -1,0 +1,169 @@
+"""The laboratory of fusion patterns: what it counts, judges and says, by hand; kernels for GPUs not here."""
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, run_program
+
+from fusion_lab.measuring import patterns
+
+FILE = ROOT / "companions" / "fusion_patterns.py"
+if not FILE.exists():
+    pytest.skip("this companion was deleted", allow_module_level=True)
+sys.path.append(str(FILE.parent))
+fusion_patterns = __import__("fusion_patterns")
+
+CPU = torch.device("cpu")
+TARGETS = ("sm_90", "gfx90a", "gfx942", "gfx950")
+
+
+def way(name, median, judged=True, reason=None):
+    found = dict(p20=0.9 * median, median=median, p80=1.1 * median, gb_per_s=8.0)
+    return dict(name=name, judged=judged, reason=reason, forward=found, both=found)
+
+
+def result(kernels=(), **medians):
+    return dict(kernels=list(kernels), ways=[way(name, median) for name, median in medians.items()])
+
+
+SPILLS = dict(kernel="k", spills=7, occupancy=0.25)
+
+
+@pytest.mark.parametrize("found, expected", [
+    (result(plain=4.0, compiled=3.9, library=4.1), (
+        "DON'T", "nothing is beyond noise: compiled 1.03x plain")),
+    (result(plain=4.0, compiled=2.0, library=3.0), ("FUSE", "compiled, 2.00x plain, library 1.33x plain")),
+    (result(plain=4.0, compiled=2.0, ours=1.0), ("FUSE", "ours, 4.00x plain")),
+    (result(plain=4.0, compiled=2.0, library=1.9), ("LIBRARY", "2.11x plain, compiled 2.00x plain")),
+    (result(plain=4.0, compiled=2.9, library=3.4), (  # the library is within noise of both
+        "FUSE", "compiled, 1.38x plain, library 1.18x plain")),
+    (result(plain=4.0, library=2.0), ("LIBRARY", "2.00x plain")),
+    (result(plain=4.0), ("DON'T", "nothing to compare")),
+    (result([SPILLS], plain=4.0, ours=8.0), (
+        "DON'T", "nothing is beyond noise: ours 0.50x plain; k has 7 spills, occupancy 25%")),
+    (result([SPILLS], plain=4.0, ours=1.0), ("FUSE", "ours, 4.00x plain")),
+])
+def test_verdicts_by_hand(found, expected):
+    assert patterns.verdict(found) == expected
+
+
+def test_what_is_wrong_or_something_else_is_not_judged():
+    found = result(plain=4.0, compiled=2.0)
+    found["ways"] += [way("ours", 0.1, reason="wrong: result 0"), way("beside", 0.1, judged=False)]
+    assert patterns.verdict(found) == ("FUSE", "compiled, 2.00x plain")
+
+
+def tensors(*sizes):
+    return [torch.randn(size, requires_grad=True) for size in sizes]
+
+
+def test_bytes_by_hand():
+    """x (4, 8) and y (8,): 128 + 32 bytes in, 128 out; back 128 of the gradient, 160 read, 160 written."""
+    plain = patterns.Way("plain", lambda x, y: (x + 1) * y, tensors((4, 8), (8,)))
+    assert patterns.necessary(plain) == (288, 288 + 288 + 160)
+    with patterns.Traffic() as traffic, torch.no_grad():
+        plain.outputs()
+        plain.tensors[0].view(-1)  # costs nothing
+    assert traffic.bytes == (128 + 128) + (128 + 32 + 128)
+    constant = patterns.Way("plain", lambda x: x * 2, [torch.ones(8)])
+    assert patterns.necessary(constant) == (64, 64) and len(constant.step()) == 1
+
+
+def broken(x):
+    return x * 2 + (x - x.detach())  # the same, with another gradient
+
+
+def test_a_way_whose_gradients_are_off_is_not_timed():
+    given = tensors((4, 8))
+    ways = [patterns.Way(name, run, given) for name, run in (
+        ("plain", lambda x: x * 2), ("right", lambda x: x + x), ("off", lambda x: x * 2.01),
+        ("gradient", broken), ("fails", lambda x: x.no_such_thing), ("other", lambda x: x * 3))]
+    ways[-1].judged = False
+    patterns.faults(ways, torch.float32)
+    assert [way.reason and way.reason.split(":")[0] for way in ways] == [
+        None, None, "wrong", "wrong", "AttributeError", None]
+    assert "result 1" in ways[3].reason
+
+
+def test_ways_take_turns_and_each_round_begins_with_another():
+    ways, order = [patterns.Way(name, None, []) for name in "abc"], []
+    patterns.by_turns(ways, "forward", lambda way: order.append(way.name), CPU, 4)
+    assert "".join(order) == "abcbcacababcbcacab" and all(len(way.forward) == 4 for way in ways)
+
+
+@pytest.mark.parametrize("name", fusion_patterns.PATTERNS)
+def test_every_way_is_right_on_a_cpu(name):
+    pattern = fusion_patterns.PATTERNS[name]
+    special = dict(conv=(2, 4, 5, 5), scores=(2, 16, 8), topk=(3, 100))
+    sizes = special.get(name, (6, 16, 8)[:len(pattern.on_cpu)])
+    given = patterns.tensors_of(pattern, sizes, torch.float32, CPU)
+    ways = patterns.ways_of(pattern, given, compiled=False, on_gpu=False)
+    patterns.faults(ways, torch.float32)
+    reasons = {way.name: way.reason for way in ways if way.reason}
+    assert set(reasons) <= {"ours", "liger"} and len(ways) > 1
+    assert all(reason in ("needs a GPU", "needs Triton", "not installed") for reason in reasons.values())
+
+
+def test_claims_say_what_was_measured():
+    found = dict(name="gelu", plain_bytes=4e6, least_bytes=2e6, **result(plain=4.0, compiled=2.0))
+    found["ways"].append(way("library", 1.0, reason="wrong"))
+    step = dict(target="sm_90", width=8192, warps=4, spills=350, kernel="k")
+    said = fusion_patterns.claims([found], [dict(step, spills=0, width=64), step], 16e9)
+    assert len(said) == 6 and said[0][1] == "bytes 4.0 -> 2.0 MB (weights included); step 2.00x (compiled)"
+    assert said[1][1] == said[4][1] == "not measured" and "8192 with 4 warps has 350 spills (k)" in said[5][1]
+    wide = dict(name="wide", **result(plain=4.0, library=2.0))
+    said = fusion_patterns.claims([wide], [], 16e9)[2][1]
+    assert said == "library: 8.0 GB/s of the bytes that must move, 50% of a copy"
+
+
+def test_registers_and_occupancy_by_hand():
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from fusion_lab.kernels.ahead_of_time import occupancy, resources
+    listing = "\t.vgpr_count:     92\n\t.vgpr_spill_count: 5\n v_mfma_f32 v_mfma_f32"
+    kernel = SimpleNamespace(asm=dict(amdgcn=listing), metadata=SimpleNamespace(shared=1024))
+    assert resources(kernel) == dict(shared=1024, registers=92, spills=5, mma=2) and triton
+    # NVIDIA: 65,536 registers for 2,048 threads; 238 a thread are 240, of which 8 warps of 64 find room
+    assert occupancy("sm_90", dict(registers=238, shared=0), 4) == 8 / 64
+    assert occupancy("sm_90", dict(registers=32, shared=100_000), 4) == 2 * 4 / 64
+    assert occupancy("gfx942", dict(registers=92, shared=0), 4) == 5 / 8  # 96 of 512 on each of four units
+    assert occupancy("gfx942", dict(registers=64, shared=40_000), 8) == 8 / 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_without_spills(target):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    options = SimpleNamespace(reason="compiled only")
+    for name, pattern in fusion_patterns.PATTERNS.items():
+        if pattern.ours:
+            found = patterns.kernels_of(pattern, [SimpleNamespace(name="ours", **vars(options))], [target])
+            assert found and not any(kernel["spills"] for kernel in found), found
+            assert name not in ("gelu", "scores") or found[0]["mma"]
+    steps = fusion_patterns.rung(65536, 4, target, CPU)
+    assert len(steps) == 2 and all(step["spills"] for step in steps)  # and this row does not fit
+
+
+@pytest.mark.slow
+def test_the_laboratory_runs(tmp_path):
+    flags = ["--patterns", "topk conv", "--rounds", 2, "--no-compile", "--targets", "gfx942"]
+    done = run_program("companions/fusion_patterns.py", *flags, "--device", "cpu", "--profile-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "fusion_patterns.json").read_text())
+    assert [p["name"] for p in found["patterns"]] == ["topk", "conv"] and len(found["claims"]) == 6
+    assert all(p["verdict"][0] in ("FUSE", "LIBRARY", "DON'T") for p in found["patterns"])
+    wrong = run_program("companions/fusion_patterns.py", "--patterns", "nothing")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", fusion_patterns.USUAL)
+def test_our_kernels_are_right_on_a_gpu(name):
+    pattern = fusion_patterns.PATTERNS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes = pattern.on_cpu if name != "wide" else (5, 3001)
+        given = patterns.tensors_of(pattern, sizes, dtype, torch.device("cuda"))
+        ways = patterns.ways_of(pattern, given, compiled=False, on_gpu=True)
+        patterns.faults(ways, dtype)
+        assert not any(way.reason for way in ways if way.name != "liger")
