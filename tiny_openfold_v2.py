@@ -601,11 +601,17 @@ class TinyOpenFoldV2(nn.Module):
             asked = (msa_targets >= 0).sum()
             result["masked_msa_loss"] = self.ranks.sum(nll) / asked.clamp(min=1)
             result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
-            if coords is not None:  # for several ranks: summands of the loss, of how many each is the mean
+            if coords is not None:  # for several ranks: summands of the loss, of loss_counts() each
                 result["loss_terms"] = torch.stack(
                     [result["distogram_loss"], MASKED_MSA_WEIGHT * result["masked_msa_loss"]])
-                result["loss_counts"] = torch.stack([known, asked.to(known.dtype)])
         return result
+
+    @staticmethod
+    def loss_counts(msa_targets=None, coords=None, coord_mask=None, **_):
+        """Of a batch: of how many pairs and letters the summands of the loss are means."""
+        pairs = [] if coords is None else [coord_mask.sum(dim=1).square().sum()]
+        letters = [] if msa_targets is None else [(msa_targets >= 0).sum()]
+        return torch.stack(pairs + letters)
 
     def sublayers(self):
         """(name, module) of all sub-layers, for hooks; none where blocks are compiled."""
@@ -694,7 +700,8 @@ class Trainer:
         return loss
 
     def eager_step(self, batch, mark=lambda: None):
-        loss = self.world.share(self.forward(batch))
+        weight = self.world.weight(self.model, batch)
+        loss = self.world.share(self.forward(batch), weight)
         mark()
         self.scaler.scale(loss).backward()
         mark()
@@ -718,7 +725,7 @@ class Trainer:
 
     def averaged(self):
         """Within, the model has the weights to be evaluated: averaged ones, if there are."""
-        return self.average.swapped_in(self.publish) if self.average else contextlib.nullcontext()
+        return self.average.swapped_in(self.publish, self.world) if self.average else contextlib.nullcontext()
 
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
@@ -749,7 +756,8 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
             saving = training.save_every and done % training.save_every == 0 and not ending
             evaluating = program.evaluate and not ending and done % training.eval_every == 0
             if ending or saving or evaluating or done % training.log_every == 0 or device.type == "cpu":
-                checked = reporting.require_finite(losses, checked, steps.start)
+                with trainer.world.waiting():  # a captured collective has no time limit of its own
+                    checked = reporting.require_finite(losses, checked, steps.start)
             if ending or done % training.log_every == 0:
                 metrics.flush()
                 times = timer.seconds()[-training.log_every:].sum(axis=1)

@@ -81,7 +81,7 @@ class Run:
             self.process.wait(PATIENCE)
             row.update(figures(read_json(self.result), self.gpus))
         except (OSError, ValueError, KeyError, subprocess.TimeoutExpired):
-            self.process.terminate()
+            self.end()
             self.log.seek(0)
             said = [line for line in self.log.read().splitlines() if "error" in line.lower()]
             row["failed"] = " / ".join(said[:3])[:400] or "no result"
@@ -91,6 +91,15 @@ class Run:
         self.directory.cleanup()
         print(line(row), flush=True)
         return row
+
+    def end(self):
+        """Whatever keeps the GPUs busy would slow the next run."""
+        self.process.terminate()
+        try:
+            self.process.wait(40)  # torchrun gives its processes 30 s
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def figures(summary, gpus):

@@ -295,10 +295,18 @@ class ProteinMPNN(nn.Module):
         graph = self.graph(graph.index + S.numel() * ~decoded, graph.attends, h_E, 2 * S.numel())
         logits = self.decode(h_V, h_E, self.W_s(S), graph, mask)
         log_probs = logits.to(at_least_float32(logits.dtype)).log_softmax(-1)
-        counts = mask if targets is None else mask * (targets >= 0)
+        counts = self.asked(mask, targets)
         targets = S if targets is None else targets.clamp(min=0)
         nll = -log_probs.gather(2, targets[:, :, None])[:, :, 0]
         return dict(log_probs=log_probs, loss=(nll * counts).sum() / counts.sum().clamp(min=1))
+
+    @staticmethod
+    def asked(mask, targets):
+        return mask if targets is None else mask * (targets >= 0)
+
+    def loss_counts(self, mask, targets=None, **_):
+        """Of a batch: of how many residues the loss is the mean; for several GPUs."""
+        return self.asked(mask, targets).sum()
 
     def layer(self, module, *inputs):
         if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():

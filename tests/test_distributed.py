@@ -23,8 +23,8 @@ from fusion_lab.training.machine import choose_device
 from fusion_lab.training.options import ProfilerConfig
 from fusion_lab.training.program import load_program
 
-QUICK = ("equal", "differ", "agree", "one", "two", "killed", "terminated", "nan", "memory", "no_data",
-         "no_rank", "profiled")
+QUICK = ("equal", "differ", "agree", "one", "two", "killed", "terminated", "nan", "memory", "warming",
+         "evaluating", "no_data", "no_rank", "profiled")
 SLOW = ("equal_of_four", "asleep", "mistake", "flags", "mode")
 
 
@@ -71,7 +71,8 @@ def test_a_whole_run_of_two_prints_and_writes_once_and_is_that_of_one(ran):
 
 @pytest.mark.parametrize("name, codes, words", [
     ("killed", [1, -9], "rank 1 has ended without a word"), ("nan", [1, 1], "loss is nan at step 4"),
-    ("memory", [1, 1], "out of memory: lower"), ("no_data", [2, 2], "absent: no such directory"),
+    ("memory", [1, 1], "out of memory: lower"), ("warming", [1, 1], "out of memory: lower"),
+    ("evaluating", [1, 1], "out of memory: lower"), ("no_data", [2, 2], "absent: no such directory"),
     ("no_rank", [2, 2], "--profile-rank 2: there are 2 ranks")])
 def test_what_ends_one_ends_all_with_one_line(name, codes, words, ran):
     found = ran[0][name]
@@ -212,6 +213,27 @@ def test_the_samples_of_all_ranks_are_those_of_one_process(file, values):
     for size in (2, 3):
         whole, parts = source.batch(2), [batch_of(source, 2, Rank(rank, size)) for rank in range(size)]
         assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
+
+
+@pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "companions/protein_mpnn.py"])
+def test_a_loss_is_that_of_its_parts_by_their_counts(file):
+    if not (ROOT / file).exists():
+        pytest.skip("companions may go")
+    program = load_program(ROOT / file)
+    settings = program.settings(batch_size=3, device="cpu")
+    torch.manual_seed(0)
+    model = program.model(settings.model, settings.fusion).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight += 0.1 * torch.randn_like(weight)  # heads begin at zero, where all losses are alike
+    batch = program.open_source(settings).batch(0)
+    next(batch[key] for key in ("coord_mask", "mask") if key in batch)[0, ::2] = 0
+    parts = [own(batch, rank, 3) for rank in range(3)]
+    counts = [model.loss_counts(**part) for part in parts]
+    whole, parts = model(**batch)["loss"].item(), [model(**part) for part in parts]
+    found = sum((part.get("loss_terms", part["loss"]) * count / sum(counts)).sum().item()
+                for part, count in zip(parts, counts, strict=True))
+    assert found == pytest.approx(whole, rel=1e-6)
+    assert sum(part["loss"].item() for part in parts) / 3 != pytest.approx(whole, rel=1e-4)
 
 
 def test_real_families_too_and_the_natural_world_repeats_no_sample():

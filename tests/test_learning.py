@@ -12,6 +12,7 @@ from torch.nn.functional import one_hot
 import tiny_openfold_v2 as tof
 from fusion_lab.training import recipe
 from fusion_lab.training.checkpoints import restore, save, snapshot
+from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.evaluations import Evaluations
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import load_weights, save_model
@@ -68,7 +69,7 @@ def test_average_of_weights_by_hand():
         expected = decay * expected + (1 - decay) * step
     assert average.weights[0].item() == pytest.approx(expected, rel=1e-6)
     published = []
-    with average.swapped_in(lambda: published.append(weight.item())):
+    with average.swapped_in(lambda: published.append(weight.item()), ALONE):
         assert weight.item() == pytest.approx(expected, rel=1e-6)
     assert weight.item() == 11 and published == pytest.approx([expected, 11])
     assert recipe.average([weight], 0.0) is None

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from fusion_lab.training.distributed import finally_alone
 from fusion_lab.training.files import FAILED, UserError, printable, write_atomically
 from fusion_lab.training.options import flag
 from fusion_lab.training.reading import open_regular
@@ -89,10 +90,8 @@ def preserving(trainer):
                for p, state in trainer.optimizer.state.items()}
     scaler = trainer.scaler.state_dict()
     averaged_steps = trainer.average and trainer.average.steps
-    try:
-        with torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
-            yield
-    finally:
+
+    def put_back():
         with torch.no_grad():  # in place, because a captured graph knows these tensors by address
             torch._foreach_copy_(kept, copies)
             for p, state in trainer.optimizer.state.items():
@@ -102,6 +101,10 @@ def preserving(trainer):
             trainer.average.steps = averaged_steps
         trainer.publish()
         trainer.scaler.load_state_dict(scaler)
+
+    with finally_alone(trainer.world, put_back), \
+            torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
+        yield
 
 
 MOST_STEPS = 2 ** 53  # a float counts no further

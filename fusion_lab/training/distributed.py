@@ -3,6 +3,7 @@
 `begin` gives the World of a run, which everything else asks. A run alone asks the same questions of `ALONE`,
 for which nothing is sent and torch.distributed is not there.
 """
+import contextlib
 import os
 import pickle
 import re
@@ -22,6 +23,7 @@ from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.watch import GRACE, Watch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAID = 1 + len(SIGNALS)  # numbers that go with all gradients: the loss, and who was sent which signal
 LATE = 2  # steps after which a GPU is asked what ranks said: the host never waits for the last step
 
 
@@ -32,7 +34,10 @@ class World:
     mesh, watch, backend = None, None, None
     first = True  # the rank that prints and writes
 
-    def share(self, output):
+    def weight(self, model, batch):
+        """What this rank's loss, or each summand of it, weighs in that of all samples."""
+
+    def share(self, output, weight):
         """This rank's share of the loss of all samples, of which the ranks' shares are the sum."""
         return output["loss"]
 
@@ -64,6 +69,10 @@ class World:
     def agreed(self, wish):
         """Whether any of the ranks that share a sample has this wish."""
         return wish
+
+    def waiting(self):
+        """Within, this rank waits for others, which the time limit is for."""
+        return contextlib.nullcontext()
 
     def gather(self, value):
         """The values of all ranks, in a list."""
@@ -97,34 +106,47 @@ class Ranks(World):
         self.data_group = mesh["data"].get_group() if self.sequence_size > 1 else None  # None: all ranks
         # by signal: whether this rank was sent it; how many ranks were, as of the last step
         self.asks, self.told = torch.zeros(2, len(SIGNALS), device=device)
-        self.pending = deque()  # what ranks said, on its way from a GPU
+        self.on_its_way = deque()  # from a GPU: what ranks said in the last steps, and when it is there
+        if device.type == "cuda":
+            self.on_its_way.extend((torch.zeros(len(SIGNALS)).pin_memory(), torch.cuda.Event())
+                                   for _ in range(LATE))
 
-    def share(self, output):
-        if "loss_counts" not in output:
-            return output["loss"] / self.data_size
-        counts = output["loss_counts"]
+    def weight(self, model, batch):
+        if self.data_size == 1 or not hasattr(model, "loss_counts"):
+            return 1 / self.data_size
+        counts = model.loss_counts(**batch)  # before the forward pass, when ranks wait least for each other
         everywhere = counts.clone()
         torch.distributed.all_reduce(everywhere, group=self.data_group)
-        return (output["loss_terms"] * (counts / everywhere.clamp(min=1))).sum()
+        return counts / everywhere.clamp(min=1)
+
+    def share(self, output, weight):
+        return (output.get("loss_terms", output["loss"]) * weight).sum()
 
     def reduce(self, updated, loss, masters=None):
-        tail = torch.cat([loss.detach().view(1) / self.sequence_size, self.asks])
-        if masters is not None and masters.sharded:
-            masters.sum_gradients()
-            gradient = masters.flat.grad  # if it is not finite on one rank, let all of them see that
-            tail = torch.cat([tail, (gradient * 0).sum(dim=0, keepdim=True)])
-            torch.distributed.all_reduce(tail)
-            gradient += tail[-1]
-        else:  # one tensor of everything, of which gradients become views
+        said = [loss.detach().view(1), self.asks]
+        if masters is None:  # one tensor of everything, of which gradients become views
             with_gradient = [p for p in updated if p.grad is not None]
-            parts = [*(p.grad.flatten() for p in with_gradient), tail.to(updated[0].dtype)]
+            parts = [p.grad.flatten() for p in with_gradient]
+            parts += [part.to(updated[0].dtype) for part in said]
             joined = torch.cat(parts)
             torch.distributed.all_reduce(joined)
-            *gradients, tail = joined.split([len(part) for part in parts])
+            *gradients, loss, told = joined.split([len(part) for part in parts])
             for p, gradient in zip(with_gradient, gradients, strict=True):
                 p.grad = gradient.view_as(p)
-        self.told.copy_(tail[1:1 + len(SIGNALS)])
-        return tail[0]
+        elif masters.sharded:
+            masters.sum_gradients()
+            gradient = masters.flat.grad  # if it is not finite on one rank, let all of them see that
+            tail = torch.cat([*said, (gradient * 0).sum(dim=0, keepdim=True)])
+            torch.distributed.all_reduce(tail)
+            loss, told, spoilt = tail.split([1, len(SIGNALS), 1])
+            gradient += spoilt
+        else:  # they are one tensor already
+            joined = masters.gradient_with_room()
+            loss, told = joined[-SAID:].split([1, len(SIGNALS)])
+            torch._foreach_copy_([loss, told], said)
+            torch.distributed.all_reduce(joined)
+        self.told.copy_(told)
+        return loss[0] / self.sequence_size
 
     def clip(self, updated, limit, masters=None):
         if masters is None or not masters.sharded:
@@ -140,16 +162,14 @@ class Ranks(World):
             self.asks[SIGNALS.index(number)] = 1
         if self.device.type == "cpu":
             return self.signal_in(self.told)
-        copy, event = torch.empty(len(SIGNALS), pin_memory=True), torch.cuda.Event()
+        copy, event = self.on_its_way[0]
+        with self.waiting():
+            event.synchronize()
+        found = self.signal_in(copy)
         copy.copy_(self.told, non_blocking=True)
         event.record()
-        self.pending.append((copy, event))
-        if len(self.pending) <= LATE:
-            return None
-        copy, event = self.pending.popleft()
-        with self.watch.waiting():
-            event.synchronize()
-        return self.signal_in(copy)
+        self.on_its_way.rotate(-1)
+        return found
 
     @staticmethod
     def signal_in(told):
@@ -159,7 +179,7 @@ class Ranks(World):
         asks = torch.zeros(len(SIGNALS), device=self.device)
         if number is not None:
             asks[SIGNALS.index(number)] = 1
-        with self.watch.waiting():
+        with self.waiting():
             torch.distributed.all_reduce(asks)
             return self.signal_in(asks)
 
@@ -186,9 +206,12 @@ class Ranks(World):
         torch.distributed.all_reduce(wishes, group=self.mesh["sequence"].get_group())
         return wishes.item() > 0
 
+    def waiting(self):
+        return self.watch.waiting()
+
     def gather(self, value):
         found = [None] * self.size
-        with self.watch.waiting():
+        with self.waiting():
             torch.distributed.all_gather_object(found, value)
         return found
 
@@ -216,6 +239,19 @@ class Ranks(World):
         self.watch.close()
         torch.distributed.destroy_process_group()
         begun(ALONE)
+
+
+@contextlib.contextmanager
+def finally_alone(world, act):
+    """act() after what runs within. After an error only in a run alone: it ends a run of several, and the
+    other ranks would not come to what act() exchanges."""
+    try:
+        yield
+    except BaseException:
+        if world.size == 1:
+            act()
+        raise
+    act()
 
 
 def sum_parts(whole, size):

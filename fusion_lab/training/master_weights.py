@@ -42,10 +42,19 @@ class MasterWeights:
 
     def take_gradients(self):
         """Move the gradients there are to flat.grad, in float32."""
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.flat.grad = self.join(gradients, torch.zeros_like(self.flat))
+        self.flat.grad = self.joined_gradients(ALIGNMENT)[:len(self.flat)]
+
+    def joined_gradients(self, room=0):
+        """The gradients there are in one tensor, with so much room behind them; parameters lose theirs."""
+        flat = torch.zeros(len(self.low) + room, device=self.low.device, dtype=self.flat.dtype)
+        self.join({name: p.grad for name, p in self.parameters.items() if p.grad is not None}, flat)
         for p in self.parameters.values():
             p.grad = None
+        return flat
+
+    def gradient_with_room(self):
+        """flat.grad and the ALIGNMENT elements behind it, as one tensor, for what ranks sum beside it."""
+        return self.flat.grad.as_strided((len(self.flat) + ALIGNMENT,), (1,))
 
     def publish(self):
         """Masters -> the model's own weights, in one kernel."""
@@ -72,11 +81,7 @@ class ShardedMasters(MasterWeights):
 
     def take_gradients(self):
         """Gather this rank's gradients for sum_gradients()."""
-        whole = torch.zeros(self.low.shape, device=self.low.device, dtype=self.flat.dtype)
-        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.gradients = self.join(found, whole)
-        for p in self.parameters.values():
-            p.grad = None
+        self.gradients = self.joined_gradients()
 
     def sum_gradients(self):
         """The sum over ranks of its part of them to flat.grad."""

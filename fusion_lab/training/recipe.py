@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from fusion_lab.training.distributed import finally_alone
+
 
 def learning_rate(training, step):
     """AdamW's rate for step number `step`, from 0: up linearly over --lr-warmup-steps, then as --lr-schedule
@@ -46,17 +48,14 @@ class Average:
         torch._foreach_lerp_(self.weights, [p.detach() for p in self.updated], 1 - decay)
 
     @contextlib.contextmanager
-    def swapped_in(self, publish):
+    def swapped_in(self, publish, world):
         """Within, the model has the averaged weights; publish() makes it see what is in `updated`."""
         own = [p.detach().clone() for p in self.updated]
-        try:
-            self.copy(self.weights)
-            publish()
+        with finally_alone(world, lambda: self.put(own, publish)):
+            self.put(self.weights, publish)
             yield
-        finally:
-            self.copy(own)
-            publish()
 
     @torch.no_grad()
-    def copy(self, weights):
+    def put(self, weights, publish):
         torch._foreach_copy_(self.updated, weights)
+        publish()
