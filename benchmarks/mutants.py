@@ -59,15 +59,15 @@ AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers 
 SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
 TESTS = {  # file: which tests/test_*.py are meant to notice
     "tiny_openfold_v2.py": "numbers_by_hand steps evoformer training",
-    "proteins/batches.py": "batches training", "proteins/synthetic.py": "batches training",
+    "proteins/batches.py": "batches coevolution learning training", "proteins/synthetic.py": "batches training",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
-    "proteins/files.py": "protein_data",
+    "proteins/files.py": "protein_data prediction",
     "fusion_lab/training/checkpoints.py": "checkpoints choices learning training",
     "fusion_lab/training/master_weights.py": "steps evoformer distributed",
     "fusion_lab/training/feeding.py": "batches distributed", "fusion_lab/training/torchrun.py": "distributed",
     "fusion_lab/training/distributed.py": "distributed", "fusion_lab/training/watch.py": "distributed",
     "fusion_lab/measuring/collectives.py": "distributed", "fusion_lab/measuring/scaling.py": "distributed",
-    "proteins/coevolution.py": "learning", "proteins/yardsticks.py": "yardsticks",
+    "proteins/coevolution.py": "coevolution learning", "proteins/yardsticks.py": "yardsticks",
     "proteins/homology.py": "homology", "proteins/prediction.py": "prediction",
     "fusion_lab/training/recipe.py": "choices learning",
     "fusion_lab/training/evaluations.py": "learning contacts",
