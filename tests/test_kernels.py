@@ -29,7 +29,8 @@ HERE = pathlib.Path(__file__).parent
 
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
-IN_NO_PRESET = {"check_outer_product", "check_patterns", "check_transition", "check_ultra_block"}
+IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "check_transition",
+                "check_ultra_block"}
 
 
 @pytest.mark.parametrize("name, which", [
@@ -165,7 +166,8 @@ def test_compiles_for_a_gpu_of_amd():
     check_resources("gfx942", ["columns, N 16"])
 
 
-@pytest.mark.parametrize("launch", ["attention sub-layer, c 128", "multiplication, c 128"])
+@pytest.mark.parametrize("launch", [
+    "attention sub-layer, c 128", pytest.param("multiplication, c 128", marks=pytest.mark.slow)])
 def test_what_is_shipped_for_128_channels_compiles(launch):
     assert len(check_resources("sm_90", [launch])) >= 12
 

@@ -36,9 +36,11 @@ def problem(dtype, B, X, Y, H, D, axis, biased, masked, packed, module=biased_at
     return ours, plain, [x, gate_bias, bias]
 
 
-@pytest.mark.parametrize("dtype, case", [*((dtype, case) for case in CASES
-                                           for dtype in (torch.float32, torch.bfloat16)),
-                                         (torch.float16, "short"), (torch.float16, "ending node")])
+@pytest.mark.parametrize("dtype, case", [
+    *((torch.bfloat16, case) for case in CASES), (torch.float16, "short"), (torch.float16, "ending node"),
+    *((torch.float32, case) for case in ("short", "columns")),
+    *(pytest.param(torch.float32, case, marks=pytest.mark.slow)
+      for case in CASES if case not in ("short", "columns"))])
 def test_forward_and_gradients(dtype, case):
     assert not violations(*problem(dtype, *CASES[case]))
 

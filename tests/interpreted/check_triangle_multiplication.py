@@ -40,9 +40,9 @@ def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, save, module
     return run(module.triangle_multiplication, save=save), run(trimul.reference), tensors
 
 
-@pytest.mark.parametrize("dtype, case", [*((dtype, case) for case in CASES
-                                           for dtype in (torch.float32, torch.bfloat16)),
-                                         (torch.float16, "small")])
+@pytest.mark.parametrize("dtype, case", [
+    *((torch.bfloat16, case) for case in CASES), (torch.float16, "small"), (torch.float32, "small"),
+    *(pytest.param(torch.float32, case, marks=pytest.mark.slow) for case in CASES if case != "small")])
 def test_forward_and_gradients(dtype, case):
     assert not violations(*problem(dtype, *CASES[case]))
 
