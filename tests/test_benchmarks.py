@@ -140,7 +140,7 @@ def test_loss_curves(tmp_path):
                "--disable-torch-compile", "--eval-every", 10, "--warmup-steps", 1)
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "loss_curves.json").read_text())["runs"]
-    assert len(runs) == 3 and all(len(r["losses"]) == 2 and "10" in r["p_l2"] for r in runs)
+    assert len(runs) == 4 and all(len(r["losses"]) == 2 and "10" in r["p_l2"] for r in runs)
     done = run("loss_curves.py", "--out", tmp_path, "--", "--num-steps=3")  # it would read earlier results
     assert done.returncode == 2 and "--num-steps" in done.stderr and done.stderr.count("\n") == 1
 
