@@ -41,7 +41,8 @@ def test_in_the_interpreter(name, which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which,
                str(HERE / "interpreted" / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    nothing = which == "slow" and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED  # is slow in it
+    assert nothing or done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 def test_kernels_on_a_cpu_say_what_they_need():
