@@ -202,12 +202,16 @@ class Rank:
         self.data_rank, self.data_size = rank, size
 
 
+def there(*files):
+    """Those of these programs that there are: companions may go."""
+    return [file for file in files if (ROOT / file).exists()]
+
+
 @pytest.mark.parametrize("file, values", [
-    ("tiny_openfold_v2.py", {}), ("tiny_openfold_v2.py", dict(synthetic_world="covarying")),
-    ("tests/second_program.py", {}), ("companions/protein_mpnn.py", {}), ("companions/tiny_llama.py", {})])
+    ("tiny_openfold_v2.py", dict(synthetic_world="covarying")), *((file, {}) for file in there(
+        "tiny_openfold_v2.py", "tests/second_program.py", "companions/protein_mpnn.py",
+        "companions/tiny_llama.py"))])
 def test_the_samples_of_all_ranks_are_those_of_one_process(file, values):
-    if not (ROOT / file).exists():
-        pytest.skip("companions may go")
     program = load_program(ROOT / file)
     source = program.open_source(program.settings(batch_size=6, device="cpu", **values))
     for size in (2, 3):
@@ -215,10 +219,8 @@ def test_the_samples_of_all_ranks_are_those_of_one_process(file, values):
         assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
 
 
-@pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "companions/protein_mpnn.py"])
+@pytest.mark.parametrize("file", there("tiny_openfold_v2.py", "companions/protein_mpnn.py"))
 def test_a_loss_is_that_of_its_parts_by_their_counts(file):
-    if not (ROOT / file).exists():
-        pytest.skip("companions may go")
     program = load_program(ROOT / file)
     settings = program.settings(batch_size=3, device="cpu")
     torch.manual_seed(0)

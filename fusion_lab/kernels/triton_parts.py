@@ -61,7 +61,7 @@ def on_cpu():
 def check_shapes(*given):
     """ValueError for what kernels would misread; given: (name, tensor or None, shapes that it may have)."""
     for name, tensor, *shapes in given:
-        if tensor is not None and tuple(tensor.shape) not in shapes:
+        if tensor is not None and not any(tensor.shape == shape for shape in shapes):
             raise ValueError(f"{name} is {tuple(tensor.shape)}, but must be {' or '.join(map(str, shapes))}")
 
 
