@@ -218,6 +218,7 @@ ROW_KEYS = {"name", "measured", "reason", "fusion_config", "median_batch_time", 
             "first_loss", "final_loss", "final_loss_difference"}
 
 
+@pytest.mark.slow
 def test_compare_fusion_combinations_from_the_command_line(tmp_path):
     flags = [*FLAGS, "--compare-fusion", "--combinations", "--num-steps", 2, "--profile-dir", tmp_path]
     result = run_program("tiny_openfold_v2.py", *flags)

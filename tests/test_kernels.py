@@ -167,12 +167,6 @@ def test_compiles_for_a_gpu_of_amd():
     check_resources("gfx942", ["columns, N 16"])
 
 
-@pytest.mark.parametrize("launch", [
-    "attention sub-layer, c 128", pytest.param("multiplication, c 128", marks=pytest.mark.slow)])
-def test_what_is_shipped_for_128_channels_compiles(launch):
-    assert len(check_resources("sm_90", [launch])) >= 12
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
 def test_compiles_for(target):
