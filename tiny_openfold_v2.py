@@ -628,7 +628,7 @@ class TinyOpenFoldV2(nn.Module):
             self.fusion.attention_backend, row.triton, weight.is_cuda,
             dtype or weight.dtype, pair=(c.seq_len, c.pair_dim // c.pair_heads, True),
             rows=(c.seq_len, msa_width, True), columns=(c.num_seqs, msa_width, False))
-        return kernels + (triton.library_projections(MSA=(c.msa_dim, c.msa_heads),
+        return kernels + (triton.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
                                                      pair=(c.pair_dim, c.pair_heads))
                           if row.whole and "triton" in kernels else "")
 

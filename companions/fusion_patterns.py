@@ -124,7 +124,7 @@ PATTERNS = dict(
     conv=Pattern(
         "conv + batch norm + ReLU, inference", (4, 32, 28, 28), (64, 64, 56, 56),
         lambda b, c, h, w: [(b, c, h, w), (c, c, 3, 3), (c,), (c,), (c,), (c,)], plain_convolution,
-        library=convolution_relu, constants=6, prepare=folded,
+        from_library=convolution_relu, constants=6, prepare=folded,
         shape_data=lambda tensors: [*tensors[:-1], tensors[-1].abs() + 0.5]))
 
 

@@ -173,7 +173,7 @@ def test_whose_projections_have_a_kernel(channels, heads, whole, bias, monkeypat
         monkeypatch.setattr(module, "HAS_TRITON", True)
     x = on_gpu(2, 3, channels)
     assert (lab.projects(x, heads), lab.projects_bias(x, heads)) == (whole, bias)
-    assert lab.library_projections(MSA=(channels, heads), pair=(64, 4)) == (
+    assert lab.projections_by_library(MSA=(channels, heads), pair=(64, 4)) == (
         "" if whole else "; MSA: projections by the library")
 
 

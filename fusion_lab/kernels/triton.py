@@ -65,7 +65,7 @@ def projects_bias(x, heads):
     return runs(x) and takes_bias(x.shape[-1], heads)
 
 
-def library_projections(**parts):
+def projections_by_library(**parts):
     """Which parts of attention, {name: (channels, heads)}, keep the library's projections beside kernels, for
     the start-up line."""
     left = [name for name, width in parts.items() if not takes(f"{SWITCH}projection", width)]

@@ -34,7 +34,7 @@ class Pattern:
     shapes: Callable
     plain: Callable
     ours: Callable | None = None
-    library: Callable | None = None
+    from_library: Callable | None = None
     liger: tuple | None = None  # module, its function, call(function, *tensors)
     beside: tuple | None = None  # a name, and what would do in its place: timed, not judged
     constants: int = 0
@@ -107,8 +107,8 @@ def ways_of(pattern, tensors, compiled, on_gpu):
     if pattern.ours:
         missing = None if HAS_TRITON and on_gpu else "needs a GPU" if HAS_TRITON else "needs Triton"
         found.append(Way("ours", pattern.ours, tensors, reason=missing))
-    if pattern.library:
-        found.append(Way("library", pattern.library, pattern.prepare(tensors)))
+    if pattern.from_library:
+        found.append(Way("library", pattern.from_library, pattern.prepare(tensors)))
     if pattern.liger:
         module, function, call = pattern.liger
         try:
