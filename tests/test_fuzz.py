@@ -121,7 +121,7 @@ def same(a, b):
 def checkpoint_bytes(random_, place):
     """What is restored from a damaged file is what was saved."""
     trainer, source, saved, whole = trained()
-    (place / "c.pt").write_bytes(damaged_bytes(whole, random_))
+    (place / "c.pt").write_bytes(damaged_bytes(whole, random_) if random_.random() < 0.8 else whole)
     load_run(trainer, place / "c.pt", source)
     assert same(snapshot(trainer), saved)
 
@@ -151,7 +151,8 @@ def model_file():
 
 def model_bytes(random_, place):
     """What is read from a damaged file is what was saved."""
-    (place / "m.pt").write_bytes(damaged_bytes(model_file()[1], random_))
+    whole = model_file()[1]
+    (place / "m.pt").write_bytes(damaged_bytes(whole, random_) if random_.random() < 0.8 else whole)
     found, saved = read_model(place / "m.pt", tof.PROGRAM), model_file()[0]
     assert found.card == saved["card"]
     assert same(found.weights, {name: weight.float() for name, weight in saved["model"].items()})
@@ -333,4 +334,4 @@ def test_damaged_input_is_an_object_or_one_line(name, tmp_path):
             refused += 1
         except Exception as error:
             raise AssertionError(f"case {number} of {name!r} ends in {error!r:.300}") from error
-    assert (refused == 0) is (name in NEVER_REFUSED)  # whole files are read by the tests of their readers
+    assert refused == 0 if name in NEVER_REFUSED else 0 < refused < count
