@@ -31,6 +31,7 @@ import torch
 from fusion_lab.measuring import turns
 from fusion_lab.measuring.accuracy import compare_numerics
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.collectives import OF_GPUS, kind_of
 from fusion_lab.measuring.probe import Findings, peak_megabytes, probe
 from fusion_lab.measuring.tables import cell, markdown
 from fusion_lab.training import distributed
@@ -52,8 +53,6 @@ FLAGS = {"accuracy": f"{BF16} --enable-triton-attention --enable-triton-transiti
 GOAL = 0.6       # of one GPU's peak, on two
 MARGIN = 0.97    # of the length that the memory of shorter ones promises
 UNTIMED = 2
-KINDS = dict(allgather="all-gather", reducescatter="reduce-scatter", sendrecv="all-to-all",
-             alltoall="all-to-all", allreduce="all-reduce")  # parts of names in profiles of NCCL, RCCL, Gloo
 
 
 # A worker: one process, or one of those that torchrun started
@@ -67,11 +66,10 @@ def collectives(trainer, batch):
         trainer.step(batch).item()
     found = {}
     for event in profiler.key_averages():
-        name = event.key.partition("(")[0].lower().replace("_", "")
-        if name.startswith("nccl" if on_gpu else "gloo:"):
-            words = next((words for part, words in KINDS.items() if part in name), "others")
+        name = event.key.partition("(")[0]
+        if OF_GPUS.search(name) if on_gpu else name.startswith("gloo:"):
             took = event.self_device_time_total if on_gpu else event.cpu_time_total
-            found[words] = found.get(words, 0.0) + took / 1e3
+            found[kind_of(name)] = found.get(kind_of(name), 0.0) + took / 1e3
     return found
 
 

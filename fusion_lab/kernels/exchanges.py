@@ -4,7 +4,7 @@ The one place where such ranks meet, on torch.distributed's functional collectiv
 derivatives from here, torch.compile sees plain operations. A tensor is "split" along a dimension of which
 every rank holds an equal part, in the order of ranks, and "whole" along all others. Gradients are those of
 one loss: what enters it through several ranks is summed, so a parameter's gradient on one rank is that rank's
-share, and sum_gradients() makes it whole.
+share, which sum_gradients() makes whole, or in training the sum over all ranks (training/distributed.py).
 """
 import torch
 import torch.nn.functional as F
