@@ -204,6 +204,11 @@ def predictions(rows, sizes, link, gpus):
     return found
 
 
+def save(out, result):
+    if out:
+        write_json(out / "scaling.json", result)
+
+
 def main(argv=None):
     if "RANK" in os.environ:
         return all_reduce_times()
@@ -227,13 +232,13 @@ def main(argv=None):
         [kind, f"{one:.1f}", f"{several:.1f} samples/s", f"{gain:.2f}"]
         for kind, one, several, gain in gains(rows, arguments.gpus)]
     print("\n".join(aligned(table)))
+    result = dict(command=sys.argv, flags=flags, rows=rows, gains=gains(rows, arguments.gpus),
+                  system_info=system_info(choose_device("auto")), date=time.strftime("%F"))
+    save(arguments.out, result)
     link, times = link_between(arguments.gpus, "cpu" if arguments.quick else "auto")
     predicted = predictions(rows, sizes, link, arguments.gpus) if link else {}
-    if arguments.out:
-        write_json(arguments.out / "scaling.json", dict(
-            command=sys.argv, flags=flags, rows=rows, gains=gains(rows, arguments.gpus),
-            link=vars(link) if link else None, all_reduce_s=times, predicted_share=predicted,
-            system_info=system_info(choose_device("auto")), date=time.strftime("%F")))
+    save(arguments.out, dict(result, link=vars(link) if link else None, all_reduce_s=times,
+                             predicted_share=predicted))
     return int(any("failed" in row for row in rows) or not times)
 
 

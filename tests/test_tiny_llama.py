@@ -301,6 +301,18 @@ def test_what_the_kernel_needs_is_where_the_model_is():
                for block in model.model.layers)
 
 
+def test_projections_below_each_other_are_the_same_packed_or_not():
+    found = []
+    for packed in (True, False):
+        torch.manual_seed(0)
+        switches = llama.LlamaSwitches(enable_qkv_fusion=packed, enable_swiglu_fusion=packed)
+        model = llama.TinyLlama(llama.LlamaConfig(**SIZES, seq_len=11), switches)
+        attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+        found.append([attention.packed("q_proj", "k_proj", "v_proj"), mlp.packed(*mlp.SIDES)])
+    for (weight, bias), (other, no_bias) in zip(*found, strict=True):
+        assert torch.equal(weight, other) and bias is no_bias is None
+
+
 def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
     assert llama.main(["--compare-ultra", "--device", "cpu"], program=PROGRAM) == 4
     assert "needs a GPU" in capsys.readouterr().err

@@ -85,13 +85,14 @@ class PackedProjections(nn.Module):
         return [made[names] if names in made else run(getattr(self, *names), x) for names in groups]
 
     def packed(self, *names):
-        """Weight and bias of these projections below each other, as one packing or several hold them."""
+        """Weight and bias of these projections below each other, as one packing or several hold them; no bias
+        where none of them has one."""
         layers = [getattr(self, name) for name in self.active if self.PACKINGS[name][0] in names]
         layers += [getattr(self, name) for name in names if hasattr(self, name)]  # in no packing
         if len(layers) == 1:
             return layers[0].weight, layers[0].bias
-        found = ([getattr(layer, kind) for layer in layers] for kind in ("weight", "bias"))
-        return tuple(torch.cat([t for t in tensors if t is not None]) for tensors in found)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None
 
     def split_packed(self, tensors, prefix):
         """In a dict of tensors by parameter name, replace packed entries by their parts (views)."""
