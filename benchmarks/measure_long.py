@@ -53,6 +53,7 @@ FLAGS = {"accuracy": f"{BF16} --enable-triton-attention --enable-triton-transiti
 GOAL = 0.6       # of one GPU's peak, on two
 MARGIN = 0.97    # of the length that the memory of shorter ones promises
 UNTIMED = 2
+REASON = r"measure_long\.py: |^(\[rank\d+\]: )?[\w.]+(Error|Exception): "  # of a worker's end, in its output
 
 
 # A worker: one process, or one of those that torchrun started
@@ -173,7 +174,7 @@ class Measurement:
         if code:
             full = bool(OUT_OF_MEMORY.search(why))
             lines = [line for line in why.splitlines() if line.strip()]
-            named = [line for line in lines if "measure_long.py: " in line] or lines[-1:]
+            named = [line for line in lines if re.search(REASON, line)][:1] or lines[-1:]
             rows.append(dict(ranks=ranks, length=lengths[len(rows)], out_of_memory=full,
                              reason="out of memory" if full else " ".join(named)[:300]))
         seconds = time.perf_counter() - began

@@ -10,7 +10,6 @@ Dauparas et al. 2022 (doi:10.1126/science.add2187), under its authors' parameter
 load (--weights). Reading order: first_layer and Messages, where fused and plain code stand side by side, then
 EncLayer, DecLayer, ProteinMPNN. A message is W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])); W1 of a concatenation is
 a sum, and W3 may come after the sum over neighbours: half of the arithmetic was never needed.
-
 Letters in shape comments: B proteins, L residues, k neighbours, D channels, n = B L.
 """
 import sys
@@ -48,8 +47,7 @@ class MpnnConfig(Checked):
 class MpnnSwitches(Switches):
     """Which operations run fused."""
     enable_split_fusion: bool = option(
-        True, "W1 of [h_i; e_ij; h_j] as a sum: residues are projected once, not once a neighbour",
-        preset=True)
+        True, "W1 of [h_i; e_ij; h_j] as a sum: residues projected once, not once a neighbour", preset=True)
     enable_aggregate_fusion: bool = option(
         True, "the last layer of a message after the sum over neighbours", preset=True)
     enable_edge_fusion: bool = option(
@@ -58,8 +56,7 @@ class MpnnSwitches(Switches):
         False, f"samples padded to {', '.join(map(str, BUCKETS))} residues, the next, not to --seq-len; "
         "a CUDA graph for each length", preset=True, rung=4)
     enable_message_kernel: bool = option(
-        False, "one Triton kernel from edges to the sum over neighbours; includes split and aggregate fusion",
-        rung=5)
+        False, "one Triton kernel, from edges to the sum over neighbours, split and aggregated", rung=5)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every layer, recompute the rest in backward", rung=7)
 
@@ -76,11 +73,11 @@ class MpnnSwitches(Switches):
 
 COMMAND_LINE = CommandLine(
     file=__file__, about=__doc__, model_config=MpnnConfig, training_config=DesignTraining,
-    fusion_config=MpnnSwitches,
+    fusion_config=MpnnSwitches, axes=dict(batch_size="B", seq_len="L"), answers=("--design",),
     headline=("enable_split_fusion", "enable_aggregate_fusion", "enable_edge_fusion"),
     demo=dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64, batch_size=8, learning_rate=2e-3,
-              num_steps=300, log_every=20, eval_every=100), axes=dict(batch_size="B", seq_len="L"),
-    study_sizes=dict(batch_size=(2, 4), seq_len=(64, 128)), answers=("--design",))
+              num_steps=300, log_every=20, eval_every=100),
+    study_sizes=dict(batch_size=(2, 4), seq_len=(64, 128)))
 
 start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
 
@@ -246,22 +243,22 @@ class ProteinFeatures(nn.Module):
         self.embeddings = PositionalEncodings(RBF)
         self.edge_embedding = nn.Linear(RBF + 25 * RBF, D, bias=False)
         self.norm_edges = nn.LayerNorm(D)
+        self.register_buffer("places", torch.tensor(PLACES), persistent=False)
 
     def forward(self, X, E_idx, index, residue_idx, chain):
-        """(B, L, k, D), of X (B, L, 4, 3) in Å."""
+        """(B, L, k, D), of X (B, L, 4, 3) in Å; 16 + 25 * 16 features of an edge."""
         N, Ca, C, _ = X.unbind(2)
         b, c = Ca - N, C - Ca
         Cb = -0.58273431 * torch.cross(b, c, dim=-1) + 0.56802827 * b - 0.54067466 * c + Ca
         atoms = torch.cat([X, Cb[:, :, None]], dim=2)  # (B, L, 5, 3)
         others = gather(atoms.flatten(2).flatten(0, 1), index).unflatten(-1, (5, 3))  # (B, L, k, 5, 3)
         square = (atoms[:, :, None, :, None] - others[:, :, :, None]).square().sum(-1)  # (B, L, k, 5, 5)
-        distance = (square + 1e-6).sqrt().flatten(-2)[..., PLACES]
+        distance = (square + 1e-6).sqrt().flatten(-2)[..., self.places]
         centres = torch.linspace(2.0, FURTHEST, RBF, dtype=X.dtype, device=X.device)
         rbf = torch.exp(-((distance[..., None] - centres) / ((FURTHEST - 2.0) / RBF)).square())
-        ends = [(x[:, :, None], gather(x.flatten()[:, None], index)[..., 0]) for x in (residue_idx, chain)]
+        ends = [(x[:, :, None], x.flatten()[index]) for x in (residue_idx, chain)]
         places = self.embeddings(ends[0][0] - ends[0][1], ends[1][0] == ends[1][1])  # (B, L, k, 16)
-        edges = torch.cat([places, rbf.flatten(-2).to(places.dtype)], dim=-1)  # (B, L, k, 416)
-        return self.norm_edges(self.edge_embedding(edges))
+        return self.norm_edges(self.edge_embedding(torch.cat([places, rbf.flatten(-2).to(places.dtype)], -1)))
 
 
 class ProteinMPNN(nn.Module):
@@ -287,11 +284,9 @@ class ProteinMPNN(nn.Module):
         """X (B, L, 4, 3) N, CA, C, O in Å; all else (B, L): residues S, mask (1 = present), residue_idx,
         chain, residues in decoding_order, targets (-1 where nothing is asked; default S); but E_idx (B, L, k)
         neighbours, default by distance. Returns dict(log_probs (B, L, 21), loss)."""
-        E_idx = designs.nearest(X, mask, self.config.neighbors) if E_idx is None else E_idx
         h_V, h_E, graph = self.encode(X, mask, residue_idx, chain, E_idx)
-        rank = torch.empty_like(decoding_order).scatter_(
-            1, decoding_order, torch.arange(S.shape[1], device=S.device).expand_as(S))
-        decoded = gather(rank.flatten()[:, None], graph.index)[..., 0] < rank[:, :, None]  # (B, L, k)
+        rank = decoding_order.argsort(dim=1)  # when a residue's turn is
+        decoded = rank.flatten()[graph.index] < rank[:, :, None]  # (B, L, k)
         graph = self.graph(graph.index + S.numel() * ~decoded, graph.attends, h_E, 2 * S.numel())
         logits = self.decode(h_V, h_E, self.W_s(S), graph, mask)
         log_probs = logits.to(at_least_float32(logits.dtype)).log_softmax(-1)
@@ -318,13 +313,14 @@ class ProteinMPNN(nn.Module):
         kernel = self.fusion.enable_message_kernel and triton.hears(h_E)
         return Graph(index, attends, triton.incoming(index, rows) if kernel else None)
 
-    def encode(self, X, mask, residue_idx, chain, E_idx):
+    def encode(self, X, mask, residue_idx, chain, E_idx=None):
         """Residues h_V, edges h_E, the graph into all n residues."""
+        E_idx = designs.nearest(X, mask, self.config.neighbors) if E_idx is None else E_idx
         starts = X.shape[1] * torch.arange(len(X), device=X.device)
         index = E_idx + starts[:, None, None]  # (B, L, k)
         h_E = self.W_e(self.features(X, E_idx, index, residue_idx, chain))  # (B, L, k, D)
         h_V = torch.zeros_like(h_E[:, :, 0])  # (B, L, D)
-        attends = (mask[:, :, None] * gather(mask.flatten()[:, None], index)[..., 0])[..., None].to(h_E.dtype)
+        attends = (mask[:, :, None] * mask.flatten()[index])[..., None].to(h_E.dtype)
         graph = self.graph(index, attends, h_E, mask.numel())
         for layer in self.encoder_layers:
             h_V, h_E = self.layer(layer, h_V, h_E, graph, mask)
@@ -344,8 +340,7 @@ class ProteinMPNN(nn.Module):
     def sample(self, X, S, mask, residue_idx, chain, decoding_order, fixed, temperature, generator):
         """Residues (B, L), drawn one after the other in decoding_order; those that fixed (L,) marks are S's.
         Every step decodes one residue of each sample, through all layers."""
-        E_idx = designs.nearest(X, mask, self.config.neighbors)
-        h_V, h_E, (index, attends, _) = self.encode(X, mask, residue_idx, chain, E_idx)
+        h_V, h_E, (index, attends, _) = self.encode(X, mask, residue_idx, chain)
         S, done = torch.where(fixed, S, 0), torch.zeros_like(S, dtype=torch.bool)
         states = [h_V, *(torch.zeros_like(h_V) for _ in self.decoder_layers)]  # after each layer
         hidden, rows = torch.cat([torch.zeros_like(h_V), h_V], -1), torch.arange(len(S), device=S.device)
@@ -407,18 +402,16 @@ class BucketTrainer(Trainer):
 # What the lab must know of this model
 # --------------------------------------------------------------------------------------------------------
 
-
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="protein_mpnn", suffix="protein_mpnn", model=ProteinMPNN,
     trainer=BucketTrainer, open_source=partial(designs.Designs, buckets=BUCKETS),
-    check_batch=designs.masked_batch, defined=designs.defined,
+    check_batch=designs.masked_batch, defined=designs.defined, instead=designs.design, flops_vary=True,
     tiny=dict(hidden_dim=32, num_layers=1, neighbors=8, seq_len=24),
     sublayers=("features", "W_e", "encoder", "decoder_edges", "decoder"),
-    blocks=lambda settings: settings.model.num_layers, flops_vary=True,
+    blocks=lambda settings: settings.model.num_layers, evaluate=designs.evaluate, evaluation_name="recovery",
     start_lines=lambda trainer: dict(sizes="{num_layers}+{num_layers} layers, D {hidden_dim}, k {neighbors}"
                                      .format(**vars(trainer.model.config))),
-    evaluate=designs.evaluate, evaluation_name="recovery", evaluation_line=designs.evaluation_line,
-    scores=designs.scores, closing=designs.closing, instead=designs.design,
+    evaluation_line=designs.evaluation_line, scores=designs.scores, closing=designs.closing,
     titles={"Split Fusion": "enable_split_fusion", "Aggregate Fusion": "enable_aggregate_fusion",
             "Edge Fusion": "enable_edge_fusion", "Bucketing": "enable_bucketing",
             "Torch Compile": "enable_torch_compile"})

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import ROOT, last_json, run_program
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_lab.measuring import accuracy, comparison
 from fusion_lab.measuring.variants import Variant, with_fusion
@@ -206,6 +207,24 @@ def test_a_checkpoint_crosses_settings(program, tmp_path):
             second = program.trainer(program, other, CPU)
             restore(second, tmp_path / "saved.pt")
             assert second.step(batches[1]).item() == pytest.approx(expected, rel=1e-4)
+
+
+class FromNumbers(TorchDispatchMode):
+    """Counts tensors made of Python's numbers: on the host, whence a CUDA graph cannot take them."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.lift_fresh.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_can_be_captured(program):
+    for settings in each_switch(program, small(program)):
+        trainer, batch = program.trainer(program, settings, CPU), program.check_batch(settings, CPU)
+        trainer.step(batch)  # in which the optimizer makes its state
+        with FromNumbers() as found:
+            trainer.step(batch)
+        assert found.count == 0, settings.fusion
 
 
 def spoil(module, inputs, output):

@@ -10,10 +10,17 @@ from fusion_lab.kernels.triton_parts import LOG2E
 
 
 @triton.jit
+def places(pointer, l0, stride, BL: tl.constexpr, BD: tl.constexpr):
+    """Addresses (BL, BD) in an (L, D) matrix from position l0 on; only within a tile do 32 bits suffice."""
+    first = pointer + tl.cast(l0, tl.int64) * stride
+    return first + (tl.arange(0, BL)[:, None] * stride + tl.arange(0, BD)[None, :])
+
+
+@triton.jit
 def tile(pointer, l0, L, D, stride, BL: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
     """(BL, BD) of an (L, D) matrix from position l0 on; zeros outside."""
     i, d = l0 + tl.arange(0, BL), tl.arange(0, BD)
-    at = pointer + i[:, None] * stride + d[None, :]
+    at = places(pointer, l0, stride, BL, BD)
     if EVEN:
         found = tl.load(at)
     else:
@@ -91,7 +98,7 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
             if GATE:
                 gt = tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN)
                 result = result * gates(gt, gb, h, D, BD, GATE_BIAS)
-            tl.store(out + b * sob + r * sor + h * soh + i[:, None] * sol + d[None, :],
+            tl.store(places(out + b * sob + r * sor + h * soh, i0, sol, BM, BD),
                      result.to(out.dtype.element_ty), mask=(i[:, None] < L) & (d[None, :] < D))
             # A row without any key: no probability in backward, where this sum would drown in its maximum.
             found = tl.where(tops[u] < -5e8, float("inf"), tops[u] + tl.log2(sums[u]))
@@ -126,8 +133,8 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
                             GATE_BIAS)
             dgate = product * (1 - opening)
             dt = (dt.to(tl.float32) * opening).to(dt.dtype)
-            tl.store(do + at_out + i[:, None] * sol + d[None, :], dt, mask=inside)
-            tl.store(dg + b * tgb + r * tgr + h * tgh + i[:, None] * tgl + d[None, :],
+            tl.store(places(do + at_out, i0, sol, BM, BD), dt, mask=inside)
+            tl.store(places(dg + b * tgb + r * tgr + h * tgh, i0, tgl, BM, BD),
                      dgate.to(dg.dtype.element_ty), mask=inside)
             if GATE_BIAS:
                 part += tl.where(r0 + u < R, tl.sum(dgate, 0), 0.0)
@@ -155,8 +162,8 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
         accs = new_accs
     for u in tl.static_range(RU):
         if r0 + u < R:
-            place = b * tqb + (r0 + u) * tqr + h * tqh + i[:, None] * tql + d[None, :]
-            tl.store(dq + place, (accs[u] * scale).to(dq.dtype.element_ty), mask=inside)
+            tl.store(places(dq + b * tqb + (r0 + u) * tqr + h * tqh, i0, tql, BM, BD),
+                     (accs[u] * scale).to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -199,9 +206,9 @@ def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, R, H, L, L
     inside = (j[:, None] < L) & (d[None, :] < D)
     for u in tl.static_range(RU):
         if r0 + u < R:
-            place = b * tqb + (r0 + u) * tqr + h * tqh + j[:, None] * tql + d[None, :]
-            tl.store(dk + place, (dks[u] * scale).to(dk.dtype.element_ty), mask=inside)
-            tl.store(dv + place, dvs[u].to(dv.dtype.element_ty), mask=inside)
+            at = b * tqb + (r0 + u) * tqr + h * tqh
+            tl.store(places(dk + at, j0, tql, BN, BD), (dks[u] * scale).to(dk.dtype.element_ty), mask=inside)
+            tl.store(places(dv + at, j0, tql, BN, BD), dvs[u].to(dv.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ from fusion_lab.kernels.triton_parts import (
 
 MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it counts nothing
+TALLEST = 128  # positions of a tile, within which offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
 PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU
 
@@ -132,7 +133,7 @@ class Launch:
         self.gate = (gate or [self.q])[0]
         self.B, self.R, self.H, self.L, self.D = self.q.shape
         check(self.q, self.k, self.v, self.gate)
-        if max(self.B * self.H, self.R) >= 1 << 16 or self.L * self.q.stride(3) >= 1 << 31:
+        if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * self.q.stride(3) >= 1 << 31:
             raise ValueError(f"attention over {tuple(self.q.shape)} is too large for one launch")
         self.short = self.L <= longest_short()
         self.LP, self.BD = padded_length(self.L), padded_width(self.D)

@@ -83,10 +83,10 @@ def save(trainer, path):
 @contextlib.contextmanager
 def preserving(trainer):
     """Whatever runs within leaves weights, their average, optimizer, scaler and random numbers as they
-    were."""
+    were. The copies lie on the host: a CUDA graph is captured within, and its peak is without them."""
     kept = [*trainer.updated, *(trainer.average.weights if trainer.average else ())]
-    copies = [p.detach().clone() for p in kept]
-    moments = {p: {key: tensor.clone() for key, tensor in state.items()}
+    copies = [p.detach().to("cpu", copy=True) for p in kept]
+    moments = {p: {key: tensor.to("cpu", copy=True) for key, tensor in state.items()}
                for p, state in trainer.optimizer.state.items()}
     scaler = trainer.scaler.state_dict()
     averaged_steps = trainer.average and trainer.average.steps

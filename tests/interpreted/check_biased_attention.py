@@ -77,6 +77,23 @@ def test_what_would_be_misread_is_refused():
         biased_attention.row_attention(*(torch.zeros(1, 1, 1, 5, 16).double() for _ in range(3)))
 
 
+def test_offsets_beyond_32_bits():
+    """Positions of which the last lies 2^31 numbers behind the first, as columns of 2,752 residues do. Of all
+    that memory nothing but the positions is ever touched."""
+    length, apart, width = 160, (1 << 24) - 16, 4 * 16
+    far = torch.empty(length * apart, dtype=torch.bfloat16)
+    far = far.as_strided((1, length, 1, width), (1, apart, 1, 1))
+    near = far.copy_(torch.randn(far.shape)).clone()
+    results = []
+    for x in (far, near):
+        x = x.detach().requires_grad_()
+        out = biased_attention.gated_attention([x], 1, 1, torch.ones(1, 1, length, length).bfloat16())
+        results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+    assert results[0][0].any() and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with pytest.raises(ValueError, match="too large for one launch"):
+        biased_attention.gated_attention([far[:, ::2]], 1, 1)
+
+
 def test_the_bias_is_turned_only_where_backward_reads_it():
     q, bias = torch.randn(1, 1, 1, 65, 16), torch.randn(1, 1, 65, 65)
     assert biased_attention.turns(65) and not biased_attention.turns(64)
