@@ -24,6 +24,7 @@ def test_attention(tmp_path):
     assert len(rows) == 6 and all(row["accurate"] and row["median_ms"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_ladder(tmp_path):
     done = run("measure_ladder.py", "--quick", "--only", "master", "--steps", 2, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
