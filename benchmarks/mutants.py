@@ -63,7 +63,7 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "proteins/synthetic.py": "batches training",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
     "proteins/files.py": "protein_data prediction",
-    "fusion_lab/training/checkpoints.py": "checkpoints choices learning training",
+    "fusion_lab/training/checkpoints.py": "checkpoints_by_hand checkpoints choices learning training",
     "fusion_lab/training/master_weights.py": "masters_by_hand steps evoformer distributed",
     "fusion_lab/training/feeding.py": "masters_by_hand batches distributed",
     "fusion_lab/training/torchrun.py": "ranks_by_hand ends_by_hand distributed",
