@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_ranks_by_hand import CPU, Mesh, Watching
+from test_ranks_by_hand import CPU, Mesh, Watching, new_store
 
 from fusion_lab.training import distributed, files, torchrun, watch
 from fusion_lab.training.files import FAILED, MISSING, OK, TIMEOUT, USAGE, UserError
@@ -261,7 +261,7 @@ def watching(monkeypatch):
     and 12, and 3 is on another; `ended` are processes that have. Its thread is not started; what it says and
     how it ends is in `log`."""
     def make(rank=0, size=4, then=lambda now: None):
-        log, store = [], torch.distributed.HashStore()
+        log, store = [], new_store()
         monkeypatch.setattr(watch.Watch, "start", lambda self: log.append("started"))
         monkeypatch.setattr(watch, "time", Clock(then))
         monkeypatch.setattr(watch, "host", lambda: "here pid:[1]")

@@ -3,6 +3,7 @@ import contextlib
 import pickle
 import signal
 from collections import deque
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,13 @@ class Mesh:
         return SimpleNamespace(get_group=lambda: f"those along {name}")
 
 
+def new_store():
+    """What ranks share; who waits for what nobody has set, fails."""
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    return store
+
+
 class Watching:
     """A Watch that keeps what it is told; failed is the code of a rank that has failed, before is what
     code_within() finds."""
@@ -36,7 +44,7 @@ class Watching:
 
     def __init__(self, log=(), failed=None, within=None, claimed=True):
         self.log, self.failed, self.within, self.claimed = log, failed, within, claimed
-        self.store, self.inside = torch.distributed.HashStore(), False
+        self.store, self.inside = new_store(), False
 
     @contextlib.contextmanager
     def waiting(self):
@@ -272,8 +280,7 @@ def test_parts_are_summed_and_gathered_by_either_name(monkeypatch):
 
 
 def test_a_group_of_one_has_parts_that_are_whole():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=new_store(), rank=0, world_size=1)
     try:
         assert distributed.sum_parts(torch.arange(3.0), 1).tolist() == [0, 1, 2]
         assert distributed.gather_parts(torch.tensor([7, 8]), 1).tolist() == [7, 8]
