@@ -58,7 +58,7 @@ AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers 
        "rocm_wrappers")
 SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
 TESTS = {  # file: which tests/test_*.py are meant to notice
-    "tiny_openfold_v2.py": "numbers_by_hand steps evoformer training",
+    "tiny_openfold_v2.py": "model_by_hand numbers_by_hand steps evoformer training",
     "proteins/batches.py": "batches coevolution learning training",
     "proteins/synthetic.py": "batches training",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",

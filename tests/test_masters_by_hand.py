@@ -77,6 +77,10 @@ def test_gradients_of_masters_place_by_place():
     assert room.shape == (256,) and places(room) == [0, 1, 128] and room.is_contiguous()
     room[0] = 8  # one storage
     assert gradient[0] == 8
+    masters.flat += 1
+    assert [weight.tolist() for weight in model.list] == [[1, 2], [3], [4]]  # not before publish()
+    masters.publish()
+    assert [weight.tolist() for weight in model.list] == [[2, 3], [4], [5]]
 
 
 @pytest.fixture
