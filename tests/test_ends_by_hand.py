@@ -51,12 +51,14 @@ def refusal(*values, device=CPU):
 
 def test_what_cannot_begin(rank_1_of_2, monkeypatch):
     words = "--sequence-parallel {}: must divide the number of processes, which is {}"
-    assert refusal(3) == (words.format(3, 2), USAGE)
-    assert refusal(1, "2") == ("--profile-rank 2: there are 2 ranks, the first is 0", USAGE)
 
     def does_not_meet(*_, **__):
         raise RuntimeError(f"{210 * 'x'}\nmore")
     monkeypatch.setattr(torch.distributed, "init_process_group", does_not_meet)
+    monkeypatch.setattr(torch.distributed, "init_device_mesh",
+                        lambda *_, **__: pytest.fail("they have not met"))
+    assert refusal(3) == (words.format(3, 2), USAGE)
+    assert refusal(1, "2") == ("--profile-rank 2: there are 2 ranks, the first is 0", USAGE)
     for profile_rank in ("1", "all"):
         assert refusal(1, profile_rank) == (
             f"2 ranks did not meet at here:1234 within 7 s: {200 * 'x'}", FAILED)

@@ -125,6 +125,8 @@ def test_one_alone_asks_nobody():
      "torchrun", True),
     (dict(RANK=" 2"), "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE: not set, though WORLD_SIZE is: start it with "
      "torchrun", True),
+    (dict(WORLD_SIZE="2"), "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE: not set, though WORLD_SIZE is: start it with "
+     "torchrun", True),
     (dict(RANK="1 ² 0 1"), "WORLD_SIZE='²': must be a whole number; torchrun sets it", False),
     (dict(RANK="1 2 2 2"), "RANK=1 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2: this cannot be; each rank "
      "must be less than its size; torchrun sets them", False),
