@@ -88,8 +88,9 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     **{f"fusion_lab/kernels/{name}.py": "choices tuner evoformer numbers_by_hand" for name in (
         "custom_gradients", "limits", "precision", "triton", "tuner")},
     **{f"fusion_lab/measuring/{name}.py": SESSION for name in ("analysis", "attribution")},
+    "fusion_lab/measuring/comparison.py": f"comparing_by_hand {COMPARISON}",
     **{f"fusion_lab/measuring/{name}.py": COMPARISON for name in (
-        "comparison", "comparison_rows", "comparison_table", "worth")},
+        "comparison_rows", "comparison_table", "worth")},
     **{f"fusion_lab/measuring/{name}.py": "predictions profiling profiler_session" for name in (
         "ceilings", "predictions", "roofline")},
     **{f"fusion_lab/measuring/{name}.py": "profiling evoformer profiler_session" for name in (
