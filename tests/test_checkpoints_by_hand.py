@@ -255,9 +255,14 @@ def test_the_first_fault_is_named_and_shortened(trainer, tmp_path):
         restore(trainer_of(), tmp_path / "c.pt")
     path = tmp_path / "c.pt"
     assert str(caught.value) == f"checkpoint {path}: damaged, or of another version: moments cannot be used"
-    torch.save(whole(trainer, model={}), path)
-    with pytest.raises(UserError, match=": names of model cannot be used$"):
-        restore(trainer_of(), path)
+    trainer.weights[long := 300 * "x"] = torch.tensor([NAN])
+    with pytest.raises(UserError, match="weights are not finite at step 4: not saved"):
+        snapshot(trainer)
+    trainer.weights[long] = torch.zeros(1)
+    saved = whole(trainer, moments={})
+    torch.save({**saved, "model": {**saved["model"], long: torch.tensor([NAN])}}, path)
+    with pytest.raises(UserError, match=f": model {194 * 'x'} cannot be used$"):
+        restore(trainer, path)
 
 
 def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(trainer, tmp_path):

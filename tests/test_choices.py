@@ -71,6 +71,7 @@ def test_what_flex_attention_is_given(monkeypatch):
         return q
     monkeypatch.setattr(attention, "compiled_flex_attention", lambda: kernel)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(attention, "NO_BLOCK_MASK", {CPU: "a mask"})
     q, k, v = torch.randn(3, 2, 3, 4, 5, 32, dtype=torch.bfloat16)
     bias = torch.randn(1, 4, 5, 5, dtype=torch.bfloat16)
     assert torch.equal(attention.flex_attend(q, k, v, bias), q)
@@ -79,6 +80,9 @@ def test_what_flex_attention_is_given(monkeypatch):
     tiles = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
                  bwd_num_stages=2)
     assert options["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True, **tiles)
+    assert options["block_mask"] == "a mask" and options.keys() == {"score_mod", "block_mask", "kernel_options"}
+    attention.flex_attend(q, k, v, None)
+    assert calls.pop()[3]["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True, **tiles)
     bias = bias.expand(2, -1, -1, -1).clone()
     bias[1] += 1
     attention.flex_attend(q, k, v, bias)  # rows 0 to 2 are the first sample's
@@ -176,6 +180,7 @@ def test_what_flex_attention_keeps_for_backward(biased):
 def test_compiled_code_calls_flex_attention_itself(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(attention, "flex_attention", lambda q, k, v, **options: q + 1)
+    monkeypatch.setattr(attention, "compiled_flex_attention", pytest.fail)
     q = torch.zeros(2, 3, 4, 5, 16)
     assert torch.equal(attention.flex_attend(q, q, q, None), q + 1)
 
@@ -197,6 +202,7 @@ def there(*shape, gpu=True, dtype=torch.bfloat16):
 def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch):
     for module in (attention, triton):
         monkeypatch.setattr(module, "HAS_TRITON", True)
+    fits, does_not = ([(2, 3, *shape) for shape in shapes] for shapes in (fits, does_not))
     assert all(ask(there(*shape)) for shape in fits) and not any(ask(there(*shape)) for shape in does_not)
     assert not any(ask(there(*shape, gpu=False)) or ask(there(*shape, dtype=torch.float32)) for shape in fits)
     for module in (attention, triton):

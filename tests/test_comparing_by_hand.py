@@ -263,7 +263,8 @@ def test_a_variant_comes_to_life_warm(warmup, warm, steps):
 
 
 @pytest.mark.parametrize("stop, steps", [
-    (None, comparison.STEPS), (SimpleNamespace(signal=None), comparison.STEPS), (SimpleNamespace(signal=2), 1)])
+    (None, comparison.STEPS), (SimpleNamespace(signal=None), comparison.STEPS),
+    (SimpleNamespace(signal=2), 1)])
 def test_shares_of_the_baseline_s_step(stop, steps, monkeypatch):
     calls, base = [], variant(BASELINE)
     monkeypatch.setattr(comparison, "process_settings", lambda *given: calls.append(given))
