@@ -223,6 +223,7 @@ def run(tests, limit, plugin):
     one waits for anything five times as long."""
     if not (process := os.fork()):
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # with quiet()'s, a test's own would end all
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
         os.chdir(tree)
         log = os.open("../log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -244,8 +245,10 @@ def run(tests, limit, plugin):
 
 def measure(name):
     """({test: seconds} of tests/test_<name>.py without any mutant, CPU seconds)"""
+    found = tree.parent / "seconds.json"
+    found.unlink(missing_ok=True)  # another file's
     _, used = run([name], 1200, Chosen())
-    return json.loads((tree.parent / "seconds.json").read_text()), used
+    return json.loads(found.read_text()), used
 
 
 def judge(task):
