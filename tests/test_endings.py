@@ -144,6 +144,25 @@ def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path):
         assert str(path) in str(caught.value) and caught.value.code == 2
 
 
+def test_directories_are_made_and_what_hinders_that_is_named(tmp_path):
+    files.require_directory(tmp_path / "a" / "b")
+    files.require_writable(str(tmp_path / "c" / "c.pt"))
+    assert (tmp_path / "a" / "b").is_dir() and (tmp_path / "c").is_dir()
+    (tmp_path / "c" / "c.pt12345678.part").write_text("of a killed run")
+    files.require_writable(str(tmp_path / "c" / "c.pt"))
+    assert list((tmp_path / "c").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for ask, words in ((lambda: files.require_directory(tmp_path / "file" / "d"), f"into {tmp_path}/file/d"),
+                       (lambda: files.require_writable(f"{tmp_path}/file/c.pt"), f"{tmp_path}/file/c.pt")):
+        with pytest.raises(UserError) as caught:
+            ask()
+        assert str(caught.value) == f"cannot write {words}: Not a directory"
+    named = ProfilerConfig(profile_dir=str(tmp_path / "new"))
+    training = SimpleNamespace(resume=None, init_from=None)
+    files.results_directory(SimpleNamespace(profiler=named, training=training), tmp_path / "new" / "main")
+    assert (tmp_path / "new").is_dir()
+
+
 def test_whoever_writes_a_file_goes_through_the_one_that_notes_errors(tmp_path, monkeypatch):
     """Writers that find a file number, as those of pictures do, would go round it and hide a full disk."""
     with pytest.raises(UserError, match="cannot write"):

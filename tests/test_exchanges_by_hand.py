@@ -1,5 +1,6 @@
 """What collectives take, in a trace and on paper, by small numbers."""
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -43,22 +44,24 @@ def test_what_other_work_hides_on_a_gpu_and_on_a_cpu():
 
 def test_waits_are_what_goes_beyond_the_shortest():
     def of(**us):
-        return {kind.replace("_", "-"): dict(calls=3.0, us=time, hidden_us=time / 2)
+        return {kind.replace("_", "-"): dict(calls=3.0, us=time, hidden_us=0.75 * time)
                 for kind, time in us.items()}
-    ranks = {0: of(all_reduce=2000.0, all_gather=500.0), 1: of(all_reduce=1500.0), 2: of(broadcast=0.0)}
+    ranks = {0: of(all_reduce=2000.0, all_gather=500.0), 1: of(all_reduce=1500.0)}
+    assert collectives.of_ranks(ranks) == dict(by_rank=ranks, wait_us={0: 1000, 1: 0})
+    ranks[2] = of(broadcast=0.0)
     found = collectives.of_ranks(ranks)
     assert found == dict(by_rank=ranks, wait_us={0: 2500, 1: 1500, 2: 0})
     assert collectives.sentences(found) == [
-        "Collectives in a step of rank 0: all-reduce 2.000 ms (3 calls, 50% hidden), all-gather 0.500 ms "
-        "(3 calls, 50% hidden); 2.500 ms of it waits for other ranks",
-        "Collectives in a step of rank 1: all-reduce 1.500 ms (3 calls, 50% hidden); 1.500 ms of it waits "
+        "Collectives in a step of rank 0: all-reduce 2.000 ms (3 calls, 75% hidden), all-gather 0.500 ms "
+        "(3 calls, 75% hidden); 2.500 ms of it waits for other ranks",
+        "Collectives in a step of rank 1: all-reduce 1.500 ms (3 calls, 75% hidden); 1.500 ms of it waits "
         "for other ranks",
         "Collectives in a step of rank 2: broadcast 0.000 ms (3 calls, 0% hidden); 0.000 ms of it waits for "
         "other ranks"]
     alone = collectives.of_ranks({3: of(all_reduce=0.5)})  # less than a microsecond
     assert alone["wait_us"] is None and collectives.of_ranks({}) == dict(by_rank={}, wait_us=None)
     assert collectives.sentences(alone) == [
-        "Collectives in a step of rank 3: all-reduce 0.001 ms (3 calls, 50% hidden)"]
+        "Collectives in a step of rank 3: all-reduce 0.001 ms (3 calls, 75% hidden)"]
 
 
 # --- On paper ---------------------------------------------------------------------------------------------
@@ -71,7 +74,8 @@ def test_an_all_reduce_is_latency_by_levels_and_bytes_by_links():
     assert [link.all_reduce(96, gpus) for gpus in (1, 2, 4, 8)] == [0, 1 + 1, 2 + 1.5, 3 + 1.75]
     assert link.all_reduce(96, 16) == 4 + 1.875  # its own speed is below the network's
     assert link.all_reduce(96, 16, network=48e-9) == 4 + 3.75
-    assert link.all_reduce(96, 8, network=48e-9) == 3 + 1.75
+    assert link.all_reduce(96, 8, network=48e-9) == 3 + 1.75  # within a host
+    assert link.all_reduce(96, 9, network=48e-9) == pytest.approx(math.log2(9) + 32 / 9)
     fast = scaling.Link(1.0, 1e12)
     assert fast.all_reduce(50e9, 16) == 4 + 1.875 and fast.all_reduce(1e12, 8) == 3 + 1.75
 
