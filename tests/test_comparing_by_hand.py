@@ -1,5 +1,6 @@
 """--compare-fusion's plan: what is measured, with what and in which order; measurements are recorders."""
 import contextlib
+import json
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -239,6 +240,36 @@ def test_by_default_equal_variants_are_measured_and_a_signal_leaves_the_baseline
     comparison.measure(lab, variants, CPU, lab.open_source(None), SimpleNamespace(signal=2))
     assert [entry[1] for entry in names(alone, "alone")] == [BASELINE]
     assert [v.reason for v in variants] == [None, UNMEASURED] and names(alone, "in turn")[0][-1].signal == 2
+
+
+@pytest.mark.parametrize("number, code", [(2, 130), (None, 0)])
+def test_the_file_is_new_with_its_first_row_and_the_end_is_said(number, code, tmp_path, monkeypatch, capsys):
+    path, log, result = tmp_path / "fusion_comparison.json", [], dict(mode="compare_fusion", variants=[
+        dict(name="a", speedup=2, more=3), dict(name="b", reason="it fails")])
+    path.write_text("earlier")
+
+    def compare(*given, stop, table):
+        log.append(given)
+        assert path.read_text() == "earlier"
+        table(dict(rows=1))
+        assert '"rows": 1' in path.read_text() and len(list(tmp_path.iterdir())) == 2
+        stop.signal = number
+        return result
+    monkeypatch.setattr(comparison, "compare", compare)
+    monkeypatch.setattr(comparison, "LiveTable", lambda save: save)
+    for name in ("require_writable", "print_details", "print_result"):
+        monkeypatch.setattr(comparison, name, lambda *given, name=name: log.append((name, *given)))
+    monkeypatch.setattr(comparison, "choose_device", lambda asked: {"asked for": CPU}[asked])
+    settings = Settings()
+    settings.profiler = SimpleNamespace(profile_dir=str(tmp_path))
+    lab = program([], result=lambda kind: f"{kind}.json", sample=lambda settings: "B 3")
+    assert comparison.compare_fusion(lab, settings, "a") == code and json.loads(path.read_text()) == result
+    said = f"Device: cpu | torch {torch.__version__} | B 3 | 20 steps of every variant, in turn\n"
+    said += "Interrupted: these figures are of the rounds before it\n" if number else ""
+    assert capsys.readouterr().out == said
+    line = dict(mode="compare_fusion", variants=[dict(name="a", speedup=2), dict(name="b")])
+    assert log == [("require_writable", str(path)), (lab, settings, None, False, "a"),
+                   ("print_details", result), ("print_result", line, str(path), settings)]
 
 
 def test_what_runs_the_baseline_s_operations_has_that_for_a_reason():
