@@ -190,7 +190,9 @@ def plot(paths, picture):
         for ms, mb, rung in [*best, *points]:
             if all(abs(ms - x) > 0.3 * width or abs(mb - y) > 0.09 * height for x, y in named):
                 named.append((ms, mb))
-                axis.annotate(rung, (ms, mb), xytext=(4, 5), textcoords="offset points", fontsize=7)
+                right = ms > (min(times) + max(times)) / 2  # there names end at their point
+                axis.annotate(rung, (ms, mb), xytext=(-6, -9) if right else (4, 5),
+                              textcoords="offset points", ha="right" if right else "left", fontsize=7)
         axis.set(title=shape, xlabel="ms per step", ylabel="peak memory, MB", ylim=(0, 1.1 * height))
         axis.margins(x=0.3)
     try:

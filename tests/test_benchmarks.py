@@ -24,6 +24,7 @@ def test_attention(tmp_path):
     assert len(rows) == 6 and all(row["accurate"] and row["median_ms"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_ladder(tmp_path):
     done = run("measure_ladder.py", "--quick", "--only", "master", "--steps", 2, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -33,6 +34,24 @@ def test_ladder(tmp_path):
         done = run("measure_ladder.py", "--plot", tmp_path / "x.png", wrong)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "x.png").exists()
     assert rows[0]["accurate"] and rows[0]["median_ms"] > 0
+
+
+def test_verdict_on_peers_of_llama():
+    import compare_llama
+    def rows(*seconds, memory=(100, 110, 50)):
+        names = ("ours, compiled", "Liger", f"transformers, {compare_llama.LOW}")
+        return [dict(name=name, median=t, peak_mb=mb)
+                for name, t, mb in zip(names, seconds, memory, strict=True)]
+    said = compare_llama.verdict([*rows(0.8, 1.0, 0.5), dict(name="Liger, compiled", reason="failed")])
+    assert said == (
+        "ours, compiled takes 0.80 times the time and 0.91 times the memory of Liger: the goal (0.8, no more "
+        "memory) is reached; 1.60 times the time and 2.00 times the memory of transformers, bf16 weights, "
+        "which is less exact")
+    for missed in (rows(0.81, 1.0, 0.5), rows(0.8, 1.0, 0.5, memory=(111, 110, 50))):
+        assert "is missed" in compare_llama.verdict(missed)
+    on_cpu = compare_llama.verdict(rows(1.0, 2.0, 2.0, memory=(None,) * 3))
+    assert on_cpu.startswith("ours, compiled takes 0.50 times the time of Liger;") and "goal" not in on_cpu
+    assert compare_llama.verdict(rows(1.0, 2.0, 2.0)[:1]) == "no peer was measured"
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from fusion_lab.training.options import ProfilerConfig
 from fusion_lab.training.program import load_program
 
 QUICK = ("equal", "differ", "agree", "one", "two", "killed", "terminated", "nan", "memory", "warming",
-         "evaluating", "no_data", "no_rank", "profiled")
+         "evaluating", "no_data", "no_rank")
 SLOW = ("equal_of_four", "asleep", "mistake", "flags", "mode")
 
 
@@ -91,8 +91,17 @@ def test_a_signal_to_one_ends_all_in_order(ran):
 
 
 
-def test_a_profile_of_every_rank_tells_what_collectives_take(ran):
-    found, directory = ran
+def test_which_ranks_are_profiled():
+    alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
+    assert alone.of_rank(1, 2) == alone.of_rank(0, 1) == alone
+    assert not alone.of_rank(0, 2).enable_pytorch_profiler
+    with pytest.raises(ValueError, match="must be a rank's number, or all"):
+        ProfilerConfig(profile_rank="first")
+
+
+@pytest.mark.slow
+def test_a_profile_of_every_rank_tells_what_collectives_take(tmp_path):
+    found, directory = outcomes(tmp_path, ["profiled"]), tmp_path
     assert found["profiled"]["codes"] == [0, 0], found["profiled"]["err"]
     results = directory / "profiled" / "results"
     analyses = [json.loads((results / name).read_text()) for name in ("fusion_analysis.json",
@@ -104,11 +113,6 @@ def test_a_profile_of_every_rank_tells_what_collectives_take(ran):
     assert reduced["calls"] == pytest.approx(2)  # gradients with the loss; counts
     said = found["profiled"]["out"][0]
     assert "Collectives in a step of rank 1: all-reduce" in said and len([*results.glob("rank?.*.json")]) == 2
-    alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
-    assert alone.of_rank(1, 2) == alone.of_rank(0, 1) == alone
-    assert not alone.of_rank(0, 2).enable_pytorch_profiler
-    with pytest.raises(ValueError, match="must be a rank's number, or all"):
-        ProfilerConfig(profile_rank="first")
 
 
 def event(name, start, duration, cat="kernel"):

@@ -8,6 +8,7 @@ import signal
 import threading
 
 import pytest
+from conftest import complaint
 from fake_rocm.machine import RELEASES, WRAPPERS
 
 from fusion_lab.rocm import process, session, wrappers
@@ -79,17 +80,18 @@ def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch, capsys)
         monkeypatch.setattr(wrappers.WRAPPERS[name], "timeout", 0.3)
     with interrupted_when(lambda: outcome == "interrupted" and (tmp_path / "record").exists()):
         assert session.main(wrappers.WRAPPERS[name], ["-o", "out", *arguments]) == code
-    said = capsys.readouterr()
+    said, error = capsys.readouterr()
+    error = complaint(error)
     started = (workplace / "out").exists()
     assert started == (code not in (2, 3))
     if code == 0:
-        assert not said.err and f"{SCRIPTS[name]}: done in" in said.out
+        assert not error and f"{SCRIPTS[name]}: done in" in said
     else:
-        assert said.err.startswith(f"{SCRIPTS[name]}: ") and words in said.err, said.err
-        assert "Traceback" not in said.err and len(said.err.splitlines()) == 1 or code == 3
+        assert error.startswith(f"{SCRIPTS[name]}: ") and words in error, error
+        assert "Traceback" not in error and len(error.splitlines()) == 1 or code == 3
     if started:
         record = json.loads((workplace / "out" / "manifest.json").read_text())
-        assert record["exit_code"] == code and re.search(r"run\.log", said.err + str(record["files"]))
+        assert record["exit_code"] == code and re.search(r"run\.log", error + str(record["files"]))
         assert outcome != "no data" or not (workplace / "out" / "rocprofv3_summary.txt").exists()
         assert all(pathlib.Path(workplace, "out", file["path"]).exists() for file in record["files"])
 

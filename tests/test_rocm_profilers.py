@@ -329,6 +329,7 @@ TINY = ["--msa-dim", "8", "--pair-dim", "8", "--num-blocks", "1", "--num-seqs", 
         "--batch-size", "1", "--num-steps", "2", "--warmup-steps", "1"]
 
 
+@pytest.mark.slow
 def test_real_trainer(machine):
     """The flags of the wrapper are the trainer's, and its summary is found; torch here is no ROCm build."""
     workplace = machine("7.0", TINYOPENFOLD_SCRIPT=str(ROOT / "tiny_openfold_v2.py"), PYTHONPATH="",

@@ -49,9 +49,9 @@ def problem(dtype, B, X, Y, c, heads, axis, maker, masked, add, shared, module=a
 
 
 @pytest.mark.parametrize("dtype, case", [
-    (torch.float32, "ending node"), (torch.bfloat16, "ending node"), (torch.float32, "columns"),
+    (torch.bfloat16, "ending node"), (torch.float32, "columns"),
     *(pytest.param(dtype, case, marks=pytest.mark.slow) for dtype, case in (
-        *((torch.float32, case) for case in CASES if case not in ("ending node", "columns")),
+        *((torch.float32, case) for case in CASES if case != "columns"),
         (torch.bfloat16, "columns"), (torch.float16, "MSA rows")))])
 def test_forward_and_gradients(dtype, case):
     assert not violations(*problem(dtype, *CASES[case]))
