@@ -360,10 +360,10 @@ def test_the_thread_of_a_watch(looks, closed, waits, left, watching, monkeypatch
 
 def test_the_first_rank_leaves_last(watching):
     def others_end(now):
-        for rank, when in ((1, 101), (3, 102)):
+        for rank, when in ((1, 101), (3, 103)):  # 3, on another host
             if now > when:
                 one.store.set(f"done {rank}", "")
-        one.ended |= {12} if now > 103 else set()  # without a word
+        one.ended |= {12} if now > 102 else set()  # without a word
     one = watching(then=others_end)
     one.join = lambda: one.log.append(("joined", one.closed.is_set(), one.store.check(["done 0"])))
     one.close()

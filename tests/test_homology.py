@@ -26,7 +26,7 @@ def test_the_table_is_blosum62():
 
 
 def test_a_profile_of_two_rows_by_hand():
-    """Half of a column is A, half W: counted once, for one letter beside the first, and the table ten times."""
+    """Half of a column is A, half W: counted once, for one letter beside the first; the table ten times."""
     assert homology.BACKGROUND.sum() == pytest.approx(1, abs=1e-12)
     columns, consensus = profile(np.stack([tokens("AW"), tokens("WA")]))
     shares = np.zeros(20)
