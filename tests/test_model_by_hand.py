@@ -118,6 +118,19 @@ def test_a_shape_without_a_kernel_runs_the_model_s_own_code(kernels, monkeypatch
     assert kernels.calls == [] and all(map(torch.equal, found, expected))
 
 
+def test_ranks_that_share_a_sample_turn_it_so_that_attention_finds_its_axis_whole():
+    """(places along axis 1, the axis that was split, the one to split, rows in all) between sub-layers."""
+    block, order = block_of(tof.FusionConfig()), []
+    msa, pair = inputs()
+    block.ranks = SimpleNamespace(turn=lambda x, *how: order.append((x.shape[1], *how)) or x)
+    for name in tof.SUBLAYERS:
+        getattr(block, name).register_forward_hook(lambda *_, name=name: order.append(name))
+    block(msa, pair)
+    row, column, transition, outer, *triangles, ending, last = tof.SUBLAYERS
+    assert order == [(5, 2, 1), row, (5, 1, 2, 5), column, transition, outer, *triangles, (7, 1, 2), ending,
+                     (7, 2, 1), last]
+
+
 def test_dropout_goes_to_kernels_as_factors(kernels):
     """Shared along rows, or along columns for the ending node; none of columns of the MSA and transitions."""
     block = block_of(dropout=0.5)
@@ -131,6 +144,28 @@ def test_dropout_goes_to_kernels_as_factors(kernels):
     kernels.calls.clear()
     block.eval()(msa, pair)
     assert all(given[at[name]] is None for name, given in kernels.calls if name in at)
+
+
+NONE = dict(msa_row_attention=(), msa_column_attention=(), outer_product_mean=(), triangle_mult_outgoing=(),
+            triangle_mult_incoming=(), triangle_attn_starting=(), triangle_attn_ending=())
+MSA = ("msa_row_attention", "msa_column_attention")
+TRIANGLES = ("triangle_attn_starting", "triangle_attn_ending")
+PRODUCTS = ("triangle_mult_outgoing", "triangle_mult_incoming")
+
+
+@pytest.mark.parametrize("switches, packed", [
+    ("", {}), ("qkv_fusion_msa", dict.fromkeys(MSA, ("qkv_proj",))),
+    ("qkv_fusion_triangle", dict.fromkeys(TRIANGLES, ("qkv_proj",))),
+    ("triangle_fusion", dict.fromkeys(PRODUCTS, ("left_right_proj", "left_right_gate"))),
+    ("projection_fusion", dict(outer_product_mean=("left_right_proj",))),
+    ("projection_fusion qkv_fusion_msa qkv_fusion_triangle triangle_fusion", dict(
+        dict.fromkeys((*MSA, *TRIANGLES), ("qkv_gate_proj",)), outer_product_mean=("left_right_proj",),
+        **dict.fromkeys(PRODUCTS, ("left_right_all",))))])
+def test_which_projections_are_one_gemm(switches, packed):
+    fusion = dataclasses.replace(tof.FusionConfig.preset(False), **{
+        f"enable_{name}": True for name in switches.split()})
+    block = block_of(fusion)
+    assert {name: getattr(block, name).active for name in NONE} == {**NONE, **packed}
 
 
 def test_attention_between_the_library_s_projections(monkeypatch):
@@ -171,6 +206,28 @@ def test_what_the_choice_of_attention_hears(monkeypatch):
         tof.attend(q.bfloat16(), q.bfloat16(), q.bfloat16())
     assert heard == [("flex", plain), ("auto", {**plain, "dtype": torch.bfloat16, "strict": False,
                                                 "biased": False, "training": False})]
+
+
+@pytest.mark.parametrize("chosen", ["math", "sdpa", "flex"])
+def test_the_chosen_attention_is_what_runs(chosen, monkeypatch):
+    ran, sdpa = [], tof.F.scaled_dot_product_attention
+    q, k, v = torch.randn(3, 2, 3, 4, 5, 8)
+    monkeypatch.setattr(tof.attention, "attention_backend", lambda *_, **__: chosen)
+    monkeypatch.setattr(tof.attention, "flex_attend", lambda *given: ran.append(("flex", given)) or given[0])
+    monkeypatch.setattr(tof.F, "scaled_dot_product_attention",
+                        lambda *given: ran.append(("sdpa",)) or sdpa(*given))
+    out = tof.attend(q, k, v)
+    assert ran == {"math": [], "sdpa": [("sdpa",)], "flex": [("flex", (q, k, v, None))]}[chosen]
+    expected = q if chosen == "flex" else (q @ k.mT / 8 ** 0.5).softmax(-1) @ v
+    torch.testing.assert_close(out, expected)
+    tof.attend(q, k, v, torch.zeros(2, 4, 5, 5))
+    assert len(ran) == {"math": 0, "sdpa": 1 + 2, "flex": 2}[chosen]  # with a bias sample by sample
+
+
+def test_defaults_of_the_command_line():
+    assert [f.name for f in dataclasses.fields(tof.FusionConfig) if not f.metadata["alone"]] == [
+        "enable_torch_compile", "enable_combo_kernels"]
+    assert tof.COMMAND_LINE.study_sizes == dict(batch_size=(2, 4), seq_len=(32, 64))
 
 
 def test_of_how_many_pairs_and_letters_losses_are_means():
