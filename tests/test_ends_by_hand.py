@@ -297,6 +297,7 @@ def test_the_first_to_fail_says_why(watching):
 
 def test_a_code_may_be_to_come(watching):
     one = watching(then=lambda now: now > 100.5 and one.claim(5))
+    assert one.code_within(0) is None and watch.time.naps == 0
     assert one.code_within(0.4) is None and watch.time.now == pytest.approx(100.4, abs=0.06)
     assert one.code_within(9) == 5 and watch.time.now == pytest.approx(100.5, abs=0.06)
     assert one.code_within(9) == 5 and watch.time.now == pytest.approx(100.5, abs=0.06)
