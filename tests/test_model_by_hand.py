@@ -131,6 +131,40 @@ def test_ranks_that_share_a_sample_turn_it_so_that_attention_finds_its_axis_whol
                      (7, 2, 1), last]
 
 
+def test_ranks_that_share_a_sample_own_columns_of_tokens_and_rows_of_pairs():
+    model, owned, others = model_of(coevolution="covariance", num_seqs=4, seq_len=7), [], []
+    model.ranks = SimpleNamespace(own=lambda x, dim: owned.append((*x.shape, dim)) or x, sum=lambda x: 2 * x,
+                                  turn=lambda x, *how: others.append((*x.shape, *how)) or x)
+    tokens = torch.randint(0, 20, (1, 4, 7))
+    batch = dict(msa_tokens=tokens, msa_targets=tokens, coords=torch.zeros(1, 7, 3),
+                 coord_mask=torch.ones(1, 7))
+    loss = model(**batch)["masked_msa_loss"].item()
+    features, target, rows, place, *targets = owned
+    assert features[:3] + features[-1:] == (1, 7, 7, 1)
+    assert (target, rows, place) == ((1, 7, 1), (1, 4, 7, 2), (7, 0))
+    assert targets == [(1, 7, 3, 1), (1, 7, 1), (1, 4, 7, 2)] and others == [(1, 7, 7, 64, 1, 2)]
+    del model.ranks
+    assert loss == pytest.approx(2 * model(**batch)["masked_msa_loss"].item())  # of all letters, not its own
+
+
+@pytest.mark.parametrize("seq_len, combos", [(128, True), (129, False)])
+def test_what_is_compiled(seq_len, combos, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: calls.append((type(module), how)))
+    monkeypatch.setattr(torch, "compile",
+                        lambda function, **how: calls.append((function.__name__, how)) or "end")
+    config = dataclasses.replace(SMALL, seq_len=seq_len, num_blocks=2)
+    model = tof.TinyOpenFoldV2(config, tof.FusionConfig())
+    assert calls == [] and model.gpu_ends == (model.embed, model.heads) and len(model.sublayers()) == 18
+    fusion = tof.FusionConfig(enable_torch_compile=True, enable_combo_kernels=True,
+                              torch_compile_mode="max-autotune-no-cudagraphs")
+    model = tof.TinyOpenFoldV2(config, fusion)
+    how = dict(fullgraph=True, dynamic=False, options=dict(
+        torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), combo_kernels=combos))
+    assert calls == [*2 * [(tof.FusedEvoformerBlock, how)], ("embed", how), ("heads", how)]
+    assert model.gpu_ends == ("end", "end") and model.sublayers() == []
+
+
 def test_dropout_goes_to_kernels_as_factors(kernels):
     """Shared along rows, or along columns for the ending node; none of columns of the MSA and transitions."""
     block = block_of(dropout=0.5)
