@@ -97,7 +97,7 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
         "clocks", "counters", "probe")},
     **{f"fusion_lab/study/{name}.py": "study_figures study_report study_files performance_study" for name in (
         "recommendation", "regression", "results", "statistics", "summary")},
-    **{f"fusion_lab/rocm/{name}.py": AMD for name in (
+    **{f"fusion_lab/rocm/{name}.py": f"rocm_story {AMD}" for name in (
         "kernel_summary records rocprof_compute rocprof_sys rocprofv3 session timeline").split()}}
 
 
@@ -281,7 +281,7 @@ def write_table(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", default=list(TESTS), metavar="FILE", help="default: all")
-    parser.add_argument("--each", type=int, default=60, help="mutants of a file, 0 for all (default: 60)")
+    parser.add_argument("--each", type=int, default=30, help="mutants of a file, 0 for all (default: 30)")
     parser.add_argument("--budget", type=float, default=15, help="seconds of tests (default: 15)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (default: all cores)")
     arguments = parser.parse_args()
