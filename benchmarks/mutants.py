@@ -58,16 +58,19 @@ AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers 
        "rocm_wrappers")
 SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
 TESTS = {  # file: which tests/test_*.py are meant to notice
-    "tiny_openfold_v2.py": "numbers_by_hand steps evoformer training",
+    "tiny_openfold_v2.py": "model_by_hand numbers_by_hand steps evoformer training",
     "proteins/batches.py": "batches coevolution learning training",
     "proteins/synthetic.py": "batches training",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
     "proteins/files.py": "protein_data prediction",
-    "fusion_lab/training/checkpoints.py": "checkpoints choices learning training",
-    "fusion_lab/training/master_weights.py": "steps evoformer distributed",
-    "fusion_lab/training/feeding.py": "batches distributed", "fusion_lab/training/torchrun.py": "distributed",
-    "fusion_lab/training/distributed.py": "distributed", "fusion_lab/training/watch.py": "distributed",
-    "fusion_lab/measuring/collectives.py": "distributed", "fusion_lab/measuring/scaling.py": "distributed",
+    "fusion_lab/training/checkpoints.py": "checkpoints_by_hand checkpoints choices learning training",
+    "fusion_lab/training/master_weights.py": "masters_by_hand steps evoformer distributed",
+    "fusion_lab/training/feeding.py": "masters_by_hand batches distributed",
+    "fusion_lab/training/torchrun.py": "ranks_by_hand ends_by_hand distributed",
+    "fusion_lab/training/distributed.py": "ranks_by_hand ends_by_hand distributed",
+    "fusion_lab/training/watch.py": "ends_by_hand distributed",
+    "fusion_lab/measuring/collectives.py": "exchanges_by_hand distributed",
+    "fusion_lab/measuring/scaling.py": "exchanges_by_hand distributed",
     "proteins/coevolution.py": "coevolution learning", "proteins/yardsticks.py": "yardsticks",
     "proteins/homology.py": "homology", "proteins/prediction.py": "prediction",
     "fusion_lab/training/recipe.py": "choices learning",
@@ -85,8 +88,9 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     **{f"fusion_lab/kernels/{name}.py": "choices tuner evoformer numbers_by_hand" for name in (
         "custom_gradients", "limits", "precision", "triton", "tuner")},
     **{f"fusion_lab/measuring/{name}.py": SESSION for name in ("analysis", "attribution")},
+    "fusion_lab/measuring/comparison.py": f"comparing_by_hand {COMPARISON}",
     **{f"fusion_lab/measuring/{name}.py": COMPARISON for name in (
-        "comparison", "comparison_rows", "comparison_table", "worth")},
+        "comparison_rows", "comparison_table", "worth")},
     **{f"fusion_lab/measuring/{name}.py": "predictions profiling profiler_session" for name in (
         "ceilings", "predictions", "roofline")},
     **{f"fusion_lab/measuring/{name}.py": "profiling evoformer profiler_session" for name in (
@@ -219,6 +223,7 @@ def run(tests, limit, plugin):
     one waits for anything five times as long."""
     if not (process := os.fork()):
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # with quiet()'s, a test's own would end all
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
         os.chdir(tree)
         log = os.open("../log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -240,8 +245,10 @@ def run(tests, limit, plugin):
 
 def measure(name):
     """({test: seconds} of tests/test_<name>.py without any mutant, CPU seconds)"""
+    found = tree.parent / "seconds.json"
+    found.unlink(missing_ok=True)  # another file's
     _, used = run([name], 1200, Chosen())
-    return json.loads((tree.parent / "seconds.json").read_text()), used
+    return json.loads(found.read_text()), used
 
 
 def judge(task):

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 from fusion_lab.kernels import attention, limits, precision, triton
 from fusion_lab.training import files, recipe
@@ -69,6 +71,7 @@ def test_what_flex_attention_is_given(monkeypatch):
         return q
     monkeypatch.setattr(attention, "compiled_flex_attention", lambda: kernel)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(attention, "NO_BLOCK_MASK", {CPU: "a mask"})
     q, k, v = torch.randn(3, 2, 3, 4, 5, 32, dtype=torch.bfloat16)
     bias = torch.randn(1, 4, 5, 5, dtype=torch.bfloat16)
     assert torch.equal(attention.flex_attend(q, k, v, bias), q)
@@ -77,6 +80,9 @@ def test_what_flex_attention_is_given(monkeypatch):
     tiles = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
                  bwd_num_stages=2)
     assert options["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True, **tiles)
+    assert options["block_mask"] == "a mask" and len(options) == 3
+    attention.flex_attend(q, k, v, None)
+    assert calls.pop()[3]["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True, **tiles)
     bias = bias.expand(2, -1, -1, -1).clone()
     bias[1] += 1
     attention.flex_attend(q, k, v, bias)  # rows 0 to 2 are the first sample's
@@ -88,6 +94,126 @@ def test_what_flex_attention_is_given(monkeypatch):
         options = calls.pop()[3]
         assert options["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True)
         assert (options["score_mod"] is None) is (not biased)
+
+
+def test_the_start_up_line_on_amd(monkeypatch):
+    monkeypatch.setattr(attention, "HAS_TRITON", True)
+    words = dict(dtype=torch.bfloat16, rows=(64, 32, True), columns=(64, 32, False))
+    for arch, said in (("gfx942", "flex_attention; columns: sdpa; gfx942: CDNA, not measured"),
+                       ("gfx1100", "sdpa; gfx1100: not CDNA, so no FlexAttention, not measured")):
+        monkeypatch.setattr(attention, "architecture", lambda on_gpu, arch=arch: arch)
+        assert attention.in_words("auto", False, True, **words) == said
+        assert attention.remark(arch) == said.rpartition("; ")[2]
+
+
+def test_which_kernel_causal_attention_runs(monkeypatch):
+    calls = []
+
+    def choice(*tensors, **options):
+        calls.append((*tensors, options))
+        return SDPBackend.FLASH_ATTENTION.value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(torch.Tensor, "shown", lambda x: (*x.shape, x.dtype, x.device.type, x.requires_grad),
+                        raising=False)
+    found = attention.causal_kernel((8, 2, 3), 16, 64, torch.device("meta"), torch.bfloat16)
+    *tensors, options = calls.pop()
+    assert found == "flash attention" and options == dict(is_causal=True, enable_gqa=True)
+    assert [x.shown() for x in tensors] == [(1, heads, 16, 64, torch.bfloat16, "meta", True)
+                                            for heads in (8, 2, 3)]
+
+
+def test_a_block_mask_is_made_once_for_a_gpu_with_triton(monkeypatch):
+    gpu, made = torch.device("cuda"), {}
+    monkeypatch.setattr(attention, "NO_BLOCK_MASK", made)
+    for name in ("ones", "zeros"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *size, device=None, real=real, **more: real(*size, **more)
+                            if device is gpu else pytest.fail("not there"))
+    monkeypatch.setattr(attention, "HAS_TRITON", False)
+    attention.prepare_flex_attention(gpu)
+    monkeypatch.setattr(attention, "HAS_TRITON", True)
+    attention.prepare_flex_attention(CPU)
+    with FakeTensorMode():
+        attention.prepare_flex_attention(gpu)
+    assert made == {}
+    attention.prepare_flex_attention(gpu)
+    mask = made[gpu]
+    assert mask.BLOCK_SIZE == (2 ** 30, 2 ** 30) and mask.kv_num_blocks.tolist() == [[[1]]]
+    assert mask.kv_indices.tolist() == [[[[0]]]] and mask.kv_indices.dtype == torch.int32
+    assert mask.kv_num_blocks.dtype == torch.int32
+    attention.prepare_flex_attention(gpu)
+    assert made == {gpu: mask}
+
+
+def test_flex_attention_is_compiled_once_for_many_shapes(monkeypatch):
+    attention.compiled_flex_attention.cache_clear()
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda *given, **named: calls.append((*given, named)) or "compiled")
+    for before, after in ((8, 64), (100, 100)):
+        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", before)
+        assert attention.compiled_flex_attention() == attention.compiled_flex_attention() == "compiled"
+        assert torch._dynamo.config.recompile_limit == after
+        assert calls.pop() == (attention.flex_attention, dict(dynamic=False)) and calls == []
+        attention.compiled_flex_attention.cache_clear()
+
+
+def sizes(tensors):
+    return [x if x is None else (*x.shape, x.dtype) for x in tensors]
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_what_flex_attention_keeps_for_backward(biased):
+    half, single = torch.bfloat16, torch.float32
+    with FakeTensorMode():
+        q, k, v = (torch.zeros(2, 3, 4, 5, width, dtype=half, requires_grad=True) for width in (16, 17, 18))
+        bias = torch.zeros(1, 1, 5, 5, dtype=half, requires_grad=True) if biased else None
+        out = attention.flex_attend(q, k, v, bias)
+        kept = out.grad_fn.saved_tensors
+        assert sizes(kept) == [(2, 3, 4, 5, 16, half), (2, 3, 4, 5, 17, half), (2, 3, 4, 5, 18, half),
+                               (1, 4, 5, 5, single) if biased else None, (2, 3, 4, 5, 16, half),
+                               (2, 3, 4, 5, single)]
+        out.sum().backward()
+        assert sizes(x.grad for x in (q, k, v)) == sizes((q, k, v))
+        assert not biased or sizes([bias.grad]) == sizes([bias])
+
+
+def test_compiled_code_calls_flex_attention_itself(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(attention, "flex_attention", lambda q, k, v, **options: q + 1)
+    monkeypatch.setattr(attention, "compiled_flex_attention", pytest.fail)
+    q = torch.zeros(2, 3, 4, 5, 16)
+    assert torch.equal(attention.flex_attend(q, q, q, None), q + 1)
+
+
+def there(*shape, gpu=True, dtype=torch.bfloat16):
+    return SimpleNamespace(is_cuda=gpu, device=GPU if gpu else CPU, shape=shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("ask, fits, does_not", [
+    (triton.runs, [(7,)], []), (triton.fits, [(7, 64), (7, 256)], [(64, 7), (64, 512)]),
+    (lambda x: triton.attends(x, 4), [(7, 512)], [(512, 520)]),
+    (lambda x: triton.projects(x, 4), [(7, 128)], [(128, 7), (128, 256)]),
+    (lambda x: triton.projects(x, 64), [(7, 64)], []), (lambda x: triton.projects(x, 65), [], [(7, 64)]),
+    (lambda x: triton.projects_bias(x, 64), [(7, 256)], [(256, 7)]),
+    (lambda x: triton.projects_bias(x, 65), [], [(7, 64)]),
+    (lambda x: triton.multiplies_out(x, nn.Linear(1024, 32)), [(7, 7)], []),
+    (lambda x: triton.multiplies_out(x, nn.Linear(1089, 32)), [], [(7, 7)]),
+    (lambda x: triton.multiplies_out(x, nn.Linear(1024, 33)), [], [(7, 7)])])
+def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch):
+    for module in (attention, triton):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    fits, does_not = ([(2, 3, *shape) for shape in shapes] for shapes in (fits, does_not))
+    assert all(ask(there(*shape)) for shape in fits) and not any(ask(there(*shape)) for shape in does_not)
+    assert not any(ask(there(*shape, gpu=False)) or ask(there(*shape, dtype=torch.float32)) for shape in fits)
+    for module in (attention, triton):
+        monkeypatch.setattr(module, "HAS_TRITON", False)
+    assert not any(ask(there(*shape)) for shape in fits)
+
+
+def test_which_projections_stay_with_the_library():
+    parts = dict(MSA=(64, 4), pair=(256, 4), table=(64, 65))
+    assert triton.projections_by_library(**parts) == "; pair, table: projections by the library"
+    assert triton.projections_by_library(MSA=(64, 4)) == ""
 
 
 # --- What the model's modules become for the kernels ------------------------------------------------------
@@ -139,20 +265,38 @@ def test_modules_become_arguments(handed):
     is_given(handed["gated_attention"], [x], 2, 1, bias, keys, gate_bias)
 
 
-def test_the_bias_of_pairs_is_the_second_result(handed, monkeypatch):
-    norm, head = nn.LayerNorm(4), nn.Linear(4, 2, bias=False)
-    monkeypatch.setattr("fusion_lab.kernels.projection.norm_project", lambda *given: given)
-    assert triton.head_bias(head, torch.ones(4), norm) is norm.weight
-    monkeypatch.undo()
+def test_the_bias_of_pairs_is_the_second_result(handed):
+    norm, head, x = nn.LayerNorm(4, eps=1e-3), nn.Linear(4, 2, bias=False), torch.ones(4)
+    sys.modules["fusion_lab.kernels.projection"].norm_project = lambda *given: ("projected", given)
+    is_given(triton.head_bias(head, x, norm), x, norm.weight, norm.bias, None, head.weight, 1e-3)
+
+
+def test_which_edges_messages_come_from(handed, monkeypatch):
+    calls = []
+    kernels = sys.modules["fusion_lab.kernels.messages"]
+    kernels.unsupported = lambda channels, neighbours: calls.append((channels, neighbours))
+    monkeypatch.setattr(triton, "runs", lambda x: x.is_cuda)
+    assert triton.hears(there(9, 48, 64)) and calls == [(64, 48)]
+    assert not triton.hears(there(9, 64, 48)) and not triton.hears(there(9, 48, 64, gpu=False))
+    assert len(calls) == 1
+    kernels.unsupported = lambda *_: "too many"
+    assert not triton.hears(there(9, 48, 64))
 
 
 def test_rows_of_an_outer_product_are_counted(handed):
     output = nn.Linear(9, 5)
-    left, right = torch.randn(2, 2, 7, 4, 3)
+    left, right, residual = torch.randn(3, 2, 7, 4, 3)
     for rows, counts in ((7, [7, 7]), (torch.tensor([3.0, 6.0]).view(2, 1, 1, 1), [3, 6])):
-        triton.outer_product(left, right, output, rows, None)
+        triton.outer_product(left, right, output, rows, residual)
         is_given(handed["outer_product"], left, right, output.weight, output.bias,
-                 torch.tensor(counts) + 1e-3, None)
+                 torch.tensor(counts) + 1e-3, residual)
+
+
+def test_counts_of_rows_lie_where_the_sides_do(handed):
+    left, output = torch.zeros(2, 7, 4, 3), nn.Linear(9, 5)
+    with torch.device("meta"):
+        triton.outer_product(left, left, output, 7, None)
+    assert handed["outer_product"][4].device == CPU
 
 
 def test_messages_are_flat(handed):

@@ -30,6 +30,24 @@ def test_strengths_are_norms_without_what_sites_share():
     assert found[0].numpy() == pytest.approx(expected, abs=1e-4)
 
 
+def test_two_sites_share_all_that_they_have():
+    tables = torch.zeros(1, 2, 21, 2, 21)
+    tables[0, 0, 3, 1, 4] = tables[0, 1, 4, 0, 3] = 2
+    assert not coevolution.strengths(tables, torch.tensor([[[2]]])).any()
+
+
+@pytest.mark.parametrize("kind", ["covariance", "couplings"])
+def test_features_of_one_row_and_under_autocast(kind):
+    rows = torch.randint(0, 20, (2, 1, 7), generator=torch.Generator().manual_seed(0))
+    found = coevolution.pair_features(rows, kind)
+    assert found.dtype == torch.float32 and found.isfinite().all()
+    assert torch.equal(found, coevolution.pair_features(rows, kind, torch.ones(2, 7)))
+    deep = torch.cat([rows, rows.flip(2), rows.roll(1, 2)], dim=1)
+    expected = coevolution.pair_features(deep, kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(coevolution.pair_features(deep, kind), expected)
+
+
 def test_built_in_alignments_differ_in_depth_and_follow_their_number():
     settings = tof.PROGRAM.settings(batch_size=1, num_seqs=4, seq_len=24, synthetic_world="natural",
                                     coevolution="couplings", extra_seqs=64, device="cpu")

@@ -144,6 +144,25 @@ def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path):
         assert str(path) in str(caught.value) and caught.value.code == 2
 
 
+def test_directories_are_made_and_what_hinders_that_is_named(tmp_path):
+    files.require_directory(tmp_path / "a" / "b")
+    files.require_writable(str(tmp_path / "c" / "c.pt"))
+    assert (tmp_path / "a" / "b").is_dir() and (tmp_path / "c").is_dir()
+    (tmp_path / "c" / "c.pt12345678.part").write_text("of a killed run")
+    files.require_writable(str(tmp_path / "c" / "c.pt"))
+    assert list((tmp_path / "c").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for ask, words in ((lambda: files.require_directory(tmp_path / "file" / "d"), f"into {tmp_path}/file/d"),
+                       (lambda: files.require_writable(f"{tmp_path}/file/c.pt"), f"{tmp_path}/file/c.pt")):
+        with pytest.raises(UserError) as caught:
+            ask()
+        assert str(caught.value) == f"cannot write {words}: Not a directory"
+    named = ProfilerConfig(profile_dir=str(tmp_path / "new"))
+    training = SimpleNamespace(resume=None, init_from=None)
+    files.results_directory(SimpleNamespace(profiler=named, training=training), tmp_path / "new" / "main")
+    assert (tmp_path / "new").is_dir()
+
+
 def test_whoever_writes_a_file_goes_through_the_one_that_notes_errors(tmp_path, monkeypatch):
     """Writers that find a file number, as those of pictures do, would go round it and hide a full disk."""
     with pytest.raises(UserError, match="cannot write"):
@@ -163,6 +182,90 @@ def test_whoever_writes_a_file_goes_through_the_one_that_notes_errors(tmp_path, 
     with pytest.raises(UserError, match="No space left on device"):
         files.write_atomically(tmp_path / "f", hides_why)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_file_is_somebody_s_for_as_long_as_it_is_open(tmp_path, monkeypatch):
+    path, handle = files.temporary_file(tmp_path, "c.pt")
+    (tmp_path / "c.pt").write_text("")
+    (tmp_path / "c.pt_12345678.part").write_text("of another file")
+    (tmp_path / "c.ptabcdefg9.part").write_text("")
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    files.remove_leftovers(tmp_path, "c.pt")  # another user's stay
+    assert len(list(tmp_path.iterdir())) == 4
+    monkeypatch.undo()
+    files.remove_leftovers(tmp_path, "c.pt")
+    assert sorted(tmp_path.iterdir()) == sorted([
+        tmp_path / os.path.basename(path), tmp_path / "c.pt", tmp_path / "c.pt_12345678.part"])
+    os.close(handle)
+    files.remove_leftovers(tmp_path, "c.pt")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["c.pt", "c.pt_12345678.part"]
+
+
+def test_a_temporary_file_that_was_cleared_away_is_made_again(tmp_path, monkeypatch):
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: len(list(tmp_path.iterdir())) > 1 and exists(path))
+    closed, close = [], os.close
+    monkeypatch.setattr(os, "close", lambda handle: closed.append(handle) or close(handle))
+    path, handle = files.temporary_file(tmp_path, "c.pt")
+    assert exists(path) and len(closed) == 1
+    os.close(handle)
+
+
+def test_the_longest_names_can_be_written(tmp_path):
+    path = tmp_path / (63 * "\N{DNA DOUBLE HELIX}")  # of 252 of 255 bytes
+    files.write_text(path, "x")
+    assert path.read_text() == "x"
+
+
+def test_what_takes_a_while_is_said_at_once_and_where_people_see_it(monkeypatch):
+    class Stream(io.StringIO):
+        terminal, flushed = False, None
+
+        def isatty(self):
+            return self.terminal
+
+        def flush(self):
+            self.flushed = self.getvalue()
+    for terminal in (False, True, None):
+        out, err = Stream(), Stream()
+        err.terminal = terminal
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", None if terminal is None else err)
+        files.announce("compiling")
+        assert (out.flushed, err.flushed) == ((None, "compiling\n") if terminal else ("compiling\n", None))
+
+    def full(stream, text):
+        raise OSError
+    monkeypatch.setattr(Stream, "write", full)
+    files.announce("compiling")  # the next line will tell
+
+
+def test_dropped_output_goes_nowhere(monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "open", lambda *given: given)
+    monkeypatch.setattr(os, "dup2", lambda *given: calls.append(given))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: 7))
+    files.drop_output()
+    assert calls == [((os.devnull, os.O_WRONLY), 7)]
+
+
+def test_letters_that_an_output_lacks():
+    name = "a\udc80\udcff\u00e9\n\udbff\ue000"
+    assert name.encode("ascii", "shown") == b"a\x80\xff\\xe9\n\\udbff\\ue000"
+    assert files.printable(name) == "a\udc80\udcff\u00e9\\n\\udbff\\ue000"
+
+
+def test_numbers_of_endings_are_what_scripts_rely_on():
+    names = "OK FAILED USAGE MISSING NO_GPU PROGRAM_FAILED NO_DATA TIMEOUT CLOSED_PIPE"
+    assert [getattr(files, name) for name in names.split()] == [0, 1, 2, 3, 4, 5, 6, 124, 141]
+
+
+def test_what_errors_say_and_end_with():
+    assert UserError("why").lines == ("why",) and UserError("why", 1, ["a", "b"]).lines == ("a", "b")
+    for words, code in (("needs a working triton installation", 3), ("No working C++ compiler", 3),
+                        ("CUDA Out Of Memory", 1), ("something else", None)):
+        assert files.explain(RuntimeError(words))[1] == code
 
 
 def test_numbers_that_json_cannot_hold_become_none():

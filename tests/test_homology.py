@@ -25,6 +25,19 @@ def test_the_table_is_blosum62():
     assert odds.sum() == pytest.approx(1, abs=1e-3)  # which is what its scale means
 
 
+def test_a_profile_of_two_rows_by_hand():
+    """Half of a column is A, half W: counted once, for one letter beside the first; the table ten times."""
+    assert homology.BACKGROUND.sum() == pytest.approx(1, abs=1e-12)
+    columns, consensus = profile(np.stack([tokens("AW"), tokens("WA")]))
+    shares = np.zeros(20)
+    shares[tokens("AW")] = 0.5
+    expected = shares @ np.exp(homology.SCALE * blosum62()) * homology.BACKGROUND
+    mixed = (shares + 10 * expected / expected.sum()) / 11
+    scores = np.rint(UNIT / homology.SCALE * np.log(mixed / homology.BACKGROUND))
+    assert columns[:, :20].tolist() == 2 * [scores.tolist()] and not columns[:, 20:].any()
+    assert consensus.tolist() == 2 * tokens("A").tolist()
+
+
 def slow_score(columns, sequence):
     """Smith and Waterman's recurrence with gaps of every length tried, one cell at a time."""
     best = np.zeros((len(columns) + 1, len(sequence) + 1))

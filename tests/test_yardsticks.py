@@ -24,6 +24,14 @@ def test_near_copies_share_their_weight(monkeypatch):
     assert sequence_weights(rows, identity=1.0) == pytest.approx(np.ones(5))
 
 
+def test_what_columns_share_is_taken_off():
+    corrected = yardsticks.average_product_corrected
+    assert corrected(np.array([[5.0, 2], [2, 7]])).tolist() == [[0, 0], [0, 0]]  # of two it is all
+    found = corrected(np.array([[9.0, 4, 2], [4, 9, 0], [2, 0, 9]]))  # means 3, 2 and 1, of 2
+    assert found.tolist() == [[0, 1, 0.5], [1, 0, -1], [0.5, -1, 0]]
+    assert not corrected(np.zeros((3, 3))).any() and corrected(np.ones((1, 1))).tolist() == [[0]]
+
+
 def test_mutual_information_by_hand():
     """Columns 0 and 1 say the same, ln 2; column 2 says nothing. Gap and unknown are one letter."""
     rows = alignment("ADE", "ADX", "CFE", "CF-")

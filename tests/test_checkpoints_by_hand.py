@@ -1,0 +1,358 @@
+"""What of a run goes into a checkpoint and comes out of it, by a trainer of two numbers."""
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusion_lab.training import checkpoints
+from fusion_lab.training.checkpoints import read_checkpoint, read_saved, restore, save, snapshot
+from fusion_lab.training.files import USAGE, UserError
+from fusion_lab.training.options import option
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    width: int = option(2, "of the model")
+    length: int = option(3, "of a sample", resized=True)
+
+
+@dataclasses.dataclass
+class Training:
+    seed: int = 42
+    num_steps: int = 9
+    lr_schedule: str = "constant"
+    learning_rate: float = 0.5
+
+
+class World:
+    """That of the first of several ranks, or of another one; its random numbers are noted."""
+    size, data_size = 1, 2
+
+    def __init__(self, first=True):
+        self.first, self.seeds = first, []
+
+    def reseed(self, *numbers):
+        self.seeds.append((*numbers, torch.get_rng_state()))
+
+
+class Packing(torch.nn.Module):
+    """Packed: its weight is saved as a half of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([2.0, 4.0]))
+
+    def split_packed(self, tensors, prefix):
+        tensors[f"{prefix}half"] = tensors.pop(f"{prefix}weight") / 2
+
+    def adapt(self, tensors, prefix):
+        tensors[f"{prefix}weight"] = tensors.pop(f"{prefix}half") * 2
+
+
+@pytest.fixture
+def trainer():
+    """After a step, with an average of weights, a best evaluation and names."""
+    return trainer_of()
+
+
+def trainer_of(steps=1, average=True, device=CPU, first=True):
+    model = torch.nn.Sequential(Packing())
+    weights, published = dict(model.named_parameters()), []
+    found = SimpleNamespace(
+        program=SimpleNamespace(name="toy.py"), settings=SimpleNamespace(model=Config()), training=Training(),
+        model=model, device=device, world=World(first), masters=None, weights=weights,
+        updated=[*weights.values()], optimizer=torch.optim.AdamW(model.parameters(), lr=0.5),
+        scaler=torch.amp.GradScaler("cpu"),
+        step_number=4, trained_on={"b", "a"}, chosen_by={"d", "c"}, best=dict(score=0.5, step=3, since=1),
+        average=SimpleNamespace(weights=[torch.tensor([12.0, 14.0])], steps=7) if average else None,
+        published=published, publish=lambda: published.append(model[0].weight.tolist()))
+    for _ in range(steps):
+        model[0].weight.grad = torch.ones(2)
+        found.optimizer.step()
+    return found
+
+
+def whole(trainer, **values):
+    """A snapshot with these fields; None leaves one out."""
+    return {key: value for key, value in {**snapshot(trainer), **values}.items() if value is not None}
+
+
+def faults(saved, trainer=None):
+    return list(checkpoints.faults(saved, trainer or trainer_of()))
+
+
+# --- What is saved ----------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_field_by_field(trainer):
+    saved = snapshot(trainer)
+    assert saved.pop("format") == "toy checkpoint 1" and saved.pop("config") == dict(width=2, length=3)
+    assert saved.pop("training") == dict(dataclasses.asdict(Training()), ranks=2)
+    assert (saved.pop("step"), saved.pop("updates"), saved.pop("averaged_steps")) == (4, 1.0, 7)
+    assert saved.pop("trained_on") == ["a", "b"] and saved.pop("chosen_by") == ["c", "d"]
+    assert saved.pop("best") == dict(score=0.5, step=3, since=1) and saved.pop("rng").keys() == {"cpu"}
+    assert saved.pop("scaler")["scale"] == 2 ** 16
+    assert {key: [*tensors] for key, tensors in saved.pop("moments").items()} == dict(
+        exp_avg=["0.half"], exp_avg_sq=["0.half"])
+    assert saved.pop("average")["0.half"].tolist() == [6, 7]
+    assert saved.pop("model")["0.half"].tolist() == pytest.approx([0.745, 1.74]) and saved == {}
+    fresh = snapshot(trainer_of(steps=0, average=False))
+    assert fresh["moments"] == {} and fresh["updates"] == 0 and "average" not in fresh
+    assert fresh["model"]["0.half"].tolist() == [1, 2]
+
+
+def test_of_several_ranks_the_first_one_writes(tmp_path):
+    save(trainer_of(first=False), tmp_path / "c.pt")
+    assert not (tmp_path / "c.pt").exists()
+    save(trainer_of(), tmp_path / "c.pt")
+    assert torch.load(tmp_path / "c.pt")["step"] == 4
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Random numbers of a GPU: its state is what was set last."""
+    found = {GPU: torch.tensor([5], dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", found.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: found.update({device: state}))
+    real = torch.Generator
+
+    def generator(device):
+        def set_state(state):
+            assert device == GPU
+            if len(state) != 1:
+                raise RuntimeError
+        return real(device) if device.type == "cpu" else SimpleNamespace(set_state=set_state)
+    monkeypatch.setattr(torch, "Generator", generator)
+    return found
+
+
+def test_random_numbers_of_a_gpu_come_back_on_one(gpu, tmp_path):
+    torch.save(snapshot(there := trainer_of(device=GPU)), tmp_path / "c.pt")
+    gpu[GPU] = None
+    restore(trainer_of(), tmp_path / "c.pt")  # on a CPU they stay unused
+    assert gpu[GPU] is None
+    restore(there, tmp_path / "c.pt")
+    assert gpu[GPU].tolist() == [5]
+    gpu[GPU] = None
+    torch.save(snapshot(trainer_of()), tmp_path / "c.pt")
+    restore(there, tmp_path / "c.pt")  # from a CPU there are none
+    assert gpu[GPU] is None
+    torch.save(whole(there, rng=dict(cpu=torch.get_rng_state(), cuda=torch.zeros(2))), tmp_path / "c.pt")
+    assert faults(torch.load(tmp_path / "c.pt"), there) == ["rng cuda"]
+
+
+def test_masters_are_saved_as_what_they_are_views_of():
+    trainer = trainer_of()
+    flat, weights = trainer.updated[0], trainer.weights
+    trainer.weights = {"0.weight": flat.detach() + 2}
+    trainer.masters = SimpleNamespace(flat=flat, whole=lambda part: part + 2,
+                                      views=lambda whole: {"0.weight": whole})
+    saved = snapshot(trainer)
+    assert saved["moments"]["exp_avg"]["0.half"].tolist() == pytest.approx([1.05, 1.05])
+    assert saved["average"]["0.half"].tolist() == [7, 8] and weights["0.weight"] is flat
+    trainer.masters.low = flat.detach().bfloat16()
+    trainer.masters.part = lambda whole: whole - 2
+    trainer.masters.join = lambda tensors, whole: whole.copy_(tensors["0.weight"])
+    checkpoints.put(trainer, {"0.half": torch.tensor([5.0, 6.0 + 2 ** -20])})
+    assert flat.tolist() == [8, 10 + 2 ** -19] and len(trainer.published) == 1  # in float32
+
+
+def test_what_runs_aside_is_copied_to_the_host(trainer, monkeypatch):
+    """A CUDA graph is captured within, whose peak is to be without the copies."""
+    calls, to = [], torch.Tensor.to
+
+    def noted(tensor, *given, **named):
+        calls.append((given, named))
+        return to(tensor, *given, **named)
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    trainer.average = None
+    with checkpoints.preserving(trainer):
+        assert calls == 4 * [(("cpu",), dict(copy=True))]  # weights, their step and two moments
+
+
+@pytest.mark.parametrize("device, forked", [(CPU, []), (GPU, [GPU])])
+def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch):
+    """A state that the optimizer has only since is zero again; all stays where it is."""
+    before, kept = trainer.model[0].weight.tolist(), trainer.model[0].weight.data_ptr()
+    state, calls = trainer.optimizer.state[trainer.updated[0]], []
+    moment, other = state["exp_avg"].clone(), torch.zeros(1)
+    fork_rng = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng",
+                        lambda devices: calls.append(devices) or fork_rng(devices=[]))
+    trainer.device, random = device, torch.get_rng_state()
+    with checkpoints.preserving(trainer):
+        trainer.model[0].weight.data += 1
+        trainer.average.weights[0] += 1
+        trainer.average.steps, torch_state = 8, torch.rand(3)
+        state["exp_avg"] += 1
+        trainer.optimizer.state[other] = dict(exp_avg=torch.ones(1), step=torch.tensor(1.0))
+        trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 8.0})
+    assert trainer.model[0].weight.tolist() == before and trainer.model[0].weight.data_ptr() == kept
+    assert trainer.published == [before] and trainer.average.steps == 7 and len(torch_state) == 3
+    assert trainer.average.weights[0].tolist() == [12, 14] and torch.equal(state["exp_avg"], moment)
+    assert trainer.optimizer.state.pop(other) == dict(exp_avg=0, step=0)
+    assert trainer.scaler.state_dict()["scale"] == 2 ** 16 and calls == [forked]
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+# --- What is refused --------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_none(tmp_path):
+    for words, make in (("{} {}: No such file or directory", lambda path: None),
+                        ("{} {}: damaged or not a {}", lambda path: path.write_bytes(b"PK")),
+                        ("{} {}: is a directory", lambda path: (path.unlink(), path.mkdir()))):
+        make(path := tmp_path / "c.pt")
+        for kind in ("checkpoint", "model"):
+            with pytest.raises(UserError) as caught:
+                read_saved(path, *[kind] * (kind != "checkpoint"))
+            assert str(caught.value) == words.format(kind, path, kind) and caught.value.code == USAGE
+
+
+NAN, INF, BEST = float("nan"), float("inf"), dict(score=0.5, step=3, since=1)
+SCALER = torch.amp.GradScaler("cpu").state_dict()
+
+
+@pytest.mark.parametrize("change, found", [
+    ({}, []), (dict(average=None, averaged_steps=None), []), (dict(averaged_steps=0), []),
+    (dict(averaged_steps=-1), ["averaged_steps"]), (dict(averaged_steps=1.0), ["averaged_steps"]),
+    (dict(averaged_steps=True), ["averaged_steps"]), (dict(average=[]), ["names of average"]),
+    (dict(average={"0.half": torch.tensor([1, INF])}), ["average 0.half"]),
+    (dict(model={"0.half": torch.tensor([1, NAN])}), ["model 0.half"]),
+    (dict(model={"0.half": torch.ones(2, 1)}), ["model 0.half"]),
+    (dict(model={"0.half": [1.0, 1.0]}), ["model 0.half"]),
+    (dict(model={"0.half": torch.ones(2, device="meta")}), ["model 0.half"]),
+    (dict(model={"0.half": torch.ones(2).to_sparse()}), ["model 0.half"]),
+    (dict(model={"0.half": torch.ones(2).half()}), ["model 0.half"]),
+    (dict(model={"0.weight": torch.ones(2)}), ["names of model"]), (dict(moments={}), []),
+    (dict(moments=dict.fromkeys(("exp_avg", "exp_avg_sq"), {"0.half": torch.tensor([1, INF])})), []),
+    (dict(moments=dict.fromkeys(("exp_avg", "max"), {"0.half": torch.ones(2)})), ["moments"]),
+    (dict(step=0, updates=0), []), (dict(step=2 ** 53, updates=2 ** 53), []), (dict(step=-1), ["step"]),
+    (dict(step=2 ** 53 + 1, updates=-0.5), ["step", "updates"]), (dict(updates=NAN), ["updates"]),
+    (dict(scaler={}), []), (dict(scaler={**SCALER, "scale": 0}), []),
+    (dict(scaler=dict(scale=1.0)), ["scaler"]),
+    (dict(scaler={**SCALER, "scale": INF}), ["scaler"]), (dict(scaler={**SCALER, "scale": "1"}), ["scaler"]),
+    (dict(trained_on=[1]), ["trained_on"]), (dict(chosen_by=["a", 1]), ["chosen_by"]),
+    (dict(chosen_by="ab"), ["chosen_by"]), (dict(chosen_by=None), []), (dict(training=None), []),
+    (dict(training=[]), ["training"]), (dict(best=None), []), (dict(best=[]), ["best"]),
+    (dict(best={**BEST, "score": None, "step": None}), []), (dict(best={**BEST, "score": 1}), []),
+    (dict(best={**BEST, "score": INF}), ["best"]), (dict(best={**BEST, "score": True}), ["best"]),
+    (dict(best={**BEST, "step": 1.5}), ["best"]), (dict(best={**BEST, "since": None}), ["best"]),
+    (dict(best=dict(score=1, step=1)), ["best"]), (dict(rng=dict(cpu=torch.zeros(3))), ["rng cpu"]),
+    (dict(rng={}), ["rng cpu"])])
+def test_which_fields_cannot_be_used(change, found, trainer):
+    assert faults(whole(trainer, **change), trainer) == found
+
+
+def test_the_first_fault_is_named_and_shortened(trainer, tmp_path):
+    saved = whole(trainer, moments={300 * "x": {}, **snapshot(trainer)["moments"]})
+    torch.save(saved, tmp_path / "c.pt")
+    with pytest.raises(UserError) as caught:
+        restore(trainer_of(), tmp_path / "c.pt")
+    path = tmp_path / "c.pt"
+    assert str(caught.value) == f"checkpoint {path}: damaged, or of another version: moments cannot be used"
+    trainer = trainer_of(steps=0, average=False)
+    trainer.weights[long := 300 * "x"] = torch.tensor([NAN])
+    with pytest.raises(UserError, match="weights are not finite at step 4: not saved"):
+        snapshot(trainer)
+    trainer.weights[long] = torch.zeros(1)
+    saved = snapshot(trainer)
+    torch.save({**saved, "model": {**saved["model"], long: torch.tensor([NAN])}}, path)
+    with pytest.raises(UserError, match=f": model {194 * 'x'} cannot be used$"):
+        restore(trainer, path)
+
+
+def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(trainer, tmp_path):
+    path = tmp_path / "c.pt"
+    torch.save(snapshot(trainer), path)
+    assert read_checkpoint(path, trainer.program, Config(length=5))["step"] == 4
+    with pytest.raises(UserError) as caught:
+        read_checkpoint(path, trainer.program, Config(width=5))
+    assert str(caught.value) == f"checkpoint {path}: made for another model; to use it, pass --width 2"
+    torch.save(whole(trainer, config=dict(width=2, depth=60 * "b\n")), path)
+    with pytest.raises(UserError) as caught:
+        read_checkpoint(path, trainer.program, Config())
+    assert str(caught.value).endswith("pass --depth " + 20 * r"b\n")
+
+
+# --- What comes back --------------------------------------------------------------------------------------
+
+
+def test_everything_is_put_in_its_place(trainer, tmp_path):
+    torch.save(snapshot(trainer), tmp_path / "c.pt")
+    random, second = torch.get_rng_state(), trainer_of(steps=0)
+    second.trained_on, second.chosen_by, second.best = set(), set(), dict(score=None, step=None, since=0)
+    second.average.weights[0].zero_()
+    second.average.steps, second.step_number = 0, 0
+    place = second.model[0].weight.data_ptr()
+    second.scaler.load_state_dict({**SCALER, "scale": 8.0})
+    torch.rand(3)
+    assert restore(second, tmp_path / "c.pt")["step"] == 4
+    assert torch.equal(second.model[0].weight, trainer.model[0].weight)
+    assert second.model[0].weight.data_ptr() == place
+    assert second.published == [second.model[0].weight.tolist()]
+    assert second.average.weights[0].tolist() == [12, 14] and second.average.steps == 7
+    (state,) = second.optimizer.state.values()
+    assert state["step"] == 1 and state["exp_avg"].tolist() == pytest.approx([0.1, 0.1])
+    assert second.scaler.state_dict()["scale"] == 2 ** 16 and second.step_number == 4
+    assert (second.trained_on, second.chosen_by, second.best) == ({"a", "b"}, {"c", "d"}, BEST)
+    ((*numbers, seeded),) = second.world.seeds  # after the first rank's random numbers have come back
+    assert numbers == [42, 4] and torch.equal(seeded, random)
+
+
+def test_older_checkpoints_lack_some_of_it(trainer, tmp_path):
+    torch.save(whole(trainer, average=None, averaged_steps=None, best=None, chosen_by=None, scaler={},
+                     moments={}), tmp_path / "c.pt")
+    second = trainer_of(steps=0)
+    second.best = dict(score=1.0, step=2, since=3)
+    restore(second, tmp_path / "c.pt")
+    assert torch.equal(second.average.weights[0], trainer.model[0].weight) and second.average.steps == 0
+    assert second.best == dict(score=1.0, step=2, since=3) and second.chosen_by == set()
+    assert not second.optimizer.state and second.scaler.state_dict()["scale"] == 2 ** 16
+
+
+def load(trainer, path, held_out=(), **source):
+    checkpoints.load_run(trainer, path, SimpleNamespace(held_out=held_out, **source))
+
+
+def test_what_a_continuation_says(trainer, tmp_path, capsys):
+    path = tmp_path / "c.pt"
+    torch.save(snapshot(trainer), path)
+    load(trainer_of(), path)
+    assert capsys.readouterr().out == f"Resumed from {path} at step 4\n"
+    other = trainer_of()
+    other.training, other.world.data_size = Training(num_steps=5, learning_rate=0.25), 1
+    load(other, path)
+    said = f"Resumed from {path} at step 4; different now: "
+    assert capsys.readouterr().out == said + "learning_rate 0.5 -> 0.25, ranks 2 -> 1\n"
+    other.training = Training(num_steps=5, lr_schedule="linear")  # by which the number of steps counts
+    load(other, path)
+    assert capsys.readouterr().out == said + ("num_steps 9 -> 5, lr_schedule constant -> linear, "
+                                              "ranks 2 -> 1\n")
+    torch.save(whole(trainer, training=None), path)  # older ones have none
+    load(other, path)
+    assert capsys.readouterr().out == f"Resumed from {path} at step 4\n"
+    other.training = Training(num_steps=4)
+    with pytest.raises(UserError) as caught:
+        load(other, path)
+    assert str(caught.value) == f"--num-steps 4: {path} is at step 4 already"
+
+
+@pytest.mark.parametrize("held_out, source, words", [
+    (["a", "x", "b"], {}, "was trained on a, b, held out now"), (["c"], {}, "was chosen by c, held out now"),
+    ([], dict(choosing=["b"]), "was trained on b, for validation now: other --seed?"),
+    ([], dict(choosing=["c"]), None), (["x"], dict(choosing=["y"]), None)])
+def test_what_a_run_may_not_have_seen(held_out, source, words, trainer, tmp_path):
+    path = tmp_path / "c.pt"
+    torch.save(snapshot(trainer), path)
+    if words is None:
+        load(trainer_of(), path, held_out, **source)
+    else:
+        with pytest.raises(UserError) as caught:
+            load(trainer_of(), path, held_out, **source)
+        assert str(caught.value) == f"--resume {os.fspath(path)}: {words}"
+    checkpoints.refuse_leaks({}, SimpleNamespace(held_out=["a"]), "--init-from")  # of no names known

@@ -1,0 +1,334 @@
+"""--compare-fusion's plan: what is measured, with what and in which order; measurements are recorders."""
+import contextlib
+import json
+from datetime import datetime
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusion_lab.measuring import comparison
+from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, UNMEASURED, Variant
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+class Settings:
+    def __init__(self, name="", compiled=False, **training):
+        self.name, self.fusion = name, SimpleNamespace(enable_torch_compile=compiled)
+        self.training = SimpleNamespace(**{**dict(device="asked for", num_steps=20), **training})
+
+    def __str__(self):
+        return self.name
+
+    def as_dict(self):
+        return dict(config=dict(a=1), training_params=dict(b=2), other=3)
+
+
+class Trainer:
+    amp_dtype = torch.bfloat16
+
+    def __init__(self, name, device=CPU):
+        self.name, self.device, self.steps, self.loaded = name, device, [], []
+        self.model = SimpleNamespace(load_state_dict=self.loaded.append,
+                                     state_dict=lambda: f"weights of {name}")
+        self.preserved = contextlib.nullcontext
+
+    def step(self, batch):
+        self.steps.append(batch)
+        return torch.tensor(1.0)
+
+
+def program(log, **values):
+    def trainer(program, settings, device):
+        log.append(("trainer", program is found, settings, device))
+        return Trainer(settings.name, device)
+    found = SimpleNamespace(
+        trainer=trainer, flops_vary=False, fusion_config=lambda: "the default",
+        open_source=lambda settings: SimpleNamespace(batch=lambda step: dict(x=step), settings=settings),
+        statistics=lambda settings: f"statistics of {settings}", **values)
+    return found
+
+
+def variant(name, compiled=False, found=None, device=CPU):
+    return Variant(name, Settings(name, compiled), found=found, trainer=Trainer(name, device))
+
+
+def findings(flops=None, operations=None):
+    return SimpleNamespace(flops=flops, operations=operations, launches=5, peak_memory_mb=None)
+
+
+class Rungs:
+    """Processes of compiled rows."""
+
+    def __init__(self, log, *given):
+        self.log = log
+        log.append(("rungs", *given))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.log.append("rungs end")
+
+    def paused(self):
+        return contextlib.nullcontext("paused")
+
+    def measure(self, *given):
+        self.log.append(("rungs measure", *given))
+        return [dict(name="compiled")] if any("rungs" in entry and entry[2] for entry in self.log) else []
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """compare() with recorders; returns a function: (log, result) of it for these variants on this device."""
+    def run(variants, device, given=None, **how):
+        log = []
+
+        def note(name, result=None):
+            return lambda *given: log.append((name, *given)) or (result(*given) if result else None)
+        monkeypatch.setattr(comparison, "choose_device", lambda asked: {"asked for": device}[asked])
+        monkeypatch.setattr(comparison, "Rungs", lambda *given: Rungs(log, *given))
+        for name, result in dict(
+                process_settings=None, comparison_variants=lambda *_: variants, release=None, add_worth=None,
+                combination_variants=lambda *_: variants, pick=lambda found, names: found[:2],
+                matmul_ceiling=lambda *_: 4e12, baseline_shares=lambda *_: "shares",
+                rows_of=lambda found, ceiling: [dict(name=v.name) for v in found],
+                system_info=lambda device: f"system of {device}", switch_effects=lambda *_: "effects",
+                launch_kind=lambda device: f"kind of {device}",
+                with_fusion=lambda settings, fusion: f"{fusion} fusion").items():
+            monkeypatch.setattr(comparison, name, note(name, result))
+        monkeypatch.setattr(comparison, "measure",
+                            lambda *given: log.append(("measure", *given[:5], *given[6:])))
+        table = SimpleNamespace(note="note", begin=note("begin", lambda *_: None), add=note("add"))
+        settings, lab = Settings(), program(log)
+        result = comparison.compare(lab, settings, given, stop="stop", table=table, **how)
+        return SimpleNamespace(log=[entry for entry in log if isinstance(entry, tuple)], result=result,
+                               settings=settings, program=lab)
+    return run
+
+
+def names(entries, *wanted):
+    return [entry for entry in entries if entry[0] in wanted]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_ones(device, planned):
+    base, one, usual, more, compiled = variants = [
+        variant(BASELINE, found="found"), variant("a alone"), variant(ALL), variant("b alone"),
+        variant("c", True)]
+    base.operations = "operations"
+    found = planned(variants, device)
+    log, lab, settings = found.log, found.program, found.settings
+    first, second = names(log, "measure")
+    source = first[4]
+    assert source.settings is settings
+    assert first == ("measure", lab, [base, one, usual], device, source, "stop", "note", False)
+    again = second[2][0]
+    assert second == ("measure", lab, [again, more], device, source, "stop", "note", False)
+    assert (again.name, again.settings, again.found, again.operations, again.trainer) == (
+        BASELINE, base.settings, "found", "operations", base.trainer) and again is not base
+    rows = [dict(name=name) for name in (BASELINE, "a alone", ALL, "b alone", "compiled")]
+    result = found.result
+    assert result["variants"] == rows
+    assert datetime.fromisoformat(result["timestamp"]).utcoffset().total_seconds() == 0
+    assert {key: result[key] for key in result if key not in ("variants", "timestamp")} == dict(
+        mode="compare_fusion", config=dict(a=1), training_params=dict(b=2, amp_dtype="bfloat16"),
+        system_info=f"system of {device}", launch_kind=f"kind of {device}", switch_effects=None,
+        nominal="statistics of the default fusion", matmul_ceiling_tflops=4)
+    shared = ("a alone", ALL, "b alone", "c")
+    assert names(log, "begin", "add") == [("begin", result, [BASELINE, *shared]), *2 * [("add", result)]]
+    assert names(log, "add_worth") == [("add_worth", rows, [base, one, usual], "shares"),
+                                       ("add_worth", [rows[0], rows[3]], [again, more], "shares")]
+    single = "rungs", "rungs measure", "baseline_shares", "matmul_ceiling", "comparison_variants"
+    assert names(log, *single) == [
+        ("comparison_variants", lab, settings, device is GPU), ("rungs", lab, [compiled], device, "note"),
+        ("matmul_ceiling", device, torch.bfloat16), ("baseline_shares", base, source, "stop"),
+        ("rungs measure", rows[0], 4e12, "stop")]
+    released = [("release", [one, usual, more])] if device is GPU else []
+    assert names(log, "release") == released and log[0] == ("process_settings", settings, device)
+
+
+def test_rows_that_were_asked_for_are_measured_even_if_they_are_the_baseline(planned):
+    variants = [variant(BASELINE), variant(ALL), variant("a")]
+    variants[0].trainer.amp_dtype = None
+    for how, kept, effects in (
+            (dict(combinations=True), variants, "effects"), (dict(picked="a"), variants[:2], None),
+            (dict(given=variants), variants, None)):
+        found = planned(None if "given" in how else variants, GPU, **how)
+        measured, = names(found.log, "measure")
+        assert measured[2] == kept and measured[-1] is True
+        assert found.result["switch_effects"] == effects and not names(found.log, "release")
+        assert bool(names(found.log, "comparison_variants")) is ("picked" in how)
+        assert names(found.log, "pick") == ([("pick", variants, "a")] if "picked" in how else [])
+        assert names(found.log, "matmul_ceiling") == [("matmul_ceiling", GPU, torch.float32)]
+        asked = [("combination_variants", found.program, found.settings)] if effects else []
+        assert names(found.log, "combination_variants") == asked
+        assert names(found.log, "switch_effects") == (
+            [("switch_effects", found.program, found.result["variants"])] if effects else [])
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """measure() with recorders of its parts; returns their log."""
+    log = []
+
+    def measure_alone(program, variant, device, batch, flops):
+        log.append(("alone", variant.name, device, batch, flops))
+        variant.found = findings(100) if variant.name != "fails" else None
+        variant.reason = None if variant.found else "it fails"
+
+    def bring_to_life(program, variant, device, weights, batch):
+        log.append(("to life", variant.name, device, weights, batch))
+        variant.reason = "too large" if variant.name == "large" else None
+
+    def alternate(variants, steps, supply, stop):
+        log.append(("in turn", [v.name for v in variants], steps, [batch["x"] for batch in supply], stop))
+        for found in variants:
+            found.losses.append(1.0)
+    for function in (measure_alone, bring_to_life, alternate):
+        monkeypatch.setattr(comparison, function.__name__, function)
+    for name in ("process_settings", "refuse_equal", "release"):
+        monkeypatch.setattr(comparison, name, lambda *given, name=name: log.append(
+            (name, *(getattr(x, "name", x) for x in given))))
+    monkeypatch.setattr(comparison, "to_device", lambda batch, device: batch)
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: log.append(("reset",)))
+    return log
+
+
+@pytest.mark.parametrize("device, compiled, reset", [(CPU, True, 0), (GPU, True, 1), (GPU, False, 0)])
+def test_variants_are_measured_alone_then_in_turn(device, compiled, reset, alone):
+    known = variant("known", compiled, found=findings(100))
+    variants = [variant(BASELINE), variant("fails"), variant(ALL), variant(AS_GIVEN), known, variant("large"),
+                variant("other")]
+    notes, within, lab = [], [], program(alone)
+
+    @contextlib.contextmanager
+    def gate():
+        within.append(len(alone))
+        yield
+        within.append(len(alone))
+    comparison.measure(lab, variants, device, lab.open_source(None), gate=gate(), note=notes.append,
+                       equal=False)
+    assert names(alone, "alone") == [
+        ("alone", name, device, dict(x=0), None if name == BASELINE else 100)
+        for name in (BASELINE, "fails", ALL, AS_GIVEN, "large", "other")]
+    assert names(alone, "refuse_equal") == [
+        ("refuse_equal", name, BASELINE) for name in ("fails", "large", "other")]
+    living = [BASELINE, ALL, AS_GIVEN, "known", "large", "other"]
+    assert names(alone, "to life") == [("to life", name, device, f"weights of {BASELINE}", dict(x=0))
+                                       for name in living]
+    assert names(alone, "process_settings") == [("process_settings", name, device) for name in living]
+    assert len(names(alone, "release")) == 6 + 6 and len(names(alone, "reset")) == reset
+    in_turn = [name for name in living if name != "large"]
+    assert names(alone, "in turn") == [("in turn", in_turn, 20, [*range(16)], None)]
+    assert within == [len(alone) - 1, len(alone)] and alone[-1][0] == "in turn"
+    assert notes == [*(f"{name}: memory and launches, {number} of 7" for number, name in (
+        (1, BASELINE), (2, "fails"), (3, ALL), (4, AS_GIVEN), (6, "large"), (7, "other"))),
+        "5 variants in turn, 20 steps of each"]
+    assert [v.reason for v in variants] == [None, "it fails", None, None, None, "too large", None]
+    trainer, = names(alone, "trainer")
+    assert trainer == ("trainer", True, variants[0].settings, device)
+
+
+def test_by_default_equal_variants_are_measured_and_a_signal_leaves_the_baseline(alone):
+    variants, lab = [variant(BASELINE), variant("a")], program(alone)
+    comparison.measure(lab, variants, CPU, lab.open_source(None))
+    assert not names(alone, "refuse_equal") and [v.losses for v in variants] == [[1.0], [1.0]]
+    alone.clear()
+    variants = [variant(BASELINE), variant("a")]
+    comparison.measure(lab, variants, CPU, lab.open_source(None), SimpleNamespace(signal=2))
+    assert [entry[1] for entry in names(alone, "alone")] == [BASELINE]
+    assert [v.reason for v in variants] == [None, UNMEASURED] and names(alone, "in turn")[0][-1].signal == 2
+
+
+@pytest.mark.parametrize("number, code", [(2, 130), (None, 0)])
+def test_the_file_is_new_with_its_first_row_and_the_end_is_said(number, code, tmp_path, monkeypatch, capsys):
+    path, log, result = tmp_path / "fusion_comparison.json", [], dict(mode="compare_fusion", variants=[
+        dict(name="a", speedup=2, more=3), dict(name="b", reason="it fails")])
+    path.write_text("earlier")
+
+    def compare(*given, stop, table):
+        log.append(given)
+        assert path.read_text() == "earlier"
+        table(dict(rows=1))
+        assert '"rows": 1' in path.read_text() and len(list(tmp_path.iterdir())) == 2
+        stop.signal = number
+        return result
+    monkeypatch.setattr(comparison, "compare", compare)
+    monkeypatch.setattr(comparison, "LiveTable", lambda save: save)
+    for name in ("require_writable", "print_details", "print_result"):
+        monkeypatch.setattr(comparison, name, lambda *given, name=name: log.append((name, *given)))
+    monkeypatch.setattr(comparison, "choose_device", lambda asked: {"asked for": CPU}[asked])
+    settings = Settings()
+    settings.profiler = SimpleNamespace(profile_dir=str(tmp_path))
+    lab = program([], result=lambda kind: f"{kind}.json", sample=lambda settings: "B 3")
+    assert comparison.compare_fusion(lab, settings, "a") == code and json.loads(path.read_text()) == result
+    said = f"Device: cpu | torch {torch.__version__} | B 3 | 20 steps of every variant, in turn\n"
+    said += "Interrupted: these figures are of the rounds before it\n" if number else ""
+    assert capsys.readouterr().out == said
+    line = dict(mode="compare_fusion", variants=[dict(name="a", speedup=2), dict(name="b")])
+    assert log == [("require_writable", str(path)), (lab, settings, None, False, "a"),
+                   ("print_details", result), ("print_result", line, str(path), settings)]
+
+
+def test_what_runs_the_baseline_s_operations_has_that_for_a_reason():
+    base = variant(BASELINE, found=findings(operations=["mm", "add"]))
+    found = [variant("a", found=findings(operations=kinds)) for kinds in (["mm", "add"], ["mm"], None, [])]
+    found.append(variant("a"))
+    for other in found:
+        comparison.refuse_equal(other, base)
+    assert [v.reason for v in found] == ["here it runs the same 5 operations as the baseline", *4 * [None]]
+    assert [v.trainer is None for v in found] == [True, *4 * [False]]
+
+
+@pytest.mark.parametrize("warmup, warm, steps", [(0, False, 2), (3, False, 3), (3, True, 0)])
+def test_a_variant_comes_to_life_warm(warmup, warm, steps):
+    log = []
+    settings, there = Settings("a", warmup_steps=warmup), Trainer("there")
+    made = Variant("a", settings, trainer=there if warm else None)
+    comparison.bring_to_life(program(log), made, CPU, "weights", "batch")
+    assert (made.trainer is there) is warm and made.trainer.loaded == ["weights"]
+    assert made.trainer.steps == steps * ["batch"] and made.timer.steps == []
+    assert log == ([] if warm else [("trainer", True, settings, CPU)])
+
+
+@pytest.mark.parametrize("stop, steps", [
+    (None, comparison.STEPS), (SimpleNamespace(signal=None), comparison.STEPS),
+    (SimpleNamespace(signal=2), 1)])
+def test_shares_of_the_baseline_s_step(stop, steps, monkeypatch):
+    calls, base = [], variant(BASELINE)
+    monkeypatch.setattr(comparison, "process_settings", lambda *given: calls.append(given))
+    monkeypatch.setattr(comparison, "shares_of_a_step", lambda *given: given)
+    monkeypatch.setattr(comparison, "to_device", lambda *given: given)
+    source = SimpleNamespace(batch=lambda step: f"batch {step}")
+    assert comparison.baseline_shares(base, source, stop) == (base.trainer, ("batch 0", CPU), steps)
+    assert calls == [(base.settings, CPU)] and steps in (1, comparison.STEPS) and comparison.STEPS > 1
+
+
+@pytest.mark.parametrize("compiled, counts, vary, peak", [
+    (False, False, False, 5.0), (True, True, True, 5.0), (False, True, False, None)])
+def test_what_is_found_of_a_variant_alone_on_a_cpu(compiled, counts, vary, peak, monkeypatch):
+    log, ticks, made = [], iter([1.0, 3.5]), variant("a", compiled)
+    lab = program(log)
+    lab.flops_vary = vary
+    monkeypatch.setattr(comparison, "refuse_idle", lambda *given: log.append(("idle", *given)))
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(comparison, "counts_its_first_step", lambda trainer: counts)
+    for name, result in dict(process_settings=None, probe=findings(7), operations_by_sublayer="operations",
+                             flops_of_a_step=9, peak_of_two_steps=peak).items():
+        monkeypatch.setattr(comparison, name, lambda *given, name=name, found=result, **named: log.append(
+            (name, *given, named)) or found)
+    batch = dict(x=torch.zeros(4))
+    comparison.measure_alone(lab, made, CPU, batch, 7)
+    trainer, found = made.trainer, made.found
+    assert (found.first_step_time, found.peak_memory_mb) == (None if counts else 2.5, peak)
+    assert made.operations == (None if compiled else "operations") and trainer.steps == [batch] * (not counts)
+    assert getattr(found, "own_flops", None) == (9 if vary else None)
+    expected = [("idle", made, CPU), ("process_settings", made.settings, CPU, {}),
+                ("trainer", True, made.settings, CPU), ("probe", trainer, batch, dict(flops=7)),
+                ("operations_by_sublayer", trainer, batch, {}),
+                ("flops_of_a_step", lab, made.settings, batch, made.settings.fusion, {}),
+                ("peak_of_two_steps", trainer, batch, found, {})]
+    left_out = {"operations_by_sublayer"} if compiled else {"flops_of_a_step"}
+    assert log == [entry for entry in expected if entry[0] not in left_out]

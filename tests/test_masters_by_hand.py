@@ -1,0 +1,205 @@
+"""Master weights, whole and in parts, place by place; batches on their way to a device."""
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fusion_lab.training import feeding, master_weights
+from fusion_lab.training.master_weights import MasterWeights, ShardedMasters
+
+CPU = torch.device("cpu")
+
+
+# --- Master weights ---------------------------------------------------------------------------------------
+
+
+class Weights(nn.Module):
+    """Parameters of so many elements, each of which counts on from the one before."""
+
+    def __init__(self, *sizes, dtype=torch.float32):
+        super().__init__()
+        values = torch.arange(1, 1 + sum(sizes), dtype=dtype).split(sizes)
+        self.list = nn.ParameterList(map(nn.Parameter, values))
+
+
+def give(model, *gradients):
+    for weight, gradient in zip(model.list, gradients, strict=True):
+        weight.grad = None if gradient is None else torch.tensor(gradient, dtype=weight.dtype)
+
+
+def places(flat):
+    return flat.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("sizes, ranks, starts, length", [
+    ((64,), 1, [0], 64), ((65,), 1, [0], 128), ((65, 3), 1, [0, 128], 192), ((65, 3), 2, [0, 128], 256),
+    ((65, 3), 3, [0, 128], 192), ((65, 3), 5, [0, 128], 320), ((3,), 4, [0], 256)])
+def test_every_weight_and_every_part_begins_at_64_elements(sizes, ranks, starts, length):
+    masters = MasterWeights(Weights(*sizes), torch.bfloat16, ranks)
+    assert masters.starts == starts and masters.flat.shape == masters.low.shape == (length,)
+    assert places(masters.flat) == [start + i for start, size in zip(starts, sizes, strict=True)
+                                    for i in range(size)]
+    assert not masters.sharded and masters.whole(masters.flat) is masters.part(masters.flat) is masters.flat
+
+
+def test_masters_are_as_wide_as_the_weights_and_float32_at_least():
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        model = Weights(2, dtype=dtype)
+        masters = MasterWeights(model, torch.float16)
+        assert (masters.flat.dtype, masters.low.dtype, model.list[0].dtype) == (wide, *2 * (torch.float16,))
+        give(model, [5, 6])
+        assert masters.joined_gradients().dtype == wide
+
+
+def test_masters_lie_where_the_weights_do():
+    model = Weights(2)
+    torch.set_default_device("meta")  # where nothing has numbers
+    try:
+        masters = MasterWeights(model, torch.bfloat16)
+        model.list[0].grad = torch.ones_like(model.list[0])
+        masters.take_gradients()
+    finally:
+        torch.set_default_device(None)
+    assert masters.flat.device == masters.low.device == masters.flat.grad.device == CPU
+
+
+def test_gradients_of_masters_place_by_place():
+    model = Weights(2, 1, 1)
+    masters = MasterWeights(model, torch.bfloat16)
+    give(model, [5, 6], None, [7])
+    masters.take_gradients()
+    gradient = masters.flat.grad
+    assert gradient.shape == (192,) and gradient[places(masters.flat)].tolist() == [5, 6, 0, 7]
+    assert all(weight.grad is None for weight in model.list)
+    room = masters.gradient_with_room()
+    assert room.shape == (256,) and places(room) == [0, 1, 128] and room.is_contiguous()
+    room[0] = 8  # one storage
+    assert gradient[0] == 8
+    masters.flat += 1
+    assert [weight.tolist() for weight in model.list] == [[1, 2], [3], [4]]  # not before publish()
+    masters.publish()
+    assert [weight.tolist() for weight in model.list] == [[2, 3], [4], [5]]
+
+
+@pytest.fixture
+def exchanged(monkeypatch):
+    """Exchanges with a second rank, which has the same everywhere: what rank 0 of two gets."""
+    calls = []
+
+    def sum_parts(whole, size):
+        calls.append(("sum", len(whole), whole.dtype, size))
+        return 2 * whole.chunk(size)[0]
+
+    def gather_parts(part, size):
+        calls.append(("gather", len(part), part.dtype, size))
+        return torch.cat(size * [part])
+    monkeypatch.setattr(master_weights, "sum_parts", sum_parts)
+    monkeypatch.setattr(master_weights, "gather_parts", gather_parts)
+    return calls
+
+
+def test_masters_of_which_a_rank_has_a_part(exchanged):
+    model = Weights(2, 1, 1)
+    masters = ShardedMasters(model, torch.bfloat16, SimpleNamespace(size=2, rank=1))
+    assert masters.sharded and len(masters.low) == 256  # 192, and even parts in steps of 64
+    assert masters.flat.shape == (128,) and places(masters.flat) == [0] and masters.flat[0] == 4
+    assert masters.flat.untyped_storage().nbytes() == 4 * 128  # the whole is gone
+    give(model, [5, 6], None, None)
+    masters.take_gradients()
+    assert masters.gradients.shape == (256,) and masters.flat.grad is None
+    masters.sum_gradients()
+    assert masters.flat.grad[:3].tolist() == [10, 12, 0] and masters.gradients is None
+    masters.flat += 1
+    masters.publish()
+    assert model.list[0].tolist() == [5, 1] and model.list[1].tolist() == [1]  # both parts begin with 4 + 1
+    assert masters.whole(masters.flat)[[0, 1, 128]].tolist() == [5, 1, 5]
+    assert exchanged == [("sum", 256, torch.float32, 2), ("gather", 128, torch.bfloat16, 2),
+                         ("gather", 128, torch.float32, 2)]
+    first = ShardedMasters(Weights(2, 1, 1), torch.bfloat16, SimpleNamespace(size=2, rank=0))
+    assert first.flat[[0, 1, 64]].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype, shard, size, kind, low", [
+    (None, False, 1, None, None), (None, True, 1, None, None), (None, False, 2, None, None),
+    (torch.bfloat16, False, 2, MasterWeights, torch.bfloat16),
+    (torch.bfloat16, True, 1, MasterWeights, torch.bfloat16),
+    (torch.bfloat16, True, 2, ShardedMasters, torch.bfloat16),
+    (None, True, 2, ShardedMasters, torch.float64), (None, True, 3, ShardedMasters, torch.float64)])
+def test_which_masters_fit_a_run(dtype, shard, size, kind, low):
+    found = master_weights.master_weights(Weights(3, dtype=torch.float64), dtype, shard,
+                                          SimpleNamespace(size=size, rank=0))
+    assert type(found) is (kind or type(None))
+    assert found is None or found.low.dtype == low and len(found.low) == (64 * size if found.sharded else 64)
+
+
+# --- Batches ----------------------------------------------------------------------------------------------
+
+
+class Host:
+    """A tensor that notes its way to a device."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def pin_memory(self):
+        def to(device, non_blocking=False):
+            return self.name, "pinned", device, non_blocking
+        return SimpleNamespace(to=to)
+
+
+def test_batches_go_to_a_gpu_from_pinned_memory_without_waiting():
+    batch, gpu = dict(a=Host("A"), b=Host("B")), SimpleNamespace(type="cuda")
+    assert feeding.to_device(batch, gpu) == dict(a=("A", "pinned", gpu, True), b=("B", "pinned", gpu, True))
+    assert feeding.to_device(batch, CPU) is batch
+
+
+class Source:
+    """Batches are (step, samples of rank, of size); each is noted when it is made, with its thread."""
+
+    def __init__(self):
+        self.made = []
+
+    def batch(self, step):
+        self.made.append((step, threading.current_thread() is threading.main_thread()))
+        return dict(step=[step, -step])
+
+
+class Parted(Source):
+    def part(self, step, rank, size):
+        return dict(step=step, of=(rank, size))
+
+
+def test_a_rank_s_samples_of_a_step():
+    def world(rank, size):
+        return SimpleNamespace(data_rank=rank, data_size=size)
+    assert feeding.batch_of(Parted(), 3, world(0, 1)) == dict(step=[3, -3])
+    assert feeding.batch_of(Parted(), 3, world(1, 2)) == dict(step=3, of=(1, 2))
+    assert feeding.batch_of(Source(), 3, world(0, 2)) == dict(step=[3])
+    assert feeding.batch_of(Source(), 3, world(1, 2)) == dict(step=[-3])
+    samples = dict(a=list(range(6)), b="abcdef")
+    assert feeding.own(samples, 1, 3) == dict(a=[2, 3], b="cd")
+
+
+def test_one_batch_is_made_ahead_by_a_second_thread_and_none_beyond_the_last():
+    source = Source()
+    supply = feeding.batches(source, range(4, 7), CPU)
+    assert source.made == []
+    for step in (4, 5, 6):
+        assert next(supply) == dict(step=[step, -step])
+    assert list(supply) == []
+    assert source.made == [(4, True), (5, False), (6, False)]
+
+
+def test_a_step_s_batch_is_made_while_the_one_before_it_runs():
+    source, begun = Source(), threading.Event()
+    make = source.batch
+    source.batch = lambda step: begun.set() or make(step)
+    supply = feeding.batches(source, range(4, 9), SimpleNamespace(type="cpu"))
+    next(supply)
+    begun.clear()
+    next(supply)
+    assert begun.wait(60)  # nobody has asked for it yet
+    supply.close()
+    assert [step for step, _ in source.made] == [4, 5, 6]
