@@ -93,6 +93,70 @@ def test_ways_take_turns_and_each_round_begins_with_another():
     assert "".join(order) == "abcbcacababcbcacab" and all(len(way.forward) == 4 for way in ways)
 
 
+def product(x, weight, bias):
+    return x @ weight.t() + bias
+
+
+SMALL = patterns.Pattern("a product", (4, 6, 8), (1, 1, 1), lambda m, n, k: ((m, k), (n, k), (n,)), product,
+                         from_library=torch.nn.functional.linear, constants=1,
+                         liger=("json", "no_such_function", None),
+                         beside=("half of it", lambda x, weight, _: x @ weight.t()))
+
+
+def test_tensors_of_a_pattern():
+    """What is multiplied with a row is as much smaller as its sum has summands; the last one is constant."""
+    x, weight, bias = patterns.tensors_of(SMALL, (400, 600, 64), torch.float64, CPU)
+    assert [t.requires_grad for t in (x, weight, bias)] == [True, True, False] and x.dtype == torch.float64
+    assert [t.std().item() for t in (x, weight, bias)] == pytest.approx([1, 1 / 8, 1], rel=0.05)
+    again = patterns.tensors_of(SMALL, (400, 600, 64), torch.float64, CPU)
+    assert all(map(torch.equal, (x, weight, bias), again))
+    kernel = patterns.Pattern("", (), (), lambda c: ((9, 9), (500, c, 3, 3), (4, 5, 6)), None)
+    of_convolution = patterns.tensors_of(kernel, (7,), torch.float32, CPU)
+    assert [t.std().item() for t in of_convolution[1:]] == pytest.approx([63 ** -0.5, 1], rel=0.1)
+
+
+def test_ways_of_a_pattern(monkeypatch):
+    given, compiled = [torch.ones(2, 8), torch.ones(3, 8), torch.ones(3)], []
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(dynamic) or function)
+    ways = patterns.ways_of(SMALL, given, compiled=True, on_gpu=False)
+    assert [(way.name, way.judged, way.reason) for way in ways] == [
+        ("plain", True, None), ("compiled", True, None), ("library", True, None),
+        ("liger", True, "not installed"), ("half of it", False, None)]
+    assert compiled == [False] and all(way.tensors is given for way in ways)
+    assert ways[0].run is ways[1].run is product
+
+
+def test_a_pattern_as_it_is_measured():
+    """x (4, 8), weight (6, 8), bias (6,), 416 bytes with the result's; 2 * 4 * 6 * 8 FLOPs, thrice."""
+    found = patterns.measure("p", SMALL, CPU, 2, False, ())
+    assert {key: found[key] for key in ("name", "title", "sizes", "dtype", "kernels")} == dict(
+        name="p", title="a product", sizes=[4, 6, 8], dtype="float32", kernels=[])
+    least = 4 * (4 * 8 + 6 * 8 + 6 + 4 * 6)
+    assert (found["least_bytes"], found["least_bytes_both"]) == (least, 2 * least + 4 * (4 * 8 + 6 * 8))
+    assert found["plain_bytes_both"] > found["plain_bytes"] == least + 2 * 4 * 4 * 6  # the product, twice
+    assert found["flops"] == 3 * 2 * 4 * 6 * 8
+    for row in found["ways"]:
+        for key, count in (("forward", least), ("both", found["least_bytes_both"])):
+            assert (row[key] is None) == (row["name"] == "liger")
+            if row[key]:
+                assert 0 < row[key]["p20"] <= row[key]["median"] <= row[key]["p80"]
+                assert row[key]["gb_per_s"] == pytest.approx(count / row[key]["median"] / 1e9)
+
+
+def test_gradients_on_the_limit_are_right():
+    """Where plain code is exact, and so is every way, nothing is off, though nothing is allowed."""
+    ways = [patterns.Way(name, lambda x: x * 0, tensors((4,))) for name in ("plain", "same")]
+    patterns.faults(ways, torch.float32)
+    assert [way.reason for way in ways] == [None, None]
+
+
+def test_half_of_a_processor_s_warps_is_enough():
+    for share, words in ((0.5, ""), (0.49, "; k has 0 spills, occupancy 49%")):
+        kernel = dict(kernel="k", spills=0, occupancy=share)
+        assert patterns.verdict(result([kernel], plain=4.0, ours=4.0))[1] == (
+            f"nothing is beyond noise: ours 1.00x plain{words}")
+
+
 @pytest.mark.parametrize("name", fusion_patterns.PATTERNS)
 def test_every_way_is_right_on_a_cpu(name):
     pattern = fusion_patterns.PATTERNS[name]

@@ -9,6 +9,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
+from fusion_lab.measuring.probe import flops_of_a_step
 from proteins.batches import SyntheticProteins
 from proteins.costs import costs
 
@@ -413,3 +414,15 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
         assert not block.triangle_attn_starting.triton
     monkeypatch.setattr(limits, "HAS_TRITON", False)
     assert idle(**attention) == ["Triton kernels need Triton (pip install triton)"]
+
+
+def test_flops_are_counted_without_the_compiler():
+    """Of the same switches, by a model that nothing compiles, and that keeps what it makes."""
+    seen, wanted = [], tof.FusionConfig(enable_torch_compile=True, activation_memory_budget=0.5,
+                                        torch_compile_mode="max-autotune", enable_master_weights=True)
+    settings = tof.PROGRAM.settings(**TINY)
+    program = dataclasses.replace(
+        tof.PROGRAM, model=lambda *given: seen.append(given[1]) or tof.PROGRAM.model(*given))
+    flops_of_a_step(program, settings, tof.PROGRAM.open_source(settings).batch(0), wanted)
+    assert seen == [dataclasses.replace(wanted, enable_torch_compile=False, activation_memory_budget=1.0,
+                            torch_compile_mode="default")]
