@@ -10,7 +10,7 @@ from conftest import ROOT, require_shared
 from torch.nn.functional import one_hot
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training import recipe
+from fusion_lab.training import models, recipe
 from fusion_lab.training.checkpoints import restore, save, snapshot
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.evaluations import Evaluations
@@ -355,3 +355,26 @@ def test_the_world_in_a_cuda_graph_follows_its_seed():
     assert torch.equal(world(1, coords), first)
     alone = natural.natural_alignments(torch.Generator("cuda").manual_seed(1), coords.cuda(), 16)
     assert alone.shape == first.shape and not torch.equal(world(1, coords.flip(0)), first)
+
+
+def test_files_of_weights(tmp_path, monkeypatch):
+    """Names and tensors, read to the host, without running anything that a file brings."""
+    asked, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **how: asked.append(how) or load(path, **how))
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    assert models.read_weights(path)["a"].tolist() == [1, 1]
+    assert asked == [dict(map_location="cpu", weights_only=True)]
+
+    def refusal(path):
+        with pytest.raises(UserError) as caught:
+            models.read_weights(path)
+        return str(caught.value).replace(f"--weights {path}: ", ""), caught.value.code
+    for unnamed in ({1: torch.ones(2)}, [torch.ones(2)], {"a": torch.ones(2), 2: torch.ones(2)}):
+        torch.save(unnamed, path)
+        assert refusal(path) == ("holds no named weights", 2)
+    path.write_bytes(b"PK\3\4 nothing")
+    assert refusal(path) == ("damaged, or no file of weights", 2)
+    assert refusal(tmp_path / "absent") == ("No such file or directory", 2)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert refusal("x.safetensors") == ("needs safetensors: pip install safetensors", 3)
