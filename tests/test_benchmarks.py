@@ -17,6 +17,7 @@ def run(program, *flags, **environment):
                           env={**os.environ, **environment}, capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_attention(tmp_path):
     done = run("measure_attention.py", "--quick", "--precisions", "fp32", "--steps", 2, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -147,6 +148,7 @@ def test_openfold_with_our_kernels(tmp_path):
     assert done.returncode == 1 and "gradient" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_openfold_that_is_not_there():
     done = run("patch_openfold.py")
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "OpenFold" in done.stderr

@@ -289,9 +289,10 @@ def test_the_study_runs_on_the_second_program(tmp_path):
     assert [(point["setting"], point["n"]) for point in points] == [("baseline", 1), ("fused", 1)]
 
 
-@pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh"])
-def test_amd_wrappers_show_their_commands_for_the_second_program(script, tmp_path):
-    done = run([ROOT / script, "--dry-run", "--program", SECOND, "--width", "64"], tmp_path)
+@pytest.mark.parametrize("name", ["rocprofv3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "rocprof_sys", "rocprof_compute"))])
+def test_amd_wrappers_show_their_commands_for_the_second_program(name, tmp_path):
+    done = run([ROOT / f"run_{name}.sh", "--dry-run", "--program", SECOND, "--width", "64"], tmp_path)
     assert done.returncode == 0 and "--width" in done.stdout, done.stderr
     assert "--seq-len" not in done.stdout
 

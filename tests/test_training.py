@@ -476,44 +476,15 @@ def test_corruption_follows_af2(rng_seed=0):
     assert masked == pytest.approx(0.7, abs=0.01) and kept == pytest.approx(0.1 + 0.2 / 20, abs=0.01)
 
 
+@pytest.mark.slow
 def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
-    assert (
-        tof.main(
-            [
-                "--device",
-                "cpu",
-                "--num-blocks",
-                "1",
-                "--msa-dim",
-                "32",
-                "--pair-dim",
-                "32",
-                "--num-seqs",
-                "16",
-                "--seq-len",
-                "24",
-                "--batch-size",
-                "8",
-                "--num-steps",
-                "150",
-                "--learning-rate",
-                "3e-3",
-                "--warmup-steps",
-                "0",
-                "--eval-every",
-                "50",
-                "--profile-dir",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
+    flags = ("--device cpu --num-blocks 1 --msa-dim 32 --pair-dim 32 --num-seqs 16 --seq-len 24 --batch-size 8 "
+             "--num-steps 150 --learning-rate 3e-3 --warmup-steps 0 --eval-every 50")
+    assert tof.main([*flags.split(), "--profile-dir", str(tmp_path)]) == 0
     result = last_json(capsys.readouterr().out)
     assert result["performance_summary"]["final_loss"] < result["performance_summary"]["first_loss"] - 0.3
-    held_out = {
-        step: np.mean([p["p_l2"] for p in groups["held_out"].values()])
-        for step, groups in result["contact_precision"].items()
-    }
+    held_out = {step: np.mean([p["p_l2"] for p in groups["held_out"].values()])
+                for step, groups in result["contact_precision"].items()}
     chance = np.mean([p["chance"] for p in result["contact_precision"]["final"]["held_out"].values()])
     assert held_out["final"] > held_out["50"] and held_out["final"] > chance + 0.25
 
