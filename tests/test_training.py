@@ -478,8 +478,8 @@ def test_corruption_follows_af2(rng_seed=0):
 
 @pytest.mark.slow
 def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
-    flags = ("--device cpu --num-blocks 1 --msa-dim 32 --pair-dim 32 --num-seqs 16 --seq-len 24 --batch-size 8 "
-             "--num-steps 150 --learning-rate 3e-3 --warmup-steps 0 --eval-every 50")
+    flags = ("--device cpu --num-blocks 1 --msa-dim 32 --pair-dim 32 --num-seqs 16 --seq-len 24 "
+             "--batch-size 8 --num-steps 150 --learning-rate 3e-3 --warmup-steps 0 --eval-every 50")
     assert tof.main([*flags.split(), "--profile-dir", str(tmp_path)]) == 0
     result = last_json(capsys.readouterr().out)
     assert result["performance_summary"]["final_loss"] < result["performance_summary"]["first_loss"] - 0.3
