@@ -56,13 +56,15 @@ FAILED = 1e9  # seconds of a test that fails without any mutant
 
 AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight "
        "rocm_wrappers")
-SESSION, COMPARISON = "session_figures profiler_session profiling", "comparison_figures comparison profiling"
+SESSION = "session_figures profiler_session profiling"
+COMPARISON = "sums_by_hand comparison_figures comparison profiling"
+STUDY = "sums_by_hand study_figures study_report study_files performance_study"
 TESTS = {  # file: which tests/test_*.py are meant to notice
     "tiny_openfold_v2.py": "model_by_hand numbers_by_hand steps evoformer training",
     "proteins/batches.py": "batches coevolution learning training",
     "proteins/synthetic.py": "batches training",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
-    "proteins/files.py": "protein_data prediction",
+    "proteins/files.py": "sums_by_hand protein_data prediction",
     "fusion_lab/training/checkpoints.py": "checkpoints_by_hand checkpoints choices learning training",
     "fusion_lab/training/master_weights.py": "masters_by_hand steps evoformer distributed",
     "fusion_lab/training/feeding.py": "masters_by_hand batches distributed",
@@ -74,7 +76,7 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "proteins/coevolution.py": "coevolution learning", "proteins/yardsticks.py": "yardsticks",
     "proteins/homology.py": "homology", "proteins/prediction.py": "prediction",
     "fusion_lab/training/recipe.py": "choices learning",
-    "fusion_lab/training/evaluations.py": "learning contacts",
+    "fusion_lab/training/evaluations.py": "sums_by_hand learning contacts",
     "fusion_lab/training/models.py": "learning prediction",
     "fusion_lab/training/files.py": "endings choices reliability checkpoints training start study_files",
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
@@ -95,9 +97,9 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
         "ceilings", "predictions", "roofline")},
     **{f"fusion_lab/measuring/{name}.py": "profiling numbers_by_hand evoformer profiler_session" for name in (
         "clocks", "counters", "probe")},
-    **{f"fusion_lab/study/{name}.py": "study_figures study_report study_files performance_study" for name in (
+    **{f"fusion_lab/study/{name}.py": STUDY for name in (
         "recommendation", "regression", "results", "statistics", "summary")},
-    **{f"fusion_lab/rocm/{name}.py": f"rocm_story {AMD}" for name in (
+    **{f"fusion_lab/rocm/{name}.py": f"rocm_story sums_by_hand {AMD}" for name in (
         "kernel_summary records rocprof_compute rocprof_sys rocprofv3 session timeline").split()}}
 
 
