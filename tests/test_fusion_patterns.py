@@ -113,6 +113,8 @@ def test_tensors_of_a_pattern():
     kernel = patterns.Pattern("", (), (), lambda c: ((9, 9), (500, c, 3, 3), (4, 5, 6)), None)
     of_convolution = patterns.tensors_of(kernel, (7,), torch.float32, CPU)
     assert [t.std().item() for t in of_convolution[1:]] == pytest.approx([63 ** -0.5, 1], rel=0.1)
+    elsewhere = patterns.tensors_of(SMALL, SMALL.on_gpu, torch.bfloat16, torch.device("meta"))
+    assert {(t.device.type, t.dtype) for t in elsewhere} == {("meta", torch.bfloat16)}
 
 
 def test_ways_of_a_pattern(monkeypatch):
@@ -148,6 +150,19 @@ def test_gradients_on_the_limit_are_right():
     ways = [patterns.Way(name, lambda x: x * 0, tensors((4,))) for name in ("plain", "same")]
     patterns.faults(ways, torch.float32)
     assert [way.reason for way in ways] == [None, None]
+
+
+def test_what_is_said_of_a_kernel(monkeypatch):
+    """With as many warps as it was launched with, 4 if nobody said; occupancy of GPUs that are known."""
+    known = SimpleNamespace(TARGETS=("sm_90",), resources=lambda compiled: dict(registers=compiled),
+                            occupancy=lambda target, used, warps: (target, used["registers"], warps))
+    monkeypatch.setattr(patterns, "ahead_of_time", known, raising=False)
+    launched = SimpleNamespace(compiled=40, options=dict(num_warps=8), name="k")
+    assert patterns.resources("sm_90", launched) == dict(
+        target="sm_90", kernel="k", warps=8, registers=40, occupancy=("sm_90", 40, 8))
+    launched.options = {}
+    assert patterns.resources("sm_1", launched) == dict(
+        target="sm_1", kernel="k", warps=4, registers=40, occupancy=None)
 
 
 def test_half_of_a_processor_s_warps_is_enough():
