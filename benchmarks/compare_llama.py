@@ -147,7 +147,6 @@ def prepared(name, make, batch, device):
     torch._dynamo.reset()
     if on_gpu:
         torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # a graph's stream has its own: then all count theirs
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     one, row = make(), dict(name=name, peak_mb=None, kernels={}, timer=PhaseTimer(device))

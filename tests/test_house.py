@@ -218,7 +218,8 @@ class FromNumbers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_step_can_be_captured(program):
+def test_a_step_takes_no_numbers_from_the_host(program):
+    """Of what a CUDA graph refuses this is one thing; results brought to the host are another."""
     for settings in each_switch(program, small(program)):
         trainer, batch = program.trainer(program, settings, CPU), program.check_batch(settings, CPU)
         trainer.step(batch)  # in which the optimizer makes its state

@@ -133,7 +133,8 @@ class Launch:
         self.gate = (gate or [self.q])[0]
         self.B, self.R, self.H, self.L, self.D = self.q.shape
         check(self.q, self.k, self.v, self.gate)
-        if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * self.q.stride(3) >= 1 << 31:
+        apart = max(self.q.stride(3), self.gate.stride(3))
+        if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * apart >= 1 << 31:
             raise ValueError(f"attention over {tuple(self.q.shape)} is too large for one launch")
         self.short = self.L <= longest_short()
         self.LP, self.BD = padded_length(self.L), padded_width(self.D)
