@@ -416,6 +416,7 @@ PROGRAM = Program(
 """
 
 
+@pytest.mark.slow
 def test_second_program(fake, tmp_path, capsys):
     """Its own axes, switches, file names and error prefix, and the default sizes of its config."""
     program, knobs = tmp_path / "second.py", dict(suffix="w", program="second.py")

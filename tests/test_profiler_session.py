@@ -393,6 +393,7 @@ def test_names_of_kernels_cannot_break_a_table():
     assert tables.code("`") == "`` ` ``" and tables.escaped("a<b>*[c]`\\") == r"a\<b\>\*\[c\]\`\\"
 
 
+@pytest.mark.slow
 def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):
     settings = given(num_steps=2, profile_dir=str(tmp_path))
     result = several.compare_v1(PROGRAM, settings, str(tmp_path), steps=1)

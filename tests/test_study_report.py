@@ -243,6 +243,7 @@ def test_headlines_carry_their_intervals():
     assert "<b>slower</b> than the baseline at B 1 S 32 N 8, B 1 S 64 N 8" in text and "more memory" in text
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_every_time(page, tmp_path, monkeypatch):
     folder, summary = page
     text, again = (folder / "report.html").read_text(), plots.draw(summary, str(tmp_path))
