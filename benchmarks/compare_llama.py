@@ -10,8 +10,8 @@ The same weights, batch and sizes for all; losses and all gradients must agree i
 timed (transformers' norms and rotary angles are float32 in any case). Steps (forward, loss, backward,
 clipping, fused AdamW) alternate. Peers run with SDPA under autocast, compiled, and with Liger's rotary,
 RMSNorm and SwiGLU; and once more with bfloat16 weights without float32 masters, which is faster and less
-exact. Memory is what each needs beside the others, weights and optimizer included. Writes OUT/llama.json,
-with the names of the kernels that ran. Exit code 1 if numbers disagree.
+exact. Memory is what each needs beside the others: weights, optimizer, libraries' workspaces. Writes
+OUT/llama.json, with the names of the kernels that ran. Exit code 1 if numbers disagree.
 """
 import contextlib
 import importlib.util
@@ -33,13 +33,14 @@ import torch
 import torch.nn.functional as F
 
 from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.contest import Contender, race
+from fusion_lab.measuring.contest import in_words as as_text
 from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import exit_code, write_json
 from fusion_lab.training.flags import Parser, whole_number
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
 
 TOLERANCE = 1e-4  # of the loss, and of gradients relative to their largest element, in float32
@@ -94,13 +95,12 @@ class Peer:
             logits = self.run(input_ids=batch["ids"]).logits
             return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
-    def step(self, batch, mark=lambda: None):
+    def step(self, batch):
         loss = self.loss(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        mark()
         return loss.detach()
 
 
@@ -141,46 +141,21 @@ def contenders(program, settings, device, amp):
     return found
 
 
-def prepared(name, make, batch, device):
-    """(what has step(), its row): warm, with its own peak memory and the kernels of a step."""
-    on_gpu, before = device.type == "cuda", 0
-    torch._dynamo.reset()
-    if on_gpu:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    one, row = make(), dict(name=name, peak_mb=None, kernels={}, timer=PhaseTimer(device))
-    for _ in range(3):
-        row["loss"] = one.step(batch).item()
-    if on_gpu:
-        torch.cuda.synchronize()
-        graph = getattr(one, "graph", None)  # whose capture starts the allocator's peak anew
-        peak = max(torch.cuda.max_memory_allocated(), graph.peak if graph else 0)
-        row["peak_mb"] = (peak - before) / MEGABYTE
-        row["kernels"] = dict(Counter(gpu_kernels(lambda: one.step(batch))).most_common())
-    return one, row
-
-
 def measure(made, batch, device, steps):
     """Rows of contenders that could run; the others' say why not."""
-    alive, rows, batch = [], [], to_device(batch, device)
+    entered, rows, batch = [], [], to_device(batch, device)
     for name, make in made.items():
         try:
-            one, row = prepared(name, make, batch, device)
-            alive.append((one, row))
+            one = Contender(name, make, batch, device)
+            kernels = gpu_kernels(lambda one=one: one.step(batch)) if device.type == "cuda" else []
         except Exception as error:  # peers fail in their own ways, and the rest is still wanted
             first = str(error).strip().partition("\n")[0]
-            row = dict(name=name, reason=f"{type(error).__name__}: {first[:150]}")
-        rows.append(row)
-    for number in range(steps):
-        for one, row in alive[number % len(alive):] + alive[:number % len(alive)]:
-            one.step(batch)  # fills the queue
-            row["timer"].start()
-            one.step(batch)
-            row["timer"].mark()
-    for _, row in alive:
-        found = quantiles(row.pop("timer").seconds()[:, 0])
-        row.update(zip(("p20", "median", "p80"), found, strict=True))
+            rows.append(dict(name=name, reason=f"{type(error).__name__}: {first[:150]}"))
+            continue
+        one.row["kernels"] = dict(Counter(kernels).most_common())
+        entered.append(one)
+        rows.append(one.row)
+    race(entered, batch, steps)
     return rows
 
 
@@ -219,10 +194,8 @@ def lines_of(name, rows):
         if "reason" in r:
             lines.append([r["name"], r["reason"]])
             continue
-        times = "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * r[k] for k in ("median", "p20", "p80")))
         attention = next((k for k in r["kernels"] if re.search("flash|attn|fmha", k.lower())), "")
-        lines.append([r["name"], times, "n/a" if r["peak_mb"] is None else f"{r['peak_mb']:.0f}",
-                      str(sum(r["kernels"].values()) or ""), attention[:40]])
+        lines.append([r["name"], *as_text(r), str(sum(r["kernels"].values()) or ""), attention[:40]])
     return lines
 
 

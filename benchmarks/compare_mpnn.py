@@ -8,8 +8,8 @@ The same weights, batch and sizes for all. Before anything is timed, numbers mus
 with the peer's in float64, under one decoding order, and our fused model with our baseline by the 3x rule.
 Steps (forward, backward, fused AdamW) alternate. The peer runs as it is (every layer checkpointed), without
 its checkpoints, and that compiled; it makes its graph in every step, ours comes with the data. float32 and
-bfloat16 (autocast; ours with master weights) are separate tables, each row with its peak memory. Writes
-OUT/mpnn.json. Exit code 1 if numbers disagree.
+bfloat16 (autocast; ours with master weights) are separate tables, each row with its peak memory: weights,
+optimizer, libraries' workspaces. Writes OUT/mpnn.json. Exit code 1 if numbers disagree.
 """
 import pathlib
 import sys
@@ -27,12 +27,12 @@ interrupts.quiet(__name__)
 import torch
 
 from fusion_lab.measuring.accuracy import compare_numerics
-from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.contest import Contender, in_words, race
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, exit_code, write_json
 from fusion_lab.training.flags import Parser, whole_number
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
 
 TOLERANCE = 1e-9  # of log-probabilities in float64
@@ -88,17 +88,14 @@ class Peer:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             return self.run(*inputs)
 
-    def step(self, batch, mark=lambda: None):
+    def step(self, batch):
         log_probs = self.log_probs(batch).float()
         nll = -log_probs.gather(2, batch["S"][:, :, None])[:, :, 0]
         loss = (nll * batch["mask"]).sum() / batch["mask"].sum()
-        mark()
         loss.backward()
-        mark()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        mark()
         return loss.detach()
 
 
@@ -141,31 +138,11 @@ def contenders(path, program, settings, device, amp):
 
 
 def measure(made, batch, device, steps):
-    """Rows: {name, median, p20, p80 in s, peak_mb}, first each alone for its peak, then in turn."""
-    alive, rows, batch = {}, [], to_device(batch, device)
-    for name, make in made.items():
-        torch._dynamo.reset()
-        alive[name], peak = make(), None
-        for _ in range(3):
-            alive[name].step(batch)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            alive[name].step(batch)
-            torch.cuda.synchronize()
-            graph = getattr(alive[name], "graph", None)  # whose memory is its pool's
-            peak = (graph.peak if graph else torch.cuda.max_memory_allocated() - before) / MEGABYTE
-        rows.append(dict(name=name, peak_mb=peak, timer=PhaseTimer(device)))
-    for number in range(steps):
-        for row in rows[number % len(rows):] + rows[:number % len(rows)]:
-            alive[row["name"]].step(batch)  # fills the queue
-            row["timer"].start()
-            alive[row["name"]].step(batch, row["timer"].mark)
-    for row in rows:
-        found = quantiles(row.pop("timer").seconds().sum(axis=1))
-        row.update(zip(("p20", "median", "p80"), found, strict=True))
-    return rows
+    """Rows: {name, loss, peak_mb, median, p20, p80 in s}."""
+    batch = to_device(batch, device)
+    entered = [Contender(name, make, batch, device) for name, make in made.items()]
+    race(entered, batch, steps)
+    return [one.row for one in entered]
 
 
 def run(argv=None):
@@ -178,6 +155,8 @@ def run(argv=None):
     parser.add_argument("--num-layers", type=whole_number(), default=3)
     parser.add_argument("--neighbors", type=whole_number(), default=48)
     parser.add_argument("--steps", type=whole_number(), default=20)
+    parser.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16"),
+                        default=["float32", "bfloat16"])
     parser.add_argument("--device", default="auto")
     a = parser.parse_args(argv)
     program = load_program(ROOT / "companions" / "protein_mpnn.py")
@@ -194,15 +173,12 @@ def run(argv=None):
     print(f"Against the authors' code in float64: {result['log_probs_difference']}; 3x rule: "
           f"{failures or 'kept'}")
     batch = program.open_source(settings).batch(0)
-    for amp in (None, torch.bfloat16):
-        name = "float32" if amp is None else "bfloat16"
+    for name in a.precisions:
+        amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
         rows = measure(contenders(a.peer, program, now, device, amp), batch, device, a.steps)
         result["tables"][name] = rows
-        lines = [[name, "step ms (p20, p80)", "peak MB beside what stays"]]
-        for r in rows:
-            times = "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * r[k] for k in ("median", "p20", "p80")))
-            lines.append([r["name"], times, "n/a" if r["peak_mb"] is None else f"{r['peak_mb']:.0f}"])
+        lines = [[name, "step ms (p20, p80)", "peak MB"], *([r["name"], *in_words(r)] for r in rows)]
         print("\n".join(aligned(lines)), flush=True)
         pathlib.Path(a.out).mkdir(parents=True, exist_ok=True)
         write_json(pathlib.Path(a.out) / "mpnn.json", result)

@@ -31,30 +31,29 @@ from proteins.designs import evaluate, pooled
 
 FOLDS = 4
 DOCUMENTED = "as documented"
-COSINE = dict(lr_schedule="cosine", lr_warmup_steps=30)
+AVERAGE = dict(lr_schedule="cosine", lr_warmup_steps=30, ema_decay=0.99)
 SETTINGS = {  # name: fields beside D 64, 2+2 layers, k 16, B 8, learning rate 2e-3, noise 0.1
     DOCUMENTED: {},
-    "cosine": COSINE,
-    "cosine, average": {**COSINE, "ema_decay": 0.99},
-    "cosine, average, weight decay 0.1": {**COSINE, "ema_decay": 0.99, "weight_decay": 0.1},
-    "cosine, average, noise 0.3": {**COSINE, "ema_decay": 0.99, "backbone_noise": 0.3},
-    "cosine, average, dropout 0.3": {**COSINE, "ema_decay": 0.99, "dropout": 0.3},
-    "cosine, average, noise 0.3, dropout 0.3": {**COSINE, "ema_decay": 0.99, "backbone_noise": 0.3,
-                                                "dropout": 0.3},
-    "cosine, average, k 32, D 128": {**COSINE, "ema_decay": 0.99, "neighbors": 32, "hidden_dim": 128},
+    "cosine, average": AVERAGE,
+    "cosine, average, noise 0.3, dropout 0.3": {**AVERAGE, "backbone_noise": 0.3, "dropout": 0.3},
+    "cosine, average, noise 0.5": {**AVERAGE, "backbone_noise": 0.5},
+    "cosine, average, dropout 0.3": {**AVERAGE, "dropout": 0.3},
+    "cosine, average, noise 0.5, dropout 0.3": {**AVERAGE, "backbone_noise": 0.5, "dropout": 0.3},
+    "cosine, average, weight decay 0.3": {**AVERAGE, "weight_decay": 0.3},
+    "cosine, average, noise 0.3, dropout 0.3, k 32, D 128": {
+        **AVERAGE, "backbone_noise": 0.3, "dropout": 0.3, "neighbors": 32, "hidden_dim": 128},
 }
 SIZES = dict(hidden_dim=64, num_layers=2, neighbors=16, batch_size=8, learning_rate=2e-3, backbone_noise=0.1)
 
 
-def trained(program, settings, device):
-    """(trainer, source) after all steps."""
+def trained(program, settings, device, source):
+    """The trainer after all steps."""
     process_settings(settings, device)
-    source = program.open_source(settings)
     trainer = program.trainer(program, settings, device)
     for step in range(settings.training.num_steps):
         trainer.step(to_device(source.batch(step), device))
         trainer.step_number = step + 1
-    return trainer, source
+    return trainer
 
 
 def recovery(trainer, source, names):
@@ -68,12 +67,14 @@ def recovery(trainer, source, names):
 def chosen(program, base, held_out, validation, candidates, device, deadline):
     """{(setting, steps): recovery on the validation families}"""
     found = {}
+    base = base.having(holdout=",".join([*held_out, *validation]))
+    source = program.open_source(base)  # which the settings below do not concern
     for name, steps in candidates:
         if time.monotonic() > deadline and found:
             break
-        settings = base.having(**{**SETTINGS[name], "num_steps": steps},
-                               holdout=",".join([*held_out, *validation]))
-        found[name, steps] = recovery(*trained(program, settings, device), validation)[0]
+        settings = base.having(**{**SETTINGS[name], "num_steps": steps})
+        trainer = trained(program, settings, device, source)
+        found[name, steps] = recovery(trainer, source, validation)[0]
     return found
 
 
@@ -88,9 +89,10 @@ def fold_of(program, base, names, number, candidates, device, seconds, beside):
     result = dict(
         held_out=held_out, validation=validation, only_trained=len(beside), chosen=name, steps=steps,
         tried=[dict(setting=key[0], steps=key[1], validation=value) for key, value in tried.items()])
+    base = base.having(holdout=",".join(held_out))
+    source = program.open_source(base)
     for label, fields, count in (("chosen", SETTINGS[name], steps), ("documented", {}, longest)):
-        settings = base.having(**{**fields, "num_steps": count}, holdout=",".join(held_out))
-        trainer, source = trained(program, settings, device)
+        trainer = trained(program, base.having(**{**fields, "num_steps": count}), device, source)
         share, perplexity = recovery(trainer, source, held_out)
         result[f"{label}_recovery"], result[f"{label}_perplexity"] = share, perplexity
         result["constant"] = source.yardsticks()["recovery"]

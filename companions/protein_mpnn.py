@@ -23,7 +23,7 @@ from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
-from fusion_lab.kernels.limits import HAS_TRITON, MESSAGE_CHANNELS
+from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, Switches, option
 from fusion_lab.training.program import CommandLine, Program
@@ -51,12 +51,13 @@ class MpnnSwitches(Switches):
     enable_aggregate_fusion: bool = option(
         True, "the last layer of a message after the sum over neighbours", preset=True)
     enable_edge_fusion: bool = option(
-        True, "edges projected for all decoder layers in one GEMM", preset=True)
+        True, "edges projected once for all decoder layers, offsets with distances", preset=True)
     enable_bucketing: bool = option(
         False, f"samples padded to {', '.join(map(str, BUCKETS))} residues, the next, not to --seq-len; "
         "a CUDA graph for each length", preset=True, rung=4)
     enable_message_kernel: bool = option(
-        False, "one Triton kernel, from edges to the sum over neighbours, split and aggregated", rung=5)
+        False, "Triton between the products of messages, split and aggregated; gradients of neighbours "
+        "summed in one order", rung=5)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every layer, recompute the rest in backward", rung=7)
 
@@ -64,10 +65,10 @@ class MpnnSwitches(Switches):
         found = super().idle(settings, on_gpu)
         if self.enable_bucketing and settings.model.seq_len <= BUCKETS[0]:
             found.append(f"bucketing needs --seq-len above {BUCKETS[0]}")
-        if self.enable_message_kernel and not (on_gpu and HAS_TRITON and settings.training.use_amp):
-            found.append("the message kernel needs a GPU, Triton and --use-amp")
-        elif self.enable_message_kernel and settings.model.hidden_dim not in MESSAGE_CHANNELS:
-            found.append(f"the message kernel is for {', '.join(map(str, MESSAGE_CHANNELS))} channels")
+        if self.enable_message_kernel and not (on_gpu and HAS_TRITON):
+            found.append("the message kernel needs a GPU and Triton")
+        elif self.enable_message_kernel and settings.model.hidden_dim not in CHANNELS:
+            found.append(f"the message kernel is for {', '.join(map(str, CHANNELS))} channels")
         return found
 
 
@@ -117,18 +118,22 @@ def parts(layer, h_V):
     return layer.weight.split([D, D, layer.in_features - 2 * D], dim=1)
 
 
-def first_layer(layer, h_V, h_E, table, index, split, projected=None):
-    """layer([h_i; e_ij; t_j]), (B, L, k, D): residues h_V (B, L, D), edges h_E (B, L, k, D), and of table
-    (n, c) the rows index (B, L, k). projected: the edges' share, if somebody has it already."""
+def first_layer(layer, h_V, h_E, table, graph, split, projected=None):
+    """gelu(layer([h_i; e_ij; t_j])), (B, L, k, D): residues h_V (B, L, D), edges h_E (B, L, k, D), and of
+    table (n, c) the rows of graph. projected: the edges' share, if somebody has it already."""
     own, edge, other = parts(layer, h_V)
-    if split:
-        x = F.linear(h_V, own, layer.bias)[:, :, None] + gather(F.linear(table, other), index)
-        return x + (F.linear(h_E, edge) if projected is None else projected)
-    neighbours = gather(table, index)
+    if split or graph.leading:
+        own, table = F.linear(h_V, own, layer.bias), F.linear(table, other)
+        edges = F.linear(h_E, edge) if projected is None else projected
+        if graph.leading:
+            return triton.message_layer(own, edges, table, graph.index, graph.leading)
+        return F.gelu(own[:, :, None] + gather(table, graph.index) + edges)
+    neighbours = gather(table, graph.index)
     own_rows = h_V[:, :, None].expand(*neighbours.shape[:-1], -1)
     if projected is None:
-        return layer(torch.cat([own_rows, h_E, neighbours], dim=-1))
-    return F.linear(torch.cat([own_rows, neighbours], -1), torch.cat([own, other], 1), layer.bias) + projected
+        return F.gelu(layer(torch.cat([own_rows, h_E, neighbours], dim=-1)))
+    weight = torch.cat([own, other], 1)
+    return F.gelu(F.linear(torch.cat([own_rows, neighbours], -1), weight, layer.bias) + projected)
 
 
 class FeedForward(nn.Module):
@@ -154,13 +159,10 @@ class Messages(nn.Module):
 
     def message(self, h_V, h_E, table, graph, projected=None):
         """(B, L, D), the sum over neighbours."""
+        x = self.W2(first_layer(self.W1, h_V, h_E, table, graph, self.split, projected))  # (B, L, k, D)
         if graph.leading:
-            own, edge, other = parts(self.W1, h_V)
-            own, table = F.linear(h_V, own, self.W1.bias), F.linear(table, other)
-            return self.third_layer(triton.messages(own, h_E, table, graph.index, graph.attends[..., 0], edge,
-                                                    self.W2, graph.leading), graph)
-        x = first_layer(self.W1, h_V, h_E, table, graph.index, self.split, projected)
-        x = F.gelu(self.W2(F.gelu(x)))  # (B, L, k, D)
+            return self.third_layer(triton.sum_over_neighbours(x, graph.attends[..., 0]), graph)
+        x = F.gelu(x)
         if self.aggregate:
             return self.third_layer((graph.attends * x).sum(2), graph)
         return (graph.attends * self.W3(x)).sum(2) / SCALE
@@ -187,8 +189,8 @@ class EncLayer(Messages):
     def forward(self, h_V, h_E, graph, mask):
         """h_V (B, L, D), h_E (B, L, k, D), graph into n residues, mask (B, L)."""
         h_V = self.update(h_V, self.message(h_V, h_E, h_V.flatten(0, 1), graph), mask)
-        x = first_layer(self.W11, h_V, h_E, h_V.flatten(0, 1), graph.index, self.split)
-        x = self.W13(F.gelu(self.W12(F.gelu(x))))
+        x = first_layer(self.W11, h_V, h_E, h_V.flatten(0, 1), graph, self.split)
+        x = self.W13(F.gelu(self.W12(x)))
         return h_V, self.norm3(h_E + self.dropout(x))
 
 
@@ -208,10 +210,8 @@ class DecoderEdges(nn.Module):
     """The edges' share of first_layer for all decoder layers: they all hear the same edges."""
 
     def forward(self, h_V, h_E, layers, fused):
-        if not fused:
-            return [None] * len(layers)
-        weights = torch.cat([parts(layer.W1, h_V)[1] for layer in layers])
-        return F.linear(h_E, weights).split(h_V.shape[-1], dim=-1)  # (B, L, k, D) for each layer
+        weights = [parts(layer.W1, h_V)[1] for layer in layers]  # (D, D); to (B, L, k, D) for each layer
+        return F.linear(h_E, torch.cat(weights)).chunk(len(layers), -1) if fused else [None] * len(layers)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -223,24 +223,15 @@ PAIRS = ("Ca-Ca N-N C-C O-O Cb-Cb Ca-N Ca-C Ca-O Ca-Cb N-C N-O N-Cb Cb-C Cb-O O-
          "N-Ca C-Ca O-Ca Cb-Ca C-N O-N Cb-N C-Cb O-Cb C-O").split()
 PLACES = [5 * ATOMS.index(a) + ATOMS.index(b) for a, b in (pair.split("-") for pair in PAIRS)]
 RBF, FURTHEST, MAX_OFFSET = 16, 22.0, 32
-
-
-class PositionalEncodings(nn.Module):
-    def __init__(self, channels):
-        super().__init__()
-        self.linear = nn.Linear(2 * MAX_OFFSET + 2, channels)
-
-    def forward(self, offset, same_chain):
-        place = (offset.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET).where(same_chain, 2 * MAX_OFFSET + 1)
-        return F.embedding(place, self.linear.weight.t()) + self.linear.bias
+OFFSETS = 2 * MAX_OFFSET + 2  # the last one: another chain
 
 
 class ProteinFeatures(nn.Module):
     """25 distances between backbone atoms of two residues, in radial bases, and their offset in the chain."""
 
-    def __init__(self, D):
+    def __init__(self, D, fused):
         super().__init__()
-        self.embeddings = PositionalEncodings(RBF)
+        self.embeddings, self.fused = nn.ModuleDict(dict(linear=nn.Linear(OFFSETS, RBF))), fused
         self.edge_embedding = nn.Linear(RBF + 25 * RBF, D, bias=False)
         self.norm_edges = nn.LayerNorm(D)
         self.register_buffer("places", torch.tensor(PLACES), persistent=False)
@@ -256,9 +247,18 @@ class ProteinFeatures(nn.Module):
         distance = (square + 1e-6).sqrt().flatten(-2)[..., self.places]
         centres = torch.linspace(2.0, FURTHEST, RBF, dtype=X.dtype, device=X.device)
         rbf = torch.exp(-((distance[..., None] - centres) / ((FURTHEST - 2.0) / RBF)).square())
-        ends = [(x[:, :, None], x.flatten()[index]) for x in (residue_idx, chain)]
-        places = self.embeddings(ends[0][0] - ends[0][1], ends[1][0] == ends[1][1])  # (B, L, k, 16)
-        return self.norm_edges(self.edge_embedding(torch.cat([places, rbf.flatten(-2).to(places.dtype)], -1)))
+        offset = (residue_idx[:, :, None] - residue_idx.flatten()[index]).clamp(-MAX_OFFSET, MAX_OFFSET)
+        offset = (offset + MAX_OFFSET).where(chain[:, :, None] == chain.flatten()[index], OFFSETS - 1)
+        linear = self.embeddings["linear"]
+        rbf = rbf.flatten(-2).to(linear.weight.dtype)
+        if not self.fused:
+            places = F.embedding(offset, linear.weight.t()) + linear.bias  # (B, L, k, 16)
+            return self.norm_edges(self.edge_embedding(torch.cat([places, rbf], -1)))
+        chosen = offset[..., None] == torch.arange(OFFSETS + -OFFSETS % 8, device=X.device)  # by 8, for GEMMs
+        position, distances = self.edge_embedding.weight.split([RBF, 25 * RBF], 1)
+        table = F.pad(position @ linear.weight, (0, -OFFSETS % 8))  # a column for each offset
+        features = torch.cat([chosen.to(rbf.dtype), rbf], -1)
+        return self.norm_edges(F.linear(features, torch.cat([table, distances], 1), position @ linear.bias))
 
 
 class ProteinMPNN(nn.Module):
@@ -268,7 +268,7 @@ class ProteinMPNN(nn.Module):
     def __init__(self, config, fusion):
         super().__init__()
         self.config, self.fusion, D = config, fusion, config.hidden_dim
-        self.features = ProteinFeatures(D)
+        self.features = ProteinFeatures(D, fusion.enable_edge_fusion)
         self.W_e, self.W_s = nn.Linear(D, D), nn.Embedding(UNKNOWN + 1, D)
         self.encoder_layers = nn.ModuleList(EncLayer(config, fusion) for _ in range(config.num_layers))
         self.decoder_layers = nn.ModuleList(DecLayer(config, fusion) for _ in range(config.num_layers))
@@ -328,8 +328,7 @@ class ProteinMPNN(nn.Module):
 
     def decode(self, h_V, h_E, h_S, graph, mask):
         """Logits (B, L, 21); graph into the 2 n rows of a DecLayer's table."""
-        fused = self.fusion.enable_edge_fusion and not graph.leading
-        projected = self.decoder_edges(h_V, h_E, self.decoder_layers, fused)
+        projected = self.decoder_edges(h_V, h_E, self.decoder_layers, self.fusion.enable_edge_fusion)
         hidden = torch.cat([torch.zeros_like(h_S), h_V], dim=-1)
         for layer, edges in zip(self.decoder_layers, projected, strict=True):
             table = torch.stack([torch.cat([h_S, h_V], -1), hidden]).flatten(0, 2)  # (2 n, 2 D)

@@ -30,7 +30,6 @@ def test_widths_that_kernels_take():
         assert limits.takes("enable_triton_attention", width) is (width <= 128)
         assert limits.takes("enable_triton_outer_product", (width, 64)) is (width in (4, 8, 16, 32, 64))
         assert limits.takes("enable_triton_outer_product", (16, width)) is (width in (16, 32, 64, 128, 256))
-    assert limits.MESSAGE_CHANNELS == (16, 32, 64, 128) and limits.MOST_NEIGHBOURS == 64
 
 
 def test_amds_architecture_goes_without_its_features(monkeypatch):
@@ -232,7 +231,7 @@ def handed(monkeypatch):
     for module, functions in dict(
             attention_layer=["attention_layer"], projection=["norm_project"], outer_product=["outer_product"],
             transition=["transition"], triangle_multiplication=["triangle_multiplication"],
-            biased_attention=["gated_attention"], messages=["messages", "incoming"]).items():
+            biased_attention=["gated_attention"], messages=["incoming"]).items():
         made = SimpleNamespace(**{name: recorder(name, torch.zeros(6)) for name in functions})
         monkeypatch.setitem(sys.modules, f"fusion_lab.kernels.{module}", made)
         monkeypatch.setattr(f"fusion_lab.kernels.{module}", made, raising=False)
@@ -271,16 +270,13 @@ def test_the_bias_of_pairs_is_the_second_result(handed):
     is_given(triton.head_bias(head, x, norm), x, norm.weight, norm.bias, None, head.weight, 1e-3)
 
 
-def test_which_edges_messages_come_from(handed, monkeypatch):
-    calls = []
-    kernels = sys.modules["fusion_lab.kernels.messages"]
-    kernels.unsupported = lambda channels, neighbours: calls.append((channels, neighbours))
-    monkeypatch.setattr(triton, "runs", lambda x: x.is_cuda)
-    assert triton.hears(there(9, 48, 64)) and calls == [(64, 48)]
+@pytest.mark.parametrize("triton_is_there", [True, False])
+def test_which_edges_messages_come_from(monkeypatch, triton_is_there):
+    monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        expected = triton_is_there and dtype != torch.float64
+        assert triton.hears(there(9, 48, 64, dtype=dtype)) == expected
     assert not triton.hears(there(9, 64, 48)) and not triton.hears(there(9, 48, 64, gpu=False))
-    assert len(calls) == 1
-    kernels.unsupported = lambda *_: "too many"
-    assert not triton.hears(there(9, 48, 64))
 
 
 def test_rows_of_an_outer_product_are_counted(handed):
@@ -300,13 +296,17 @@ def test_counts_of_rows_lie_where_the_sides_do(handed):
 
 
 def test_messages_are_flat(handed):
-    own, table, second = torch.randn(2, 3, 1), torch.randn(6, 4), nn.Linear(4, 1)
-    edges, index, mask = torch.randn(2, 3, 5, 4), torch.arange(30).view(2, 3, 5), torch.ones(2, 3, 5)
+    own, table, edges = torch.randn(2, 3, 1), torch.randn(6, 1), torch.randn(2, 3, 5, 1)
+    index, mask = torch.arange(30).view(2, 3, 5), torch.ones(2, 3, 5)
+    kernels = sys.modules["fusion_lab.kernels.messages"]
     assert triton.incoming(index, 6).shape == (6,)
     is_given(handed["incoming"], index.view(6, 5), 6)
-    assert triton.messages(own, edges, table, index, mask, "first", second, "leading").shape == own.shape
-    is_given(handed["messages"], own.view(6, 1), edges.view(6, 5, 4), table, index.view(6, 5),
-             mask.view(6, 5), "first", second.weight, second.bias, "leading")
+    answers, given = iter([torch.zeros(6, 5, 1), torch.zeros(6, 1)]), []
+    kernels.first_layer = kernels.sum_over_neighbours = lambda *found: given.append(found) or next(answers)
+    assert triton.message_layer(own, edges, table, index, "leading").shape == edges.shape
+    is_given(given[0], own.view(6, 1), edges.view(6, 5, 1), table, index.view(6, 5), "leading")
+    assert triton.sum_over_neighbours(edges, mask).shape == own.shape
+    is_given(given[1], edges.view(6, 5, 1), mask.view(6, 5))
 
 
 # --- Small things of training -----------------------------------------------------------------------------

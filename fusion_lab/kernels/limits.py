@@ -6,7 +6,6 @@ CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs h
 LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider products are the library's (LOG.md)
 MOST_HEADS = 64  # whose bias one kernel projects
 OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
-MESSAGE_CHANNELS, MOST_NEIGHBOURS = (16, 32, 64, 128), 64  # of messages between nodes of a graph
 WIDEST_HEAD = 128
 ULTRA_WIDTHS = (32, 64, 128)  # of a head in the ultra-fused block
 SWITCH = "enable_triton_"

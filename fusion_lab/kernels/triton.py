@@ -27,27 +27,31 @@ def attends(x, heads):
 
 
 def hears(edges):
-    """Whether messages from edges (..., K, c) have a kernel."""
-    if not fits(edges):
-        return False
-    from fusion_lab.kernels import messages as kernels
-    return not kernels.unsupported(edges.shape[-1], edges.shape[-2])
+    """Whether what stands between products of messages from edges (..., c) has kernels, which multiply
+    nothing and so take float32 too."""
+    return (edges.is_cuda and HAS_TRITON and edges.shape[-1] in CHANNELS
+            and product_dtype(edges) in (torch.float32, *TRITON_DTYPES))
 
 
 def incoming(index, rows):
-    """For messages(): the edges by the rows of table to which index (..., K) leads."""
+    """For message_layer(): the edges by the rows of table to which index (..., K) leads."""
     from fusion_lab.kernels import messages as kernels
     return kernels.incoming(index.flatten(0, -2), rows)
 
 
-def messages(own, edges, table, index, mask, first, second, leading):
-    """Sum over neighbours of mask gelu(second(gelu(own + first edges + table[index]))), shaped as own; first
-    is a weight, second a module, leading what incoming() returned."""
+def message_layer(own, edges, table, index, leading):
+    """gelu(own + edges + table[index]), shaped as edges (..., K, c); own (..., c), table (R, c), index
+    (..., K), leading what incoming() returned."""
     from fusion_lab.kernels import messages as kernels
-    flat = (x.flatten(0, -dims) for x, dims in ((own, 2), (edges, 3)))
-    own_rows, edge_rows = flat
-    return kernels.messages(own_rows, edge_rows, table, index.flatten(0, -2), mask.flatten(0, -2), first,
-                            second.weight, second.bias, leading).view(own.shape)
+    return kernels.first_layer(own.flatten(0, -2), edges.flatten(0, -3), table, index.flatten(0, -2),
+                               leading).view(edges.shape)
+
+
+def sum_over_neighbours(y, mask):
+    """Sum over K of mask (..., K) gelu(y (..., K, c))."""
+    from fusion_lab.kernels import messages as kernels
+    summed = kernels.sum_over_neighbours(y.flatten(0, -3), mask.flatten(0, -2))
+    return summed.view(*mask.shape[:-1], -1)
 
 
 def gated_attention(parts, heads, axis, bias, keys, gate_bias):
