@@ -72,8 +72,8 @@ class FusionConfig(TritonSwitches):
         True, "outer product mean re-associated where that is cheaper (few rows, many residues), without "
         "the (S, S, h*h) tensor", preset=True)
     enable_projection_fusion: bool = option(
-        False, "gates in one GEMM with Q, K, V and with left and right, where those are packed; and the "
-        "outer product's left with right", preset=True, rung=4)
+        False, "gates in one GEMM with Q, K, V and with left and right, where those are packed; the outer "
+        "product's left with right; the offsets' embedding differentiated by a GEMM", preset=True, rung=4)
     enable_transition_fusion: bool = option(
         False, "bias and ReLU of the transitions in the epilogue of their GEMM", preset=True, rung=5)
     enable_combo_kernels: bool = option(
@@ -127,7 +127,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from fusion_lab.kernels import attention, triton
-from fusion_lab.kernels.custom_gradients import LinearReLU
+from fusion_lab.kernels.custom_gradients import ChosenRows, LinearReLU
 from fusion_lab.kernels.exchanges import ALONE
 from fusion_lab.kernels.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
@@ -570,8 +570,9 @@ class TinyOpenFoldV2(nn.Module):
         place = torch.arange(target.shape[1], device=target.device)
         offset = self.ranks.own(place, 0)[:, None] - place[None, :]
         offset = offset.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        pair = (self.left_embedding(own)[:, :, None] + self.right_embedding(target)[:, None, :]
-                + self.position_embedding(offset))  # (B, S, S, c_z)
+        position = (ChosenRows.apply(self.position_embedding.weight, offset)  # (S, S, c_z)
+                    if self.fusion.enable_projection_fusion else self.position_embedding(offset))
+        pair = self.left_embedding(own)[:, :, None] + self.right_embedding(target)[:, None, :] + position
         if features is not None:
             pair = pair + self.coevolution_embedding(features.to(pair.dtype))
         return msa, pair

@@ -39,7 +39,7 @@ from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import exit_code, write_json
-from fusion_lab.training.flags import Parser, whole_number
+from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
 
@@ -165,8 +165,8 @@ def verdict(rows):
     ours = [row for row in timed if row["name"].startswith("ours")]
     low = [row for row in timed if row["name"].endswith(LOW)]
     peers = [row for row in timed if row not in ours + low]
-    if not peers:
-        return "no peer was measured"
+    if not (ours and peers):
+        return "no peer was measured" if ours else "none of ours was measured"
     mine, theirs = (min(found, key=lambda row: row["median"]) for found in (ours, peers))
     share, memory = beside(mine, theirs)
     said = f"{mine['name']} takes {in_words(share, memory)} {theirs['name']}"
@@ -209,6 +209,7 @@ def run(argv=None):
     parser.add_argument("--steps", type=whole_number(), default=20)
     parser.add_argument("--data", help="text (default: the standard library)")
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16"])
+    parser.add_argument("--only", type=regular_expression, default="", help="contenders (default: all)")
     parser.add_argument("--device", default="auto")
     a = parser.parse_args(argv)
     a.intermediate_size = a.intermediate_size or 4 * a.hidden_size
@@ -226,7 +227,9 @@ def run(argv=None):
     for name in a.precisions:
         amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
-        rows = measure(contenders(program, now, device, amp), batch, device, a.steps)
+        made = {which: make for which, make in contenders(program, now, device, amp).items()
+                if re.search(a.only, which)}
+        rows = measure(made, batch, device, a.steps)
         result["tables"][name] = dict(rows=rows, verdict=verdict(rows))
         print("\n".join([*aligned(lines_of(name, rows)), verdict(rows)]), flush=True)
         pathlib.Path(a.out).mkdir(parents=True, exist_ok=True)

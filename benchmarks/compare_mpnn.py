@@ -12,6 +12,7 @@ bfloat16 (autocast; ours with master weights) are separate tables, each row with
 optimizer, libraries' workspaces. Writes OUT/mpnn.json. Exit code 1 if numbers disagree.
 """
 import pathlib
+import re
 import sys
 import types
 from dataclasses import replace
@@ -31,7 +32,7 @@ from fusion_lab.measuring.contest import Contender, in_words, race
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, exit_code, write_json
-from fusion_lab.training.flags import Parser, whole_number
+from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
 
@@ -157,6 +158,7 @@ def run(argv=None):
     parser.add_argument("--steps", type=whole_number(), default=20)
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16"),
                         default=["float32", "bfloat16"])
+    parser.add_argument("--only", type=regular_expression, default="", help="contenders (default: all)")
     parser.add_argument("--device", default="auto")
     a = parser.parse_args(argv)
     program = load_program(ROOT / "companions" / "protein_mpnn.py")
@@ -176,7 +178,9 @@ def run(argv=None):
     for name in a.precisions:
         amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
-        rows = measure(contenders(a.peer, program, now, device, amp), batch, device, a.steps)
+        made = {which: make for which, make in contenders(a.peer, program, now, device, amp).items()
+                if re.search(a.only, which)}
+        rows = measure(made, batch, device, a.steps)
         result["tables"][name] = rows
         lines = [[name, "step ms (p20, p80)", "peak MB"], *([r["name"], *in_words(r)] for r in rows)]
         print("\n".join(aligned(lines)), flush=True)

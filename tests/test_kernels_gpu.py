@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 sys.path.append(str(pathlib.Path(__file__).resolve().parent / "interpreted"))
 import check_attention_layer as layers
 import check_biased_attention as attention
+import check_messages as messages
 import check_outer_product as outer
 import check_transition as transitions
 import check_triangle_multiplication as multiplication
@@ -39,6 +40,8 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "sub-layer, ending node": (layers, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
     "sub-layer, MSA rows": (layers, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),
     "sub-layer, columns of one row": (layers, lambda S: (1, 1, S, 64, 4, 1, None, False, True, None)),
+    "messages, first layer": (messages, lambda S: ("first", S, 48, 2 * S, 128)),
+    "messages, sum": (messages, lambda S: ("sum", S, 37, 1, 64)),
     "outer product": (outer, lambda S: (1, 64, S, 32, 128, True, True)),
     "outer product, odd": (outer, lambda S: (2, 37, S, 32, 64, False, False)),
     "outer product, one row": (outer, lambda S: (1, 1, S, 32, 128, True, True)),

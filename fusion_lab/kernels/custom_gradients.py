@@ -1,5 +1,6 @@
 """Operations of the model whose gradients are written by hand, each for a layout or an epilogue."""
 import torch
+import torch.nn.functional as F
 
 from fusion_lab.kernels.precision import at_least_float32, product_dtype
 
@@ -16,6 +17,24 @@ class ChannelBias(torch.autograd.Function):
     def backward(ctx, gradient):
         rows = gradient.sum(-1, dtype=at_least_float32(gradient.dtype))
         return gradient, rows.sum((1, 2)).to(gradient.dtype)
+
+
+class ChosenRows(torch.autograd.Function):
+    """Rows of table (n, c), index int64: F.embedding, whose gradient is a product here, of one-hot rows,
+    where it would be atomic additions of many rows to few. As AlphaFold 2's relpos (Algorithm 4) has it."""
+
+    @staticmethod
+    def forward(ctx, table, index):
+        ctx.save_for_backward(index)
+        ctx.rows = len(table)
+        return F.embedding(index, table)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        index, = ctx.saved_tensors
+        columns = torch.arange(ctx.rows + -ctx.rows % 8, device=index.device)  # by 8, as GEMMs like it
+        one_hot = (index.flatten()[:, None] == columns).to(gradient.dtype)
+        return (one_hot.t() @ gradient.flatten(0, -2))[:ctx.rows], None
 
 
 class LinearReLU(torch.autograd.Function):

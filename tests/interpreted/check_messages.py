@@ -25,7 +25,7 @@ MUTANTS = {  # old, new, which function shows it
 }
 
 
-def problem(function, dtype, nodes, neighbours, table_rows, channels, module=messages):
+def problem(dtype, function, nodes, neighbours, table_rows, channels, module=messages):
     """(ours, plain, tensors)"""
     torch.manual_seed(0)
     c, index = channels, torch.randint(table_rows, (nodes, neighbours))
@@ -46,14 +46,14 @@ def problem(function, dtype, nodes, neighbours, table_rows, channels, module=mes
 @pytest.mark.parametrize("function", ["first", "sum"])
 @pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_forward_and_gradients(function, case, dtype):
-    assert not violations(*problem(function, dtype, *CASES[case]))
+    assert not violations(*problem(dtype, function, *CASES[case]))
 
 
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path):
     *change, function = MUTANTS[broken]
     module = mutant(messages, *change, tmp_path)
-    assert violations(*problem(function, torch.float32, *CASES["odd"], module))
+    assert violations(*problem(torch.float32, function, *CASES["odd"], module))
 
 
 def test_the_normal_distribution_is_exact():
@@ -67,7 +67,7 @@ def test_the_normal_distribution_is_exact():
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["first", "sum"])
 def test_compiles_in_one_piece(function):
-    ours, plain, tensors = problem(function, torch.float32, *CASES["odd"])
+    ours, plain, tensors = problem(torch.float32, function, *CASES["odd"])
     assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)
 
 
