@@ -57,7 +57,7 @@ class MpnnSwitches(Switches):
         "a CUDA graph for each length", preset=True, rung=4)
     enable_message_kernel: bool = option(
         False, "Triton between the products of messages, split and aggregated; gradients of neighbours "
-        "summed in one order", rung=5)
+        "summed in one order", preset=True, rung=5)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every layer, recompute the rest in backward", rung=7)
 

@@ -73,7 +73,7 @@ class LlamaSwitches(Switches):
     """Which operations run fused."""
     enable_qkv_fusion: bool = option(True, "Q, K and V in one GEMM", preset=True)
     enable_flash_attention: bool = option(True, "fused attention, without copies of K and V", preset=True)
-    enable_swiglu_fusion: bool = option(True, "gate and up in one GEMM, their product not kept", preset=True)
+    enable_swiglu_fusion: bool = option(True, "gate and up of SwiGLU in one GEMM", preset=True)
     enable_norm_fusion: bool = option(True, "RMSNorm in one operation", preset=True)
     enable_loss_fusion: bool = option(
         False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6)
@@ -184,14 +184,11 @@ class FusedSwiGLU(PackedProjections):
         c, wide = config.hidden_size, config.intermediate_size
         layers = {name: nn.Linear(c, wide, bias=False) for name in self.SIDES}
         self.add_projections(layers, *["gate_up_proj"] * fusion.enable_swiglu_fusion)
-        self.down_proj, self.fused = nn.Linear(wide, c, bias=False), fusion.enable_swiglu_fusion
+        self.down_proj = nn.Linear(wide, c, bias=False)
 
     def forward(self, x):
-        def down(gate, up):
-            return self.down_proj(F.silu(gate) * up)
-        if self.fused and torch.is_grad_enabled():  # backward makes the product again, but no GEMM
-            return checkpoint(down, *self.project(x), use_reentrant=False, preserve_rng_state=False)
-        return down(*self.project(x))
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class FusedTransformerBlock(nn.Module):
@@ -345,10 +342,11 @@ def start_lines(trainer):
 
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="tiny_llama_v2", suffix="tiny_llama_v2", model=TinyLlama,
+    trainer=LlamaTrainer,
     check_batch=lambda settings, device: text.check_batch(settings.training, settings.model.seq_len, device),
     tiny=dict(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, seq_len=32),
     open_source=lambda settings: text.Bytes(settings, settings.model.seq_len),
-    trainer=LlamaTrainer, sublayers=(*OF_A_BLOCK, "norm", "lm_head"),
+    sublayers=(*OF_A_BLOCK, "norm", "lm_head"),
     blocks=lambda settings: settings.model.num_layers, start_lines=start_lines,
     evaluate=text.evaluate, evaluation_name="bits_per_byte", evaluation_line=text.evaluation_line,
     scores=text.scores, closing=text.closing, modes={"--compare-ultra": ultra_block.compare_ultra},

@@ -20,6 +20,7 @@ from fusion_lab.kernels.attention import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
+CYCLES = 2_000_000  # for which the GPU waits, about a millisecond: REPEATS launches take half of that
 found = None  # {kernel and class: configuration} while retuning() measures
 
 
@@ -93,8 +94,10 @@ def winner(times):
 
 
 def milliseconds(run):
-    """A launch's time on the GPU, mean of REPEATS."""
+    """A launch's time on the GPU, mean of REPEATS. The GPU waits first, while the host queues them all: a
+    launch of a small kernel takes longer than the kernel."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(CYCLES)
     start.record()
     for _ in range(REPEATS):
         run()
