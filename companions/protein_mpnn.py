@@ -211,7 +211,7 @@ class DecoderEdges(nn.Module):
 
     def forward(self, h_V, h_E, layers, fused):
         weights = [parts(layer.W1, h_V)[1] for layer in layers]  # (D, D); to (B, L, k, D) for each layer
-        return F.linear(h_E, torch.cat(weights)).chunk(len(layers), -1) if fused else [None] * len(layers)
+        return F.linear(h_E, torch.cat(weights)).chunk(len(layers), -1) if fused else (None,) * len(layers)
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 import contextlib
 import glob
 import os
+import warnings
 
 import torch
 
@@ -29,7 +30,9 @@ def ranges(named_modules, enter, leave, backward=False):
             handles += [module.register_full_backward_pre_hook(begin(name + ".backward")),
                         module.register_full_backward_hook(end)]
     try:
-        yield
+        with warnings.catch_warnings():  # torch warns of a module whose input is data, which has no gradient
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            yield
     finally:
         for handle in handles:
             handle.remove()
