@@ -45,14 +45,13 @@ PROGRAMS = 512  # that sums over rows are spread over: about four for each proce
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
 TILES = ("BM", "BN", "RU", "num_warps", "num_stages")
 FORWARD = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (128, 64, 1, 8, 3), (64, 64, 2, 4, 3),
-                     (64, 32, 1, 4, 3), (32, 64, 1, 2, 3), (64, 128, 1, 4, 3), (32, 128, 1, 4, 3))
+                     (64, 32, 1, 4, 3))
 BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2, 4, 3), (64, 32, 1, 4, 3),
-                        (128, 64, 1, 8, 3), (32, 64, 1, 2, 3), (32, 64, 1, 4, 3), (32, 128, 1, 2, 3))
+                        (128, 64, 1, 8, 3))
 BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
-                         (32, 64, 2, 4, 2), (32, 32, 1, 2, 3), (32, 32, 1, 4, 3), (16, 64, 1, 4, 3))
+                         (32, 64, 2, 4, 2))
 BACKWARD_BIAS = candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 2), (64, 64, 4, 3),
-                           (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (32, 64, 4, 3), (32, 64, 2, 3),
-                           (64, 64, 8, 3), (64, 64, 4, 4))
+                           (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3))
 BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (4, 1), (4, 2))
 SMALL = dict(BM=32, BN=32, RU=1, num_warps=4, num_stages=1)  # for float32, whose tiles are twice as large
 
