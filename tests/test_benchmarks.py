@@ -7,7 +7,10 @@ import sys
 import types
 
 import pytest
+import torch
 from conftest import ROOT
+
+from fusion_lab.measuring import clocks, contest
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -53,6 +56,31 @@ def test_verdict_on_peers_of_llama():
     on_cpu = compare_llama.verdict(rows(1.0, 2.0, 2.0, memory=(None,) * 3))
     assert on_cpu.startswith("ours, compiled takes 0.50 times the time of Liger;") and "goal" not in on_cpu
     assert compare_llama.verdict(rows(1.0, 2.0, 2.0)[:1]) == "no peer was measured"
+    assert compare_llama.verdict(rows(1.0, 2.0, 2.0)[1:]) == "none of ours was measured"
+
+
+def test_contenders_warm_up_alone_and_race_in_turn(monkeypatch):
+    steps, now = [], iter(range(1000))
+
+    def contender(name, seconds):
+        def step(batch):
+            steps.append((name, batch))
+            for _ in range(seconds):
+                next(now)
+            return torch.tensor(float(seconds))
+        return contest.Contender(name, lambda: types.SimpleNamespace(step=step), "batch", torch.device("cpu"))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(now)))
+    slow, fast = contender("slow", 5), contender("fast", 2)
+    assert steps == [("slow", "batch")] * 3 + [("fast", "batch")] * 3
+    assert fast.row == dict(name="fast", loss=2.0, peak_mb=None)
+    del steps[:]
+    assert fast.step("other") == 2 and steps.pop() == ("fast", "other")
+    contest.race([slow, fast], "new", 3)  # an untimed step, then a timed one
+    assert steps == [(name, "new") for name in ("slow", "slow", *["fast"] * 4, *["slow"] * 4, "fast", "fast")]
+    assert [(row["p20"], row["median"], row["p80"]) for row in (slow.row, fast.row)] == [(6,) * 3, (3,) * 3]
+    assert contest.in_words(dict(slow.row, p20=4.004, p80=7.0)) == ("6000.00 (4004.00, 7000.00)", "n/a")
+    assert contest.in_words(dict(fast.row, peak_mb=9.6))[1] == "10"
+    contest.race([], "new", 3)
 
 
 @pytest.mark.slow
