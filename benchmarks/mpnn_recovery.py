@@ -40,20 +40,19 @@ SETTINGS = {  # name: fields beside D 64, 2+2 layers, k 16, B 8, learning rate 2
     "cosine, average, dropout 0.3": {**AVERAGE, "dropout": 0.3},
     "cosine, average, noise 0.5, dropout 0.3": {**AVERAGE, "backbone_noise": 0.5, "dropout": 0.3},
     "cosine, average, weight decay 0.3": {**AVERAGE, "weight_decay": 0.3},
-    "cosine, average, noise 0.3, dropout 0.3, k 32, D 128": {
-        **AVERAGE, "backbone_noise": 0.3, "dropout": 0.3, "neighbors": 32, "hidden_dim": 128},
 }
 SIZES = dict(hidden_dim=64, num_layers=2, neighbors=16, batch_size=8, learning_rate=2e-3, backbone_noise=0.1)
 
 
 def trained(program, settings, device, source):
-    """The trainer after all steps."""
+    """(trainer, source under these settings) after all steps."""
     process_settings(settings, device)
+    source = source.under(settings)
     trainer = program.trainer(program, settings, device)
     for step in range(settings.training.num_steps):
         trainer.step(to_device(source.batch(step), device))
         trainer.step_number = step + 1
-    return trainer
+    return trainer, source
 
 
 def recovery(trainer, source, names):
@@ -68,13 +67,12 @@ def chosen(program, base, held_out, validation, candidates, device, deadline):
     """{(setting, steps): recovery on the validation families}"""
     found = {}
     base = base.having(holdout=",".join([*held_out, *validation]))
-    source = program.open_source(base)  # which the settings below do not concern
+    source = program.open_source(base)
     for name, steps in candidates:
         if time.monotonic() > deadline and found:
             break
         settings = base.having(**{**SETTINGS[name], "num_steps": steps})
-        trainer = trained(program, settings, device, source)
-        found[name, steps] = recovery(trainer, source, validation)[0]
+        found[name, steps] = recovery(*trained(program, settings, device, source), validation)[0]
     return found
 
 
@@ -92,8 +90,8 @@ def fold_of(program, base, names, number, candidates, device, seconds, beside):
     base = base.having(holdout=",".join(held_out))
     source = program.open_source(base)
     for label, fields, count in (("chosen", SETTINGS[name], steps), ("documented", {}, longest)):
-        trainer = trained(program, base.having(**{**fields, "num_steps": count}), device, source)
-        share, perplexity = recovery(trainer, source, held_out)
+        made = trained(program, base.having(**{**fields, "num_steps": count}), device, source)
+        share, perplexity = recovery(*made, held_out)
         result[f"{label}_recovery"], result[f"{label}_perplexity"] = share, perplexity
         result["constant"] = source.yardsticks()["recovery"]
     return result

@@ -3,6 +3,7 @@
 A batch holds the keyword arguments of a model's forward: X (B, L, 4, 3) in Å, S (B, L), mask (B, L),
 residue_idx, chain, decoding_order (B, L), E_idx (B, L, k), targets (B, L), -1 where nothing is asked.
 """
+import copy
 import math
 import sys
 
@@ -67,6 +68,12 @@ class Designs(HoldsOut):
         self.unseen = [backbone for backbone in found if backbone.name in self.held_out]
         self.trained = [backbone for backbone in found if backbone.name not in self.held_out]
         self.names = [backbone.name for backbone in self.trained] if self.real else []
+
+    def under(self, settings):
+        """The same backbones in other settings: neighbours, noise, batch size."""
+        other = copy.copy(self)
+        other.config, other.training = settings.model, settings.training
+        return other
 
     def made(self, index):
         return built_in(self.training.seed, index, self.config.seq_len)

@@ -397,8 +397,11 @@ def test_derivatives_written_by_hand(outgoing):
     assert torch.autograd.gradcheck(LinearReLU.apply, (tensor(2, 3, 4), tensor(5, 4), tensor(5)))
     index = torch.randint(9, (4, 5))  # of 11 rows
     assert torch.autograd.gradcheck(lambda table: ChosenRows.apply(table, index), tensor(11, 3))
-    table = tensor(11, 3)
+    table, weights = tensor(11, 3).detach().bfloat16().requires_grad_(), torch.randint(8, (4, 5, 3))
     assert torch.equal(ChosenRows.apply(table, index), table[index])
+    found, expected = (torch.autograd.grad((rows * weights).sum(), table)[0]  # whole numbers, so exact
+                       for rows in (ChosenRows.apply(table, index), table[index]))
+    assert torch.equal(found, expected) and found.any()
 
 
 def test_dropout_is_shared_and_off_in_eval():

@@ -254,6 +254,32 @@ def test_held_out_families_are_never_trained_on(families_dir, tmp_path):
     assert all(torch.equal(first[key], x) for key, x in source.batch(5).items())
 
 
+def test_the_same_backbones_in_other_settings(tmp_path):
+    write_chains(tmp_path, {name: 20 for name in "ABCD"})
+    settings = PROGRAM.settings(data=str(tmp_path), holdout="B", batch_size=3, neighbors=8, seq_len=24,
+                                backbone_noise=0.0)
+    source = PROGRAM.open_source(settings)
+    exact = {b.atoms[:4].astype(np.float32).tobytes() for b in source.trained}
+    other = source.under(settings.having(neighbors=5, backbone_noise=0.5, batch_size=2))
+    here, there = source.batch(0), other.batch(0)
+    assert here["E_idx"].shape == (3, 24, 8) and there["E_idx"].shape == (2, 24, 5)
+    found = [{x[:4].numpy().tobytes() for x in batch["X"]} for batch in (here, there)]
+    assert found[0] <= exact and not found[1] & exact
+    assert other.trained is source.trained and other.held_out == {"B"}
+
+
+def test_settings_of_the_recovery_protocol_are_those_that_run(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import mpnn_recovery
+    write_chains(tmp_path, {name: 20 for name in "ABCD"})
+    base = PROGRAM.settings(**{**SMALL, "data": str(tmp_path), "holdout": "B", "seq_len": 24})
+    source = PROGRAM.open_source(base)
+    made = base.having(backbone_noise=0.4, neighbors=3, num_steps=2)
+    trainer, own = mpnn_recovery.trained(PROGRAM, made, torch.device("cpu"), source)
+    assert (own.training.backbone_noise, own.config.neighbors, trainer.step_number) == (0.4, 3, 2)
+    assert (source.training.backbone_noise, source.config.neighbors) != (0.4, 3)
+
+
 def test_recovery_and_yardsticks_by_hand():
     log_probs = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]]]).log()
     found = designs.recovery(log_probs, torch.tensor([[0, 2, -1]]))

@@ -20,8 +20,9 @@ class ChannelBias(torch.autograd.Function):
 
 
 class ChosenRows(torch.autograd.Function):
-    """Rows of table (n, c), index int64: F.embedding, whose gradient is a product here, of one-hot rows,
-    where it would be atomic additions of many rows to few. As AlphaFold 2's relpos (Algorithm 4) has it."""
+    """Rows of table (n, c), index int64: F.embedding, whose gradient in 16 bits is a product here, of one-hot
+    rows, where it would be atomic additions of many rows to few. As AlphaFold 2's relpos (Algorithm 4) has
+    it. Wider gradients are added up as ever: TF32 would round them first."""
 
     @staticmethod
     def forward(ctx, table, index):
@@ -32,6 +33,8 @@ class ChosenRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         index, = ctx.saved_tensors
+        if gradient.dtype not in (torch.bfloat16, torch.float16):
+            return torch.ops.aten.embedding_dense_backward(gradient, index, ctx.rows, -1, False), None
         columns = torch.arange(ctx.rows + -ctx.rows % 8, device=index.device)  # by 8, as GEMMs like it
         one_hot = (index.flatten()[:, None] == columns).to(gradient.dtype)
         return (one_hot.t() @ gradient.flatten(0, -2))[:ctx.rows], None

@@ -147,9 +147,9 @@ def tile(channels):
 
 def one_stride(edges):
     """edges (N, K, C), copied unless their rows lie equally far apart; and how far."""
-    if edges.stride(2) != 1 or edges.stride(0) != edges.shape[1] * edges.stride(1):
-        edges = edges.contiguous()
-    return edges, edges.stride(1)
+    if edges.stride(2) == 1 and edges.stride(0) == edges.shape[1] * edges.stride(1):
+        return edges, edges.stride(1)
+    return edges.contiguous(), edges.shape[2]
 
 
 def forward(own, edges, table, index):

@@ -2,7 +2,6 @@
 import contextlib
 import glob
 import os
-import warnings
 
 import torch
 
@@ -30,9 +29,7 @@ def ranges(named_modules, enter, leave, backward=False):
             handles += [module.register_full_backward_pre_hook(begin(name + ".backward")),
                         module.register_full_backward_hook(end)]
     try:
-        with warnings.catch_warnings():  # torch warns of a module whose input is data, which has no gradient
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
-            yield
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -19,7 +19,7 @@ MUTANTS = {  # old, new, which function shows it
     "last edges of a row": ("tl.load(starts + row + 1), tl", "tl.load(starts + row + 1) - 1, tl", "first"),
     "one neighbour for all": ("j = tl.load(index + node * K + k,", "j = tl.load(index + 0 * k,", "first"),
     "own part of the first node": ("vector(own + node * C, C)", "vector(own, C)", "first"),
-    "edges packed that lie apart": ("edges, edges.stride(1)", "edges, edges.shape[2]", "first"),
+    "edges packed that lie apart": ("return edges, edges.stride(1)", "return edges, edges.shape[2]", "first"),
     "tanh's gelu": ("return tl.where(x < 0, beyond, 1.0 - beyond),",
                     "return tl.sigmoid(1.5957691216 * (x + 0.044715 * x * x * x)),", "sum"),
 }
@@ -54,6 +54,43 @@ def test_mutants_are_caught(broken, tmp_path):
     *change, function = MUTANTS[broken]
     module = mutant(messages, *change, tmp_path)
     assert violations(*problem(torch.float32, function, *CASES["odd"], module))
+
+
+LAYOUTS = {"every second node": lambda x: torch.stack([x, x], 1).flatten(0, 1)[::2],
+           "channels apart": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+           "the first of more edges": lambda x: torch.cat([x, x], 1)[:, :x.shape[1]]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("neighbours", [1, 3])
+def test_any_layout_gives_the_same(layout, neighbours):
+    """Of tensors and of the gradient, which a sum expands; twice the same bits."""
+    torch.manual_seed(0)
+    own, edges, table, index = (torch.randn(4, 16), torch.randn(4, neighbours, 16), torch.randn(4, 16),
+                                torch.randint(4, (4, neighbours)))
+    leading, mask = messages.incoming(index, 4), torch.rand(4, neighbours)
+
+    def results(change):
+        given = [change(x).detach().requires_grad_() for x in (own, edges, table)]
+        out = messages.first_layer(*given, change(index), leading)
+        summed = messages.sum_over_neighbours(change(out), change(mask))
+        return [out, summed, *torch.autograd.grad(summed.sum(), given, retain_graph=True),
+                *torch.autograd.grad(out.sum(), given)]
+    expected = results(lambda x: x)
+    for found in (results(LAYOUTS[layout]), results(LAYOUTS[layout])):
+        assert all(map(torch.equal, found, expected))
+    plain = torch.nn.functional.gelu(own[:, None] + edges + table[index])
+    torch.testing.assert_close(expected[0], plain)
+    torch.testing.assert_close(expected[1], messages.reference_sum(plain, mask))
+
+
+def test_one_neighbour_whose_stride_means_nothing():
+    """(N, 1, C) is contiguous whatever its second stride is."""
+    edges = torch.randn(1, 4, 16).transpose(0, 1)
+    own, table, index = torch.randn(4, 16), torch.randn(2, 16), torch.tensor([[0], [1], [1], [0]])
+    assert edges.is_contiguous() and edges.stride(1) == 64
+    found = messages.first_layer(own, edges, table, index, messages.incoming(index, 2))
+    torch.testing.assert_close(found, messages.reference_first_layer(own, edges, table, index))
 
 
 def test_the_normal_distribution_is_exact():
