@@ -38,7 +38,7 @@ from fusion_lab.measuring.contest import in_words as as_text
 from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import exit_code, write_json
+from fusion_lab.training.files import UserError, exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
@@ -229,6 +229,8 @@ def run(argv=None):
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
         made = {which: make for which, make in contenders(program, now, device, amp).items()
                 if re.search(a.only, which)}
+        if not made:
+            raise UserError(f"--only {a.only}: no contender has such a name")
         rows = measure(made, batch, device, a.steps)
         result["tables"][name] = dict(rows=rows, verdict=verdict(rows))
         print("\n".join([*aligned(lines_of(name, rows)), verdict(rows)]), flush=True)

@@ -172,7 +172,7 @@ def run(argv=None):
     result["log_probs_difference"] = disagreement(a.peer, program, small, device) if a.peer else None
     failures = compare_numerics(program, small.having(dropout=0.0), device)[1]
     wrong = (result["log_probs_difference"] or 0) > TOLERANCE
-    print(f"Against the authors' code in float64: {result['log_probs_difference']}; 3x rule: "
+    print(f"Against the authors' code in float64: {result['log_probs_difference'] or 'no --peer'}; 3x rule: "
           f"{failures or 'kept'}")
     batch = program.open_source(settings).batch(0)
     for name in a.precisions:
@@ -180,6 +180,8 @@ def run(argv=None):
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
         made = {which: make for which, make in contenders(a.peer, program, now, device, amp).items()
                 if re.search(a.only, which)}
+        if not made:
+            raise UserError(f"--only {a.only}: no contender has such a name")
         rows = measure(made, batch, device, a.steps)
         result["tables"][name] = rows
         lines = [[name, "step ms (p20, p80)", "peak MB"], *([r["name"], *in_words(r)] for r in rows)]

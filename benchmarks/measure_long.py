@@ -198,12 +198,13 @@ class Measurement:
 
     def longest(self, ranks):
         """Rows of trials: up from a first guess while they fit, down while they do not, then between."""
-        asked, fits, fails = self.arguments, 0, math.inf
+        asked, fails = self.arguments, math.inf
         rows = self.launch("longest", ranks, asked.lengths[-2:], 0)
         peaks = [(row["length"] ** 2, row["peak_mb"]) for row in rows if "peak_mb" in row]
         if len(peaks) < 2:
             return rows
         (x0, y0), (x1, y1) = peaks
+        fits = max(row["length"] for row in rows)
         room = asked.limit * 1024 if asked.limit else self.result["memory_mb"]
         guess = MARGIN * math.sqrt(max((room - y0) * (x1 - x0) / (y1 - y0) + x0, x0))
         for _ in range(asked.trials):
@@ -217,7 +218,7 @@ class Measurement:
                 guess = length * 1.05 if fails is math.inf else (fits + fails) / 2
             elif row["out_of_memory"]:
                 fails = length
-                guess = length * 0.9 if not fits else (fits + fails) / 2
+                guess = (fits + fails) / 2
             else:
                 break
         return rows
@@ -265,8 +266,8 @@ def findings(rows):
             share = by_ranks[2] / by_ranks[1]
             lines.append(f"Peak at S {length} on two GPUs ({part}): {share:.2f} of one's; "
                          f"goal at 768: {GOAL}.")
-    for ranks in sorted({row["ranks"] for row in rows if row.get("trial")}):
-        tried = [row for row in rows if row.get("trial") and row["ranks"] == ranks]
+    for ranks in sorted({row["ranks"] for row in rows if row["part"] == "longest"}):
+        tried = [row for row in rows if row["part"] == "longest" and row["ranks"] == ranks]
         fit = max((row["length"] for row in tried if "peak_mb" in row), default=None)
         full = min((row["length"] for row in tried if row.get("out_of_memory")), default=None)
         lines.append(f"Longest S that trains on {ranks}: {fit or 'none of those tried'}"

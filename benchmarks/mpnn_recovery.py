@@ -7,8 +7,8 @@
 Four folds, every fourth family by name held out. In each fold every fourth family of the rest validates: all
 settings are trained without both, and validation alone chooses. The chosen one is trained again with the
 validation families, and only then is recovery on the fold's families computed, beside that of the settings
-of docs/companions.md. Writes OUT/mpnn_recovery.json after each fold. Settings that --budget (seconds) has no
-time for are left out in all folds alike, as a line says.
+of docs/companions.md. Writes OUT/mpnn_recovery.json after each fold. No setting is begun in a
+fold after its quarter of --budget (seconds); those without time are left out in all later folds alike.
 """
 import pathlib
 import sys
@@ -31,7 +31,8 @@ from proteins.designs import evaluate, pooled
 
 FOLDS = 4
 DOCUMENTED = "as documented"
-AVERAGE = dict(lr_schedule="cosine", lr_warmup_steps=30, ema_decay=0.99)
+WARMUP = 30
+AVERAGE = dict(lr_schedule="cosine", lr_warmup_steps=WARMUP, ema_decay=0.99)
 SETTINGS = {  # name: fields beside D 64, 2+2 layers, k 16, B 8, learning rate 2e-3, noise 0.1
     DOCUMENTED: {},
     "cosine, average": AVERAGE,
@@ -73,6 +74,7 @@ def chosen(program, base, held_out, validation, candidates, device, deadline):
             break
         settings = base.having(**{**SETTINGS[name], "num_steps": steps})
         found[name, steps] = recovery(*trained(program, settings, device, source), validation)[0]
+        print(f"validation, {name}, {steps} steps: {found[name, steps]:.3f}", flush=True)
     return found
 
 
@@ -118,6 +120,8 @@ def run(argv=None):
     parser.add_argument("--seed", type=whole_number(0), default=42)
     parser.add_argument("--device", default="auto")
     a = parser.parse_args(argv)
+    if min(a.steps) <= WARMUP:
+        parser.error(f"--steps: more than the {WARMUP} of the warm-up")
     program, device = load_program(ROOT / "companions" / "protein_mpnn.py"), choose_device(a.device)
     require_directory(a.out)
     data = together(a.data, a.more, a.out) if a.more else a.data

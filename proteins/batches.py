@@ -158,7 +158,7 @@ class HoldsOut:
             order = np.random.default_rng((self.training.seed, 2)).permutation(len(names))
             chosen = [names[i] for i in order[:count]]
         if len(set(chosen)) == len(names):
-            raise UserError("--holdout keeps every family out: nothing is left to train on")
+            raise UserError("every family is held out: nothing is left to train on")
         return set(chosen)
 
 

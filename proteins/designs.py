@@ -13,7 +13,7 @@ import torch
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import choose_device
-from fusion_lab.training.models import put_weights, read_weights
+from fusion_lab.training.models import put_weights, read_weights, refuse_other_sizes
 from proteins import backbones, files
 from proteins.backbones import BEST_RECOVERY, Backbone, built_in
 from proteins.batches import HoldsOut
@@ -218,6 +218,8 @@ def load_weights(model, path):
     """Weights from a checkpoint of this program, averaged if it has such, the authors' file or a bare state
     dict. Raises UserError."""
     saved = read_weights(path)
+    if isinstance(saved.get("config"), dict):
+        refuse_other_sizes(saved["config"], model.config, f"--weights {path}")
     for key in ("model_state_dict", "average", "model"):  # the authors' name; an average wins over its model
         if key in saved:
             saved = saved[key]

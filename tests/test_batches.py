@@ -230,7 +230,7 @@ def test_held_out_families_are_named_or_a_share_of_them_rounded_up():
     assert shares == {0.2: {"f5", "f8"}, 0.21: {"f5", "f6", "f8"}}  # a seed's choice stands, for --resume
     assert real(data="x", holdout_fraction=0.2, seed=2).choose_held_out(names) != shares[0.2]
     for holdout, words in (("f3,g", "--holdout g: no such family in x; there are f0, .*f7, ..."),
-                           (",".join(names), "keeps every family out")):
+                           (",".join(names), "every family is held out")):
         with pytest.raises(UserError, match=words):
             real(data="x", holdout=holdout).choose_held_out(names)
     with pytest.raises(UserError, match="there are f0, f1, f2, f3, f4, f5, f6, f7$"):

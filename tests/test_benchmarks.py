@@ -243,7 +243,7 @@ def test_real_families_looks_at_the_step_that_validation_chose():
     assert found["interval"] == [0.1, 0.6] and found["mean"] == pytest.approx(1.1 / 3)
 
 
-@pytest.mark.parametrize("longest", [1000, 1100, 1190, 2000])
+@pytest.mark.parametrize("longest", [600, 1000, 1100, 1190, 2000])
 def test_the_longest_protein_is_found_in_few_trials(longest, tmp_path):
     """The memory of two short ones promises 1159 residues; really so many fit."""
     import measure_long
@@ -262,8 +262,26 @@ def test_the_longest_protein_is_found_in_few_trials(longest, tmp_path):
     assert tried[0] == [256, 512] and len(trials) == len(tried) - 1 <= 4
     fit = max(row["length"] for row in trials if "peak_mb" in row)
     assert all(row["length"] % 8 == 0 for row in trials) and fit <= longest
-    assert fit > 0.9 * min(longest, 1159) or longest < 1100
+    assert fit > 0.9 * min(longest, 1159)
     assert any(str(fit) in line for line in measure_long.findings(rows))
+
+
+def test_the_longest_protein_is_one_that_was_no_trial():
+    import measure_long
+    rows = [dict(length=n, ranks=2, part="longest", peak_mb=n) for n in (16, 32)]
+    rows += [dict(length=64, ranks=2, part="longest", trial=True, out_of_memory=True)]
+    assert measure_long.findings(rows) == ["Longest S that trains on 2: 32; 64 does not fit."]
+    assert measure_long.findings(rows[:2]) == ["Longest S that trains on 2: 32; nothing longer was tried."]
+
+
+@pytest.mark.parametrize("program, flags, words", [
+    ("mpnn_recovery.py", "--data . --out OUT --steps 31,30", "--steps: more than the 30"),
+    ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
+                         "--seq-len 16 --batch-size 1 --only nothing", "--only nothing: no contender")])
+def test_what_benchmarks_refuse(program, flags, words, tmp_path):
+    done = run(program, *(str(tmp_path) if flag == "OUT" else flag for flag in flags.split()))
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_table_of_long_proteins_compares_with_one_gpu():

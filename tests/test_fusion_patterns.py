@@ -33,7 +33,7 @@ SPILLS = dict(kernel="k", spills=7, occupancy=0.25)
 
 @pytest.mark.parametrize("found, expected", [
     (result(plain=4.0, compiled=3.9, library=4.1), (
-        "DON'T", "nothing is beyond noise: compiled 1.03x plain")),
+        "DON'T", "nothing is faster beyond noise: compiled 1.03x plain")),
     (result(plain=4.0, compiled=2.0, library=3.0), ("FUSE", "compiled, 2.00x plain, library 1.33x plain")),
     (result(plain=4.0, compiled=2.0, ours=1.0), ("FUSE", "ours, 4.00x plain")),
     (result(plain=4.0, compiled=2.0, library=1.9), ("LIBRARY", "2.11x plain, compiled 2.00x plain")),
@@ -42,7 +42,7 @@ SPILLS = dict(kernel="k", spills=7, occupancy=0.25)
     (result(plain=4.0, library=2.0), ("LIBRARY", "2.00x plain")),
     (result(plain=4.0), ("DON'T", "nothing to compare")),
     (result([SPILLS], plain=4.0, ours=8.0), (
-        "DON'T", "nothing is beyond noise: ours 0.50x plain; k has 7 spills, occupancy 25%")),
+        "DON'T", "nothing is faster beyond noise: ours 0.50x plain; k has 7 spills, occupancy 25%")),
     (result([SPILLS], plain=4.0, ours=1.0), ("FUSE", "ours, 4.00x plain")),
 ])
 def test_verdicts_by_hand(found, expected):
@@ -169,7 +169,7 @@ def test_half_of_a_processor_s_warps_is_enough():
     for share, words in ((0.5, ""), (0.49, "; k has 0 spills, occupancy 49%")):
         kernel = dict(kernel="k", spills=0, occupancy=share)
         assert patterns.verdict(result([kernel], plain=4.0, ours=4.0))[1] == (
-            f"nothing is beyond noise: ours 1.00x plain{words}")
+            f"nothing is faster beyond noise: ours 1.00x plain{words}")
 
 
 @pytest.mark.parametrize("name", fusion_patterns.PATTERNS)

@@ -349,6 +349,9 @@ def test_averaged_weights_are_those_to_design_with(tmp_path):
         expected = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     assert all(torch.equal(expected[name], p) for name, p in loaded.state_dict().items())
     assert not torch.equal(expected["W_e.weight"], trainer.model.W_e.weight)
+    other = PROGRAM.model(settings.having(neighbors=7, dropout=0.2, seq_len=99).model, settings.fusion)
+    with pytest.raises(UserError, match="for another model; to use it, pass --neighbors 5$"):  # in no shape
+        designs.load_weights(other, tmp_path / "run.pt")
 
 
 @pytest.mark.slow

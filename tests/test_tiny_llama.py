@@ -139,8 +139,9 @@ def test_checkpoints_of_others_load(reference, tmp_path):
     del state["model.norm.weight"]
     torch.save(state, tmp_path / "model.pt")
     torch.save([1, 2], tmp_path / "list.pt")
+    torch.save(dict(format="TinyLlama checkpoint 1", model=state), tmp_path / "run.pt")
     for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file"),
-                        ("list.pt", "no named weights")):
+                        ("list.pt", "no named weights"), ("run.pt", "checkpoints .* --init-from")):
         with pytest.raises(UserError, match=words):
             PROGRAM.trainer(PROGRAM, settings.having(weights=str(tmp_path / name)), CPU)
 

@@ -247,5 +247,5 @@ def verdict(result):
         return "FUSE", f"{best}, {gain(fused[best])}{beside}{said}"
     if helps:
         return "LIBRARY", gain(library) + (f", {best} {gain(fused[best])}" if best else "") + said
-    return "DON'T", (f"nothing is beyond noise: {best} {gain(fused[best])}" if best else
+    return "DON'T", (f"nothing is faster beyond noise: {best} {gain(fused[best])}" if best else
                      "nothing to compare") + said

@@ -63,16 +63,22 @@ def read_model(path, program):
 def load_weights(trainer, path, source):
     """Let a new run begin with the weights of a checkpoint, averaged if it has such, or of a model file.
     Raises UserError."""
-    saved, now = read_model(path, trainer.program), sizes(trainer.settings.model)
-    different = [f"{flag(name)} {value}" for name, value in sizes(saved.config).items() if value != now[name]]
-    if different:
-        raise UserError(f"--init-from {path}: made for another model; to use it, pass {' '.join(different)}")
+    saved = read_model(path, trainer.program)
+    refuse_other_sizes(sizes(saved.config), trainer.settings.model, f"--init-from {path}")
     checkpoints.refuse_leaks(saved.card, source, f"--init-from {path}")
     checkpoints.put(trainer, dict(saved.weights))
     trainer.average = average(trainer.updated, trainer.training.ema_decay)
     for name in ("trained_on", "chosen_by"):
         setattr(trainer, name, set(saved.card.get(name) or ()))
     print(f"Begins with the weights of {path}")
+
+
+def refuse_other_sizes(made, config, what):
+    """UserError, with the flags that fit, where made, {name: value}, is not of a model like config."""
+    different = [f"{flag(name)} {made[name]}" for name, value in sizes(config).items()
+                 if made.get(name, value) != value]
+    if different:
+        raise UserError(f"{what}: made for another model; to use it, pass {' '.join(different)}")
 
 
 def config_in(saved, program):
@@ -135,6 +141,9 @@ def read_weights(path):
 
 def put_weights(model, weights, path):
     """Load what read_weights() found into a model. Raises UserError."""
+    if isinstance(weights, dict) and isinstance(weights.get("format"), str):
+        raise UserError(f"--weights {path}: holds more than weights ({weights['format'][:60]!r}): "
+                        "checkpoints of this program go to --init-from")
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
