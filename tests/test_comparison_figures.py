@@ -227,6 +227,9 @@ def test_details_name_what_is_within_noise(capsys):
     assert capsys.readouterr().out.splitlines() == [
         *aligned(table(few["variants"])), "", *aligned(detail_table(few["variants"])), "",
         *headline(few["variants"], None, "gpu_kernels")]
+    for share in (1.0, 1.01):  # of what the machine can, which was measured while it was busy, then
+        print_details(dict(few, variants=[dict(before, mfu=share), dict(rows[2], mfu=9.0)]))
+        assert ("MFU above 100%" in capsys.readouterr().out) == (share > 1)
 
 
 def test_the_live_table_prints_every_row_once(monkeypatch, capsys):
