@@ -71,7 +71,7 @@ def test_contenders_warm_up_alone_and_race_in_turn(monkeypatch):
         return contest.Contender(name, lambda: types.SimpleNamespace(step=step), "batch", torch.device("cpu"))
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(now)))
     slow, fast = contender("slow", 5), contender("fast", 2)
-    assert steps == [("slow", "batch")] * 3 + [("fast", "batch")] * 3
+    assert steps == [("slow", "batch")] * 4 + [("fast", "batch")] * 4
     assert fast.row == dict(name="fast", loss=2.0, peak_mb=None)
     del steps[:]
     assert fast.step("other") == 2 and steps.pop() == ("fast", "other")

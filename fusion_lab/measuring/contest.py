@@ -1,4 +1,6 @@
 """Trainers of different makes side by side: each alone for its peak memory, then in turn for the times."""
+import gc
+
 import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
@@ -10,8 +12,8 @@ WARMUP_STEPS = 3
 class Contender:
     """What make() gives, warm after three steps; its row {name, peak_mb, loss, then p20, median, p80 in s}.
 
-    peak_mb (None on a CPU) is all it needs beside what was there before: weights, optimizer, and on a stream
-    of its own also the workspaces that libraries keep for every stream, like those a CUDA graph holds.
+    peak_mb (None on a CPU) is all that a step needs beside what was there before: weights, optimizer, and on
+    a stream of its own also the workspaces that libraries keep for every stream, as a CUDA graph holds them.
     """
 
     def __init__(self, name, make, batch, device):
@@ -19,16 +21,18 @@ class Contender:
         on_gpu = device.type == "cuda"
         self.stream, self.timer, before = torch.cuda.Stream(device) if on_gpu else None, PhaseTimer(device), 0
         if on_gpu:
+            gc.collect()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
         with torch.cuda.stream(self.stream):
             self.made = make()
             for _ in range(WARMUP_STEPS):
-                loss = self.made.step(batch).item()
-        self.row = dict(name=name, loss=loss, peak_mb=None)
+                self.made.step(batch).item()
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            self.row = dict(name=name, loss=self.made.step(batch).item(), peak_mb=None)
         if on_gpu:
-            graph = getattr(self.made, "graph", None)  # whose capture starts the allocator's peak anew
+            graph = getattr(self.made, "graph", None)  # whose memory is that of its capture
             peak = max(torch.cuda.max_memory_allocated(), graph.peak if graph else 0)
             self.row["peak_mb"] = (peak - before) / MEGABYTE
 
