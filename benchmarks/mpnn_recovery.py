@@ -35,11 +35,11 @@ WARMUP = 30
 AVERAGE = dict(lr_schedule="cosine", lr_warmup_steps=WARMUP, ema_decay=0.99)
 SETTINGS = {  # name: fields beside D 64, 2+2 layers, k 16, B 8, learning rate 2e-3, noise 0.1
     DOCUMENTED: {},
+    "cosine, average, noise 0.02": {**AVERAGE, "backbone_noise": 0.02},
     "cosine, average": AVERAGE,
-    "cosine, average, noise 0.3, dropout 0.3": {**AVERAGE, "backbone_noise": 0.3, "dropout": 0.3},
-    "cosine, average, noise 0.5": {**AVERAGE, "backbone_noise": 0.5},
     "cosine, average, dropout 0.3": {**AVERAGE, "dropout": 0.3},
-    "cosine, average, noise 0.5, dropout 0.3": {**AVERAGE, "backbone_noise": 0.5, "dropout": 0.3},
+    "cosine, average, noise 0.02, dropout 0.3": {**AVERAGE, "backbone_noise": 0.02, "dropout": 0.3},
+    "cosine, average, noise 0.3": {**AVERAGE, "backbone_noise": 0.3},
     "cosine, average, weight decay 0.3": {**AVERAGE, "weight_decay": 0.3},
 }
 SIZES = dict(hidden_dim=64, num_layers=2, neighbors=16, batch_size=8, learning_rate=2e-3, backbone_noise=0.1)
