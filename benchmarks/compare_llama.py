@@ -33,12 +33,11 @@ import torch
 import torch.nn.functional as F
 
 from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.measuring.contest import Contender, race
-from fusion_lab.measuring.contest import in_words as as_text
+from fusion_lab.measuring.contest import Contender, cells, named, race
 from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, exit_code, write_json
+from fusion_lab.training.files import exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
@@ -195,7 +194,7 @@ def lines_of(name, rows):
             lines.append([r["name"], r["reason"]])
             continue
         attention = next((k for k in r["kernels"] if re.search("flash|attn|fmha", k.lower())), "")
-        lines.append([r["name"], *as_text(r), str(sum(r["kernels"].values()) or ""), attention[:40]])
+        lines.append([r["name"], *cells(r), str(sum(r["kernels"].values()) or ""), attention[:40]])
     return lines
 
 
@@ -227,10 +226,7 @@ def run(argv=None):
     for name in a.precisions:
         amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
-        made = {which: make for which, make in contenders(program, now, device, amp).items()
-                if re.search(a.only, which)}
-        if not made:
-            raise UserError(f"--only {a.only}: no contender has such a name")
+        made = named(contenders(program, now, device, amp), a.only)
         rows = measure(made, batch, device, a.steps)
         result["tables"][name] = dict(rows=rows, verdict=verdict(rows))
         print("\n".join([*aligned(lines_of(name, rows)), verdict(rows)]), flush=True)

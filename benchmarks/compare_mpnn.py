@@ -12,7 +12,6 @@ bfloat16 (autocast; ours with master weights) are separate tables, each row with
 optimizer, libraries' workspaces. Writes OUT/mpnn.json. Exit code 1 if numbers disagree.
 """
 import pathlib
-import re
 import sys
 import types
 from dataclasses import replace
@@ -28,7 +27,7 @@ interrupts.quiet(__name__)
 import torch
 
 from fusion_lab.measuring.accuracy import compare_numerics
-from fusion_lab.measuring.contest import Contender, in_words, race
+from fusion_lab.measuring.contest import Contender, cells, named, race
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, exit_code, write_json
@@ -172,19 +171,16 @@ def run(argv=None):
     result["log_probs_difference"] = disagreement(a.peer, program, small, device) if a.peer else None
     failures = compare_numerics(program, small.having(dropout=0.0), device)[1]
     wrong = (result["log_probs_difference"] or 0) > TOLERANCE
-    print(f"Against the authors' code in float64: {result['log_probs_difference'] or 'no --peer'}; 3x rule: "
-          f"{failures or 'kept'}")
+    found = result["log_probs_difference"] if a.peer else "no --peer"
+    print(f"Against the authors' code in float64: {found}; 3x rule: {failures or 'kept'}")
     batch = program.open_source(settings).batch(0)
     for name in a.precisions:
         amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
-        made = {which: make for which, make in contenders(a.peer, program, now, device, amp).items()
-                if re.search(a.only, which)}
-        if not made:
-            raise UserError(f"--only {a.only}: no contender has such a name")
+        made = named(contenders(a.peer, program, now, device, amp), a.only)
         rows = measure(made, batch, device, a.steps)
         result["tables"][name] = rows
-        lines = [[name, "step ms (p20, p80)", "peak MB"], *([r["name"], *in_words(r)] for r in rows)]
+        lines = [[name, "step ms (p20, p80)", "peak MB"], *([r["name"], *cells(r)] for r in rows)]
         print("\n".join(aligned(lines)), flush=True)
         pathlib.Path(a.out).mkdir(parents=True, exist_ok=True)
         write_json(pathlib.Path(a.out) / "mpnn.json", result)

@@ -51,7 +51,8 @@ class MpnnSwitches(Switches):
     enable_aggregate_fusion: bool = option(
         True, "the last layer of a message after the sum over neighbours", preset=True)
     enable_edge_fusion: bool = option(
-        True, "edges projected once for all decoder layers, offsets with distances", preset=True)
+        True, "edges projected for all decoder layers in one GEMM; the embedding of residues' offset folded "
+        "into the first GEMM of edges", preset=True)
     enable_bucketing: bool = option(
         False, f"samples padded to {', '.join(map(str, BUCKETS))} residues, the next, not to --seq-len; "
         "a CUDA graph for each length", preset=True, rung=4)

@@ -78,8 +78,8 @@ def test_contenders_warm_up_alone_and_race_in_turn(monkeypatch):
     contest.race([slow, fast], "new", 3)  # an untimed step, then a timed one
     assert steps == [(name, "new") for name in ("slow", "slow", *["fast"] * 4, *["slow"] * 4, "fast", "fast")]
     assert [(row["p20"], row["median"], row["p80"]) for row in (slow.row, fast.row)] == [(6,) * 3, (3,) * 3]
-    assert contest.in_words(dict(slow.row, p20=4.004, p80=7.0)) == ("6000.00 (4004.00, 7000.00)", "n/a")
-    assert contest.in_words(dict(fast.row, peak_mb=9.6))[1] == "10"
+    assert contest.cells(dict(slow.row, p20=4.004, p80=7.0)) == ("6000.00 (4004.00, 7000.00)", "n/a")
+    assert contest.cells(dict(fast.row, peak_mb=9.6))[1] == "10"
     contest.race([], "new", 3)
 
 

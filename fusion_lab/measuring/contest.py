@@ -1,9 +1,11 @@
 """Trainers of different makes side by side: each alone for its peak memory, then in turn for the times."""
 import gc
+import re
 
 import torch
 
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import MEGABYTE
 
 WARMUP_STEPS = 3
@@ -51,6 +53,15 @@ class Contender:
             self.stream.synchronize()
 
 
+def named(made, only):
+    """Of made, {name: what makes a contender}, those whose names the regular expression finds; UserError if
+    it finds none."""
+    found = {name: make for name, make in made.items() if re.search(only, name)}
+    if not found:
+        raise UserError(f"--only {only}: no contender has such a name")
+    return found
+
+
 def race(contenders, batch, steps):
     """Fill their rows with times of so many steps; each round begins with another one."""
     for number in range(steps if contenders else 0):
@@ -62,7 +73,7 @@ def race(contenders, batch, steps):
         contender.row.update(zip(("p20", "median", "p80"), found, strict=True))
 
 
-def in_words(row):
+def cells(row):
     """(ms with quantiles, MB) of a row, as text."""
     times = "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * row[k] for k in ("median", "p20", "p80")))
     return times, "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"
