@@ -19,7 +19,7 @@ MUTANTS = {
     "ReLU's derivative ignored": ("tl.where(h > 0, dh, 0.0)", "dh"),
     "residual's gradient forgotten": ("if ADD:", "if False:"),
     "sums of the first program alone": ("add_up(parts, sums)", "sums.copy_(parts[0])"),
-    "bias gradients exchanged": ("sums + 2 * C + c, tl.sum(dout", "sums + C + c, tl.sum(dout"),
+    "bias gradients exchanged": ("dnorm_bias, db2, db1 = sums", "db2, dnorm_bias, db1 = sums"),
     "eps as an afterthought": ("len(w1), eps, ADD", "len(w1), 2 * eps + 0.01, ADD"),
 }
 
