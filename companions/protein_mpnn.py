@@ -160,10 +160,10 @@ class Messages(nn.Module):
 
     def message(self, h_V, h_E, table, graph, projected=None):
         """(B, L, D), the sum over neighbours."""
-        x = self.W2(first_layer(self.W1, h_V, h_E, table, graph, self.split, projected))  # (B, L, k, D)
+        x = first_layer(self.W1, h_V, h_E, table, graph, self.split, projected)  # (B, L, k, D)
         if graph.leading:
-            return self.third_layer(triton.sum_over_neighbours(x, graph.attends[..., 0]), graph)
-        x = F.gelu(x)
+            return self.third_layer(triton.linear_gelu_sum(x, self.W2, graph.attends[..., 0]), graph)
+        x = F.gelu(self.W2(x))
         if self.aggregate:
             return self.third_layer((graph.attends * x).sum(2), graph)
         return (graph.attends * self.W3(x)).sum(2) / SCALE
@@ -191,7 +191,7 @@ class EncLayer(Messages):
         """h_V (B, L, D), h_E (B, L, k, D), graph into n residues, mask (B, L)."""
         h_V = self.update(h_V, self.message(h_V, h_E, h_V.flatten(0, 1), graph), mask)
         x = first_layer(self.W11, h_V, h_E, h_V.flatten(0, 1), graph, self.split)
-        x = self.W13(F.gelu(self.W12(x)))
+        x = self.W13(triton.linear_gelu(x, self.W12) if graph.leading else F.gelu(self.W12(x)))
         return h_V, self.norm3(h_E + self.dropout(x))
 
 

@@ -301,12 +301,15 @@ def test_messages_are_flat(handed):
     kernels = sys.modules["fusion_lab.kernels.messages"]
     assert triton.incoming(index, 6).shape == (6,)
     is_given(handed["incoming"], index.view(6, 5), 6)
-    answers, given = iter([torch.zeros(6, 5, 1), torch.zeros(6, 1)]), []
-    kernels.first_layer = kernels.sum_over_neighbours = lambda *found: given.append(found) or next(answers)
+    layer, answers, given = nn.Linear(1, 1), iter([torch.zeros(6, 5, 1)] * 2 + [torch.zeros(6, 1)]), []
+    kernels.first_layer = kernels.biased_gelu = kernels.sum_over_neighbours = (
+        lambda *found: given.append(found) or next(answers))
     assert triton.message_layer(own, edges, table, index, "leading").shape == edges.shape
     is_given(given[0], own.view(6, 1), edges.view(6, 5, 1), table, index.view(6, 5), "leading")
-    assert triton.sum_over_neighbours(edges, mask).shape == own.shape
-    is_given(given[1], edges.view(6, 5, 1), mask.view(6, 5))
+    assert triton.linear_gelu(edges, layer).shape == edges.shape
+    is_given(given[1], edges.view(6, 5, 1) * layer.weight[0], layer.bias)
+    assert triton.linear_gelu_sum(edges, layer, mask).shape == own.shape
+    is_given(given[2], edges.view(6, 5, 1) * layer.weight[0], layer.bias, mask.view(6, 5))
 
 
 # --- Small things of training -----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
-UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory holds -1.7e38, no earlier result
+UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
 IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "check_transition",
                 "check_ultra_block"}
 
@@ -118,7 +118,8 @@ def neighbours(channels, count, nodes=100):
     c, index = channels, torch.zeros(nodes, count, dtype=torch.int64)
     edges = messages.first_layer(empty(nodes, c), empty(nodes, count, c), empty(2 * nodes, c), index,
                                  messages.incoming(index, 2 * nodes))
-    messages.sum_over_neighbours(edges, torch.ones(index.shape)).sum().backward()
+    edges = messages.biased_gelu(edges, empty(c))
+    messages.sum_over_neighbours(edges, empty(c), torch.ones(index.shape)).sum().backward()
 
 
 def block(hidden, length):

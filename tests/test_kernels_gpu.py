@@ -41,6 +41,7 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "sub-layer, MSA rows": (layers, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),
     "sub-layer, columns of one row": (layers, lambda S: (1, 1, S, 64, 4, 1, None, False, True, None)),
     "messages, first layer": (messages, lambda S: ("first", S, 48, 2 * S, 128)),
+    "messages, GELU": (messages, lambda S: ("gelu", S, 37, 1, 64)),
     "messages, sum": (messages, lambda S: ("sum", S, 37, 1, 64)),
     "outer product": (outer, lambda S: (1, 64, S, 32, 128, True, True)),
     "outer product, odd": (outer, lambda S: (2, 37, S, 32, 64, False, False)),

@@ -2,10 +2,13 @@
 derivatives. Each reads what is as wide as the edges once and writes at most one such tensor.
 
     first_layer: g_ik = gelu(own_i + edges_ik + table[index_ik])
-    sum_over_neighbours: out_i = sum over k of mask_ik gelu(y_ik)
+    biased_gelu: g_ik = gelu(y_ik + bias)
+    sum_over_neighbours: out_i = sum over k of mask_ik gelu(y_ik + bias)
 
-own, out (N, C); edges, g, y (N, K, C); table (R, C); index (N, K) int64; mask (N, K). The first layer of a
-message [own; edge; neighbour] is a sum of three, which come projected by the BLAS library.
+own, out (N, C); edges, g, y (N, K, C); bias (C,); table (R, C); index (N, K) int64; mask (N, K). The first
+layer of a message [own; edge; neighbour] is a sum of three, which come projected by the BLAS library. Later
+layers' biases are added here: in the product they cost it half of its time again, and their gradients another
+reading of all edges.
 
 The gradient of table is a sum over the edges that lead to a row: `incoming` sorts them once for all layers of
 one graph, so that the sum has one order and no atomic additions. Float32 within. Kept for backward are the
@@ -41,9 +44,14 @@ def reference_first_layer(own, edges, table, index):
     return F.gelu(own[:, None] + edges + table[index])
 
 
-def reference_sum(y, mask):
+def reference_gelu(y, bias):
     """The same in plain PyTorch."""
-    return (mask[:, :, None] * F.gelu(y)).sum(1)
+    return F.gelu(y + bias)
+
+
+def reference_sum(y, bias, mask):
+    """The same in plain PyTorch."""
+    return (mask[:, :, None] * F.gelu(y + bias)).sum(1)
 
 
 @triton.jit
@@ -105,23 +113,47 @@ def message_first_backward_kernel(gradient, own, edges, table, index, dx_out, do
 
 
 @triton.jit
-def message_sum_kernel(y, mask, out, K, C: tl.constexpr, BE: tl.constexpr):
-    node, acc = tl.program_id(0).to(tl.int64), tl.zeros((BE, C), tl.float32)
-    for k0 in range(0, K, BE):
-        k = k0 + tl.arange(0, BE)
-        m = tl.load(mask + node * K + k, mask=k < K, other=0.0).to(tl.float32)
-        acc += m[:, None] * gelu(rows(y, node * K + k, node * K + K, C).to(tl.float32))
-    tl.store(out + node * C + tl.arange(0, C), tl.sum(acc, 0).to(out.dtype.element_ty))
+def biased(y, bias, node, k, K, C: tl.constexpr):
+    """Edges k (BE,) of a node in y + bias, (BE, C) float32."""
+    return rows(y, node * K + k, node * K + K, C).to(tl.float32) + vector(bias, C)
 
 
 @triton.jit
-def message_sum_backward_kernel(gradient, y, mask, dy, K, C: tl.constexpr, BE: tl.constexpr):
-    node = tl.program_id(0).to(tl.int64)
+def present(mask, node, k, K):
+    """The mask of edges k of a node, (BE, 1) float32."""
+    return tl.load(mask + node * K + k, mask=k < K, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def message_gelu_kernel(y, bias, mask, out, K, SUM: tl.constexpr, C: tl.constexpr, BE: tl.constexpr):
+    """SUM: out (N, C), masked and added up; otherwise (N, K, C), and no mask."""
+    node, acc = tl.program_id(0).to(tl.int64), tl.zeros((BE, C), tl.float32)
     for k0 in range(0, K, BE):
         k = k0 + tl.arange(0, BE)
-        m = tl.load(mask + node * K + k, mask=k < K, other=0.0).to(tl.float32)
-        d = m[:, None] * slope(rows(y, node * K + k, node * K + K, C).to(tl.float32))
-        store_rows(dy, node * K + k, node * K + K, d * vector(gradient + node * C, C), C)
+        g = gelu(biased(y, bias, node, k, K, C))
+        if SUM:
+            acc += present(mask, node, k, K) * g
+        else:
+            store_rows(out, node * K + k, node * K + K, g, C)
+    if SUM:
+        tl.store(out + node * C + tl.arange(0, C), tl.sum(acc, 0).to(out.dtype.element_ty))
+
+
+@triton.jit
+def message_gelu_backward_kernel(gradient, y, bias, mask, dy, parts, K, SUM: tl.constexpr, C: tl.constexpr,
+                                 BE: tl.constexpr):
+    """gradient as out above; parts (N, C): of the gradient of bias."""
+    node, acc = tl.program_id(0).to(tl.int64), tl.zeros((BE, C), tl.float32)
+    for k0 in range(0, K, BE):
+        k = k0 + tl.arange(0, BE)
+        d = slope(biased(y, bias, node, k, K, C))
+        if SUM:
+            d *= present(mask, node, k, K) * vector(gradient + node * C, C)
+        else:
+            d *= rows(gradient, node * K + k, node * K + K, C).to(tl.float32)
+        store_rows(dy, node * K + k, node * K + K, d, C)
+        acc += d
+    tl.store(parts + node * C + tl.arange(0, C), tl.sum(acc, 0))
 
 
 @triton.jit
@@ -185,24 +217,28 @@ def to_table_sizes(dx, order, starts):
     return dx.new_empty(starts.shape[0] - 1, dx.shape[-1])
 
 
-def add(y, mask):
-    out = add_sizes(y)
-    start(message_sum_kernel, (len(out),), y, mask, out, y.shape[1], **tile(y.shape[2]))
+def activate(y, bias, mask):
+    """gelu(y + bias); with a mask its sum."""
+    out = activate_sizes(y, bias, mask)
+    start(message_gelu_kernel, (len(y),), y, bias, mask, out, y.shape[1], SUM=mask is not None,
+          **tile(y.shape[2]))
     return out
 
 
-def add_sizes(y, *_):
-    return y.new_empty(y.shape[0], y.shape[2])
+def activate_sizes(y, bias, mask):
+    return y.new_empty(y.shape if mask is None else (y.shape[0], y.shape[2]))
 
 
-def add_backward(gradient, y, mask):
-    dy = add_backward_sizes(gradient, y)
-    start(message_sum_backward_kernel, (len(y),), gradient, y, mask, dy, y.shape[1], **tile(y.shape[2]))
-    return dy
+def activate_backward(gradient, y, bias, mask):
+    """Gradient of y, and parts (N, C) of that of bias."""
+    found = activate_backward_sizes(gradient, y)
+    start(message_gelu_backward_kernel, (len(y),), gradient, y, bias, mask, *found, y.shape[1],
+          SUM=mask is not None, **tile(y.shape[2]))
+    return found
 
 
-def add_backward_sizes(gradient, y, *_):
-    return y.new_empty(y.shape)
+def activate_backward_sizes(gradient, y, *_):
+    return y.new_empty(y.shape), y.new_empty(y.shape[0], y.shape[2], dtype=torch.float32)
 
 
 INPUTS = "Tensor own, Tensor edges, Tensor table, Tensor index"
@@ -211,9 +247,9 @@ FIRST_BACKWARD_OP = operation(f"message_first_backward(Tensor gradient, {INPUTS}
                               backward, backward_sizes)
 TABLE_OP = operation("message_table(Tensor dx, Tensor order, Tensor starts) -> Tensor", to_table,
                      to_table_sizes)
-SUM_OP = operation("message_sum(Tensor y, Tensor mask) -> Tensor", add, add_sizes)
-SUM_BACKWARD_OP = operation("message_sum_backward(Tensor gradient, Tensor y, Tensor mask) -> Tensor",
-                            add_backward, add_backward_sizes)
+GELU_OP = operation("message_gelu(Tensor y, Tensor bias, Tensor? mask) -> Tensor", activate, activate_sizes)
+GELU_BACKWARD_OP = operation("message_gelu_backward(Tensor gradient, Tensor y, Tensor bias, Tensor? mask) -> "
+                             "(Tensor, Tensor)", activate_backward, activate_backward_sizes)
 
 
 class FirstLayer(torch.autograd.Function):
@@ -231,17 +267,19 @@ class FirstLayer(torch.autograd.Function):
         return down, dx, TABLE_OP(dx, order, starts), None, None, None
 
 
-class Sum(torch.autograd.Function):
-    """sum_over_neighbours() with its derivative."""
+class Gelu(torch.autograd.Function):
+    """biased_gelu() and sum_over_neighbours() with their derivative."""
 
     @staticmethod
-    def forward(ctx, y, mask):
-        ctx.save_for_backward(y, mask)
-        return SUM_OP(y, mask)
+    def forward(ctx, y, bias, mask):
+        ctx.save_for_backward(y, bias, mask)
+        return GELU_OP(y, bias, mask)
 
     @staticmethod
     def backward(ctx, gradient):
-        return SUM_BACKWARD_OP(gradient.contiguous(), *ctx.saved_tensors), None
+        y, bias, mask = ctx.saved_tensors
+        dy, parts = GELU_BACKWARD_OP(gradient.contiguous(), y, bias, mask)
+        return dy, parts.sum(0).to(bias.dtype), None
 
 
 def first_layer(own, edges, table, index, leading):
@@ -249,6 +287,11 @@ def first_layer(own, edges, table, index, leading):
     return FirstLayer.apply(own.contiguous(), edges, table.contiguous(), index.contiguous(), *leading)
 
 
-def sum_over_neighbours(y, mask):
+def biased_gelu(y, bias):
+    """(N, K, C)."""
+    return Gelu.apply(y.contiguous(), bias.contiguous(), None)
+
+
+def sum_over_neighbours(y, bias, mask):
     """(N, C); mask has no gradient."""
-    return Sum.apply(y.contiguous(), mask.contiguous())
+    return Gelu.apply(y.contiguous(), bias.contiguous(), mask.contiguous())

@@ -4,6 +4,7 @@ Kernels are imported where they are called, by statements that torch.compile can
 asked the function beside it first.
 """
 import torch
+import torch.nn.functional as F
 
 from fusion_lab.kernels.attention import TRITON_DTYPES, triton_attends
 from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, SWITCH, takes, takes_bias
@@ -47,10 +48,18 @@ def message_layer(own, edges, table, index, leading):
                                leading).view(edges.shape)
 
 
-def sum_over_neighbours(y, mask):
-    """Sum over K of mask (..., K) gelu(y (..., K, c))."""
+def linear_gelu(x, layer):
+    """gelu(layer(x)) of edges (..., K, c)."""
     from fusion_lab.kernels import messages as kernels
-    summed = kernels.sum_over_neighbours(y.flatten(0, -3), mask.flatten(0, -2))
+    y = F.linear(x, layer.weight)
+    return kernels.biased_gelu(y.flatten(0, -3), layer.bias).view(y.shape)
+
+
+def linear_gelu_sum(x, layer, mask):
+    """Sum over K of mask (..., K) gelu(layer(x)), of edges x (..., K, c)."""
+    from fusion_lab.kernels import messages as kernels
+    y = F.linear(x, layer.weight)
+    summed = kernels.sum_over_neighbours(y.flatten(0, -3), layer.bias, mask.flatten(0, -2))
     return summed.view(*mask.shape[:-1], -1)
 
 

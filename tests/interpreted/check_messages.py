@@ -13,8 +13,13 @@ from fusion_lab.training.program import load_program
 CASES = {"odd": (5, 131, 7, 16), "whole tiles": (6, 16, 9, 256), "more rows than nodes": (3, 20, 40, 128)}
 MUTANTS = {  # old, new, which function shows it
     "no density in the slope": ("return share + x * density", "return share", "first"),
-    "mask forgotten in backward": ("d = m[:, None] * slope", "d = slope", "sum"),
-    "mask forgotten in forward": ("acc += m[:, None] * gelu", "acc += gelu", "sum"),
+    "mask forgotten in backward": ("d *= present(mask, node, k, K) * vector", "d *= vector", "sum"),
+    "mask forgotten in forward": ("acc += present(mask, node, k, K) * g", "acc += g", "sum"),
+    "bias forgotten": ("K + K, C).to(tl.float32) + vector(bias, C)", "K + K, C).to(tl.float32)", "gelu"),
+    "bias forgotten in backward": ("d = slope(biased(y, bias, node, k, K, C))",
+                                   "d = slope(biased(y, bias, node, k, K, C) - vector(bias, C))", "gelu"),
+    "bias gradient of the last tile": ("acc += d\n", "acc = d\n", "gelu"),
+    "bias gradient of one node": ("parts.sum(0)", "parts[0]", "sum"),
     "last tile dropped": ("for k0 in range(0, K, BE):", "for k0 in range(0, K - BE, BE):", "sum"),
     "last edges of a row": ("tl.load(starts + row + 1), tl", "tl.load(starts + row + 1) - 1, tl", "first"),
     "one neighbour for all": ("j = tl.load(index + node * K + k,", "j = tl.load(index + 0 * k,", "first"),
@@ -34,16 +39,20 @@ def problem(dtype, function, nodes, neighbours, table_rows, channels, module=mes
     mask = torch.ones(nodes, neighbours)
     mask[-1, neighbours // 2:] = 0
     edges = torch.randn(nodes, neighbours, 2 * c).to(dtype)  # of which the second half: rows that lie apart
+    bias = torch.randn(c).to(dtype)
+    if function == "gelu":
+        return (lambda y, bias: module.biased_gelu(y[..., c:], bias),
+                lambda y, bias: messages.reference_gelu(y[..., c:], bias), [edges, bias])
     if function == "sum":
-        return (lambda y: module.sum_over_neighbours(y[..., c:], mask),
-                lambda y: messages.reference_sum(y[..., c:], mask.to(y.dtype)), [edges])
+        return (lambda y, bias: module.sum_over_neighbours(y[..., c:], bias, mask),
+                lambda y, bias: messages.reference_sum(y[..., c:], bias, mask.to(y.dtype)), [edges, bias])
     nodes, table = (2 * torch.randn(size, c).to(dtype) for size in (nodes, table_rows))
     return (lambda own, edges, table: module.first_layer(own, edges[..., c:], table, index, leading),
             lambda own, edges, table: messages.reference_first_layer(own, edges[..., c:], table, index),
             [nodes, edges, table])
 
 
-@pytest.mark.parametrize("function", ["first", "sum"])
+@pytest.mark.parametrize("function", ["first", "gelu", "sum"])
 @pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_forward_and_gradients(function, case, dtype):
     assert not violations(*problem(dtype, function, *CASES[case]))
@@ -66,14 +75,15 @@ LAYOUTS = {"every second node": lambda x: torch.stack([x, x], 1).flatten(0, 1)[:
 def test_any_layout_gives_the_same(layout, neighbours):
     """Of tensors and of the gradient, which a sum expands; twice the same bits."""
     torch.manual_seed(0)
-    own, edges, table, index = (torch.randn(4, 16), torch.randn(4, neighbours, 16), torch.randn(4, 16),
-                                torch.randint(4, (4, neighbours)))
-    leading, mask = messages.incoming(index, 4), torch.rand(4, neighbours)
+    own, edges, table, bias = (torch.randn(4, 16), torch.randn(4, neighbours, 16), torch.randn(4, 16),
+                               torch.randn(16))
+    index, mask = torch.randint(4, (4, neighbours)), torch.rand(4, neighbours)
+    leading = messages.incoming(index, 4)
 
     def results(change):
         given = [change(x).detach().requires_grad_() for x in (own, edges, table)]
         out = messages.first_layer(*given, change(index), leading)
-        summed = messages.sum_over_neighbours(change(out), change(mask))
+        summed = messages.sum_over_neighbours(change(out), bias, change(mask))
         return [out, summed, *torch.autograd.grad(summed.sum(), given, retain_graph=True),
                 *torch.autograd.grad(out.sum(), given)]
     expected = results(lambda x: x)
@@ -81,7 +91,7 @@ def test_any_layout_gives_the_same(layout, neighbours):
         assert all(map(torch.equal, found, expected))
     plain = torch.nn.functional.gelu(own[:, None] + edges + table[index])
     torch.testing.assert_close(expected[0], plain)
-    torch.testing.assert_close(expected[1], messages.reference_sum(plain, mask))
+    torch.testing.assert_close(expected[1], messages.reference_sum(plain, bias, mask))
 
 
 def test_one_neighbour_whose_stride_means_nothing():
@@ -96,13 +106,13 @@ def test_one_neighbour_whose_stride_means_nothing():
 def test_the_normal_distribution_is_exact():
     """To float32's last digits; and to 2% far from 0, where its share vanishes."""
     x = torch.linspace(-9, 9, 301)[:, None].repeat(1, 16)
-    found = messages.sum_over_neighbours(x[:, None], torch.ones(len(x), 1))
+    found = messages.biased_gelu(x[:, None], torch.zeros(16))[:, 0]
     exact = x.double() * torch.special.erfc(-x.double() * 0.5 ** 0.5) / 2
     assert (found - exact).abs().max() < 1e-6 and ((found - exact) / exact)[x != 0].abs().max() < 0.02
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["first", "sum"])
+@pytest.mark.parametrize("function", ["first", "gelu", "sum"])
 def test_compiles_in_one_piece(function):
     ours, plain, tensors = problem(torch.float32, function, *CASES["odd"])
     assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)
