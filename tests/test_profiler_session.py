@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, last_json, run_program
+from torch import nn
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import analysis, attribution, ceilings, predictions, roofline, tables
@@ -581,6 +582,22 @@ def test_backward_takes_twice_the_flops_of_forward():
             model(**{key: value.to("meta") for key, value in batch.items()})["loss"].backward()
     for name in PROGRAM.sublayers:
         assert sums.sums[f"{name}.backward"] == 2 * sums.sums[name] > 0
+
+
+def test_backward_of_a_module_fed_with_data(recwarn):
+    """It ends with the gradients of its parameters: there is none of its input."""
+    model, opened, seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [], []
+    for number, parameter in enumerate(model.parameters()):
+        parameter.register_hook(lambda _, number=number: seen.append((number, list(opened))))
+    for x in (torch.ones(2, 4), torch.ones(2, 4, requires_grad=True)):
+        for named in ([("whole", model)], [("first", model[0]), ("last", model[2])]):
+            with ranges(named, opened.append, opened.pop, backward=True):
+                for _ in range(2):
+                    model(x).sum().backward()
+            assert not opened
+    whole, parts = [(n, ["whole.backward"]) for n in (3, 2, 1, 0)], [
+        (n, ["last.backward" if n > 1 else "first.backward"]) for n in (3, 2, 1, 0)]
+    assert sorted(seen) == sorted(4 * whole + 4 * parts) and not recwarn.list
 
 
 def test_minimal_bytes_at_the_sizes_of_alphafold():

@@ -2,6 +2,7 @@
 import contextlib
 import glob
 import os
+import warnings
 
 import torch
 
@@ -21,15 +22,25 @@ def ranges(named_modules, enter, leave, backward=False):
     def end(*_):
         leave()  # and return None: a hook's return value would replace the module's
 
+    def end_backward(module, gradients, _):
+        if any(gradient is not None for gradient in gradients):
+            leave()
+            return
+        # Its input is data: nobody asks for that gradient, and this hook comes before those of parameters
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        last = torch.autograd.graph.register_multi_grad_hook(parameters, lambda _: (last.remove(), leave()))
+
     handles = []
     for name, module in named_modules:
         handles += [module.register_forward_pre_hook(begin(name)),  # recomputation may stop by an exception
                     module.register_forward_hook(end, always_call=True)]
         if backward:
             handles += [module.register_full_backward_pre_hook(begin(name + ".backward")),
-                        module.register_full_backward_hook(end)]
+                        module.register_full_backward_hook(end_backward)]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing")  # end_backward() knows
+            yield
     finally:
         for handle in handles:
             handle.remove()
