@@ -1,7 +1,8 @@
 """The Triton kernels of biased attention, which biased_attention.py launches and explains.
 
 Strides are those of sample, row, head and position, along D it is 1: q for q, k, v; g for the gate; o for the
-output; t for gradients of q, k, v, and tg for the gate's. Scores are in base 2.
+output; t for gradients of q, k, v, and tg for the gate's. lse is in base 2. A score is two multiply-adds, one
+for scale and bias, one for the exponent: what comes on top of these is most of the kernels' time.
 """
 import triton
 import triton.language as tl
@@ -39,22 +40,28 @@ def gates(gate, gate_bias, h, D, BD: tl.constexpr, BIASED: tl.constexpr):
 
 
 @triton.jit
-def bias_tile(bias, bh, i, j, LP, BIAS: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr):
-    """Base-2 bias of rows i (BI,) and columns j (BJ,), or zeros."""
+def bias_tile(bias, bh, i, j, LP, BIAS: tl.constexpr):
+    """Bias of rows i and columns j, or 0."""
     if BIAS:
-        found = tl.load(bias + (bh * LP + i[:, None]).to(tl.int64) * LP + j[None, :]).to(tl.float32) * LOG2E
+        found = tl.load(bias + (bh * LP + i[:, None]).to(tl.int64) * LP + j[None, :]).to(tl.float32)
     else:
-        found = tl.zeros((BI, BJ), tl.float32)
+        found = 0.0
     return found
 
 
 @triton.jit
-def key_tile(keys, b, r, j, kb, kr, KEYS: tl.constexpr, BJ: tl.constexpr):
-    """Summand (BJ,) of the keys j of row r, or zeros; kb, kr: strides of keys (B, R, LP), 0 if shared."""
-    if KEYS:
-        found = tl.load(keys + b * kb + r * kr + j)
+def key_tile(keys, b, r, j, kb, kr):
+    """Summand of the keys j of row r; kb, kr: strides of keys (B, R, LP), 0 if shared."""
+    return tl.load(keys + b * kb + r * kr + j)
+
+
+@triton.jit
+def statistic(pointer, i, L, beyond, EVEN: tl.constexpr):
+    """Of queries i, a float32 each; `beyond` L."""
+    if EVEN:
+        found = tl.load(pointer + i)
     else:
-        found = tl.zeros((BJ,), tl.float32)
+        found = tl.load(pointer + i, mask=i < L, other=beyond)
     return found
 
 
@@ -76,16 +83,18 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
     for n in range(0, L, BN):
         j = n + tl.arange(0, BN)
-        t = bias_tile(bias, bh, i, j, LP, BIAS, BM, BN)
+        t = bias_tile(bias, bh, i, j, LP, BIAS)
         new_tops, new_sums, new_accs = (), (), ()
         for u in tl.static_range(RU):
             r = tl.minimum(r0 + u, R - 1)
             at = b * sqb + r * sqr + h * sqh
             kt, vt = tile(k + at, n, L, D, sql, BN, BD, EVEN), tile(v + at, n, L, D, sql, BN, BD, EVEN)
-            s = tl.dot(queries[u], tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
-            s += key_tile(keys, b, r, j, kb, kr, KEYS, BN)[None, :]
+            s = tl.dot(queries[u], tl.trans(kt), input_precision=PRECISION) * scale + t
+            if KEYS:
+                s += key_tile(keys, b, r, j, kb, kr)[None, :]
             top = tl.maximum(tops[u], tl.max(s, 1))
-            p, shrink = tl.exp2(s - top[:, None]), tl.exp2(tops[u] - top)
+            base = top * LOG2E
+            p, shrink = tl.exp2(s * LOG2E - base[:, None]), tl.exp2(tops[u] * LOG2E - base)
             new_tops = new_tops + (top,)
             new_sums = new_sums + (sums[u] * shrink + tl.sum(p, 1),)
             new_accs = new_accs + (tl.dot(p.to(vt.dtype), vt, accs[u] * shrink[:, None],
@@ -101,7 +110,7 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
             tl.store(places(out + b * sob + r * sor + h * soh, i0, sol, BM, BD),
                      result.to(out.dtype.element_ty), mask=(i[:, None] < L) & (d[None, :] < D))
             # A row without any key: no probability in backward, where this sum would drown in its maximum.
-            found = tl.where(tops[u] < -5e8, float("inf"), tops[u] + tl.log2(sums[u]))
+            found = tl.where(tops[u] < -5e8, float("inf"), tops[u] * LOG2E + tl.log2(sums[u]))
             tl.store(lse + ((b * R + r) * H + h) * L + i, found, mask=i < L)
 
 
@@ -127,7 +136,7 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
         dt = tile(dout + at_out, i0, L, D, sol, BM, BD, EVEN)
         product = dt.to(tl.float32) * tile(out + at_out, i0, L, D, sol, BM, BD, EVEN).to(tl.float32)
         row_delta = tl.sum(product, 1)
-        stat = ((b * R + r) * H + h) * L + i
+        stat = ((b * R + r) * H + h) * L
         if GATE:
             opening = gates(tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN), gb, h, D, BD,
                             GATE_BIAS)
@@ -138,25 +147,26 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
                      dgate.to(dg.dtype.element_ty), mask=inside)
             if GATE_BIAS:
                 part += tl.where(r0 + u < R, tl.sum(dgate, 0), 0.0)
-        tl.store(delta + stat, row_delta, mask=i < L)
+        tl.store(delta + stat + i, row_delta, mask=i < L)
         queries = queries + (tile(q + b * sqb + r * sqr + h * sqh, i0, L, D, sql, BM, BD, EVEN),)
         dos, deltas = dos + (dt,), deltas + (row_delta,)
-        stats = stats + (tl.load(lse + stat, mask=i < L, other=float("inf")),)
+        stats = stats + (statistic(lse + stat, i, L, float("inf"), EVEN),)
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
     if GATE_BIAS:
         row = (b * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
         tl.store(dgb + (row * H + h) * D + d, part, mask=d < D)
     for n in range(0, L, BN):
         j = n + tl.arange(0, BN)
-        t = bias_tile(bias, bh, i, j, LP, BIAS, BM, BN)
+        t = bias_tile(bias, bh, i, j, LP, BIAS)
         new_accs = ()
         for u in tl.static_range(RU):
             r = tl.minimum(r0 + u, R - 1)
             at = b * sqb + r * sqr + h * sqh
             kt, vt = tile(k + at, n, L, D, sql, BN, BD, EVEN), tile(v + at, n, L, D, sql, BN, BD, EVEN)
-            s = tl.dot(queries[u], tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
-            s += key_tile(keys, b, r, j, kb, kr, KEYS, BN)[None, :]
-            ds = tl.exp2(s - stats[u][:, None]) * (
+            s = tl.dot(queries[u], tl.trans(kt), input_precision=PRECISION) * scale + t
+            if KEYS:
+                s += key_tile(keys, b, r, j, kb, kr)[None, :]
+            ds = tl.exp2(s * LOG2E - stats[u][:, None]) * (
                 tl.dot(dos[u], tl.trans(vt), input_precision=PRECISION) - deltas[u][:, None])
             new_accs = new_accs + (tl.dot(ds.to(kt.dtype), kt, accs[u], input_precision=PRECISION),)
         accs = new_accs
@@ -182,23 +192,25 @@ def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, R, H, L, L
         at = b * sqb + r * sqr + h * sqh
         ks = ks + (tile(k + at, j0, L, D, sql, BN, BD, EVEN),)
         vs = vs + (tile(v + at, j0, L, D, sql, BN, BD, EVEN),)
-        masks = masks + (key_tile(keys, b, r, j, kb, kr, KEYS, BN),)
+        if KEYS:
+            masks = masks + (key_tile(keys, b, r, j, kb, kr),)
         dks = dks + (tl.zeros((BN, BD), tl.float32),)
         dvs = dvs + (tl.zeros((BN, BD), tl.float32),)
     for m in range(0, L, BM):
         i = m + tl.arange(0, BM)
-        t = bias_tile(turned, bh, j, i, LP, BIAS, BN, BM)
+        t = bias_tile(turned, bh, j, i, LP, BIAS)
         new_dks, new_dvs = (), ()
         for u in tl.static_range(RU):
             r = tl.minimum(r0 + u, R - 1)
             qt = tile(q + b * sqb + r * sqr + h * sqh, m, L, D, sql, BM, BD, EVEN)
             dt = tile(do + b * sob + r * sor + h * soh, m, L, D, sol, BM, BD, EVEN)
-            stat = ((b * R + r) * H + h) * L + i
-            ls = tl.load(lse + stat, mask=i < L, other=float("inf"))
-            de = tl.load(delta + stat, mask=i < L, other=0.0)
-            s = tl.dot(ks[u], tl.trans(qt), input_precision=PRECISION) * (scale * LOG2E) + t + masks[u][:,
-                                                                                                        None]
-            p = tl.exp2(s - ls[None, :])
+            stat = ((b * R + r) * H + h) * L
+            ls = statistic(lse + stat, i, L, float("inf"), EVEN)
+            de = statistic(delta + stat, i, L, 0.0, EVEN)
+            s = tl.dot(ks[u], tl.trans(qt), input_precision=PRECISION) * scale + t
+            if KEYS:
+                s += masks[u][:, None]
+            p = tl.exp2(s * LOG2E - ls[None, :])
             new_dvs = new_dvs + (tl.dot(p.to(dt.dtype), dt, dvs[u], input_precision=PRECISION),)
             ds = p * (tl.dot(vs[u], tl.trans(dt), input_precision=PRECISION) - de[None, :])
             new_dks = new_dks + (tl.dot(ds.to(qt.dtype), qt, dks[u], input_precision=PRECISION),)
@@ -220,18 +232,19 @@ def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP
     i0, j0 = tl.program_id(0) // nj * BM, tl.program_id(0) % nj * BN
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
-    t = bias_tile(bias, bh, i, j, LP, True, BM, BN)
+    t = bias_tile(bias, bh, i, j, LP, True)
     db = tl.zeros((BM, BN), tl.float32)
     for r in range(share * rows, tl.minimum(share * rows + rows, R)):
         at, at_out = b * sqb + r * sqr + h * sqh, b * sob + r * sor + h * soh
         qt, dt = tile(q + at, i0, L, D, sql, BM, BD, EVEN), tile(do + at_out, i0, L, D, sol, BM, BD, EVEN)
         kt, vt = tile(k + at, j0, L, D, sql, BN, BD, EVEN), tile(v + at, j0, L, D, sql, BN, BD, EVEN)
-        stat = ((b * R + r) * H + h) * L + i
-        ls = tl.load(lse + stat, mask=i < L, other=float("inf"))
-        de = tl.load(delta + stat, mask=i < L, other=0.0)
-        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
-        s += key_tile(keys, b, r, j, kb, kr, KEYS, BN)[None, :]
-        db += tl.exp2(s - ls[:, None]) * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
+        stat = ((b * R + r) * H + h) * L
+        ls, de = statistic(lse + stat, i, L, float("inf"), EVEN), statistic(delta + stat, i, L, 0.0, EVEN)
+        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * scale + t
+        if KEYS:
+            s += key_tile(keys, b, r, j, kb, kr)[None, :]
+        p = tl.exp2(s * LOG2E - ls[:, None])
+        db += p * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
     place = (share * tl.num_programs(2) + bh).to(tl.int64) * LP * LP
     tl.store(dbias + place + i[:, None].to(tl.int64) * LP + j[None, :], db)
 
@@ -247,7 +260,7 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = tl.arange(0, BL), tl.arange(0, BD)
     inside = (i[:, None] < L) & (d[None, :] < D)
-    t = bias_tile(bias, bh, i, i, LP, BIAS, BL, BL)
+    t = bias_tile(bias, bh, i, i, LP, BIAS)
     db, part = tl.zeros((BL, BL), tl.float32), tl.zeros((BD,), tl.float32)
     for r in range(share * rows, tl.minimum(share * rows + rows, R)):
         at, at_out = b * sqb + r * sqr + h * sqh, b * sob + r * sor + h * soh
@@ -263,10 +276,11 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
             part += tl.sum(dgate, 0)
             tl.store(dg + b * tgb + r * tgr + h * tgh + i[:, None] * tgl + d[None, :],
                      dgate.to(dg.dtype.element_ty), mask=inside)
-        ls = tl.load(lse + ((b * R + r) * H + h) * L + i, mask=i < L, other=float("inf"))
-        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * (scale * LOG2E) + t
-        s += key_tile(keys, b, r, i, kb, kr, KEYS, BL)[None, :]
-        p = tl.exp2(s - ls[:, None])
+        ls = statistic(lse + ((b * R + r) * H + h) * L, i, L, float("inf"), EVEN)
+        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * scale + t
+        if KEYS:
+            s += key_tile(keys, b, r, i, kb, kr)[None, :]
+        p = tl.exp2(s * LOG2E - ls[:, None])
         ds = p * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
         db += ds
         p, ds = p.to(qt.dtype), ds.to(qt.dtype)
