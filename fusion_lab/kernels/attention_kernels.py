@@ -7,7 +7,7 @@ for scale and bias, one for the exponent: what comes on top of these is most of 
 import triton
 import triton.language as tl
 
-from fusion_lab.kernels.triton_parts import LOG2E
+from fusion_lab.kernels.triton_parts import LOG2E, sigmoid
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def gates(gate, gate_bias, h, D, BD: tl.constexpr, BIASED: tl.constexpr):
     if BIASED:
         d = tl.arange(0, BD)
         x += tl.load(gate_bias + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    return tl.sigmoid(x)
+    return sigmoid(x)
 
 
 @triton.jit

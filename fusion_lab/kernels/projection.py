@@ -59,9 +59,11 @@ def output_project_reference(og, weight, bias, residual=None, drop=None):
 
 @triton.jit
 def head_places(p, h, P, PLANE, H):
-    """Offsets (BM, heads) in (B, H, PLANE) of positions p and heads h, and which exist."""
-    return ((p // PLANE)[:, None] * H + h[None, :]) * PLANE + (p % PLANE)[:, None], (p[:, None] < P) & (
-        h[None, :] < H)
+    """Offsets (BM, heads) in (B, H, PLANE) of positions p and heads h, and which exist. No GPU divides 64
+    bits in less than a hundred instructions, hence 32."""
+    short = p.to(tl.int32)
+    sample, place = (short // PLANE).to(tl.int64), short % PLANE
+    return (sample[:, None] * H + h[None, :]) * PLANE + place[:, None], (p[:, None] < P) & (h[None, :] < H)
 
 
 @triton.jit
@@ -129,7 +131,9 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
 @triton.jit
 def factors(drop, p, P, X, Y, sb, sx, sy, C: tl.constexpr):
     """(BM, C) of drop (B, X, Y, C) with strides s* for positions p, in float32."""
-    at = (p // (X * Y) * sb + p // Y % X * sx + p % Y * sy)[:, None] + tl.arange(0, C)[None, :]
+    line, y = p.to(tl.int32) // Y, p.to(tl.int32) % Y
+    at = (line // X).to(tl.int64) * sb + (line % X).to(tl.int64) * sx + y.to(tl.int64) * sy
+    at = at[:, None] + tl.arange(0, C)[None, :]
     return tl.load(drop + at, mask=p[:, None] < P, other=0.0).to(tl.float32)
 
 
@@ -209,6 +213,8 @@ def run(kernel, candidates, x, weight, other, launch):
     """launch(grid, options) with the tuner's choice, for x (..., c); other: the projection's other width."""
     channels, dtype = x.shape[-1], weight.dtype
     positions = x.numel() // channels
+    if positions >= 1 << 31:
+        raise ValueError(f"{tuple(x.shape)} are too many positions for one launch")
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{other}"
     options = dict(C=channels, PRECISION=precision(dtype))
 

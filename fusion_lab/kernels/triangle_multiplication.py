@@ -93,7 +93,7 @@ class Call:
                                 BOTH=mask is not None and mask.dim() == 3)
         self.back_flags = dict(OUT_BIAS=out[1] is not None, GATE_BIAS=self.gate[1] is not None,
                                DROP=drop is not None)
-        self.flags = dict(PRECISION=precision(self.dtype), C=self.C)
+        self.flags = dict(PRECISION=precision(self.dtype), C=self.C, EVEN=self.S == self.SP)
         self.shape = f"{str(self.dtype)[6:]} C{self.C} S{triton.next_power_of_2(self.S)}"
 
     def planes(self, number):

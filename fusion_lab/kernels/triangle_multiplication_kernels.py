@@ -1,19 +1,21 @@
 """The Triton kernels of triangle multiplication, which triangle_multiplication.py launches and explains.
 
-q: positions in the padded planes (B, SP, SP); p: the same in (B, S, S); inside: whether they lie there.
+q: positions in the padded planes (B, SP, SP); p: the same in (B, S, S); inside: whether they lie there,
+as all do if EVEN.
 """
 import triton
 import triton.language as tl
 
-from fusion_lab.kernels.triton_parts import layer_norm_backward
+from fusion_lab.kernels.triton_parts import layer_norm_backward, sigmoid
 
 
 @triton.jit
-def places(S, SP, BM: tl.constexpr):
+def places(S, SP, EVEN: tl.constexpr, BM: tl.constexpr):
     """q, p and inside of this program's positions, each (BM,), and their sample, row and column."""
     q = tl.program_id(0) * BM + tl.arange(0, BM)
     b, i, j = q // (SP * SP), q // SP % SP, q % SP
-    return q, ((b * S + i) * S + j).to(tl.int64), (i < S) & (j < S), b, i, j
+    inside = tl.full((BM,), True, tl.int1) if EVEN else (i < S) & (j < S)
+    return q, ((b * S + i) * S + j).to(tl.int64), inside, b, i, j
 
 
 @triton.jit
@@ -62,11 +64,11 @@ def kept(mask, inside, at, is_left, BOTH: tl.constexpr):
 
 @triton.jit
 def front_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, S, SP, plane, eps, mb, mi, mj,
-                 BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr, PRECISION: tl.constexpr,
-                 C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+                 BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr, EVEN: tl.constexpr,
+                 PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """left and right, neighbours in sides (2 C, B, SP, SP); mask multiplies left or BOTH. Results are made
     channel first: weights are the left operand."""
-    q, p, inside, b, i, j = places(S, SP, BM)
+    q, p, inside, b, i, j = places(S, SP, EVEN, BM)
     k = tl.arange(0, C)
     x = rows(pair, p, inside, k, C)
     x = tl.trans(layer_norm(x, norm_weight, norm_bias, eps, weight.dtype.element_ty, C)[0])
@@ -78,7 +80,7 @@ def front_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, S, SP,
         if BIAS:
             value += vector(bias, c)[:, None]
             gate += vector(bias, c + 2 * C)[:, None]
-        value *= tl.sigmoid(gate)
+        value *= sigmoid(gate)
         if MASK:
             value *= kept(mask, inside, b * mb + i * mi + j * mj, c0 < C, BOTH)[None, :]
         value = tl.where(inside[None, :], value, 0.0)
@@ -95,9 +97,10 @@ def side_tile(sides, c, q, plane):
 def back_kernel(product, pair, norm_weight, norm_bias, center_weight, center_bias, out_weight, out_bias,
                 gate_weight, gate_bias, drop, residual, out, S, SP, plane, eps, db, di, dj,
                 OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
-                PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+                EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                BC: tl.constexpr):
     """out (B, S, S, C) from the product and pair."""
-    q, p, inside, b, i, j = places(S, SP, BM)
+    q, p, inside, b, i, j = places(S, SP, EVEN, BM)
     dtype: tl.constexpr = out_weight.dtype.element_ty
     k = tl.arange(0, C)
     n = layer_norm(side_tile(product, k, q, plane), center_weight, center_bias, eps, dtype, C)[0]
@@ -105,7 +108,7 @@ def back_kernel(product, pair, norm_weight, norm_bias, center_weight, center_bia
     for c0 in range(0, C, BC):
         c = c0 + tl.arange(0, BC)
         y = projected(n, out_weight, out_bias, c, OUT_BIAS, PRECISION, C)[0]
-        y *= tl.sigmoid(projected(x, gate_weight, gate_bias, c, GATE_BIAS, PRECISION, C)[0])
+        y *= sigmoid(projected(x, gate_weight, gate_bias, c, GATE_BIAS, PRECISION, C)[0])
         if DROP:
             y *= rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
         if RESIDUAL:
@@ -117,12 +120,12 @@ def back_kernel(product, pair, norm_weight, norm_bias, center_weight, center_bia
 def back_backward_kernel(product, pair, norm_weight, norm_bias, center_weight, center_bias, out_weight,
                          out_bias, gate_weight, gate_bias, drop, gradient, dproduct, normed, dout, dgates, S,
                          SP, plane, eps, db, di, dj, sums, OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr,
-                         DROP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                         BC: tl.constexpr):
+                         DROP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                         BM: tl.constexpr, BC: tl.constexpr):
     """dproduct (C, B, SP, SP), zero beyond S. For gradients of weights: normed = LN(product) and dout, the
     gradient of its projection, (P, C); the gradient of the output gate, the last C columns of dgates
     (P, 5 C). sums (programs, 4 C): of center_weight, center_bias, out_bias, gate_bias."""
-    q, p, inside, b, i, j = places(S, SP, BM)
+    q, p, inside, b, i, j = places(S, SP, EVEN, BM)
     k = tl.arange(0, C)
     dtype: tl.constexpr = out_weight.dtype.element_ty
     n, mean, rstd = layer_norm(side_tile(product, k, q, plane), center_weight, center_bias, eps, dtype, C)
@@ -133,7 +136,7 @@ def back_backward_kernel(product, pair, norm_weight, norm_bias, center_weight, c
     for c0 in range(0, C, BC):
         c = c0 + tl.arange(0, BC)
         y, w = projected(n, out_weight, out_bias, c, OUT_BIAS, PRECISION, C)
-        gate = tl.sigmoid(projected(x, gate_weight, gate_bias, c, GATE_BIAS, PRECISION, C)[0])
+        gate = sigmoid(projected(x, gate_weight, gate_bias, c, GATE_BIAS, PRECISION, C)[0])
         d = rows(gradient, p, inside, c, C).to(tl.float32)
         if DROP:
             d *= rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
@@ -157,11 +160,12 @@ def back_backward_kernel(product, pair, norm_weight, norm_bias, center_weight, c
 def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, dsides, gate_weight,
                           gradient, dgates, dpair, normed, S, SP, plane, eps, mb, mi, mj, sums,
                           BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr, ADD: tl.constexpr,
-                          PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+                          EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                          BC: tl.constexpr):
     """dpair, with the gradient of a residual if ADD. For gradients of weights: normed = LN(pair) (P, C) and
     the gradients of the four projections, the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of
     norm_weight, norm_bias and bias. Tiles are channel first, as sides are."""
-    q, p, inside, b, i, j = places(S, SP, BM)
+    q, p, inside, b, i, j = places(S, SP, EVEN, BM)
     k = tl.arange(0, C)
     dtype: tl.constexpr = weight.dtype.element_ty
     x, mean, rstd = layer_norm(rows(pair, p, inside, k, C), norm_weight, norm_bias, eps, dtype, C)
@@ -180,20 +184,21 @@ def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, side
         gate = tl.dot(w, x, input_precision=PRECISION)
         if BIAS:
             gate += vector(bias, c + 2 * C)[:, None]
-        gate = tl.sigmoid(gate)
+        gate = sigmoid(gate)
         at = c[:, None].to(tl.int64) * plane + q[None, :]
         dy = tl.load(dsides + at).to(tl.float32)
-        dg = (dy * tl.load(sides + at).to(tl.float32) * (1 - gate)).to(dtype)
+        dg = dy * tl.load(sides + at).to(tl.float32) * (1 - gate)
         if BIAS:
-            tl.store(sums + 4 * C + c, tl.sum(dg.to(tl.float32), 1))
+            tl.store(sums + 4 * C + c, tl.sum(dg, 1))
+        dg = dg.to(dtype)
         store_rows(dgates, p, inside, c + 2 * C, 5 * C, tl.trans(dg))
         acc = tl.dot(tl.trans(w), dg, acc, input_precision=PRECISION)
         dy *= gate
         if MASK:
             dy *= kept(mask, inside, b * mb + i * mi + j * mj, c0 < C, BOTH)[None, :]
-        dv = dy.to(dtype)
         if BIAS:
-            tl.store(sums + 2 * C + c, tl.sum(dv.to(tl.float32), 1))
+            tl.store(sums + 2 * C + c, tl.sum(dy, 1))
+        dv = dy.to(dtype)
         store_rows(dgates, p, inside, c, 5 * C, tl.trans(dv))
         w = tl.load(weight + c[:, None] * C + k[None, :])
         acc = tl.dot(tl.trans(w), dv, acc, input_precision=PRECISION)

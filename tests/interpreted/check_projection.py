@@ -22,7 +22,7 @@ OUTPUT_CASES = {  # shape of og; c; residual; dropout shared along this dimensio
 }
 NORM_MUTANTS = {
     "last outputs dropped": ("range(0, N, BN)", "range(0, N - BN, BN)"),
-    "head of a wrong sample": ("((p // PLANE)[:, None] * H", "((p // PLANE * 0)[:, None] * H"),
+    "head of a wrong sample": ("(sample[:, None] * H", "(0 * sample[:, None] * H"),
     "heads exchanged": ("* H + h[None, :]) * PLANE", "* H + H - 1 - h[None, :]) * PLANE"),
     "head bias's gradient halved": ("t = tl.load(dbias + at", "t = 0.5 * tl.load(dbias + at"),
     "head bias has no gradient": ("acc = tl.dot(t, ht, acc", "acc += 0 * tl.dot(t, ht, acc"),
@@ -31,8 +31,7 @@ NORM_MUTANTS = {
                                         "store_rows(normal_out, p, P, x_hat, C)"),
 }
 OUTPUT_MUTANTS = {
-    "dropout of a wrong row": ("p // Y % X * sx + p % Y * sy)[:, None] + tl.arange",
-                               "p // Y % X * sx + p % X * sy)[:, None] + tl.arange"),
+    "dropout of a wrong row": ("y.to(tl.int64) * sy", "(y * 0).to(tl.int64) * sy"),
     "residual dropped too": ("    if RESIDUAL:\n        acc +=", "    if RESIDUAL:\n        acc += factors("
                              "drop, p, P, X, Y, sb, sx, sy, C) *"),
     "no residual": ("acc += rows(residual", "acc += 0 * rows(residual"),

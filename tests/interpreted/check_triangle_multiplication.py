@@ -13,6 +13,7 @@ CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout sha
     "no mask": (1, 16, 64, True, None, "own", None, True, "all"),
     "small": (1, 5, 16, True, 2, "own", 1, True, "all"),
     "one residue": (1, 1, 16, False, 2, None, 1, True, "all"),
+    "a whole tile": (2, 16, 16, False, 2, "own", 1, True, "product"),
 }
 RARER = ("both sides masked", "update alone")
 
@@ -55,9 +56,9 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "mask of rows": ("((0, 1) if outgoing", "((1, 0) if outgoing", "small"),
     "mask forgotten in backward": ("dy *= kept(", "dy *= 0 * dy + 1 + 0 * kept(", "small"),
     "padding not zero": ("value = tl.where(inside[None, :], value, 0.0)", "value *= 1", "small"),
-    "gates forgotten": ("value *= tl.sigmoid(gate)", "value *= 1 + 0 * gate", "small"),
+    "gates forgotten": ("value *= sigmoid(gate)", "value *= 1 + 0 * gate", "small"),
     "right gated by left's gate": ("at + 2 * C * C", "at + 2 * C * C - (c0 // C) * C * C", "small"),
-    "output gate forgotten": ("y *= tl.sigmoid(projected(x", "y *= 1 + 0 * tl.sigmoid(projected(x", "small"),
+    "output gate forgotten": ("y *= sigmoid(projected(x", "y *= 1 + 0 * sigmoid(projected(x", "small"),
     "last channels dropped": ("range(0, C, BC)", "range(0, C - BC, BC)", "small"),
     "projections' last channels dropped": ("range(0, 2 * C, BC)", "range(0, 2 * C - BC, BC)", "small"),
     "no residual": ("y += rows(residual", "y += 0 * rows(residual", "small"),
@@ -66,7 +67,7 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "dropout forgotten in backward": ("d *= rows(drop", "d *= 1 + 0 * rows(drop", "small"),
     "dropout of the other axis": ("i * di + j * dj", "j * di + i * dj", "small"),
     "gate's derivative": ("d * y * gate * (1 - gate)", "d * y * (1 - gate)", "small"),
-    "sides' gates' derivative": ("* (1 - gate)).to(dtype)", "* gate).to(dtype)", "small"),
+    "sides' gates' derivative": ("to(tl.float32) * (1 - gate)", "to(tl.float32) * gate", "small"),
     "output gate not in pair's gradient": ("dg = tl.trans(rows(", "dg = 0 * tl.trans(rows(", "small"),
     "incoming taken for outgoing": ("right.mT if self.outgoing", "right.mT if True", "incoming"),
     "left's gradient of the transpose": ("else (right, d.mT)", "else (right, d)", "incoming"),
