@@ -14,6 +14,7 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
     from triton_targets import SHARED, compiled_for
 
 from fusion_lab.kernels import (
+    ahead_of_time,
     attention_layer,
     biased_attention,
     messages,
@@ -47,6 +48,46 @@ def test_in_the_interpreter(name, which):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": UNWRITTEN}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+SASS = """
+.L_x_2:
+        /*0010*/                   FADD R1, R2, R3 ;
+.L_x_1:
+        /*0020*/                   MUFU.EX2 R1, R2 ;
+        /*0030*/              @!P0 FFMA R1, R2, R3, R4 ;
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+        /*0050*/               @P2 BRA `(.L_x_2) ;
+        /*0060*/                   BRA `(.L_x_3) ;
+.L_x_3:
+        /*0070*/                   BRA `(.L_x_3) ;
+"""
+AMD = """
+\ts_branch .LBB0_2
+.LBB0_1:                                ; =>This Inner Loop Header
+\t.loc\t1 131 5
+\tv_exp_f32_e32 v1, v2
+\ts_cbranch_scc1 .LBB0_1
+.LBB0_2:
+"""
+
+
+def test_innermost_loops_of_machine_code():
+    """Not the loop round them, nor the jump to itself in which code for NVIDIA ends."""
+    assert ahead_of_time.innermost_loops(SASS) == [["MUFU.EX2", "FFMA", "BRA"]]
+    assert ahead_of_time.innermost_loops(AMD) == [["v_exp_f32_e32", "s_cbranch_scc1"]]
+
+
+@pytest.mark.slow
+def test_instructions_of_a_loop_are_counted():
+    done = subprocess.run([sys.executable, str(HERE.parent / "benchmarks/instructions.py"),
+                           "message_gelu_kernel"], capture_output=True, text=True)
+    found = [line.split("|")[2:8] for line in done.stdout.splitlines() if "SUM=False, C=128" in line]
+    assert [row[0].strip() for row in found] == ["gfx942", "sm_90"], done.stderr
+    for row in found:
+        instructions, matrix, special, float32, memory = map(int, row[1:])
+        assert matrix == 0 < memory and special % 8 == 0 < special  # two a number, 8 or 16 numbers
+        assert special + float32 + memory < instructions < 40 * 16
 
 
 def test_kernels_on_a_cpu_say_what_they_need():

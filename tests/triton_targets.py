@@ -30,10 +30,10 @@ def widths(key):
 
 
 @contextlib.contextmanager
-def compiled_for(name, met=None):
+def compiled_for(name, met=None, describe=resources):
     """Within, launches compile for this GPU, with the first candidate and all that is shipped for it at the
-    same widths, and run nothing. Yields {kernel and configuration: resources()}, filled at the end. met, if
-    given, is a set that gets the keys of tiles.json that were compiled."""
+    same widths, and run nothing. Yields {kernel and configuration: describe(compiled kernel)}, filled at the
+    end. met, if given, is a set that gets the keys of tiles.json that were compiled."""
     compiled, run, shipped = {}, triton.runtime.jit.JITFunction.run, tuner.read(tuner.SHIPPED).get(name, {})
 
     def warm_up(self, *arguments, grid, warmup, **options):
@@ -56,7 +56,7 @@ def compiled_for(name, met=None):
         with mock.patch.object(triton.runtime.jit.JITFunction, "run", warm_up), \
                 mock.patch.object(tuner, "launch", every_configuration):
             yield found
-        found.update({key: resources(kernel) for key, kernel in compiled.items()})
+        found.update({key: describe(kernel) for key, kernel in compiled.items()})
     finally:
         driver._active = before
 

@@ -89,25 +89,51 @@ def compiling(name):
         driver._active, dry = before, False
 
 
+def of_cubin(kernel, tool, option):
+    """What a tool of NVIDIA's says of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([os.path.join(TOOLS, tool), option, file.name], capture_output=True, text=True,
+                              check=True).stdout
+
+
+def machine_code(kernel):
+    """What the GPU runs, as text."""
+    return of_cubin(kernel, "nvdisasm", "-c") if "cubin" in kernel.asm else kernel.asm["amdgcn"]
+
+
 def resources(kernel):
     """dict(shared, registers, spills, mma): bytes of shared memory; registers a thread; instructions that
     spill (NVIDIA) or registers spilled (AMD); matrix instructions."""
+    code = machine_code(kernel)
     if "cubin" in kernel.asm:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            usage, code = (subprocess.run([os.path.join(TOOLS, tool), option, file.name], capture_output=True,
-                                          text=True, check=True).stdout
-                           for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c")))
-        found = dict(registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        found = dict(registers=int(re.search(r"REG:(\d+)", of_cubin(kernel, "cuobjdump", "-res-usage"))[1]),
                      spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
                      mma=len(re.findall(r"\bH?G?MMA", code)))
     else:
-        code = kernel.asm["amdgcn"]
         found = dict(registers=int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
                      spills=int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
                      mma=len(re.findall(r"v_mfma", code)))
     return dict(shared=kernel.metadata.shared, **found)
+
+
+INSTRUCTION = re.compile(r"^\s+(?:/\*\w+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Za-z][\w.]*)\s*(.*)$")
+
+
+def innermost_loops(code):
+    """[[instruction, ...], ...] of the loops in machine_code() that hold no other."""
+    instructions, labels, loops = [], {}, []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := INSTRUCTION.match(line):
+            instructions.append(found[1])
+            target = re.search(r"\.L\w+", found[2]) if re.match("BRA|s_c?branch", found[1]) else None
+            if target and labels.get(target[0], len(instructions)) < len(instructions) - 1:
+                loops.append((labels[target[0]], len(instructions)))
+    return [instructions[first:end] for first, end in loops
+            if not any(first <= a and b <= end and (a, b) != (first, end) for a, b in loops)]
 
 
 class Room(NamedTuple):
