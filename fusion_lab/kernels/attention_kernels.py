@@ -7,7 +7,7 @@ for scale and bias, one for the exponent: what comes on top of these is most of 
 import triton
 import triton.language as tl
 
-from fusion_lab.kernels.triton_parts import LOG2E, sigmoid
+from fusion_lab.kernels.triton_parts import LOG2E, reciprocal, sigmoid
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
     for u in tl.static_range(RU):
         r = r0 + u
         if r < R:
-            result = accs[u] / sums[u][:, None]
+            result = accs[u] * reciprocal(sums[u])[:, None]  # the largest exponential is 1
             if GATE:
                 gt = tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN)
                 result = result * gates(gt, gb, h, D, BD, GATE_BIAS)
