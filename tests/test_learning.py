@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, require_shared
+from torch import nn
 from torch.nn.functional import one_hot
 
 import tiny_openfold_v2 as tof
@@ -376,5 +377,7 @@ def test_files_of_weights(tmp_path, monkeypatch):
     path.write_bytes(b"PK\3\4 nothing")
     assert refusal(path) == ("damaged, or no file of weights", 2)
     assert refusal(tmp_path / "absent") == ("No such file or directory", 2)
+    with pytest.raises(UserError, match=f"{path}: holds more than weights .'a checkpoint'.: checkpoints"):
+        models.put_weights(nn.Linear(1, 1), dict(format="a checkpoint"), path)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert refusal("x.safetensors") == ("needs safetensors: pip install safetensors", 3)

@@ -111,6 +111,7 @@ def test_losses_against_a_hand_count():
     letters = (math.log(24 / 2) + math.log(23)) / 2
     assert both["masked_msa_loss"].item() == pytest.approx(letters, rel=1e-5)
     assert both["loss"].item() == pytest.approx(expected + 0.1 * letters, rel=1e-5)
+    assert both["loss_terms"].tolist() == pytest.approx([expected, 0.1 * letters], rel=1e-5)
     assert heads(msa, pair, targets, None, None)["loss"].item() == pytest.approx(0.1 * letters, rel=1e-5)
     targets[1, 1, 1] = -100  # one is left
     assert heads(msa, pair, targets, None, None)["masked_msa_loss"].item() == pytest.approx(math.log(12))

@@ -30,6 +30,7 @@ def launched(shape="bfloat16 L256"):
 
 def test_a_candidate_wins_only_beyond_the_spread_of_both():
     assert tuner.winner({0: [5, 6, 7, 8, 9], 1: [1, 2, 3, 4, 5]}) == 1  # 4 < 6
+    assert tuner.winner({0: [5, 6, 7, 8, 9], 1: [1, 2, 3, 4, 9]}) == 1  # the slowest counts nothing
     assert tuner.winner({0: [5, 6, 7, 8, 9], 1: [4, 5, 6, 7, 8]}) == 0  # 7 > 6
     assert tuner.winner({1: [5, 6, 7, 8, 9], 2: [5, 5, 6, 6, 7]}) == 1  # the first that fits, 6 = 6
 
