@@ -14,7 +14,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training import models, recipe
 from fusion_lab.training.checkpoints import restore, save, snapshot
 from fusion_lab.training.distributed import ALONE
-from fusion_lab.training.evaluations import Evaluations
+from fusion_lab.training.evaluations import Evaluations, evaluating
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import load_weights, save_model
 from proteins import batches, coevolution, contacts, files, folds, natural, yardsticks
@@ -121,6 +121,16 @@ def test_a_new_run_begins_with_averaged_weights(tmp_path):
     assert second.trained_on == {"z"}
     with pytest.raises(UserError, match="made for another model; to use it, pass --pair-dim 8$"):
         load_weights(trainer_of(pair_dim=16), tmp_path / "m.pt", source)
+
+
+def test_evaluations_are_without_dropout():
+    model = nn.Sequential(nn.Dropout(0.5))
+    for training in (True, False):
+        model.train(training)
+        with pytest.raises(KeyError), evaluating(model):
+            assert not model[0].training and not torch.is_grad_enabled()
+            raise KeyError
+        assert model[0].training is training
 
 
 def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):

@@ -229,6 +229,9 @@ def test_which_reports_rocprof_compute_writes(machine):
     with pytest.raises(UserError, match="no workload x_\\* there. Run ./run_rocprof_compute.sh first"):
         found.commands()
     assert found.judge(" ") == (NO_DATA, "the report is empty") and found.steps() is None
+    assert found.judge("a table") == (OK, f"wrote {found.reports}")
+    found = wrapper("rocprof-compute", "--roof-only", "--num-steps", "2")
+    assert found.steps()["measured"] == 2 and found.lacking() == ""  # of counters it did not ask for
 
 
 def test_failures_of_rocprof_compute_are_told_from_those_of_the_program(machine):
