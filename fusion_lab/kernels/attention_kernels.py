@@ -93,8 +93,8 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
             if KEYS:
                 s += key_tile(keys, b, r, j, kb, kr)[None, :]
             top = tl.maximum(tops[u], tl.max(s, 1))
-            base = top * LOG2E
-            p, shrink = tl.exp2(s * LOG2E - base[:, None]), tl.exp2(tops[u] * LOG2E - base)
+            # The difference first: a row may have no key but -1e9, whose product with LOG2E is off by 64.
+            p, shrink = tl.exp2((s - top[:, None]) * LOG2E), tl.exp2((tops[u] - top) * LOG2E)
             new_tops = new_tops + (top,)
             new_sums = new_sums + (sums[u] * shrink + tl.sum(p, 1),)
             new_accs = new_accs + (tl.dot(p.to(vt.dtype), vt, accs[u] * shrink[:, None],
