@@ -58,16 +58,19 @@ def test_three_times_the_error_of_plain_pytorch(name, size, dtype):
         assert not violations(*module.problem(dtype, *case(size)))
 
 
-@pytest.mark.parametrize("length", [5, 130])
-def test_rows_without_any_key_are_finite_and_have_no_gradient(length):
-    q, k, v = (torch.randn(1, 3, 2, length, 16, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("length", [5, 130, 520])
+def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
+    """Nor do tiles without any key before the first one disturb a row: their maximum is -1e9, and GPUs fuse
+    what the interpreter rounds twice."""
+    q, k, v = (torch.randn(1, 3, 2, length, 16, device=DEVICE, dtype=dtype).requires_grad_()
                for _ in range(3))
     keys = torch.ones(1, 3, length, device=DEVICE)
-    keys[:, 1] = 0
-    bias = torch.randn(1, 2, length, length, device=DEVICE, dtype=torch.bfloat16)
+    keys[:, 1], keys[:, 2, :-3] = 0, 0
+    bias = torch.randn(1, 2, length, length, device=DEVICE, dtype=dtype)
     out = biased_attention.row_attention(q, k, v, bias, keys)
-    assert torch.allclose(out[:, 1].float(), v[:, 1].float().mean(2, keepdim=True).expand_as(out[:, 1]),
-                          atol=2e-2)
+    exact = biased_attention.reference(*(t.detach().double() for t in (q, k, v, bias)), keys)
+    assert torch.allclose(out.double(), exact, atol=2e-2)
     out.sum().backward()
     assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
 

@@ -600,6 +600,16 @@ def test_backward_of_a_module_fed_with_data(recwarn):
     assert sorted(seen) == sorted(4 * whole + 4 * parts) and not recwarn.list
 
 
+def test_backward_of_a_module_without_parameters_of_its_own():
+    """Fed with data, with another's weights: its backward ends at once, since nothing says when."""
+    owner, opened = nn.Linear(4, 4), []
+    borrower = nn.Sequential(nn.Identity())
+    borrower.forward = lambda x: torch.nn.functional.linear(x, owner.weight)
+    with ranges([("borrower", borrower)], opened.append, opened.pop, backward=True):
+        borrower(torch.ones(2, 4)).sum().backward()
+    assert not opened and owner.weight.grad.any()
+
+
 def test_minimal_bytes_at_the_sizes_of_alphafold():
     """Where N c_m = S c_z, a pass over either tensor is as long: passes per sub-layer, counted by hand."""
     settings = PROGRAM.settings(msa_dim=256, pair_dim=128, msa_heads=8, num_seqs=128, seq_len=256,

@@ -2,7 +2,7 @@
 
 Strides are those of sample, row, head and position, along D it is 1: q for q, k, v; g for the gate; o for the
 output; t for gradients of q, k, v, and tg for the gate's. lse is in base 2. A score is two multiply-adds, one
-for scale and bias, one for the exponent: what comes on top of these is most of the kernels' time.
+for scale and bias, one for the exponent: what comes on top of these is most of their instructions.
 """
 import triton
 import triton.language as tl
@@ -93,7 +93,7 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
             if KEYS:
                 s += key_tile(keys, b, r, j, kb, kr)[None, :]
             top = tl.maximum(tops[u], tl.max(s, 1))
-            # The difference first: a row may have no key but -1e9, whose product with LOG2E is off by 64.
+            # The difference first: a row may have no key but -1e9, whose product with LOG2E is off by 18.
             p, shrink = tl.exp2((s - top[:, None]) * LOG2E), tl.exp2((tops[u] - top) * LOG2E)
             new_tops = new_tops + (top,)
             new_sums = new_sums + (sums[u] * shrink + tl.sum(p, 1),)

@@ -20,9 +20,18 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.triton_parts import LOG2E, operation, reciprocal, rows, store_rows, vector
+from fusion_lab.kernels.triton_parts import (
+    LOG2E,
+    check_shapes,
+    operation,
+    reciprocal,
+    rows,
+    store_rows,
+    vector,
+)
 
 TILE = 2048  # numbers of edges that a program of four warps holds at a time
 
@@ -261,6 +270,7 @@ class FirstLayer(torch.autograd.Function):
         return FIRST_OP(own, edges, table, index)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         *inputs, order, starts = ctx.saved_tensors
         dx, down = FIRST_BACKWARD_OP(gradient.contiguous(), *inputs)
@@ -276,6 +286,7 @@ class Gelu(torch.autograd.Function):
         return GELU_OP(y, bias, mask)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         y, bias, mask = ctx.saved_tensors
         dy, parts = GELU_BACKWARD_OP(gradient.contiguous(), y, bias, mask)
@@ -284,14 +295,20 @@ class Gelu(torch.autograd.Function):
 
 def first_layer(own, edges, table, index, leading):
     """gelu of the sum, (N, K, C); leading: incoming(index, rows of table)."""
+    N, K, C = edges.shape
+    check_shapes(("own", own, (N, C)), ("table", table, (len(leading.starts) - 1, C)),
+                 ("index", index, (N, K)))
     return FirstLayer.apply(own.contiguous(), edges, table.contiguous(), index.contiguous(), *leading)
 
 
 def biased_gelu(y, bias):
     """(N, K, C)."""
+    check_shapes(("bias", bias, (y.shape[2],)))
     return Gelu.apply(y.contiguous(), bias.contiguous(), None)
 
 
 def sum_over_neighbours(y, bias, mask):
     """(N, C); mask has no gradient."""
+    N, K, C = y.shape
+    check_shapes(("bias", bias, (C,)), ("mask", mask, (N, K)))
     return Gelu.apply(y.contiguous(), bias.contiguous(), mask.contiguous())

@@ -15,7 +15,8 @@ from fusion_lab.training.machine import MEGABYTE
 @contextlib.contextmanager
 def ranges(named_modules, enter, leave, backward=False):
     """Within: enter(name) and leave() run round the forward of every (name, module) and, as
-    name + ".backward", round its backward. Hooks from outside keep profiling code out of the model."""
+    name + ".backward", round its backward by backward() (not by autograd.grad). Hooks from outside keep
+    profiling code out of the model."""
     def begin(name):
         return lambda *_: enter(name)
 
@@ -23,12 +24,13 @@ def ranges(named_modules, enter, leave, backward=False):
         leave()  # and return None: a hook's return value would replace the module's
 
     def end_backward(module, gradients, _):
-        if any(gradient is not None for gradient in gradients):
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if any(gradient is not None for gradient in gradients) or not parameters:
             leave()
             return
         # Its input is data: nobody asks for that gradient, and this hook comes before those of parameters
-        parameters = [p for p in module.parameters() if p.requires_grad]
         last = torch.autograd.graph.register_multi_grad_hook(parameters, lambda _: (last.remove(), leave()))
+        handles.append(last)
 
     handles = []
     for name, module in named_modules:

@@ -44,16 +44,38 @@ def test_forward_and_gradients(dtype, case):
     assert not violations(*problem(dtype, *CASES[case]))
 
 
-def test_full_key_mask_and_no_gate():
-    """As other projects call it: heads before residues, a mask for every row, a scale."""
+def key_masked(length, dtype, module=biased_attention):
+    """(ours, plain, tensors) as other projects call it: heads before residues, a mask for every row, a
+    scale."""
     torch.manual_seed(1)
-    q, k, v = (torch.randn(2, 3, 2, 19, 8) for _ in range(3))
-    bias, keys = torch.randn(2, 2, 19, 19), torch.rand(2, 3, 19) > 0.3
+    q, k, v = (torch.randn(2, 3, 2, length, 8).to(dtype) for _ in range(3))
+    bias, keys = torch.randn(2, 2, length, length).to(dtype), torch.rand(2, 3, length) > 0.3
 
     def run(function):
         return lambda q, k, v, bias: function(q, k, v, bias, keys, scale=0.3)
-    assert not violations(run(biased_attention.row_attention), run(biased_attention.reference), [q, k, v,
-                                                                                                 bias])
+    return run(module.row_attention), run(biased_attention.reference), [q, k, v, bias]
+
+
+@pytest.mark.parametrize("length", [19, 70])
+def test_full_key_mask_and_no_gate(length):
+    assert not violations(*key_masked(length, torch.float32))
+
+
+def test_rows_side_by_side(monkeypatch):
+    """Two of three rows in a program, and the third, as some candidates of the tuner have it."""
+    monkeypatch.setattr(biased_attention.tuner, "launch", lambda kernel, shape, candidates, run: run(next(
+        (each for each in candidates if each.get("RU") == 2), candidates[0])))
+    assert not violations(*key_masked(70, torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["forward", "q", "kv", "bias"])
+def test_a_kernel_without_its_key_mask_is_caught(kernel, tmp_path):
+    masked = "s += key_tile(keys, b, r, j, kb, kr)[None, :]\n"
+    old = {"forward": f"{masked}            top", "q": f"{masked}            ds", "kv": "s += masks[u]",
+           "bias": f"{masked}        p = tl.exp2(s * LOG2E - ls[:, None])\n        db"}[kernel]
+    module = mutant(biased_attention, old, old.replace("s += ", "s += 0 * "), tmp_path)
+    assert violations(*key_masked(70, torch.float32, module))
 
 
 def test_row_without_any_key_is_finite_and_has_no_gradient():

@@ -94,6 +94,27 @@ def test_any_layout_gives_the_same(layout, neighbours):
     torch.testing.assert_close(expected[1], messages.reference_sum(plain, bias, mask))
 
 
+def test_what_would_be_misread_is_refused():
+    own, edges, index = torch.zeros(4, 16), torch.zeros(4, 3, 16), torch.zeros(4, 3, dtype=torch.int64)
+    leading, bias = messages.incoming(index, 5), torch.zeros(16)
+    for call, message in (
+            (lambda: messages.biased_gelu(edges, bias[:8]), r"bias is \(8,\), but must be \(16,\)"),
+            (lambda: messages.sum_over_neighbours(edges, bias, index[:3]), "mask is"),
+            (lambda: messages.first_layer(own, edges, torch.zeros(4, 16), index, leading), "table is"),
+            (lambda: messages.first_layer(own[:3], edges, torch.zeros(5, 16), index, leading), "own is")):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("function", ["first", "gelu", "sum"])
+def test_second_derivatives_are_refused(function):
+    ours, _, tensors = problem(torch.float32, function, *CASES["odd"])
+    tensors = [x.requires_grad_() for x in tensors]
+    gradient, *_ = torch.autograd.grad(ours(*tensors).square().sum(), tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_one_neighbour_whose_stride_means_nothing():
     """(N, 1, C) is contiguous whatever its second stride is."""
     edges = torch.randn(1, 4, 16).transpose(0, 1)
