@@ -281,9 +281,10 @@ def arguments_of(argv):
     options.targets = options.targets.split()
     options.patterns = options.patterns.replace(",", " ").split()
     known = ahead_of_time.TARGETS if HAS_TRITON else options.targets
-    for name, allowed in (*((p, PATTERNS) for p in options.patterns), *((t, known) for t in options.targets)):
-        if name not in allowed:
-            parser.error(f"{name!r} is none of {' '.join(allowed)}")
+    for given, names, allowed in (("--patterns", options.patterns, PATTERNS),
+                                  ("--targets", options.targets, known)):
+        if wrong := [name for name in names if name not in allowed]:
+            parser.error(f"argument {given}: {wrong[0]!r} is none of {' '.join(allowed)}")
     return options
 
 

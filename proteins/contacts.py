@@ -115,7 +115,7 @@ def closing(trainer, source, evaluations):
     if trainer.world.agreed(bool(sys.stdout.isatty() or picture)):
         show_one(trainer, source, held_out, picture)
     found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
-    print(f"In words: after {trainer.step_number} steps, {found:.0f}% of the residue pairs that the model is "
+    print(f"In words: after step {trainer.step_number}, {found:.0f}% of the residue pairs that the model is "
           f"surest of do touch, in {len(held_out)} proteins it never saw; by chance {chance:.0f}% would.")
 
 

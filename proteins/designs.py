@@ -206,7 +206,7 @@ def closing(trainer, source, evaluations):
         share, _, count = pooled(final["held_out"])
         yardsticks = final["yardsticks"]
         best = "" if source.real else f", {100 * BEST_RECOVERY:.0f}% could be"
-        print(f"In words: after {trainer.step_number} steps it names {100 * share:.0f}% of {count} residues "
+        print(f"In words: after step {trainer.step_number} it names {100 * share:.0f}% of {count} residues "
               f"of {len(final['held_out'])} proteins it never saw, by backbone and residues before; "
               f"always {yardsticks['constant']} would be {100 * yardsticks['recovery']:.0f}%{best}.")
 

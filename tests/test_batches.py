@@ -345,7 +345,7 @@ def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
     assert contacts.contact_line(empty) == "Contacts: no protein has enough coordinates"
     contacts.closing(SimpleNamespace(step_number=40, world=ALONE), None, dict(final=evaluation))
     assert capsys.readouterr().out == (
-        "In words: after 40 steps, 75% of the residue pairs that the model is surest of do touch, in 2 "
+        "In words: after step 40, 75% of the residue pairs that the model is surest of do touch, in 2 "
         "proteins it never saw; by chance 15% would.\n")
     for nothing in ({}, dict(final=empty), {"40": evaluation}):
         contacts.closing(None, None, nothing)

@@ -390,7 +390,7 @@ def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, s
     evaluations = {"final": dict(held_out=dict(x=OTHER)), **({3: {}} if evaluated > 1 else {})}
     contacts.closing(trainer, source, evaluations)
     *lines, last = capsys.readouterr().out.splitlines()
-    assert last == ("In words: after 7 steps, 100% of the residue pairs that the model is surest of do "
+    assert last == ("In words: after step 7, 100% of the residue pairs that the model is surest of do "
                     "touch, in 1 proteins it never saw; by chance 38% would.")
     path = str(tmp_path / "contacts")
     text = contact_map_text(source.probability, source.coords, source.coord_mask).splitlines()

@@ -389,5 +389,7 @@ def test_files_of_weights(tmp_path, monkeypatch):
     assert refusal(tmp_path / "absent") == ("No such file or directory", 2)
     with pytest.raises(UserError, match=f"{path}: holds more than weights .'a checkpoint'.: checkpoints"):
         models.put_weights(nn.Linear(1, 1), dict(format="a checkpoint"), path)
+    with pytest.raises(UserError, match=f"{path}: holds none of this model's weights"):
+        models.put_weights(nn.Linear(1, 1), dict(other=torch.ones(1)), path)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert refusal("x.safetensors") == ("needs safetensors: pip install safetensors", 3)

@@ -172,7 +172,7 @@ def test_metrics_hold_every_step_and_evaluation_and_a_resumed_run_continues_them
     assert all(entry["learning_rate"] == 3e-4 and entry["gradient_norm"] > 0 for entry in steps)
     assert [entry["step"] for entry in evaluations] == [2, 3]
     assert set(evaluations[0]["evaluation"]) == {"training P(L/2)", "held-out P(L/2)"}
-    assert f"--resume {saved} --num-steps 6" in out and "In words: after 3 steps" in out
+    assert f"--resume {saved} --num-steps 6" in out and "In words: after step 3," in out
     with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')  # a kill
     assert train(tmp_path, "--num-steps", 5, "--resume", saved, "--seed", 1) == 0

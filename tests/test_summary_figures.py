@@ -186,9 +186,10 @@ def test_the_last_line_is_shortened_from_behind(capsys):
 
 
 def test_how_to_go_on(capsys):
-    def said(done, saved, stopped=False, schedule="constant"):
+    def said(done, saved, stopped=False, schedule="constant", unfinished=False):
         training = SimpleNamespace(save_checkpoint=saved, num_steps=10, lr_schedule=schedule)
-        evaluations = SimpleNamespace(stopped=stopped, in_words=lambda: "stopped" if stopped else None)
+        evaluations = SimpleNamespace(stopped=stopped, in_words=lambda: "stopped" if stopped else None,
+                                      unfinished=lambda: unfinished)
         trainer = SimpleNamespace(step_number=done, training=training)
         print_ending(trainer, ["s.json", None, "m.jsonl"], evaluations)
         return capsys.readouterr().out.splitlines()
@@ -200,6 +201,8 @@ def test_how_to_go_on(capsys):
         "Interrupted at step 3 of 10; without --save-checkpoint FILE there is nothing to continue from",
         written]
     assert said(3, None, stopped=True) == ["stopped", written]
+    assert said(10, None, unfinished=True) == [
+        "Interrupted in the last evaluation: it is of a part, or missing", written]
     assert said(10, "a b.pt", schedule="cosine")[1].endswith("--init-from 'a b.pt'")
     assert said(3, "a b.pt", schedule="cosine")[2] == f"{go_on} 10"
 
@@ -269,6 +272,13 @@ def test_tensorboard_hears_every_number(tmp_path, monkeypatch):
     found.evaluation(8, dict(score=0.25))
     assert heard == [str(tmp_path), ("learning_rate", 1e-3, 7), ("gradient_norm", 0.5, 7), ("score", 0.25, 8),
                      "flushed"]
+
+
+def test_an_earlier_learning_curve_is_kept(tmp_path):
+    (tmp_path / "learning_curve.png").write_text("earlier")
+    metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
+    kept, = tmp_path.iterdir()
+    assert kept.name.startswith("learning_curve.png.old-") and kept.read_text() == "earlier"
 
 
 def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch, capsys):

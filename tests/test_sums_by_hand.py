@@ -101,6 +101,9 @@ def test_the_best_evaluation_in_words():
         assert found.stopped == (number > 2)
     assert trainer.finals == [False] * 4 + [True] and trainer.best == dict(score=0.75, step=1, since=2)
     assert found.in_words() == "Best evaluation: 0.750 after step 1; stopped, as 2 since were no better"
+    assert not found.unfinished()
+    found.interrupted = True
+    assert found.unfinished()
     assert trainer.kept == list(enumerate((0.5, 0.75, 0.6, 0.7, 0.1)))
     found.stopped, trainer.training.save_best = False, "best.pt"
     assert found.in_words() == "Best evaluation: 0.750 after step 1, saved in best.pt"

@@ -27,6 +27,7 @@ class Metrics:
             cut_torn_line(self.path)
         else:
             set_aside(self.path)
+            set_aside(os.path.join(directory, CURVE))
         if settings.profiler.tensorboard:
             self.writer = summary_writer(directory)
 

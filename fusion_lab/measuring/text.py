@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
@@ -130,10 +131,10 @@ def look_up(ordered, wanted):
 
 
 @torch.no_grad()
-def bits_per_byte(trainer, batches, stop=None):
+def bits_per_byte(trainer, batches, stop=None, name="evaluation"):
     """Mean over all bytes asked for; None if a signal came first."""
     total = count = 0
-    for batch in batches:
+    for batch in tqdm([*batches], desc=f"bits per byte, {name}", leave=False, disable=None):  # for terminals
         if stop and stop.signal is not None:
             break
         batch = to_device(batch, trainer.device)
@@ -145,7 +146,7 @@ def bits_per_byte(trainer, batches, stop=None):
 def evaluate(trainer, source, stop=None, final=False):
     """{"training", "held_out": bits per byte}; the final one has the yardsticks and what text it was."""
     with torch.compiler.set_stance("force_eager"):
-        found = {name: bits_per_byte(trainer, source.evaluation(text), stop)
+        found = {name: bits_per_byte(trainer, source.evaluation(text), stop, name)
                  for name, text in (("training", source.seen), ("held_out", source.unseen))}
     beside = dict(source.yardsticks, corpus_sha256=source.sha256) if final else {}
     return found | beside
@@ -182,7 +183,7 @@ def closing(trainer, source, evaluations):
     if not final or final["held_out"] is None:
         return
     better = "below" if final["held_out"] < final["five_gram"] else "above"
-    print(f"In words: after {trainer.step_number} steps a byte of files it never saw takes "
+    print(f"In words: after step {trainer.step_number} a byte of files it never saw takes "
           f"{final['held_out']:.3f} bits, {better} a 5-gram's {final['five_gram']:.3f}; untrained it takes "
           f"{math.log2(trainer.settings.model.vocab_size):.0f}.")
     middle = len(source.unseen) // 2

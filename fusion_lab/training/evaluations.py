@@ -35,6 +35,7 @@ class Evaluations:
     def __init__(self, trainer, source, metrics):
         self.trainer, self.source, self.metrics, self.by_step = trainer, source, metrics, {}
         self.stopped = False  # before --num-steps, for want of a better evaluation
+        self.interrupted = False  # a signal came during the last one
 
     def take(self, step, stop):
         """The evaluation after this step, or of the "final" weights, as a line. A signal ends it early."""
@@ -42,7 +43,7 @@ class Evaluations:
         with trainer.averaged():
             found, signal = trainer.world.together(lambda: (
                 program.evaluate(trainer, self.source, stop, final=final), stop.signal))
-        self.by_step[step] = found
+        self.by_step[step], self.interrupted = found, signal is not None
         self.metrics.evaluation(trainer.step_number, program.scores(found))
         score = program.score(found)
         if score is not None and signal is None:
@@ -59,6 +60,10 @@ class Evaluations:
             trainer.best["since"] += 1
             patience = trainer.training.early_stopping
             self.stopped = patience is not None and trainer.best["since"] >= patience
+
+    def unfinished(self):
+        """Whether a signal came before the end of the evaluation of the final weights."""
+        return bool(self.trainer.program.evaluate) and (self.interrupted or "final" not in self.by_step)
 
     def in_words(self):
         """What came of it, or None."""

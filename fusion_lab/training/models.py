@@ -144,6 +144,8 @@ def put_weights(model, weights, path):
     if isinstance(weights, dict) and isinstance(weights.get("format"), str):
         raise UserError(f"--weights {path}: holds more than weights ({weights['format'][:60]!r}): "
                         "checkpoints of this program go to --init-from")
+    if isinstance(weights, dict) and not weights.keys() & model.state_dict().keys():
+        raise UserError(f"--weights {path}: holds none of this model's weights")
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
