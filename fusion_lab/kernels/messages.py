@@ -7,8 +7,8 @@ derivatives. Each reads what is as wide as the edges once and writes at most one
 
 own, out (N, C); edges, g, y (N, K, C); bias (C,); table (R, C); index (N, K) int64; mask (N, K). The first
 layer of a message [own; edge; neighbour] is a sum of three, which come projected by the BLAS library. Later
-layers' biases are added here: in the product they cost it half of its time again, and their gradients another
-reading of all edges.
+layers' biases are added here: in the product they cost it half of its time again (benchmarks/LOG.md), and
+their gradients another reading of all edges.
 
 The gradient of table is a sum over the edges that lead to a row: `incoming` sorts them once for all layers of
 one graph, so that the sum has one order and no atomic additions. Float32 within. Kept for backward are the
