@@ -115,15 +115,16 @@ def transitions(channels):
     transition.backward(x, x, *norm, w1, b1, w2, True, 1e-5)
 
 
-def multiplication(channels):
-    """The same for triangle multiplication with a mask, dropout and a residual."""
+def multiplication(channels, length):
+    """The same for triangle multiplication with a mask, dropout and a residual; of whole tiles, or not."""
     def empty(*size):
         return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
-    c, pair = channels, empty(1, 70, 70, channels)
+    c, pair = channels, empty(1, length, length, channels)
     weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),
                empty(c, c), empty(c)]
     triangle_multiplication.triangle_multiplication(
-        pair, *weights, torch.ones(1, 70), residual=pair, drop=torch.ones(1, 1, 70, c)).sum().backward()
+        pair, *weights, torch.ones(1, length), residual=pair,
+        drop=torch.ones(1, 1, length, c)).sum().backward()
 
 
 def heads_of(width):
@@ -181,7 +182,7 @@ LAUNCHES = {
     "columns, N 128": (attention, 128, 32, 1, False, False),
     "columns, N 16": (attention, 16, 16, 1, False, True),
     **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},
-    **{f"multiplication, c {c}": (multiplication, c) for c in (64, 128, 256)},
+    **{f"multiplication, c {c}, S {S}": (multiplication, c, S) for c in (64, 128, 256) for S in (64, 70)},
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},

@@ -1,4 +1,4 @@
-"""Triton without a GPU: compile for GPUs that are not here, and read registers, spills and occupancy.
+"""Triton without a GPU: compile for GPUs that are not here; read registers, spills, occupancy, machine code.
 
     with compiling("gfx942") as found:
         start(some_kernel, grid, torch.empty(64, 64), BN=64, num_warps=4)
@@ -118,6 +118,7 @@ def resources(kernel):
     return dict(shared=kernel.metadata.shared, **found)
 
 
+# A line of machine code: NVIDIA's begins with an address and perhaps a predicate; instruction and operands.
 INSTRUCTION = re.compile(r"^\s+(?:/\*\w+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Za-z][\w.]*)\s*(.*)$")
 
 
