@@ -40,10 +40,10 @@ def gates(gate, gate_bias, h, D, BD: tl.constexpr, BIASED: tl.constexpr):
 
 
 @triton.jit
-def bias_tile(bias, bh, i, j, LP, BIAS: tl.constexpr):
-    """Bias of rows i and columns j, or 0."""
+def bias_tile(bias, bh, i0, j0, LP, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr):
+    """(BM, BN) of the bias from row i0 and column j0 on, or 0."""
     if BIAS:
-        found = tl.load(bias + (bh * LP + i[:, None]).to(tl.int64) * LP + j[None, :]).to(tl.float32)
+        found = tl.load(places(bias + j0, bh.to(tl.int64) * LP + i0, LP, BM, BN)).to(tl.float32)
     else:
         found = 0.0
     return found
@@ -66,24 +66,38 @@ def statistic(pointer, i, L, beyond, EVEN: tl.constexpr):
 
 
 @triton.jit
+def row_statistics(lse, delta, keys, b, r, h, i, j, R, H, L, kb, kr, KEYS: tl.constexpr, EVEN: tl.constexpr):
+    """lse and delta of a row's queries i, and the summand of its keys j, or 0. Loaded a row ahead: no product
+    takes them, so the compiler does not load them early by itself."""
+    at = ((b * R + r) * H + h) * L
+    if KEYS:
+        mask = key_tile(keys, b, r, j, kb, kr)
+    else:
+        mask = 0.0
+    return statistic(lse + at, i, L, float("inf"), EVEN), statistic(delta + at, i, L, 0.0, EVEN), mask
+
+
+@triton.jit
 def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, kb, kr, sqb, sqr, sqh, sql,
                    sgb, sgr, sgh, sgl, sob, sor, soh, sol, BIAS: tl.constexpr, KEYS: tl.constexpr,
                    GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
                    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """BM queries of one sample and head, in RU rows side by side."""
-    i0, r0, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64) * RU, tl.program_id(2)
+    i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
-    queries, tops, sums, accs = (), (), (), ()
+    queries, openings, tops, sums, accs = (), (), (), (), ()
     for u in tl.static_range(RU):
-        at = b * sqb + tl.minimum(r0 + u, R - 1) * sqr + h * sqh
-        queries = queries + (tile(q + at, i0, L, D, sql, BM, BD, EVEN),)
+        r = tl.minimum(r0 + u, R - 1)
+        queries = queries + (tile(q + b * sqb + r * sqr + h * sqh, i0, L, D, sql, BM, BD, EVEN),)
+        if GATE:  # long before it is needed: nothing waits for it then
+            openings = openings + (tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN),)
         tops = tops + (tl.full((BM,), float("-inf"), tl.float32),)
         sums = sums + (tl.zeros((BM,), tl.float32),)
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
     for n in range(0, L, BN):
         j = n + tl.arange(0, BN)
-        t = bias_tile(bias, bh, i, j, LP, BIAS)
+        t = bias_tile(bias, bh, i0, n, LP, BM, BN, BIAS)
         new_tops, new_sums, new_accs = (), (), ()
         for u in tl.static_range(RU):
             r = tl.minimum(r0 + u, R - 1)
@@ -105,8 +119,7 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
         if r < R:
             result = accs[u] * reciprocal(sums[u])[:, None]  # the largest exponential is 1
             if GATE:
-                gt = tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN)
-                result = result * gates(gt, gb, h, D, BD, GATE_BIAS)
+                result = result * gates(openings[u], gb, h, D, BD, GATE_BIAS)
             tl.store(places(out + b * sob + r * sor + h * soh, i0, sol, BM, BD),
                      result.to(out.dtype.element_ty), mask=(i[:, None] < L) & (d[None, :] < D))
             # A row without any key: no probability in backward, where this sum would drown in its maximum.
@@ -124,7 +137,7 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
                       BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr, dgb=None):
     """dq and, with a gate, dg; for the other kernels do (as out lies) and delta (B, R, H, L); dgb holds a
     part (B programs, H, D) of the gate bias's gradient. t*: strides of dq and dg."""
-    i0, r0, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64) * RU, tl.program_id(2)
+    i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
     inside = (i[:, None] < L) & (d[None, :] < D)
@@ -132,14 +145,17 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
     part = tl.zeros((BD,), tl.float32)
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, R - 1)
-        at_out = b * sob + r * sor + h * soh
+        at_out, stat = b * sob + r * sor + h * soh, ((b * R + r) * H + h) * L
         dt = tile(dout + at_out, i0, L, D, sol, BM, BD, EVEN)
-        product = dt.to(tl.float32) * tile(out + at_out, i0, L, D, sol, BM, BD, EVEN).to(tl.float32)
-        row_delta = tl.sum(product, 1)
-        stat = ((b * R + r) * H + h) * L
+        ot = tile(out + at_out, i0, L, D, sol, BM, BD, EVEN)
+        queries = queries + (tile(q + b * sqb + r * sqr + h * sqh, i0, L, D, sql, BM, BD, EVEN),)
+        stats = stats + (statistic(lse + stat, i, L, float("inf"), EVEN),)
         if GATE:
-            opening = gates(tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN), gb, h, D, BD,
-                            GATE_BIAS)
+            gt = tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN)
+        product = dt.to(tl.float32) * ot.to(tl.float32)
+        row_delta = tl.sum(product, 1)
+        if GATE:
+            opening = gates(gt, gb, h, D, BD, GATE_BIAS)
             dgate = product * (1 - opening)
             dt = (dt.to(tl.float32) * opening).to(dt.dtype)
             tl.store(places(do + at_out, i0, sol, BM, BD), dt, mask=inside)
@@ -148,16 +164,14 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
             if GATE_BIAS:
                 part += tl.where(r0 + u < R, tl.sum(dgate, 0), 0.0)
         tl.store(delta + stat + i, row_delta, mask=i < L)
-        queries = queries + (tile(q + b * sqb + r * sqr + h * sqh, i0, L, D, sql, BM, BD, EVEN),)
         dos, deltas = dos + (dt,), deltas + (row_delta,)
-        stats = stats + (statistic(lse + stat, i, L, float("inf"), EVEN),)
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
     if GATE_BIAS:
-        row = (b * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        row = (b * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0) + tl.program_id(0)
         tl.store(dgb + (row * H + h) * D + d, part, mask=d < D)
     for n in range(0, L, BN):
         j = n + tl.arange(0, BN)
-        t = bias_tile(bias, bh, i, j, LP, BIAS)
+        t = bias_tile(bias, bh, i0, n, LP, BM, BN, BIAS)
         new_accs = ()
         for u in tl.static_range(RU):
             r = tl.minimum(r0 + u, R - 1)
@@ -183,7 +197,7 @@ def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, R, H, L, L
                        BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """dk and dv of BN keys in RU rows. Scores are (keys, queries), so that P and dS are left operands as they
     stand, and the bias is read along the rows of its transpose."""
-    j0, r0, bh = tl.program_id(0) * BN, tl.program_id(1).to(tl.int64) * RU, tl.program_id(2)
+    j0, r0, bh = tl.program_id(0) * BN, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     j, d = j0 + tl.arange(0, BN), tl.arange(0, BD)
     ks, vs, dks, dvs, masks = (), (), (), (), ()
@@ -198,7 +212,7 @@ def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, R, H, L, L
         dvs = dvs + (tl.zeros((BN, BD), tl.float32),)
     for m in range(0, L, BM):
         i = m + tl.arange(0, BM)
-        t = bias_tile(turned, bh, j, i, LP, BIAS)
+        t = bias_tile(turned, bh, j0, m, LP, BN, BM, BIAS)
         new_dks, new_dvs = (), ()
         for u in tl.static_range(RU):
             r = tl.minimum(r0 + u, R - 1)
@@ -232,19 +246,22 @@ def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP
     i0, j0 = tl.program_id(0) // nj * BM, tl.program_id(0) % nj * BN
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
-    t = bias_tile(bias, bh, i, j, LP, True)
+    t = bias_tile(bias, bh, i0, j0, LP, BM, BN, True)
     db = tl.zeros((BM, BN), tl.float32)
-    for r in range(share * rows, tl.minimum(share * rows + rows, R)):
+    end = tl.minimum(share * rows + rows, R)
+    ls, de, mask = row_statistics(lse, delta, keys, b, share * rows, h, i, j, R, H, L, kb, kr, KEYS, EVEN)
+    for r in range(share * rows, end):
+        after = row_statistics(lse, delta, keys, b, tl.minimum(r + 1, end - 1), h, i, j, R, H, L, kb, kr,
+                               KEYS, EVEN)
         at, at_out = b * sqb + r * sqr + h * sqh, b * sob + r * sor + h * soh
         qt, dt = tile(q + at, i0, L, D, sql, BM, BD, EVEN), tile(do + at_out, i0, L, D, sol, BM, BD, EVEN)
         kt, vt = tile(k + at, j0, L, D, sql, BN, BD, EVEN), tile(v + at, j0, L, D, sql, BN, BD, EVEN)
-        stat = ((b * R + r) * H + h) * L
-        ls, de = statistic(lse + stat, i, L, float("inf"), EVEN), statistic(delta + stat, i, L, 0.0, EVEN)
         s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * scale + t
         if KEYS:
-            s += key_tile(keys, b, r, j, kb, kr)[None, :]
+            s += mask[None, :]
         p = tl.exp2(s * LOG2E - ls[:, None])
         db += p * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
+        ls, de, mask = after
     place = (share * tl.num_programs(2) + bh).to(tl.int64) * LP * LP
     tl.store(dbias + place + i[:, None].to(tl.int64) * LP + j[None, :], db)
 
@@ -260,24 +277,26 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = tl.arange(0, BL), tl.arange(0, BD)
     inside = (i[:, None] < L) & (d[None, :] < D)
-    t = bias_tile(bias, bh, i, i, LP, BIAS)
     db, part = tl.zeros((BL, BL), tl.float32), tl.zeros((BD,), tl.float32)
     for r in range(share * rows, tl.minimum(share * rows + rows, R)):
         at, at_out = b * sqb + r * sqr + h * sqh, b * sob + r * sor + h * soh
         qt, kt = tile(q + at, 0, L, D, sql, BL, BD, EVEN), tile(k + at, 0, L, D, sql, BL, BD, EVEN)
         vt, dt = tile(v + at, 0, L, D, sql, BL, BD, EVEN), tile(dout + at_out, 0, L, D, sol, BL, BD, EVEN)
-        product = dt.to(tl.float32) * tile(out + at_out, 0, L, D, sol, BL, BD, EVEN).to(tl.float32)
+        ot = tile(out + at_out, 0, L, D, sol, BL, BD, EVEN)
+        if GATE:
+            gt = tile(g + b * sgb + r * sgr + h * sgh, 0, L, D, sgl, BL, BD, EVEN)
+        ls = statistic(lse + ((b * R + r) * H + h) * L, i, L, float("inf"), EVEN)
+        product = dt.to(tl.float32) * ot.to(tl.float32)
         de = tl.sum(product, 1)
         if GATE:
-            opening = gates(tile(g + b * sgb + r * sgr + h * sgh, 0, L, D, sgl, BL, BD, EVEN), gb, h, D, BD,
-                            GATE_BIAS)
+            opening = gates(gt, gb, h, D, BD, GATE_BIAS)
             dgate = product * (1 - opening)
             dt = (dt.to(tl.float32) * opening).to(dt.dtype)
             part += tl.sum(dgate, 0)
-            tl.store(dg + b * tgb + r * tgr + h * tgh + i[:, None] * tgl + d[None, :],
-                     dgate.to(dg.dtype.element_ty), mask=inside)
-        ls = statistic(lse + ((b * R + r) * H + h) * L, i, L, float("inf"), EVEN)
-        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * scale + t
+            tl.store(places(dg + b * tgb + r * tgr + h * tgh, 0, tgl, BL, BD), dgate.to(dg.dtype.element_ty),
+                     mask=inside)
+        s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * scale
+        s += bias_tile(bias, bh, 0, 0, LP, BL, BL, BIAS)
         if KEYS:
             s += key_tile(keys, b, r, i, kb, kr)[None, :]
         p = tl.exp2(s * LOG2E - ls[:, None])

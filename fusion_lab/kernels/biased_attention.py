@@ -152,7 +152,8 @@ class Launch:
         config = {key: min(value, self.LP) if key in ("BM", "BN") else value for key, value in config.items()}
         tiles = [config[key] for key in ("BM", "BN") if key in config]
         if self.L <= SHORT:  # more warps than a tile has rows for would all do the same
-            config["num_warps"] = max(1, min(config["num_warps"], min(tiles, default=self.LP) // 16))
+            shortest = min(tiles, default=self.LP)
+            config["num_warps"] = max(1, min(config["num_warps"], shortest // 16 * (1 + shortest // 64)))
         return dict(config, EVEN=self.D == self.BD and all(self.L % t == 0 for t in tiles or [self.LP]))
 
     def shares(self):
@@ -163,7 +164,7 @@ class Launch:
 
     def rows(self, tile):
         """A grid: a function of a configuration whose `tile` is along L."""
-        return lambda t: (triton.cdiv(self.L, t[tile]), triton.cdiv(self.R, t["RU"]), self.B * self.H)
+        return lambda t: (triton.cdiv(self.L, t[tile]), self.B * self.H, triton.cdiv(self.R, t["RU"]))
 
     def run(self, kernel, tiles, grid, arguments, gate_sums=None, **flags):
         """Launch with the tuner's choice; grid is a function of a configuration. gate_sums (H, D), if given,

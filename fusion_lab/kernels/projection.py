@@ -73,7 +73,7 @@ def norm_project_kernel(x, norm_weight, norm_bias, w, wh, y, head_bias, P, PLANE
     """BM positions of P, of which PLANE = X Y are one sample's; HEADS: H padded for a product, or 0."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, C)
-    normal, x_hat, rstd = layer_norm(x, norm_weight, norm_bias, p, P, eps, C)
+    normal, x_hat, rstd = layer_norm(rows(x, p, P, C), norm_weight, norm_bias, eps, C)
     normal = normal.to(w.dtype.element_ty)
     if HEADS > 0:
         h = tl.arange(0, HEADS)
@@ -98,6 +98,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
     norm_bias and wh."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, C)
+    given = rows(x, p, P, C)  # on its way while dy is multiplied
     acc = tl.zeros((BM, C), tl.float32)
     if PROJECT:
         for n0 in range(0, N, BN):
@@ -106,7 +107,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
             dt = tl.load(dy + p[:, None] * N + n[None, :], mask=inside, other=0.0)
             wt = tl.load(w + n[:, None] * C + c[None, :], mask=n[:, None] < N, other=0.0)
             acc = tl.dot(dt, wt, acc, input_precision=PRECISION)
-    normal, x_hat, rstd = layer_norm(x, norm_weight, norm_bias, p, P, eps, C)
+    normal, x_hat, rstd = layer_norm(given, norm_weight, norm_bias, eps, C)
     normal = normal.to(w.dtype.element_ty)
     if PROJECT:
         store_rows(normal_out, p, P, normal, C)
@@ -145,6 +146,8 @@ def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, K, sb, sx, 
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, C)
     acc = tl.zeros((BM, C), tl.float32) + vector(bias, C)
+    if RESIDUAL:  # on its way during the product
+        given = rows(residual, p, P, C)
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
         xt = tl.load(og + p[:, None] * K + k[None, :], mask=p[:, None] < P, other=0.0)
@@ -153,7 +156,7 @@ def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, K, sb, sx, 
     if DROP:
         acc *= factors(drop, p, P, X, Y, sb, sx, sy, C)
     if RESIDUAL:
-        acc += rows(residual, p, P, C).to(tl.float32)
+        acc += given.to(tl.float32)
     store_rows(out, p, P, acc, C)
 
 

@@ -57,7 +57,7 @@ def transition_forward_kernel(x, norm_weight, norm_bias, w1, b1, w2, b2, residua
     """BM positions; residual and out (P, C)."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, C)
-    y, x_hat, rstd = layer_norm(x, norm_weight, norm_bias, p, P, eps, C)
+    y, x_hat, rstd = layer_norm(rows(x, p, P, C), norm_weight, norm_bias, eps, C)
     y = y.to(w1.dtype.element_ty)
     acc = tl.zeros((BM, C), tl.float32) + vector(b2, C)
     if RESIDUAL:
@@ -79,7 +79,7 @@ def transition_backward_kernel(gradient, x, norm_weight, norm_bias, w1, b1, w2, 
     gradients of norm_weight, norm_bias, b2 and b1."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, C)
-    y, x_hat, rstd = layer_norm(x, norm_weight, norm_bias, p, P, eps, C)
+    y, x_hat, rstd = layer_norm(rows(x, p, P, C), norm_weight, norm_bias, eps, C)
     y = y.to(w1.dtype.element_ty)
     store_rows(y_out, p, P, y, C)
     dout = rows(gradient, p, P, C)
@@ -99,7 +99,7 @@ def transition_backward_kernel(gradient, x, norm_weight, norm_bias, w1, b1, w2, 
         dh = dh.to(y.dtype)
         tl.store(dhidden + at, dh, mask=p[:, None] < P)
         acc = tl.dot(dh, wt, acc, input_precision=PRECISION)
-    y, x_hat, rstd = layer_norm(x, norm_weight, norm_bias, p, P, eps, C)  # again: registers are scarce above
+    y, x_hat, rstd = layer_norm(rows(x, p, P, C), norm_weight, norm_bias, eps, C)  # again: registers are scarce above
     tl.store(sums + c, tl.sum(acc * x_hat, 0))
     tl.store(sums + C + c, tl.sum(acc, 0))
     result = layer_norm_backward(acc, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)

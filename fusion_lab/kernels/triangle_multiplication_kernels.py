@@ -47,19 +47,33 @@ def layer_norm(x, weight, bias, eps, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def projected(x, weight, bias, c, BIAS: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr):
-    """x (BM, C) times rows c of weight (., C), plus bias: float32, and the rows themselves."""
-    w = tl.load(weight + c[:, None] * C + tl.arange(0, C)[None, :])
-    y = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+def biases(pointer, columns, BIAS: tl.constexpr):
+    """vector(), or 0. Kernels load those of the next columns while they work on these: a product starts from
+    its bias, and so few bytes are not loaded early by the compiler."""
     if BIAS:
-        y += vector(bias, c)[None, :]
-    return y, w
+        found = vector(pointer, columns)
+    else:
+        found = 0.0
+    return found
 
 
 @triton.jit
-def kept(mask, inside, at, is_left, BOTH: tl.constexpr):
-    """Factors (BM,) of a side: the mask's for left or BOTH, else 1."""
-    return tl.load(mask + at, mask=inside & (is_left | BOTH), other=1.0).to(tl.float32)
+def projected(x, w, bias, BIAS: tl.constexpr, PRECISION: tl.constexpr):
+    """x (BM, C) times w (BC, C), plus bias (BC,), in float32."""
+    y = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+    if BIAS:
+        y += bias[None, :]
+    return y
+
+
+@triton.jit
+def kept(mask, inside, at, MASK: tl.constexpr):
+    """What the mask says of positions (BM,), in float32, or 1."""
+    if MASK:
+        found = tl.load(mask + at, mask=inside, other=1.0).to(tl.float32)
+    else:
+        found = 1.0
+    return found
 
 
 @triton.jit
@@ -69,22 +83,27 @@ def front_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, S, SP,
     """left and right, neighbours in sides (2 C, B, SP, SP); mask multiplies left or BOTH. Results are made
     channel first: weights are the left operand."""
     q, p, inside, b, i, j = places(S, SP, EVEN, BM)
-    k = tl.arange(0, C)
+    k, c = tl.arange(0, C), tl.arange(0, BC)
     x = rows(pair, p, inside, k, C)
+    keep = kept(mask, inside, b * mb + i * mi + j * mj, MASK)
+    value_bias, gate_bias = biases(bias, c, BIAS), biases(bias, c + 2 * C, BIAS)
     x = tl.trans(layer_norm(x, norm_weight, norm_bias, eps, weight.dtype.element_ty, C)[0])
     for c0 in range(0, 2 * C, BC):
-        c = c0 + tl.arange(0, BC)
+        c, after = c0 + tl.arange(0, BC), (c0 + BC) % (2 * C) + tl.arange(0, BC)
+        next_value, next_gate = biases(bias, after, BIAS), biases(bias, after + 2 * C, BIAS)
         at = weight + c[:, None] * C + k[None, :]
         value = tl.dot(tl.load(at), x, input_precision=PRECISION)
         gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION)
         if BIAS:
-            value += vector(bias, c)[:, None]
-            gate += vector(bias, c + 2 * C)[:, None]
+            value += value_bias[:, None]
+            gate += gate_bias[:, None]
         value *= sigmoid(gate)
         if MASK:
-            value *= kept(mask, inside, b * mb + i * mi + j * mj, c0 < C, BOTH)[None, :]
-        value = tl.where(inside[None, :], value, 0.0)
+            value *= tl.where((c0 < C) | BOTH, keep, 1.0)[None, :]
+        if not EVEN:
+            value = tl.where(inside[None, :], value, 0.0)
         tl.store(sides + c[:, None].to(tl.int64) * plane + q[None, :], value.to(sides.dtype.element_ty))
+        value_bias, gate_bias = next_value, next_gate
 
 
 @triton.jit
@@ -102,18 +121,27 @@ def back_kernel(product, pair, norm_weight, norm_bias, center_weight, center_bia
     """out (B, S, S, C) from the product and pair."""
     q, p, inside, b, i, j = places(S, SP, EVEN, BM)
     dtype: tl.constexpr = out_weight.dtype.element_ty
-    k = tl.arange(0, C)
-    n = layer_norm(side_tile(product, k, q, plane), center_weight, center_bias, eps, dtype, C)[0]
-    x = layer_norm(rows(pair, p, inside, k, C), norm_weight, norm_bias, eps, dtype, C)[0]
+    k, c = tl.arange(0, C), tl.arange(0, BC)
+    n, x = side_tile(product, k, q, plane), rows(pair, p, inside, k, C)
+    value_bias, opening_bias = biases(out_bias, c, OUT_BIAS), biases(gate_bias, c, GATE_BIAS)
+    n = layer_norm(n, center_weight, center_bias, eps, dtype, C)[0]
+    x = layer_norm(x, norm_weight, norm_bias, eps, dtype, C)[0]
     for c0 in range(0, C, BC):
-        c = c0 + tl.arange(0, BC)
-        y = projected(n, out_weight, out_bias, c, OUT_BIAS, PRECISION, C)[0]
-        y *= sigmoid(projected(x, gate_weight, gate_bias, c, GATE_BIAS, PRECISION, C)[0])
+        c, after = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
+        next_value, next_opening = biases(out_bias, after, OUT_BIAS), biases(gate_bias, after, GATE_BIAS)
         if DROP:
-            y *= rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
+            factor = rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
         if RESIDUAL:
-            y += rows(residual, p, inside, c, C).to(tl.float32)
+            given = rows(residual, p, inside, c, C)
+        at = c[:, None] * C + k[None, :]
+        y = projected(n, tl.load(out_weight + at), value_bias, OUT_BIAS, PRECISION)
+        y *= sigmoid(projected(x, tl.load(gate_weight + at), opening_bias, GATE_BIAS, PRECISION))
+        if DROP:
+            y *= factor
+        if RESIDUAL:
+            y += given.to(tl.float32)
         store_rows(out, p, inside, c, C, y)
+        value_bias, opening_bias = next_value, next_opening
 
 
 @triton.jit
@@ -126,20 +154,27 @@ def back_backward_kernel(product, pair, norm_weight, norm_bias, center_weight, c
     gradient of its projection, (P, C); the gradient of the output gate, the last C columns of dgates
     (P, 5 C). sums (programs, 4 C): of center_weight, center_bias, out_bias, gate_bias."""
     q, p, inside, b, i, j = places(S, SP, EVEN, BM)
-    k = tl.arange(0, C)
+    k, c = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = out_weight.dtype.element_ty
-    n, mean, rstd = layer_norm(side_tile(product, k, q, plane), center_weight, center_bias, eps, dtype, C)
+    n, x = side_tile(product, k, q, plane), rows(pair, p, inside, k, C)
+    value_bias, opening_bias = biases(out_bias, c, OUT_BIAS), biases(gate_bias, c, GATE_BIAS)
+    n, mean, rstd = layer_norm(n, center_weight, center_bias, eps, dtype, C)
     store_rows(normed, p, inside, k, C, n)
-    x = layer_norm(rows(pair, p, inside, k, C), norm_weight, norm_bias, eps, dtype, C)[0]
+    x = layer_norm(x, norm_weight, norm_bias, eps, dtype, C)[0]
     sums += tl.program_id(0).to(tl.int64) * 4 * C
     acc = tl.zeros((BM, C), tl.float32)
     for c0 in range(0, C, BC):
-        c = c0 + tl.arange(0, BC)
-        y, w = projected(n, out_weight, out_bias, c, OUT_BIAS, PRECISION, C)
-        gate = sigmoid(projected(x, gate_weight, gate_bias, c, GATE_BIAS, PRECISION, C)[0])
-        d = rows(gradient, p, inside, c, C).to(tl.float32)
+        c, after = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
+        next_value, next_opening = biases(out_bias, after, OUT_BIAS), biases(gate_bias, after, GATE_BIAS)
         if DROP:
-            d *= rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
+            factor = rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
+        d = rows(gradient, p, inside, c, C).to(tl.float32)
+        at = c[:, None] * C + k[None, :]
+        w = tl.load(out_weight + at)
+        y = projected(n, w, value_bias, OUT_BIAS, PRECISION)
+        gate = sigmoid(projected(x, tl.load(gate_weight + at), opening_bias, GATE_BIAS, PRECISION))
+        if DROP:
+            d *= factor
         dy, dg = d * gate, d * y * gate * (1 - gate)
         if OUT_BIAS:
             tl.store(sums + 2 * C + c, tl.sum(dy, 0))
@@ -148,6 +183,7 @@ def back_backward_kernel(product, pair, norm_weight, norm_bias, center_weight, c
         store_rows(dout, p, inside, c, C, dy)
         store_rows(dgates, p, inside, c + 4 * C, 5 * C, dg)
         acc = tl.dot(dy.to(dtype), w, acc, input_precision=PRECISION)
+        value_bias, opening_bias = next_value, next_opening
     # Read once more rather than held in registers meanwhile.
     n_hat = (side_tile(product, k, q, plane).to(tl.float32) - mean[:, None]) * rstd[:, None]
     tl.store(sums + k, tl.sum(acc * n_hat, 0))
@@ -166,9 +202,12 @@ def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, side
     the gradients of the four projections, the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of
     norm_weight, norm_bias and bias. Tiles are channel first, as sides are."""
     q, p, inside, b, i, j = places(S, SP, EVEN, BM)
-    k = tl.arange(0, C)
+    k, c = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = weight.dtype.element_ty
-    x, mean, rstd = layer_norm(rows(pair, p, inside, k, C), norm_weight, norm_bias, eps, dtype, C)
+    x = rows(pair, p, inside, k, C)
+    keep = kept(mask, inside, b * mb + i * mi + j * mj, MASK)
+    gate_bias = biases(bias, c + 2 * C, BIAS)
+    x, mean, rstd = layer_norm(x, norm_weight, norm_bias, eps, dtype, C)
     store_rows(normed, p, inside, k, C, x)
     x = tl.trans(x)
     sums += tl.program_id(0).to(tl.int64) * 6 * C
@@ -180,10 +219,11 @@ def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, side
         acc = tl.dot(tl.trans(w), dg, acc, input_precision=PRECISION)
     for c0 in range(0, 2 * C, BC):
         c = c0 + tl.arange(0, BC)
+        next_bias = biases(bias, (c0 + BC) % (2 * C) + 2 * C + tl.arange(0, BC), BIAS)
         w = tl.load(weight + (c[:, None] + 2 * C) * C + k[None, :])
         gate = tl.dot(w, x, input_precision=PRECISION)
         if BIAS:
-            gate += vector(bias, c + 2 * C)[:, None]
+            gate += gate_bias[:, None]
         gate = sigmoid(gate)
         at = c[:, None].to(tl.int64) * plane + q[None, :]
         dy = tl.load(dsides + at).to(tl.float32)
@@ -195,18 +235,22 @@ def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, side
         acc = tl.dot(tl.trans(w), dg, acc, input_precision=PRECISION)
         dy *= gate
         if MASK:
-            dy *= kept(mask, inside, b * mb + i * mi + j * mj, c0 < C, BOTH)[None, :]
+            dy *= tl.where((c0 < C) | BOTH, keep, 1.0)[None, :]
         if BIAS:
             tl.store(sums + 2 * C + c, tl.sum(dy, 1))
         dv = dy.to(dtype)
         store_rows(dgates, p, inside, c, 5 * C, tl.trans(dv))
         w = tl.load(weight + c[:, None] * C + k[None, :])
         acc = tl.dot(tl.trans(w), dv, acc, input_precision=PRECISION)
+        gate_bias = next_bias
+    x = rows(pair, p, inside, k, C).to(tl.float32)
+    if ADD:
+        given = rows(gradient, p, inside, k, C)
     tl.store(sums + C + k, tl.sum(acc, 1))
     acc = tl.trans(acc)
-    x_hat = (rows(pair, p, inside, k, C).to(tl.float32) - mean[:, None]) * rstd[:, None]
+    x_hat = (x - mean[:, None]) * rstd[:, None]
     tl.store(sums + k, tl.sum(acc * x_hat, 0))
     d = layer_norm_backward(acc, x_hat, rstd, vector(norm_weight, k), C)
     if ADD:
-        d += rows(gradient, p, inside, k, C).to(tl.float32)
+        d += given.to(tl.float32)
     store_rows(dpair, p, inside, k, C, d)

@@ -98,7 +98,7 @@ def add_up(parts, sums):
     """sums = parts (programs, ...), float32, added up, in one launch and the same bits in every run."""
     columns = sums.numel()
     few = columns < 1 << 13  # many rows of few columns, or the reverse: all of it at once
-    width, rows = (16, 512) if few else (256, 16)
+    width, rows = (8, 1024) if few else (256, 16)
     start(sum_kernel, (triton.cdiv(columns, width),), parts, sums, len(parts), columns,
           BR=min(rows, triton.next_power_of_2(len(parts))), BN=width, num_warps=8 if few else 4)
 
@@ -171,7 +171,7 @@ def vector(pointer, C: tl.constexpr):
 
 
 @triton.jit
-def layer_norm(x, weight, bias, p, P, eps, C: tl.constexpr):
-    """Rows p of LayerNorm(x), float32 (BM, C), and what layer_norm_backward() wants: normalised, 1 / std."""
-    x_hat, rstd = normalised(rows(x, p, P, C).to(tl.float32), eps, C)
+def layer_norm(x, weight, bias, eps, C: tl.constexpr):
+    """LayerNorm(x) of (BM, C), float32, and what layer_norm_backward() wants: normalised, 1 / std."""
+    x_hat, rstd = normalised(x.to(tl.float32), eps, C)
     return x_hat * vector(weight, C) + vector(bias, C), x_hat, rstd
