@@ -51,7 +51,7 @@ BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2,
 BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
                          (32, 64, 2, 4, 2))
 BACKWARD_BIAS = candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 2), (64, 64, 4, 3),
-                           (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3))
+                           (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 3))
 BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (4, 1), (4, 2))
 SMALL = dict(BM=32, BN=32, RU=1, num_warps=4, num_stages=1)  # for float32, whose tiles are twice as large
 
