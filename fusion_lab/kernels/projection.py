@@ -146,8 +146,6 @@ def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, K, sb, sx, 
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, C)
     acc = tl.zeros((BM, C), tl.float32) + vector(bias, C)
-    if RESIDUAL:  # on its way during the product
-        given = rows(residual, p, P, C)
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
         xt = tl.load(og + p[:, None] * K + k[None, :], mask=p[:, None] < P, other=0.0)
@@ -156,7 +154,7 @@ def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, K, sb, sx, 
     if DROP:
         acc *= factors(drop, p, P, X, Y, sb, sx, sy, C)
     if RESIDUAL:
-        acc += given.to(tl.float32)
+        acc += rows(residual, p, P, C).to(tl.float32)
     store_rows(out, p, P, acc, C)
 
 
