@@ -294,6 +294,7 @@ class Transition(nn.Module):
     def __init__(self, channels, fusion):
         super().__init__()
         self.fused, self.triton = fusion.enable_transition_fusion, fusion.enable_triton_transition
+        self.relu = fusion.enable_triton_relu
         self.layer_norm = nn.LayerNorm(channels)
         self.linear1 = linear(channels, 4 * channels, init="relu")
         self.linear2 = linear(4 * channels, channels, init="zero")
@@ -305,6 +306,8 @@ class Transition(nn.Module):
         if self.adds(x):
             return triton.transition(x, self.layer_norm, self.linear1, self.linear2, residual)
         x, layer = self.layer_norm(x), self.linear1
+        if self.relu and triton.fits(x):
+            return triton.two_layers(x, layer, self.linear2)
         return self.linear2(LinearReLU.of(x, layer) if self.fused else layer(x).relu())
 
 

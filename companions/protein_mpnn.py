@@ -245,8 +245,8 @@ class ProteinFeatures(nn.Module):
         square = (atoms[:, :, None, :, None] - others[:, :, :, None]).square().sum(-1)  # (B, L, k, 5, 5)
         distance = (square + 1e-6).sqrt().flatten(-2)[..., self.places]
         # In halves: of two readers torch.compile keeps each distance, for one it makes it 16 times.
-        near, far = (torch.exp(-((distance[..., None] - half) / ((FURTHEST - 2.0) / RBF)).square()) for half in
-                     torch.linspace(2.0, FURTHEST, RBF, dtype=X.dtype, device=X.device).chunk(2))
+        near, far = (torch.exp(-((distance[..., None] - half) / ((FURTHEST - 2.0) / RBF)).square()) for half
+                     in torch.linspace(2.0, FURTHEST, RBF, dtype=X.dtype, device=X.device).chunk(2))
         offset = (residue_idx[:, :, None] - residue_idx.flatten()[index]).clamp(-MAX_OFFSET, MAX_OFFSET)
         offset = (offset + MAX_OFFSET).where(chain[:, :, None] == chain.flatten()[index], OFFSETS - 1)
         linear = self.embeddings["linear"]

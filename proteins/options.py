@@ -105,6 +105,8 @@ class TritonSwitches(options.Switches):
                                             rung=11)
     enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
                                                "(S, S, h*h) tensor never in memory", rung=12)
+    enable_triton_relu: bool = option(False, "in backward of transitions: a product, the ReLU's mask and a "
+                                      "bias's gradient", rung=13)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)
@@ -118,5 +120,6 @@ class TritonSwitches(options.Switches):
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim),
             enable_triton_projection=((c.msa_dim, c.msa_heads), (c.pair_dim, c.pair_heads)),
-            enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),)), (c.pair_dim, c.msa_heads),
+            enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),),
+            enable_triton_relu=(c.msa_dim, c.pair_dim)), (c.pair_dim, c.msa_heads),
             settings.training.use_amp, on_gpu)

@@ -231,7 +231,8 @@ def handed(monkeypatch):
     for module, functions in dict(
             attention_layer=["attention_layer"], projection=["norm_project"], outer_product=["outer_product"],
             transition=["transition"], triangle_multiplication=["triangle_multiplication"],
-            biased_attention=["gated_attention"], messages=["incoming"]).items():
+            biased_attention=["gated_attention"], hidden_gradient=["two_layers"],
+            messages=["incoming"]).items():
         made = SimpleNamespace(**{name: recorder(name, torch.zeros(6)) for name in functions})
         monkeypatch.setitem(sys.modules, f"fusion_lab.kernels.{module}", made)
         monkeypatch.setattr(f"fusion_lab.kernels.{module}", made, raising=False)
@@ -256,6 +257,8 @@ def test_modules_become_arguments(handed):
     triton.transition(x, norm, first, second, None)
     is_given(handed["transition"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
              second.bias, 1e-3, None)
+    triton.two_layers(x, first, second)
+    is_given(handed["two_layers"], x, first.weight, first.bias, second.weight, second.bias)
     center = nn.LayerNorm(4)
     triton.triangle_multiplication(x, norm, packed, gate_bias, center, output, head, keys, True, None, drop)
     is_given(handed["triangle_multiplication"], x, norm.weight, norm.bias, packed, gate_bias, center.weight,

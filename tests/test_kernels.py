@@ -17,6 +17,7 @@ from fusion_lab.kernels import (
     ahead_of_time,
     attention_layer,
     biased_attention,
+    hidden_gradient,
     messages,
     outer_product,
     projection,
@@ -128,6 +129,12 @@ def multiplication(channels, length):
         drop=torch.ones(1, 1, length, c)).sum().backward()
 
 
+def two_layers(channels):
+    """The same for two layers with a ReLU between them."""
+    x, units = torch.empty(300, channels, dtype=torch.bfloat16), 4 * channels
+    hidden_gradient.launch(x, x.new_empty(channels, units), x.new_empty(300, units))
+
+
 def heads_of(width):
     """The same for heads that are alone in their tensors."""
     q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
@@ -186,6 +193,7 @@ LAUNCHES = {
     **{f"multiplication, c {c}, S {S}": (multiplication, c, S) for c in (64, 128, 256) for S in (64, 70)},
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
+    **{f"two layers, c {c}": (two_layers, c) for c in (64, 128, 256)},
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 sys.path.append(str(pathlib.Path(__file__).resolve().parent / "interpreted"))
 import check_attention_layer as layers
 import check_biased_attention as attention
+import check_hidden_gradient as hidden
 import check_messages as messages
 import check_outer_product as outer
 import check_transition as transitions
@@ -36,6 +37,8 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "outgoing": (multiplication, lambda S: (1, S, 128, True, 2, "own", 1, True, "all")),
     "incoming": (multiplication, lambda S: (1, S, 64, False, 2, "own", 2, True, "nothing")),
     "transition": (transitions, lambda S: ((1, 5, S, 128), 512, "own")),
+    "two layers": (hidden, lambda S: ((2, 5, S, 128), 512)),
+    "two layers, wide": (hidden, lambda S: ((1, 3, S, 256), 1024)),
     "sub-layer, starting node": (layers, lambda S: (1, S, S, 128, 4, 2, "own", True, True, 1)),
     "sub-layer, ending node": (layers, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
     "sub-layer, MSA rows": (layers, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),

@@ -40,8 +40,8 @@ MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it counts nothing
 TALLEST = 128  # positions of a tile, at most; within one offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
-PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU, where four
-# have room, as two of whole rows have
+PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU, which
+# have room there; of whole rows half as many
 
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
 TILES = ("BM", "BN", "RU", "num_warps", "num_stages")

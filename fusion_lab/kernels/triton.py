@@ -122,6 +122,12 @@ def transition(x, norm, first, second, residual):
         x, norm.weight, norm.bias, first.weight, first.bias, second.weight, second.bias, norm.eps, residual)
 
 
+def two_layers(x, first, second):
+    """second(relu(first(x))), from the modules."""
+    from fusion_lab.kernels import hidden_gradient as kernels
+    return kernels.two_layers(x, first.weight, first.bias, second.weight, second.bias)
+
+
 def triangle_multiplication(pair, norm, weight, bias, center, output, gate, mask, outgoing, residual, drop):
     """Triangle multiplication from modules and the packed weight and bias of left, right and their gates."""
     from fusion_lab.kernels import triangle_multiplication as kernels

@@ -34,11 +34,12 @@ def run(block):
     return call
 
 
-def blocks(packing):
-    """(all kernels, none), with equal weights."""
+def blocks(packing, without=()):
+    """(all kernels but those, none), with equal weights."""
     torch.manual_seed(0)
+    kernels = {name: name.removeprefix("enable_triton_") not in without for name in KERNELS}
     found = [tof.FusedEvoformerBlock(CONFIG, fusion) for fusion in (
-        tof.FusionConfig(**KERNELS, **PACKINGS[packing]), tof.FusionConfig.preset(False))]
+        tof.FusionConfig(**kernels, **PACKINGS[packing]), tof.FusionConfig.preset(False))]
     accuracy.shake(tof.PROGRAM, found[1])
     found[0].load_state_dict(found[1].state_dict())
     return found
@@ -55,6 +56,14 @@ def test_a_block_is_what_it_is_without_kernels(packing):
     ours, plain = blocks(packing)
     assert all(layer.adds(tensors()[1]) for name, layer in ours.named_children())
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
+
+
+def test_kernels_that_others_replace():
+    ours, plain = blocks("qkv", without=("transition", "outer_product"))
+    assert not violations(run(ours.eval()), run(plain.eval()), tensors())
+    expected = run(ours)(*tensors())
+    ours.compile(fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(ours)(*tensors()), expected)
 
 
 @pytest.mark.slow

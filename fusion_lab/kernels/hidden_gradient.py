@@ -1,0 +1,149 @@
+"""Two layers with a ReLU between them, by the BLAS library, but for one product of backward: the gradient of
+what stands before the ReLU, as a Triton kernel.
+
+    h = relu(x W1^T + b1);  y = h W2^T + b2;  dh = (dy W2) * [h > 0];  db1 = sum of dh over positions
+
+x, y (..., c); W1 (u, c); W2 (c, u); h, dh (..., u). The library writes dy W2, which is as wide as h, a second
+kernel reads it with h and writes dh, and another one reads that for db1. Here h is read once and dh written
+once. A program owns a chunk of hidden units, whose weights stay where they are, and a share of the positions,
+over which it adds up db1 in registers, number by number: between threads only once.
+
+Source: AlphaFold 2 supplement, Alg. 9 and 15 (transitions).
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.limits import CHANNELS
+from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.triton_parts import (
+    DTYPES,
+    add_up,
+    candidates,
+    check_shapes,
+    operation,
+    precision,
+    rows,
+)
+
+PROGRAMS = 1024  # over which chunks and positions are spread: about eight for each processor of a large GPU
+UNIT = 64  # of which the number of hidden units is a multiple
+
+# By bytes of a number and by whether there are more than 128 channels; the first of each fits every GPU.
+TILES = ("BM", "BK", "num_warps", "num_stages")
+CANDIDATES = {
+    (2, False): candidates(TILES, (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 3),
+                           (32, 64, 4, 3)),
+    (2, True): candidates(TILES, (32, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 4, 3)),
+    (4, False): candidates(TILES, (32, 32, 8, 2)),
+    (4, True): candidates(TILES, (16, 16, 8, 2))}
+
+
+def reference(x, w1, b1, w2, b2):
+    """The same in plain PyTorch."""
+    return F.linear(F.linear(x, w1, b1).relu(), w2, b2)
+
+
+@triton.jit
+def hidden_tile(hidden, p, end, k, K):
+    """(positions p below end, units k)."""
+    return tl.load(hidden + p[:, None] * K + k[None, :], mask=p[:, None] < end, other=0.0)
+
+
+@triton.jit
+def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, K, SHARE, PRECISION: tl.constexpr,
+                           C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """dh of BK units for SHARE positions, whole tiles of them; sums (shares, K). h is loaded a tile ahead: no
+    product takes it, so the compiler does not load it early by itself."""
+    k, c, m = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, C), tl.arange(0, BM)
+    first = tl.program_id(1).to(tl.int64) * SHARE
+    end = tl.minimum(first + SHARE, P)
+    wt = tl.load(w + c[:, None] * K + k[None, :])
+    acc = tl.zeros((BM, BK), tl.float32)
+    h = hidden_tile(hidden, first + m, end, k, K)
+    for p0 in range(first, end, BM):
+        p = p0 + m
+        after = hidden_tile(hidden, p + BM, end, k, K)
+        dh = tl.dot(rows(gradient, p, end, C), wt, input_precision=PRECISION)
+        dh = tl.where(h > 0, dh, 0.0)
+        acc += dh
+        tl.store(out + p[:, None] * K + k[None, :], dh.to(out.dtype.element_ty), mask=p[:, None] < end)
+        h = after
+    tl.store(sums + tl.program_id(1) * K + k, tl.sum(acc, 0))
+
+
+def launch(gradient, w2, hidden):
+    """dh (P, u) and db1 (u,) from dy (P, c), W2 (c, u) and h (P, u)."""
+    found = out, db1 = sizes(gradient, w2, hidden)
+    (channels, units), positions = w2.shape, len(hidden)
+    if message := unsupported(w2.dtype, channels, units):
+        raise ValueError(message)
+
+    def run(chosen):
+        tiles = triton.cdiv(positions, chosen["BM"])
+        share = triton.cdiv(tiles, max(1, PROGRAMS * chosen["BK"] // units)) * chosen["BM"]
+        grid = units // chosen["BK"], triton.cdiv(positions, share)
+        parts = db1.new_empty(grid[1], units, dtype=torch.float32)
+        hidden_gradient_kernel[grid](gradient, w2, hidden, out, parts, positions, units, share,
+                                     PRECISION=precision(w2.dtype), C=channels, **chosen)
+        add_up(parts, db1)
+    shape = f"{str(w2.dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{units}"
+    tuner.launch("hidden_gradient_kernel", shape, CANDIDATES[w2.element_size(), channels > 128], run)
+    return found
+
+
+def sizes(gradient, w2, hidden):
+    return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape[1])
+
+
+def flops(gradient, w2, hidden, **_):
+    return 2 * math.prod(gradient) * w2[1]
+
+
+OP = operation("hidden_gradient(Tensor gradient, Tensor w2, Tensor hidden) -> (Tensor, Tensor)", launch,
+               sizes, flops)
+
+
+class TwoLayers(torch.autograd.Function):
+    """two_layers() with its derivative; saves x and h."""
+
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2):
+        h = torch._addmm_activation(b1, x.flatten(0, -2), w1.t())
+        ctx.save_for_backward(x, w1, w2, h)
+        return F.linear(h, w2, b2).view(*x.shape[:-1], len(w2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x, w1, w2, h = ctx.saved_tensors
+        gradient = gradient.contiguous().flatten(0, -2)
+        dh, db1 = OP(gradient, w2, h)
+        return (dh @ w1).view(x.shape), dh.t() @ x.flatten(0, -2), db1, gradient.t() @ h, gradient.sum(0)
+
+
+def two_layers(x, w1, b1, w2, b2):
+    """relu(x w1^T + b1) w2^T + b2, (..., c); under autocast in its dtype. ValueError for what the kernel
+    cannot take."""
+    channels, units = x.shape[-1], len(w1)
+    check_shapes(("w1", w1, (units, channels)), ("b1", b1, (units,)), ("w2", w2, (channels, units)),
+                 ("b2", b2, (channels,)))
+    x, w1, b1, w2, b2 = (t.to(product_dtype(x)).contiguous() for t in (x, w1, b1, w2, b2))
+    if message := unsupported(w1.dtype, channels, units):
+        raise ValueError(message)
+    return TwoLayers.apply(x, w1, b1, w2, b2)
+
+
+def unsupported(dtype, channels, units):
+    """Why the kernel cannot take weights of this dtype, so many channels, hidden units; "" if it can."""
+    if dtype not in DTYPES:
+        return f"no Triton gradient of a hidden layer in {str(dtype)[6:]}"
+    if channels not in CHANNELS:
+        return (f"no Triton gradient of a hidden layer from {channels} channels (but from "
+                f"{', '.join(map(str, CHANNELS))})")
+    return f"{units} hidden units are no multiple of {UNIT}" if units % UNIT else ""

@@ -1,0 +1,61 @@
+"""The gradient of a hidden layer in Triton's interpreter: the 3x rule, and mutants that must fail."""
+import pytest
+import torch
+from rule import mutant, violations
+
+from fusion_lab.kernels import hidden_gradient
+
+CASES = {  # shape of x, hidden units
+    "two tiles, odd": ((2, 5, 7, 32), 128),
+    "fewest channels, several shares": ((1, 3, 130, 16), 64),
+    "one position": ((1, 1, 1, 128), 512),
+}
+MUTANTS = {
+    "ReLU's derivative ignored": ("tl.where(h > 0, dh, 0.0)", "dh"),
+    "the first tile's mask for all": ("h = after", "h = h"),
+    "last tile dropped": ("for p0 in range(first, end, BM):", "for p0 in range(first, end - BM, BM):"),
+    "sums of the last tile alone": ("acc += dh", "acc = dh"),
+    "sums of the first share alone": ("add_up(parts, db1)", "db1.copy_(parts[0])"),
+    "every chunk the first one's weights": ("w + c[:, None] * K + k[None, :]",
+                                            "w + c[:, None] * K + tl.arange(0, BK)[None, :]"),
+    "second bias without a gradient": ("gradient.sum(0)\n", "0 * gradient.sum(0)\n"),
+}
+
+
+def problem(dtype, shape, units, module=hidden_gradient):
+    """(ours, plain, tensors) of a case"""
+    torch.manual_seed(0)
+    c = shape[-1]
+    sizes, scales = [shape, (units, c), (units,), (c, units), (c,)], [1, c ** -0.5, 1, units ** -0.5, 1]
+    tensors = [(scale * torch.randn(size)).to(dtype) for size, scale in zip(sizes, scales, strict=True)]
+    return module.two_layers, module.reference, tensors
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """So that small problems have several shares of several tiles, too."""
+    monkeypatch.setattr(hidden_gradient, "PROGRAMS", 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_three_times_the_error_of_plain_pytorch(name, dtype):
+    assert not violations(*problem(dtype, *CASES[name]))
+
+
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_mutants_are_caught(broken, tmp_path):
+    module = mutant(hidden_gradient, *MUTANTS[broken], tmp_path)
+    module.PROGRAMS = 16
+    assert violations(*problem(torch.float32, *CASES["fewest channels, several shares"][:1], 128, module))
+
+
+def test_what_the_kernel_would_misread_is_refused():
+    x, w = torch.ones(3, 48), torch.ones(64, 48)
+    with pytest.raises(ValueError, match="from 48 channels"):
+        hidden_gradient.two_layers(x, w, torch.ones(64), w.t(), torch.ones(48))
+    x, w = torch.ones(3, 16), torch.ones(70, 16)
+    with pytest.raises(ValueError, match="70 hidden units are no multiple of 64"):
+        hidden_gradient.two_layers(x, w, torch.ones(70), w.t(), torch.ones(16))
+    with pytest.raises(ValueError, match="b1 is"):
+        hidden_gradient.two_layers(x, w[:64], torch.ones(70), w[:64].t(), torch.ones(16))
