@@ -18,6 +18,7 @@ from fusion_lab.kernels import (
     attention_layer,
     biased_attention,
     messages,
+    outer_layout,
     outer_product,
     projection,
     transition,
@@ -31,8 +32,8 @@ HERE = pathlib.Path(__file__).parent
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
-IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "check_transition",
-                "check_ultra_block"}
+IN_NO_PRESET = {"check_messages", "check_outer_layout", "check_outer_product", "check_patterns",
+                "check_transition", "check_ultra_block"}
 
 
 NONE_SLOW = {"check_arguments"}
@@ -153,6 +154,13 @@ def outer(rows, channels):
                                 empty(channels), torch.ones(1), empty(1, 64, 64, channels)).sum().backward()
 
 
+def laid_out(rows, channels, length=64, dtype=torch.bfloat16):
+    """The same for its two layouts, with sides in one tensor."""
+    left, right = torch.empty(1, rows, length, 64, dtype=dtype).chunk(2, -1)
+    outer_layout.forward(left, right)
+    outer_layout.backward(left.new_empty(1, length, length, channels), left.new_empty(channels, 1024))
+
+
 def neighbours(channels, count, nodes=100):
     """The same for messages from so many neighbours."""
     def empty(*size):
@@ -186,11 +194,14 @@ LAUNCHES = {
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
+    **{f"outer layout, N {rows}, c {c}, S {S}": (laid_out, rows, c, S)
+       for rows, c, S in ((128, 128, 64), (16, 128, 64), (77, 120, 77))},
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
+    "outer layout, float32": (laid_out, 128, 128, 64, torch.float32),
 }
-WITHOUT = ("attention, float32",)  # matrix instructions, which only AMD has for float32
+WITHOUT = ("attention, float32", "outer layout, float32")  # instructions for matrices: only AMD has some
 WITHOUT_PRODUCTS = ("sum_kernel", "message_")
 
 

@@ -57,6 +57,14 @@ def test_a_block_is_what_it_is_without_kernels(packing):
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
 
 
+@pytest.mark.parametrize("packing", ["qkv", "gate"])
+def test_a_block_whose_outer_product_is_laid_out(packing, monkeypatch):
+    monkeypatch.setitem(KERNELS, "enable_triton_outer_product", False)
+    (ours, plain), made, layout = blocks(packing), [], triton.outer_layout
+    monkeypatch.setattr(triton, "outer_layout", lambda *given: made.append(given) or layout(*given))
+    assert not violations(run(ours.eval()), run(plain.eval()), tensors()) and made
+
+
 @pytest.mark.slow
 def test_compiled_checkpointed_and_without_gradients():
     ours = blocks("gate")[0]
