@@ -154,11 +154,15 @@ def outer(rows, channels):
                                 empty(channels), torch.ones(1), empty(1, 64, 64, channels)).sum().backward()
 
 
-def laid_out(rows, channels, length=64, dtype=torch.bfloat16):
-    """The same for its two layouts, with sides in one tensor."""
-    left, right = torch.empty(1, rows, length, 64, dtype=dtype).chunk(2, -1)
-    outer_layout.forward(left, right)
-    outer_layout.backward(left.new_empty(1, length, length, channels), left.new_empty(channels, 1024))
+def laid_out(rows, length=64, dtype=torch.bfloat16):
+    """The same for its layout, of sides that are one tensor."""
+    outer_layout.forward(*torch.empty(1, rows, length, 64, dtype=dtype).chunk(2, -1))
+
+
+def laid_out_backward(channels, length=64, dtype=torch.bfloat16):
+    """The same for that of its gradient: one kernel, with the same options, but other strides."""
+    outer_layout.backward(torch.empty(1, length, length, channels, dtype=dtype),
+                          torch.empty(channels, 1024, dtype=dtype))
 
 
 def neighbours(channels, count, nodes=100):
@@ -194,14 +198,16 @@ LAUNCHES = {
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
-    **{f"outer layout, N {rows}, c {c}, S {S}": (laid_out, rows, c, S)
-       for rows, c, S in ((128, 128, 64), (16, 128, 64), (77, 120, 77))},
+    **{f"outer layout, N {rows}, S {S}": (laid_out, rows, S) for rows, S in ((128, 64), (16, 64), (77, 77))},
+    **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
-    "outer layout, float32": (laid_out, 128, 128, 64, torch.float32),
+    "outer layout, float32": (laid_out, 128, 64, torch.float32),
+    "its gradient, float32": (laid_out_backward, 128, 64, torch.float32),
 }
-WITHOUT = ("attention, float32", "outer layout, float32")  # instructions for matrices: only AMD has some
+WITHOUT = ("attention, float32", "outer layout, float32",
+           "its gradient, float32")  # matrix instructions, which only AMD has for float32
 WITHOUT_PRODUCTS = ("sum_kernel", "message_")
 
 

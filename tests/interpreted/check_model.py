@@ -66,7 +66,9 @@ def test_a_block_whose_outer_product_is_laid_out(packing, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_checkpointed_and_without_gradients():
+@pytest.mark.parametrize("outer_product", [True, False])
+def test_compiled_checkpointed_and_without_gradients(outer_product, monkeypatch):
+    monkeypatch.setitem(KERNELS, "enable_triton_outer_product", outer_product)  # else its layout
     ours = blocks("gate")[0]
     given = [t.requires_grad_() for t in tensors()]
 

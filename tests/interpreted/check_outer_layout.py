@@ -23,17 +23,17 @@ MUTANTS = {
     "last tile of rows dropped": ("triton.cdiv(M1 * M2, chosen", "max(1, M1 * M2 // chosen"),
     "last tile of columns dropped": ("triton.cdiv(N1 * N2, chosen", "max(1, N1 * N2 // chosen"),
     "last tile of a sum dropped": ("for k0 in range(0, K, BK)", "for k0 in range(0, max(1, K - BK), BK)"),
-    "a sum goes on beyond its end": ("mask=k[None, :] < K - k0, other=0.0", "mask=k[None, :] < K, other=1.0"),
+    "last number of a sum dropped": (" < K - k0", " < K - k0 - 1"),
     "always the first tile of a sum": ("        at += BK * sak\n", ""),
     "the first sample alone": ("at = a + sample * sab", "at = a"),
     "all samples into the first": ("at = out + sample * M1 * M2 * N1 * N2", "at = out"),
-    "stored beyond the last column": (" & (n1 < N1)[None, :]", ""),
+    "last columns not stored": ("(n1 < N1)", "(n1 < N1 - 1)"),
     "left's gradient transposed": ("right.flatten(2) @ d.mT", "right.flatten(2) @ d"),
     "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
     "bias without a gradient": ("gradient.sum(0))", "0 * gradient.sum(0))"),
 }
 WHERE = {"last tile of a sum dropped": "many rows", "always the first tile of a sum": "many rows",
-         "a sum goes on beyond its end": "many rows", "last tile of columns dropped": "odd widths"}
+         "last number of a sum dropped": "many rows", "last tile of columns dropped": "odd widths"}
 
 
 def problem(dtype, samples, rows, size, h, channels, packed, module=outer_layout):
