@@ -285,7 +285,6 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
         ot = tile(out + at_out, 0, L, D, sol, BL, BD, EVEN)
         if GATE:
             gt = tile(g + b * sgb + r * sgr + h * sgh, 0, L, D, sgl, BL, BD, EVEN)
-        ls = statistic(lse + ((b * R + r) * H + h) * L, i, L, float("inf"), EVEN)
         product = dt.to(tl.float32) * ot.to(tl.float32)
         de = tl.sum(product, 1)
         if GATE:
@@ -299,6 +298,7 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
         s += bias_tile(bias, bh, 0, 0, LP, BL, BL, BIAS)
         if KEYS:
             s += key_tile(keys, b, r, i, kb, kr)[None, :]
+        ls = statistic(lse + ((b * R + r) * H + h) * L, i, L, float("inf"), EVEN)
         p = tl.exp2(s * LOG2E - ls[:, None])
         ds = p * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
         db += ds

@@ -40,7 +40,8 @@ MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it counts nothing
 TALLEST = 128  # positions of a tile, at most; within one offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
-PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU
+PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU, where four
+# have room, as two of whole rows have
 
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
 TILES = ("BM", "BN", "RU", "num_warps", "num_stages")
@@ -51,8 +52,8 @@ BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2,
 BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
                          (32, 64, 2, 4, 2))
 BACKWARD_BIAS = candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 2), (64, 64, 4, 3),
-                           (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3))
-BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (4, 1), (4, 2))
+                           (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 3))
+BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (4, 2), (4, 1))
 SMALL = dict(BM=32, BN=32, RU=1, num_warps=4, num_stages=1)  # for float32, whose tiles are twice as large
 
 
@@ -152,13 +153,12 @@ class Launch:
         config = {key: min(value, self.LP) if key in ("BM", "BN") else value for key, value in config.items()}
         tiles = [config[key] for key in ("BM", "BN") if key in config]
         if self.L <= SHORT:  # more warps than a tile has rows for would all do the same
-            shortest = min(tiles, default=self.LP)
-            config["num_warps"] = max(1, min(config["num_warps"], shortest // 16 * (1 + shortest // 64)))
+            config["num_warps"] = max(1, min(config["num_warps"], min(tiles, default=self.LP) // 16))
         return dict(config, EVEN=self.D == self.BD and all(self.L % t == 0 for t in tiles or [self.LP]))
 
     def shares(self):
         """How many rows a program sums, and how many programs that makes, for sums over rows."""
-        tiles = 1 if self.short else triton.cdiv(self.L, 64) ** 2
+        tiles = 2 if self.short else triton.cdiv(self.L, 64) ** 2
         rows = triton.cdiv(self.R, max(1, min(self.R, PROGRAMS // (self.B * self.H * tiles))))
         return rows, triton.cdiv(self.R, rows)
 
@@ -179,7 +179,7 @@ class Launch:
             add_up(parts, gate_sums)
         if self.q.dtype == torch.float32:
             tiles = [{key: SMALL[key] for key in tiles[0]}]
-        elif self.BD > 64:  # whose tiles, loaded ahead, are more than 64 KB
+        elif self.BD > (32 if self.short else 64):  # whose tiles, loaded ahead, are more than 64 KB
             tiles = [dict(tiles[0], num_stages=1), *tiles]
         tuner.launch(kernel.__name__, self.shape, tiles, launch)
 

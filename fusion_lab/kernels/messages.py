@@ -33,7 +33,8 @@ from fusion_lab.kernels.triton_parts import (
     vector,
 )
 
-TILE = 2048  # numbers of edges that a program of four warps holds at a time
+TILE = 1024  # numbers of edges that a program of two warps holds at a time
+STAGES = tl.constexpr(3)  # of its loads: while it computes one tile, the next are on their way
 
 
 class Incoming(NamedTuple):
@@ -101,7 +102,7 @@ def before_gelu(own, edges, table, index, node, k, K, STRIDE, C: tl.constexpr):
 def message_first_kernel(own, edges, table, index, out, K, STRIDE, C: tl.constexpr, BE: tl.constexpr):
     """A node, BE of its edges at a time, as in the kernels below; rows of edges lie STRIDE apart."""
     node = tl.program_id(0).to(tl.int64)
-    for k0 in range(0, K, BE):
+    for k0 in tl.range(0, K, BE, num_stages=STAGES):
         k = k0 + tl.arange(0, BE)
         x = before_gelu(own, edges, table, index, node, k, K, STRIDE, C)
         store_rows(out, node * K + k, node * K + K, gelu(x), C)
@@ -112,7 +113,7 @@ def message_first_backward_kernel(gradient, own, edges, table, index, dx_out, do
                                   C: tl.constexpr, BE: tl.constexpr):
     """dx_out (N, K, C), the gradient before gelu; down (N, C) that of own, its sum."""
     node, acc = tl.program_id(0).to(tl.int64), tl.zeros((BE, C), tl.float32)
-    for k0 in range(0, K, BE):
+    for k0 in tl.range(0, K, BE, num_stages=STAGES):
         k = k0 + tl.arange(0, BE)
         x = before_gelu(own, edges, table, index, node, k, K, STRIDE, C)
         dx = rows(gradient, node * K + k, node * K + K, C).to(tl.float32) * slope(x)
@@ -137,7 +138,7 @@ def present(mask, node, k, K):
 def message_gelu_kernel(y, bias, mask, out, K, SUM: tl.constexpr, C: tl.constexpr, BE: tl.constexpr):
     """SUM: out (N, C), masked and added up; otherwise (N, K, C), and no mask."""
     node, acc = tl.program_id(0).to(tl.int64), tl.zeros((BE, C), tl.float32)
-    for k0 in range(0, K, BE):
+    for k0 in tl.range(0, K, BE, num_stages=STAGES):
         k = k0 + tl.arange(0, BE)
         g = gelu(biased(y, bias, node, k, K, C))
         if SUM:
@@ -153,7 +154,7 @@ def message_gelu_backward_kernel(gradient, y, bias, mask, dy, parts, K, SUM: tl.
                                  BE: tl.constexpr):
     """gradient as out above; parts (N, C): of the gradient of bias."""
     node, acc = tl.program_id(0).to(tl.int64), tl.zeros((BE, C), tl.float32)
-    for k0 in range(0, K, BE):
+    for k0 in tl.range(0, K, BE, num_stages=STAGES):
         k = k0 + tl.arange(0, BE)
         d = slope(biased(y, bias, node, k, K, C))
         if SUM:
@@ -183,7 +184,7 @@ def message_table_kernel(dx, order, starts, out, C: tl.constexpr, BE: tl.constex
 
 
 def tile(channels):
-    return dict(C=channels, BE=max(TILE // channels, 8), num_warps=4)
+    return dict(C=channels, BE=max(TILE // channels, 8), num_warps=2)
 
 
 def one_stride(edges):
@@ -218,7 +219,7 @@ def backward_sizes(gradient, own, *_):
 
 def to_table(dx, order, starts):
     out = to_table_sizes(dx, order, starts)
-    start(message_table_kernel, (len(out),), dx, order, starts, out, C=dx.shape[-1], BE=16, num_warps=1)
+    start(message_table_kernel, (len(out),), dx, order, starts, out, C=dx.shape[-1], BE=8, num_warps=1)
     return out
 
 

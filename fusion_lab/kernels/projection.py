@@ -146,8 +146,6 @@ def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, K, sb, sx, 
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, C)
     acc = tl.zeros((BM, C), tl.float32) + vector(bias, C)
-    if RESIDUAL:  # on its way during the product
-        given = rows(residual, p, P, C)
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
         xt = tl.load(og + p[:, None] * K + k[None, :], mask=p[:, None] < P, other=0.0)
@@ -156,7 +154,7 @@ def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, K, sb, sx, 
     if DROP:
         acc *= factors(drop, p, P, X, Y, sb, sx, sy, C)
     if RESIDUAL:
-        acc += given.to(tl.float32)
+        acc += rows(residual, p, P, C).to(tl.float32)
     store_rows(out, p, P, acc, C)
 
 
@@ -194,18 +192,20 @@ def tiles(chunk, *rows):
 
 
 NORM_PROJECT = {
-    (2, False): tiles("BN", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+    (2, False): tiles("BN", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2),
+                      (128, 64, 8, 3)),
     (2, True): tiles("BN", (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2)),
     (4, False): tiles("BN", (32, 32, 8, 2), (64, 32, 8, 2)),
     (4, True): tiles("BN", (16, 16, 8, 2), (32, 16, 8, 2))}
 NORM_PROJECT_BACKWARD = {
     (2, False): tiles("BN", (64, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2),
-                      (32, 64, 4, 3)),
+                      (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4)),
     (2, True): tiles("BN", (32, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3)),
     (4, False): tiles("BN", (32, 32, 8, 2), (64, 32, 8, 2)),
     (4, True): tiles("BN", (16, 16, 8, 2), (32, 16, 8, 2))}
 OUTPUT_PROJECT = {
-    (2, False): tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2)),
+    (2, False): tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2),
+                      (64, 128, 8, 2)),
     (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3)),
     (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
     (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}

@@ -99,7 +99,8 @@ def transition_backward_kernel(gradient, x, norm_weight, norm_bias, w1, b1, w2, 
         dh = dh.to(y.dtype)
         tl.store(dhidden + at, dh, mask=p[:, None] < P)
         acc = tl.dot(dh, wt, acc, input_precision=PRECISION)
-    y, x_hat, rstd = layer_norm(rows(x, p, P, C), norm_weight, norm_bias, eps, C)  # again: registers are scarce above
+    # Again: registers are scarce above.
+    y, x_hat, rstd = layer_norm(rows(x, p, P, C), norm_weight, norm_bias, eps, C)
     tl.store(sums + c, tl.sum(acc * x_hat, 0))
     tl.store(sums + C + c, tl.sum(acc, 0))
     result = layer_norm_backward(acc, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)

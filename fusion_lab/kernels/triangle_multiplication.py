@@ -48,7 +48,7 @@ BACK = candidates(TILES, (64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 3
 BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2), (64, 32, 4, 3),
                            (128, 16, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3))
 FRONT_BACKWARD = candidates(TILES, (32, 64, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
-                            (128, 32, 8, 2), (128, 32, 8, 3))
+                            (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2))
 SMALL = candidates(TILES, (32, 16, 8, 2))  # for float32, whose products hold whole rows in registers
 
 

@@ -20,7 +20,7 @@ MUTANTS = {  # old, new, which function shows it
                                    "d = slope(biased(y, bias, node, k, K, C) - vector(bias, C))", "gelu"),
     "bias gradient of the last tile": ("acc += d\n", "acc = d\n", "gelu"),
     "bias gradient of one node": ("parts.sum(0)", "parts[0]", "sum"),
-    "last tile dropped": ("for k0 in range(0, K, BE):", "for k0 in range(0, K - BE, BE):", "sum"),
+    "last tile dropped": ("in tl.range(0, K, BE,", "in tl.range(0, K - BE, BE,", "sum"),
     "last edges of a row": ("tl.load(starts + row + 1), tl", "tl.load(starts + row + 1) - 1, tl", "first"),
     "one neighbour for all": ("j = tl.load(index + node * K + k,", "j = tl.load(index + 0 * k,", "first"),
     "own part of the first node": ("vector(own + node * C, C)", "vector(own, C)", "first"),
