@@ -88,6 +88,10 @@ class FusionConfig(TritonSwitches):
     def combo_kernels_at(self, seq_len):
         return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
 
+    def reassociates(self, samples, rows, residues):
+        """Whether such a batch's outer product mean is re-associated; OuterProductMean says why."""
+        return self.enable_opm_fusion and 4 * rows <= residues and (samples == 1 or residues >= 128)
+
     def idle(self, settings, on_gpu):
         found = super().idle(settings, on_gpu)
         if self.enable_combo_kernels and not (self.enable_torch_compile and on_gpu):
@@ -98,6 +102,9 @@ class FusionConfig(TritonSwitches):
         if self.enable_triton_attention and asked != "auto":
             names = ("triton-attention", *["triton-projection"] * self.enable_triton_projection)
             found += [f"{name} gives way to the attention that was asked for" for name in names]
+        if self.enable_triton_outer_layout and self.reassociates(
+                settings.training.batch_size, settings.model.num_seqs, settings.model.seq_len):
+            found.append("triton-outer-layout is for outer products that are not re-associated")
         if self.attention_backend != "auto" and not self.enable_flash_attention:
             found.append("--attention-backend is for fused attention")
         return found
@@ -322,7 +329,7 @@ class OuterProductMean(PackedProjections):
 
     def __init__(self, config, fusion):
         super().__init__()
-        self.reassociate, self.triton = fusion.enable_opm_fusion, fusion.enable_triton_outer_product
+        self.fusion, self.triton = fusion, fusion.enable_triton_outer_product
         self.layer_norm = nn.LayerNorm(config.msa_dim)
         layers = {name: linear(config.msa_dim, config.outer_product_dim) for name in self.SIDES}
         self.add_projections(layers, *["left_right_proj"] * fusion.enable_projection_fusion)
@@ -342,6 +349,8 @@ class OuterProductMean(PackedProjections):
             return triton.outer_product(left, right, self.output_proj, rows, residual)
         if self.reassociates(right):
             update = self.project_one_first(left, right)
+        elif self.fusion.enable_triton_outer_layout and self.ranks.size == 1 and triton.runs(msa):
+            update = triton.outer_layout(left, right, self.output_proj)
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
         return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
@@ -352,7 +361,7 @@ class OuterProductMean(PackedProjections):
         bound by multiplications, of which N = h / 2 saves about half (LOG.md; not tried on AMD)."""
         samples, rows, residues, h = whole.shape
         multiplications_count = whole.is_cuda and strict_float32(whole.dtype)
-        return (self.reassociate and 4 * rows <= residues and (samples == 1 or residues >= 128)
+        return (self.fusion.reassociates(samples, rows, residues)
                 and not (multiplications_count and 2 * rows > h))
 
     def project_one_first(self, left, right):

@@ -3,14 +3,16 @@
 
     python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256] [--retune]
 
-A row is one operation, size S (c 128, 4 heads, bf16; outer product: N 64, h 32) and implementation: ours,
-plain PyTorch, the same under torch.compile; for attention FlexAttention, SDPA, and cuEquivariance's and
-trifast's where they are installed; for a whole attention sub-layer its projections compiled round our
-attention ("core"); for the outer product the re-associated sums ("reordered"). Gates, key masks, LayerNorms
-and residuals are inside, whatever the implementation; the projections round attention in sub-layers alone.
-Forward and backward are one CUDA graph; all implementations of a size take turns. Errors are judged against
-float64: at most three times plain PyTorch's in the same precision, and two roundings of the largest element.
-Writes OUT/kernels.json. Exit code 1 if ours fails or is not accurate.
+A row is one operation, size S (c 128, 4 heads, bf16; outer product: h 32, N 64 if not named) and
+implementation: ours, plain PyTorch, the same under torch.compile; for attention FlexAttention, SDPA, and
+cuEquivariance's and trifast's where they are installed; for a whole attention sub-layer its projections
+compiled round our attention ("core"); for the outer product the re-associated sums ("reordered"), and the
+library's products but for those two whose results it would copy, which are ours ("layout"). Gates, key masks,
+LayerNorms and residuals are inside, whatever the implementation; the projections round attention in
+sub-layers alone. Forward and backward are one CUDA graph; all implementations of a size take turns. Errors
+are judged against float64: at most three times plain PyTorch's in the same precision, and two roundings of
+the largest element.
+Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not accurate.
 """
 import importlib.util
 import pathlib
@@ -35,6 +37,7 @@ import torch.nn.functional as F
 from fusion_lab.kernels import (
     attention_layer,
     biased_attention,
+    outer_layout,
     outer_product,
     transition,
     triangle_multiplication,
@@ -47,7 +50,7 @@ from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 
-OURS, CHANNELS, HEADS = "ours", 128, 4
+OURS, CHANNELS, HEADS = ("ours", "layout"), 128, 4
 
 
 def attention_implementations(axis):
@@ -119,27 +122,31 @@ def layer_tensors(size, normal):
 
 
 def outer_implementations():
-    """{name: function(left, right (1, N, S, h), weight (c, h*h), bias (c,), pair (1, S, S, c))}"""
-    def with_function(function):
-        return lambda left, right, *rest: function(
-            left, right, *rest[:2], torch.full((1,), 64.0, device=left.device), rest[2])
-
+    """{name: function(left, right (B, N, S, h), weight (c, h*h), bias (c,), pair (B, S, S, c))}"""
     def plain(left, right, weight, bias, pair):
-        return outer_product.reference(left, right, weight, bias, left.new_full((1,), 64.0), pair)
+        norm = left.new_full(left.shape[:1], left.shape[1])
+        return outer_product.reference(left, right, weight, bias, norm, pair)
 
     def reordered(left, right, weight, bias, pair):
-        h = left.shape[-1]
-        wide = weight.unflatten(1, (h, h)).permute(1, 2, 0)
-        wide = torch.bmm(right[0].flatten(0, 1).expand(h, -1, -1), wide)
-        found = left[0].permute(1, 2, 0).flatten(1) @ wide.view(h * len(left[0]), -1)
-        return pair + (found.unflatten(1, (left.shape[2], -1))[None] + bias) / 64.0
-    return dict(plain=plain, compiled=plain, reordered=reordered,
-                ours=with_function(outer_product.outer_product))
+        h, found = left.shape[-1], []
+        weight = weight.unflatten(1, (h, h)).permute(1, 2, 0)
+        for a, b in zip(left, right, strict=True):
+            wide = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight).view(h * len(b), -1)
+            found.append((a.permute(1, 2, 0).flatten(1) @ wide).unflatten(1, (b.shape[1], -1)))
+        return pair + (torch.stack(found) + bias) / left.shape[1]
+
+    def layout(left, right, weight, bias, pair):
+        return pair + outer_layout.outer_layout(left, right, weight, bias) / left.shape[1]
+
+    def ours(left, right, weight, bias, pair):
+        norm = left.new_full(left.shape[:1], left.shape[1], dtype=torch.float32)
+        return outer_product.outer_product(left, right, weight, bias, norm, pair)
+    return dict(plain=plain, compiled=plain, reordered=reordered, layout=layout, ours=ours)
 
 
-def outer_tensors(size, normal):
-    return [normal(1, 64, size, 32), normal(1, 64, size, 32), normal(CHANNELS, 1024) / 32, normal(CHANNELS),
-            normal(1, size, size, CHANNELS)]
+def outer_tensors(samples, rows, size, normal):
+    sides = (normal(samples, rows, size, 32) for _ in range(2))
+    return [*sides, normal(CHANNELS, 1024) / 32, normal(CHANNELS), normal(samples, size, size, CHANNELS)]
 
 
 def present(size, normal):
@@ -194,11 +201,13 @@ OPERATIONS = {  # name: (tensors of a size, implementations)
     "attention, ending node": (attention_tensors, partial(attention_implementations, 1)),
     "sub-layer, starting node": (layer_tensors, partial(layer_implementations, 2)),
     "sub-layer, ending node": (layer_tensors, partial(layer_implementations, 1)),
-    "outer product": (outer_tensors, outer_implementations),
+    "outer product": (partial(outer_tensors, 1, 64), outer_implementations),
+    "outer product, N 128": (partial(outer_tensors, 1, 128), outer_implementations),
+    "outer product, B 4, N 16": (partial(outer_tensors, 4, 16), outer_implementations),
     "triangle multiplication": (multiplication_tensors, partial(multiplication_implementations, True)),
     "pair transition": (transition_tensors, transition_implementations),
 }
-COMPILED = ("compiled", "flex", "core", "reordered")  # by torch.compile
+COMPILED = ("compiled", "flex", "core", "reordered", "layout")  # by torch.compile
 
 
 def step(function, tensors):
@@ -280,8 +289,8 @@ def retune(names, sizes, device):
             for size in sizes:
                 make_tensors, implementations = OPERATIONS[name]
                 tensors = make_tensors(size, partial(torch.randn, device=device, dtype=torch.bfloat16))
-                ours = implementations()[OURS]
-                step(ours, [*tensors, torch.randn_like(ours(*tensors))])
+                for ours in (function for word, function in implementations().items() if word in OURS):
+                    step(ours, [*tensors, torch.randn_like(ours(*tensors))])
     for key, choice in sorted(found.items()):
         print(f"{key:48s} {', '.join(f'{k} {v}' for k, v in choice.items())}")
 
@@ -312,7 +321,7 @@ def main(argv=None):
                 write_json(arguments.out / "kernels.json", dict(
                     command=" ".join(["python benchmarks/measure_kernels.py", *sys.argv[1:]]),
                     date=time.strftime("%F"), rows=rows, system_info=system_info(device)))
-    return int(not all(row.get("accurate") for row in rows if row["implementation"] == OURS))
+    return int(not all(row.get("accurate") for row in rows if row["implementation"] in OURS))
 
 
 if __name__ == "__main__":

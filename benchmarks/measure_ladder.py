@@ -63,6 +63,7 @@ RUNGS = {
     "ultra, no triton projection": f"{BF16} --enable-ultra --disable-triton-projection",
     "ultra, triton transition": f"{BF16} --enable-ultra --enable-triton-transition",
     "ultra, triton outer product": f"{BF16} --enable-ultra --enable-triton-outer-product",
+    "ultra, triton outer layout": f"{BF16} --enable-ultra --enable-triton-outer-layout",
     "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
     "best, no transition fusion": f"{BEST} --disable-transition-fusion",

@@ -105,8 +105,11 @@ class TritonSwitches(options.Switches):
                                             rung=11)
     enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
                                                "(S, S, h*h) tensor never in memory", rung=12)
+    enable_triton_outer_layout: bool = option(False, "outer product mean where it is not re-associated: its "
+                                              "(S, S, h*h) tensor and that tensor's gradient written where "
+                                              "they are read, not copied there", rung=13)
     enable_triton_relu: bool = option(False, "in backward of transitions: a product, the ReLU's mask and a "
-                                      "bias's gradient", rung=13)
+                                      "bias's gradient", rung=14)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)
@@ -115,11 +118,15 @@ class TritonSwitches(options.Switches):
         if settings.training.sequence_parallel > 1:
             found += [f"{name} takes whole pair tensors, not a GPU's part of one" for name, on in (
                 ("triton-triangle", self.enable_triton_triangle),
-                ("triton-outer-product", self.enable_triton_outer_product)) if on]
+                ("triton-outer-product", self.enable_triton_outer_product),
+                ("triton-outer-layout", self.enable_triton_outer_layout)) if on]
+        if self.enable_triton_outer_layout and self.enable_triton_outer_product:
+            found.append("triton-outer-layout gives way to triton-outer-product")
         return found + idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim),
             enable_triton_projection=((c.msa_dim, c.msa_heads), (c.pair_dim, c.pair_heads)),
             enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),),
+            enable_triton_outer_layout=(c.outer_product_dim,),
             enable_triton_relu=(c.msa_dim, c.pair_dim)), (c.pair_dim, c.msa_heads),
             settings.training.use_amp, on_gpu)

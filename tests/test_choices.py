@@ -29,6 +29,7 @@ def test_widths_that_kernels_take():
         assert limits.takes("enable_triton_transition", width) is (width in (16, 32, 64, 128, 256))
         assert limits.takes("enable_triton_attention", width) is (width <= 128)
         assert limits.takes("enable_triton_outer_product", (width, 64)) is (width in (4, 8, 16, 32, 64))
+        assert limits.takes("enable_triton_outer_layout", width)
         assert limits.takes("enable_triton_outer_product", (16, width)) is (width in (16, 32, 64, 128, 256))
 
 
@@ -230,6 +231,7 @@ def handed(monkeypatch):
         return call
     for module, functions in dict(
             attention_layer=["attention_layer"], projection=["norm_project"], outer_product=["outer_product"],
+            outer_layout=["outer_layout"],
             transition=["transition"], triangle_multiplication=["triangle_multiplication"],
             biased_attention=["gated_attention"], hidden_gradient=["two_layers"],
             messages=["incoming"]).items():
@@ -289,6 +291,13 @@ def test_rows_of_an_outer_product_are_counted(handed):
         triton.outer_product(left, right, output, rows, residual)
         is_given(handed["outer_product"], left, right, output.weight, output.bias,
                  torch.tensor(counts) + 1e-3, residual)
+
+
+def test_an_outer_product_is_handed_on_with_its_projection(handed):
+    left, right = torch.randn(2, 2, 7, 4, 3)
+    output = nn.Linear(9, 5)
+    triton.outer_layout(left, right, output)
+    is_given(handed["outer_layout"], left, right, output.weight, output.bias)
 
 
 def test_counts_of_rows_lie_where_the_sides_do(handed):

@@ -19,6 +19,7 @@ from fusion_lab.kernels import (
     biased_attention,
     hidden_gradient,
     messages,
+    outer_layout,
     outer_product,
     projection,
     transition,
@@ -32,8 +33,8 @@ HERE = pathlib.Path(__file__).parent
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
-IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "check_transition",
-                "check_ultra_block"}
+IN_NO_PRESET = {"check_messages", "check_outer_layout", "check_outer_product", "check_patterns",
+                "check_transition", "check_ultra_block"}
 
 
 NONE_SLOW = {"check_arguments"}
@@ -161,6 +162,17 @@ def outer(rows, channels):
                                 empty(channels), torch.ones(1), empty(1, 64, 64, channels)).sum().backward()
 
 
+def laid_out(rows, length=64, dtype=torch.bfloat16):
+    """The same for its layout, of sides that are one tensor."""
+    outer_layout.forward(*torch.empty(1, rows, length, 64, dtype=dtype).chunk(2, -1))
+
+
+def laid_out_backward(channels, length=64, dtype=torch.bfloat16):
+    """The same for that of its gradient: one kernel, with the same options, but other strides."""
+    outer_layout.backward(torch.empty(1, length, length, channels, dtype=dtype),
+                          torch.empty(channels, 1024, dtype=dtype))
+
+
 def neighbours(channels, count, nodes=100):
     """The same for messages from so many neighbours."""
     def empty(*size):
@@ -195,11 +207,16 @@ LAUNCHES = {
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     **{f"two layers, c {c}": (two_layers, c) for c in (64, 128, 256)},
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
+    **{f"outer layout, N {rows}, S {S}": (laid_out, rows, S) for rows, S in ((128, 64), (16, 64), (77, 77))},
+    **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
+    "outer layout, float32": (laid_out, 128, 64, torch.float32),
+    "its gradient, float32": (laid_out_backward, 128, 64, torch.float32),
 }
-WITHOUT = ("attention, float32",)  # matrix instructions, which only AMD has for float32
+WITHOUT = ("attention, float32", "outer layout, float32",
+           "its gradient, float32")  # matrix instructions, which only AMD has for float32
 WITHOUT_PRODUCTS = ("sum_kernel", "message_")
 
 

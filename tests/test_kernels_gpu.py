@@ -11,6 +11,7 @@ import check_attention_layer as layers
 import check_biased_attention as attention
 import check_hidden_gradient as hidden
 import check_messages as messages
+import check_outer_layout as layouts
 import check_outer_product as outer
 import check_transition as transitions
 import check_triangle_multiplication as multiplication
@@ -49,6 +50,9 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "outer product": (outer, lambda S: (1, 64, S, 32, 128, True, True)),
     "outer product, odd": (outer, lambda S: (2, 37, S, 32, 64, False, False)),
     "outer product, one row": (outer, lambda S: (1, 1, S, 32, 128, True, True)),
+    "outer layout": (layouts, lambda S: (1, 128, S, 32, 128, True)),
+    "outer layout, two samples": (layouts, lambda S: (2, 16, S, 32, 128, False)),
+    "outer layout, odd": (layouts, lambda S: (2, 37, S, 12, 72, True)),
 }
 
 
@@ -78,7 +82,8 @@ def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
     assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
 
 
-@pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer product"])
+@pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer product",
+                                  "outer layout"])
 def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
     module, case = PROBLEMS[name]
     with torch.device(DEVICE):
@@ -110,6 +115,16 @@ def settings(amp, everything=True, **sizes):
 def test_the_model_with_ultra_and_with_every_kernel(amp, everything, sizes):
     found = accuracy.compare_numerics(tof.PROGRAM, settings(amp, everything, **sizes), torch.device(DEVICE))
     assert found[1] == []
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [{}, dict(batch_size=1, seq_len=161, num_seqs=49)])
+def test_the_model_with_its_outer_product_laid_out(amp, sizes, monkeypatch):
+    """Sizes for which it is not re-associated."""
+    made, layout = [], tof.triton.outer_layout
+    monkeypatch.setattr(tof.triton, "outer_layout", lambda *given: made.append(given) or layout(*given))
+    given = settings(amp, enable_triton_outer_product=False, enable_torch_compile=False, **sizes)
+    assert accuracy.compare_numerics(tof.PROGRAM, given, torch.device(DEVICE))[1] == [] and made
 
 
 def test_graphed_steps_with_every_kernel_are_eager_steps():

@@ -100,6 +100,28 @@ def test_without_masks_all_rows_count(kernels):
     same(kernels.calls.pop()[1], (left, right, layer.output_proj, 5, pair))
 
 
+def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypatch):
+    """Not where it is re-associated, by ranks that share a sample, nor where no kernel runs."""
+    made = []
+    monkeypatch.setattr(tof.triton, "outer_layout", lambda *given: made.append(given) or torch.ones(1))
+    monkeypatch.setattr(tof.triton, "runs", lambda x: x.shape[-1] == 8)
+    layer = block_of(tof.FusionConfig(enable_triton_outer_layout=True)).outer_product_mean
+    plain = block_of(tof.FusionConfig()).outer_product_mean
+    msa, row_mask = next(inputs()), torch.tensor([[1.0, 1, 1, 1, 0]])
+    found = layer(msa, row_mask)
+    left, right = layer.project(layer.layer_norm(msa))
+    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj))
+    assert found.item() == pytest.approx(1 / 4.001)
+    plain(msa, row_mask)
+    layer(msa[:, :1], row_mask[:, :1])  # 4 N <= S
+    layer.ranks = SimpleNamespace(size=2, gather=lambda x, dim: x)
+    layer(msa, row_mask)
+    del layer.ranks
+    monkeypatch.setattr(tof.triton, "runs", lambda x: False)
+    layer(msa, row_mask)
+    assert made == kernels.calls == []
+
+
 def test_kernels_are_asked_only_where_a_switch_wants_them(kernels):
     msa, pair = inputs()
     block_of(tof.FusionConfig())(msa, pair)

@@ -273,16 +273,18 @@ def test_defaults_are_the_documented_ones():
     preset = tof.FusionConfig.preset(True)
     left_out = [name for name in preset.names() if not getattr(preset, name)]
     assert sorted(left_out) == ["enable_activation_checkpointing", *(f"enable_triton_{name}" for name in (
-        "attention", "outer_product", "projection", "relu", "transition", "triangle"))]
+        "attention", "outer_layout", "outer_product", "projection", "relu", "transition", "triangle"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_triton_outer_product", "enable_triton_relu",
+        "enable_triton_transition", "enable_triton_outer_product", "enable_triton_outer_layout",
+        "enable_triton_relu",
         "enable_activation_checkpointing"]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
-        "triton_transition", "triton_projection", "triton_outer_product", "triton_relu")]
+        "triton_transition", "triton_projection", "triton_outer_product", "triton_outer_layout",
+        "triton_relu")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)
@@ -376,10 +378,12 @@ def test_idle_switches_are_named():
 
 
 def test_idle_triton_kernels_say_what_they_need(monkeypatch):
-    def idle(pair_dim=128, use_amp=True, on_gpu=True, ranks=1, msa_dim=48, heads=4, **switches):
-        model = tof.TinyOpenFoldConfig(msa_dim=msa_dim, pair_dim=pair_dim, msa_heads=heads, pair_heads=heads)
-        settings = SimpleNamespace(model=model,
-                                   training=SimpleNamespace(use_amp=use_amp, sequence_parallel=ranks))
+    def idle(pair_dim=128, use_amp=True, on_gpu=True, ranks=1, msa_dim=48, heads=4, rows=16, samples=4,
+             **switches):
+        model = tof.TinyOpenFoldConfig(msa_dim=msa_dim, pair_dim=pair_dim, msa_heads=heads, pair_heads=heads,
+                                       num_seqs=rows)
+        settings = SimpleNamespace(model=model, training=SimpleNamespace(
+            use_amp=use_amp, sequence_parallel=ranks, batch_size=samples))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
     attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
     monkeypatch.setattr(limits, "HAS_TRITON", True)
@@ -405,6 +409,14 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(ranks=2, **attention, **triangle, **projection, **outer) == [
         "triton-triangle takes whole pair tensors, not a GPU's part of one",
         "triton-outer-product takes whole pair tensors, not a GPU's part of one"]
+    layout = dict(enable_triton_outer_layout=True)
+    assert idle(96, **layout) == idle(rows=17, samples=1, **layout) == []
+    assert idle(samples=1, enable_opm_fusion=False, **layout) == []
+    assert idle(samples=1, **layout) == [
+        "triton-outer-layout is for outer products that are not re-associated"]
+    assert idle(**outer, **layout) == ["triton-outer-layout gives way to triton-outer-product"]
+    assert idle(ranks=2, **layout) == [
+        "triton-outer-layout takes whole pair tensors, not a GPU's part of one"]
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
         assert idle(**attention, **other) == [
             "triton-attention gives way to the attention that was asked for"]

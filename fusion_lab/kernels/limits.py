@@ -13,9 +13,12 @@ SWITCH = "enable_triton_"
 
 def takes(switch, width):
     """Whether the kernels of a switch take this width: of a head for attention; (of a position, heads) for
-    projections of a whole sub-layer; (of a side, of the result) for the outer product; else of a position."""
+    projections of a whole sub-layer; (of a side, of the result) for the outer product, any for its layout;
+    else of a position."""
     if switch == f"{SWITCH}outer_product":
         return width[0] in OUTER_WIDTHS and width[1] in CHANNELS
+    if switch == f"{SWITCH}outer_layout":
+        return True
     if switch == f"{SWITCH}projection":
         return width[0] in LAYER_CHANNELS and width[1] <= MOST_HEADS
     return width <= WIDEST_HEAD if switch == f"{SWITCH}attention" else width in CHANNELS

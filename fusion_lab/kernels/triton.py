@@ -115,6 +115,12 @@ def outer_product(left, right, output, rows, residual):
     return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
+def outer_layout(left, right, output):
+    """output(outer product of left and right, summed over rows), from a module."""
+    from fusion_lab.kernels import outer_layout as kernels
+    return kernels.outer_layout(left, right, output.weight, output.bias)
+
+
 def transition(x, norm, first, second, residual):
     """residual + second(relu(first(norm(x)))), from the modules; residual may be None."""
     from fusion_lab.kernels import transition as kernels

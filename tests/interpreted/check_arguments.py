@@ -3,6 +3,7 @@ import re
 
 import check_attention_layer as layers
 import check_biased_attention as attention
+import check_outer_layout as layouts
 import check_outer_product as outer
 import check_projection as projections
 import check_transition as transitions
@@ -17,6 +18,7 @@ PROBLEMS = {
     "norm and projection": projections.norm_problem(torch.float32, (1, 3, 4, 16), 16, 2),
     "output projection": projections.output_problem(torch.float32, (1, 3, 4, 16), 16, True, 1),
     "outer product": outer.problem(torch.float32, 2, 3, 3, 8, 16, True, True),
+    "outer layout": layouts.problem(torch.float32, 2, 3, 3, 8, 16, True),
     "transition": transitions.problem(torch.float32, (1, 3, 5, 16), 64, "own"),
     "multiplication": multiplication.problem(torch.float32, *multiplication.CASES["small"]),
 }
@@ -66,6 +68,11 @@ def outer_of(**wrong):
         *(torch.zeros(size) for size in {**right, **wrong}.values()))
 
 
+def laid_out(**wrong):
+    right = dict(left=(2, 3, 4, 8), right=(2, 3, 4, 8), weight=(16, 64), bias=(16,))
+    return layouts.outer_layout.outer_layout(*(torch.zeros(size) for size in {**right, **wrong}.values()))
+
+
 def norms(width=16, heads=16):
     x, vector, *weights = empty((1, 3, 4, 16), 16, (32, width), (2, heads))
     return projections.projection.norm_project(x, vector, vector, *weights, 1e-5)
@@ -91,6 +98,9 @@ REFUSED = {  # what is wrong: the call, what is said to be what, and what it mus
     "outer: rows": (lambda: outer_of(right=(2, 4, 4, 8)), "right", (2, 4, 4, 8), (2, 3, 4, 8)),
     "outer: norm": (lambda: outer_of(norm=(1,)), "norm", (1,), (2,)),
     "outer: weight": (lambda: outer_of(weight=(16, 32)), "weight", (16, 32), (16, 64)),
+    "layout: positions": (lambda: laid_out(right=(2, 3, 5, 8)), "right", (2, 3, 5, 8), (2, 3, 4, 8)),
+    "layout: weight": (lambda: laid_out(weight=(16, 32)), "weight", (16, 32), (16, 64)),
+    "layout: bias": (lambda: laid_out(bias=(8,)), "bias", (8,), (16,)),
     "norm: width": (lambda: norms(width=8), "weight", (32, 8), (32, 16)),
     "norm: width of heads": (lambda: norms(heads=32), "head_weight", (2, 32), (2, 16)),
     "output: width": (lambda: output(k=8), "weight", (32, 8), (32, 16)),
@@ -108,4 +118,5 @@ def test_shapes_that_would_be_misread_are_refused(wrong):
 def test_the_same_calls_with_right_shapes():
     assert attend(BIAS, KEYS).shape == attend(BIAS, (2, 1, 5)).shape == (2, 3, 2, 5, 16)
     assert layer(head_weight=(2, 16)).shape == (1, 3, 3, 16) == layer(bias=(1, 2, 3, 3), keys=(1, 3)).shape
+    assert laid_out().shape == (2, 4, 4, 16)
     assert outer_of().shape == (2, 4, 4, 16) and norms()[0].shape[-1] == output().shape[-1] == 32

@@ -1,0 +1,157 @@
+"""The outer product mean's big tensor and its gradient, each written by its product in the layout of its
+reader, as a Triton kernel; all other products are the BLAS library's.
+
+    out = W vec(sum over n of left[n, i] right[n, j]^T) + b
+
+left, right (B, N, S, h); W (c, h*h); b (c,); out (B, S, S, c). A library's product of left and right has
+rows (i, c) and columns (j, d), so it writes (i, c, j, d), while the projection reads (i, j, c, d). The
+gradient of what it reads is made with rows (i, j) and columns (c, d), while the products that make gradients
+of left and right read (i, c, j, d). Both are one product of matrices, each with two indices of rows and two
+of columns, the middle two of which change places in the result:
+
+    out[m1, n1, m2, n2] = sum over k of a[m1, m2, k] b[k, n1, n2]
+
+Otherwise either tensor, h*h numbers for every pair of positions, is written, read and written once more.
+
+Sources: AlphaFold 2 supplement, Alg. 10.
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.triton_parts import DTYPES, candidates, check_shapes, operation, precision
+
+
+def reference(left, right, weight, bias):
+    """The same in plain PyTorch."""
+    return F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias)
+
+
+@triton.jit
+def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sbk, sbn1, sbn2,
+                         N2: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+                         BN: tl.constexpr, BK: tl.constexpr):
+    """BM rows and BN columns of one sample. Beyond the last ones it reads from within, for nobody uses that;
+    EVEN: BK divides K."""
+    sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN)
+    m = tl.program_id(0) // across * BM + tl.arange(0, BM)
+    n = tl.program_id(0) % across * BN + tl.arange(0, BN)
+    m1, m2, n1, n2, k = m // M2, m % M2, n // N2, n % N2, tl.arange(0, BK)
+    row = tl.minimum(m1, M1 - 1).to(tl.int64) * sam1 + m2 * sam2
+    at = a + sample * sab + row[:, None] + (k * sak)[None, :]
+    bt = b + sample * sbb + (tl.minimum(n1, N1 - 1) * sbn1 + n2 * sbn2)[None, :] + (k * sbk)[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        if EVEN:
+            left, right = tl.load(at), tl.load(bt)
+        else:
+            left = tl.load(at, mask=k[None, :] < K - k0, other=0.0)
+            right = tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        at += BK * sak
+        bt += BK * sbk
+    row = m1.to(tl.int64) * (N1 * M2 * N2) + m2 * N2
+    at = out + sample * M1 * M2 * N1 * N2 + row[:, None] + (n1 * (M2 * N2) + n2)[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(m1 < M1)[:, None] & (n1 < N1)[None, :])
+
+
+# By bytes of a number; the first of each fits every GPU. Strict float32 has no matrix instructions on NVIDIA.
+TILES = {
+    2: candidates(("BM", "BN", "BK", "num_warps", "num_stages"), (64, 64, 64, 4, 2), (128, 64, 64, 4, 2),
+                  (128, 128, 32, 8, 3), (128, 128, 64, 8, 2), (128, 128, 64, 4, 2), (128, 128, 128, 8, 1),
+                  (128, 256, 64, 8, 2), (256, 128, 64, 8, 2)),
+    4: candidates(("BM", "BN", "BK", "num_warps", "num_stages"), (64, 64, 16, 8, 2))}
+
+
+def multiply(a, b, out):
+    """Fill contiguous out, B M1 N1 M2 N2 numbers, from a (B, M1, M2, K) and b (B, K, N1, N2) of any strides.
+    The tuner's class of shape: P rows, S columns, L numbers in each sum."""
+    (samples, M1, M2, K), (N1, N2), dtype = a.shape, b.shape[2:], out.dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"no Triton outer product in {str(dtype)[6:]}")
+    sizes = zip("PSL", (M1 * M2, N1 * N2, K), strict=True)
+    shape = " ".join([str(dtype)[6:], *(f"{name}{triton.next_power_of_2(size)}" for name, size in sizes)])
+
+    def launch(chosen):
+        bk = max(16, min(chosen["BK"], triton.next_power_of_2(K)))
+        grid = triton.cdiv(M1 * M2, chosen["BM"]) * triton.cdiv(N1 * N2, chosen["BN"]), samples
+        layout_matmul_kernel[grid](a, b, out, M1, M2, N1, K, *a.stride(), *b.stride(), N2=N2,
+                                   EVEN=K % bk == 0, PRECISION=precision(dtype), **dict(chosen, BK=bk))
+    tuner.launch(layout_matmul_kernel.__name__, f"{shape} H{N2}", TILES[out.element_size()], launch)
+
+
+def forward(left, right):
+    """The sum over rows, (B, S, S, h*h)."""
+    out = forward_sizes(left, right)
+    multiply(left.permute(0, 2, 3, 1), right, out)
+    return out
+
+
+def forward_sizes(left, right):
+    samples, _, size, h = left.shape
+    return left.new_empty(samples, size, size, h * h)
+
+
+def backward(gradient, weight):
+    """Its gradient, by that of out: ((i, c), (j, d)) of each sample, (B, S h, S h)."""
+    found, h = backward_sizes(gradient, weight), side(weight)
+    multiply(gradient, weight.view(1, -1, h, h).expand(len(gradient), -1, -1, -1), found)
+    return found
+
+
+def backward_sizes(gradient, weight):
+    samples, size, h = len(gradient), gradient.shape[1], side(weight)
+    return weight.new_empty(samples, size * h, size * h)
+
+
+def side(weight):
+    """Channels h of each side, from weight (c, h*h)."""
+    return math.isqrt(weight.shape[1])
+
+
+def forward_flops(left, right, **_):
+    samples, rows, size, h = left
+    return 2 * samples * rows * (size * h) ** 2
+
+
+def backward_flops(gradient, weight, **_):
+    return 2 * math.prod(gradient) * weight[1]
+
+
+FORWARD_OP = operation("outer_layout(Tensor left, Tensor right) -> Tensor", forward, forward_sizes,
+                       forward_flops)
+BACKWARD_OP = operation("outer_layout_backward(Tensor gradient, Tensor weight) -> Tensor", backward,
+                        backward_sizes, backward_flops)
+
+
+class OuterLayout(torch.autograd.Function):
+    """outer_layout() with its derivative; saves left, right and the sum over rows, as plain code does."""
+
+    @staticmethod
+    def forward(ctx, left, right, weight, bias):
+        outer = FORWARD_OP(left, right)
+        ctx.save_for_backward(left, right, weight, outer)
+        return F.linear(outer, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (left, right, weight, outer), gradient = ctx.saved_tensors, gradient.contiguous()
+        d = BACKWARD_OP(gradient, weight)
+        gradient = gradient.flatten(0, -2)
+        return ((right.flatten(2) @ d.mT).view(left.shape), (left.flatten(2) @ d).view(right.shape),
+                gradient.t() @ outer.flatten(0, -2), gradient.sum(0))
+
+
+def outer_layout(left, right, weight, bias):
+    """weight vec(sum over n of left[n, i] right[n, j]^T) + bias, (B, S, S, c), in autocast's dtype."""
+    h, c = left.shape[-1], len(weight)
+    check_shapes(("right", right, tuple(left.shape)), ("weight", weight, (c, h * h)), ("bias", bias, (c,)))
+    left, right, weight, bias = (t.to(product_dtype(left)) for t in (left, right, weight, bias))
+    return OuterLayout.apply(left, right, weight.contiguous(), bias)

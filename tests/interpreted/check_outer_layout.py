@@ -1,0 +1,113 @@
+"""The outer product's layouts in Triton's interpreter: output and gradients by the 3x rule, and mutants."""
+import pytest
+import torch
+from rule import in_dtypes, mutant, violations
+
+from fusion_lab.kernels import outer_layout, tuner
+from fusion_lab.kernels.precision import product_dtype
+
+CASES = {  # B, N, S, h, c, packed
+    "two samples, odd": (2, 7, 9, 8, 12, True),
+    "many rows": (1, 77, 5, 16, 16, False),
+    "usual width": (2, 16, 5, 32, 32, True),
+    "odd widths": (1, 3, 13, 6, 20, False),
+    "one position, one row": (1, 1, 1, 16, 128, True),
+    "more channels than a tile sums": (1, 2, 3, 8, 80, True),
+}
+MUTANTS = {
+    "strides exchanged": ("m1.to(tl.int64) * (N1 * M2 * N2) + m2 * N2",
+                          "m2.to(tl.int64) * (N1 * M2 * N2) + m1 * N2"),
+    "columns' strides exchanged": ("(n1 * (M2 * N2) + n2)", "(n2 * (M2 * N2) + n1)"),
+    "as the library writes it": ("row[:, None] + (n1 * (M2 * N2) + n2)[None, :]",
+                                 "(m * (N1 * N2))[:, None] + n[None, :]"),
+    "last tile of rows dropped": ("triton.cdiv(M1 * M2, chosen", "max(1, M1 * M2 // chosen"),
+    "last tile of columns dropped": ("triton.cdiv(N1 * N2, chosen", "max(1, N1 * N2 // chosen"),
+    "last tile of a sum dropped": ("for k0 in range(0, K, BK)", "for k0 in range(0, max(1, K - BK), BK)"),
+    "last number of a sum dropped": (" < K - k0", " < K - k0 - 1"),
+    "always the first tile of a sum": ("        at += BK * sak\n", ""),
+    "the first sample alone": ("at = a + sample * sab", "at = a"),
+    "all samples into the first": ("at = out + sample * M1 * M2 * N1 * N2", "at = out"),
+    "last columns not stored": ("(n1 < N1)", "(n1 < N1 - 1)"),
+    "left's gradient transposed": ("right.flatten(2) @ d.mT", "right.flatten(2) @ d"),
+    "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
+    "bias without a gradient": ("gradient.sum(0))", "0 * gradient.sum(0))"),
+}
+WHERE = {"last tile of a sum dropped": "many rows", "always the first tile of a sum": "many rows",
+         "last number of a sum dropped": "many rows", "last tile of columns dropped": "odd widths"}
+
+
+def problem(dtype, samples, rows, size, h, channels, packed, module=outer_layout):
+    """(ours, plain, tensors) of a case"""
+    torch.manual_seed(0)
+    both = torch.randn(samples, rows, size, 2 * h)
+    tensors = [*([both] if packed else both.chunk(2, -1)), torch.randn(channels, h * h) / h,
+               torch.randn(channels)]
+
+    def unpacked(function):
+        return lambda *given: function(*given[0].chunk(2, -1), *given[1:]) if packed else function(*given)
+    return (unpacked(module.outer_layout), unpacked(outer_layout.reference),
+            [t.to(dtype).contiguous() for t in tensors])
+
+
+@pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
+def test_forward_and_gradients(case, dtype):
+    assert not violations(*problem(dtype, *CASES[case]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_mutants_are_caught(broken, tmp_path):
+    module = mutant(outer_layout, *MUTANTS[broken], tmp_path)
+    case = WHERE.get(broken, "two samples, odd")
+    assert violations(*problem(torch.float32, *CASES[case], module))
+
+
+@pytest.mark.parametrize("number", range(1, len(outer_layout.TILES[2])))
+def test_every_candidate_of_the_tuner(number, monkeypatch):
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
+    assert not violations(*problem(torch.bfloat16, *CASES["many rows"]))
+
+
+def test_each_tensor_lies_as_its_reader_wants_it():
+    left, right = torch.randint(-3, 4, (2, 2, 5, 6, 4)).float()  # whole numbers, which add exactly
+    weight, gradient = torch.randint(-3, 4, (7, 16)).float(), torch.randint(-3, 4, (2, 6, 6, 7)).float()
+    outer = torch.einsum("bnic,bnjd->bijcd", left, right)
+    found = torch.ops.fusion_lab.outer_layout(left, right)
+    assert found.is_contiguous() and torch.equal(found, outer.flatten(-2))
+    found = torch.ops.fusion_lab.outer_layout_backward(gradient, weight)
+    expected = (gradient @ weight).unflatten(-1, (4, 4)).permute(0, 1, 3, 2, 4)  # (B, i, c, j, d)
+    assert found.is_contiguous() and torch.equal(found.view(2, 6, 4, 6, 4), expected)
+
+
+@pytest.mark.parametrize("name, given", [
+    ("outer_layout", [(2, 3, 5, 4), (2, 3, 5, 4)]), ("outer_layout_backward", [(2, 5, 5, 7), (7, 16)])])
+def test_fake_tensors_have_the_same_sizes(name, given):
+    op, tensors = getattr(torch.ops.fusion_lab, name), [torch.randn(size) for size in given]
+    found, fake = op(*tensors), op(*(t.to("meta") for t in tensors))
+    assert found.shape == fake.shape and found.stride() == fake.stride() and found.dtype == fake.dtype
+
+
+def test_flops_are_those_of_plain_code():
+    counts, (ours, plain, tensors) = [], problem(torch.float32, *CASES["two samples, odd"])
+    for function in (ours, plain):
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            function(*(t.requires_grad_() for t in tensors)).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_autocast_s_dtype_is_that_of_products():
+    ours, _, tensors = problem(torch.float32, *CASES["two samples, odd"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(*tensors).dtype == product_dtype(tensors[0]) == torch.bfloat16
+
+
+def test_a_dtype_without_a_kernel_is_refused():
+    ours, _, tensors = problem(torch.float64, *CASES["two samples, odd"])
+    with pytest.raises(ValueError, match="no Triton outer product in float64"):
+        ours(*tensors)
+
+
+def test_compiles_in_one_piece():
+    ours, plain, tensors = problem(torch.float32, *CASES["two samples, odd"])
+    assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)
