@@ -89,6 +89,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fusion_lab.kernels import triton
+from fusion_lab.kernels.custom_gradients import stored
 from fusion_lab.kernels.precision import at_least_float32
 from proteins import designs
 from proteins.files import UNKNOWN
@@ -243,23 +244,21 @@ class ProteinFeatures(nn.Module):
         atoms = torch.cat([X, Cb[:, :, None]], dim=2)  # (B, L, 5, 3)
         others = gather(atoms.flatten(2).flatten(0, 1), index).unflatten(-1, (5, 3))  # (B, L, k, 5, 3)
         square = (atoms[:, :, None, :, None] - others[:, :, :, None]).square().sum(-1)  # (B, L, k, 5, 5)
-        distance = (square + 1e-6).sqrt().flatten(-2)[..., self.places]
-        # In halves: of two readers torch.compile keeps each distance, for one it makes it 16 times.
-        near, far = (torch.exp(-((distance[..., None] - half) / ((FURTHEST - 2.0) / RBF)).square()) for half
-                     in torch.linspace(2.0, FURTHEST, RBF, dtype=X.dtype, device=X.device).chunk(2))
+        distance = stored((square + 1e-6).sqrt().flatten(-2)[..., self.places])  # not made anew for each base
+        centres = torch.linspace(2.0, FURTHEST, RBF, dtype=X.dtype, device=X.device)
+        rbf = torch.exp(-((distance[..., None] - centres) / ((FURTHEST - 2.0) / RBF)).square())
         offset = (residue_idx[:, :, None] - residue_idx.flatten()[index]).clamp(-MAX_OFFSET, MAX_OFFSET)
         offset = (offset + MAX_OFFSET).where(chain[:, :, None] == chain.flatten()[index], OFFSETS - 1)
         linear = self.embeddings["linear"]
+        rbf = rbf.flatten(-2).to(linear.weight.dtype)
         if not self.fused:
             places = F.embedding(offset, linear.weight.t()) + linear.bias  # (B, L, k, 16)
-            rbf = torch.cat([near, far], -1).flatten(-2).to(places.dtype)
             return self.norm_edges(self.edge_embedding(torch.cat([places, rbf], -1)))
         chosen = offset[..., None] == torch.arange(OFFSETS + -OFFSETS % 8, device=X.device)  # by 8, for GEMMs
         position, distances = self.edge_embedding.weight.split([RBF, 25 * RBF], 1)
         table = F.pad(position @ linear.weight, (0, -OFFSETS % 8))  # a column for each offset
-        features = torch.cat([part.flatten(3).to(linear.weight.dtype) for part in (chosen, near, far)], -1)
-        halves = (half.flatten(1) for half in distances.unflatten(1, (25, RBF)).chunk(2, -1))
-        return self.norm_edges(F.linear(features, torch.cat([table, *halves], 1), position @ linear.bias))
+        features = torch.cat([chosen.to(rbf.dtype), rbf], -1)
+        return self.norm_edges(F.linear(features, torch.cat([table, distances], 1), position @ linear.bias))
 
 
 class ProteinMPNN(nn.Module):

@@ -107,9 +107,9 @@ class TritonSwitches(options.Switches):
                                                "(S, S, h*h) tensor never in memory", rung=12)
     enable_triton_outer_layout: bool = option(False, "outer product mean where it is not re-associated: its "
                                               "(S, S, h*h) tensor and that tensor's gradient written where "
-                                              "they are read, not copied there", rung=13)
+                                              "they are read, not copied there", ultra=True, rung=13)
     enable_triton_relu: bool = option(False, "in backward of transitions: a product, the ReLU's mask and a "
-                                      "bias's gradient", rung=14)
+                                      "bias's gradient", ultra=True, rung=14)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)

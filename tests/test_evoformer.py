@@ -14,7 +14,7 @@ from conftest import require_shared
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import attention, packing
-from fusion_lab.kernels.custom_gradients import ChannelBias, ChosenRows, LinearReLU, TriangleProduct
+from fusion_lab.kernels.custom_gradients import ChannelBias, ChosenRows, LinearReLU, TriangleProduct, stored
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import OpCounter, saved_activations
@@ -395,6 +395,9 @@ def test_derivatives_written_by_hand(outgoing):
     torch.testing.assert_close(TriangleProduct.apply(left, right, outgoing), torch.einsum(term, left, right))
     assert torch.autograd.gradcheck(ChannelBias.apply, (tensor(3, 2, 4, 4), tensor(3)))
     assert torch.autograd.gradcheck(LinearReLU.apply, (tensor(2, 3, 4), tensor(5, 4), tensor(5)))
+    x, same = tensor(3, 4), torch.compile(stored, fullgraph=True, backend="aot_eager")
+    assert torch.equal(same(x), x) and torch.equal(torch.autograd.grad(same(x).square().sum(), x)[0], 2 * x)
+    assert stored(x) is x
     index = torch.randint(9, (4, 5))  # of 11 rows
     assert torch.autograd.gradcheck(lambda table: ChosenRows.apply(table, index), tensor(11, 3))
     table, weights = tensor(11, 3).detach().bfloat16().requires_grad_(), torch.randint(8, (4, 5, 3))

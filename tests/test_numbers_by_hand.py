@@ -276,9 +276,7 @@ def test_defaults_are_the_documented_ones():
         "attention", "outer_layout", "outer_product", "projection", "relu", "transition", "triangle"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_triton_outer_product", "enable_triton_outer_layout",
-        "enable_triton_relu",
-        "enable_activation_checkpointing"]
+        "enable_triton_transition", "enable_triton_outer_product", "enable_activation_checkpointing"]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",

@@ -1,8 +1,25 @@
-"""Operations of the model whose gradients are written by hand, each for a layout or an epilogue."""
+"""Operations of models whose gradients are written by hand, each for a layout or an epilogue, or to keep a
+tensor."""
 import torch
 import torch.nn.functional as F
 
 from fusion_lab.kernels.precision import at_least_float32, product_dtype
+
+
+@torch.library.custom_op("fusion_lab::stored", mutates_args=())
+def stored_copy(x: torch.Tensor) -> torch.Tensor:
+    """A copy that torch.compile cannot see into."""
+    return x.clone()
+
+
+stored_copy.register_fake(torch.empty_like)
+stored_copy.register_autograd(lambda ctx, gradient: gradient)
+
+
+def stored(x):
+    """x; compiled, as a tensor in memory, where the compiler would make each number again for each of its
+    readers."""
+    return stored_copy(x) if torch.compiler.is_compiling() else x
 
 
 class ChannelBias(torch.autograd.Function):

@@ -63,7 +63,8 @@ def test_kernels_that_others_replace(packing, monkeypatch):
     """The outer product laid out, two layers with a ReLU between them."""
     (ours, plain), made = blocks(packing, without=("transition", "outer_product")), []
     for name in ("outer_layout", "two_layers"):
-        monkeypatch.setattr(triton, name, lambda *given, name=name, call=getattr(triton, name): (
+        call = getattr(triton, name)
+        monkeypatch.setattr(triton, name, lambda *given, name=name, call=call: (
             made.append(name) or call(*given)))
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
     assert set(made) == {"outer_layout", "two_layers"}
