@@ -218,6 +218,12 @@ LAUNCHES = {
 WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
 WITHOUT_PRODUCTS = ("sum_kernel", "message_")
+SPILLS = {("front_backward_kernel", "BC=64, BM=64, num_stages=2, num_warps=4"): 32}  # pays (LOG.md)
+
+
+def spills_too_often(kernel, used):
+    return used["spills"] > max([0, *(most for (name, tile), most in SPILLS.items()
+                                      if kernel.startswith(name) and kernel.endswith(tile))])
 
 
 def check_resources(target, launches):
@@ -229,8 +235,8 @@ def check_resources(target, launches):
         with compiled_for(target, met) as found:
             function(*arguments)
         assert found
-        faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items() if used["spills"]
-                   or used["shared"] > SHARED[target]
+        faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items()
+                   if spills_too_often(kernel, used) or used["shared"] > SHARED[target]
                    or not (used["mma"] or name in WITHOUT or kernel.startswith(WITHOUT_PRODUCTS))]
     assert not faults, "\n".join(faults)
     return met

@@ -166,15 +166,13 @@ def back_backward_kernel(product, pair, norm_weight, norm_bias, center_weight, c
     for c0 in range(0, C, BC):
         c, after = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
         next_value, next_opening = biases(out_bias, after, OUT_BIAS), biases(gate_bias, after, GATE_BIAS)
-        if DROP:
-            factor = rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
         d = rows(gradient, p, inside, c, C).to(tl.float32)
         at = c[:, None] * C + k[None, :]
         w = tl.load(out_weight + at)
         y = projected(n, w, value_bias, OUT_BIAS, PRECISION)
         gate = sigmoid(projected(x, tl.load(gate_weight + at), opening_bias, GATE_BIAS, PRECISION))
         if DROP:
-            d *= factor
+            d *= rows(drop, b * db + i * di + j * dj, inside, c, 1).to(tl.float32)
         dy, dg = d * gate, d * y * gate * (1 - gate)
         if OUT_BIAS:
             tl.store(sums + 2 * C + c, tl.sum(dy, 0))
