@@ -28,7 +28,7 @@ from triton_targets import SHARED, compiled_for
 
 
 def resources(target):
-    """{kernel: (registers, bytes of shared memory, spilling instructions, whether too many)}, the most of each."""
+    """{kernel: (registers, bytes of shared memory, spilling instructions, whether too many)}, the most."""
     found = {}
     for function, *arguments in test_kernels.LAUNCHES.values():
         with compiled_for(target) as compiled:
