@@ -1,7 +1,7 @@
 """Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
 from dataclasses import dataclass
 
-from fusion_lab.kernels.limits import idle_kernels
+from fusion_lab.kernels.limits import SWITCH, idle_kernels, takes
 from fusion_lab.training import options
 from fusion_lab.training.options import option
 
@@ -99,17 +99,16 @@ class TritonSwitches(options.Switches):
     enable_triton_attention: bool = option(False, "attention and its gate", ultra=True, rung=8)
     enable_triton_triangle: bool = option(False, "triangle multiplication round a batched GEMM", ultra=True,
                                           rung=9)
-    enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=10)
+    enable_triton_outer_layout: bool = option(False, "outer product mean, not re-associated: no copies of its "
+                                              "(S, S, h*h) tensors", ultra=True, rung=10)
+    enable_triton_relu: bool = option(False, "transitions: bias and ReLU in a product's epilogue, in backward "
+                                      "mask and bias in a kernel", ultra=True, rung=11)
     enable_triton_projection: bool = option(False, "LayerNorm with the projections behind it, output "
                                             "projection, residual, round triton-attention", ultra=True,
-                                            rung=11)
+                                            rung=12)
+    enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=13)
     enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
-                                               "(S, S, h*h) tensor never in memory", rung=12)
-    enable_triton_outer_layout: bool = option(False, "outer product mean where it is not re-associated: its "
-                                              "(S, S, h*h) tensor and that tensor's gradient written where "
-                                              "they are read, not copied there", ultra=True, rung=13)
-    enable_triton_relu: bool = option(False, "in backward of transitions: a product, the ReLU's mask and a "
-                                      "bias's gradient", ultra=True, rung=14)
+                                               "(S, S, h*h) tensor never in memory", rung=14)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)
@@ -120,8 +119,13 @@ class TritonSwitches(options.Switches):
                 ("triton-triangle", self.enable_triton_triangle),
                 ("triton-outer-product", self.enable_triton_outer_product),
                 ("triton-outer-layout", self.enable_triton_outer_layout)) if on]
-        if self.enable_triton_outer_layout and self.enable_triton_outer_product:
-            found.append("triton-outer-layout gives way to triton-outer-product")
+        for name, other, widths in (
+                ("outer_layout", "outer_product", [(c.outer_product_dim, c.pair_dim)]
+                 * (settings.training.sequence_parallel == 1)),
+                ("relu", "transition", [c.msa_dim, c.pair_dim])):
+            if (getattr(self, f"{SWITCH}{name}") and getattr(self, f"{SWITCH}{other}")
+                    and any(takes(f"{SWITCH}{other}", width) for width in widths)):
+                found.append(f"triton-{name} gives way to triton-{other}".replace("_", "-"))
         return found + idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim),

@@ -127,10 +127,11 @@ def test_the_model_with_its_outer_product_laid_out(amp, sizes, monkeypatch):
     assert accuracy.compare_numerics(tof.PROGRAM, given, torch.device(DEVICE))[1] == [] and made
 
 
-def test_graphed_steps_with_every_kernel_are_eager_steps():
+@pytest.mark.parametrize("everything", [False, True])
+def test_graphed_steps_with_kernels_are_eager_steps(everything):
     losses = []
     for graphs in (False, True):
-        given = settings("bfloat16", enable_cuda_graphs=graphs, dropout=0.0)
+        given = settings("bfloat16", everything, enable_cuda_graphs=graphs, dropout=0.0)
         process_settings(given, torch.device(DEVICE))
         source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])

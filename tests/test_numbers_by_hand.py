@@ -281,8 +281,8 @@ def test_defaults_are_the_documented_ones():
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
-        "triton_transition", "triton_projection", "triton_outer_product", "triton_outer_layout",
-        "triton_relu")]
+        "triton_outer_layout", "triton_relu", "triton_projection", "triton_transition",
+        "triton_outer_product")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)
@@ -413,6 +413,10 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(samples=1, **layout) == [
         "triton-outer-layout is for outer products that are not re-associated"]
     assert idle(**outer, **layout) == ["triton-outer-layout gives way to triton-outer-product"]
+    assert idle(96, **outer, **layout) == [  # one has no kernel, so the other one's runs
+        "triton-outer-product has no kernel for sides of 32 to 96 channels"]
+    relu, transition = dict(enable_triton_relu=True), dict(enable_triton_transition=True)
+    assert idle(**relu, **transition) == ["triton-relu gives way to triton-transition"]
     assert idle(ranks=2, **layout) == [
         "triton-outer-layout takes whole pair tensors, not a GPU's part of one"]
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):

@@ -17,8 +17,7 @@ stored_copy.register_autograd(lambda ctx, gradient: gradient)
 
 
 def stored(x):
-    """x; compiled, as a tensor in memory, where the compiler would make each number again for each of its
-    readers."""
+    """x; under torch.compile a copy in memory, which the compiler does not compute again for each reader."""
     return stored_copy(x) if torch.compiler.is_compiling() else x
 
 

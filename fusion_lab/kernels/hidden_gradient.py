@@ -84,6 +84,9 @@ def launch(gradient, w2, hidden):
     if message := unsupported(w2.dtype, channels, units):
         raise ValueError(message)
 
+    if not positions:
+        return out, db1.zero_()
+
     def run(chosen):
         tiles = triton.cdiv(positions, chosen["BM"])
         share = triton.cdiv(tiles, max(1, PROGRAMS * chosen["BK"] // units)) * chosen["BM"]

@@ -71,14 +71,14 @@ TILES = {
 
 def multiply(a, b, out):
     """Fill contiguous out, B M1 N1 M2 N2 numbers, from a (B, M1, M2, K) and b (B, K, N1, N2) of any strides.
-    The tuner's class of shape: P rows, S columns, L numbers in each sum, ragged if tiles do not divide those,
+    The tuner's class of shape: P rows, S columns, L numbers in each sum; ragged if tiles do not divide L,
     which takes more registers."""
     (samples, M1, M2, K), (N1, N2), dtype = a.shape, b.shape[2:], out.dtype
     if dtype not in DTYPES:
         raise ValueError(f"no Triton outer product in {str(dtype)[6:]}")
     sizes = zip("PSL", (M1 * M2, N1 * N2, K), strict=True)
     shape = " ".join([str(dtype)[6:], *(f"{name}{triton.next_power_of_2(size)}" for name, size in sizes),
-                      f"H{N2}", *["ragged"] * (K % min(64, triton.next_power_of_2(K)) > 0)])
+                      f"H{N2}", *["ragged"] * (K % max(16, min(128, triton.next_power_of_2(K))) > 0)])
 
     def launch(chosen):
         bk = max(16, min(chosen["BK"], triton.next_power_of_2(K)))

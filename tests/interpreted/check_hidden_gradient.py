@@ -50,6 +50,13 @@ def test_mutants_are_caught(broken, tmp_path):
     assert violations(*problem(torch.float32, *CASES["fewest channels, several shares"][:1], 128, module))
 
 
+def test_no_position():
+    x, w = torch.ones(0, 5, 16, requires_grad=True), torch.ones(64, 16)
+    b = torch.ones(64, requires_grad=True)
+    hidden_gradient.two_layers(x, w, b, w.t(), torch.ones(16)).sum().backward()
+    assert x.grad.shape == x.shape and not b.grad.any()
+
+
 def test_what_the_kernel_would_misread_is_refused():
     x, w = torch.ones(3, 48), torch.ones(64, 48)
     with pytest.raises(ValueError, match="from 48 channels"):
