@@ -99,10 +99,10 @@ class TritonSwitches(options.Switches):
     enable_triton_attention: bool = option(False, "attention and its gate", ultra=True, rung=8)
     enable_triton_triangle: bool = option(False, "triangle multiplication round a batched GEMM", ultra=True,
                                           rung=9)
-    enable_triton_outer_layout: bool = option(False, "outer product mean, not re-associated: no copies of its "
-                                              "(S, S, h*h) tensors", ultra=True, rung=10)
-    enable_triton_relu: bool = option(False, "transitions: bias and ReLU in a product's epilogue, in backward "
-                                      "mask and bias in a kernel", ultra=True, rung=11)
+    enable_triton_outer_layout: bool = option(False, "outer product mean, not re-associated: no copies of "
+                                              "its (S, S, h*h) tensors", ultra=True, rung=10)
+    enable_triton_relu: bool = option(False, "transitions: bias and ReLU in a product's epilogue, in "
+                                      "backward mask and bias in a kernel", ultra=True, rung=11)
     enable_triton_projection: bool = option(False, "LayerNorm with the projections behind it, output "
                                             "projection, residual, round triton-attention", ultra=True,
                                             rung=12)
