@@ -37,7 +37,7 @@ IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "chec
                 "check_ultra_block"}
 
 
-NONE_SLOW = {"check_arguments"}
+NONE_SLOW = {"check_arguments", "check_hidden_gradient"}
 
 
 @pytest.mark.parametrize("name, which", [

@@ -73,7 +73,7 @@ def test_rows_side_by_side(monkeypatch):
 def test_a_kernel_without_its_key_mask_is_caught(kernel, tmp_path):
     masked = "s += key_tile(keys, b, r, j, kb, kr)[None, :]\n"
     old = {"forward": f"{masked}            top", "q": f"{masked}            ds", "kv": "s += masks[u]",
-           "bias": f"{masked}        p = tl.exp2(s * LOG2E - ls[:, None])\n        db"}[kernel]
+           "bias": "s += mask[None"}[kernel]
     module = mutant(biased_attention, old, old.replace("s += ", "s += 0 * "), tmp_path)
     assert violations(*key_masked(70, torch.float32, module))
 
@@ -135,8 +135,10 @@ def test_second_derivatives_are_refused():
 
 
 MUTANTS = {  # what is replaced by what, and the cases that must notice
-    "no bias": ("bias + (bh * LP", "bias + 0 * (bh * LP", ("short", "two whole tiles")),
-    "bias of another head": ("bias + (bh * LP", "bias + ((bh + 1) % H0 * LP", ("short",)),
+    "no bias": ("LP, BM, BN)).to(tl.float32)", "LP, BM, BN)).to(tl.float32) * 0",
+                ("short", "two whole tiles")),
+    "bias of another head": ("bh.to(tl.int64) * LP + i0", "((bh + 1) % H0).to(tl.int64) * LP + i0",
+                             ("short",)),
     "bias transposed": ("bias.contiguous(), bias.mT.contiguous()", "bias.mT.contiguous(), bias.contiguous()",
                         ("short", "two whole tiles")),
     "mask ignored in the bias": ("bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None",
