@@ -2,11 +2,12 @@
 tensor."""
 import torch
 import torch.nn.functional as F
+from torch import library
 
 from fusion_lab.kernels.precision import at_least_float32, product_dtype
 
 
-@torch.library.custom_op("fusion_lab::stored", mutates_args=())
+@library.custom_op("fusion_lab::stored", mutates_args=())
 def stored_copy(x: torch.Tensor) -> torch.Tensor:
     """A copy that torch.compile cannot see into."""
     return x.clone()

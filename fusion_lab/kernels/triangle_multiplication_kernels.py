@@ -245,8 +245,7 @@ def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, side
     if ADD:
         given = rows(gradient, p, inside, k, C)
     tl.store(sums + C + k, tl.sum(acc, 1))
-    acc = tl.trans(acc)
-    x_hat = (x - mean[:, None]) * rstd[:, None]
+    acc, x_hat = tl.trans(acc), (x - mean[:, None]) * rstd[:, None]
     tl.store(sums + k, tl.sum(acc * x_hat, 0))
     d = layer_norm_backward(acc, x_hat, rstd, vector(norm_weight, k), C)
     if ADD:

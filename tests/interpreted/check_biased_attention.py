@@ -68,6 +68,19 @@ def test_rows_side_by_side(monkeypatch):
     assert not violations(*key_masked(70, torch.bfloat16))
 
 
+@pytest.mark.parametrize("length", [50, 70])
+def test_a_program_of_several_rows(length, monkeypatch):
+    monkeypatch.setattr(biased_attention, "PROGRAMS", 1)
+    assert not violations(*key_masked(length, torch.float32))
+
+
+@pytest.mark.slow
+def test_statistics_of_a_share_s_first_row_for_all_are_caught(tmp_path):
+    module = mutant(biased_attention, "ls, de, mask = after", "pass", tmp_path)
+    module.PROGRAMS = 1
+    assert violations(*key_masked(70, torch.float32, module))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["forward", "q", "kv", "bias"])
 def test_a_kernel_without_its_key_mask_is_caught(kernel, tmp_path):
