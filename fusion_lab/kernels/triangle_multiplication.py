@@ -172,39 +172,38 @@ def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save):
 
 
 def backward(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps):
-    """Gradients [of pair; of in_weight and, below it, gate_weight (5 c, c); of out_weight; (10 c,) of
-    norm_weight, norm_bias, in_bias, center_weight, center_bias, out_bias and gate_bias, in the dtype of
-    these, float32 if they differ]. add: pair was the residual."""
+    """[Gradient of pair; of left, right, their gates and the output gate before their sigmoids, (P, 5 c), and
+    x, (P, c); of the output projection, and LN(product), (P, c); gradients (10 c,) of norm_weight, norm_bias,
+    in_bias, center_weight, center_bias, out_bias and gate_bias, in the dtype of these, float32 if they
+    differ]. add: pair was the residual. Products of the (P, .) are left to the caller, where torch.compile
+    sees them; two of these tensors outlive what they are needed for here."""
     call = Call(pair, weights, mask, drop, outgoing, eps)
     sides = sides if sides.numel() else call.make_sides()
     product = product if product.numel() else call.multiply(sides)
     found = backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps)
-    dpair, dweights, dout_weight, sums = found
-    c = call.C
-    dproduct, normed, dout, dgates = call.planes(1), call.rows(c), call.rows(c), call.rows(5 * c)
-    call.run(kernels.back_backward_kernel, BACK_BACKWARD, product, *call.back, gradient, dproduct, normed,
+    dpair, dgates, x, dout, centered, sums = found
+    c, dproduct = call.C, call.planes(1)
+    call.run(kernels.back_backward_kernel, BACK_BACKWARD, product, *call.back, gradient, dproduct, centered,
              dout, dgates, *call.back_sizes, sums=sums[6 * c:], **call.back_flags)
-    torch.mm(dout.t(), normed, out=dout_weight)
     dsides = call.multiply_backward(sides, dproduct)
-    del product, dproduct, dout
+    del product, dproduct
     call.run(kernels.front_backward_kernel, FRONT_BACKWARD, *call.front, sides, dsides, call.gate[0],
-             gradient, dgates, dpair, normed, *call.front_sizes, sums=sums[:6 * c], ADD=add,
+             gradient, dgates, dpair, x, *call.front_sizes, sums=sums[:6 * c], ADD=add,
              **call.front_flags)
-    torch.mm(dgates.t(), normed, out=dweights)
     return found
 
 
 def backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps):
-    c, new = pair.shape[-1], weights[2].new_empty
-    return [pair.new_empty(pair.shape), new(5 * c, c), new(c, c), new(10 * c, dtype=shared_dtype(
-        weights[n] for n in (0, 1, 3, 4, 5, 7, 9)))]
+    call, c = Call(pair, weights, mask, drop, outgoing, eps), pair.shape[-1]
+    return [pair.new_empty(pair.shape), *(call.rows(width) for width in (5 * c, c, c, c)),
+            call.new(10 * c, dtype=shared_dtype(weights[n] for n in (0, 1, 3, 4, 5, 7, 9)))]
 
 
 def flops(shape, second, *others, **_):
-    """Of the model: six projections and the product, in backward twice; not what is made again."""
+    """Of the model: six projections and the product, which has two gradients; not what is made again."""
     b, s, _, c = shape
     in_backward = isinstance(second, torch.Size)  # of pair; in forward, weights
-    return (2 if in_backward else 1) * 2 * b * s * s * c * (6 * c + s)
+    return 2 * b * s * s * c * (6 * c + (2 if in_backward else 1) * s)
 
 
 FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor? mask, Tensor? drop, "
@@ -230,10 +229,10 @@ class TriangleMultiplication(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         pair, mask, drop, product, sides, *weights = ctx.saved_tensors
-        dpair, dweights, dout_weight, sums = BACKWARD_OP(gradient.contiguous(), pair, weights, mask, drop,
-                                                         product, sides, *ctx.how)
-        c = pair.shape[-1]
-        din, dgate = dweights.split([4 * c, c])
+        dpair, dgates, x, dout, centered, sums = BACKWARD_OP(gradient.contiguous(), pair, weights, mask, drop,
+                                                             product, sides, *ctx.how)
+        c, dout_weight = pair.shape[-1], dout.t() @ centered
+        din, dgate = (dgates.t() @ x).split([4 * c, c])
         norm, norm_bias, in_bias, *rest = sums.split([c, c, 4 * c, c, c, c, c])
         center, center_bias, out_bias, gate_bias = rest
         grads = norm, norm_bias, din, in_bias, center, center_bias, dout_weight, out_bias, dgate, gate_bias

@@ -1,0 +1,93 @@
+"""A pass of torch.compile: gradients of weights, products left^T right of few numbers each from many
+positions, become one call of weight_gradients.py for a graph. Whatever waits for them in the graph, its
+results, can wait: so all stand at its end.
+
+Products that read much are bound by memory, and the library's are as good: they stay where they are, and
+what they read is freed behind them.
+"""
+import math
+import operator
+from collections import defaultdict
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from fusion_lab.kernels import weight_gradients
+
+aten = torch.ops.aten
+# What may stand between a gradient and the graph's results.
+HANDED_ON = {operator.getitem, aten.clone.default, aten.permute.default, aten.reshape.default,
+             aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.t.default,
+             aten.view.default, torch.ops.prims.convert_element_type.default}
+LEAST_POSITIONS = 2048  # fewer: not worth a wait
+MOST_NUMBERS = 1 << 20  # of a result
+MOST_BYTES = 48 << 20  # that a product reads
+ALIGNED = 16  # numbers, of which all widths and strides are multiples: else all loads of a launch are narrow
+
+
+class GatheredGradients(CustomGraphPass):
+    """The pass, for graphs on devices of this type."""
+
+    def __init__(self, device="cuda"):
+        self.device = device
+
+    def uuid(self):
+        """What compiled code is found again by, beside its graph."""
+        return get_hash_for_files((__file__, weight_gradients.__file__), self.device)
+
+    def __call__(self, graph):
+        groups = defaultdict(list)
+        for product in graph.find_nodes(op="call_function", target=aten.mm.default):
+            if (operands := self.operands(product)) and only_handed_on(product):
+                groups[product.meta["val"].dtype].append((product, *operands))
+        for found in groups.values():
+            if len(found) > 1:
+                gather(graph, sorted(found, key=lambda each: -value(each[1]).shape[0]))  # long ones first
+
+    def operands(self, product):
+        """left and right of a product that can be gathered, else None."""
+        turned, right = product.args
+        if not (isinstance(turned, torch.fx.Node) and turned.target in (aten.permute.default, aten.t.default)):
+            return None
+        left, tensors = turned.args[0], [value(node) for node in (turned.args[0], right)]
+        positions, wide = tensors[0].shape[0], value(product).numel()
+        numbers = [*(n for t in tensors for n in t.shape), *(t.stride(0) for t in tensors)]
+        fits = (all(isinstance(n, int) for n in numbers)  # no symbolic sizes
+                and value(turned).stride() == tensors[0].stride()[::-1]
+                and all(t.device.type == self.device and t.dtype in weight_gradients.DTYPES
+                        and t.stride(1) == 1 and t.stride(0) % ALIGNED == t.shape[1] % ALIGNED == 0
+                        for t in tensors)
+                and positions >= LEAST_POSITIONS and wide <= MOST_NUMBERS
+                and sum(t.numel() * t.element_size() for t in tensors) <= MOST_BYTES)
+        return (left, right) if fits else None
+
+
+def value(node):
+    """The fake tensor of a node."""
+    return node.meta["val"]
+
+
+def only_handed_on(node):
+    """Whether nothing but the graph's results waits for this node."""
+    return all(user.op == "output" or user.target in HANDED_ON and only_handed_on(user)
+               for user in node.users)
+
+
+def gather(graph, found):
+    """Replace found, (product, left, right) each, by one call at the end."""
+    products, lefts, rights = map(list, zip(*found, strict=True))
+
+    def call(target, *arguments):
+        node = graph.call_function(target, arguments)
+        node.meta["val"] = target(*torch.fx.map_arg(arguments, value))
+        return node
+    with graph.inserting_before(graph.output_node()):
+        together, end = call(weight_gradients.OP, lefts, rights), 0
+        for product in products:
+            size = list(value(product).shape)
+            begin, end = end, end + math.prod(size)
+            part = call(aten.slice.Tensor, together, 0, begin, end)
+            product.replace_all_uses_with(call(aten.view.default, part, size))
+            graph.erase_node(product)
+    stable_topological_sort(graph)
