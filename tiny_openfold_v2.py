@@ -549,7 +549,8 @@ class TinyOpenFoldV2(nn.Module):
         if self.fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
             how = dict(fullgraph=True, dynamic=False, options=dict(
                 torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
-                combo_kernels=self.fusion.combo_kernels_at(config.seq_len)))
+                combo_kernels=self.fusion.combo_kernels_at(config.seq_len),
+                **triton.gathered_gradients(self.fusion.enable_triton_weight_gradients)))
             for block in self.blocks:
                 block.compile(**how)
             self.gpu_ends = torch.compile(self.embed, **how), torch.compile(self.heads, **how)

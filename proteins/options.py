@@ -97,23 +97,28 @@ class DesignTraining(Families):
 class TritonSwitches(options.Switches):
     """Triton kernels of this project, for a GPU (docs/kernels.md)."""
     enable_triton_attention: bool = option(False, "attention and its gate", ultra=True, rung=8)
-    enable_triton_triangle: bool = option(False, "triangle multiplication round a batched GEMM", ultra=True,
-                                          rung=9)
+    enable_triton_triangle: bool = option(False, "triangle multiplication round GEMMs", ultra=True, rung=9)
     enable_triton_outer_layout: bool = option(False, "outer product mean, not re-associated: no copies of "
                                               "its (S, S, h*h) tensors", ultra=True, rung=10)
-    enable_triton_relu: bool = option(False, "transitions: bias and ReLU in a product's epilogue, in "
-                                      "backward mask and bias in a kernel", ultra=True, rung=11)
+    enable_triton_relu: bool = option(False, "transitions: bias, ReLU in a product's epilogue; their "
+                                      "gradients in a kernel", ultra=True, rung=11)
     enable_triton_projection: bool = option(False, "LayerNorm with the projections behind it, output "
                                             "projection, residual, round triton-attention", ultra=True,
                                             rung=12)
     enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=13)
     enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
                                                "(S, S, h*h) tensor never in memory", rung=14)
+    enable_triton_weight_gradients: bool = option(False, "with torch.compile: small gradients of weights of "
+                                                  "a block in two launches", rung=15)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)
+        places = settings.training.batch_size * c.seq_len // settings.training.sequence_parallel
+        positions = (places * c.num_seqs, c.msa_dim), (places * c.seq_len, c.pair_dim)
         if self.enable_triton_projection and not self.enable_triton_attention:
             found.append("triton-projection works round triton-attention")
+        if self.enable_triton_weight_gradients and not self.enable_torch_compile:
+            found.append("triton-weight-gradients needs torch.compile")
         if settings.training.sequence_parallel > 1:
             found += [f"{name} takes whole pair tensors, not a GPU's part of one" for name, on in (
                 ("triton-triangle", self.enable_triton_triangle),
@@ -132,5 +137,6 @@ class TritonSwitches(options.Switches):
             enable_triton_projection=((c.msa_dim, c.msa_heads), (c.pair_dim, c.pair_heads)),
             enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),),
             enable_triton_outer_layout=(c.outer_product_dim,),
+            enable_triton_weight_gradients=positions,
             enable_triton_relu=(c.msa_dim, c.pair_dim)), (c.pair_dim, c.msa_heads),
             settings.training.use_amp, on_gpu)

@@ -30,6 +30,7 @@ def test_widths_that_kernels_take():
         assert limits.takes("enable_triton_attention", width) is (width <= 128)
         assert limits.takes("enable_triton_outer_product", (width, 64)) is (width in (4, 8, 16, 32, 64))
         assert limits.takes("enable_triton_outer_layout", width)
+        assert limits.takes("enable_triton_weight_gradients", (2048, width)) is (width % 16 == 0)
         assert limits.takes("enable_triton_outer_product", (16, width)) is (width in (16, 32, 64, 128, 256))
 
 

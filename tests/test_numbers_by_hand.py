@@ -273,16 +273,18 @@ def test_defaults_are_the_documented_ones():
     preset = tof.FusionConfig.preset(True)
     left_out = [name for name in preset.names() if not getattr(preset, name)]
     assert sorted(left_out) == ["enable_activation_checkpointing", *(f"enable_triton_{name}" for name in (
-        "attention", "outer_layout", "outer_product", "projection", "relu", "transition", "triangle"))]
+        "attention", "outer_layout", "outer_product", "projection", "relu", "transition", "triangle",
+        "weight_gradients"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_triton_outer_product", "enable_activation_checkpointing"]
+        "enable_triton_transition", "enable_triton_outer_product", "enable_triton_weight_gradients",
+        "enable_activation_checkpointing"]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
         "triton_outer_layout", "triton_relu", "triton_projection", "triton_transition",
-        "triton_outer_product")]
+        "triton_outer_product", "triton_weight_gradients")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)
@@ -363,7 +365,8 @@ def test_start_lines_name_sizes_kernels_and_counts():
 def test_idle_switches_are_named():
     def idle(seq_len=64, on_gpu=True, **switches):
         settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(seq_len=seq_len),
-                                   training=SimpleNamespace(use_amp=False, sequence_parallel=1))
+                                   training=SimpleNamespace(use_amp=False, sequence_parallel=1,
+                                                            batch_size=4))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
     combos = dict(enable_combo_kernels=True)
     compiled = dict(combos, enable_torch_compile=True)
@@ -415,6 +418,17 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(**outer, **layout) == ["triton-outer-layout gives way to triton-outer-product"]
     assert idle(96, **outer, **layout) == [  # one has no kernel, so the other one's runs
         "triton-outer-product has no kernel for sides of 32 to 96 channels"]
+    gradients = dict(enable_triton_weight_gradients=True)
+    assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]
+    gradients["enable_torch_compile"] = True
+    assert idle(**gradients) == idle(72, **gradients) == []  # 48 channels of the alignment are three times 16
+    assert idle(72, msa_dim=24, **gradients) == [
+        "triton-weight-gradients has no kernel for 4096 positions of 24 or 16384 positions of 72 channels"]
+    assert idle(72, samples=2, ranks=2, **gradients) == [  # of the alignment's 2 * 16 * 64, half
+        "triton-weight-gradients has no kernel for 1024 positions of 48 or 4096 positions of 72 channels"]
+    assert idle(192, samples=16, msa_dim=40, **gradients) == []  # 48 MB
+    assert idle(208, samples=16, msa_dim=40, **gradients) == [
+        "triton-weight-gradients has no kernel for 16384 positions of 40 or 65536 positions of 208 channels"]
     relu, transition = dict(enable_triton_relu=True), dict(enable_triton_transition=True)
     assert idle(**relu, **transition) == ["triton-relu gives way to triton-transition"]
     assert idle(ranks=2, **layout) == [

@@ -12,18 +12,17 @@ from collections import defaultdict
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx.node import map_arg
 
 from fusion_lab.kernels import weight_gradients
+from fusion_lab.kernels.limits import ALIGNED, LEAST_POSITIONS, MOST_BYTES
 
 aten = torch.ops.aten
 # What may stand between a gradient and the graph's results.
 HANDED_ON = {operator.getitem, aten.clone.default, aten.permute.default, aten.reshape.default,
              aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.t.default,
              aten.view.default, torch.ops.prims.convert_element_type.default}
-LEAST_POSITIONS = 2048  # fewer: not worth a wait
 MOST_NUMBERS = 1 << 20  # of a result
-MOST_BYTES = 48 << 20  # that a product reads
-ALIGNED = 16  # numbers, of which all widths and strides are multiples: else all loads of a launch are narrow
 
 
 class GatheredGradients(CustomGraphPass):
@@ -48,7 +47,7 @@ class GatheredGradients(CustomGraphPass):
     def operands(self, product):
         """left and right of a product that can be gathered, else None."""
         turned, right = product.args
-        if not (isinstance(turned, torch.fx.Node) and turned.target in (aten.permute.default, aten.t.default)):
+        if turned.target not in (aten.permute.default, aten.t.default):
             return None
         left, tensors = turned.args[0], [value(node) for node in (turned.args[0], right)]
         positions, wide = tensors[0].shape[0], value(product).numel()
@@ -80,7 +79,7 @@ def gather(graph, found):
 
     def call(target, *arguments):
         node = graph.call_function(target, arguments)
-        node.meta["val"] = target(*torch.fx.map_arg(arguments, value))
+        node.meta["val"] = target(*map_arg(arguments, value))
         return node
     with graph.inserting_before(graph.output_node()):
         together, end = call(weight_gradients.OP, lefts, rights), 0
