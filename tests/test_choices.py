@@ -308,6 +308,15 @@ def test_counts_of_rows_lie_where_the_sides_do(handed):
     assert handed["outer_product"][4].device == CPU
 
 
+@pytest.mark.parametrize("triton_is_there", [True, False])
+def test_the_compiler_gathers_gradients_if_asked_to(monkeypatch, triton_is_there):
+    made = SimpleNamespace(GatheredGradients=lambda: "the pass")
+    monkeypatch.setitem(sys.modules, "fusion_lab.kernels.gathered_gradients", made)
+    monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
+    expected = dict(post_grad_custom_post_pass="the pass") if triton_is_there else {}
+    assert triton.gathered_gradients(True) == expected and triton.gathered_gradients(False) == {}
+
+
 def test_messages_are_flat(handed):
     own, table, edges = torch.randn(2, 3, 1), torch.randn(6, 1), torch.randn(2, 3, 5, 1)
     index, mask = torch.arange(30).view(2, 3, 5), torch.ones(2, 3, 5)

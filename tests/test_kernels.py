@@ -1,6 +1,7 @@
 """Triton kernels without a GPU: numbers in Triton's interpreter, compilation for GPUs that are not here."""
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import warnings
@@ -26,6 +27,7 @@ from fusion_lab.kernels import (
     triangle_multiplication,
     tuner,
     ultra_block,
+    weight_gradients,
 )
 
 HERE = pathlib.Path(__file__).parent
@@ -33,8 +35,8 @@ HERE = pathlib.Path(__file__).parent
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
-IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "check_transition",
-                "check_ultra_block"}
+IN_NO_PRESET = {"check_gathered_gradients", "check_messages", "check_outer_product", "check_patterns",
+                "check_transition", "check_ultra_block", "check_weight_gradients"}
 
 
 NONE_SLOW = {"check_arguments", "check_hidden_gradient"}
@@ -136,6 +138,13 @@ def two_layers(channels):
     hidden_gradient.launch(x, x.new_empty(channels, units), x.new_empty(300, units))
 
 
+def many_weights(positions, widths):
+    """The same for gradients of weights; widths of the left operands, reversed those of the right ones."""
+    lefts, rights = ([torch.empty(positions, n, dtype=torch.bfloat16) for n in side]
+                     for side in (widths, widths[::-1]))
+    weight_gradients.launch(lefts, rights)
+
+
 def heads_of(width):
     """The same for heads that are alone in their tensors."""
     q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
@@ -195,6 +204,7 @@ def block(hidden, length):
     ultra_block.ultra_block(empty(2, length, c), weights, turns, 8, 4, 1e-6, counters)
 
 
+WEIGHTS = [64, 64, 256, 64, 128, 512, 128, 640, 128] * 2
 LAUNCHES = {
     "attention, S 256": (attention, 256, 32, 2, True, False),
     "attention, S 77": (attention, 77, 16, 1, True, True),
@@ -209,6 +219,8 @@ LAUNCHES = {
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
     **{f"outer layout, N {rows}, S {S}": (laid_out, rows, S) for rows, S in ((128, 64), (16, 64), (77, 77))},
     **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},
+    "weights of a block": (many_weights, 4096, WEIGHTS),
+    "weights of two layers, odd": (many_weights, 77, [23, 64]),
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
@@ -244,6 +256,25 @@ def check_resources(target, launches):
 
 def test_compiles_for_a_gpu_of_amd():
     check_resources("gfx942", ["columns, N 16"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED)
+def test_every_tile_for_gradients_of_weights_compiles_for(target, monkeypatch):
+    """Into the memory that there is: gfx950 has more than other GPUs of AMD, and copies straight into it.
+    Since all sizes and addresses are known to be aligned, NVIDIA's load 16 bytes at a time."""
+    found, tiles = {}, weight_gradients.CANDIDATES[:6]  # others differ in the number of programs alone
+    for tile in tiles:
+        with compiled_for(target, describe=lambda kernel: (kernel, ahead_of_time.resources(kernel))) as made:
+            monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run, tile=tile: run(tile))
+            many_weights(4096, WEIGHTS)
+        found.update(made)
+    found = {name: each for name, each in found.items() if name.startswith("weight_gradients_kernel")}
+    assert len(found) == len(tiles)
+    for name, (kernel, used) in found.items():
+        assert used["spills"] == 0 < used["mma"] and used["shared"] <= ahead_of_time.MEMORY[target], name
+        narrow = re.findall(r"ld\.global(?!\.v4)\S*|cp\.async\.ca\S*", kernel.asm.get("ptx", ""))
+        assert not narrow, name
 
 
 @pytest.mark.slow

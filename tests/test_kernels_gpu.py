@@ -15,10 +15,11 @@ import check_outer_layout as layouts
 import check_outer_product as outer
 import check_transition as transitions
 import check_triangle_multiplication as multiplication
+import check_weight_gradients as weights
 from rule import violations
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import biased_attention
+from fusion_lab.kernels import biased_attention, gathered_gradients, tuner, weight_gradients
 from fusion_lab.measuring import accuracy
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device
@@ -137,6 +138,36 @@ def test_graphed_steps_with_kernels_are_eager_steps(everything):
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
         assert (trainer.graph is not None) == graphs
     assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("number", range(len(weight_gradients.CANDIDATES)))
+def test_gradients_of_many_weights_with_every_tile(number, dtype, monkeypatch):
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
+    with torch.device(DEVICE):
+        for case in weights.CASES:
+            assert weights.wrong(weight_gradients.OP, *weights.problem(case, dtype)) == []
+        sizes = [(16384, 128, 512), (16384, 640, 128), (16384, 64, 1024), (4096, 64, 256)] * 9
+        given = [[torch.randn(each[0], each[side]).to(dtype) for each in sizes] for side in (1, 2)]
+        assert weights.wrong(weight_gradients.OP, *given) == []
+        assert torch.equal(*(weight_gradients.OP(*given) for _ in range(2)))
+
+
+def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
+    """And the pass finds them: in every compiled graph but those of forward."""
+    losses, gathered, gather = [], [], gathered_gradients.gather
+    monkeypatch.setattr(gathered_gradients, "gather", lambda graph, found: (
+        gathered.append(len(found)) or gather(graph, found)))
+    monkeypatch.setattr(gathered_gradients.GatheredGradients, "uuid", lambda self: None)
+    for on in (False, True):
+        torch._dynamo.reset()
+        given = settings("bfloat16", False, dropout=0.0, seq_len=64, enable_triton_weight_gradients=on)
+        process_settings(given, torch.device(DEVICE))
+        source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+        losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
+        assert bool(gathered) == on
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+    assert max(gathered) == 18  # a block's
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -228,8 +228,8 @@ def test_retune_says_what_it_lacks(values, kind, triton, code, words, tmp_path, 
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("kernels", [("up", "down"), ()])
-def test_retune_runs_one_plain_step_and_keeps_what_wins(kernels, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kernels, compiled", [(("up", "down"), False), (("up", "down"), True), ((), False)])
+def test_retune_runs_one_step_and_keeps_what_wins(kernels, compiled, tmp_path, monkeypatch, capsys):
     told = []
 
     class Trainer:
@@ -254,8 +254,8 @@ def test_retune_runs_one_plain_step_and_keeps_what_wins(kernels, tmp_path, monke
         with pytest.raises(UserError, match="no Triton kernel ran"):
             retune.retune(program, ultra(tmp_path))
         return
-    assert retune.retune(program, ultra(tmp_path)) == 0
-    assert told == [(False, "cuda"), (False, False, True, "cuda"), ("batch 0", "cuda")]
+    assert retune.retune(program, ultra(tmp_path, enable_triton_weight_gradients=compiled)) == 0
+    assert told == [(compiled, "cuda"), (compiled, False, True, "cuda"), ("batch 0", "cuda")]
     tiles = {"up bfloat16 L64": SECOND, "down bfloat16 L64": SECOND}
     result = json.loads((tmp_path / "tiles_v2.json").read_text())
     assert result == dict(gpu="sm_90", tiles=tiles, cache=str(tmp_path / "cache.json"))

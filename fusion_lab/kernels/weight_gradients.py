@@ -8,6 +8,8 @@ each leave most of the GPU idle. Here a program owns a tile of one problem's out
 positions; parts are float32, and a second kernel adds up those of all problems. Sums have one order, so every
 run gives the same bits. Tiles of one share follow each other, so that what they read twice is in the cache.
 """
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -69,25 +71,20 @@ def weight_gradients_kernel(lefts, rights, positions, left_widths, right_widths,
     tl.store(to, acc.to(parts.dtype.element_ty), mask=(n[:, None] < N) & (m[None, :] < M))
 
 
-def multiply(lefts, rights, out):
-    """out (numbers,) = the products of at most MOST problems."""
+def multiply(lefts, rights, out, chosen):
+    """out (numbers,) = the products of at most MOST problems, with one of CANDIDATES."""
     sizes = positions, widths, others = [tuple(found) for found in zip(
         *((*left.shape, right.shape[1]) for left, right in zip(lefts, rights, strict=True)), strict=True)]
     strides = [tuple(t.stride(0) for t in tensors) for tensors in (lefts, rights)]
-
-    def launch(chosen):
-        bn, bm, programs = chosen["BN"], chosen["BM"], chosen["PROGRAMS"]
-        tiles = sum(triton.cdiv(n, bn) * triton.cdiv(m, bm) for n, m in zip(widths, others, strict=True))
-        shares = max(1, min(programs // tiles, triton.cdiv(max(positions), LEAST)))
-        parts = out if shares == 1 else out.new_empty(shares, len(out), dtype=torch.float32)
-        weight_gradients_kernel[(tiles * shares,)](
-            tuple(lefts), tuple(rights), *sizes, *strides, parts, len(out), shares, COUNT=len(lefts),
-            **{name: value for name, value in chosen.items() if name != "PROGRAMS"})
-        if shares > 1:
-            add_up(parts, out)
-    shape = (f"{str(out.dtype)[6:]} P{triton.next_power_of_2(max(positions))} "
-             f"L{triton.next_power_of_2(len(out))}")
-    tuner.launch(weight_gradients_kernel.__name__, shape, CANDIDATES, launch)
+    bn, bm, programs = chosen["BN"], chosen["BM"], chosen["PROGRAMS"]
+    tiles = sum(triton.cdiv(n, bn) * triton.cdiv(m, bm) for n, m in zip(widths, others, strict=True))
+    shares = max(1, min(programs // tiles, triton.cdiv(max(positions), LEAST)))
+    parts = out if shares == 1 else out.new_empty(shares, len(out), dtype=torch.float32)
+    weight_gradients_kernel[(tiles * shares,)](
+        tuple(lefts), tuple(rights), *sizes, *strides, parts, len(out), shares, COUNT=len(lefts),
+        **{name: value for name, value in chosen.items() if name != "PROGRAMS"})
+    if shares > 1:
+        add_up(parts, out)
 
 
 def launch(lefts, rights):
@@ -101,7 +98,11 @@ def launch(lefts, rights):
         ends.append(ends[-1] + left.shape[1] * right.shape[1])
     for first in range(0, len(lefts), MOST):
         last = min(first + MOST, len(lefts))
-        multiply(lefts[first:last], rights[first:last], out[ends[first]:ends[last]])
+        given = lefts[first:last], rights[first:last], out[ends[first]:ends[last]]
+        numbers = max(len(left) for left in given[0]), len(given[2])
+        shape = " ".join([str(out.dtype)[6:], *(f"{name}{triton.next_power_of_2(number)}"
+                                                for name, number in zip("PL", numbers, strict=True))])
+        tuner.launch(weight_gradients_kernel.__name__, shape, CANDIDATES, partial(multiply, *given))
     return out
 
 

@@ -10,8 +10,9 @@ from fusion_lab.training.reporting import print_result
 
 
 def retune(program, settings):
-    """Run one uncompiled step in which every launch measures its candidates; keep the winners in the user's
-    cache. Returns the exit code; raises UserError without a GPU, Triton or a switch for its kernels."""
+    """Run one step, uncompiled unless the compiler makes one of the calls, in which every launch measures its
+    candidates; keep the winners in the user's cache. Returns the exit code; raises UserError without a GPU,
+    Triton or a switch for its kernels."""
     fusion = settings.fusion
     names = [name for name in fusion.names() if name.startswith(SWITCH)]
     if not any(getattr(fusion, name) for name in names):
@@ -22,7 +23,9 @@ def retune(program, settings):
     if not HAS_TRITON:
         raise UserError("--retune needs Triton: pip install triton", code=MISSING)
     from fusion_lab.kernels import tuner
-    settings = replace(settings, fusion=replace(fusion, enable_torch_compile=False, enable_cuda_graphs=False))
+    compiled = fusion.enable_torch_compile and getattr(fusion, f"{SWITCH}weight_gradients", False)
+    settings = replace(settings, fusion=replace(fusion, enable_torch_compile=compiled,
+                                                enable_cuda_graphs=False))
     process_settings(settings, device)
     trainer, source = program.trainer(program, settings, device), program.open_source(settings)
     with tuner.retuning() as found:

@@ -1,0 +1,129 @@
+"""Gradients of weights that torch.compile gathers in one call: which, and that they are what they were."""
+from functools import partial
+
+import check_model
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels import gathered_gradients, triton
+from fusion_lab.measuring import accuracy
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What the pass finds and leaves: [(matrix products before, after, gathered)] of each graph."""
+    monkeypatch.setattr(gathered_gradients, "LEAST_POSITIONS", 12)
+    found = []
+
+    class Watched(gathered_gradients.GatheredGradients):
+        def __call__(self, graph):
+            products = [len(graph.find_nodes(op="call_function", target=aten.mm.default))]
+            super().__call__(graph)
+            graph.lint()
+            products.append(len(graph.find_nodes(op="call_function", target=aten.mm.default)))
+            calls = graph.find_nodes(op="call_function", target=gathered_gradients.weight_gradients.OP)
+            found.append((*products, sum(len(call.args[0]) for call in calls)))
+
+        def uuid(self):
+            return None  # compiled anew, so that it runs
+
+    monkeypatch.setattr(gathered_gradients, "GatheredGradients", Watched)
+    torch._dynamo.reset()
+    return found
+
+
+def compiled(function, monkeypatch):
+    """torch.compile as the model calls it, but for a CPU."""
+    made = gathered_gradients.GatheredGradients("cpu")
+    monkeypatch.setattr(gathered_gradients, "GatheredGradients", lambda: made)
+    return torch.compile(function, fullgraph=True, dynamic=False, options=triton.gathered_gradients(True))
+
+
+def gradients(function, weights, *given):
+    return torch.autograd.grad(function(*given).float().square().sum(), weights)
+
+
+def near(ours, plain):
+    """To some roundings of 16 bits; another weight's gradient would be off by its own size."""
+    return all(((x - y).norm() / y.norm()).item() < 0.05 and x.dtype == y.dtype
+               for x, y in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers(autocast, made, monkeypatch):
+    """Of four layers three: one has 23 results. Under autocast gradients are cast behind their products."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 48), nn.Linear(48, 16),
+                           nn.Linear(16, 23)).to(torch.float32 if autocast else torch.bfloat16)
+    x = torch.randn(3, 5, 16).to(layers[0].weight.dtype)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return layers(x)
+    weights = list(layers.parameters())
+    plain = gradients(run, weights, x)
+    assert near(gradients(compiled(run, monkeypatch), weights, x), plain)
+    assert made == [(0, 0, 0), (7, 4, 3)]  # 3 gradients of inputs, 4 of weights
+
+
+def test_what_is_not_gathered(made, monkeypatch):
+    """What is used again in the graph, is alone, has too few positions, reads or makes too much, is float32
+    or lies elsewhere."""
+    def graph_of(function, *shapes, dtype=torch.bfloat16, device="cpu"):
+        given = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
+        gathered_gradients.GatheredGradients(device)(graph)
+        return made.pop()[2]
+
+    def twice(x, y):
+        return x.t() @ y, y.t() @ x
+    both = (12, 16), (12, 32)
+    assert graph_of(twice, *both) == 2
+    assert graph_of(lambda x, y: [(x.t() @ y)[:8], (y.t() @ x).reshape(-1)], *both) == 2
+    assert graph_of(lambda x, y: (x.t() @ y, (y.t() @ x) @ x.t()), *both) == 0
+    assert graph_of(lambda x, y: (x.t() @ y, (y.t() @ x) + 1), *both) == 0
+    assert graph_of(lambda x, y: x.t() @ y, *both) == 0
+    assert graph_of(twice, (11, 16), (11, 32)) == graph_of(twice, (12, 16), (12, 24)) == 0
+    assert graph_of(lambda x, y: (x @ y.t(), y @ x.t()), *[(16, 16)] * 2) == 0
+    assert graph_of(lambda x, y: (x.t() @ y.t(), y.t() @ x.t()), *[(16, 16)] * 2) == 0
+    assert graph_of(twice, *both, dtype=torch.float32) == graph_of(twice, *both, device="cuda") == 0
+    for limit, most in (("MOST_NUMBERS", 16 * 32), ("MOST_BYTES", 2 * 12 * 48)):
+        with monkeypatch.context() as limited:
+            limited.setattr(gathered_gradients, limit, most)
+            assert graph_of(twice, *both) == 2
+            limited.setattr(gathered_gradients, limit, most - 1)
+            assert graph_of(twice, *both) == 0
+
+
+def test_equal_code_is_found_again_in_the_compilers_cache():
+    keys = [gathered_gradients.GatheredGradients(device).uuid() for device in ("cuda", "cuda", "cpu")]
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.slow
+def test_a_block_with_kernels(made, monkeypatch):
+    """Also under activation checkpointing, beside compiled code that gathers nothing."""
+    monkeypatch.setattr(triton, "runs", lambda x: True)
+    monkeypatch.setattr(triton, "attends", lambda x, heads: True)
+    torch.manual_seed(0)
+    config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
+    block = tof.FusedEvoformerBlock(config, tof.FusionConfig.ultra())
+    accuracy.shake(tof.PROGRAM, block)
+    block, given = block.bfloat16(), [t.bfloat16() for t in check_model.tensors()]
+    weights = list(block.parameters())
+
+    def through(block, msa, pair):
+        return torch.cat([t.flatten() for t in block(msa, pair)])
+    plain = gradients(partial(through, torch.compile(block, fullgraph=True, dynamic=False)), weights, *given)
+    assert made == []
+    torch._dynamo.reset()
+    gathering = partial(through, compiled(block, monkeypatch))
+    for call in (gathering, partial(checkpoint, gathering, use_reentrant=False)):
+        assert near(gradients(call, weights, *given), plain)
+    before, after, gathered = made[-1]
+    assert before - after == gathered == 18
