@@ -669,13 +669,11 @@ class Trainer:
             program.split(self.model, self.world.mesh["sequence"].get_group())
         self.amp_dtype = amp_dtype(self.training, device)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
-        lr = self.training.learning_rate
-        lr = torch.tensor(lr, device=device) if graphs else lr
         low = self.amp_dtype if fusion.enable_master_weights else None
-        self.masters = master_weights(self.model, low, self.training.shard_optimizer, self.world)
+        self.masters = master_weights(self.model, low, self.training.shard_optimizer, self.world,
+                                      fusion.enable_triton_adamw)
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
-        self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs,
-                                           weight_decay=self.training.weight_decay)
+        self.optimizer = recipe.optimizer(self.updated, self.training, self.masters, graphs)
         self.average = recipe.average(self.updated, self.training.ema_decay)
         self.use_graph, self.graph = graphs, None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
@@ -726,7 +724,8 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.publish()
+        if self.masters:
+            self.masters.after_step()
         loss = loss.clone()  # CUDA graphs of torch.compile's own overwrite what they returned
         mark()
         return loss
