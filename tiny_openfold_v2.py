@@ -88,9 +88,11 @@ class FusionConfig(TritonSwitches):
     def combo_kernels_at(self, seq_len):
         return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
 
-    def reassociates(self, samples, rows, residues):
-        """Whether such a batch's outer product mean is re-associated; OuterProductMean says why."""
-        return self.enable_opm_fusion and 4 * rows <= residues and (samples == 1 or residues >= 128)
+    def reassociates(self, samples, rows, residues, laid_out):
+        """Whether such a batch's outer product mean is re-associated; OuterProductMean says why. laid_out:
+        else it has kernels, with which it is as fast at 4 N = S (LOG.md)."""
+        most = residues - 1 if laid_out else residues
+        return self.enable_opm_fusion and 4 * rows <= most and (samples == 1 or residues >= 128)
 
     def idle(self, settings, on_gpu):
         found = super().idle(settings, on_gpu)
@@ -103,7 +105,7 @@ class FusionConfig(TritonSwitches):
             names = ("triton-attention", *["triton-projection"] * self.enable_triton_projection)
             found += [f"{name} gives way to the attention that was asked for" for name in names]
         if self.enable_triton_outer_layout and self.reassociates(
-                settings.training.batch_size, settings.model.num_seqs, settings.model.seq_len):
+                settings.training.batch_size, settings.model.num_seqs, settings.model.seq_len, True):
             found.append("triton-outer-layout is for outer products that are not re-associated")
         if self.attention_backend != "auto" and not self.enable_flash_attention:
             found.append("--attention-backend is for fused attention")
@@ -349,11 +351,14 @@ class OuterProductMean(PackedProjections):
             return triton.outer_product(left, right, self.output_proj, rows, residual)
         if self.reassociates(right):
             update = self.project_one_first(left, right)
-        elif self.fusion.enable_triton_outer_layout and self.ranks.size == 1 and triton.runs(msa):
+        elif self.lays_out(msa):
             update = triton.outer_layout(left, right, self.output_proj)
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
         return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
+
+    def lays_out(self, x):
+        return self.fusion.enable_triton_outer_layout and self.ranks.size == 1 and triton.runs(x)
 
     def reassociates(self, whole):
         """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
@@ -361,7 +366,7 @@ class OuterProductMean(PackedProjections):
         bound by multiplications, of which N = h / 2 saves about half (LOG.md; not tried on AMD)."""
         samples, rows, residues, h = whole.shape
         multiplications_count = whole.is_cuda and strict_float32(whole.dtype)
-        return (self.fusion.reassociates(samples, rows, residues)
+        return (self.fusion.reassociates(samples, rows, residues, self.lays_out(whole))
                 and not (multiplications_count and 2 * rows > h))
 
     def project_one_first(self, left, right):
@@ -670,13 +675,11 @@ class Trainer:
             program.split(self.model, self.world.mesh["sequence"].get_group())
         self.amp_dtype = amp_dtype(self.training, device)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
-        lr = self.training.learning_rate
-        lr = torch.tensor(lr, device=device) if graphs else lr
         low = self.amp_dtype if fusion.enable_master_weights else None
-        self.masters = master_weights(self.model, low, self.training.shard_optimizer, self.world)
+        self.masters = master_weights(self.model, low, self.training.shard_optimizer, self.world,
+                                      fusion.enable_triton_adamw)
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
-        self.optimizer = torch.optim.AdamW(self.updated, lr=lr, fused=True, capturable=graphs,
-                                           weight_decay=self.training.weight_decay)
+        self.optimizer = recipe.optimizer(self.updated, self.training, self.masters, graphs)
         self.average = recipe.average(self.updated, self.training.ema_decay)
         self.use_graph, self.graph = graphs, None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
@@ -727,7 +730,8 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.publish()
+        if self.masters:
+            self.masters.after_step()
         loss = loss.clone()  # CUDA graphs of torch.compile's own overwrite what they returned
         mark()
         return loss

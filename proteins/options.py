@@ -105,11 +105,11 @@ class TritonSwitches(options.Switches):
     enable_triton_projection: bool = option(False, "LayerNorm with the projections behind it, output "
                                             "projection, residual, round triton-attention", ultra=True,
                                             rung=12)
-    enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=13)
-    enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
-                                               "(S, S, h*h) tensor never in memory", rung=14)
     enable_triton_weight_gradients: bool = option(False, "with torch.compile: small gradients of weights of "
-                                                  "a block in two launches", rung=15)
+                                                  "a block in two launches", ultra=True, rung=13)
+    enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=15)
+    enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
+                                               "(S, S, h*h) tensor never in memory", rung=16)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)

@@ -50,7 +50,7 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
     alone = [f for f, name in zip(fusions, names, strict=True) if name.endswith("alone")]
     rungs = [f for f, name in zip(fusions, names, strict=True) if name.startswith("+") or name == "all"]
     for switch in tof.FusionConfig.names():
-        assert switch in ("enable_combo_kernels", "enable_torch_compile") or any(
+        assert switch in ("enable_combo_kernels", "enable_torch_compile", "enable_triton_adamw") or any(
             getattr(f, switch) for f in alone), switch
         assert any(getattr(f, switch) for f in rungs), switch
     top = fusions[names.index("+ transition")]  # what cannot run on CPU is left out

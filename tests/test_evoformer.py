@@ -254,6 +254,7 @@ def test_outer_product_is_reassociated_where_the_rule_says(monkeypatch):
         for tf32, expected in ((False, strict_float32), (True, True)):
             monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
             assert module.reassociates(left) is expected
+    assert [module.fusion.reassociates(1, rows, 128, True) for rows in (31, 32)] == [True, False]
     module.fusion = tof.FusionConfig(enable_opm_fusion=False)
     assert not module.reassociates(torch.empty(1, 16, 64, 4))
 

@@ -36,7 +36,7 @@ LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
 FLOORS = ("fusion_lab.training.interrupts", "fusion_lab.training.reading", "fusion_lab.training.files",
-          "fusion_lab.training.options", "fusion_lab.training.program",
+          "fusion_lab.kernels.limits", "fusion_lab.training.options", "fusion_lab.training.program",
           "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "tiny_openfold_v2",
           "companions", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
 PACKAGES = ("fusion_lab", "proteins", "companions", "benchmarks")

@@ -15,6 +15,7 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
     from triton_targets import SHARED, compiled_for
 
 from fusion_lab.kernels import (
+    adamw,
     ahead_of_time,
     attention_layer,
     biased_attention,
@@ -39,7 +40,7 @@ IN_NO_PRESET = {"check_gathered_gradients", "check_messages", "check_outer_produ
                 "check_transition", "check_ultra_block", "check_weight_gradients"}
 
 
-NONE_SLOW = {"check_arguments", "check_hidden_gradient"}
+NONE_SLOW = {"check_adamw", "check_arguments", "check_hidden_gradient"}
 
 
 @pytest.mark.parametrize("name, which", [
@@ -204,6 +205,15 @@ def block(hidden, length):
     ultra_block.ultra_block(empty(2, length, c), weights, turns, 8, 4, 1e-6, counters)
 
 
+def optimizer_step(dtype, on_device, scaled, length=1 << 20):
+    """The same for AdamW with gradients in this dtype."""
+    flat, gradient, low = (torch.empty(length, dtype=kind) for kind in (torch.float32, dtype, torch.bfloat16))
+    number = torch.empty(())
+    adamw.update(flat, gradient, dict(step=number, exp_avg=flat, exp_avg_sq=flat), low, number, 1.0,
+                 dict(lr=number if on_device else 0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1),
+                 number if scaled else None)
+
+
 WEIGHTS = [64, 64, 256, 64, 128, 512, 128, 640, 128] * 2
 LAUNCHES = {
     "attention, S 256": (attention, 256, 32, 2, True, False),
@@ -223,13 +233,16 @@ LAUNCHES = {
     "weights of two layers, odd": (many_weights, 77, [23, 64]),
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
+    "AdamW": (optimizer_step, torch.bfloat16, True, False),
+    "AdamW, several ranks": (optimizer_step, torch.float32, True, False),
+    "AdamW, a scaler, no graph, odd": (optimizer_step, torch.float32, False, True, 1001),
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
     "outer layout, float32": (laid_out, 128, 64, torch.float32),
     "its gradient, float32": (laid_out_backward, 128, 64, torch.float32),
 }
 WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
-WITHOUT_PRODUCTS = ("sum_kernel", "message_")
+WITHOUT_PRODUCTS = ("sum_kernel", "message_", "adamw_")
 SPILLS = {("front_backward_kernel", "BC=64, BM=64, num_stages=2, num_warps=4"): 32}  # pays (LOG.md)
 
 
@@ -256,6 +269,20 @@ def check_resources(target, launches):
 
 def test_compiles_for_a_gpu_of_amd():
     check_resources("gfx942", ["columns, N 16"])
+
+
+@pytest.mark.parametrize("target, load, store, wide, narrow", [
+    ("sm_90", "LDG.E.", "STG.E.", "128", "64"),
+    ("gfx942", "(buffer|global)_load_", "(buffer|global)_store_", "dwordx4", "dwordx2")])
+def test_adamw_moves_four_numbers_at_once(target, load, store, wide, narrow):
+    """16 bytes of weights and moments, 8 of gradients and the copy, and none through shared memory."""
+    with compiled_for(target, describe=lambda kernel: kernel) as found:
+        optimizer_step(torch.bfloat16, True, False)
+    kernel, = (found[name] for name in found if name.startswith("adamw_kernel"))
+    code = ahead_of_time.machine_code(kernel)
+    assert [len(re.findall(access + size, code)) for access in (load, store) for size in (wide, narrow)] == [
+        3, 1, 3, 1]
+    assert kernel.metadata.shared == 0
 
 
 @pytest.mark.slow

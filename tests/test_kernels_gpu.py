@@ -1,6 +1,7 @@
 """Triton kernels on a GPU: outputs and gradients by the 3x rule, the model with them, CUDA graphs."""
 import pathlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ import check_weight_gradients as weights
 from rule import violations
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import biased_attention, gathered_gradients, tuner, weight_gradients
+from fusion_lab.kernels import adamw, biased_attention, gathered_gradients, tuner, weight_gradients
 from fusion_lab.measuring import accuracy
+from fusion_lab.training import checkpoints
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import process_settings
@@ -168,6 +170,72 @@ def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
         assert bool(gathered) == on
     assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
     assert max(gathered) == 18  # a block's
+
+
+def trained(steps, trainer):
+    source, start = SyntheticProteins(trainer.settings), trainer.step_number
+    for number in range(start, start + steps):
+        trainer.step(to_device(source.batch(number), trainer.device))
+        trainer.step_number += 1
+    return trainer
+
+
+def adamw_trainer(kernel, amp, **values):
+    given = settings(amp, False, enable_triton_adamw=kernel, enable_torch_compile=False, dropout=0.0,
+                     num_steps=20, **values)
+    process_settings(given, torch.device(DEVICE))
+    trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+    assert isinstance(trainer.optimizer, adamw.AdamW) == kernel
+    return trainer
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_with_the_kernel_for_adamw_are_those_without(graphs, amp):
+    """Nearly: Adam divides a gradient by its own size, so a rounding in one that is next to nothing moves its
+    weight by the learning rate."""
+    found = [trained(5, adamw_trainer(kernel, amp, enable_cuda_graphs=graphs)) for kernel in (False, True)]
+    plain, ours = (trainer.masters.flat for trainer in found)
+    before = adamw_trainer(False, amp).masters.flat
+    assert (ours - plain).norm() < 0.1 * (plain - before).norm()
+    assert torch.equal(found[1].masters.low, ours.to(found[1].masters.low.dtype))
+    assert found[0].gradient_norm.item() == pytest.approx(found[1].gradient_norm.item(), rel=0.05)
+    steps = [trainer.optimizer.state[trainer.masters.flat]["step"].item() for trainer in found]
+    assert steps[0] == steps[1] and (found[1].graph is not None) == graphs
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_graphed_run_continues_with_the_other_adamw(kernel, tmp_path):
+    first = trained(3, adamw_trainer(kernel, "bfloat16"))
+    checkpoints.save(first, tmp_path / "c.pt")
+    second = adamw_trainer(not kernel, "bfloat16")
+    checkpoints.restore(second, tmp_path / "c.pt")
+    before = second.masters.flat.clone()
+    assert torch.equal(before, first.masters.flat)
+    one, other = (trained(2, trainer).masters.flat for trainer in (first, second))
+    assert (one - other).norm() < 0.1 * (one - before).norm()
+    assert second.optimizer.state[other]["step"] == 5
+
+
+def test_adamw_of_many_numbers_is_torch_s():
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(2, 3_000_001, device=DEVICE)
+    masters = SimpleNamespace(flat=weight.clone(), low=weight.bfloat16(), limit=1.0)
+    ours = adamw.AdamW(masters, lr=0.01, weight_decay=0.1, fused=True)
+    theirs = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1, fused=True)
+    for number in range(10):
+        masters.gradient = (gradient * 0.5 ** number).bfloat16()
+        weight.grad = masters.gradient.float()
+        masters.norm = torch.linalg.vector_norm(masters.gradient, dtype=torch.float32)
+        norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        assert masters.norm.item() == pytest.approx(norm.item(), rel=1e-5)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(masters.flat, weight, rtol=1e-5, atol=1e-6)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(ours.state[masters.flat][kind], theirs.state[weight][kind], rtol=1e-4,
+                                   atol=1e-9)
+    assert torch.equal(masters.low, masters.flat.bfloat16())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

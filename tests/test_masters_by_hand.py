@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fusion_lab.training import feeding, master_weights
-from fusion_lab.training.master_weights import MasterWeights, ShardedMasters
+from fusion_lab.training.master_weights import KernelMasters, MasterWeights, ShardedMasters
 
 CPU = torch.device("cpu")
 
@@ -81,6 +81,65 @@ def test_gradients_of_masters_place_by_place():
     assert [weight.tolist() for weight in model.list] == [[1, 2], [3], [4]]  # not before publish()
     masters.publish()
     assert [weight.tolist() for weight in model.list] == [[2, 3], [4], [5]]
+
+
+def test_masters_are_clipped_by_torch():
+    masters = MasterWeights(Weights(2), torch.bfloat16)
+    masters.flat.grad = torch.zeros(64).index_fill(0, torch.tensor([0, 63]), 3)
+    assert masters.clip(1.0) == pytest.approx(18 ** 0.5)
+    assert masters.flat.grad[[0, 1, 63]].tolist() == pytest.approx([0.5 ** 0.5, 0, 0.5 ** 0.5], rel=1e-5)
+    masters.flat += 1
+    masters.after_step()
+    assert masters.low[:3].tolist() == [2, 3, 1]
+
+
+def test_a_kernel_finds_gradients_as_they_are_and_their_norm():
+    model = Weights(2, 1)
+    masters = KernelMasters(model, torch.bfloat16, wide=False)
+    give(model, [300, 0], [400])
+    masters.take_gradients()
+    assert masters.flat.grad is None and all(weight.grad is None for weight in model.list)
+    assert masters.gradient.dtype == torch.bfloat16 and masters.gradient.shape == masters.flat.shape
+    assert masters.gradient[[0, 1, 64]].tolist() == [300, 0, 400]
+    assert masters.clip(7.0) is masters.norm and masters.limit == 7
+    assert masters.norm == 500 and masters.norm.dtype == torch.float32 and masters.norm.shape == ()
+    assert masters.gradient[0] == 300  # the kernel scales it
+    masters.flat += 1
+    masters.after_step()
+    assert model.list[0].tolist() == [1, 2]  # the kernel writes them
+    masters.publish()
+    assert model.list[0].tolist() == [2, 3]
+
+
+def test_a_kernel_finds_gradients_that_others_have_changed():
+    model = Weights(2, 1)
+    masters = KernelMasters(model, torch.float16, wide=True)
+    give(model, [3, 0], None)
+    masters.take_gradients()
+    masters.gradient_with_room()[64] = 4  # a sum over ranks
+    assert masters.gradient.dtype == torch.float32 and masters.clip(7.0) == 5
+
+
+@pytest.mark.parametrize("dtype, size, weights, triton, wide", [
+    (torch.bfloat16, 1, {}, True, False), (torch.float16, 1, {}, True, True),
+    (torch.bfloat16, 2, {}, True, True), (torch.bfloat16, 1, {}, False, None), (None, 1, {}, True, None),
+    (torch.bfloat16, 1, dict(is_cuda=False), True, None),
+    (torch.bfloat16, 1, dict(dtype=torch.float64), True, None)])
+def test_when_a_kernel_updates_masters(dtype, size, weights, triton, wide, monkeypatch):
+    """On a GPU with Triton; wide is None where torch's optimizer does."""
+    weight = SimpleNamespace(**{**dict(is_cuda=True, dtype=torch.float32), **weights})
+    model = SimpleNamespace(parameters=lambda: iter([weight]))
+    monkeypatch.setattr(master_weights, "HAS_TRITON", triton)
+    monkeypatch.setattr(master_weights, "KernelMasters", lambda model, dtype, wide: ("kernel", dtype, wide))
+    monkeypatch.setattr(master_weights, "MasterWeights", lambda model, dtype: "plain")
+    monkeypatch.setattr(master_weights, "ShardedMasters", lambda *given: "sharded")
+
+    def found(**more):
+        return master_weights.master_weights(model, dtype, False, SimpleNamespace(size=size), **more)
+    plain = "plain" if dtype else None
+    assert found(kernel=True) == (("kernel", dtype, wide) if wide is not None else plain)
+    assert found(kernel=False) == found() == plain
+    assert master_weights.master_weights(model, dtype, True, SimpleNamespace(size=2), True) == "sharded"
 
 
 @pytest.fixture

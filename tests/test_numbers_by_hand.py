@@ -10,6 +10,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
 from fusion_lab.measuring.probe import flops_of_a_step
+from fusion_lab.training import options
 from proteins.batches import SyntheticProteins
 from proteins.costs import costs
 
@@ -273,18 +274,17 @@ def test_defaults_are_the_documented_ones():
     preset = tof.FusionConfig.preset(True)
     left_out = [name for name in preset.names() if not getattr(preset, name)]
     assert sorted(left_out) == ["enable_activation_checkpointing", *(f"enable_triton_{name}" for name in (
-        "attention", "outer_layout", "outer_product", "projection", "relu", "transition", "triangle",
+        "adamw", "attention", "outer_layout", "outer_product", "projection", "relu", "transition", "triangle",
         "weight_gradients"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_triton_outer_product", "enable_triton_weight_gradients",
-        "enable_activation_checkpointing"]
+        "enable_triton_transition", "enable_triton_outer_product", "enable_activation_checkpointing"]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
-        "triton_outer_layout", "triton_relu", "triton_projection", "triton_transition",
-        "triton_outer_product", "triton_weight_gradients")]
+        "triton_outer_layout", "triton_relu", "triton_projection", "triton_weight_gradients",
+        "triton_adamw", "triton_transition", "triton_outer_product")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)
@@ -444,6 +444,20 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
         assert not block.triangle_attn_starting.triton
     monkeypatch.setattr(limits, "HAS_TRITON", False)
     assert idle(**attention) == ["Triton kernels need Triton (pip install triton)"]
+
+
+def test_triton_adamw_is_idle_without_master_weights_on_a_gpu(monkeypatch):
+    def idle(on_gpu=True, use_amp=True, **switches):
+        settings = SimpleNamespace(training=SimpleNamespace(use_amp=use_amp))
+        return options.Switches(enable_triton_adamw=True, **switches).idle(settings, on_gpu)
+    needs, masters = ["triton-adamw needs a GPU, Triton, --use-amp and master weights"], dict(
+        enable_master_weights=True)
+    monkeypatch.setattr(options, "HAS_TRITON", True)
+    assert idle(**masters) == []
+    assert idle() == idle(on_gpu=False, **masters) == needs
+    assert idle(use_amp=False, **masters) == ["master weights need --use-amp", *needs]
+    monkeypatch.setattr(options, "HAS_TRITON", False)
+    assert idle(**masters) == needs
 
 
 def test_flops_are_counted_without_the_compiler():

@@ -250,10 +250,10 @@ def test_a_gradient_that_one_rank_cannot_use_is_seen_by_all(own, added, seen, ot
 
 def test_the_norm_is_that_of_all_parts(others):
     rank, updated = rank_at((0, 0), (2, 1)), with_gradients(torch.tensor([3.0, 4.0]))
-    for masters in (None, SimpleNamespace(sharded=False)):
-        updated[0].grad = torch.tensor([3.0, 4.0])
-        assert rank.clip(updated, 1.0, masters) == 5 and others.sent == []
-        assert updated[0].grad.tolist() == pytest.approx([0.6, 0.8])
+    assert rank.clip(updated, 1.0) == 5 and others.sent == []
+    assert updated[0].grad.tolist() == pytest.approx([0.6, 0.8])
+    assert rank.clip(updated, 1.0, SimpleNamespace(sharded=False, clip=lambda limit: ("masters", limit))) == (
+        "masters", 1.0)  # which are whole
     updated[0].grad, others.adds = torch.tensor([3.0, 4.0]), [144]
     assert rank.clip(updated, 1.0, SimpleNamespace(sharded=True)) == 13
     assert updated[0].grad.tolist() == pytest.approx([3 / 13, 4 / 13])

@@ -219,6 +219,7 @@ def ultra(tmp_path, **values):
 
 @pytest.mark.parametrize("values, kind, triton, code, words", [
     (dict(enable_triton_transition=False), "cuda", True, 2, "no Triton kernel is on; add --enable-ultra"),
+    (dict(enable_triton_transition=False, enable_triton_adamw=True), "cuda", True, 2, "kernel is on"),
     ({}, "cpu", True, 4, "--retune needs a GPU"), ({}, "cuda", False, 3, "--retune needs Triton")])
 def test_retune_says_what_it_lacks(values, kind, triton, code, words, tmp_path, monkeypatch):
     monkeypatch.setattr(retune, "choose_device", lambda name: torch.device(kind))

@@ -12,6 +12,7 @@ WIDEST_HEAD = 128
 ALIGNED, LEAST_POSITIONS, MOST_BYTES = 16, 2048, 48 << 20
 ULTRA_WIDTHS = (32, 64, 128)  # of a head in the ultra-fused block
 SWITCH = "enable_triton_"
+UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
 
 
 def takes(switch, width):
@@ -49,9 +50,9 @@ def in_words(switch, widths):
 
 
 def idle_kernels(fusion, widths, bias, use_amp, on_gpu):
-    """Sentences on why Triton switches of a config change nothing here; widths: {switch: those that the model
-    would give its kernels}; bias: channels and heads of one that triton-projection would make beside them."""
-    names = [name for name in fusion.names() if name.startswith(SWITCH) and getattr(fusion, name)]
+    """Sentences on why Triton switches of a model change nothing here; widths: {switch: those that it would
+    give its kernels}; bias: channels and heads of one that triton-projection would make beside them."""
+    names = [name for name in fusion.names() if name in widths and getattr(fusion, name)]
     if not names:
         return []
     if not (on_gpu and HAS_TRITON):

@@ -77,14 +77,19 @@ def precision(dtype):
     return "tf32" if tf32 else "ieee"
 
 
+def current_target():
+    """What kernels compile for; None without a GPU, in the interpreter."""
+    try:
+        return driver.active.get_current_target()
+    except RuntimeError:
+        return None
+
+
 def products_in_registers():
     """Whether kernels compile for a GPU of NVIDIA's whose matrix instructions take both operands from
     registers: sm_80 to sm_89, and sm_120."""
-    try:
-        target = driver.active.get_current_target()
-    except RuntimeError:  # no GPU, but the interpreter
-        return False
-    return target.backend == "cuda" and not 90 <= target.arch < 120
+    target = current_target()
+    return target is not None and target.backend == "cuda" and not 90 <= target.arch < 120
 
 
 def shared_dtype(tensors):

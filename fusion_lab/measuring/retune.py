@@ -2,7 +2,7 @@
 import os
 from dataclasses import replace
 
-from fusion_lab.kernels.limits import HAS_TRITON, SWITCH
+from fusion_lab.kernels.limits import HAS_TRITON, SWITCH, UNTUNED
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import MISSING, NO_GPU, UserError, write_json
 from fusion_lab.training.machine import choose_device, process_settings
@@ -14,7 +14,7 @@ def retune(program, settings):
     candidates; keep the winners in the user's cache. Returns the exit code; raises UserError without a GPU,
     Triton or a switch for its kernels."""
     fusion = settings.fusion
-    names = [name for name in fusion.names() if name.startswith(SWITCH)]
+    names = [name for name in fusion.names() if name.startswith(SWITCH) and name != UNTUNED]
     if not any(getattr(fusion, name) for name in names):
         raise UserError("--retune: no Triton kernel is on; add --enable-ultra")
     device = choose_device(settings.training.device)

@@ -47,7 +47,7 @@ class World:
 
     def clip(self, updated, limit, masters=None):
         """Scale gradients down to this norm; returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_(updated, limit)
+        return masters.clip(limit) if masters else torch.nn.utils.clip_grad_norm_(updated, limit)
 
     def heard(self, number):
         """After each step, with the signal that came to this rank or None: the one for which all ranks end
@@ -150,7 +150,7 @@ class Ranks(World):
 
     def clip(self, updated, limit, masters=None):
         if masters is None or not masters.sharded:
-            return super().clip(updated, limit)
+            return super().clip(updated, limit, masters)
         square = updated[0].grad.square().sum()
         torch.distributed.all_reduce(square)
         norm = square.sqrt()

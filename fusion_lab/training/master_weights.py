@@ -1,6 +1,7 @@
 """Low-precision weights with float32 masters, each kind in one flat tensor, whole or in parts."""
 import torch
 
+from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.training.distributed import gather_parts, sum_parts
 
 ALIGNMENT = 64  # elements; GEMMs and compiled kernels want every weight to begin at a multiple of 16 bytes
@@ -40,13 +41,22 @@ class MasterWeights:
             torch._foreach_copy_([views[name] for name in tensors], list(tensors.values()))
         return flat
 
+    def optimizer(self, **options):
+        """AdamW for them."""
+        return torch.optim.AdamW([self.flat], **options)
+
     def take_gradients(self):
         """Move the gradients there are to flat.grad, in float32."""
         self.flat.grad = self.joined_gradients(ALIGNMENT)[:len(self.flat)]
 
     def joined_gradients(self, room=0):
-        """The gradients there are in one tensor, with so much room behind them; parameters lose theirs. By
-        one concatenation: lists of tensors are copied with one block of threads for each."""
+        """The gradients there are in one tensor, float32, with so much room behind them; parameters lose
+        theirs."""
+        return self.low_gradients(room).to(self.flat.dtype)
+
+    def low_gradients(self, room=0):
+        """The same in the dtype of the weights. By one concatenation: lists of tensors are copied with one
+        block of threads for each."""
         ends = [*self.starts[1:], len(self.low) + room]
         gradients = [[] if p.grad is None else [p.grad.flatten()] for p in self.parameters.values()]
         gaps = [end - start - sum(map(len, own))
@@ -55,15 +65,23 @@ class MasterWeights:
         for p in self.parameters.values():
             p.grad = None
         pieces = (piece for own, gap in zip(gradients, gaps, strict=True) for piece in (*own, zeros[:gap]))
-        return torch.cat([piece for piece in pieces if len(piece)]).to(self.flat.dtype)
+        return torch.cat([piece for piece in pieces if len(piece)])
 
     def gradient_with_room(self):
         """flat.grad and the ALIGNMENT elements behind it, as one tensor, for what ranks sum beside it."""
         return self.flat.grad.as_strided((len(self.flat) + ALIGNMENT,), (1,))
 
+    def clip(self, limit):
+        """Scale flat.grad down to this norm; returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_([self.flat], limit)
+
     def publish(self):
         """Masters -> the model's own weights, in one kernel."""
         self.low.copy_(self.flat)
+
+    def after_step(self):
+        """The optimizer has made a step: let the model see it."""
+        self.publish()
 
     def whole(self, part):
         """A tensor like flat -> of all weights; every rank must ask."""
@@ -102,8 +120,40 @@ class ShardedMasters(MasterWeights):
         return whole.chunk(self.world.size)[self.world.rank].clone()
 
 
-def master_weights(model, dtype, shard, world):
-    """What fits a run: masters of weights in this dtype, or None; sharded if asked for by several ranks."""
+class KernelMasters(MasterWeights):
+    """Masters that a kernel updates, with the gradient as the model made it, in 16 bits: it clips that and
+    writes the model's own weights, too. Between clip() and the optimizer's step gradients are not clipped.
+
+    wide: somebody sums or scales gradients before, who finds them in flat.grad.
+    """
+
+    def __init__(self, model, dtype, wide):
+        super().__init__(model, dtype)
+        self.wide, self.gradient, self.norm, self.limit = wide, None, None, None
+
+    def optimizer(self, **options):
+        from fusion_lab.kernels.adamw import AdamW
+        return AdamW(self, **options)
+
+    def take_gradients(self):
+        if self.wide:
+            super().take_gradients()
+        self.gradient = self.flat.grad if self.wide else self.low_gradients()
+
+    def clip(self, limit):
+        self.norm, self.limit = torch.linalg.vector_norm(self.gradient, dtype=torch.float32), limit
+        return self.norm
+
+    def after_step(self):
+        """The kernel has."""
+
+
+def master_weights(model, dtype, shard, world, kernel=False):
+    """What fits a run: masters of weights in this dtype, or None; sharded if asked for by several ranks;
+    updated by a kernel if asked for and there is one for them."""
+    weight = next(model.parameters())
     if shard and world.size > 1:
-        return ShardedMasters(model, dtype or next(model.parameters()).dtype, world)
+        return ShardedMasters(model, dtype or weight.dtype, world)
+    if dtype and kernel and HAS_TRITON and weight.is_cuda and weight.dtype == torch.float32:
+        return KernelMasters(model, dtype, wide=world.size > 1 or dtype == torch.float16)
     return MasterWeights(model, dtype) if dtype else None

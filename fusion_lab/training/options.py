@@ -6,6 +6,8 @@ What every program has stands here: the run (TrainingConfig), the switches that 
 import math
 from dataclasses import dataclass, field, fields, replace
 
+from fusion_lab.kernels.limits import HAS_TRITON
+
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
            ultra=False, rung=None, alone=True, training_only=False, resized=False, metavar=None, mode=(),
@@ -73,6 +75,8 @@ class Switches(Checked):
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
                                                 "float32 weights cast once a step, instead of autocast",
                                          preset=True, rung=3)
+    enable_triton_adamw: bool = option(False, "master weights: clipping, AdamW and copy in one kernel",
+                                       ultra=True, rung=14, alone=False)
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
     activation_memory_budget: float = option(1.0, "share of the activations that torch.compile may keep for "
                                                   "backward; below 1 it recomputes the cheapest", low=0.0,
@@ -116,6 +120,9 @@ class Switches(Checked):
         return [text for text, holds in (
             ("CUDA graphs need a GPU", graphs and not on_gpu),
             ("master weights need --use-amp", self.enable_master_weights and not settings.training.use_amp),
+            ("triton-adamw needs a GPU, Triton, --use-amp and master weights",
+             self.enable_triton_adamw and not (on_gpu and HAS_TRITON and settings.training.use_amp
+                                               and self.enable_master_weights)),
             ("--torch-compile-mode is for torch.compile",
              self.torch_compile_mode != "default" and not self.enable_torch_compile)) if holds]
 

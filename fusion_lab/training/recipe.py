@@ -1,6 +1,7 @@
-"""How a run learns beside its steps: the learning rate over time, and averaged weights."""
+"""How a run learns beside its steps: the optimizer, its learning rate over time, and averaged weights."""
 import contextlib
 import math
+from functools import partial
 
 import torch
 
@@ -16,6 +17,15 @@ def learning_rate(training, step):
     progress = min((step - warm) / max(training.num_steps - warm, 1), 1.0)
     factor = dict(constant=1.0, linear=1 - progress, cosine=0.5 * (1 + math.cos(math.pi * progress)))
     return training.learning_rate * factor[training.lr_schedule]
+
+
+def optimizer(updated, training, masters, graphs):
+    """AdamW of the tensors `updated`: those of masters, if there are; a CUDA graph reads its rate from a
+    tensor."""
+    rate = training.learning_rate
+    rate = torch.tensor(rate, device=updated[0].device) if graphs else rate
+    make = masters.optimizer if masters else partial(torch.optim.AdamW, updated)
+    return make(lr=rate, fused=True, capturable=graphs, weight_decay=training.weight_decay)
 
 
 def set_learning_rate(optimizer, rate):

@@ -60,6 +60,8 @@ def describe_start(trainer, source):
         idle.append("this device has no TF32")
     if settings.training.shard_optimizer and trainer.world.size == 1:
         idle.append("--shard-optimizer is for several ranks")
+    if trainer.masters and trainer.masters.sharded and settings.fusion.enable_triton_adamw:
+        idle.append("triton-adamw has no kernel for parts of the optimizer's state (--shard-optimizer)")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
     fusion = settings.fusion

@@ -1,0 +1,111 @@
+"""AdamW of one flat tensor and its copy in 16 bits, by a Triton kernel that touches every number once.
+
+torch's fused AdamW has a block of threads for every 65,536 numbers, so a small model leaves most of a GPU
+idle; and round it stand passes of their own: the gradient's cast to float32, its clipping, the weights' copy
+in 16 bits. Here a first kernel of one program makes what all numbers share, in float64 where float32 would
+cancel; the second one reads gradient, weight and both moments, and writes the last three and the copy.
+
+Source: Loshchilov and Hutter 2019, Alg. 2 (decoupled weight decay); the state is that of torch.optim.AdamW.
+"""
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels.ahead_of_time import start
+from fusion_lab.kernels.triton_parts import check_shapes, current_target
+
+SCALARS = 5  # factor of the gradient, weight decay, step size, 1 / sqrt(second bias correction), skipped
+NUMBERS = 1024  # of a program
+
+
+@triton.jit
+def adamw_scalars_kernel(step, norm, rate, found_inf, scalars, limit, decay, LOG1: tl.constexpr,
+                         LOG2: tl.constexpr, ON_DEVICE: tl.constexpr, SCALED: tl.constexpr):
+    """Counts the step, and scalars (SCALARS,) of it; LOG1 and LOG2 are logarithms of AdamW's betas. A norm
+    that is not a number makes all weights so, as torch's clipping does."""
+    skipped = tl.load(found_inf) if SCALED else 0.0
+    lr = tl.load(rate) if ON_DEVICE else rate
+    count = tl.load(step) + 1
+    tl.store(step, count, mask=skipped == 0)
+    factor = limit / (tl.load(norm) + 1e-6)
+    tl.store(scalars, tl.where(factor > 1, 1.0, factor))
+    tl.store(scalars + 1, lr * decay)
+    count = count.to(tl.float64)
+    tl.store(scalars + 2, (lr / (1 - tl.exp(count * LOG1))).to(tl.float32))
+    tl.store(scalars + 3, (1 / tl.sqrt(1 - tl.exp(count * LOG2))).to(tl.float32))
+    tl.store(scalars + 4, skipped)
+
+
+@triton.jit
+def adamw_kernel(flat, gradient, first, second, low, scalars, N, BETA1: tl.constexpr, BETA2: tl.constexpr,
+                 EPS: tl.constexpr, SCALED: tl.constexpr, BN: tl.constexpr):
+    """BN numbers. Decay is subtracted, and moments move by a difference: factors next to 1 would be rounded
+    to the same side in every step."""
+    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    there = n < (tl.where(tl.load(scalars + 4) == 0, N, 0) if SCALED else N)
+    weight, m = tl.load(flat + n, mask=there), tl.load(first + n, mask=there)
+    v = tl.load(second + n, mask=there)
+    g = tl.load(gradient + n, mask=there).to(tl.float32) * tl.load(scalars)
+    m += (1 - BETA1) * (g - m)
+    v += (1 - BETA2) * (g * g - v)
+    weight -= tl.load(scalars + 1) * weight
+    weight -= tl.load(scalars + 2) * m / (tl.sqrt(v) * tl.load(scalars + 3) + EPS)
+    tl.store(flat + n, weight, mask=there)
+    tl.store(first + n, m, mask=there)
+    tl.store(second + n, v, mask=there)
+    tl.store(low + n, weight.to(low.dtype.element_ty), mask=there)
+
+
+def warps():
+    """For four numbers a thread: 16 bytes of float32. With more, Triton would have 16 bits in another order
+    between threads, and exchange them through shared memory."""
+    target = current_target()
+    return NUMBERS // 4 // (target.warp_size if target else 32)
+
+
+def update(flat, gradient, state, low, norm, limit, group, found_inf=None):
+    """A step of AdamW, in place, of flat (n,), state's exp_avg and exp_avg_sq, all float32, and state's step.
+
+    gradient (n,) in any precision, whose norm is norm, is scaled down to the norm limit; low (n,) becomes a
+    copy of flat in its own dtype. norm and state's step are 0-dim float32 tensors; group has torch's lr (a
+    number, or a 0-dim tensor), betas, eps and weight_decay. Where found_inf, 0-dim, is there and not 0,
+    nothing changes. Nothing waits for the GPU. ValueError for what the kernel would misread.
+    """
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    check_shapes(*((name, tensor, flat.shape) for name, tensor in (
+        ("gradient", gradient), ("low", low), ("exp_avg", moments[0]), ("exp_avg_sq", moments[1]))))
+    if {t.dtype for t in (flat, *moments, norm, state["step"])} != {torch.float32}:
+        raise ValueError("weights, moments, norm and step must be float32")
+    on_device, (beta1, beta2) = isinstance(group["lr"], torch.Tensor), group["betas"]
+    rate = group["lr"] if on_device else float(group["lr"])
+    scalars, scaled = flat.new_empty(SCALARS), found_inf is not None
+    with torch.cuda.device_of(flat):
+        start(adamw_scalars_kernel, (1,), state["step"], norm, rate, found_inf, scalars, float(limit),
+              float(group["weight_decay"]), LOG1=math.log(beta1), LOG2=math.log(beta2),
+              ON_DEVICE=on_device, SCALED=scaled, num_warps=1)
+        start(adamw_kernel, (triton.cdiv(len(flat), NUMBERS),), flat, gradient, *moments, low, scalars,
+              len(flat), BETA1=beta1, BETA2=beta2, EPS=group["eps"], SCALED=scaled, BN=NUMBERS,
+              num_warps=warps())
+
+
+class AdamW(torch.optim.AdamW):
+    """Of master weights (training/master_weights.py, KernelMasters), which hold the gradient and what to clip
+    it to; writes their copy in 16 bits, too. Its state is that of torch's AdamW. A scaler must have unscaled
+    the gradient; a step that it finds infinite changes nothing."""
+
+    def __init__(self, masters, **options):
+        super().__init__([masters.flat], **options)
+        self.masters = masters
+
+    @torch.no_grad()
+    def step(self):
+        masters, (group,) = self.masters, self.param_groups
+        flat, state = masters.flat, self.state[masters.flat]
+        if not state:
+            state.update(step=torch.zeros((), dtype=torch.float32, device=flat.device),
+                         exp_avg=torch.zeros_like(flat), exp_avg_sq=torch.zeros_like(flat))
+        update(flat, masters.gradient, state, masters.low, masters.norm, masters.limit, group,
+               getattr(self, "found_inf", None))
+        masters.gradient = None
