@@ -411,9 +411,9 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
         "triton-triangle takes whole pair tensors, not a GPU's part of one",
         "triton-outer-product takes whole pair tensors, not a GPU's part of one"]
     layout = dict(enable_triton_outer_layout=True)
-    assert idle(96, **layout) == idle(rows=17, samples=1, **layout) == []
-    assert idle(samples=1, enable_opm_fusion=False, **layout) == []
-    assert idle(samples=1, **layout) == [
+    assert idle(96, **layout) == idle(rows=16, samples=1, **layout) == []
+    assert idle(rows=15, samples=1, enable_opm_fusion=False, **layout) == []
+    assert idle(rows=15, samples=1, **layout) == [
         "triton-outer-layout is for outer products that are not re-associated"]
     assert idle(**outer, **layout) == ["triton-outer-layout gives way to triton-outer-product"]
     assert idle(96, **outer, **layout) == [  # one has no kernel, so the other one's runs
