@@ -17,6 +17,7 @@ from fusion_lab.kernels import (
     ahead_of_time,
     attention_layer,
     biased_attention,
+    gated_rotary,
     hidden_gradient,
     messages,
     outer_layout,
@@ -33,8 +34,8 @@ HERE = pathlib.Path(__file__).parent
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
-IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "check_transition",
-                "check_ultra_block"}
+IN_NO_PRESET = {"check_gated_rotary", "check_messages", "check_outer_product", "check_patterns",
+                "check_transition", "check_ultra_block"}
 
 
 NONE_SLOW = {"check_arguments", "check_hidden_gradient"}
@@ -184,6 +185,15 @@ def neighbours(channels, count, nodes=100):
     messages.sum_over_neighbours(edges, empty(c), torch.ones(index.shape)).sum().backward()
 
 
+def gated_and_turned(channels, heads, kv_heads, width, dtype=torch.bfloat16):
+    """The same for what stands between a LLaMA block's projections."""
+    packed = torch.empty(64, 2 * channels, dtype=dtype, requires_grad=True)
+    gated_rotary.swiglu(packed).sum().backward()
+    packed = torch.empty(2, 32, (heads + 2 * kv_heads) * width, dtype=dtype, requires_grad=True)
+    q, k, v = gated_rotary.rotary(packed, torch.empty(2, 32, width // 2), heads, kv_heads)
+    (q.sum() + k.sum() + v.sum()).backward()
+
+
 def block(hidden, length):
     """The same for a LLaMA block in one kernel, two heads of keys for four."""
     def empty(*size):
@@ -211,13 +221,16 @@ LAUNCHES = {
     **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
+    "LLaMA's elements, c 1024": (gated_and_turned, 4096, 16, 8, 64),
+    "LLaMA's elements, odd": (gated_and_turned, 77, 3, 1, 6),
+    "LLaMA's elements, float32": (gated_and_turned, 4096, 8, 2, 128, torch.float32),
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
     "outer layout, float32": (laid_out, 128, 64, torch.float32),
     "its gradient, float32": (laid_out_backward, 128, 64, torch.float32),
 }
 WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
-WITHOUT_PRODUCTS = ("sum_kernel", "message_")
+WITHOUT_PRODUCTS = ("sum_kernel", "message_", "swiglu_", "rotary_kernel")
 SPILLS = {("front_backward_kernel", "BC=64, BM=64, num_stages=2, num_warps=4"): 32}  # pays (LOG.md)
 
 
