@@ -21,7 +21,7 @@ from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
-from fusion_lab.kernels.limits import HAS_TRITON, ULTRA_WIDTHS
+from fusion_lab.kernels.limits import idle_pointwise, idle_ultra
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import CommandLine, Program
@@ -79,14 +79,15 @@ class LlamaSwitches(Switches):
         False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward", rung=7)
+    enable_pointwise_kernel: bool = option(False, "Triton for SwiGLU and rotary positions", rung=8)
     enable_ultra_block: bool = option(False, "one persistent Triton kernel a block; backward recomputes")
 
     def idle(self, settings, on_gpu):
         found, width = super().idle(settings, on_gpu), settings.model.hidden_size // settings.model.num_heads
-        if self.enable_ultra_block and not (on_gpu and HAS_TRITON and settings.training.use_amp):
-            found.append("the ultra-fused block needs a GPU, Triton and --use-amp")
-        elif self.enable_ultra_block and width not in ULTRA_WIDTHS:
-            found.append(f"ultra-fused blocks are for heads of {', '.join(map(str, ULTRA_WIDTHS))} channels")
+        if self.enable_pointwise_kernel:
+            found += idle_pointwise(self.enable_qkv_fusion or self.enable_swiglu_fusion, on_gpu)
+        if self.enable_ultra_block:
+            found += idle_ultra(width, settings.training.use_amp, on_gpu)
         return found
 
 
@@ -106,6 +107,7 @@ import torch.nn.functional as F
 import ultra_block
 from torch.utils.checkpoint import checkpoint
 
+from fusion_lab.kernels import triton
 from fusion_lab.kernels.attention import causal_kernel
 from fusion_lab.kernels.chunked_loss import ChunkedLoss
 from fusion_lab.kernels.packing import PackedProjections
@@ -153,7 +155,7 @@ class FusedQKVAttention(PackedProjections):
 
     def __init__(self, config, fusion):
         super().__init__()
-        self.flash, self.width = fusion.enable_flash_attention, config.hidden_size // config.num_heads
+        self.fusion, self.width = fusion, config.hidden_size // config.num_heads
         heads = dict(q_proj=config.num_heads, k_proj=config.num_kv_heads, v_proj=config.num_kv_heads)
         layers = {name: nn.Linear(config.hidden_size, count * self.width, bias=False)
                   for name, count in heads.items()}
@@ -162,15 +164,17 @@ class FusedQKVAttention(PackedProjections):
 
     def forward(self, x, angles):
         """x (B, S, c)"""
-        q, k, v = (p.unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.project(x))
-        q, k = rotate(q, angles), rotate(k, angles)  # (B, H, S, D), (B, G, S, D)
-        if self.flash:
+        if self.fusion.enable_pointwise_kernel and self.active and triton.turns(x):
+            q, k, v = triton.rotary(self.qkv_proj(x), angles, *self.widths.values())
+        else:
+            q, k, v = (p.unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.project(x))
+            q, k = rotate(q, angles), rotate(k, angles)  # (B, H, S, D), (B, G, S, D)
+        if self.fusion.enable_flash_attention:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             k, v = (p.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for p in (k, v))  # (B, H, S, D)
-            scores = q @ k.transpose(-1, -2) * self.width ** -0.5
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-            scores = scores.masked_fill(later, float("-inf"))
+            later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=x.device).triu(1)
+            scores = (q @ k.transpose(-1, -2) * self.width ** -0.5).masked_fill(later, float("-inf"))
             out = scores.softmax(-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -181,12 +185,14 @@ class FusedSwiGLU(PackedProjections):
 
     def __init__(self, config, fusion):
         super().__init__()
-        c, wide = config.hidden_size, config.intermediate_size
+        self.fusion, c, wide = fusion, config.hidden_size, config.intermediate_size
         layers = {name: nn.Linear(c, wide, bias=False) for name in self.SIDES}
         self.add_projections(layers, *["gate_up_proj"] * fusion.enable_swiglu_fusion)
         self.down_proj = nn.Linear(wide, c, bias=False)
 
     def forward(self, x):
+        if self.fusion.enable_pointwise_kernel and self.active and triton.turns(x):
+            return self.down_proj(triton.swiglu(self.gate_up_proj(x)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)
 
@@ -251,7 +257,7 @@ class TinyLlama(nn.Module):
         self.model, self.lm_head = Stack(config, fusion), Head(config, fusion)
         self.initialise()
         angles = rotary(config.seq_len, config.hidden_size // config.num_heads, config.rope_theta)
-        self.register_buffer("angles", angles, persistent=False)  # float64: rounded once, where it is used
+        self.register_buffer("angles", angles, persistent=False)  # float64: forward rounds them
         self.enable_ultra_mode(fusion.enable_ultra_block)
         if fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
             for module in (*(() if fusion.enable_ultra_block else self.model.layers), self.lm_head):
@@ -280,7 +286,8 @@ class TinyLlama(nn.Module):
     def forward(self, ids, targets=None):
         """ids (B, S), targets (B, S) the bytes that follow, -100 where nothing is asked. Returns a dict:
         hidden (B, S, c) and, with targets, loss, else logits (B, S, vocabulary)."""
-        x, angles = self.model.embed_tokens(ids), self.angles[:, :ids.shape[1]]
+        x = self.model.embed_tokens(ids)
+        angles = self.angles[:, :ids.shape[1]].to(at_least_float32(x.dtype))  # rounded once for all blocks
         for block in self.model.layers:
             if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, angles, use_reentrant=False, preserve_rng_state=False)
@@ -296,12 +303,6 @@ class TinyLlama(nn.Module):
             return []
         return [*((name, getattr(block, name)) for block in self.model.layers for name in OF_A_BLOCK),
                 ("norm", self.model.norm), ("lm_head", self.lm_head)]
-
-    def attention_kernel(self, dtype=None):
-        """Which of PyTorch's kernels fused attention runs in training."""
-        c, weight = self.config, self.model.embed_tokens.weight
-        return causal_kernel((c.num_heads, c.num_kv_heads, c.num_kv_heads), c.seq_len,
-                             c.hidden_size // c.num_heads, weight.device, dtype or weight.dtype)
 
 
 OF_A_BLOCK = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -334,8 +335,9 @@ class LlamaTrainer(Trainer):
 
 
 def start_lines(trainer):
-    c = trainer.settings.model
-    kernel = trainer.model.attention_kernel(trainer.amp_dtype)
+    c, weight = trainer.settings.model, trainer.model.model.embed_tokens.weight
+    kernel = causal_kernel((c.num_heads, c.num_kv_heads, c.num_kv_heads), c.seq_len,
+                           c.hidden_size // c.num_heads, weight.device, trainer.amp_dtype or weight.dtype)
     return dict(sizes=f"{c.num_layers} blocks, c {c.hidden_size}, heads {c.num_heads} and {c.num_kv_heads}",
                 remarks=dict(enable_flash_attention=kernel))
 

@@ -235,7 +235,7 @@ def handed(monkeypatch):
             outer_layout=["outer_layout"],
             transition=["transition"], triangle_multiplication=["triangle_multiplication"],
             biased_attention=["gated_attention"], hidden_gradient=["two_layers"],
-            messages=["incoming"]).items():
+            messages=["incoming"], gated_rotary=["swiglu", "rotary"]).items():
         made = SimpleNamespace(**{name: recorder(name, torch.zeros(6)) for name in functions})
         monkeypatch.setitem(sys.modules, f"fusion_lab.kernels.{module}", made)
         monkeypatch.setattr(f"fusion_lab.kernels.{module}", made, raising=False)
@@ -283,6 +283,22 @@ def test_which_edges_messages_come_from(monkeypatch, triton_is_there):
         expected = triton_is_there and dtype != torch.float64
         assert triton.hears(there(9, 48, 64, dtype=dtype)) == expected
     assert not triton.hears(there(9, 64, 48)) and not triton.hears(there(9, 48, 64, gpu=False))
+
+
+@pytest.mark.parametrize("triton_is_there", [True, False])
+def test_which_projections_are_turned_and_gated(monkeypatch, triton_is_there):
+    monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert triton.turns(there(9, 5, 77, dtype=dtype)) == (triton_is_there and dtype != torch.float64)
+    assert not triton.turns(there(9, 5, 64, gpu=False))
+
+
+def test_widths_become_heads(handed):
+    packed, angles = torch.randn(1, 3, 20), torch.randn(2, 3, 1)
+    triton.rotary(packed, angles, 12, 4, 4)
+    is_given(handed["rotary"], packed, angles, 6, 2)
+    triton.swiglu(packed)
+    is_given(handed["swiglu"], packed)
 
 
 def test_rows_of_an_outer_product_are_counted(handed):

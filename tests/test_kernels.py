@@ -19,6 +19,7 @@ from fusion_lab.kernels import (
     ahead_of_time,
     attention_layer,
     biased_attention,
+    gated_rotary,
     hidden_gradient,
     messages,
     outer_layout,
@@ -36,8 +37,8 @@ HERE = pathlib.Path(__file__).parent
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
-IN_NO_PRESET = {"check_gathered_gradients", "check_messages", "check_outer_product", "check_patterns",
-                "check_transition", "check_ultra_block", "check_weight_gradients"}
+IN_NO_PRESET = {"check_gated_rotary", "check_gathered_gradients", "check_messages", "check_outer_product",
+                "check_patterns", "check_transition", "check_ultra_block", "check_weight_gradients"}
 
 
 NONE_SLOW = {"check_adamw", "check_arguments", "check_hidden_gradient"}
@@ -194,6 +195,15 @@ def neighbours(channels, count, nodes=100):
     messages.sum_over_neighbours(edges, empty(c), torch.ones(index.shape)).sum().backward()
 
 
+def gated_and_turned(channels, heads, kv_heads, width, dtype=torch.bfloat16):
+    """The same for what stands between a LLaMA block's projections."""
+    packed = torch.empty(64, 2 * channels, dtype=dtype, requires_grad=True)
+    gated_rotary.swiglu(packed).sum().backward()
+    packed = torch.empty(2, 32, (heads + 2 * kv_heads) * width, dtype=dtype, requires_grad=True)
+    q, k, v = gated_rotary.rotary(packed, torch.empty(2, 32, width // 2), heads, kv_heads)
+    (q.sum() + k.sum() + v.sum()).backward()
+
+
 def block(hidden, length):
     """The same for a LLaMA block in one kernel, two heads of keys for four."""
     def empty(*size):
@@ -236,13 +246,16 @@ LAUNCHES = {
     "AdamW": (optimizer_step, torch.bfloat16, True, False),
     "AdamW, several ranks": (optimizer_step, torch.float32, True, False),
     "AdamW, a scaler, no graph, odd": (optimizer_step, torch.float32, False, True, 1001),
+    "LLaMA's elements, c 1024": (gated_and_turned, 4096, 16, 8, 64),
+    "LLaMA's elements, odd": (gated_and_turned, 77, 3, 1, 6),
+    "LLaMA's elements, float32": (gated_and_turned, 4096, 8, 2, 128, torch.float32),
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
     "outer layout, float32": (laid_out, 128, 64, torch.float32),
     "its gradient, float32": (laid_out_backward, 128, 64, torch.float32),
 }
 WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
-WITHOUT_PRODUCTS = ("sum_kernel", "message_", "adamw_")
+WITHOUT_PRODUCTS = ("sum_kernel", "message_", "adamw_", "swiglu_", "rotary_kernel")
 SPILLS = {("front_backward_kernel", "BC=64, BM=64, num_stages=2, num_warps=4"): 32}  # pays (LOG.md)
 
 

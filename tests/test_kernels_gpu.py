@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 sys.path.append(str(pathlib.Path(__file__).resolve().parent / "interpreted"))
 import check_attention_layer as layers
 import check_biased_attention as attention
+import check_gated_rotary as gated
 import check_hidden_gradient as hidden
 import check_messages as messages
 import check_outer_layout as layouts
@@ -50,6 +51,10 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "messages, first layer": (messages, lambda S: ("first", S, 48, 2 * S, 128)),
     "messages, GELU": (messages, lambda S: ("gelu", S, 37, 1, 64)),
     "messages, sum": (messages, lambda S: ("sum", S, 37, 1, 64)),
+    "SwiGLU": (gated, lambda S: ("swiglu", (3, S), 1376)),
+    "SwiGLU, odd": (gated, lambda S: ("swiglu", (2,), S)),
+    "rotary": (gated, lambda S: ("rotary", 2, S, 8, 2, 64)),
+    "rotary, odd": (gated, lambda S: ("rotary", 3, S, 3, 1, 6)),
     "outer product": (outer, lambda S: (1, 64, S, 32, 128, True, True)),
     "outer product, odd": (outer, lambda S: (2, 37, S, 32, 64, False, False)),
     "outer product, one row": (outer, lambda S: (1, 1, S, 32, 128, True, True)),
@@ -86,7 +91,7 @@ def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
 
 
 @pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer product",
-                                  "outer layout"])
+                                  "outer layout", "SwiGLU", "rotary"])
 def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
     module, case = PROBLEMS[name]
     with torch.device(DEVICE):

@@ -14,7 +14,9 @@ from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.measuring import accuracy, text
 from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.training.checkpoints import unpacked
+from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError
+from fusion_lab.training.machine import process_settings
 from fusion_lab.training.program import load_program
 
 FILE = ROOT / "companions" / "tiny_llama.py"
@@ -322,6 +324,82 @@ def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
     if HAS_TRITON:
         assert on_gpu(num_heads=16, num_kv_heads=2).idle(True) == [
             "ultra-fused blocks are for heads of 32, 64, 128 channels"]
+
+
+def test_the_pointwise_kernel_says_what_it_needs(monkeypatch):
+    def idle(on_gpu=True, **switches):
+        return PROGRAM.settings(**SIZES, enable_pointwise_kernel=True, **switches).idle(on_gpu)
+    monkeypatch.setattr("fusion_lab.kernels.limits.HAS_TRITON", True)
+    [said] = idle(False)
+    assert said == ("the pointwise kernel needs a GPU, Triton and packed projections (--enable-qkv-fusion, "
+                    "--enable-swiglu-fusion)")
+    assert idle() == idle(enable_qkv_fusion=False) == idle(enable_swiglu_fusion=False) == []
+    assert idle(enable_qkv_fusion=False, enable_swiglu_fusion=False) == [said]
+    monkeypatch.setattr("fusion_lab.kernels.limits.HAS_TRITON", False)
+    assert idle() == [said]
+
+
+def test_where_the_pointwise_kernel_cannot_run_the_other_paths_do(reference):
+    for on in (True, False):
+        fusion = llama.LlamaSwitches(enable_pointwise_kernel=True, enable_qkv_fusion=on,
+                                     enable_swiglu_fusion=on)
+        assert max(errors(reference, fusion)) < 1e-12
+
+
+def test_angles_are_rounded_to_float32_at_most():
+    """In float32 for 16 bits and float32, in float64 for float64; those of the positions that there are."""
+    model = llama.TinyLlama(llama.LlamaConfig(**SIZES, seq_len=11), llama.LlamaSwitches())
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
+        model(torch.zeros(1, 7, dtype=torch.int64))
+    assert [x.dtype for x in seen] == [torch.float32, torch.float32, torch.float64]
+    assert all(torch.equal(x, model.angles[:, :7].to(x.dtype)) for x in seen)
+
+
+POINTWISE = dict(enable_ultra_block=False, enable_pointwise_kernel=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [
+    {}, dict(enable_torch_compile=True), dict(batch_size=1, seq_len=77), dict(
+        enable_master_weights=True, enable_torch_compile=True, num_heads=8),
+    dict(use_amp=False, amp_dtype=None, enable_flash_attention=False),
+    dict(enable_activation_checkpointing=True)], ids=str)
+def test_the_pointwise_kernel_keeps_every_gradient(values):
+    settings = on_gpu(**POINTWISE, **values)
+    assert settings.idle(True) == []
+    found, failures = accuracy.compare_numerics(PROGRAM, settings, torch.device("cuda"))
+    assert failures == [] and found["tensors"] > 20
+
+
+@pytest.mark.gpu
+def test_compiled_graphed_steps_with_the_pointwise_kernel_are_eager_steps():
+    device, losses = torch.device("cuda"), []
+    for fast in (False, True):
+        settings = on_gpu(enable_ultra_block=False, enable_pointwise_kernel=fast, enable_torch_compile=fast,
+                          enable_cuda_graphs=fast, enable_master_weights=True)
+        process_settings(settings, device)
+        source, trainer = PROGRAM.open_source(settings), PROGRAM.trainer(PROGRAM, settings, device)
+        losses.append([trainer.step(to_device(source.batch(n), device)).item() for n in range(5)])
+        assert (trainer.graph is not None) == fast
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_attention_stays_fused_behind_the_pointwise_kernel():
+    """A compiled block's forward pass: its two kernels, and none of plain attention's softmax."""
+    device = torch.device("cuda")
+    settings = on_gpu(**POINTWISE, enable_torch_compile=True, enable_master_weights=True)
+    trainer = PROGRAM.trainer(PROGRAM, settings, device)
+    block, angles = trainer.model.model.layers[0], trainer.model.angles.float()
+    x = torch.randn(2, 128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    block(x, angles)
+    names = gpu_kernels(lambda: block(x, angles))
+    for word, count in (("rotary_kernel", 1), ("swiglu_kernel", 1), ("softmax", 0)):
+        assert sum(word in name for name in names) == count, names
 
 
 @pytest.mark.slow

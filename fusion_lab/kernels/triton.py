@@ -63,6 +63,26 @@ def linear_gelu_sum(x, layer, mask):
     return summed.view(*mask.shape[:-1], -1)
 
 
+def turns(x):
+    """Whether rotary positions and SwiGLU of packed projections of x have kernels, which multiply no
+    matrices and so take float32 too."""
+    return x.is_cuda and HAS_TRITON and product_dtype(x) in (torch.float32, *TRITON_DTYPES)
+
+
+def swiglu(packed):
+    """silu(gate) * up of packed = [gate; up] (..., 2 F), (..., F)."""
+    from fusion_lab.kernels import gated_rotary as kernels
+    return kernels.swiglu(packed)
+
+
+def rotary(packed, angles, of_q, of_k, of_v):
+    """q (B, H, S, D), k and v (B, G, S, D) of packed (B, S, of_q + of_k + of_v), channels of each; q and k
+    turned by angles (2, S, D / 2)."""
+    from fusion_lab.kernels import gated_rotary as kernels
+    width = 2 * angles.shape[-1]
+    return kernels.rotary(packed, angles, of_q // width, of_k // width)
+
+
 def gated_attention(parts, heads, axis, bias, keys, gate_bias):
     from fusion_lab.kernels import biased_attention as kernels
     return kernels.gated_attention(parts, heads, axis, bias, keys, gate_bias)
