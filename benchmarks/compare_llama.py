@@ -48,8 +48,8 @@ OURS = {  # name: switches beside the defaults
     "ours, fused": {},
     "ours, compiled": dict(enable_torch_compile=True),
     "ours, compiled, graph": dict(enable_torch_compile=True, enable_cuda_graphs=True),
-    "ours, compiled, graph, pointwise kernels": dict(enable_torch_compile=True, enable_cuda_graphs=True,
-                                                     enable_pointwise_kernel=True),
+    "ours, compiled, graph, Triton kernels": dict(enable_torch_compile=True, enable_cuda_graphs=True,
+                                                  enable_pointwise_kernel=True, enable_triton_adamw=True),
     "ours, compiled, graph, loss fusion": dict(enable_torch_compile=True, enable_cuda_graphs=True,
                                                enable_loss_fusion=True),
     "ours, ultra-fused blocks, graph": dict(enable_cuda_graphs=True, enable_ultra_block=True)}

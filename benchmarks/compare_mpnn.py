@@ -44,6 +44,8 @@ OURS = {  # name: switches beside the defaults
     "ours, graph, message kernel": dict(enable_cuda_graphs=True, enable_message_kernel=True),
     "ours, compiled, graph, message kernel": dict(enable_torch_compile=True, enable_cuda_graphs=True,
                                                   enable_message_kernel=True),
+    "ours, compiled, graph, all kernels": dict(enable_torch_compile=True, enable_cuda_graphs=True,
+                                               enable_message_kernel=True, enable_triton_adamw=True),
 }
 
 

@@ -79,7 +79,7 @@ class LlamaSwitches(Switches):
         False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward", rung=7)
-    enable_pointwise_kernel: bool = option(False, "Triton for SwiGLU and rotary positions", rung=8)
+    enable_pointwise_kernel: bool = option(False, "SwiGLU and rotary turns in Triton", ultra=True, rung=5)
     enable_ultra_block: bool = option(False, "one persistent Triton kernel a block; backward recomputes")
 
     def idle(self, settings, on_gpu):
@@ -164,7 +164,7 @@ class FusedQKVAttention(PackedProjections):
 
     def forward(self, x, angles):
         """x (B, S, c)"""
-        if self.fusion.enable_pointwise_kernel and self.active and triton.turns(x):
+        if self.fusion.enable_pointwise_kernel and self.active and triton.takes_elements(x):
             q, k, v = triton.rotary(self.qkv_proj(x), angles, *self.widths.values())
         else:
             q, k, v = (p.unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.project(x))
@@ -191,7 +191,7 @@ class FusedSwiGLU(PackedProjections):
         self.down_proj = nn.Linear(wide, c, bias=False)
 
     def forward(self, x):
-        if self.fusion.enable_pointwise_kernel and self.active and triton.turns(x):
+        if self.fusion.enable_pointwise_kernel and self.active and triton.takes_elements(x):
             return self.down_proj(triton.swiglu(self.gate_up_proj(x)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)

@@ -63,7 +63,7 @@ def linear_gelu_sum(x, layer, mask):
     return summed.view(*mask.shape[:-1], -1)
 
 
-def turns(x):
+def takes_elements(x):
     """Whether rotary positions and SwiGLU of packed projections of x have kernels, which multiply no
     matrices and so take float32 too."""
     return x.is_cuda and HAS_TRITON and product_dtype(x) in (torch.float32, *TRITON_DTYPES)
