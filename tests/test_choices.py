@@ -289,7 +289,8 @@ def test_which_edges_messages_come_from(monkeypatch, triton_is_there):
 def test_which_projections_are_turned_and_gated(monkeypatch, triton_is_there):
     monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        assert triton.takes_elements(there(9, 5, 77, dtype=dtype)) == (triton_is_there and dtype != torch.float64)
+        taken = triton.takes_elements(there(9, 5, 77, dtype=dtype))
+        assert taken == (triton_is_there and dtype != torch.float64)
     assert not triton.takes_elements(there(9, 5, 64, gpu=False))
 
 
