@@ -152,7 +152,7 @@ def program(monkeypatch):
     file = pathlib.Path(__file__).resolve().parents[2] / "companions" / "tiny_llama.py"
     if not file.exists():
         pytest.skip("this companion was deleted")
-    monkeypatch.setattr(kernels, "turns", lambda x: True)  # on the CPU, in the interpreter
+    monkeypatch.setattr(kernels, "takes_elements", lambda x: True)  # on the CPU, in the interpreter
     return load_program(file)
 
 
