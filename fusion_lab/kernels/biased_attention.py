@@ -161,7 +161,7 @@ class Sizes:
         return name, self.shape, tiles
 
 
-@torch.compiler.assume_constant_result
+@sums.constant
 def gate_parts(B, R, H, L, D, dtype):
     """How many parts of the gate bias's gradient backward makes with the tuner's choice."""
     sizes = Sizes((B, R, H, L, D), dtype)

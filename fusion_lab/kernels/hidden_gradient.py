@@ -89,7 +89,7 @@ def shared(positions, units, chosen):
     return share, triton.cdiv(positions, share) if positions else 1
 
 
-@torch.compiler.assume_constant_result
+@sums.constant
 def shares(positions, channels, units, dtype):
     """How many with the tuner's choice."""
     return shared(positions, units, tuner.chosen(*looked_up(positions, channels, units, dtype)))[1]

@@ -218,7 +218,7 @@ def looked_up(name, positions, channels, other, dtype):
     return name, shape, CANDIDATES[name][dtype.itemsize, channels > 128]
 
 
-@torch.compiler.assume_constant_result
+@sums.constant
 def programs(name, positions, channels, other, dtype):
     """How many programs a kernel has with the tuner's choice."""
     return triton.cdiv(positions, tuner.chosen(*looked_up(name, positions, channels, other, dtype))["BM"])

@@ -13,7 +13,9 @@ compiled code from the compiler's cache is taken for another number. Where a lau
 all, because tiles are measured just then or have been since, room() mends it.
 """
 import contextlib
+import operator
 
+import torch
 import triton
 import triton.language as tl
 
@@ -22,6 +24,16 @@ from fusion_lab.kernels.triton_parts import add_up, operation
 
 MOST = 32  # problems of one launch: pointers and sizes of all are its arguments
 ROWS, COLUMNS = 256, 32  # of a tile
+
+
+def constant(count):
+    """count, a function of sizes and constants, so that torch.compile takes its result for one: where a size
+    is a symbol, code is compiled for its value."""
+    fixed = torch.compiler.assume_constant_result(count)
+
+    def of(*given):
+        return fixed(*[operator.index(n) if isinstance(n, int) else n for n in given])
+    return of
 
 
 @contextlib.contextmanager
@@ -73,7 +85,7 @@ def gathered(parts, dtype):
     out, end = gathered_sizes(parts, dtype), 0
     for first in range(0, len(parts), MOST):
         some = parts[first:first + MOST]
-        columns = [part[0].numel() for part in some]
+        columns = [part.shape[1:].numel() for part in some]
         begin, end = end, end + sum(columns)
         sums_kernel[(sum(triton.cdiv(n, COLUMNS) for n in columns),)](
             tuple(some), tuple(map(len, some)), tuple(columns), out[begin:end], COUNT=len(some), BR=ROWS,
@@ -82,7 +94,7 @@ def gathered(parts, dtype):
 
 
 def gathered_sizes(parts, dtype):
-    return parts[0].new_empty(sum(part[0].numel() for part in parts), dtype=dtype)
+    return parts[0].new_empty(sum(part.shape[1:].numel() for part in parts), dtype=dtype)
 
 
 OP = operation("summed(Tensor parts, ScalarType dtype) -> Tensor", launch, sizes)

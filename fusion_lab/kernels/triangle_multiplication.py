@@ -91,7 +91,7 @@ def fitted(config, C):
     return {**config, "BM": max(16, config["BM"] // wider), "BC": max(16, min(C, config["BC"] // wider))}
 
 
-@torch.compiler.assume_constant_result
+@sums.constant
 def programs(name, B, S, C, dtype):
     """How many programs a kernel has with the tuner's choice."""
     config = fitted(tuner.chosen(*looked_up(name, S, C, dtype)), C)
