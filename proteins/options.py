@@ -109,7 +109,7 @@ class TritonSwitches(options.Switches):
     enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
                                                "(S, S, h*h) tensor never in memory", rung=14)
     enable_triton_weight_gradients: bool = option(False, "with torch.compile: small gradients of weights of "
-                                                  "a block in two launches", rung=15)
+                                                  "a block in two launches, sums in one", rung=15)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)

@@ -72,11 +72,11 @@ def sums_kernel(parts, rows, columns, out, COUNT: tl.constexpr, BR: tl.constexpr
         if number >= begin:
             part, R, N, first, at = parts[i], rows[i], columns[i], begin, place
     n, r = (number - first) * BN + tl.arange(0, BN), tl.arange(0, BR)
-    here = part + r[:, None].to(tl.int64) * N + n[None, :]
+    here = r[:, None].to(tl.int64) * N + n[None, :]
     acc = tl.zeros((BR, BN), tl.float32)
     for r0 in range(0, R, BR):
-        acc += tl.load(here, mask=(r0 + r[:, None] < R) & (n[None, :] < N), other=0.0)
-        here += BR * N.to(tl.int64)
+        acc += tl.load(part + here, mask=(r[:, None] < R - r0) & (n[None, :] < N), other=0.0)
+        part += tl.cast(N, tl.int64) * BR
     tl.store(out + at + n, tl.sum(acc, 0).to(out.dtype.element_ty), mask=n < N)
 
 
@@ -89,7 +89,7 @@ def gathered(parts, dtype):
         begin, end = end, end + sum(columns)
         sums_kernel[(sum(triton.cdiv(n, COLUMNS) for n in columns),)](
             tuple(some), tuple(map(len, some)), tuple(columns), out[begin:end], COUNT=len(some), BR=ROWS,
-            BN=COLUMNS, num_warps=8)
+            BN=COLUMNS, num_warps=16)
     return out
 
 
