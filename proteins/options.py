@@ -106,15 +106,13 @@ class TritonSwitches(options.Switches):
                                             "projection, residual, round triton-attention", ultra=True,
                                             rung=12)
     enable_triton_weight_gradients: bool = option(False, "with torch.compile: small gradients of weights of "
-                                                  "a block in two launches", ultra=True, rung=13)
+                                                  "a block in two launches, sums in one", ultra=True, rung=13)
     enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=15)
     enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
                                                "(S, S, h*h) tensor never in memory", rung=16)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)
-        places = settings.training.batch_size * c.seq_len // settings.training.sequence_parallel
-        positions = (places * c.num_seqs, c.msa_dim), (places * c.seq_len, c.pair_dim)
         if self.enable_triton_projection and not self.enable_triton_attention:
             found.append("triton-projection works round triton-attention")
         if self.enable_triton_weight_gradients and not self.enable_torch_compile:
@@ -137,6 +135,6 @@ class TritonSwitches(options.Switches):
             enable_triton_projection=((c.msa_dim, c.msa_heads), (c.pair_dim, c.pair_heads)),
             enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),),
             enable_triton_outer_layout=(c.outer_product_dim,),
-            enable_triton_weight_gradients=positions,
+            enable_triton_weight_gradients=(c.pair_dim,),
             enable_triton_relu=(c.msa_dim, c.pair_dim)), (c.pair_dim, c.msa_heads),
             settings.training.use_amp, on_gpu)

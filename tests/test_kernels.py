@@ -25,6 +25,7 @@ from fusion_lab.kernels import (
     outer_layout,
     outer_product,
     projection,
+    sums,
     transition,
     triangle_multiplication,
     tuner,
@@ -37,8 +38,8 @@ HERE = pathlib.Path(__file__).parent
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
-IN_NO_PRESET = {"check_gated_rotary", "check_gathered_gradients", "check_messages", "check_outer_product",
-                "check_patterns", "check_transition", "check_ultra_block", "check_weight_gradients"}
+IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "check_transition",
+                "check_ultra_block"}
 
 
 NONE_SLOW = {"check_adamw", "check_arguments", "check_hidden_gradient"}
@@ -137,7 +138,7 @@ def multiplication(channels, length):
 def two_layers(channels):
     """The same for two layers with a ReLU between them."""
     x, units = torch.empty(300, channels, dtype=torch.bfloat16), 4 * channels
-    hidden_gradient.launch(x, x.new_empty(channels, units), x.new_empty(300, units))
+    hidden_gradient.launch(x, x.new_empty(channels, units), x.new_empty(300, units), 1)
 
 
 def many_weights(positions, widths):
@@ -145,6 +146,11 @@ def many_weights(positions, widths):
     lefts, rights = ([torch.empty(positions, n, dtype=torch.bfloat16) for n in side]
                      for side in (widths, widths[::-1]))
     weight_gradients.launch(lefts, rights)
+
+
+def many_sums(rows, widths):
+    """The same for sums of parts, of so many numbers each."""
+    sums.gathered([torch.empty(rows + number, width) for number, width in enumerate(widths)], torch.bfloat16)
 
 
 def heads_of(width):
@@ -224,6 +230,7 @@ def optimizer_step(dtype, on_device, scaled, length=1 << 20):
                  number if scaled else None)
 
 
+SUMS = [384, 128, 512, 640, 128] * 4
 WEIGHTS = [64, 64, 256, 64, 128, 512, 128, 640, 128] * 2
 LAUNCHES = {
     "attention, S 256": (attention, 256, 32, 2, True, False),
@@ -241,6 +248,10 @@ LAUNCHES = {
     **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},
     "weights of a block": (many_weights, 4096, WEIGHTS),
     "weights of two layers, odd": (many_weights, 77, [23, 64]),
+    "sums of a block": (many_sums, 1024, SUMS),
+    "sums, odd": (many_sums, 77, [23, 64]),
+    "sums of ones": (many_sums, 1, [1]),
+    "sums of one and others": (many_sums, 1, [1, 64]),
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
     "AdamW": (optimizer_step, torch.bfloat16, True, False),
@@ -255,7 +266,7 @@ LAUNCHES = {
 }
 WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
-WITHOUT_PRODUCTS = ("sum_kernel", "message_", "adamw_", "swiglu_", "rotary_kernel")
+WITHOUT_PRODUCTS = ("sum_kernel", "sums_kernel", "message_", "adamw_", "swiglu_", "rotary_kernel")
 SPILLS = {("front_backward_kernel", "BC=64, BM=64, num_stages=2, num_warps=4"): 32}  # pays (LOG.md)
 
 
@@ -315,6 +326,18 @@ def test_every_tile_for_gradients_of_weights_compiles_for(target, monkeypatch):
         assert used["spills"] == 0 < used["mma"] and used["shared"] <= ahead_of_time.MEMORY[target], name
         narrow = re.findall(r"ld\.global(?!\.v4)\S*|cp\.async\.ca\S*", kernel.asm.get("ptx", ""))
         assert not narrow, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED)
+def test_sums_are_loaded_16_bytes_at_a_time_for(target):
+    with compiled_for(target, describe=lambda kernel: (kernel, ahead_of_time.resources(kernel))) as found:
+        many_sums(1024, SUMS)
+    (kernel, used), = found.values()
+    assert used["spills"] == 0 and used["shared"] <= ahead_of_time.MEMORY[target]
+    code = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+    loads = re.findall(r"ld\.global\S*|(?:global|buffer)_load_(?!lds)\S*", code)
+    assert loads and all(re.search(r"v4|dwordx4|b128", load) for load in loads), set(loads)
 
 
 @pytest.mark.slow

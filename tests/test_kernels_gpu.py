@@ -15,13 +15,14 @@ import check_hidden_gradient as hidden
 import check_messages as messages
 import check_outer_layout as layouts
 import check_outer_product as outer
+import check_sums
 import check_transition as transitions
 import check_triangle_multiplication as multiplication
 import check_weight_gradients as weights
 from rule import violations
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw, biased_attention, gathered_gradients, tuner, weight_gradients
+from fusion_lab.kernels import adamw, biased_attention, gathered_gradients, sums, tuner, weight_gradients
 from fusion_lab.measuring import accuracy
 from fusion_lab.training import checkpoints
 from fusion_lab.training.cuda_graphs import GraphedStep
@@ -160,11 +161,23 @@ def test_gradients_of_many_weights_with_every_tile(number, dtype, monkeypatch):
         assert torch.equal(*(weight_gradients.OP(*given) for _ in range(2)))
 
 
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+def test_many_sums(dtype):
+    """Of whole numbers, so that they are exact; of others the same bits in every run."""
+    sizes = [(2048, 384), (1024, 640), (777, 3, 40), (256, 1 << 17), (2, 1 << 20), (0, 5), (1, 1)] * 6
+    with torch.device(DEVICE):
+        for case in (*check_sums.CASES.values(), sizes):
+            parts = check_sums.problem(case)
+            assert torch.equal(sums.GATHERED_OP(parts, dtype), check_sums.expected(parts, dtype))
+        parts = [torch.randn(size) for size in sizes]
+        assert torch.equal(*(sums.GATHERED_OP(parts, dtype) for _ in range(2)))
+
+
 def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
     """And the pass finds them: in every compiled graph but those of forward."""
     losses, gathered, gather = [], [], gathered_gradients.gather
-    monkeypatch.setattr(gathered_gradients, "gather", lambda graph, found: (
-        gathered.append(len(found)) or gather(graph, found)))
+    monkeypatch.setattr(gathered_gradients, "gather", lambda graph, found, op, *given: (
+        gathered.append((op, len(found))) or gather(graph, found, op, *given)))
     monkeypatch.setattr(gathered_gradients.GatheredGradients, "uuid", lambda self: None)
     for on in (False, True):
         torch._dynamo.reset()
@@ -174,7 +187,8 @@ def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
         assert bool(gathered) == on
     assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
-    assert max(gathered) == 18  # a block's
+    for op, most in ((weight_gradients.OP, 18), (sums.GATHERED_OP, 19)):  # a block's
+        assert max(count for each, count in gathered if each == op) == most
 
 
 def trained(steps, trainer):

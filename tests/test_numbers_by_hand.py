@@ -420,15 +420,7 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
         "triton-outer-product has no kernel for sides of 32 to 96 channels"]
     gradients = dict(enable_triton_weight_gradients=True)
     assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]
-    gradients["enable_torch_compile"] = True
-    assert idle(**gradients) == idle(72, **gradients) == []  # 48 channels of the alignment are three times 16
-    assert idle(72, msa_dim=24, **gradients) == [
-        "triton-weight-gradients has no kernel for 4096 positions of 24 or 16384 positions of 72 channels"]
-    assert idle(72, samples=2, ranks=2, **gradients) == [  # of the alignment's 2 * 16 * 64, half
-        "triton-weight-gradients has no kernel for 1024 positions of 48 or 4096 positions of 72 channels"]
-    assert idle(192, samples=16, msa_dim=40, **gradients) == []  # 48 MB
-    assert idle(208, samples=16, msa_dim=40, **gradients) == [
-        "triton-weight-gradients has no kernel for 16384 positions of 40 or 65536 positions of 208 channels"]
+    assert idle(enable_torch_compile=True, **gradients) == []
     relu, transition = dict(enable_triton_relu=True), dict(enable_triton_transition=True)
     assert idle(**relu, **transition) == ["triton-relu gives way to triton-transition"]
     assert idle(ranks=2, **layout) == [

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import biased_attention as attention
-from fusion_lab.kernels import projection
+from fusion_lab.kernels import projection, sums
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import check_shapes
 
@@ -56,16 +56,18 @@ class AttentionLayer(torch.autograd.Function):
          summand, og, lse) = ctx.saved_tensors
         gradient, length = gradient.contiguous(), x.shape[ctx.how[1]]
         dog, dout_weight, dout_bias = projection.output_project_backward(gradient, og, out_weight, drop)
+        q = attention.views([y], *ctx.how[:3])[0]
         dy, dbias, dgate_bias = attention.BACKWARD_OP([y], gate_bias, padded, turned, summand, og, lse, dog,
-                                                      *ctx.how)
+                                                      *ctx.how, attention.gate_parts(*q.shape, q.dtype))
+        dgate_bias = sums.OP(dgate_bias, gate_bias.dtype).view_as(gate_bias)
         dbias = None if padded is None else dbias.sum(0)[..., :length, :length].to(ctx.bias_dtype)
         own = None
         if head_weight is not None:
             own, dbias = (dbias.mT if ctx.how[1] == 1 else dbias).contiguous(), None
         dx, dnorm_weight, dnorm_bias, dweight, dhead_weight = projection.norm_project_backward(
             dy, own, x, norm_weight, norm_bias, weight, head_weight, ctx.eps, gradient if ctx.add else None)
-        return (dx, dnorm_weight, dnorm_bias, dweight, dgate_bias.view_as(gate_bias), dout_weight, dout_bias,
-                dbias, dhead_weight, *[None] * 7)
+        return (dx, dnorm_weight, dnorm_bias, dweight, dgate_bias, dout_weight, dout_bias, dbias,
+                dhead_weight, *[None] * 7)
 
 
 def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis,

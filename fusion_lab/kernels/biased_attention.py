@@ -22,12 +22,11 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import attention_kernels as kernels
-from fusion_lab.kernels import tuner
+from fusion_lab.kernels import sums, tuner
 from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
-    add_up,
     candidates,
     check_shapes,
     operation,
@@ -126,27 +125,14 @@ def check(q, k, v, gate):
                          f"to {WIDEST_HEAD} in float16, bfloat16 and float32")
 
 
-class Launch:
-    """What the launches of one call share: views, sizes, flags, and the class of shape for the tuner."""
+class Sizes:
+    """What follows from sizes alone: of q, (B, R, H, L, D), and its dtype."""
 
-    def __init__(self, parts, gate_bias, bias, keys, heads, axis, gated, scale):
-        self.q, self.k, self.v, *gate = views(parts, heads, axis, gated)
-        self.gate = (gate or [self.q])[0]
-        self.B, self.R, self.H, self.L, self.D = self.q.shape
-        check(self.q, self.k, self.v, self.gate)
-        apart = max(self.q.stride(3), self.gate.stride(3))
-        if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * apart >= 1 << 31:
-            raise ValueError(f"attention over {tuple(self.q.shape)} is too large for one launch")
-        self.short = self.L <= longest_short()
+    def __init__(self, size, dtype):
+        self.B, self.R, self.H, self.L, self.D = size
+        self.dtype, self.short = dtype, self.L <= longest_short()
         self.LP, self.BD = padded_length(self.L), padded_width(self.D)
-        shared = (0, 0) if keys is None else [keys.stride(i) * (keys.shape[i] > 1) for i in (0, 1)]
-        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
-        self.where = (*shared, *strides(self.q))
-        self.inputs = (self.q, self.k, self.v, self.gate, gate_bias, bias, keys)
-        self.shape = f"{str(self.q.dtype)[6:]} L{triton.next_power_of_2(self.L)} D{self.BD}"
-        self.flags = dict(KEYS=keys is not None, PRECISION=precision(self.q.dtype), BD=self.BD)
-        self.bias_flag = dict(BIAS=bias is not None)
-        self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None, **self.bias_flag)
+        self.shape = f"{str(dtype)[6:]} L{triton.next_power_of_2(self.L)} D{self.BD}"
 
     def fitted(self, config):
         """The configuration for rows that may be shorter than its tiles, and whether nothing needs masks."""
@@ -166,22 +152,55 @@ class Launch:
         """A grid: a function of a configuration whose `tile` is along L."""
         return lambda t: (triton.cdiv(self.L, t[tile]), self.B * self.H, triton.cdiv(self.R, t["RU"]))
 
-    def run(self, kernel, tiles, grid, arguments, gate_sums=None, **flags):
-        """Launch with the tuner's choice; grid is a function of a configuration. gate_sums (H, D), if given,
-        becomes the sum of what the programs store in dgb, (B programs, H, D)."""
-        def launch(config):
-            config = self.fitted(config)
-            size = grid(config)
-            if gate_sums is None:
-                return kernel[size](*arguments, **flags, **self.flags, **config)
-            parts = gate_sums.new_empty(math.prod(size) // self.H, self.H, self.D, dtype=torch.float32)
-            kernel[size](*arguments, dgb=parts, **flags, **self.flags, **config)
-            add_up(parts, gate_sums)
-        if self.q.dtype == torch.float32:
+    def looked_up(self, name, tiles):
+        """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
+        if self.dtype == torch.float32:
             tiles = [{key: SMALL[key] for key in tiles[0]}]
         elif self.BD > (32 if self.short else 64):  # whose tiles, loaded ahead, are more than 64 KB
             tiles = [dict(tiles[0], num_stages=1), *tiles]
-        tuner.launch(kernel.__name__, self.shape, tiles, launch)
+        return name, self.shape, tiles
+
+
+@sums.constant
+def gate_parts(B, R, H, L, D, dtype):
+    """How many parts of the gate bias's gradient backward makes with the tuner's choice."""
+    sizes = Sizes((B, R, H, L, D), dtype)
+    if sizes.short:
+        return B * sizes.shares()[1]
+    config = tuner.chosen(*sizes.looked_up("backward_q_kernel", BACKWARD_Q))
+    return math.prod(sizes.rows("BM")(sizes.fitted(config))) // H
+
+
+class Launch(Sizes):
+    """What the launches of one call share: views, sizes, flags."""
+
+    def __init__(self, parts, gate_bias, bias, keys, heads, axis, gated, scale):
+        self.q, self.k, self.v, *gate = views(parts, heads, axis, gated)
+        self.gate = (gate or [self.q])[0]
+        super().__init__(self.q.shape, self.q.dtype)
+        check(self.q, self.k, self.v, self.gate)
+        apart = max(self.q.stride(3), self.gate.stride(3))
+        if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * apart >= 1 << 31:
+            raise ValueError(f"attention over {tuple(self.q.shape)} is too large for one launch")
+        shared = (0, 0) if keys is None else [keys.stride(i) * (keys.shape[i] > 1) for i in (0, 1)]
+        self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
+        self.where = (*shared, *strides(self.q))
+        self.inputs = (self.q, self.k, self.v, self.gate, gate_bias, bias, keys)
+        self.flags = dict(KEYS=keys is not None, PRECISION=precision(self.q.dtype), BD=self.BD)
+        self.bias_flag = dict(BIAS=bias is not None)
+        self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None, **self.bias_flag)
+
+    def run(self, kernel, tiles, grid, arguments, dgb=None, **flags):
+        """Launch with the tuner's choice; grid is a function of a configuration. dgb (n, H, D), if given,
+        gets what the programs store to be added up."""
+        def launch(config):
+            config = self.fitted(config)
+            size = grid(config)
+            if dgb is None:
+                return kernel[size](*arguments, **flags, **self.flags, **config)
+            with sums.room(dgb, math.prod(size) // self.H) as to:
+                kernel[size](*arguments, dgb=to, **flags, **self.flags, **config)
+        tuner.launch(*self.looked_up(kernel.__name__, tiles), launch)
 
 
 def forward(parts, gate_bias, bias, keys, heads, axis, gated, scale):
@@ -200,25 +219,26 @@ def forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale):
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale):
+def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale, dgb):
     """[gradients of parts, each as its part lies; parts (n, B, H, LP, LP) of the bias's, to be summed over n;
-    the gate bias's, (H, D)]; the last two are empty where there is no bias, and the first is float32."""
+    so many parts (dgb, H, D) of the gate bias's]; the last two are float32, and empty where there is no
+    bias."""
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
     found = backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated,
-                           scale)
+                           scale, dgb)
     *grads, dbias, dgb = found
     dq, dk, dv, *dg = views(grads, heads, axis, gated)
-    dg, sums, (rows, shares) = (dg or [dq])[0], None if gate_bias is None else dgb, c.shares()
+    dg, dgb, (rows, shares) = (dg or [dq])[0], None if gate_bias is None else dgb, c.shares()
     o = strides(as_rows(out, heads, axis))
     outer = (*strides(c.gate), *o, *strides(dq), *strides(dg))
     if c.short:
         c.run(kernels.backward_short_kernel, BACKWARD_SHORT, lambda t: (shares, c.B * c.H),
-              (*c.inputs, out, gradient, lse, dq, dk, dv, dg, dbias, *c.sizes, rows, *c.where, *outer), sums,
+              (*c.inputs, out, gradient, lse, dq, dk, dv, dg, dbias, *c.sizes, rows, *c.where, *outer), dgb,
               **c.gate_flags, BL=c.LP)
         return found
     delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
     c.run(kernels.backward_q_kernel, BACKWARD_Q, c.rows("BM"),
-          (*c.inputs, out, gradient, lse, dq, dg, do, delta, *c.sizes, *c.where, *outer), sums,
+          (*c.inputs, out, gradient, lse, dq, dg, do, delta, *c.sizes, *c.where, *outer), dgb,
           **c.gate_flags)
     c.run(kernels.backward_kv_kernel, BACKWARD_KV, c.rows("BN"),
           (c.q, c.k, c.v, turned, keys, do, lse, delta, dk, dv, *c.sizes, *c.where, *o, *strides(dk)),
@@ -230,11 +250,11 @@ def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, ax
     return found
 
 
-def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale):
+def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale, dgb):
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
     dbias = (c.shares()[1], c.B, c.H, c.LP, c.LP) if bias is not None else 0
     return [*(part.new_empty(part.shape) for part in parts), out.new_empty(dbias, dtype=torch.float32),
-            out.new_empty(0) if gate_bias is None else gate_bias.new_empty(c.H, c.D)]
+            out.new_empty(dgb, c.H, c.D, dtype=torch.float32)]
 
 
 def flops(shapes, axis, gated, products):
@@ -248,7 +268,7 @@ def forward_flops(parts, gate_bias, bias, keys, heads, axis, gated, scale, **_):
     return flops(parts, axis, gated, 2)
 
 
-def backward_flops(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale, **_):
+def backward_flops(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, *_, **__):
     return flops(parts, axis, gated, 4)  # scores made again are none of the model's
 
 
@@ -256,8 +276,8 @@ HOW = "int heads, int axis, bool gated, float scale"
 FORWARD_OP = operation("attention_forward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? keys, "
                        f"{HOW}) -> (Tensor, Tensor)", forward, forward_sizes, forward_flops)
 BACKWARD_OP = operation("attention_backward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? turned, "
-                        f"Tensor? keys, Tensor out, Tensor lse, Tensor gradient, {HOW}) -> Tensor[]",
-                        backward, backward_sizes, backward_flops)
+                        f"Tensor? keys, Tensor out, Tensor lse, Tensor gradient, {HOW}, int dgb) -> "
+                        "Tensor[]", backward, backward_sizes, backward_flops)
 
 
 class BiasedAttention(torch.autograd.Function):
@@ -277,10 +297,12 @@ class BiasedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         bias, gate_bias, padded, turned, summand, out, lse, *parts = ctx.saved_tensors
+        q = views(parts, *ctx.how[:3])[0]
         *grads, dbias, dgb = BACKWARD_OP(parts, gate_bias, padded, turned, summand, out, lse,
-                                         gradient.contiguous(), *ctx.how)
+                                         gradient.contiguous(), *ctx.how,
+                                         0 if gate_bias is None else gate_parts(*q.shape, q.dtype))
         dbias = None if bias is None else dbias.sum(0)[..., :bias.shape[-1], :bias.shape[-1]].to(bias.dtype)
-        dgb = None if gate_bias is None else dgb.view(gate_bias.shape)
+        dgb = None if gate_bias is None else sums.OP(dgb, gate_bias.dtype).view(gate_bias.shape)
         return dbias, None, dgb, *[None] * 5, *grads
 
 

@@ -241,7 +241,7 @@ def swiglu(packed):
     check_dtype(packed)
     if packed.shape[-1] % 2:
         raise ValueError(f"packed has {packed.shape[-1]} channels, an odd number")
-    flat = packed.contiguous().flatten(0, -2)
+    flat = packed.contiguous().view(-1, packed.shape[-1])
     return SwiGLU.apply(flat).view(*packed.shape[:-1], packed.shape[-1] // 2)
 
 

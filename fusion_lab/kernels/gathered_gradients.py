@@ -1,39 +1,43 @@
 """A pass of torch.compile: gradients of weights, products left^T right of few numbers each from many
-positions, become one call of weight_gradients.py for a graph. Whatever waits for them in the graph, its
-results, can wait: so all stand at its end.
+positions, become one call of weight_gradients.py for a graph; sums of what programs of other kernels leave,
+gradients of biases and norms, one call of sums.py. Whatever waits for them in the graph, its results, can
+wait: so all stand at its end.
 
 Products that read much are bound by memory, and the library's are as good: they stay where they are, and
-what they read is freed behind them.
+what they read is freed behind them. What is to be added up lies in memory until then, so that much of it is
+added up where it is.
 """
 import math
 import operator
 from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx.node import map_arg
 
-from fusion_lab.kernels import weight_gradients
-from fusion_lab.kernels.limits import ALIGNED, LEAST_POSITIONS, MOST_BYTES
+from fusion_lab.kernels import sums, weight_gradients
 
 aten = torch.ops.aten
 # What may stand between a gradient and the graph's results.
 HANDED_ON = {operator.getitem, aten.clone.default, aten.permute.default, aten.reshape.default,
-             aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.t.default,
-             aten.view.default, torch.ops.prims.convert_element_type.default}
-MOST_NUMBERS = 1 << 20  # of a result
+             aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default,
+             aten.t.default, aten.view.default, torch.ops.prims.convert_element_type.default}
+# Products that are gathered: of what their widths are multiples, else loads are narrow; positions, fewer are
+# not worth a wait; bytes that one reads, more are as fast in a launch of their own; numbers of its result.
+ALIGNED, LEAST_POSITIONS, MOST_BYTES, MOST_NUMBERS = 16, 2048, 48 << 20, 1 << 20
+MOST_TO_ADD_UP = 32 << 20  # bytes of all that is to be added up
 
 
+@dataclass(frozen=True)
 class GatheredGradients(CustomGraphPass):
-    """The pass, for graphs on devices of this type."""
-
-    def __init__(self, device="cuda"):
-        self.device = device
+    """The pass, for graphs on devices of this type. Two are equal, so that models share compiled code."""
+    device: str = "cuda"
 
     def uuid(self):
         """What compiled code is found again by, beside its graph."""
-        return get_hash_for_files((__file__, weight_gradients.__file__), self.device)
+        return get_hash_for_files((__file__, sums.__file__, weight_gradients.__file__), self.device)
 
     def __call__(self, graph):
         groups = defaultdict(list)
@@ -42,7 +46,28 @@ class GatheredGradients(CustomGraphPass):
                 groups[product.meta["val"].dtype].append((product, *operands))
         for found in groups.values():
             if len(found) > 1:
-                gather(graph, sorted(found, key=lambda each: -value(each[1]).shape[0]))  # long ones first
+                found.sort(key=lambda each: -value(each[1]).shape[0])  # long ones first
+                products, *operands = map(list, zip(*found, strict=True))
+                gather(graph, products, weight_gradients.OP, *operands)
+        for dtype, found in self.summed(graph).items():
+            if len(found) > 1:
+                gather(graph, found, sums.GATHERED_OP, [node.args[0] for node in found], dtype)
+
+    def summed(self, graph):
+        """{dtype: the sums that can be gathered}, long ones first; of all in the graph the smallest."""
+        found, room = [], MOST_TO_ADD_UP
+        for node in graph.find_nodes(op="call_function", target=sums.OP):
+            parts = value(node.args[0])
+            if (all(isinstance(n, int) for n in parts.shape) and parts.device.type == self.device
+                    and only_handed_on(node)):
+                found.append((parts.numel() * parts.element_size(), len(found), node))
+        groups = defaultdict(list)
+        for size, _, node in sorted(found):
+            room -= size
+            if room >= 0:
+                groups[value(node).dtype].append(node)
+        return {dtype: sorted(nodes, key=lambda node: -len(value(node.args[0])))
+                for dtype, nodes in groups.items()}
 
     def operands(self, product):
         """left and right of a product that can be gathered, else None."""
@@ -73,20 +98,18 @@ def only_handed_on(node):
                for user in node.users)
 
 
-def gather(graph, found):
-    """Replace found, (product, left, right) each, by one call at the end."""
-    products, lefts, rights = map(list, zip(*found, strict=True))
-
+def gather(graph, found, op, *given):
+    """Replace the nodes found by one call op(*given) at the end, with their results behind each other."""
     def call(target, *arguments):
         node = graph.call_function(target, arguments)
         node.meta["val"] = target(*map_arg(arguments, value))
         return node
     with graph.inserting_before(graph.output_node()):
-        together, end = call(weight_gradients.OP, lefts, rights), 0
-        for product in products:
-            size = list(value(product).shape)
+        together, end = call(op, *given), 0
+        for node in found:
+            size = list(value(node).shape)
             begin, end = end, end + math.prod(size)
             part = call(aten.slice.Tensor, together, 0, begin, end)
-            product.replace_all_uses_with(call(aten.view.default, part, size))
-            graph.erase_node(product)
+            node.replace_all_uses_with(call(aten.view.default, part, size))
+            graph.erase_node(node)
     stable_topological_sort(graph)

@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import tuner
+from fusion_lab.kernels import sums, tuner
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
-    add_up,
     candidates,
     check_shapes,
     operation,
@@ -77,39 +76,55 @@ def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, K, SHARE, PRECISIO
     tl.store(sums + tl.program_id(1) * K + k, tl.sum(acc, 0))
 
 
-def launch(gradient, w2, hidden):
-    """dh (P, u) and db1 (u,) from dy (P, c), W2 (c, u) and h (P, u)."""
-    found = out, db1 = sizes(gradient, w2, hidden)
+def looked_up(positions, channels, units, dtype):
+    """What the tuner goes by: the kernel's name, the class of its arguments, its candidates."""
+    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{units}"
+    return "hidden_gradient_kernel", shape, CANDIDATES[dtype.itemsize, channels > 128]
+
+
+def shared(positions, units, chosen):
+    """Positions of a share, and how many shares that makes, one at least."""
+    tiles = triton.cdiv(positions, chosen["BM"])
+    share = triton.cdiv(tiles, max(1, PROGRAMS * chosen["BK"] // units)) * chosen["BM"]
+    return share, triton.cdiv(positions, share) if positions else 1
+
+
+@sums.constant
+def shares(positions, channels, units, dtype):
+    """How many with the tuner's choice."""
+    return shared(positions, units, tuner.chosen(*looked_up(positions, channels, units, dtype)))[1]
+
+
+def launch(gradient, w2, hidden, parts):
+    """dh (P, u) and so many parts (n, u) of db1 from dy (P, c), W2 (c, u) and h (P, u)."""
+    found = out, parts = sizes(gradient, w2, hidden, parts)
     (channels, units), positions = w2.shape, len(hidden)
     if message := unsupported(w2.dtype, channels, units):
         raise ValueError(message)
 
     if not positions:
-        return out, db1.zero_()
+        return out, parts.zero_()
 
     def run(chosen):
-        tiles = triton.cdiv(positions, chosen["BM"])
-        share = triton.cdiv(tiles, max(1, PROGRAMS * chosen["BK"] // units)) * chosen["BM"]
-        grid = units // chosen["BK"], triton.cdiv(positions, share)
-        parts = db1.new_empty(grid[1], units, dtype=torch.float32)
-        hidden_gradient_kernel[grid](gradient, w2, hidden, out, parts, positions, units, share,
-                                     PRECISION=precision(w2.dtype), C=channels, **chosen)
-        add_up(parts, db1)
-    shape = f"{str(w2.dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{units}"
-    tuner.launch("hidden_gradient_kernel", shape, CANDIDATES[w2.element_size(), channels > 128], run)
+        share, many = shared(positions, units, chosen)
+        with sums.room(parts, many) as to:
+            hidden_gradient_kernel[units // chosen["BK"], many](
+                gradient, w2, hidden, out, to, positions, units, share, PRECISION=precision(w2.dtype),
+                C=channels, **chosen)
+    tuner.launch(*looked_up(positions, channels, units, w2.dtype), run)
     return found
 
 
-def sizes(gradient, w2, hidden):
-    return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape[1])
+def sizes(gradient, w2, hidden, parts):
+    return hidden.new_empty(hidden.shape), hidden.new_empty(parts, hidden.shape[1], dtype=torch.float32)
 
 
-def flops(gradient, w2, hidden, **_):
+def flops(gradient, w2, *_, **__):
     return 2 * math.prod(gradient) * w2[1]
 
 
-OP = operation("hidden_gradient(Tensor gradient, Tensor w2, Tensor hidden) -> (Tensor, Tensor)", launch,
-               sizes, flops)
+OP = operation("hidden_gradient(Tensor gradient, Tensor w2, Tensor hidden, int parts) -> (Tensor, Tensor)",
+               launch, sizes, flops)
 
 
 class TwoLayers(torch.autograd.Function):
@@ -126,8 +141,9 @@ class TwoLayers(torch.autograd.Function):
     def backward(ctx, gradient):
         x, w1, w2, h = ctx.saved_tensors
         gradient = gradient.contiguous().flatten(0, -2)
-        dh, db1 = OP(gradient, w2, h)
-        return (dh @ w1).view(x.shape), dh.t() @ x.flatten(0, -2), db1, gradient.t() @ h, gradient.sum(0)
+        dh, parts = OP(gradient, w2, h, shares(len(h), *w2.shape, w2.dtype))
+        return ((dh @ w1).view(x.shape), dh.t() @ x.flatten(0, -2), sums.OP(parts, h.dtype), gradient.t() @ h,
+                gradient.sum(0))
 
 
 def two_layers(x, w1, b1, w2, b2):

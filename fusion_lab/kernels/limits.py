@@ -7,9 +7,6 @@ LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider products
 MOST_HEADS = 64  # whose bias one kernel projects
 OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
 WIDEST_HEAD = 128
-# Gathered gradients of weights: of what their widths are multiples, else loads are narrow; positions, fewer
-# are not worth a wait; bytes that a product reads, more are as fast in a launch of their own.
-ALIGNED, LEAST_POSITIONS, MOST_BYTES = 16, 2048, 48 << 20
 ULTRA_WIDTHS = (32, 64, 128)  # of a head in the ultra-fused block
 SWITCH = "enable_triton_"
 UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
@@ -17,16 +14,12 @@ UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
 
 def takes(switch, width):
     """Whether the kernels of a switch take this width: of a head for attention; (of a position, heads) for
-    projections of a whole sub-layer; (of a side, of the result) for the outer product, any for its layout;
-    (positions, of a position) for gradients of weights; else of a position."""
+    projections of a whole sub-layer; (of a side, of the result) for the outer product; any for its layout and
+    for gradients of weights, which gathers sums of the others too; else of a position."""
     if switch == f"{SWITCH}outer_product":
         return width[0] in OUTER_WIDTHS and width[1] in CHANNELS
-    if switch == f"{SWITCH}outer_layout":
+    if switch in (f"{SWITCH}outer_layout", f"{SWITCH}weight_gradients"):
         return True
-    if switch == f"{SWITCH}weight_gradients":
-        positions, channels = width
-        return (channels % ALIGNED == 0 and positions >= LEAST_POSITIONS
-                and 2 * 2 * positions * channels <= MOST_BYTES)
     if switch == f"{SWITCH}projection":
         return width[0] in LAYER_CHANNELS and width[1] <= MOST_HEADS
     return width <= WIDEST_HEAD if switch == f"{SWITCH}attention" else width in CHANNELS
@@ -43,8 +36,7 @@ WIDTHS = {"attention": "heads of {} channels", "projection": "attention over {} 
 
 def in_words(switch, widths):
     """"48 or 96 channels" """
-    links = {f"{SWITCH}projection": "{} ({} heads)", f"{SWITCH}outer_product": "{} to {}",
-             f"{SWITCH}weight_gradients": "{} positions of {}"}
+    links = {f"{SWITCH}projection": "{} ({} heads)", f"{SWITCH}outer_product": "{} to {}"}
     each = dict.fromkeys(links[switch].format(*width) if switch in links else str(width) for width in widths)
     return WIDTHS.get(switch.removeprefix(SWITCH), "{} channels").format(" or ".join(each))
 

@@ -24,12 +24,11 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import tuner
+from fusion_lab.kernels import sums, tuner
 from fusion_lab.kernels.limits import CHANNELS, MOST_HEADS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
-    add_up,
     check_shapes,
     layer_norm,
     layer_norm_backward,
@@ -209,22 +208,34 @@ OUTPUT_PROJECT = {
     (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3)),
     (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
     (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
-OUTPUT_PROJECT_BACKWARD = OUTPUT_PROJECT
+CANDIDATES = dict(norm_project_kernel=NORM_PROJECT, norm_project_backward_kernel=NORM_PROJECT_BACKWARD,
+                  output_project_kernel=OUTPUT_PROJECT, output_project_backward_kernel=OUTPUT_PROJECT)
 
 
-def run(kernel, candidates, x, weight, other, launch):
+def looked_up(name, positions, channels, other, dtype):
+    """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
+    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{other}"
+    return name, shape, CANDIDATES[name][dtype.itemsize, channels > 128]
+
+
+@sums.constant
+def programs(name, positions, channels, other, dtype):
+    """How many programs a kernel has with the tuner's choice."""
+    return triton.cdiv(positions, tuner.chosen(*looked_up(name, positions, channels, other, dtype))["BM"])
+
+
+def run(kernel, x, weight, other, launch):
     """launch(grid, options) with the tuner's choice, for x (..., c); other: the projection's other width."""
     channels, dtype = x.shape[-1], weight.dtype
     positions = x.numel() // channels
     if positions >= 1 << 31:
         raise ValueError(f"{tuple(x.shape)} are too many positions for one launch")
-    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{other}"
     options = dict(C=channels, PRECISION=precision(dtype))
 
     def fitted(chosen):
         chosen = {key: min(size, other) if key == "BK" else size for key, size in chosen.items()}
         launch((triton.cdiv(positions, chosen["BM"]),), dict(options, **chosen))
-    tuner.launch(kernel.__name__, shape, candidates[weight.element_size(), channels > 128], fitted)
+    tuner.launch(*looked_up(kernel.__name__, positions, channels, other, dtype), fitted)
 
 
 def check(dtype, channels, heads=0):
@@ -238,7 +249,7 @@ def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps):
     one = head_weight if weight is None else weight
     width, heads = y.shape[-1], 0 if head_weight is None else len(head_weight)
     check(one.dtype, x.shape[-1], heads)
-    run(norm_project_kernel, NORM_PROJECT, x, one, width, lambda grid, options: norm_project_kernel[grid](
+    run(norm_project_kernel, x, one, width, lambda grid, options: norm_project_kernel[grid](
         x, norm_weight, norm_bias, one, head_weight, y, head_bias, x.numel() // x.shape[-1],
         x.shape[1] * x.shape[2], width, heads, eps, HEADS=padded_width(heads) if heads else 0, **options))
     return found
@@ -250,32 +261,33 @@ def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps):
             x.new_empty(0) if head_weight is None else head_weight.new_empty(sample, len(head_weight), X, Y))
 
 
-def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps):
-    """dx, with the gradient `residual` added; normalised x (P, c), empty without weight; gradients (2 + H, c)
-    of norm_weight, norm_bias, head_weight, in the dtype of these, float32 if they differ."""
+def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
+                                 parts):
+    """dx, with the gradient `residual` added; normalised x (P, c), empty without weight; so many parts (n, 2
+    + H, c) of the gradients of norm_weight, norm_bias, head_weight."""
     found = norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual,
-                                        eps)
-    dx, normal, sums = found
+                                        eps, parts)
+    dx, normal, parts = found
     one = head_weight if weight is None else weight
     width, heads = 0 if weight is None else len(weight), 0 if head_weight is None else len(head_weight)
     check(one.dtype, x.shape[-1], heads)
 
     def launch(grid, options):
-        parts = sums.new_empty(*grid, *sums.shape, dtype=torch.float32)
-        norm_project_backward_kernel[grid](
-            dy, dbias, x, norm_weight, norm_bias, one, head_weight, residual, dx, normal, parts,
-            x.numel() // x.shape[-1], x.shape[1] * x.shape[2], width, heads, eps, PROJECT=width > 0,
-            HEADS=padded_width(heads) if heads else 0, RESIDUAL=residual is not None, **options)
-        add_up(parts, sums)
-    run(norm_project_backward_kernel, NORM_PROJECT_BACKWARD, x, one, width, launch)
+        with sums.room(parts, *grid) as to:
+            norm_project_backward_kernel[grid](
+                dy, dbias, x, norm_weight, norm_bias, one, head_weight, residual, dx, normal, to,
+                x.numel() // x.shape[-1], x.shape[1] * x.shape[2], width, heads, eps, PROJECT=width > 0,
+                HEADS=padded_width(heads) if heads else 0, RESIDUAL=residual is not None, **options)
+    run(norm_project_backward_kernel, x, one, width, launch)
     return found
 
 
-def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps):
+def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
+                                parts):
     channels, heads = x.shape[-1], 0 if head_weight is None else len(head_weight)
     normal = (0,) if weight is None else (x.numel() // channels, channels)
     return (x.new_empty(x.shape), (head_weight if weight is None else weight).new_empty(normal),
-            x.new_empty(2 + heads, channels, dtype=shared_dtype((norm_weight, norm_bias, head_weight))))
+            x.new_empty(parts, 2 + heads, channels, dtype=torch.float32))
 
 
 def output_project_launch(og, weight, bias, residual, drop):
@@ -283,7 +295,7 @@ def output_project_launch(og, weight, bias, residual, drop):
     check(weight.dtype, out.shape[-1])
     check(weight.dtype, og.shape[-1])
     positions, width = out.numel() // out.shape[-1], og.shape[-1]
-    run(output_project_kernel, OUTPUT_PROJECT, out, weight, width, lambda grid, options:
+    run(output_project_kernel, out, weight, width, lambda grid, options:
         output_project_kernel[grid](
             og, weight, bias, residual, drop, out, positions, *out.shape[1:3], width,
             *drop_strides(drop, out), RESIDUAL=residual is not None, DROP=drop is not None, **options))
@@ -304,25 +316,25 @@ def widened(drop, channels):
     return None if drop is None else drop.expand(*drop.shape[:-1], channels).contiguous()
 
 
-def output_project_backward_launch(gradient, weight, drop):
-    """dog; drop * gradient, empty without drop; the bias's gradient."""
-    dog, du, dbias = found = output_project_backward_sizes(gradient, weight, drop)
+def output_project_backward_launch(gradient, weight, drop, parts):
+    """dog; drop * gradient, empty without drop; so many parts (n, c) of the bias's gradient."""
+    dog, du, parts = found = output_project_backward_sizes(gradient, weight, drop, parts)
     channels, width = weight.shape
     check(weight.dtype, channels)
 
     def launch(grid, options):
-        parts = dbias.new_empty(*grid, *dbias.shape, dtype=torch.float32)
-        output_project_backward_kernel[grid](
-            gradient, weight, drop, dog, du, parts, gradient.numel() // channels, *gradient.shape[1:3],
-            width, *drop_strides(drop, gradient), DROP=drop is not None, **options)
-        add_up(parts, dbias)
-    run(output_project_backward_kernel, OUTPUT_PROJECT_BACKWARD, gradient, weight, width, launch)
+        with sums.room(parts, *grid) as to:
+            output_project_backward_kernel[grid](
+                gradient, weight, drop, dog, du, to, gradient.numel() // channels, *gradient.shape[1:3],
+                width, *drop_strides(drop, gradient), DROP=drop is not None, **options)
+    run(output_project_backward_kernel, gradient, weight, width, launch)
     return found
 
 
-def output_project_backward_sizes(gradient, weight, drop):
+def output_project_backward_sizes(gradient, weight, drop, parts):
     return (weight.new_empty(*gradient.shape[:-1], weight.shape[1]),
-            weight.new_empty(0 if drop is None else gradient.shape), weight.new_empty(len(weight)))
+            weight.new_empty(0 if drop is None else gradient.shape),
+            weight.new_empty(parts, len(weight), dtype=torch.float32))
 
 
 def norm_project_flops(x, norm_weight, norm_bias, weight, head_weight, eps, **_):
@@ -342,14 +354,15 @@ NORMS = "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor? weight, Tensor?
 NORM_PROJECT_OP = operation(f"norm_project({NORMS}, float eps) -> (Tensor, Tensor)", norm_project_launch,
                             norm_project_sizes, norm_project_flops)
 NORM_PROJECT_BACKWARD_OP = operation(
-    f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps) -> "
-    "(Tensor, Tensor, Tensor)", norm_project_backward_launch, norm_project_backward_sizes,
+    f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps, "
+    "int parts) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch, norm_project_backward_sizes,
     norm_project_backward_flops)
 OUTPUT_PROJECT_OP = operation(
     "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop) -> Tensor",
     output_project_launch, output_project_sizes, output_project_flops)
 OUTPUT_PROJECT_BACKWARD_OP = operation(
-    "output_project_backward(Tensor gradient, Tensor weight, Tensor? drop) -> (Tensor, Tensor, Tensor)",
+    "output_project_backward(Tensor gradient, Tensor weight, Tensor? drop, int parts) -> "
+    "(Tensor, Tensor, Tensor)",
     output_project_backward_launch, output_project_backward_sizes, output_project_flops)
 
 
@@ -362,18 +375,24 @@ OUTPUT_PROJECT_BACKWARD_OP = operation(
 def norm_project_backward(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, eps, residual=None):
     """Gradients of x (with that of a residual added), norm_weight, norm_bias, weight and head_weight from
     those of y and head_bias."""
-    parameters = norm_weight, norm_bias, weight, head_weight
-    dx, normal, sums = NORM_PROJECT_BACKWARD_OP(dy, dbias, x, *parameters, residual, eps)
-    return (dx, sums[0].to(norm_weight.dtype), sums[1].to(norm_bias.dtype),
+    parameters, channels = (norm_weight, norm_bias, weight, head_weight), x.shape[-1]
+    width, dtype = (0, head_weight.dtype) if weight is None else (len(weight), weight.dtype)
+    parts = programs("norm_project_backward_kernel", x.numel() // channels, channels, width, dtype)
+    dx, normal, parts = NORM_PROJECT_BACKWARD_OP(dy, dbias, x, *parameters, residual, eps, parts)
+    found = sums.OP(parts, shared_dtype((norm_weight, norm_bias, head_weight)))
+    return (dx, found[0].to(norm_weight.dtype), found[1].to(norm_bias.dtype),
             None if weight is None else dy.flatten(0, -2).t() @ normal,
-            None if head_weight is None else sums[2:].to(head_weight.dtype))
+            None if head_weight is None else found[2:].to(head_weight.dtype))
 
 
 def output_project_backward(gradient, og, weight, drop):
     """Gradients of og, weight and bias; that of the residual is `gradient` itself."""
-    dog, du, dbias = OUTPUT_PROJECT_BACKWARD_OP(gradient, weight, drop)
+    channels, width = weight.shape
+    parts = programs("output_project_backward_kernel", gradient.numel() // channels, channels, width,
+                     weight.dtype)
+    dog, du, parts = OUTPUT_PROJECT_BACKWARD_OP(gradient, weight, drop, parts)
     du = gradient.to(weight.dtype) if drop is None else du
-    return dog, du.flatten(0, -2).t() @ og.flatten(0, -2), dbias
+    return dog, du.flatten(0, -2).t() @ og.flatten(0, -2), sums.OP(parts, weight.dtype)
 
 
 class NormProject(torch.autograd.Function):

@@ -21,13 +21,12 @@ import torch.nn.functional as F
 import triton
 from torch.autograd.function import once_differentiable
 
+from fusion_lab.kernels import sums, tuner
 from fusion_lab.kernels import triangle_multiplication_kernels as kernels
-from fusion_lab.kernels import tuner
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
-    add_up,
     candidates,
     check_shapes,
     operation,
@@ -50,6 +49,8 @@ BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2)
 FRONT_BACKWARD = candidates(TILES, (32, 64, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
                             (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2))
 SMALL = candidates(TILES, (32, 16, 8, 2))  # for float32, whose products hold whole rows in registers
+CANDIDATES = dict(front_kernel=FRONT, back_kernel=BACK, back_backward_kernel=BACK_BACKWARD,
+                  front_backward_kernel=FRONT_BACKWARD)
 
 
 def reference(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight,
@@ -72,13 +73,38 @@ def reference(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, c
     return update if residual is None else residual + update
 
 
+def padded(S):
+    """SP"""
+    return triton.cdiv(S, 16) * 16
+
+
+def looked_up(name, S, C, dtype):
+    """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
+    return (name, f"{str(dtype)[6:]} C{C} S{triton.next_power_of_2(S)}",
+            SMALL if dtype == torch.float32 else CANDIDATES[name])
+
+
+def fitted(config, C):
+    """The configuration: fewer positions where there are more than 128 channels, and no more channels than
+    there are."""
+    wider = max(1, C // 128)
+    return {**config, "BM": max(16, config["BM"] // wider), "BC": max(16, min(C, config["BC"] // wider))}
+
+
+@sums.constant
+def programs(name, B, S, C, dtype):
+    """How many programs a kernel has with the tuner's choice."""
+    config = fitted(tuner.chosen(*looked_up(name, S, C, dtype)), C)
+    return B * padded(S) ** 2 // config["BM"]
+
+
 class Call:
     """What the launches of one call share: arguments, sizes, strides, flags, the class of shape. weights: of
     PARAMETERS, None for a bias that there is not."""
 
     def __init__(self, pair, weights, mask, drop, outgoing, eps):
         self.B, self.S, _, self.C = pair.shape
-        self.SP = triton.cdiv(self.S, 16) * 16
+        self.SP = padded(self.S)
         self.plane = self.B * self.SP * self.SP
         if self.plane >= 1 << 31:
             raise ValueError(f"{tuple(pair.shape)} are too many positions for one launch")
@@ -94,7 +120,6 @@ class Call:
         self.back_flags = dict(OUT_BIAS=out[1] is not None, GATE_BIAS=self.gate[1] is not None,
                                DROP=drop is not None)
         self.flags = dict(PRECISION=precision(self.dtype), C=self.C, EVEN=self.S == self.SP)
-        self.shape = f"{str(self.dtype)[6:]} C{self.C} S{triton.next_power_of_2(self.S)}"
 
     def planes(self, number):
         return self.new(number * self.C, self.B, self.SP, self.SP)
@@ -102,29 +127,24 @@ class Call:
     def rows(self, width):
         return self.new(self.B * self.S * self.S, width)
 
-    def fitted(self, config):
-        """The configuration: fewer positions where there are more than 128 channels, and no more channels
-        than there are."""
-        wider = max(1, self.C // 128)
-        return {**config, "BM": max(16, config["BM"] // wider),
-                "BC": max(16, min(self.C, config["BC"] // wider))}
+    def parts(self, number, width):
+        return self.new(number, width * self.C, dtype=torch.float32)
 
-    def run(self, kernel, tiles, *arguments, sums=None, **flags):
-        """Launch with the tuner's choice. sums (n,), if given, becomes the sum of what the programs store."""
+    def run(self, kernel, *arguments, parts=None, **flags):
+        """Launch with the tuner's choice. parts, if given, gets what the programs store to be added up."""
         def launch(config):
-            config = self.fitted(config)
-            programs = self.plane // config["BM"]
-            if sums is None:
-                return kernel[(programs,)](*arguments, **flags, **self.flags, **config)
-            parts = sums.new_empty(programs, len(sums), dtype=torch.float32)
-            kernel[(programs,)](*arguments, parts, **flags, **self.flags, **config)
-            add_up(parts, sums)
-        tuner.launch(kernel.__name__, self.shape, SMALL if self.dtype == torch.float32 else tiles, launch)
+            config = fitted(config, self.C)
+            many = self.plane // config["BM"]
+            if parts is None:
+                return kernel[(many,)](*arguments, **flags, **self.flags, **config)
+            with sums.room(parts, many) as to:
+                kernel[(many,)](*arguments, to, **flags, **self.flags, **config)
+        tuner.launch(*looked_up(kernel.__name__, self.S, self.C, self.dtype), launch)
 
     def make_sides(self):
         """left and right, (2 c, B, SP, SP)."""
         sides = self.planes(2)
-        self.run(kernels.front_kernel, FRONT, *self.front, sides, *self.front_sizes, **self.front_flags)
+        self.run(kernels.front_kernel, *self.front, sides, *self.front_sizes, **self.front_flags)
         return sides
 
     def matrices(self, planes):
@@ -159,7 +179,7 @@ def forward(pair, weights, mask, drop, residual, outgoing, eps, save):
     product = call.multiply(sides)
     sides = sides if save == "all" else call.new(0)
     out = pair.new_empty(pair.shape, dtype=call.dtype if residual is None else residual.dtype)
-    call.run(kernels.back_kernel, BACK, product, *call.back, residual, out, *call.back_sizes,
+    call.run(kernels.back_kernel, product, *call.back, residual, out, *call.back_sizes,
              RESIDUAL=residual is not None, **call.back_flags)
     return [out, call.new(0) if save == "nothing" else product, sides]
 
@@ -171,32 +191,32 @@ def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save):
             call.planes(2) if save == "all" else call.new(0)]
 
 
-def backward(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps):
+def backward(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps, front, back):
     """[Gradient of pair; of left, right, their gates and the output gate before their sigmoids, (P, 5 c), and
-    x, (P, c); of the output projection, and LN(product), (P, c); gradients (10 c,) of norm_weight, norm_bias,
-    in_bias, center_weight, center_bias, out_bias and gate_bias, in the dtype of these, float32 if they
-    differ]. add: pair was the residual. Products of the (P, .) are left to the caller, where torch.compile
+    x, (P, c); of the output projection, and LN(product), (P, c); so many parts (front, 6 c) of the gradients
+    of norm_weight, norm_bias and in_bias, (back, 4 c) of those of center_weight, center_bias, out_bias and
+    gate_bias]. add: pair was the residual. Products of the (P, .) are left to the caller, where torch.compile
     sees them; two of these tensors outlive what they are needed for here."""
     call = Call(pair, weights, mask, drop, outgoing, eps)
     sides = sides if sides.numel() else call.make_sides()
     product = product if product.numel() else call.multiply(sides)
-    found = backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps)
-    dpair, dgates, x, dout, centered, sums = found
-    c, dproduct = call.C, call.planes(1)
-    call.run(kernels.back_backward_kernel, BACK_BACKWARD, product, *call.back, gradient, dproduct, centered,
-             dout, dgates, *call.back_sizes, sums=sums[6 * c:], **call.back_flags)
+    found = backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps, front,
+                           back)
+    dpair, dgates, x, dout, centered, front, back = found
+    dproduct = call.planes(1)
+    call.run(kernels.back_backward_kernel, product, *call.back, gradient, dproduct, centered, dout, dgates,
+             *call.back_sizes, parts=back, **call.back_flags)
     dsides = call.multiply_backward(sides, dproduct)
     del product, dproduct
-    call.run(kernels.front_backward_kernel, FRONT_BACKWARD, *call.front, sides, dsides, call.gate[0],
-             gradient, dgates, dpair, x, *call.front_sizes, sums=sums[:6 * c], ADD=add,
-             **call.front_flags)
+    call.run(kernels.front_backward_kernel, *call.front, sides, dsides, call.gate[0], gradient, dgates, dpair,
+             x, *call.front_sizes, parts=front, ADD=add, **call.front_flags)
     return found
 
 
-def backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps):
+def backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps, front, back):
     call, c = Call(pair, weights, mask, drop, outgoing, eps), pair.shape[-1]
     return [pair.new_empty(pair.shape), *(call.rows(width) for width in (5 * c, c, c, c)),
-            call.new(10 * c, dtype=shared_dtype(weights[n] for n in (0, 1, 3, 4, 5, 7, 9)))]
+            call.parts(front, 6), call.parts(back, 4)]
 
 
 def flops(shape, second, *others, **_):
@@ -210,8 +230,8 @@ FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor?
                        "Tensor? residual, bool outgoing, float eps, str save) -> Tensor[]",
                        forward, forward_sizes, flops)
 BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
-                        "Tensor? drop, Tensor product, Tensor sides, bool add, bool outgoing, float eps) -> "
-                        "Tensor[]", backward, backward_sizes, flops)
+                        "Tensor? drop, Tensor product, Tensor sides, bool add, bool outgoing, float eps, "
+                        "int front, int back) -> Tensor[]", backward, backward_sizes, flops)
 
 
 class TriangleMultiplication(torch.autograd.Function):
@@ -229,12 +249,16 @@ class TriangleMultiplication(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         pair, mask, drop, product, sides, *weights = ctx.saved_tensors
-        dpair, dgates, x, dout, centered, sums = BACKWARD_OP(gradient.contiguous(), pair, weights, mask, drop,
-                                                             product, sides, *ctx.how)
-        c, dout_weight = pair.shape[-1], dout.t() @ centered
+        (B, S, _, c), dtype = pair.shape, shared_dtype([weights[n] for n in (0, 1, 3, 4, 5, 7, 9)])
+        many = [programs(name, B, S, c, weights[2].dtype) for name in (
+            "front_backward_kernel", "back_backward_kernel")]
+        dpair, dgates, x, dout, centered, *parts = BACKWARD_OP(
+            gradient.contiguous(), pair, weights, mask, drop, product, sides, *ctx.how, *many)
         din, dgate = (dgates.t() @ x).split([4 * c, c])
-        norm, norm_bias, in_bias, *rest = sums.split([c, c, 4 * c, c, c, c, c])
-        center, center_bias, out_bias, gate_bias = rest
+        front, back = [sums.OP(each, dtype) for each in parts]
+        norm, norm_bias, in_bias = front.split([c, c, 4 * c])
+        center, center_bias, out_bias, gate_bias = back.split([c, c, c, c])
+        dout_weight = dout.t() @ centered
         grads = norm, norm_bias, din, in_bias, center, center_bias, dout_weight, out_bias, dgate, gate_bias
         grads = [None if w is None else d.to(w.dtype) for d, w in zip(grads, weights, strict=True)]
         return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 4, *grads

@@ -24,9 +24,10 @@ OF_KERNELS = rules(
     ("softmax", r"^triton_(per|red|mix)_.*softmax"),
     ("normalisation", rf"^triton_(per|red|mix)_.*{NORMS}"),
     ("reduction", r"^triton_(per|red|mix)_"),
+    ("reduction", r"^sums?_kernel"),
     ("attention", r"attn_|attention|fmha|flash|sdpa|bwd_kernel_(dk|dq|fuse)|bwd_preprocess"),
     ("matrix product", r"Cijk_|gem[mv]|^triton_(tem|mm|bmm)|splitk|nvjet|cutlass|xmma|ampere_|sm\d\d+_|matmul"
-                       r"|miopen\w*conv|winograd"),
+                       r"|miopen\w*conv|winograd|weight_gradients"),
     ("softmax", r"softmax"),
     ("normalisation", rf"{NORMS}|RowwiseMoments|GammaBeta|ComputeGradInput|ComputeInternalGradients"),
     ("fill", r"memset|fillBuffer|FillFunctor"),
@@ -35,7 +36,7 @@ OF_KERNELS = rules(
     ("optimizer", r"adam|multi_tensor"),
     ("reduction", r"reduc|rocprim|hipcub|cub::|nll_loss|_dot_|argm(ax|in)|grad_weight|topk"),
     ("elementwise", r"elementwise|pointwise|Functor|OpTensor|index|gather|scatter|embedding|dropout"
-                    r"|distribution|arange|where|threshold|clamp"),
+                    r"|distribution|arange|where|threshold|clamp|swiglu|rotary"),
     ("compiled code", r"^triton_"),
 )
 VIEWS = ("view", "view_as", "reshape", "transpose", "t", "mT", "numpy_T", "permute", "as_strided",

@@ -15,6 +15,8 @@ def retune(program, settings):
     Triton or a switch for its kernels."""
     fusion = settings.fusion
     names = [name for name in fusion.names() if name.startswith(SWITCH) and name != UNTUNED]
+    if not names:
+        raise UserError("--retune: this program's kernels have no tile sizes to choose from")
     if not any(getattr(fusion, name) for name in names):
         raise UserError("--retune: no Triton kernel is on; add --enable-ultra")
     device = choose_device(settings.training.device)

@@ -8,26 +8,35 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import gathered_gradients, triton
+from fusion_lab.kernels import gathered_gradients, sums, triton
 from fusion_lab.measuring import accuracy
 
 aten = torch.ops.aten
 
 
+class Found(list):
+    def __init__(self):
+        self.sums = []
+
+
 @pytest.fixture
 def made(monkeypatch):
-    """What the pass finds and leaves: [(matrix products before, after, gathered)] of each graph."""
+    """What the pass finds and leaves: [(matrix products before, after, gathered)] of each graph, and under
+    `sums` the same of these."""
     monkeypatch.setattr(gathered_gradients, "LEAST_POSITIONS", 12)
-    found = []
+    found, kinds = Found(), (
+        (aten.mm.default, gathered_gradients.weight_gradients.OP), (sums.OP, sums.GATHERED_OP))
 
     class Watched(gathered_gradients.GatheredGradients):
         def __call__(self, graph):
-            products = [len(graph.find_nodes(op="call_function", target=aten.mm.default))]
+            def nodes(target):
+                return graph.find_nodes(op="call_function", target=target)
+            before = [len(nodes(single)) for single, _ in kinds]
             super().__call__(graph)
             graph.lint()
-            products.append(len(graph.find_nodes(op="call_function", target=aten.mm.default)))
-            calls = graph.find_nodes(op="call_function", target=gathered_gradients.weight_gradients.OP)
-            found.append((*products, sum(len(call.args[0]) for call in calls)))
+            for into, number, (single, together) in zip((found, found.sums), before, kinds, strict=True):
+                gathered = sum(len(call.args[0]) for call in nodes(together))
+                into.append((number, len(nodes(single)), gathered))
 
         def uuid(self):
             return None  # compiled anew, so that it runs
@@ -100,6 +109,41 @@ def test_what_is_not_gathered(made, monkeypatch):
             assert graph_of(twice, *both) == 0
 
 
+def test_which_sums_are_gathered(made, monkeypatch):
+    """All of one dtype that are only handed on, the smallest as long as there is room; not one alone."""
+    def graph_of(function, *rows, device="cpu"):
+        given = [torch.zeros(n, 8) for n in rows]
+        graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
+        gathered_gradients.GatheredGradients(device)(graph)
+        return made.sums.pop()
+
+    def each(*parts, dtype=torch.bfloat16):
+        return [sums.OP(part, dtype) for part in parts]
+    wide = torch.ops.prims.convert_element_type
+    assert graph_of(each, 2, 3, 4) == (3, 0, 3)
+    assert graph_of(each, 2) == (1, 1, 0) == graph_of(lambda x: sums.OP(x, torch.half)[0].float(), 2)
+    assert graph_of(each, 2, 3, device="cuda") == (2, 2, 0)
+    assert graph_of(lambda x, y: (sums.OP(x, torch.half), sums.OP(y, torch.float32)), 2, 2) == (2, 2, 0)
+    assert graph_of(lambda x, y: [*each(x, y), *each(x, y, dtype=torch.half)], 2, 2) == (4, 0, 4)
+    assert graph_of(lambda x, y, z: [*each(x, y), sums.OP(z, torch.half) + 1], 2, 2, 2) == (3, 1, 2)
+    assert graph_of(lambda x, y: [wide(t[0], torch.float32) for t in each(x, y)], 2, 2) == (2, 0, 2)
+    monkeypatch.setattr(gathered_gradients, "MOST_TO_ADD_UP", 4 * 8 * (2 + 3))
+    assert graph_of(each, 2, 3) == (2, 0, 2) and graph_of(each, 3, 4, 2) == (3, 1, 2)
+    monkeypatch.setattr(gathered_gradients, "MOST_TO_ADD_UP", 4 * 8 * (2 + 3) - 1)
+    assert graph_of(each, 2, 3) == (2, 2, 0)
+
+
+def test_long_sums_come_first(made):
+    parts = [torch.randint(9, size=(n, 8)).float() for n in (2, 300, 3)]
+    graph = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda *parts: [sums.OP(part, torch.float32) for part in parts], tracing_mode="fake")(*parts)
+    gathered_gradients.GatheredGradients("cpu")(graph.graph)
+    graph.recompile()
+    call, = graph.graph.find_nodes(op="call_function", target=sums.GATHERED_OP)
+    assert [len(node.meta["val"]) for node in call.args[0]] == [300, 3, 2]
+    assert all(map(torch.equal, graph(*parts), [part.sum(0) for part in parts]))
+
+
 def test_equal_code_is_found_again_in_the_compilers_cache():
     keys = [gathered_gradients.GatheredGradients(device).uuid() for device in ("cuda", "cuda", "cpu")]
     assert keys[0] == keys[1] != keys[2]
@@ -126,4 +170,11 @@ def test_a_block_with_kernels(made, monkeypatch):
     for call in (gathering, partial(checkpoint, gathering, use_reentrant=False)):
         assert near(gradients(call, weights, *given), plain)
     before, after, gathered = made[-1]
-    assert before - after == gathered == 18
+    assert before - after == gathered == 18 and made.sums[-1] == (19, 0, 19)
+
+
+def test_models_share_compiled_code():
+    """The compiler compares options: another one's would be another graph, and after eight it gives up."""
+    assert triton.gathered_gradients(True) == triton.gathered_gradients(True) != {}
+    made = gathered_gradients.GatheredGradients
+    assert made("cpu") == made("cpu") != made() and len({made("cpu"), made("cpu"), made()}) == 2

@@ -15,10 +15,10 @@ MUTANTS = {
     "the first tile's mask for all": ("h = after", "h = h"),
     "last tile dropped": ("for p0 in range(first, end, BM):", "for p0 in range(first, end - BM, BM):"),
     "sums of the last tile alone": ("acc += dh", "acc = dh"),
-    "sums of the first share alone": ("add_up(parts, db1)", "db1.copy_(parts[0])"),
+    "sums of the first share alone": ("sums.OP(parts, h", "sums.OP(parts[:1], h"),
     "every chunk the first one's weights": ("w + c[:, None] * K + k[None, :]",
                                             "w + c[:, None] * K + tl.arange(0, BK)[None, :]"),
-    "second bias without a gradient": ("gradient.sum(0)\n", "0 * gradient.sum(0)\n"),
+    "second bias without a gradient": ("gradient.sum(0))\n", "0 * gradient.sum(0))\n"),
 }
 
 

@@ -26,7 +26,7 @@ NORM_MUTANTS = {
     "heads exchanged": ("* H + h[None, :]) * PLANE", "* H + H - 1 - h[None, :]) * PLANE"),
     "head bias's gradient halved": ("t = tl.load(dbias + at", "t = 0.5 * tl.load(dbias + at"),
     "head bias has no gradient": ("acc = tl.dot(t, ht, acc", "acc += 0 * tl.dot(t, ht, acc"),
-    "sums of the first program alone": ("add_up(parts, sums)", "sums.copy_(parts[0])"),
+    "sums of the first program alone": ("sums.OP(parts, shared", "sums.OP(parts[:1], shared"),
     "x not normalised for the weight": ("store_rows(normal_out, p, P, normal, C)",
                                         "store_rows(normal_out, p, P, x_hat, C)"),
 }
@@ -37,7 +37,7 @@ OUTPUT_MUTANTS = {
     "no residual": ("acc += rows(residual", "acc += 0 * rows(residual"),
     "gradient not dropped": ("        d *= factors", "        d = d + 0 * factors"),
     "last channels dropped": ("range(0, K, BK)", "range(0, K - BK, BK)"),
-    "sums of the first program alone": ("add_up(parts, dbias)", "dbias.copy_(parts[0])"),
+    "sums of the first program alone": ("sums.OP(parts, weight", "sums.OP(parts[:1], weight"),
 }
 
 

@@ -75,7 +75,7 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "output gate not in pair's gradient": ("dg = tl.trans(rows(", "dg = 0 * tl.trans(rows(", "small"),
     "incoming taken for outgoing": ("right.mT if self.outgoing", "right.mT if True", "incoming"),
     "left's gradient of the transpose": ("else (right, d.mT)", "else (right, d)", "incoming"),
-    "sums of the first program": ("add_up(parts, sums)", "sums.copy_(parts[0])", "small"),
+    "sums of the first program": ("sums.OP(each, dtype)", "sums.OP(each[:1], dtype)", "small"),
     "eps as an afterthought": ("self.plane, eps\n", "self.plane, 0.1\n", "small"),
 }
 

@@ -60,6 +60,7 @@ def test_three_times_the_error_of_plain_pytorch(case, dtype):
     assert wrong(weight_gradients.OP, *problem(case, dtype)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(weight_gradients, *MUTANTS[broken], tmp_path)
@@ -84,6 +85,7 @@ def test_every_tile_of_the_tuner(number, monkeypatch):
     assert wrong(weight_gradients.OP, *problem("several tiles and shares", torch.bfloat16)) == []
 
 
+@pytest.mark.slow
 def test_rows_may_have_gaps_or_be_columns():
     lefts, rights = problem("equal", torch.bfloat16)
     gaps = [torch.cat([t, torch.full_like(t, torch.nan)], 1)[:, :t.shape[1]] for t in lefts]
