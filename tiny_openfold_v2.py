@@ -555,7 +555,8 @@ class TinyOpenFoldV2(nn.Module):
             how = dict(fullgraph=True, dynamic=False, options=dict(
                 torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
                 combo_kernels=self.fusion.combo_kernels_at(config.seq_len),
-                **triton.gathered_gradients(self.fusion.enable_triton_weight_gradients)))
+                **triton.gathered_gradients(self.fusion.enable_triton_weight_gradients,
+                                            self.fusion.enable_triton_sums)))
             for block in self.blocks:
                 block.compile(**how)
             self.gpu_ends = torch.compile(self.embed, **how), torch.compile(self.heads, **how)

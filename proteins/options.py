@@ -102,21 +102,24 @@ class TritonSwitches(options.Switches):
                                               "its (S, S, h*h) tensors", ultra=True, rung=10)
     enable_triton_relu: bool = option(False, "transitions: bias, ReLU in a product's epilogue; their "
                                       "gradients in a kernel", ultra=True, rung=11)
-    enable_triton_projection: bool = option(False, "LayerNorm with the projections behind it, output "
-                                            "projection, residual, round triton-attention", ultra=True,
-                                            rung=12)
-    enable_triton_weight_gradients: bool = option(False, "with torch.compile: small gradients of weights of "
-                                                  "a block in two launches, sums in one", ultra=True, rung=13)
-    enable_triton_transition: bool = option(False, "transitions, their hidden layer never in memory", rung=15)
+    enable_triton_projection: bool = option(False, "LayerNorm, projections, residual round triton-attention",
+                                            ultra=True, rung=12)
+    enable_triton_weight_gradients: bool = option(False, "a block's small gradients together", ultra=True,
+                                                  rung=13, alone=False)
+    enable_triton_transition: bool = option(False, "transitions without a hidden tensor", rung=15)
     enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
                                                "(S, S, h*h) tensor never in memory", rung=16)
+    enable_triton_sums: bool = option(False, "a block's small sums together", rung=17,
+                                      alone=False)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)
         if self.enable_triton_projection and not self.enable_triton_attention:
             found.append("triton-projection works round triton-attention")
-        if self.enable_triton_weight_gradients and not self.enable_torch_compile:
-            found.append("triton-weight-gradients needs torch.compile")
+        if not self.enable_torch_compile:
+            found += [f"triton-{name} needs torch.compile" for name, on in (
+                ("weight-gradients", self.enable_triton_weight_gradients),
+                ("sums", self.enable_triton_sums)) if on]
         if settings.training.sequence_parallel > 1:
             found += [f"{name} takes whole pair tensors, not a GPU's part of one" for name, on in (
                 ("triton-triangle", self.enable_triton_triangle),
@@ -135,6 +138,6 @@ class TritonSwitches(options.Switches):
             enable_triton_projection=((c.msa_dim, c.msa_heads), (c.pair_dim, c.pair_heads)),
             enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),),
             enable_triton_outer_layout=(c.outer_product_dim,),
-            enable_triton_weight_gradients=(c.pair_dim,),
+            enable_triton_weight_gradients=(c.pair_dim,), enable_triton_sums=(c.pair_dim,),
             enable_triton_relu=(c.msa_dim, c.pair_dim)), (c.pair_dim, c.msa_heads),
             settings.training.use_amp, on_gpu)

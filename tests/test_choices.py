@@ -29,8 +29,8 @@ def test_widths_that_kernels_take():
         assert limits.takes("enable_triton_transition", width) is (width in (16, 32, 64, 128, 256))
         assert limits.takes("enable_triton_attention", width) is (width <= 128)
         assert limits.takes("enable_triton_outer_product", (width, 64)) is (width in (4, 8, 16, 32, 64))
-        assert limits.takes("enable_triton_outer_layout", width)
-        assert limits.takes("enable_triton_weight_gradients", (2048, width)) is (width % 16 == 0)
+        for name in ("outer_layout", "weight_gradients", "sums"):
+            assert limits.takes(f"enable_triton_{name}", width)
         assert limits.takes("enable_triton_outer_product", (16, width)) is (width in (16, 32, 64, 128, 256))
 
 
@@ -327,11 +327,13 @@ def test_counts_of_rows_lie_where_the_sides_do(handed):
 
 @pytest.mark.parametrize("triton_is_there", [True, False])
 def test_the_compiler_gathers_gradients_if_asked_to(monkeypatch, triton_is_there):
-    made = SimpleNamespace(GatheredGradients=lambda: "the pass")
+    made = SimpleNamespace(GatheredGradients=lambda *which: which)
     monkeypatch.setitem(sys.modules, "fusion_lab.kernels.gathered_gradients", made)
     monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
-    expected = dict(post_grad_custom_post_pass="the pass") if triton_is_there else {}
-    assert triton.gathered_gradients(True) == expected and triton.gathered_gradients(False) == {}
+    for which in ((True, False), (False, True)):
+        expected = dict(post_grad_custom_post_pass=which) if triton_is_there else {}
+        assert triton.gathered_gradients(*which) == expected
+    assert triton.gathered_gradients(False, False) == {}
 
 
 def test_messages_are_flat(handed):

@@ -181,7 +181,8 @@ def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
     monkeypatch.setattr(gathered_gradients.GatheredGradients, "uuid", lambda self: None)
     for on in (False, True):
         torch._dynamo.reset()
-        given = settings("bfloat16", False, dropout=0.0, seq_len=64, enable_triton_weight_gradients=on)
+        given = settings("bfloat16", False, dropout=0.0, seq_len=64, enable_triton_weight_gradients=on,
+                         enable_triton_sums=on)
         process_settings(given, torch.device(DEVICE))
         source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])

@@ -178,14 +178,14 @@ def test_what_is_compiled(seq_len, combos, monkeypatch):
     config = dataclasses.replace(SMALL, seq_len=seq_len, num_blocks=2)
     model = tof.TinyOpenFoldV2(config, tof.FusionConfig())
     assert calls == [] and model.gpu_ends == (model.embed, model.heads) and len(model.sublayers()) == 18
-    monkeypatch.setattr(tof.triton, "gathered_gradients", lambda on: dict(gathers=on))
+    monkeypatch.setattr(tof.triton, "gathered_gradients", lambda *which: dict(gathers=which))
     fusion = tof.FusionConfig(enable_torch_compile=True, enable_combo_kernels=True,
                               enable_triton_weight_gradients=combos,
                               torch_compile_mode="max-autotune-no-cudagraphs")
     model = tof.TinyOpenFoldV2(config, fusion)
     how = dict(fullgraph=True, dynamic=False, options=dict(
         torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), combo_kernels=combos,
-        gathers=combos))
+        gathers=(combos, False)))
     assert calls == [*2 * [(tof.FusedEvoformerBlock, how)], ("embed", how), ("heads", how)]
     assert model.gpu_ends == ("end", "end") and model.sublayers() == []
 
@@ -285,7 +285,8 @@ def test_the_chosen_attention_is_what_runs(chosen, monkeypatch):
 
 def test_defaults_of_the_command_line():
     assert [f.name for f in dataclasses.fields(tof.FusionConfig) if not f.metadata["alone"]] == [
-        "enable_torch_compile", "enable_combo_kernels"]
+        "enable_torch_compile", "enable_triton_adamw", "enable_triton_weight_gradients", "enable_triton_sums",
+        "enable_combo_kernels"]
     assert tof.COMMAND_LINE.study_sizes == dict(batch_size=(2, 4), seq_len=(32, 64))
 
 

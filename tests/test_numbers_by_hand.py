@@ -274,17 +274,18 @@ def test_defaults_are_the_documented_ones():
     preset = tof.FusionConfig.preset(True)
     left_out = [name for name in preset.names() if not getattr(preset, name)]
     assert sorted(left_out) == ["enable_activation_checkpointing", *(f"enable_triton_{name}" for name in (
-        "adamw", "attention", "outer_layout", "outer_product", "projection", "relu", "transition", "triangle",
-        "weight_gradients"))]
+        "adamw", "attention", "outer_layout", "outer_product", "projection", "relu", "sums", "transition",
+        "triangle", "weight_gradients"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_triton_outer_product", "enable_activation_checkpointing"]
+        "enable_triton_transition", "enable_triton_outer_product", "enable_triton_sums",
+        "enable_activation_checkpointing"]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
         "triton_outer_layout", "triton_relu", "triton_projection", "triton_weight_gradients",
-        "triton_adamw", "triton_transition", "triton_outer_product")]
+        "triton_adamw", "triton_transition", "triton_outer_product", "triton_sums")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)
@@ -418,8 +419,9 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(**outer, **layout) == ["triton-outer-layout gives way to triton-outer-product"]
     assert idle(96, **outer, **layout) == [  # one has no kernel, so the other one's runs
         "triton-outer-product has no kernel for sides of 32 to 96 channels"]
-    gradients = dict(enable_triton_weight_gradients=True)
-    assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]
+    gradients = dict(enable_triton_weight_gradients=True, enable_triton_sums=True)
+    assert idle(**gradients) == [
+        "triton-weight-gradients needs torch.compile", "triton-sums needs torch.compile"]
     assert idle(enable_torch_compile=True, **gradients) == []
     relu, transition = dict(enable_triton_relu=True), dict(enable_triton_transition=True)
     assert idle(**relu, **transition) == ["triton-relu gives way to triton-transition"]

@@ -32,14 +32,24 @@ MOST_TO_ADD_UP = 32 << 20  # bytes of all that is to be added up
 
 @dataclass(frozen=True)
 class GatheredGradients(CustomGraphPass):
-    """The pass, for graphs on devices of this type. Two are equal, so that models share compiled code."""
+    """The pass, for graphs on devices of this type: whether it gathers products and sums. Two are equal, so
+    that models share compiled code."""
+    products: bool
+    sums: bool
     device: str = "cuda"
 
     def uuid(self):
         """What compiled code is found again by, beside its graph."""
-        return get_hash_for_files((__file__, sums.__file__, weight_gradients.__file__), self.device)
+        return get_hash_for_files((__file__, sums.__file__, weight_gradients.__file__), str(self))
 
     def __call__(self, graph):
+        if self.products:
+            self.gather_products(graph)
+        for dtype, found in self.summed(graph).items() if self.sums else ():
+            if len(found) > 1:
+                gather(graph, found, sums.GATHERED_OP, [node.args[0] for node in found], dtype)
+
+    def gather_products(self, graph):
         groups = defaultdict(list)
         for product in graph.find_nodes(op="call_function", target=aten.mm.default):
             if (operands := self.operands(product)) and only_handed_on(product):
@@ -49,9 +59,6 @@ class GatheredGradients(CustomGraphPass):
                 found.sort(key=lambda each: -value(each[1]).shape[0])  # long ones first
                 products, *operands = map(list, zip(*found, strict=True))
                 gather(graph, products, weight_gradients.OP, *operands)
-        for dtype, found in self.summed(graph).items():
-            if len(found) > 1:
-                gather(graph, found, sums.GATHERED_OP, [node.args[0] for node in found], dtype)
 
     def summed(self, graph):
         """{dtype: the sums that can be gathered}, long ones first; of all in the graph the smallest."""

@@ -15,10 +15,10 @@ UNTUNED = f"{SWITCH}adamw"  # has no tile sizes to choose from
 def takes(switch, width):
     """Whether the kernels of a switch take this width: of a head for attention; (of a position, heads) for
     projections of a whole sub-layer; (of a side, of the result) for the outer product; any for its layout and
-    for gradients of weights, which gathers sums of the others too; else of a position."""
+    for what the compiler gathers; else of a position."""
     if switch == f"{SWITCH}outer_product":
         return width[0] in OUTER_WIDTHS and width[1] in CHANNELS
-    if switch in (f"{SWITCH}outer_layout", f"{SWITCH}weight_gradients"):
+    if switch in (f"{SWITCH}outer_layout", f"{SWITCH}weight_gradients", f"{SWITCH}sums"):
         return True
     if switch == f"{SWITCH}projection":
         return width[0] in LAYER_CHANNELS and width[1] <= MOST_HEADS

@@ -154,12 +154,12 @@ def two_layers(x, first, second):
     return kernels.two_layers(x, first.weight, first.bias, second.weight, second.bias)
 
 
-def gathered_gradients(on):
-    """Options with which torch.compile gathers gradients of weights in one call; {} where it does not."""
-    if not (on and HAS_TRITON):
+def gathered_gradients(products, sums):
+    """Options with which torch.compile gathers gradients of weights in one call each; {} where none."""
+    if not ((products or sums) and HAS_TRITON):
         return {}
     from fusion_lab.kernels.gathered_gradients import GatheredGradients
-    return dict(post_grad_custom_post_pass=GatheredGradients())
+    return dict(post_grad_custom_post_pass=GatheredGradients(products, sums))
 
 
 def triangle_multiplication(pair, norm, weight, bias, center, output, gate, mask, outgoing, residual, drop):

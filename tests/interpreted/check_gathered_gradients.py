@@ -48,9 +48,10 @@ def made(monkeypatch):
 
 def compiled(function, monkeypatch):
     """torch.compile as the model calls it, but for a CPU."""
-    made = gathered_gradients.GatheredGradients("cpu")
-    monkeypatch.setattr(gathered_gradients, "GatheredGradients", lambda: made)
-    return torch.compile(function, fullgraph=True, dynamic=False, options=triton.gathered_gradients(True))
+    made = gathered_gradients.GatheredGradients(True, True, "cpu")
+    monkeypatch.setattr(gathered_gradients, "GatheredGradients", lambda *which: made)
+    options = triton.gathered_gradients(True, True)
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def gradients(function, weights, *given):
@@ -83,16 +84,16 @@ def test_layers(autocast, made, monkeypatch):
 def test_what_is_not_gathered(made, monkeypatch):
     """What is used again in the graph, is alone, has too few positions, reads or makes too much, is float32
     or lies elsewhere."""
-    def graph_of(function, *shapes, dtype=torch.bfloat16, device="cpu"):
+    def graph_of(function, *shapes, dtype=torch.bfloat16, device="cpu", which=True):
         given = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
-        gathered_gradients.GatheredGradients(device)(graph)
+        gathered_gradients.GatheredGradients(which, True, device)(graph)
         return made.pop()[2]
 
     def twice(x, y):
         return x.t() @ y, y.t() @ x
     both = (12, 16), (12, 32)
-    assert graph_of(twice, *both) == 2
+    assert graph_of(twice, *both) == 2 and graph_of(twice, *both, which=False) == 0
     assert graph_of(lambda x, y: [(x.t() @ y)[:8], (y.t() @ x).reshape(-1)], *both) == 2
     assert graph_of(lambda x, y: (x.t() @ y, (y.t() @ x) @ x.t()), *both) == 0
     assert graph_of(lambda x, y: (x.t() @ y, (y.t() @ x) + 1), *both) == 0
@@ -111,16 +112,16 @@ def test_what_is_not_gathered(made, monkeypatch):
 
 def test_which_sums_are_gathered(made, monkeypatch):
     """All of one dtype that are only handed on, the smallest as long as there is room; not one alone."""
-    def graph_of(function, *rows, device="cpu"):
+    def graph_of(function, *rows, device="cpu", which=True):
         given = [torch.zeros(n, 8) for n in rows]
         graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
-        gathered_gradients.GatheredGradients(device)(graph)
+        gathered_gradients.GatheredGradients(True, which, device)(graph)
         return made.sums.pop()
 
     def each(*parts, dtype=torch.bfloat16):
         return [sums.OP(part, dtype) for part in parts]
     wide = torch.ops.prims.convert_element_type
-    assert graph_of(each, 2, 3, 4) == (3, 0, 3)
+    assert graph_of(each, 2, 3, 4) == (3, 0, 3) and graph_of(each, 2, 3, 4, which=False) == (3, 3, 0)
     assert graph_of(each, 2) == (1, 1, 0) == graph_of(lambda x: sums.OP(x, torch.half)[0].float(), 2)
     assert graph_of(each, 2, 3, device="cuda") == (2, 2, 0)
     assert graph_of(lambda x, y: (sums.OP(x, torch.half), sums.OP(y, torch.float32)), 2, 2) == (2, 2, 0)
@@ -137,7 +138,7 @@ def test_long_sums_come_first(made):
     parts = [torch.randint(9, size=(n, 8)).float() for n in (2, 300, 3)]
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         lambda *parts: [sums.OP(part, torch.float32) for part in parts], tracing_mode="fake")(*parts)
-    gathered_gradients.GatheredGradients("cpu")(graph.graph)
+    gathered_gradients.GatheredGradients(True, True, "cpu")(graph.graph)
     graph.recompile()
     call, = graph.graph.find_nodes(op="call_function", target=sums.GATHERED_OP)
     assert [len(node.meta["val"]) for node in call.args[0]] == [300, 3, 2]
@@ -145,8 +146,9 @@ def test_long_sums_come_first(made):
 
 
 def test_equal_code_is_found_again_in_the_compilers_cache():
-    keys = [gathered_gradients.GatheredGradients(device).uuid() for device in ("cuda", "cuda", "cpu")]
-    assert keys[0] == keys[1] != keys[2]
+    keys = [gathered_gradients.GatheredGradients(True, *how).uuid() for how in (
+        (True, "cuda"), (True, "cuda"), (True, "cpu"), (False, "cuda"))]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 @pytest.mark.slow
@@ -175,6 +177,7 @@ def test_a_block_with_kernels(made, monkeypatch):
 
 def test_models_share_compiled_code():
     """The compiler compares options: another one's would be another graph, and after eight it gives up."""
-    assert triton.gathered_gradients(True) == triton.gathered_gradients(True) != {}
-    made = gathered_gradients.GatheredGradients
-    assert made("cpu") == made("cpu") != made() and len({made("cpu"), made("cpu"), made()}) == 2
+    assert triton.gathered_gradients(True, True) == triton.gathered_gradients(True, True) != {}
+    made = [gathered_gradients.GatheredGradients(*how) for how in (
+        (True, True, "cpu"), (True, True, "cpu"), (True, True), (True, False, "cpu"), (False, True, "cpu"))]
+    assert made[0] == made[1] and len(set(made)) == 4
