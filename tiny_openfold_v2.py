@@ -682,7 +682,7 @@ class Trainer:
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
         self.optimizer = recipe.optimizer(self.updated, self.training, self.masters, graphs)
         self.average = recipe.average(self.updated, self.training.ema_decay)
-        self.use_graph, self.graph = graphs, None
+        self.use_graph, self.graph, self.gradient_norm = graphs, None, torch.zeros((), device=device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
         self.step_number, self.trained_on = 0, set()  # names of what it learned from, if that has names
         self.chosen_by = set()  # of what chose between its evaluations
@@ -727,7 +727,7 @@ class Trainer:
             self.masters.take_gradients()
         loss = self.world.reduce(self.updated, loss, self.masters)
         self.scaler.unscale_(self.optimizer)
-        self.gradient_norm = self.world.clip(self.updated, self.training.grad_clip, self.masters)
+        self.gradient_norm.copy_(self.world.clip(self.updated, self.training.grad_clip, self.masters))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -36,9 +36,9 @@ def test_gradients_are_unscaled_then_clipped_to_the_norm(amp):
     """AdamW's first moment after one step is a tenth of the clipped gradient."""
     trainer = trainer_of(grad_clip=1e-3, **amp)
     assert trainer.scaler.is_enabled() == (amp.get("amp_dtype") == "float16")
-    batch = SyntheticProteins(trainer.settings).batch(0)
+    batch, reported = SyntheticProteins(trainer.settings).batch(0), trainer.gradient_norm
     trainer.step(batch)
-    assert trainer.gradient_norm > 0.1
+    assert trainer.gradient_norm is reported > 0.1  # one tensor, which CUDA graphs of several lengths fill
     assert moments(trainer, "exp_avg").norm().item() == pytest.approx(1e-4, rel=1e-3)
     loose = trainer_of(grad_clip=1e3, **amp)
     loose.step(batch)
