@@ -1,6 +1,7 @@
 """The programs in benchmarks/, at tiny sizes on a CPU: they run, judge accuracy and write their results."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 from conftest import ROOT
 
 from fusion_lab.measuring import clocks, contest
+from fusion_lab.training import files
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -310,3 +312,24 @@ def test_long_proteins(tmp_path):
                "--ranks", 1, "--limit", 1e-4, "--out", tmp_path)
     row = json.loads((tmp_path / "long.json").read_text())["rows"][0]
     assert row["out_of_memory"] and row["reason"] == "out of memory"
+
+
+def test_everything_goes_on_where_one_program_fails(tmp_path, monkeypatch, capsys):
+    import measure_everything
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(files.UserError, match="needs a GPU"):
+        measure_everything.run(["--out", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure_everything, "PROGRAMS", dict(
+        late=(1, "-c __import__('time').sleep(60)"), wrong=(60, "-c raise(SystemExit(3))"),
+        right=(60, "-c print('{out}')"), peers=(60, "-c print('{peer}')")))
+    flags = ["--out", str(tmp_path / "new" / "out"), "--skip", "late"]
+    assert measure_everything.run(flags) == 1
+    assert re.findall(r"^(\w+): (\S+),", capsys.readouterr().out, re.M) == [("wrong", "3"), ("right", "0")]
+    assert (tmp_path / "new/out/right.txt").read_text() == f"{tmp_path}/new/out/right\n"
+    assert measure_everything.run([*flags, "--only", "right|peers", "--peer", "a/b.py"]) == 0
+    assert (tmp_path / "new/out/peers.txt").read_text() == f"{ROOT}/a/b.py\n"
+    assert measure_everything.run(["--out", str(tmp_path), "--only", "late"]) == 1
+    assert re.search(r"^late +over 1 s +\d+$", capsys.readouterr().out, re.M)
+    with pytest.raises(SystemExit, match="2"):
+        measure_everything.run(["--out", str(tmp_path), "--only", "nothing"])
