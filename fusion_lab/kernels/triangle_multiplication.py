@@ -6,12 +6,12 @@
 
 Letters: B samples, S residues, c channels, P = B S S positions; SP is S rounded up to 16. What the batched
 GEMM multiplies lies channel first, (., B, SP, SP), with zeros beyond S: every row is aligned and every tile
-whole. Programs own BM positions of these planes and pass BC channels at a time; each kernel makes x again
-from pair, which costs less than to store it and to read it back.
+whole. Programs own BM positions of these planes and pass BC channels at a time. Gradients of weights need x
+and LN(product) in memory; so forward writes them, and who reads them has an operand without arithmetic.
 
-Forward: front_kernel (LayerNorm, projections, gates), the product, back_kernel (LayerNorms, projection, gate,
-dropout, residual): 9 passes over a tensor of pair's size. Backward: back_backward_kernel, two products,
-front_backward_kernel, and two GEMMs over what these write for the gradients of weights: 34 passes. No
+Forward: front_kernel (LayerNorm, projections, gates), the product, back_kernel (LayerNorm, projection, gate,
+dropout, residual): 11 passes over a tensor of pair's size. Backward: back_backward_kernel, two products,
+front_backward_kernel, and two GEMMs over what these write for the gradients of weights: 32 passes. No
 projection of a side is made again: with y = value * sigmoid(gate), which is kept, the gradients are
 dy sigmoid(gate) and dy y (1 - sigmoid(gate)). Sums over positions are one part a program, and every run gives
 the same bits.
@@ -36,7 +36,6 @@ from fusion_lab.kernels.triton_parts import (
 
 PARAMETERS = ("norm_weight", "norm_bias", "in_weight", "in_bias", "center_weight", "center_bias",
               "out_weight", "out_bias", "gate_weight", "gate_bias")
-SAVED = ("all", "product", "nothing")  # "all": both sides too
 
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
 TILES = ("BM", "BC", "num_warps", "num_stages")
@@ -111,10 +110,10 @@ class Call:
         norm, project, center, out, self.gate = (weights[n:n + 2] for n in range(0, 10, 2))
         self.outgoing, self.dtype, self.new = outgoing, project[0].dtype, project[0].new_empty
         self.front = (pair, *norm, *project, mask)
-        self.back = (pair, *norm, *center, *out, *self.gate, drop)
-        sizes = self.S, self.SP, self.plane, eps
-        self.front_sizes = (*sizes, *mask_strides(mask, outgoing))
-        self.back_sizes = (*sizes, *((0, 0, 0) if drop is None else drop.expand(pair.shape).stride()[:3]))
+        self.back = (*center, *out, *self.gate, drop)
+        self.sizes, self.eps = (self.S, self.SP, self.plane), eps
+        self.mask_strides = mask_strides(mask, outgoing)
+        self.drop_strides = (0, 0, 0) if drop is None else drop.expand(pair.shape).stride()[:3]
         self.front_flags = dict(BIAS=project[1] is not None, MASK=mask is not None,
                                 BOTH=mask is not None and mask.dim() == 3)
         self.back_flags = dict(OUT_BIAS=out[1] is not None, GATE_BIAS=self.gate[1] is not None,
@@ -141,11 +140,9 @@ class Call:
                 kernel[(many,)](*arguments, to, **flags, **self.flags, **config)
         tuner.launch(*looked_up(kernel.__name__, self.S, self.C, self.dtype), launch)
 
-    def make_sides(self):
-        """left and right, (2 c, B, SP, SP)."""
-        sides = self.planes(2)
-        self.run(kernels.front_kernel, *self.front, sides, *self.front_sizes, **self.front_flags)
-        return sides
+    def statistics(self):
+        """Mean and 1 / standard deviation of pair, then of the product, at each position."""
+        return self.new(4, self.plane, dtype=torch.float32)
 
     def matrices(self, planes):
         """[(c B, SP, SP)] of a side each."""
@@ -172,51 +169,52 @@ def mask_strides(mask, outgoing):
     return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
 
 
-def forward(pair, weights, mask, drop, residual, outgoing, eps, save):
-    """[out, product, sides]; of the last two what is not saved is empty."""
+def forward(pair, weights, mask, drop, residual, outgoing, eps, keep):
+    """[out; for backward statistics, LN(pair), LN(product), which is empty unless keep, the product, both
+    sides]."""
     call = Call(pair, weights, mask, drop, outgoing, eps)
-    sides = call.make_sides()
-    product = call.multiply(sides)
-    sides = sides if save == "all" else call.new(0)
-    out = pair.new_empty(pair.shape, dtype=call.dtype if residual is None else residual.dtype)
-    call.run(kernels.back_kernel, product, *call.back, residual, out, *call.back_sizes,
-             RESIDUAL=residual is not None, **call.back_flags)
-    return [out, call.new(0) if save == "nothing" else product, sides]
+    out, *kept = forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, keep)
+    statistics, x, centered, _, sides = kept
+    call.run(kernels.front_kernel, *call.front, sides, x, statistics, *call.sizes, eps, *call.mask_strides,
+             **call.front_flags)
+    product = kept[3] = call.multiply(sides)
+    call.run(kernels.back_kernel, product, x, *call.back, residual, out, centered, statistics, *call.sizes,
+             eps, *call.drop_strides, RESIDUAL=residual is not None, KEEP=keep, **call.back_flags)
+    return [out, *kept]
 
 
-def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save):
+def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, keep):
     call = Call(pair, weights, mask, drop, outgoing, eps)
     return [pair.new_empty(pair.shape, dtype=call.dtype if residual is None else residual.dtype),
-            call.new(0) if save == "nothing" else call.planes(1),
-            call.planes(2) if save == "all" else call.new(0)]
+            call.statistics(), call.rows(call.C), call.rows(call.C * keep), call.planes(1), call.planes(2)]
 
 
-def backward(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps, front, back):
-    """[Gradient of pair; of left, right, their gates and the output gate before their sigmoids, (P, 5 c), and
-    x, (P, c); of the output projection, and LN(product), (P, c); so many parts (front, 6 c) of the gradients
-    of norm_weight, norm_bias and in_bias, (back, 4 c) of those of center_weight, center_bias, out_bias and
-    gate_bias]. add: pair was the residual. Products of the (P, .) are left to the caller, where torch.compile
-    sees them; two of these tensors outlive what they are needed for here."""
+def backward(gradient, pair, weights, mask, drop, statistics, x, centered, product, sides, add, outgoing, eps,
+             front, back):
+    """[Gradient of pair; of left, right, their gates and the output gate before their sigmoids, (P, 5 c); of
+    the output projection, (P, c); so many parts (front, 6 c) of the gradients of norm_weight, norm_bias and
+    in_bias, (back, 4 c) of those of center_weight, center_bias, out_bias and gate_bias]. add: pair was the
+    residual. Products of the (P, .) are left to the caller, where torch.compile sees them; they outlive what
+    they are needed for here."""
     call = Call(pair, weights, mask, drop, outgoing, eps)
-    sides = sides if sides.numel() else call.make_sides()
-    product = product if product.numel() else call.multiply(sides)
-    found = backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps, front,
-                           back)
-    dpair, dgates, x, dout, centered, front, back = found
+    found = backward_sizes(gradient, pair, weights, mask, drop, statistics, x, centered, product, sides, add,
+                           outgoing, eps, front, back)
+    dpair, dgates, dout, front, back = found
     dproduct = call.planes(1)
-    call.run(kernels.back_backward_kernel, product, *call.back, gradient, dproduct, centered, dout, dgates,
-             *call.back_sizes, parts=back, **call.back_flags)
+    call.run(kernels.back_backward_kernel, product, x, *call.back, centered, statistics, gradient, dproduct,
+             dout, dgates, *call.sizes, *call.drop_strides, parts=back, **call.back_flags)
     dsides = call.multiply_backward(sides, dproduct)
-    del product, dproduct
-    call.run(kernels.front_backward_kernel, *call.front, sides, dsides, call.gate[0], gradient, dgates, dpair,
-             x, *call.front_sizes, parts=front, ADD=add, **call.front_flags)
+    del dproduct
+    call.run(kernels.front_backward_kernel, *call.front, sides, x, statistics, dsides, call.gate[0], gradient,
+             dgates, dpair, *call.sizes, *call.mask_strides, parts=front, ADD=add, **call.front_flags)
     return found
 
 
-def backward_sizes(gradient, pair, weights, mask, drop, product, sides, add, outgoing, eps, front, back):
+def backward_sizes(gradient, pair, weights, mask, drop, statistics, x, centered, product, sides, add,
+                   outgoing, eps, front, back):
     call, c = Call(pair, weights, mask, drop, outgoing, eps), pair.shape[-1]
-    return [pair.new_empty(pair.shape), *(call.rows(width) for width in (5 * c, c, c, c)),
-            call.parts(front, 6), call.parts(back, 4)]
+    return [pair.new_empty(pair.shape), call.rows(5 * c), call.rows(c), call.parts(front, 6),
+            call.parts(back, 4)]
 
 
 def flops(shape, second, *others, **_):
@@ -227,33 +225,34 @@ def flops(shape, second, *others, **_):
 
 
 FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor? mask, Tensor? drop, "
-                       "Tensor? residual, bool outgoing, float eps, str save) -> Tensor[]",
+                       "Tensor? residual, bool outgoing, float eps, bool keep) -> Tensor[]",
                        forward, forward_sizes, flops)
 BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
-                        "Tensor? drop, Tensor product, Tensor sides, bool add, bool outgoing, float eps, "
-                        "int front, int back) -> Tensor[]", backward, backward_sizes, flops)
+                        "Tensor? drop, Tensor statistics, Tensor x, Tensor centered, Tensor product, "
+                        "Tensor sides, bool add, bool outgoing, float eps, int front, int back) -> Tensor[]",
+                        backward, backward_sizes, flops)
 
 
 class TriangleMultiplication(torch.autograd.Function):
-    """triangle_multiplication() with its derivative; saves pair, and what `save` says."""
+    """triangle_multiplication() with its derivative; saves pair, 3 tensors of its size and both sides."""
 
     @staticmethod
-    def forward(ctx, pair, mask, drop, residual, add, outgoing, eps, save, *weights):
+    def forward(ctx, pair, mask, drop, residual, add, outgoing, eps, keep, *weights):
         ctx.how = add, outgoing, eps
-        out, product, sides = FORWARD_OP(pair, weights, mask, drop, pair if add else residual, outgoing, eps,
-                                         save)
-        ctx.save_for_backward(pair, mask, drop, product, sides, *weights)
+        out, *kept = FORWARD_OP(pair, weights, mask, drop, pair if add else residual, outgoing, eps, keep)
+        ctx.save_for_backward(pair, mask, drop, *kept, *weights)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        pair, mask, drop, product, sides, *weights = ctx.saved_tensors
+        pair, mask, drop, statistics, x, centered, product, sides, *weights = ctx.saved_tensors
         (B, S, _, c), dtype = pair.shape, shared_dtype([weights[n] for n in (0, 1, 3, 4, 5, 7, 9)])
         many = [programs(name, B, S, c, weights[2].dtype) for name in (
             "front_backward_kernel", "back_backward_kernel")]
-        dpair, dgates, x, dout, centered, *parts = BACKWARD_OP(
-            gradient.contiguous(), pair, weights, mask, drop, product, sides, *ctx.how, *many)
+        dpair, dgates, dout, *parts = BACKWARD_OP(
+            gradient.contiguous(), pair, weights, mask, drop, statistics, x, centered, product, sides,
+            *ctx.how, *many)
         din, dgate = (dgates.t() @ x).split([4 * c, c])
         front, back = [sums.OP(each, dtype) for each in parts]
         norm, norm_bias, in_bias = front.split([c, c, 4 * c])
@@ -264,14 +263,12 @@ class TriangleMultiplication(torch.autograd.Function):
         return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 4, *grads
 
 
-def check(pair, weights, mask, drop, residual, save):
+def check(pair, weights, mask, drop, residual):
     """ValueError with what is wrong."""
     B, S, _, c = pair.shape
     if product_dtype(pair) not in DTYPES or c not in CHANNELS:
         raise ValueError(f"no Triton kernels for {c} channels in {product_dtype(pair)}, but for "
                          f"{', '.join(map(str, CHANNELS))} in float16, bfloat16 and float32")
-    if save not in SAVED:
-        raise ValueError(f"save is {save!r}, but must be one of {', '.join(SAVED)}")
     sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
     check_shapes(("pair", pair, (B, S, S, c)), ("mask", mask, (B, S), (B, S, S)),
                  ("drop", drop, (B, 1, S, c), (B, S, 1, c)), ("residual", residual, (B, S, S, c)),
@@ -280,26 +277,25 @@ def check(pair, weights, mask, drop, residual, save):
 
 def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias,
                             out_weight, out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5,
-                            residual=None, drop=None, save="all"):
+                            residual=None, drop=None):
     """The update of pair (B, S, S, c), or residual + drop * update; see the formula above.
 
     in_weight (4 c, c), in_bias: left, right, left gate, right gate; out_weight, gate_weight (c, c); biases of
     projections may be None. mask (B, S), 0 = missing, takes residues out of the sum; a mask (B, S, S)
     multiplies both sides. residual: pair itself or a tensor like it; drop (B, 1, S, c) or (B, S, 1, c):
-    factors. save: what backward need not make again, "all" (product and sides), "product" or "nothing". No
-    gradients for mask and drop, no second derivatives. ValueError for what the kernels cannot take.
+    factors. No gradients for mask and drop, no second derivatives. ValueError for what the kernels cannot
+    take.
     """
     weights = [norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight, out_bias,
                gate_weight, gate_bias]
-    check(pair, weights, mask, drop, residual, save)
+    check(pair, weights, mask, drop, residual)
     dtype, add = product_dtype(pair), residual is pair
     for n, w in enumerate(weights):  # LayerNorms compute in float32 anyway
         weights[n] = None if w is None else (w if n in (0, 1, 4, 5) else w.to(dtype)).contiguous()
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
     residual = None if add or residual is None else residual.contiguous()
-    save = save if torch.is_grad_enabled() else "nothing"
-    return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, add, outgoing, eps, save,
-                                        *weights)
+    return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, add, outgoing, eps,
+                                        torch.is_grad_enabled(), *weights)
 
 
 def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
