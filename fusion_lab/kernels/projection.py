@@ -38,6 +38,7 @@ from fusion_lab.kernels.triton_parts import (
     rows,
     shared_dtype,
     store_rows,
+    store_sums,
     vector,
 )
 
@@ -120,8 +121,8 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
         acc = tl.dot(t, ht, acc, input_precision=PRECISION)
         dwh = tl.dot(tl.trans(t), normal, input_precision=PRECISION)
         tl.store(sums + 2 * C + at, dwh, mask=h[:, None] < H)
-    tl.store(sums + c, tl.sum(acc * x_hat, 0))
-    tl.store(sums + C + c, tl.sum(acc, 0))
+    store_sums(sums, c, acc * x_hat, w.dtype.element_ty, PRECISION, BM)
+    store_sums(sums + C, c, acc, w.dtype.element_ty, PRECISION, BM)
     result = layer_norm_backward(acc, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)
     if RESIDUAL:
         result += rows(residual, p, P, C).to(tl.float32)

@@ -6,7 +6,14 @@ as all do if EVEN.
 import triton
 import triton.language as tl
 
-from fusion_lab.kernels.triton_parts import layer_norm_backward, sigmoid
+from fusion_lab.kernels.triton_parts import (
+    affine,
+    layer_norm_backward,
+    moments,
+    normalised,
+    sigmoid,
+    store_sums,
+)
 
 
 @triton.jit
@@ -38,36 +45,11 @@ def vector(pointer, columns):
 
 @triton.jit
 def store_statistics(x, statistics, plane, q, eps, C: tl.constexpr):
-    """Mean and 1 / standard deviation of x (BM, C), (BM,) each, which statistics (2, plane) gets too."""
-    x = x.to(tl.float32)
-    mean = tl.sum(x, 1) / C
-    x -= mean[:, None]
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / C + eps)
+    """moments() of x (BM, C), which statistics (2, plane) get too."""
+    mean, rstd = moments(x, eps, C)
     tl.store(statistics + q, mean)
     tl.store(statistics + plane + q, rstd)
     return mean, rstd
-
-
-@triton.jit
-def normalised(x, mean, rstd):
-    """x (BM, C) in float32, without its mean and with a standard deviation of 1."""
-    return (x.to(tl.float32) - mean[:, None]) * rstd[:, None]
-
-
-@triton.jit
-def layer_norm(x, weight, bias, mean, rstd, dtype: tl.constexpr, C: tl.constexpr):
-    """LayerNorm(x) of (BM, C), in dtype."""
-    k = tl.arange(0, C)
-    return (normalised(x, mean, rstd) * vector(weight, k)[None, :] + vector(bias, k)[None, :]).to(dtype)
-
-
-@triton.jit
-def store_sums(to, columns, x, dtype: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr):
-    """The sums of x (BM, columns) over its rows. A product with ones takes a fifth of the instructions of a
-    sum across threads."""
-    r = tl.arange(0, 16)
-    found = tl.dot(tl.full((16, BM), 1, dtype), x.to(dtype), input_precision=PRECISION)
-    tl.store(to + columns[None, :] + 0 * r[:, None], found, mask=(r == 0)[:, None])
 
 
 @triton.jit
@@ -113,7 +95,7 @@ def front_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, normed
     keep = kept(mask, inside, b * mb + i * mi + j * mj, MASK)
     value_bias, gate_bias = biases(bias, c, BIAS), biases(bias, c + 2 * C, BIAS)
     mean, rstd = store_statistics(x, statistics, plane, q, eps, C)
-    x = layer_norm(x, norm_weight, norm_bias, mean, rstd, weight.dtype.element_ty, C)
+    x = affine(normalised(x, mean, rstd), norm_weight, norm_bias, C).to(weight.dtype.element_ty)
     store_rows(normed, p, inside, k, C, x)
     x = tl.trans(x)
     for c0 in range(0, 2 * C, BC):
@@ -154,7 +136,7 @@ def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bia
     n, x = side_tile(product, k, q, plane), rows(normed, p, inside, k, C)
     value_bias, opening_bias = biases(out_bias, c, OUT_BIAS), biases(gate_bias, c, GATE_BIAS)
     mean, rstd = store_statistics(n, statistics + 2 * plane, plane, q, eps, C)
-    n = layer_norm(n, center_weight, center_bias, mean, rstd, dtype, C)
+    n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)
     if KEEP:
         store_rows(centered, p, inside, k, C, n)
     for c0 in range(0, C, BC):
