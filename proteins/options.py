@@ -106,11 +106,11 @@ class TritonSwitches(options.Switches):
                                             ultra=True, rung=12)
     enable_triton_weight_gradients: bool = option(False, "a block's small gradients together", ultra=True,
                                                   rung=13, alone=False)
-    enable_triton_transition: bool = option(False, "transitions without a hidden tensor", rung=15)
-    enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
-                                               "(S, S, h*h) tensor never in memory", rung=16)
-    enable_triton_sums: bool = option(False, "a block's small sums together", rung=17,
+    enable_triton_sums: bool = option(False, "a block's small sums together", ultra=True, rung=14,
                                       alone=False)
+    enable_triton_transition: bool = option(False, "transitions without a hidden tensor", rung=16)
+    enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
+                                               "(S, S, h*h) tensor never in memory", rung=17)
 
     def idle(self, settings, on_gpu):
         c, found = settings.model, super().idle(settings, on_gpu)

@@ -278,14 +278,13 @@ def test_defaults_are_the_documented_ones():
         "triangle", "weight_gradients"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_triton_outer_product", "enable_triton_sums",
-        "enable_activation_checkpointing"]
+        "enable_triton_transition", "enable_triton_outer_product", "enable_activation_checkpointing"]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
         "triton_outer_layout", "triton_relu", "triton_projection", "triton_weight_gradients",
-        "triton_adamw", "triton_transition", "triton_outer_product", "triton_sums")]
+        "triton_sums", "triton_adamw", "triton_transition", "triton_outer_product")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)

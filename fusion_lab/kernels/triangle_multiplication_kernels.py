@@ -92,12 +92,11 @@ def front_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, normed
     q, p, inside, b, i, j = places(S, SP, EVEN, BM)
     k, c = tl.arange(0, C), tl.arange(0, BC)
     x = rows(pair, p, inside, k, C)
-    keep = kept(mask, inside, b * mb + i * mi + j * mj, MASK)
     value_bias, gate_bias = biases(bias, c, BIAS), biases(bias, c + 2 * C, BIAS)
     mean, rstd = store_statistics(x, statistics, plane, q, eps, C)
     x = affine(normalised(x, mean, rstd), norm_weight, norm_bias, C).to(weight.dtype.element_ty)
     store_rows(normed, p, inside, k, C, x)
-    x = tl.trans(x)
+    keep, x = kept(mask, inside, b * mb + i * mi + j * mj, MASK), tl.trans(x)
     for c0 in range(0, 2 * C, BC):
         c, after = c0 + tl.arange(0, BC), (c0 + BC) % (2 * C) + tl.arange(0, BC)
         next_value, next_gate = biases(bias, after, BIAS), biases(bias, after + 2 * C, BIAS)

@@ -76,7 +76,7 @@ class Switches(Checked):
                                                 "float32 weights cast once a step, instead of autocast",
                                          preset=True, rung=3)
     enable_triton_adamw: bool = option(False, "master weights: clipping, AdamW and copy in one kernel",
-                                       ultra=True, rung=14, alone=False)
+                                       ultra=True, rung=15, alone=False)
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
     activation_memory_budget: float = option(1.0, "share of the activations that torch.compile may keep for "
                                                   "backward; below 1 it recomputes the cheapest", low=0.0,
