@@ -18,7 +18,7 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import SHARED, Absent, resources
 
 __all__ = ["SHARED", "compiled_for", "mend_interpreter"]
-EXTENTS = ("P", "S", "L")  # of a tuner's class of shape; any of them may meet a kernel of these widths
+EXTENTS = ("P", "S", "L", "R")  # of a tuner's class of shape; any of them may meet a kernel of these widths
 
 
 def widths(key):

@@ -52,6 +52,10 @@ BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1
                          (32, 64, 2, 4, 2))
 BACKWARD_BIAS = candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 2), (64, 64, 4, 3),
                            (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 3))
+# With fewer registers more programs share a processor; a compiler for AMD has no such option.
+BACKWARD_BIAS += [] if torch.version.hip else [dict(tile, maxnreg=most) for tile, most in zip(
+    candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4)),
+    (128, 168, 168), strict=True)]
 BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (4, 2), (4, 1))
 SMALL = dict(BM=32, BN=32, RU=1, num_warps=4, num_stages=1)  # for float32, whose tiles are twice as large
 
@@ -153,12 +157,14 @@ class Sizes:
         return lambda t: (triton.cdiv(self.L, t[tile]), self.B * self.H, triton.cdiv(self.R, t["RU"]))
 
     def looked_up(self, name, tiles):
-        """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
+        """What the tuner goes by: a kernel's name, the class of its arguments, its candidates. Programs of
+        the bias's gradient pass over rows, so there their number counts."""
         if self.dtype == torch.float32:
             tiles = [{key: SMALL[key] for key in tiles[0]}]
         elif self.BD > (32 if self.short else 64):  # whose tiles, loaded ahead, are more than 64 KB
             tiles = [dict(tiles[0], num_stages=1), *tiles]
-        return name, self.shape, tiles
+        rows = f" R{triton.next_power_of_2(self.R)}" if name == "backward_bias_kernel" else ""
+        return name, self.shape + rows, tiles
 
 
 @sums.constant

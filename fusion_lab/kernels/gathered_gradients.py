@@ -27,7 +27,7 @@ HANDED_ON = {operator.getitem, aten.clone.default, aten.permute.default, aten.re
 # Products that are gathered: of what their widths are multiples, else loads are narrow; positions, fewer are
 # not worth a wait; bytes that one reads, more are as fast in a launch of their own; numbers of its result.
 ALIGNED, LEAST_POSITIONS, MOST_BYTES, MOST_NUMBERS = 16, 2048, 48 << 20, 1 << 20
-MOST_TO_ADD_UP = 32 << 20  # bytes of all that is to be added up
+MOST_TO_ADD_UP = 128 << 20  # bytes of all that is to be added up
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,8 @@ def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, side
                           EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
                           BC: tl.constexpr):
     """dpair, with the gradient of a residual if ADD. For gradients of weights: those of the four projections,
-    the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of norm_weight, norm_bias and bias. Tiles
-    are channel first, as sides are."""
+    the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of norm_weight, norm_bias and bias. Sides,
+    gates and their gradients are channel first."""
     q, p, inside, b, i, j = places(S, SP, EVEN, BM)
     k, c = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = weight.dtype.element_ty
@@ -216,12 +216,12 @@ def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, side
     keep = kept(mask, inside, b * mb + i * mi + j * mj, MASK)
     gate_bias = biases(bias, c + 2 * C, BIAS)
     sums += tl.program_id(0).to(tl.int64) * 6 * C
-    acc = tl.zeros((C, BM), tl.float32)
+    acc = tl.zeros((BM, C), tl.float32)
     for c0 in range(0, C, BC):
         c = c0 + tl.arange(0, BC)
         w = tl.load(gate_weight + c[:, None] * C + k[None, :])
-        dg = tl.trans(rows(dgates, p, inside, c + 4 * C, 5 * C))
-        acc = tl.dot(tl.trans(w), dg, acc, input_precision=PRECISION)
+        dg = rows(dgates, p, inside, c + 4 * C, 5 * C)
+        acc = tl.dot(dg, w, acc, input_precision=PRECISION)
     for c0 in range(0, 2 * C, BC):
         c = c0 + tl.arange(0, BC)
         next_bias = biases(bias, (c0 + BC) % (2 * C) + 2 * C + tl.arange(0, BC), BIAS)
@@ -235,25 +235,25 @@ def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, side
         dg = dy * tl.load(sides + at).to(tl.float32) * (1 - gate)
         if BIAS:
             tl.store(sums + 4 * C + c, tl.sum(dg, 1))
-        dg = dg.to(dtype)
-        store_rows(dgates, p, inside, c + 2 * C, 5 * C, tl.trans(dg))
-        acc = tl.dot(tl.trans(w), dg, acc, input_precision=PRECISION)
+        dg = tl.trans(dg.to(dtype))
+        store_rows(dgates, p, inside, c + 2 * C, 5 * C, dg)
+        acc = tl.dot(dg, w, acc, input_precision=PRECISION)
         dy *= gate
         if MASK:
             dy *= tl.where((c0 < C) | BOTH, keep, 1.0)[None, :]
         if BIAS:
             tl.store(sums + 2 * C + c, tl.sum(dy, 1))
-        dv = dy.to(dtype)
-        store_rows(dgates, p, inside, c, 5 * C, tl.trans(dv))
+        dv = tl.trans(dy.to(dtype))
+        store_rows(dgates, p, inside, c, 5 * C, dv)
         w = tl.load(weight + c[:, None] * C + k[None, :])
-        acc = tl.dot(tl.trans(w), dv, acc, input_precision=PRECISION)
+        acc = tl.dot(dv, w, acc, input_precision=PRECISION)
         gate_bias = next_bias
     x, mean, rstd = rows(pair, p, inside, k, C), tl.load(statistics + q), tl.load(statistics + plane + q)
     if ADD:
         given = rows(gradient, p, inside, k, C)
-    tl.store(sums + C + k, tl.sum(acc, 1))
-    acc, x_hat = tl.trans(acc), normalised(x, mean, rstd)
-    tl.store(sums + k, tl.sum(acc * x_hat, 0))
+    x_hat = normalised(x, mean, rstd)
+    store_sums(sums, k, acc * x_hat, dtype, PRECISION, BM)
+    store_sums(sums + C, k, acc, dtype, PRECISION, BM)
     d = layer_norm_backward(acc, x_hat, rstd, vector(norm_weight, k), C)
     if ADD:
         d += given.to(tl.float32)
