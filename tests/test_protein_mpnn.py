@@ -12,6 +12,7 @@ from conftest import ROOT, require_shared, run_program
 
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.measuring.probe import flops_of_a_step
+from fusion_lab.measuring.roofline import sublayer_costs
 from fusion_lab.training import checkpoints
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
@@ -170,6 +171,21 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
         found = saved_activations(trainer.model, [], lambda t=trainer: t.forward(batch)["loss"])
         saved.append(sum(found.values()))
     assert 0.4 < flops[1] / flops[0] <= 0.55 and 0.4 < saved[1] / saved[0] <= 0.65
+
+
+def test_bounds_are_of_the_arithmetic_that_is_done():
+    """By hand, forward: a decoder layer's W1 works on [own; edge; letter; state] of every edge, then W2, W3.
+    With edges projected for all layers at once, W1's share of the edge moves there."""
+    rows, D = 2 * 16 * 5, 16
+    plain = PROGRAM.settings(**SMALL).having(
+        enable_split_fusion=False, enable_aggregate_fusion=False, enable_edge_fusion=False)
+    costs = sublayer_costs(PROGRAM, plain)
+    products, dense = 2 * rows * D * D, 2 * 2 * 16 * 8 * D * D
+    assert costs["decoder_edges"].flops == 0 and costs["decoder"].flops == (4 + 1 + 1) * products + dense
+    edges = sublayer_costs(PROGRAM, plain.having(enable_edge_fusion=True))
+    assert edges["decoder_edges"].flops == products and edges["decoder"].flops == 5 * products + dense
+    compiled = plain.having(enable_torch_compile=True, activation_memory_budget=0.5)
+    assert sublayer_costs(PROGRAM, compiled) == costs
 
 
 def test_buckets_pad_less_and_change_nothing(tmp_path):

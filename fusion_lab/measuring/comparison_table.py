@@ -114,6 +114,8 @@ def print_details(result):
     """What comes below the table: phases, what is within noise, the switches' effects, the headline."""
     rows = result["variants"]
     print("\n".join(["", *aligned(detail_table(rows)), ""]))
+    if "own_flops_per_step" in rows[0]:
+        print("TFLOP/s and MFU are of the baseline's GFLOP, whatever a row saves of them")
     if rows[0].get("mfu", 0) > 1:  # others may do less than there is to do
         print("MFU above 100%: the matrix product it refers to was timed while the machine was busy")
     noise = [r["name"] for r in rows[1:] if r["measured"] and within_noise(r)]

@@ -32,10 +32,20 @@ def unfused_on_meta(program, settings):
         return program.model(settings.model, type(settings.fusion).preset(False))
 
 
+def counted_on_meta(program, settings):
+    """The model whose FLOPs count: the baseline; where switches change how much is computed, that of the
+    settings, or a fast one would beat what it has to do at least."""
+    if not program.flops_vary:
+        return unfused_on_meta(program, settings)
+    with torch.device("meta"):
+        return program.model(settings.model, replace(settings.fusion, enable_torch_compile=False,
+                                                     activation_memory_budget=1.0))
+
+
 def counted_costs(program, settings):
-    """{sub-layer: Counted} of one block, and REST: FLOPs of the baseline's forward pass, counted while it
-    runs on tensors without data."""
-    model, batch = unfused_on_meta(program, settings), program.open_source(settings).batch(0)
+    """{sub-layer: Counted} of one block, and REST: FLOPs of a forward pass, counted while it runs on tensors
+    without data."""
+    model, batch = counted_on_meta(program, settings), program.open_source(settings).batch(0)
     with FlopCounterMode(display=False) as counter:
         sums = RangeSums(counter.get_total_flops)
         with ranges(model.sublayers(), sums.enter, sums.leave):
