@@ -281,6 +281,8 @@ def test_the_longest_protein_is_one_that_was_no_trial():
     ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
                          "--seq-len 16 --batch-size 1 --only nothing", "--only nothing: no contender")])
 def test_what_benchmarks_refuse(program, flags, words, tmp_path):
+    if not (ROOT / "companions").exists():
+        pytest.skip("companions were deleted")
     done = run(program, *(str(tmp_path) if flag == "OUT" else flag for flag in flags.split()))
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())

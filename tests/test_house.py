@@ -348,8 +348,9 @@ def test_without_companions_all_else_is_whole(tmp_path):
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "tests"]
     done = run(tests, tmp_path)
     assert done.returncode == 0 and "[companions/" not in done.stdout, done.stdout[-2000:] + done.stderr
-    house = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_house.py", "-k",
-             "record or import or seed"]
+    house = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow",
+             "tests/test_house.py", "tests/test_kernels.py", "tests/test_benchmarks.py", "-k",
+             "record or import or seed or check_ultra or refuse"]
     done = run(house, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     done = run([sys.executable, "tiny_openfold_v2.py", "--check-flags"], tmp_path)

@@ -54,6 +54,8 @@ def test_in_the_interpreter(name, which):
                str(HERE / "interpreted" / f"{name}.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": UNWRITTEN}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED and "this companion was deleted" in done.stdout:
+        pytest.skip("this companion was deleted")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
