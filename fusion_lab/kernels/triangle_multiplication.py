@@ -148,10 +148,10 @@ class Call:
         """[(c B, SP, SP)] of a side each."""
         return planes.view(-1, self.C * self.B, self.SP, self.SP)
 
-    def multiply(self, sides):
-        """The product, (c, B, SP, SP)."""
-        left, right = self.matrices(sides)
-        return (left @ right.mT if self.outgoing else left.mT @ right).view(self.C, *sides.shape[1:])
+    def multiply(self, sides, product):
+        """Fill the product, (c, B, SP, SP)."""
+        (left, right), (out,) = map(self.matrices, (sides, product))
+        torch.bmm(*((left, right.mT) if self.outgoing else (left.mT, right)), out=out)
 
     def multiply_backward(self, sides, dproduct):
         """The gradient of sides."""
@@ -174,10 +174,10 @@ def forward(pair, weights, mask, drop, residual, outgoing, eps, keep):
     sides]."""
     call = Call(pair, weights, mask, drop, outgoing, eps)
     out, *kept = forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, keep)
-    statistics, x, centered, _, sides = kept
+    statistics, x, centered, product, sides = kept
     call.run(kernels.front_kernel, *call.front, sides, x, statistics, *call.sizes, eps, *call.mask_strides,
              **call.front_flags)
-    product = kept[3] = call.multiply(sides)
+    call.multiply(sides, product)
     call.run(kernels.back_kernel, product, x, *call.back, residual, out, centered, statistics, *call.sizes,
              eps, *call.drop_strides, RESIDUAL=residual is not None, KEEP=keep, **call.back_flags)
     return [out, *kept]
