@@ -285,6 +285,8 @@ def arguments_of(argv):
                                   ("--targets", options.targets, known)):
         if wrong := [name for name in names if name not in allowed]:
             parser.error(f"argument {given}: {wrong[0]!r} is none of {' '.join(allowed)}")
+    if not options.patterns:
+        parser.error(f"argument --patterns: names none of {' '.join(PATTERNS)}")
     return options
 
 

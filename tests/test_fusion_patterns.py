@@ -197,6 +197,15 @@ def test_claims_say_what_was_measured():
     assert said == "library: 8.0 GB/s of the bytes that must move, 50% of a copy"
 
 
+@pytest.mark.parametrize("names", ["", " , "])
+def test_no_pattern_at_all_is_refused(names, capsys):
+    with pytest.raises(SystemExit) as ended:
+        fusion_patterns.run(["--patterns", names])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and said.err.count("\n") == 1
+    assert "argument --patterns: names none of relu gelu" in said.err
+
+
 def test_registers_and_occupancy_by_hand():
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from fusion_lab.kernels.ahead_of_time import occupancy, resources

@@ -342,6 +342,17 @@ def test_design_prints_fasta(tmp_path):
     assert wrong.returncode == 2 and wrong.stderr.count("\n") <= 2 and "another model" in wrong.stderr
 
 
+def test_designs_come_as_fasta_and_not_as_json(capsys):
+    flags = ["--design", "x.pdb", "--weights", "x.pt"]
+    with pytest.raises(SystemExit) as ended:
+        mpnn.main([*flags, "--json"], program=PROGRAM)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and said.err.count("\n") == 1
+    assert "argument --json: not with --design, which prints" in said.err
+    for others in (["--json"], flags):  # each by itself is taken
+        assert mpnn.main([*others, "--check-flags"], program=PROGRAM) == 0
+
+
 def test_weights_that_cannot_be_used_are_one_line(tmp_path):
     model = PROGRAM.model(PROGRAM.settings(**SMALL).model, PROGRAM.fusion_config())
     (tmp_path / "text").write_text("no weights")

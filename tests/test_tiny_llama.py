@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, require_shared
+from conftest import ROOT, require_shared, run_program
 
 from fusion_lab.kernels.chunked_loss import ChunkedLoss
 from fusion_lab.kernels.limits import HAS_TRITON
@@ -314,6 +314,12 @@ def test_projections_below_each_other_are_the_same_packed_or_not():
         found.append([attention.packed("q_proj", "k_proj", "v_proj"), mlp.packed(*mlp.SIDES)])
     for (weight, bias), (other, no_bias) in zip(*found, strict=True):
         assert torch.equal(weight, other) and bias is no_bias is None
+
+
+def test_the_switch_by_itself_is_no_program():
+    done = run_program("companions/ultra_block.py")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "companions/tiny_llama.py --compare-ultra" in done.stderr
 
 
 def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
