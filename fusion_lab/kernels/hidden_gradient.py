@@ -78,9 +78,11 @@ def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, K, SHARE, PRECISIO
 
 
 def looked_up(positions, channels, units, dtype):
-    """What the tuner goes by: the kernel's name, the class of its arguments, its candidates."""
+    """What the tuner goes by: the kernel's name, the class of its arguments, its candidates: chunks of hidden
+    units are whole."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{units}"
-    return "hidden_gradient_kernel", shape, CANDIDATES[dtype.itemsize, channels > 128]
+    tiles = CANDIDATES[dtype.itemsize, channels > 128]
+    return "hidden_gradient_kernel", shape, [tile for tile in tiles if units % tile["BK"] == 0]
 
 
 def shared(positions, units, chosen):

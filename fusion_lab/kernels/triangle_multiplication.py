@@ -10,8 +10,8 @@ whole. Programs own BM positions of these planes and pass BC channels at a time.
 and LN(product) in memory; so forward writes them, and who reads them has an operand without arithmetic.
 
 Forward: front_kernel (LayerNorm, projections, gates), the product, back_kernel (LayerNorm, projection, gate,
-dropout, residual): 11 passes over a tensor of pair's size. Backward: back_backward_kernel, two products,
-front_backward_kernel, and two GEMMs over what these write for the gradients of weights: 32 passes. No
+dropout, residual): 12 passes over a tensor of pair's size. Backward: back_backward_kernel, two products,
+front_backward_kernel, and two GEMMs over what these write for the gradients of weights: 34 passes. No
 projection of a side is made again: with y = value * sigmoid(gate), which is kept, the gradients are
 dy sigmoid(gate) and dy y (1 - sigmoid(gate)). Sums over positions are one part a program, and every run gives
 the same bits.
@@ -101,17 +101,16 @@ class Call:
     """What the launches of one call share: arguments, sizes, strides, flags, the class of shape. weights: of
     PARAMETERS, None for a bias that there is not."""
 
-    def __init__(self, pair, weights, mask, drop, outgoing, eps):
+    def __init__(self, pair, weights, mask, drop, outgoing):
         self.B, self.S, _, self.C = pair.shape
         self.SP = padded(self.S)
         self.plane = self.B * self.SP * self.SP
         if self.plane >= 1 << 31:
             raise ValueError(f"{tuple(pair.shape)} are too many positions for one launch")
-        norm, project, center, out, self.gate = (weights[n:n + 2] for n in range(0, 10, 2))
+        self.norm, project, self.center, out, self.gate = (weights[n:n + 2] for n in range(0, 10, 2))
         self.outgoing, self.dtype, self.new = outgoing, project[0].dtype, project[0].new_empty
-        self.front = (pair, *norm, *project, mask)
-        self.back = (*center, *out, *self.gate, drop)
-        self.sizes, self.eps = (self.S, self.SP, self.plane), eps
+        self.front, self.back = (*project, mask), (*out, *self.gate, drop)
+        self.sizes = (self.S, self.SP, self.plane)
         self.mask_strides = mask_strides(mask, outgoing)
         self.drop_strides = (0, 0, 0) if drop is None else drop.expand(pair.shape).stride()[:3]
         self.front_flags = dict(BIAS=project[1] is not None, MASK=mask is not None,
@@ -119,6 +118,9 @@ class Call:
         self.back_flags = dict(OUT_BIAS=out[1] is not None, GATE_BIAS=self.gate[1] is not None,
                                DROP=drop is not None)
         self.flags = dict(PRECISION=precision(self.dtype), C=self.C, EVEN=self.S == self.SP)
+
+    def result(self, pair, residual):
+        return pair.new_empty(pair.shape, dtype=self.dtype if residual is None else residual.dtype)
 
     def planes(self, number):
         return self.new(number * self.C, self.B, self.SP, self.SP)
@@ -148,10 +150,10 @@ class Call:
         """[(c B, SP, SP)] of a side each."""
         return planes.view(-1, self.C * self.B, self.SP, self.SP)
 
-    def multiply(self, sides, product):
-        """Fill the product, (c, B, SP, SP)."""
-        (left, right), (out,) = map(self.matrices, (sides, product))
-        torch.bmm(*((left, right.mT) if self.outgoing else (left.mT, right)), out=out)
+    def multiply(self, sides):
+        """The product, (c, B, SP, SP)."""
+        left, right = self.matrices(sides)
+        return (left @ right.mT if self.outgoing else left.mT @ right).view(self.C, *sides.shape[1:])
 
     def multiply_backward(self, sides, dproduct):
         """The gradient of sides."""
@@ -170,49 +172,52 @@ def mask_strides(mask, outgoing):
 
 
 def forward(pair, weights, mask, drop, residual, outgoing, eps, keep):
-    """[out; for backward statistics, LN(pair), LN(product), which is empty unless keep, the product, both
-    sides]."""
-    call = Call(pair, weights, mask, drop, outgoing, eps)
-    out, *kept = forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, keep)
-    statistics, x, centered, product, sides = kept
-    call.run(kernels.front_kernel, *call.front, sides, x, statistics, *call.sizes, eps, *call.mask_strides,
-             **call.front_flags)
-    call.multiply(sides, product)
-    call.run(kernels.back_kernel, product, x, *call.back, residual, out, centered, statistics, *call.sizes,
-             eps, *call.drop_strides, RESIDUAL=residual is not None, KEEP=keep, **call.back_flags)
-    return [out, *kept]
+    """[out; for backward statistics, LN(pair), LN(product), the product, both sides]. LN(product) and the
+    sides are empty unless keep."""
+    call = Call(pair, weights, mask, drop, outgoing)
+    statistics, x, sides = call.statistics(), call.rows(call.C), call.planes(2)
+    call.run(kernels.front_kernel, pair, *call.norm, *call.front, sides, x, statistics[:2], *call.sizes, eps,
+             *call.mask_strides, **call.front_flags)
+    product = call.multiply(sides)
+    sides = sides if keep else call.planes(0)  # their memory may be out's
+    out, centered = call.result(pair, residual), call.rows(call.C * keep)
+    call.run(kernels.back_kernel, product, x, *call.center, *call.back, residual, out, centered,
+             statistics[2:], *call.sizes, eps, *call.drop_strides, RESIDUAL=residual is not None, KEEP=keep,
+             **call.back_flags)
+    return [out, statistics, x, centered, product, sides]
 
 
 def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, keep):
-    call = Call(pair, weights, mask, drop, outgoing, eps)
-    return [pair.new_empty(pair.shape, dtype=call.dtype if residual is None else residual.dtype),
-            call.statistics(), call.rows(call.C), call.rows(call.C * keep), call.planes(1), call.planes(2)]
+    call = Call(pair, weights, mask, drop, outgoing)
+    return [call.result(pair, residual), call.statistics(), call.rows(call.C), call.rows(call.C * keep),
+            call.planes(1), call.planes(2 * keep)]
 
 
-def backward(gradient, pair, weights, mask, drop, statistics, x, centered, product, sides, add, outgoing, eps,
+def backward(gradient, pair, weights, mask, drop, statistics, x, centered, product, sides, add, outgoing,
              front, back):
     """[Gradient of pair; of left, right, their gates and the output gate before their sigmoids, (P, 5 c); of
     the output projection, (P, c); so many parts (front, 6 c) of the gradients of norm_weight, norm_bias and
     in_bias, (back, 4 c) of those of center_weight, center_bias, out_bias and gate_bias]. add: pair was the
     residual. Products of the (P, .) are left to the caller, where torch.compile sees them; they outlive what
     they are needed for here."""
-    call = Call(pair, weights, mask, drop, outgoing, eps)
+    call = Call(pair, weights, mask, drop, outgoing)
     found = backward_sizes(gradient, pair, weights, mask, drop, statistics, x, centered, product, sides, add,
-                           outgoing, eps, front, back)
+                           outgoing, front, back)
     dpair, dgates, dout, front, back = found
     dproduct = call.planes(1)
-    call.run(kernels.back_backward_kernel, product, x, *call.back, centered, statistics, gradient, dproduct,
-             dout, dgates, *call.sizes, *call.drop_strides, parts=back, **call.back_flags)
+    call.run(kernels.back_backward_kernel, product, x, call.center[0], *call.back, centered, statistics[2:],
+             gradient, dproduct, dout, dgates, *call.sizes, *call.drop_strides, parts=back, **call.back_flags)
     dsides = call.multiply_backward(sides, dproduct)
     del dproduct
-    call.run(kernels.front_backward_kernel, *call.front, sides, x, statistics, dsides, call.gate[0], gradient,
-             dgates, dpair, *call.sizes, *call.mask_strides, parts=front, ADD=add, **call.front_flags)
+    call.run(kernels.front_backward_kernel, pair, call.norm[0], *call.front, sides, x, statistics[:2], dsides,
+             call.gate[0], gradient, dgates, dpair, *call.sizes, *call.mask_strides, parts=front, ADD=add,
+             **call.front_flags)
     return found
 
 
 def backward_sizes(gradient, pair, weights, mask, drop, statistics, x, centered, product, sides, add,
-                   outgoing, eps, front, back):
-    call, c = Call(pair, weights, mask, drop, outgoing, eps), pair.shape[-1]
+                   outgoing, front, back):
+    call, c = Call(pair, weights, mask, drop, outgoing), pair.shape[-1]
     return [pair.new_empty(pair.shape), call.rows(5 * c), call.rows(c), call.parts(front, 6),
             call.parts(back, 4)]
 
@@ -229,8 +234,8 @@ FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor?
                        forward, forward_sizes, flops)
 BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
                         "Tensor? drop, Tensor statistics, Tensor x, Tensor centered, Tensor product, "
-                        "Tensor sides, bool add, bool outgoing, float eps, int front, int back) -> Tensor[]",
-                        backward, backward_sizes, flops)
+                        "Tensor sides, bool add, bool outgoing, int front, int back) -> Tensor[]", backward,
+                        backward_sizes, flops)
 
 
 class TriangleMultiplication(torch.autograd.Function):
@@ -238,7 +243,7 @@ class TriangleMultiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, pair, mask, drop, residual, add, outgoing, eps, keep, *weights):
-        ctx.how = add, outgoing, eps
+        ctx.how = add, outgoing
         out, *kept = FORWARD_OP(pair, weights, mask, drop, pair if add else residual, outgoing, eps, keep)
         ctx.save_for_backward(pair, mask, drop, *kept, *weights)
         return out

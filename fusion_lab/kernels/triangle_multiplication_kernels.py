@@ -134,7 +134,7 @@ def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bia
     k, c = tl.arange(0, C), tl.arange(0, BC)
     n, x = side_tile(product, k, q, plane), rows(normed, p, inside, k, C)
     value_bias, opening_bias = biases(out_bias, c, OUT_BIAS), biases(gate_bias, c, GATE_BIAS)
-    mean, rstd = store_statistics(n, statistics + 2 * plane, plane, q, eps, C)
+    mean, rstd = store_statistics(n, statistics, plane, q, eps, C)
     n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)
     if KEEP:
         store_rows(centered, p, inside, k, C, n)
@@ -157,11 +157,11 @@ def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bia
 
 
 @triton.jit
-def back_backward_kernel(product, normed, center_weight, center_bias, out_weight, out_bias, gate_weight,
-                         gate_bias, drop, centered, statistics, gradient, dproduct, dout, dgates, S, SP,
-                         plane, db, di, dj, sums, OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr,
-                         DROP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                         BM: tl.constexpr, BC: tl.constexpr):
+def back_backward_kernel(product, normed, center_weight, out_weight, out_bias, gate_weight, gate_bias, drop,
+                         centered, statistics, gradient, dproduct, dout, dgates, S, SP, plane, db, di, dj,
+                         sums, OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr,
+                         EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                         BC: tl.constexpr):
     """dproduct (C, B, SP, SP), zero beyond S. For gradients of weights: dout (P, C), the gradient of the
     projection; the gradient of the output gate, the last C columns of dgates (P, 5 C). sums
     (programs, 4 C): of center_weight, center_bias, out_bias, gate_bias."""
@@ -192,7 +192,7 @@ def back_backward_kernel(product, normed, center_weight, center_bias, out_weight
         store_rows(dgates, p, inside, c + 4 * C, 5 * C, dg)
         acc = tl.dot(dy.to(dtype), w, acc, input_precision=PRECISION)
         value_bias, opening_bias = next_value, next_opening
-    mean, rstd = tl.load(statistics + 2 * plane + q), tl.load(statistics + 3 * plane + q)
+    mean, rstd = tl.load(statistics + q), tl.load(statistics + plane + q)
     n_hat = normalised(side_tile(product, k, q, plane), mean, rstd)
     store_sums(sums, k, acc * n_hat, dtype, PRECISION, BM)
     store_sums(sums + C, k, acc, dtype, PRECISION, BM)
@@ -201,8 +201,8 @@ def back_backward_kernel(product, normed, center_weight, center_bias, out_weight
 
 
 @triton.jit
-def front_backward_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, normed, statistics,
-                          dsides, gate_weight, gradient, dgates, dpair, S, SP, plane, mb, mi, mj, sums,
+def front_backward_kernel(pair, norm_weight, weight, bias, mask, sides, normed, statistics, dsides,
+                          gate_weight, gradient, dgates, dpair, S, SP, plane, mb, mi, mj, sums,
                           BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr, ADD: tl.constexpr,
                           EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
                           BC: tl.constexpr):

@@ -198,7 +198,7 @@ def affine(x_hat, weight, bias, C: tl.constexpr):
 
 @triton.jit
 def store_sums(to, columns, x, dtype: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr):
-    """The sums of x (BM, columns) over its rows. In 16 bits, to which x is rounded, a product with ones: it
+    """The sums of x (BM, columns) over its rows. In 16 bits a product of x, rounded, with ones, which
     takes a fifth of the instructions of sums across threads."""
     if dtype == tl.float32:
         tl.store(to + columns, tl.sum(x, 0))

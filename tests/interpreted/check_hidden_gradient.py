@@ -50,6 +50,17 @@ def test_mutants_are_caught(broken, tmp_path):
     assert violations(*problem(torch.float32, *CASES["fewest channels, several shares"][:1], 128, module))
 
 
+@pytest.mark.parametrize("units", [64, 192, 256])
+def test_every_tile_fills_the_gradient(units, monkeypatch):
+    """Also of numbers of units that are multiples of 64 alone, where a tuner must not choose wider chunks."""
+    ours, plain, tensors = problem(torch.bfloat16, (1, 1, 5, 256), units)
+    tiles = hidden_gradient.looked_up(5, 256, units, torch.bfloat16)[2]
+    assert any(tile["BK"] == 128 for tile in tiles) == (units == 256)
+    for tile in tiles:
+        monkeypatch.setattr(hidden_gradient.tuner, "chosen", lambda *_, tile=tile: tile)
+        assert not violations(ours, plain, tensors)
+
+
 def test_no_position():
     x, w = torch.ones(0, 5, 16, requires_grad=True), torch.ones(64, 16)
     b = torch.ones(64, requires_grad=True)

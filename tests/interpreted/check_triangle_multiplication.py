@@ -4,6 +4,7 @@ import torch
 from rule import mutant, violations
 
 from fusion_lab.kernels import triangle_multiplication as trimul
+from fusion_lab.measuring.counters import OpCounter
 
 CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout shares, biases
     "outgoing": (2, 13, 32, True, 2, "own", 1, True),
@@ -73,11 +74,12 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "gate's derivative": ("dy * y * (1 - gate)", "dy * y * gate", "small"),
     "sides' gates' derivative": ("to(tl.float32) * (1 - gate)", "to(tl.float32) * gate", "small"),
     "output gate not in pair's gradient": ("dg = rows(dgates", "dg = 0 * rows(dgates", "small"),
-    "incoming taken for outgoing": ("(left, right.mT) if self", "(left, right.mT) if True or self",
-                                    "incoming"),
+    "incoming taken for outgoing": ("right.mT if self.outgoing", "right.mT if True", "incoming"),
     "left's gradient of the transpose": ("else (right, d.mT)", "else (right, d)", "incoming"),
     "sums of the first program": ("sums.OP(each, dtype)", "sums.OP(each[:1], dtype)", "small"),
     "eps as an afterthought": ("*call.sizes, eps", "*call.sizes, 0.1", "small"),
+    "pair's statistics for the product's": ("statistics[2:],\n             gradient",
+                                            "statistics[:2], gradient", "small"),
 }
 
 
@@ -122,6 +124,16 @@ def test_saves_what_it_says():
         ours(*(t.requires_grad_() for t in tensors))
     weights = sum(t.numel() for t in tensors[1:-1])
     assert sum(sizes) == 3 * tensors[0].numel() + weights + (3 * 32 + 4) * 256
+
+
+@pytest.mark.parametrize("keep, passes", {True: 6, False: 4}.items())
+def test_forward_holds_nothing_that_nobody_reads(keep, passes, monkeypatch):
+    """x, product, both sides, LN(product), the result; without backward these come when sides are gone."""
+    monkeypatch.setattr(trimul.Call, "run", lambda *_, **__: None)
+    pair, weights = torch.zeros(1, 16, 16, 32), [torch.zeros(32, 32)] * 10
+    with OpCounter() as counter:
+        trimul.forward(pair, weights, None, None, pair, True, 1e-5, keep)
+    assert counter.peak == passes * pair.nbytes + 4 * 4 * 256
 
 
 def test_flops_are_those_of_the_model():
