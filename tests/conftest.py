@@ -109,7 +109,10 @@ def children():
     """{process id: command line} of the children of this process that have not ended."""
     found = {}
     for place in pathlib.Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, place.read_text().split()):
+        pids = ""
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            pids = place.read_text()
+        for pid in map(int, pids.split()):
             with contextlib.suppress(OSError):
                 line = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
                 if not gone(pid) and OF_TORCH not in line:

@@ -56,7 +56,7 @@ def key_masked(length, dtype, module=biased_attention):
     return run(module.row_attention), run(biased_attention.reference), [q, k, v, bias]
 
 
-@pytest.mark.parametrize("length", [19, 70])
+@pytest.mark.parametrize("length", [19, pytest.param(70, marks=pytest.mark.slow)])
 def test_full_key_mask_and_no_gate(length):
     assert not violations(*key_masked(length, torch.float32))
 
@@ -68,7 +68,7 @@ def test_rows_side_by_side(monkeypatch):
     assert not violations(*key_masked(70, torch.bfloat16))
 
 
-@pytest.mark.parametrize("length", [50, 70])
+@pytest.mark.parametrize("length", [50, pytest.param(70, marks=pytest.mark.slow)])
 def test_a_program_of_several_rows(length, monkeypatch):
     monkeypatch.setattr(biased_attention, "PROGRAMS", 1)
     assert not violations(*key_masked(length, torch.float32))
