@@ -260,6 +260,7 @@ def test_real_families_too_and_the_natural_world_repeats_no_sample():
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it_and_hands_on_a_signal_and_one_process_continues(tmp_path, capsys):
     flags = [*ranks.FLAGS, "--device", "cpu", "--profile-dir", tmp_path / "p", "--save-checkpoint",
              tmp_path / "c.pt"]

@@ -36,6 +36,7 @@ def test_losses_and_all_gradients_are_those_of_one_process():
             assert worst["error"] < PRECISION.get(name, 1e-10), (name, ranks, worst)
 
 
+@pytest.mark.slow
 def test_a_broken_exchange_is_caught():
     found = errors(MUTANTS)
     assert set(found) == set(MUTANTS)

@@ -61,6 +61,7 @@ def test_full_key_mask_and_no_gate(length):
     assert not violations(*key_masked(length, torch.float32))
 
 
+@pytest.mark.slow
 def test_rows_side_by_side(monkeypatch):
     """Two of three rows in a program, and the third, as some candidates of the tuner have it."""
     monkeypatch.setattr(biased_attention.tuner, "launch", lambda kernel, shape, candidates, run: run(next(

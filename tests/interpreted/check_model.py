@@ -58,7 +58,7 @@ def test_a_block_is_what_it_is_without_kernels(packing):
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
 
 
-@pytest.mark.parametrize("packing", ["qkv", "gate"])
+@pytest.mark.parametrize("packing", ["qkv", pytest.param("gate", marks=pytest.mark.slow)])
 def test_kernels_that_others_replace(packing, monkeypatch):
     """The outer product laid out, two layers with a ReLU between them."""
     (ours, plain), made = blocks(packing, without=("transition", "outer_product")), []
