@@ -50,12 +50,12 @@ BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2,
                         (128, 64, 1, 8, 3))
 BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
                          (32, 64, 2, 4, 2))
-BACKWARD_BIAS = candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 2), (64, 64, 4, 3),
-                           (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 3))
-# With fewer registers more programs share a processor; a compiler for AMD has no such option.
-BACKWARD_BIAS += [] if torch.version.hip else [dict(tile, maxnreg=most) for tile, most in zip(
-    candidates(("BM", "BN", "num_warps", "num_stages"), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4)),
-    (128, 168, 168), strict=True)]
+BIAS_TILES = ("BM", "BN", "num_warps", "num_stages")
+BACKWARD_BIAS = candidates(BIAS_TILES, (64, 32, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2),
+                           (64, 64, 4, 4), (128, 64, 8, 3))
+if not torch.version.hip:  # fewer registers, so that more programs share a processor: NVIDIA's option
+    BACKWARD_BIAS += candidates((*BIAS_TILES, "maxnreg"), (64, 32, 4, 3, 128), (64, 64, 4, 3, 168),
+                                (64, 64, 4, 4, 168))
 BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (4, 2), (4, 1))
 SMALL = dict(BM=32, BN=32, RU=1, num_warps=4, num_stages=1)  # for float32, whose tiles are twice as large
 
