@@ -128,47 +128,51 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
 
 
 @triton.jit
-def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, delta, R, H, L, LP, D, scale,
-                      kb, kr,
-                      sqb, sqr, sqh, sql, sgb, sgr, sgh, sgl, sob, sor, soh, sol, tqb, tqr, tqh, tql, tgb,
-                      tgr,
-                      tgh, tgl, BIAS: tl.constexpr, KEYS: tl.constexpr, GATE: tl.constexpr,
-                      GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
-                      BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr, dgb=None):
-    """dq and, with a gate, dg; for the other kernels do (as out lies) and delta (B, R, H, L); dgb holds a
-    part (B programs, H, D) of the gate bias's gradient. t*: strides of dq and dg."""
+def gate_backward_kernel(g, gb, out, dout, dg, do, delta, R, H, L, D, sgb, sgr, sgh, sgl, sob, sor, soh, sol,
+                         tgb, tgr, tgh, tgl, GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr,
+                         BD: tl.constexpr, BM: tl.constexpr, dgb=None):
+    """What backward of attention reads, of BM queries of a row: delta (B, R, H, L) = rowsum(dout out) and,
+    with a gate, do (as out lies). And dg; dgb holds a part (B programs, H, D) of the gate bias's gradient."""
+    i0, r, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
+    inside, at_out = (i[:, None] < L) & (d[None, :] < D), b * sob + r * sor + h * soh
+    dt = tile(dout + at_out, i0, L, D, sol, BM, BD, EVEN)
+    ot = tile(out + at_out, i0, L, D, sol, BM, BD, EVEN)
+    if GATE:
+        gt = tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN)
+    product = dt.to(tl.float32) * ot.to(tl.float32)
+    tl.store(delta + ((b * R + r) * H + h) * L + i, tl.sum(product, 1), mask=i < L)
+    if GATE:
+        opening = gates(gt, gb, h, D, BD, GATE_BIAS)
+        dgate = product * (1 - opening)
+        tl.store(places(do + at_out, i0, sol, BM, BD), (dt.to(tl.float32) * opening).to(do.dtype.element_ty),
+                 mask=inside)
+        tl.store(places(dg + b * tgb + r * tgr + h * tgh, i0, tgl, BM, BD), dgate.to(dg.dtype.element_ty),
+                 mask=inside)
+        if GATE_BIAS:
+            row = (b * R + r) * tl.num_programs(0) + tl.program_id(0)
+            tl.store(dgb + (row * H + h) * D + d, tl.sum(dgate, 0), mask=d < D)
+
+
+@triton.jit
+def backward_q_kernel(q, k, v, bias, keys, do, lse, delta, dq, R, H, L, LP, D, scale, kb, kr,
+                      sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql, BIAS: tl.constexpr,
+                      KEYS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
+                      BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
+    """dq of BM queries in RU rows side by side. t*: strides of dq."""
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
-    inside = (i[:, None] < L) & (d[None, :] < D)
     queries, dos, stats, deltas, accs = (), (), (), (), ()
-    part = tl.zeros((BD,), tl.float32)
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, R - 1)
-        at_out, stat = b * sob + r * sor + h * soh, ((b * R + r) * H + h) * L
-        dt = tile(dout + at_out, i0, L, D, sol, BM, BD, EVEN)
-        ot = tile(out + at_out, i0, L, D, sol, BM, BD, EVEN)
+        stat = ((b * R + r) * H + h) * L
         queries = queries + (tile(q + b * sqb + r * sqr + h * sqh, i0, L, D, sql, BM, BD, EVEN),)
+        dos = dos + (tile(do + b * sob + r * sor + h * soh, i0, L, D, sol, BM, BD, EVEN),)
         stats = stats + (statistic(lse + stat, i, L, float("inf"), EVEN),)
-        if GATE:
-            gt = tile(g + b * sgb + r * sgr + h * sgh, i0, L, D, sgl, BM, BD, EVEN)
-        product = dt.to(tl.float32) * ot.to(tl.float32)
-        row_delta = tl.sum(product, 1)
-        if GATE:
-            opening = gates(gt, gb, h, D, BD, GATE_BIAS)
-            dgate = product * (1 - opening)
-            dt = (dt.to(tl.float32) * opening).to(dt.dtype)
-            tl.store(places(do + at_out, i0, sol, BM, BD), dt, mask=inside)
-            tl.store(places(dg + b * tgb + r * tgr + h * tgh, i0, tgl, BM, BD),
-                     dgate.to(dg.dtype.element_ty), mask=inside)
-            if GATE_BIAS:
-                part += tl.where(r0 + u < R, tl.sum(dgate, 0), 0.0)
-        tl.store(delta + stat + i, row_delta, mask=i < L)
-        dos, deltas = dos + (dt,), deltas + (row_delta,)
+        deltas = deltas + (statistic(delta + stat, i, L, 0.0, EVEN),)
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
-    if GATE_BIAS:
-        row = (b * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0) + tl.program_id(0)
-        tl.store(dgb + (row * H + h) * D + d, part, mask=d < D)
     for n in range(0, L, BN):
         j = n + tl.arange(0, BN)
         t = bias_tile(bias, bh, i0, n, LP, BM, BN, BIAS)
@@ -184,6 +188,7 @@ def backward_q_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dg, do, de
                 tl.dot(dos[u], tl.trans(vt), input_precision=PRECISION) - deltas[u][:, None])
             new_accs = new_accs + (tl.dot(ds.to(kt.dtype), kt, accs[u], input_precision=PRECISION),)
         accs = new_accs
+    inside = (i[:, None] < L) & (d[None, :] < D)
     for u in tl.static_range(RU):
         if r0 + u < R:
             tl.store(places(dq + b * tqb + (r0 + u) * tqr + h * tqh, i0, tql, BM, BD),
@@ -267,38 +272,26 @@ def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP
 
 
 @triton.jit
-def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv, dg, dbias, R, H, L, LP, D,
-                          scale, rows, kb, kr, sqb, sqr, sqh, sql, sgb, sgr, sgh, sgl, sob, sor, soh, sol,
-                          tqb, tqr, tqh, tql, tgb, tgr, tgh, tgl, BIAS: tl.constexpr, KEYS: tl.constexpr,
-                          GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr,
-                          PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr, dgb=None):
+def backward_short_kernel(q, k, v, bias, keys, do, lse, delta, dq, dk, dv, dbias, R, H, L, LP, D, scale, rows,
+                          kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql,
+                          BIAS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr,
+                          PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr):
     """All gradients of a share of `rows` whole rows, L <= BL: five products and one exponential a score."""
     share, bh = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = tl.arange(0, BL), tl.arange(0, BD)
-    inside = (i[:, None] < L) & (d[None, :] < D)
-    db, part = tl.zeros((BL, BL), tl.float32), tl.zeros((BD,), tl.float32)
+    inside, db = (i[:, None] < L) & (d[None, :] < D), tl.zeros((BL, BL), tl.float32)
     for r in range(share * rows, tl.minimum(share * rows + rows, R)):
-        at, at_out = b * sqb + r * sqr + h * sqh, b * sob + r * sor + h * soh
+        at, stat = b * sqb + r * sqr + h * sqh, ((b * R + r) * H + h) * L
         qt, kt = tile(q + at, 0, L, D, sql, BL, BD, EVEN), tile(k + at, 0, L, D, sql, BL, BD, EVEN)
-        vt, dt = tile(v + at, 0, L, D, sql, BL, BD, EVEN), tile(dout + at_out, 0, L, D, sol, BL, BD, EVEN)
-        ot = tile(out + at_out, 0, L, D, sol, BL, BD, EVEN)
-        if GATE:
-            gt = tile(g + b * sgb + r * sgr + h * sgh, 0, L, D, sgl, BL, BD, EVEN)
-        product = dt.to(tl.float32) * ot.to(tl.float32)
-        de = tl.sum(product, 1)
-        if GATE:
-            opening = gates(gt, gb, h, D, BD, GATE_BIAS)
-            dgate = product * (1 - opening)
-            dt = (dt.to(tl.float32) * opening).to(dt.dtype)
-            part += tl.sum(dgate, 0)
-            tl.store(places(dg + b * tgb + r * tgr + h * tgh, 0, tgl, BL, BD), dgate.to(dg.dtype.element_ty),
-                     mask=inside)
+        vt = tile(v + at, 0, L, D, sql, BL, BD, EVEN)
+        dt = tile(do + b * sob + r * sor + h * soh, 0, L, D, sol, BL, BD, EVEN)
+        ls = statistic(lse + stat, i, L, float("inf"), EVEN)
+        de = statistic(delta + stat, i, L, 0.0, EVEN)
         s = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * scale
         s += bias_tile(bias, bh, 0, 0, LP, BL, BL, BIAS)
         if KEYS:
             s += key_tile(keys, b, r, i, kb, kr)[None, :]
-        ls = statistic(lse + ((b * R + r) * H + h) * L, i, L, float("inf"), EVEN)
         p = tl.exp2(s * LOG2E - ls[:, None])
         ds = p * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
         db += ds
@@ -314,5 +307,3 @@ def backward_short_kernel(q, k, v, g, gb, bias, keys, out, dout, lse, dq, dk, dv
     if BIAS:
         dbias += (share * tl.num_programs(1) + bh).to(tl.int64) * LP * LP
         tl.store(dbias + i[:, None] * LP + i[None, :], db)
-    if GATE_BIAS:
-        tl.store(dgb + ((b * tl.num_programs(0) + share) * H + h) * D + d, part, mask=d < D)

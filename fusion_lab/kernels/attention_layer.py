@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import biased_attention as attention
-from fusion_lab.kernels import projection, sums
+from fusion_lab.kernels import gated_output, projection, sums
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import check_shapes
 
@@ -55,11 +55,13 @@ class AttentionLayer(torch.autograd.Function):
         (x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop, y, padded, turned,
          summand, og, lse) = ctx.saved_tensors
         gradient, length = gradient.contiguous(), x.shape[ctx.how[1]]
-        dog, dout_weight, dout_bias = projection.output_project_backward(gradient, og, out_weight, drop)
-        q = attention.views([y], *ctx.how[:3])[0]
-        dy, dbias, dgate_bias = attention.BACKWARD_OP([y], gate_bias, padded, turned, summand, og, lse, dog,
-                                                      *ctx.how, attention.gate_parts(*q.shape, q.dtype))
+        dy, dbias, dgate_bias, du, dout_bias = attention.BACKWARD_OP(
+            [y], gate_bias, padded, turned, summand, og, lse, gradient, out_weight, drop, *ctx.how,
+            gated_output.programs(gradient.numel() // len(out_weight), len(out_weight), out_weight.dtype))
+        du = gradient.to(out_weight.dtype) if drop is None else du
+        dout_weight = du.flatten(0, -2).t() @ og.flatten(0, -2)
         dgate_bias = sums.OP(dgate_bias, gate_bias.dtype).view_as(gate_bias)
+        dout_bias = sums.OP(dout_bias, out_weight.dtype)
         dbias = None if padded is None else dbias.sum(0)[..., :length, :length].to(ctx.bias_dtype)
         own = None
         if head_weight is not None:

@@ -7,10 +7,11 @@ bias tile is loaded once for RU rows side by side. No scores are written. Bias a
 padded tensor that holds PADDING beyond L, so that no kernel masks a score; a second one is its transpose,
 which the gradients of k and v read.
 
-Backward, with do = dout sigmoid(g) and delta = rowsum(do o) = rowsum(dout out): o itself is never stored. Up
-to SHORT keys one kernel makes everything from whole rows. Beyond, three do: dq with the gate's gradient; dk
-and dv; the bias gradient, whose programs own a tile, sum a share of the rows in registers and store it once.
-Nothing is added atomically: every run gives the same bits.
+Backward begins with the gate: do = dout sigmoid(g) and delta = rowsum(dout out), so that o itself is never
+stored; behind an output projection that is one kernel with the projection's backward (gated_output.py). Up to
+SHORT keys one kernel makes everything else from whole rows. Beyond, three do: dq; dk and dv; the bias
+gradient, whose programs own a tile, sum a share of the rows in registers and store it once. Nothing is added
+atomically: every run gives the same bits.
 
 Sources: Dao et al. 2022 (arXiv:2205.14135) for attention in tiles; AlphaFold 2 supplement, Alg. 7, 8, 13, 14.
 """
@@ -22,7 +23,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import attention_kernels as kernels
-from fusion_lab.kernels import sums, tuner
+from fusion_lab.kernels import gated_output, sums, tuner
 from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.triton_parts import (
@@ -46,6 +47,7 @@ PROGRAMS = 512  # that sums over rows are spread over: about four for each proce
 TILES = ("BM", "BN", "RU", "num_warps", "num_stages")
 FORWARD = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (128, 64, 1, 8, 3), (64, 64, 2, 4, 3),
                      (64, 32, 1, 4, 3))
+GATE = candidates(("BM", "num_warps"), (64, 4), (128, 4), (64, 2), (32, 1))
 BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2, 4, 3), (64, 32, 1, 4, 3),
                         (128, 64, 1, 8, 3))
 BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
@@ -154,7 +156,7 @@ class Sizes:
 
     def rows(self, tile):
         """A grid: a function of a configuration whose `tile` is along L."""
-        return lambda t: (triton.cdiv(self.L, t[tile]), self.B * self.H, triton.cdiv(self.R, t["RU"]))
+        return lambda t: (triton.cdiv(self.L, t[tile]), self.B * self.H, triton.cdiv(self.R, t.get("RU", 1)))
 
     def looked_up(self, name, tiles):
         """What the tuner goes by: a kernel's name, the class of its arguments, its candidates. Programs of
@@ -171,9 +173,7 @@ class Sizes:
 def gate_parts(B, R, H, L, D, dtype):
     """How many parts of the gate bias's gradient backward makes with the tuner's choice."""
     sizes = Sizes((B, R, H, L, D), dtype)
-    if sizes.short:
-        return B * sizes.shares()[1]
-    config = tuner.chosen(*sizes.looked_up("backward_q_kernel", BACKWARD_Q))
+    config = tuner.chosen(*sizes.looked_up("gate_backward_kernel", GATE))
     return math.prod(sizes.rows("BM")(sizes.fitted(config))) // H
 
 
@@ -192,9 +192,9 @@ class Launch(Sizes):
         self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
         self.where = (*shared, *strides(self.q))
         self.inputs = (self.q, self.k, self.v, self.gate, gate_bias, bias, keys)
-        self.flags = dict(KEYS=keys is not None, PRECISION=precision(self.q.dtype), BD=self.BD)
+        self.flags = dict(KEYS=keys is not None, PRECISION=precision(self.q.dtype))
         self.bias_flag = dict(BIAS=bias is not None)
-        self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None, **self.bias_flag)
+        self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None)
 
     def run(self, kernel, tiles, grid, arguments, dgb=None, **flags):
         """Launch with the tuner's choice; grid is a function of a configuration. dgb (n, H, D), if given,
@@ -203,9 +203,9 @@ class Launch(Sizes):
             config = self.fitted(config)
             size = grid(config)
             if dgb is None:
-                return kernel[size](*arguments, **flags, **self.flags, **config)
+                return kernel[size](*arguments, **flags, BD=self.BD, **config)
             with sums.room(dgb, math.prod(size) // self.H) as to:
-                kernel[size](*arguments, dgb=to, **flags, **self.flags, **config)
+                kernel[size](*arguments, dgb=to, **flags, BD=self.BD, **config)
         tuner.launch(*self.looked_up(kernel.__name__, tiles), launch)
 
 
@@ -215,7 +215,7 @@ def forward(parts, gate_bias, bias, keys, heads, axis, gated, scale):
     out, lse = forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale)
     c.run(kernels.forward_kernel, FORWARD, c.rows("BM"),
           (*c.inputs, out, lse, *c.sizes, *c.where, *strides(c.gate), *strides(as_rows(out, heads, axis))),
-          **c.gate_flags)
+          **c.gate_flags, **c.bias_flag, **c.flags)
     return out, lse
 
 
@@ -225,42 +225,53 @@ def forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale):
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale, dgb):
+def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads, axis, gated,
+             scale, dgb):
     """[gradients of parts, each as its part lies; parts (n, B, H, LP, LP) of the bias's, to be summed over n;
-    so many parts (dgb, H, D) of the gate bias's]; the last two are float32, and empty where there is no
-    bias."""
+    so many parts (dgb, H, D) of the gate bias's; du and parts (dgb, c) of the gradient of the projection's
+    bias]. Sums are float32; what is not there is empty. gradient: of the result or, with a weight, of its
+    projection (gated_output.py)."""
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
-    found = backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated,
-                           scale, dgb)
-    *grads, dbias, dgb = found
+    found = backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads,
+                           axis, gated, scale, dgb)
+    *grads, dbias, dgb, du, projected = found
     dq, dk, dv, *dg = views(grads, heads, axis, gated)
-    dg, dgb, (rows, shares) = (dg or [dq])[0], None if gate_bias is None else dgb, c.shares()
-    o = strides(as_rows(out, heads, axis))
-    outer = (*strides(c.gate), *o, *strides(dq), *strides(dg))
+    dg, (rows, shares) = (dg or [dq])[0], c.shares()
+    o, t = strides(as_rows(out, heads, axis)), strides(dq)
+    delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
+    if weight is None:
+        c.run(kernels.gate_backward_kernel, GATE, c.rows("BM"),
+              (c.gate, gate_bias, out, gradient, dg, do, delta, c.R, c.H, c.L, c.D, *strides(c.gate), *o,
+               *strides(dg)), None if gate_bias is None else dgb, **c.gate_flags)
+    else:
+        gated_output.launch(gradient, weight, drop, out, c.gate, gate_bias, do, dg, delta, du, projected, dgb,
+                            axis)
+    inner = (do, lse, delta)
     if c.short:
         c.run(kernels.backward_short_kernel, BACKWARD_SHORT, lambda t: (shares, c.B * c.H),
-              (*c.inputs, out, gradient, lse, dq, dk, dv, dg, dbias, *c.sizes, rows, *c.where, *outer), dgb,
-              **c.gate_flags, BL=c.LP)
+              (c.q, c.k, c.v, bias, keys, *inner, dq, dk, dv, dbias, *c.sizes, rows, *c.where, *o, *t),
+              **c.bias_flag, **c.flags, BL=c.LP)
         return found
-    delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
     c.run(kernels.backward_q_kernel, BACKWARD_Q, c.rows("BM"),
-          (*c.inputs, out, gradient, lse, dq, dg, do, delta, *c.sizes, *c.where, *outer), dgb,
-          **c.gate_flags)
+          (c.q, c.k, c.v, bias, keys, *inner, dq, *c.sizes, *c.where, *o, *t), **c.bias_flag, **c.flags)
     c.run(kernels.backward_kv_kernel, BACKWARD_KV, c.rows("BN"),
-          (c.q, c.k, c.v, turned, keys, do, lse, delta, dk, dv, *c.sizes, *c.where, *o, *strides(dk)),
-          **c.bias_flag)
+          (c.q, c.k, c.v, turned, keys, *inner, dk, dv, *c.sizes, *c.where, *o, *strides(dk)), **c.bias_flag,
+          **c.flags)
     if bias is not None:
         c.run(kernels.backward_bias_kernel, BACKWARD_BIAS,
               lambda t: (triton.cdiv(c.L, t["BM"]) * triton.cdiv(c.L, t["BN"]), shares, c.B * c.H),
-              (c.q, c.k, c.v, bias, keys, do, lse, delta, dbias, *c.sizes, rows, *c.where, *o))
+              (c.q, c.k, c.v, bias, keys, *inner, dbias, *c.sizes, rows, *c.where, *o), **c.flags)
     return found
 
 
-def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, scale, dgb):
+def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads, axis, gated,
+                   scale, dgb):
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
     dbias = (c.shares()[1], c.B, c.H, c.LP, c.LP) if bias is not None else 0
     return [*(part.new_empty(part.shape) for part in parts), out.new_empty(dbias, dtype=torch.float32),
-            out.new_empty(dgb, c.H, c.D, dtype=torch.float32)]
+            out.new_empty(dgb, c.H, c.D, dtype=torch.float32),
+            out.new_empty(0 if drop is None else gradient.shape),
+            out.new_empty(0 if weight is None else (dgb, len(weight)), dtype=torch.float32)]
 
 
 def flops(shapes, axis, gated, products):
@@ -274,16 +285,19 @@ def forward_flops(parts, gate_bias, bias, keys, heads, axis, gated, scale, **_):
     return flops(parts, axis, gated, 2)
 
 
-def backward_flops(parts, gate_bias, bias, turned, keys, out, lse, gradient, heads, axis, gated, *_, **__):
-    return flops(parts, axis, gated, 4)  # scores made again are none of the model's
+def backward_flops(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads, axis, gated,
+                   *_, **__):
+    projection = 0 if weight is None else 2 * math.prod(gradient[:-1]) * math.prod(weight)
+    return flops(parts, axis, gated, 4) + projection  # scores made again are none of the model's
 
 
 HOW = "int heads, int axis, bool gated, float scale"
 FORWARD_OP = operation("attention_forward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? keys, "
                        f"{HOW}) -> (Tensor, Tensor)", forward, forward_sizes, forward_flops)
 BACKWARD_OP = operation("attention_backward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? turned, "
-                        f"Tensor? keys, Tensor out, Tensor lse, Tensor gradient, {HOW}, int dgb) -> "
-                        "Tensor[]", backward, backward_sizes, backward_flops)
+                        "Tensor? keys, Tensor out, Tensor lse, Tensor gradient, Tensor? weight, "
+                        f"Tensor? drop, {HOW}, int dgb) -> Tensor[]", backward, backward_sizes,
+                        backward_flops)
 
 
 class BiasedAttention(torch.autograd.Function):
@@ -304,9 +318,9 @@ class BiasedAttention(torch.autograd.Function):
     def backward(ctx, gradient):
         bias, gate_bias, padded, turned, summand, out, lse, *parts = ctx.saved_tensors
         q = views(parts, *ctx.how[:3])[0]
-        *grads, dbias, dgb = BACKWARD_OP(parts, gate_bias, padded, turned, summand, out, lse,
-                                         gradient.contiguous(), *ctx.how,
-                                         0 if gate_bias is None else gate_parts(*q.shape, q.dtype))
+        *grads, dbias, dgb, _, _ = BACKWARD_OP(parts, gate_bias, padded, turned, summand, out, lse,
+                                               gradient.contiguous(), None, None, *ctx.how,
+                                               0 if gate_bias is None else gate_parts(*q.shape, q.dtype))
         dbias = None if bias is None else dbias.sum(0)[..., :bias.shape[-1], :bias.shape[-1]].to(bias.dtype)
         dgb = None if gate_bias is None else sums.OP(dgb, gate_bias.dtype).view(gate_bias.shape)
         return dbias, None, dgb, *[None] * 5, *grads

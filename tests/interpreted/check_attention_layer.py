@@ -3,7 +3,7 @@ import pytest
 import torch
 from rule import mutant, violations
 
-from fusion_lab.kernels import attention_layer
+from fusion_lab.kernels import attention_layer, biased_attention, gated_output
 
 CASES = {  # B, X, Y, c, H, axis, what makes the bias, keys, x is the residual, dim that dropout shares
     "starting node": (2, 7, 7, 32, 2, 2, "own", True, True, 1),
@@ -12,6 +12,8 @@ CASES = {  # B, X, Y, c, H, axis, what makes the bias, keys, x is the residual, 
     "MSA rows": (2, 3, 11, 16, 2, 2, "given", True, True, 1),
     "columns": (1, 7, 5, 32, 2, 1, None, True, True, 3),
     "columns, no mask, update alone": (2, 5, 3, 16, 1, 1, None, False, False, None),
+    "one wide head": (1, 3, 5, 64, 1, 2, None, True, True, 1),  # wider than a chunk of channels in float32
+    "wide heads": (1, 3, 5, 128, 2, 1, None, True, True, 2),
 }
 MUTANTS = {  # what is replaced by what, and the case that must notice
     "bias not turned": ("own_bias.mT if axis == 1 else own_bias\n        padded", "own_bias\n        padded",
@@ -20,9 +22,19 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "bias without a gradient": ("own, dbias = (dbias.mT", "own, dbias = (0 * dbias.mT", "ending node"),
     "the residual's gradient forgotten": ("gradient if ctx.add else None", "None", "columns"),
     "no residual": ("x if add else None", "None", "columns"),
-    "dropout forgotten in backward": ("og, out_weight, drop)\n", "og, out_weight, None)\n", "starting node"),
     "mask ignored": ("attention.padded_bias(bias, keys,", "attention.padded_bias(bias, None,", "columns"),
     "eps as an afterthought": ("head_weight, eps)\n        if", "head_weight, 0.1)\n        if", "columns"),
+}
+OF_THE_GATE = {  # the same in gated_output.py
+    "gate bias forgotten": ("gt.to(tl.float32) + tl", "gt.to(tl.float32) + 0 * tl", "columns"),
+    "derivative of the gate": ("product * (1 - opening)", "product * opening", "columns"),
+    "gradient not gated": ("(t * opening)", "t", "columns"),
+    "delta of the first head": ("h[None, :] * mh", "0 * h[None, :]", "starting node"),
+    "delta of the other axis": ("if axis == 1:", "if axis == 2:", "ending node"),
+    "delta of a part of a head": ("k0 // D * mh, row", "k0 // D * mh, tl.sum(product, 1)", "one wide head"),
+    "delta of all heads": ("row = tl.zeros((BM,), tl.float32)\n\n", "\n\n", "wide heads"),
+    "dropout forgotten": ("d *= factors", "d = d + 0 * factors", "starting node"),
+    "last position dropped": ("p[:, None] < P\n", "p[:, None] < P - 1\n", "columns"),
 }
 
 
@@ -63,6 +75,14 @@ def test_mutants_are_caught(name, tmp_path):
     old, new, case = MUTANTS[name]
     module = mutant(attention_layer, old, new, tmp_path)
     assert violations(*problem(torch.float32, *CASES[case], module=module))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_THE_GATE)
+def test_mutants_of_the_gate_s_backward_are_caught(name, tmp_path, monkeypatch):
+    old, new, case = OF_THE_GATE[name]
+    monkeypatch.setattr(biased_attention, "gated_output", mutant(gated_output, old, new, tmp_path))
+    assert violations(*problem(torch.float32, *CASES[case]))
 
 
 def gradients(function, tensors):
