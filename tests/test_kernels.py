@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -114,6 +115,12 @@ def attention(length, width, axis, biased, masked, dtype=torch.bfloat16):
     bias = torch.empty(1, heads, length, length, dtype=dtype, requires_grad=True) if biased else None
     keys = torch.ones(1, length) if masked else None
     biased_attention.gated_attention([packed], heads, axis, bias, keys, gate_bias).sum().backward()
+
+
+def stored_scores(length):
+    """The same where backward stores gradients of scores."""
+    with mock.patch.object(biased_attention, "STORED", biased_attention.STORED[1:]):
+        attention(length, 32, 2, True, False)
 
 
 def transitions(channels):
@@ -238,6 +245,8 @@ LAUNCHES = {
     "attention, S 256": (attention, 256, 32, 2, True, False),
     "attention, S 77": (attention, 77, 16, 1, True, True),
     "attention, S 64": (attention, 64, 32, 2, True, False),
+    "attention, stored scores, S 256": (stored_scores, 256),
+    "attention, stored scores, S 500": (stored_scores, 500),
     "columns, N 128": (attention, 128, 32, 1, False, False),
     "columns, N 16": (attention, 16, 16, 1, False, True),
     **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},

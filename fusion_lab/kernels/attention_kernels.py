@@ -196,18 +196,20 @@ def backward_q_kernel(q, k, v, bias, keys, do, lse, delta, dq, R, H, L, LP, D, s
 
 
 @triton.jit
-def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, R, H, L, LP, D, scale, kb, kr,
-                       sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql, BIAS: tl.constexpr,
-                       KEYS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
-                       BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
-    """dk and dv of BN keys in RU rows. Scores are (keys, queries), so that P and dS are left operands as they
-    stand, and the bias is read along the rows of its transpose."""
-    j0, r0, bh = tl.program_id(0) * BN, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
+def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, scores, R, H, L, LP, D, scale, first,
+                       end, kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql,
+                       BIAS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr, EVEN: tl.constexpr,
+                       PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                       RU: tl.constexpr):
+    """dk and dv of BN keys in RU rows of those from first to end; with STORE dS, too, as scores (rows, B, H,
+    keys, queries). Scores are (keys, queries), so that P and dS are left operands as they stand, and the bias
+    is read along the rows of its transpose."""
+    j0, r0, bh = tl.program_id(0) * BN, first + tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     j, d = j0 + tl.arange(0, BN), tl.arange(0, BD)
-    ks, vs, dks, dvs, masks = (), (), (), (), ()
+    ks, vs, dks, dvs, masks, qs, dos = (), (), (), (), (), (), ()
     for u in tl.static_range(RU):
-        r = tl.minimum(r0 + u, R - 1)
+        r = tl.minimum(r0 + u, end - 1)
         at = b * sqb + r * sqr + h * sqh
         ks = ks + (tile(k + at, j0, L, D, sql, BN, BD, EVEN),)
         vs = vs + (tile(v + at, j0, L, D, sql, BN, BD, EVEN),)
@@ -215,31 +217,68 @@ def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, R, H, L, L
             masks = masks + (key_tile(keys, b, r, j, kb, kr),)
         dks = dks + (tl.zeros((BN, BD), tl.float32),)
         dvs = dvs + (tl.zeros((BN, BD), tl.float32),)
+        qs, dos = qs + (q + at,), dos + (do + b * sob + r * sor + h * soh,)
     for m in range(0, L, BM):
         i = m + tl.arange(0, BM)
         t = bias_tile(turned, bh, j0, m, LP, BN, BM, BIAS)
-        new_dks, new_dvs = (), ()
+        new_dks, new_dvs, new_qs, new_dos = (), (), (), ()
         for u in tl.static_range(RU):
-            r = tl.minimum(r0 + u, R - 1)
-            qt = tile(q + b * sqb + r * sqr + h * sqh, m, L, D, sql, BM, BD, EVEN)
-            dt = tile(do + b * sob + r * sor + h * soh, m, L, D, sol, BM, BD, EVEN)
+            r = tl.minimum(r0 + u, end - 1)
+            qt, dt = tile(qs[u], 0, L - m, D, sql, BM, BD, EVEN), tile(dos[u], 0, L - m, D, sol, BM, BD, EVEN)
+            new_qs, new_dos = new_qs + (qs[u] + BM * sql,), new_dos + (dos[u] + BM * sol,)
             stat = ((b * R + r) * H + h) * L
             ls = statistic(lse + stat, i, L, float("inf"), EVEN)
             de = statistic(delta + stat, i, L, 0.0, EVEN)
             s = tl.dot(ks[u], tl.trans(qt), input_precision=PRECISION) * scale + t
+            dp = tl.dot(vs[u], tl.trans(dt), input_precision=PRECISION)  # while exponentials are made
             if KEYS:
                 s += masks[u][:, None]
             p = tl.exp2(s * LOG2E - ls[None, :])
+            ds = (p * (dp - de[None, :])).to(qt.dtype)
             new_dvs = new_dvs + (tl.dot(p.to(dt.dtype), dt, dvs[u], input_precision=PRECISION),)
-            ds = p * (tl.dot(vs[u], tl.trans(dt), input_precision=PRECISION) - de[None, :])
-            new_dks = new_dks + (tl.dot(ds.to(qt.dtype), qt, dks[u], input_precision=PRECISION),)
-        dks, dvs = new_dks, new_dvs
+            new_dks = new_dks + (tl.dot(ds, qt, dks[u], input_precision=PRECISION),)
+            if STORE:
+                here = scores + ((r - first) * tl.num_programs(1) + bh) * LP * LP + m
+                tl.store(places(here, j0, LP, BN, BM), ds)
+        dks, dvs, qs, dos = new_dks, new_dvs, new_qs, new_dos
     inside = (j[:, None] < L) & (d[None, :] < D)
     for u in tl.static_range(RU):
-        if r0 + u < R:
+        if r0 + u < end:
             at = b * tqb + (r0 + u) * tqr + h * tqh
             tl.store(places(dk + at, j0, tql, BN, BD), (dks[u] * scale).to(dk.dtype.element_ty), mask=inside)
             tl.store(places(dv + at, j0, tql, BN, BD), dvs[u].to(dv.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_scores_kernel(k, scores, dq, dbias, H, L, D, scale, first, end, rows, sqb, sqr, sqh, sql,
+                           tqb, tqr, tqh, tql, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
+                           BM: tl.constexpr, BN: tl.constexpr, LP: tl.constexpr):
+    """dq of BM queries from dS, as backward_kv_kernel wrote it, and the bias's gradient of these queries and
+    all LP keys, of a share of `rows` rows of those from first to end: dbias (shares, B, H, LP, LP), to which
+    rows behind the first ones are added."""
+    i0, share, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    i, j, d = i0 + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    inside, dbs = (i[:, None] < L) & (d[None, :] < D), ()
+    dbias += (share * tl.num_programs(2) + bh) * LP * LP
+    for _ in tl.static_range(LP // BN):
+        dbs = dbs + (tl.zeros((BN, BM), tl.float32),)
+    for r in range(first + share * rows, tl.minimum(first + share * rows + rows, end)):
+        at, acc, new_dbs = b * sqb + r * sqr + h * sqh, tl.zeros((BM, BD), tl.float32), ()
+        here = scores + ((r - first) * tl.num_programs(2) + bh) * LP * LP + i0
+        for n in tl.static_range(LP // BN):
+            ds = tile(here, n * BN, L, LP, LP, BN, BM, EVEN)  # keys beyond L were not written
+            kt = tile(k + at, n * BN, L, D, sql, BN, BD, EVEN)
+            acc = tl.dot(tl.trans(ds), kt, acc, input_precision=PRECISION)
+            new_dbs = new_dbs + (dbs[n] + ds.to(tl.float32),)
+        dbs = new_dbs
+        tl.store(places(dq + b * tqb + r * tqr + h * tqh, i0, tql, BM, BD),
+                 (acc * scale).to(dq.dtype.element_ty), mask=inside)
+    for n in tl.static_range(LP // BN):
+        at, db = dbias + i[:, None] * LP + n * BN + j[None, :], tl.trans(dbs[n])
+        if first > 0:
+            db += tl.load(at)
+        tl.store(at, db)
 
 
 @triton.jit
@@ -272,16 +311,17 @@ def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP
 
 
 @triton.jit
-def backward_short_kernel(q, k, v, bias, keys, do, lse, delta, dq, dk, dv, dbias, R, H, L, LP, D, scale, rows,
-                          kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql,
+def backward_short_kernel(q, k, v, bias, keys, do, lse, delta, dq, dk, dv, scores, R, H, L, LP, D, scale,
+                          first, end, kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql,
                           BIAS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr,
-                          PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr):
-    """All gradients of a share of `rows` whole rows, L <= BL: five products and one exponential a score."""
-    share, bh = tl.program_id(0).to(tl.int64), tl.program_id(1)
+                          PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr, ROWS: tl.constexpr):
+    """All gradients of ROWS whole rows, L <= BL, of those from first to end: five products and one
+    exponential a score. With a bias dS, too, as scores (rows, B, H, queries, keys)."""
+    r0, bh = first + tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = tl.arange(0, BL), tl.arange(0, BD)
-    inside, db = (i[:, None] < L) & (d[None, :] < D), tl.zeros((BL, BL), tl.float32)
-    for r in range(share * rows, tl.minimum(share * rows + rows, R)):
+    inside = (i[:, None] < L) & (d[None, :] < D)
+    for r in range(r0, tl.minimum(r0 + ROWS, end)):
         at, stat = b * sqb + r * sqr + h * sqh, ((b * R + r) * H + h) * L
         qt, kt = tile(q + at, 0, L, D, sql, BL, BD, EVEN), tile(k + at, 0, L, D, sql, BL, BD, EVEN)
         vt = tile(v + at, 0, L, D, sql, BL, BD, EVEN)
@@ -294,8 +334,10 @@ def backward_short_kernel(q, k, v, bias, keys, do, lse, delta, dq, dk, dv, dbias
             s += key_tile(keys, b, r, i, kb, kr)[None, :]
         p = tl.exp2(s * LOG2E - ls[:, None])
         ds = p * (tl.dot(dt, tl.trans(vt), input_precision=PRECISION) - de[:, None])
-        db += ds
         p, ds = p.to(qt.dtype), ds.to(qt.dtype)
+        if BIAS:
+            here = scores + ((r - first) * tl.num_programs(1) + bh) * LP * LP
+            tl.store(places(here, 0, LP, BL, BL), ds)
         place = b * tqb + r * tqr + h * tqh + i[:, None] * tql + d[None, :]
         tl.store(dv + place, tl.dot(tl.trans(p), dt, input_precision=PRECISION).to(dv.dtype.element_ty),
                  mask=inside)
@@ -304,6 +346,3 @@ def backward_short_kernel(q, k, v, bias, keys, do, lse, delta, dq, dk, dv, dbias
                  mask=inside)
         tl.store(dq + place, (tl.dot(ds, kt, input_precision=PRECISION) * scale).to(dq.dtype.element_ty),
                  mask=inside)
-    if BIAS:
-        dbias += (share * tl.num_programs(1) + bh).to(tl.int64) * LP * LP
-        tl.store(dbias + i[:, None] * LP + i[None, :], db)

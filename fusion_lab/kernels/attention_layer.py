@@ -55,14 +55,16 @@ class AttentionLayer(torch.autograd.Function):
         (x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop, y, padded, turned,
          summand, og, lse) = ctx.saved_tensors
         gradient, length = gradient.contiguous(), x.shape[ctx.how[1]]
+        q = attention.views([y], *ctx.how[:3])[0]
         dy, dbias, dgate_bias, du, dout_bias = attention.BACKWARD_OP(
             [y], gate_bias, padded, turned, summand, og, lse, gradient, out_weight, drop, *ctx.how,
+            0 if padded is None else attention.bias_parts(*q.shape, q.dtype),
             gated_output.programs(gradient.numel() // len(out_weight), len(out_weight), out_weight.dtype))
         du = gradient.to(out_weight.dtype) if drop is None else du
         dout_weight = du.flatten(0, -2).t() @ og.flatten(0, -2)
         dgate_bias = sums.OP(dgate_bias, gate_bias.dtype).view_as(gate_bias)
         dout_bias = sums.OP(dout_bias, out_weight.dtype)
-        dbias = None if padded is None else dbias.sum(0)[..., :length, :length].to(ctx.bias_dtype)
+        dbias = None if padded is None else attention.added_bias(dbias, length, ctx.bias_dtype)
         own = None
         if head_weight is not None:
             own, dbias = (dbias.mT if ctx.how[1] == 1 else dbias).contiguous(), None

@@ -7,11 +7,17 @@ bias tile is loaded once for RU rows side by side. No scores are written. Bias a
 padded tensor that holds PADDING beyond L, so that no kernel masks a score; a second one is its transpose,
 which the gradients of k and v read.
 
-Backward begins with the gate: do = dout sigmoid(g) and delta = rowsum(dout out), so that o itself is never
-stored; behind an output projection that is one kernel with the projection's backward (gated_output.py). Up to
-SHORT keys one kernel makes everything else from whole rows. Beyond, three do: dq; dk and dv; the bias
-gradient, whose programs own a tile, sum a share of the rows in registers and store it once. Nothing is added
-atomically: every run gives the same bits.
+Backward begins with the gate: do = dout sigmoid(g) and delta = rowsum(do o) = rowsum(dout out), so that o
+itself is never stored; behind an output projection that is one kernel with the projection's backward
+(gated_output.py). Then, with dS the gradient of scores, whose sum over rows is that of the bias:
+
+* up to SHORT keys one kernel, of whole rows, which writes dS;
+* beyond, three kernels that make scores again: dq; dk and dv; the bias's gradient, whose programs own a tile,
+  sum a share of the rows in registers and store it once;
+* or two, where the tuner has found that it pays and a program can own all keys: dk and dv, with dS written;
+  dq and the bias's gradient from that, in as many rounds of rows as its memory takes.
+
+Nothing is added atomically: every run gives the same bits.
 
 Sources: Dao et al. 2022 (arXiv:2205.14135) for attention in tiles; AlphaFold 2 supplement, Alg. 7, 8, 13, 14.
 """
@@ -38,10 +44,13 @@ from fusion_lab.kernels.triton_parts import (
 
 MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it counts nothing
+OVER_ROWS = ("backward_bias_kernel", "attention_backward")  # whose time depends on how many there are
 TALLEST = 128  # positions of a tile, at most; within one offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
 PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU, which
-# have room there; of whole rows half as many
+# have room there
+WIDEST_SUM = 512  # keys of which a program can sum gradients of scores
+MOST_SCORES = 256 << 20  # bytes of the gradients of scores of rows of one tile, if there are no more rows
 
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
 TILES = ("BM", "BN", "RU", "num_warps", "num_stages")
@@ -58,8 +67,15 @@ BACKWARD_BIAS = candidates(BIAS_TILES, (64, 32, 4, 2), (64, 64, 4, 3), (64, 32, 
 if not torch.version.hip:  # fewer registers, so that more programs share a processor: NVIDIA's option
     BACKWARD_BIAS += candidates((*BIAS_TILES, "maxnreg"), (64, 32, 4, 3, 128), (64, 64, 4, 3, 168),
                                 (64, 64, 4, 4, 168))
-BACKWARD_SHORT = candidates(("num_warps", "num_stages"), (4, 2), (4, 1))
-SMALL = dict(BM=32, BN=32, RU=1, num_warps=4, num_stages=1)  # for float32, whose tiles are twice as large
+BACKWARD_SCORES = candidates(BIAS_TILES, (32, 128, 8, 1), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 8, 2),
+                             (32, 64, 8, 2), (32, 64, 4, 3))
+SHORT_TILES = ("ROWS", "num_warps", "num_stages")
+BACKWARD_SHORT = candidates(SHORT_TILES, (2, 4, 2), (1, 4, 1), (4, 4, 2))
+if not torch.version.hip:
+    BACKWARD_SHORT += candidates((*SHORT_TILES, "maxnreg"), (2, 4, 2, 168), (1, 4, 1, 168), (4, 4, 2, 168))
+STORED = candidates(("STORED",), (0,), *((n << 20,) for n in (64, 256, 1024)))  # bytes of dS at a time, or 0:
+# scores are made again
+SMALL = dict(BM=32, BN=32, RU=1, ROWS=2, STORED=0, num_warps=4, num_stages=1)  # for float32: twice the bytes
 
 
 def reference(q, k, v, bias=None, keys=None, gate=None, gate_bias=None, scale=None):
@@ -148,11 +164,28 @@ class Sizes:
             config["num_warps"] = max(1, min(config["num_warps"], min(tiles, default=self.LP) // 16))
         return dict(config, EVEN=self.D == self.BD and all(self.L % t == 0 for t in tiles or [self.LP]))
 
-    def shares(self):
-        """How many rows a program sums, and how many programs that makes, for sums over rows."""
-        tiles = 2 if self.short else triton.cdiv(self.L, 64) ** 2
-        rows = triton.cdiv(self.R, max(1, min(self.R, PROGRAMS // (self.B * self.H * tiles))))
-        return rows, triton.cdiv(self.R, rows)
+    def shares(self, stored=0):
+        """How many programs sum the bias's gradient over rows; stored: whether from dS."""
+        tiles = triton.cdiv(self.L, 32) if stored else triton.cdiv(self.L, 64) ** 2
+        return triton.cdiv(self.R, triton.cdiv(self.R, max(1, PROGRAMS // (self.B * self.H * tiles))))
+
+    def rounds(self, most):
+        """[(first, end)] of rows whose dS has at most so many bytes."""
+        rows = max(1, most // (self.B * self.H * self.LP ** 2 * self.dtype.itemsize))
+        return [(first, min(first + rows, self.R)) for first in range(0, self.R, rows)]
+
+    def scores(self, like, begin, end):
+        return like.new_empty(end - begin, self.B, self.H, self.LP, self.LP)
+
+    def whole(self):
+        """Whether dS of all rows is what parts of the bias's gradient are."""
+        return self.short and len(self.rounds(MOST_SCORES)) == 1
+
+    def bias_parts(self):
+        """How many parts of the bias's gradient backward makes with the tuner's choice."""
+        if self.short:
+            return self.R if self.whole() else len(self.rounds(MOST_SCORES))
+        return self.shares(tuner.chosen(*self.looked_up("attention_backward", STORED))["STORED"])
 
     def rows(self, tile):
         """A grid: a function of a configuration whose `tile` is along L."""
@@ -163,10 +196,17 @@ class Sizes:
         the bias's gradient pass over rows, so there their number counts."""
         if self.dtype == torch.float32:
             tiles = [{key: SMALL[key] for key in tiles[0]}]
+        elif name == "attention_backward":
+            tiles = tiles[:1] if self.LP > WIDEST_SUM else tiles
         elif self.BD > (32 if self.short else 64):  # whose tiles, loaded ahead, are more than 64 KB
             tiles = [dict(tiles[0], num_stages=1), *tiles]
-        rows = f" R{triton.next_power_of_2(self.R)}" if name == "backward_bias_kernel" else ""
+        rows = f" R{triton.next_power_of_2(self.R)}" if name in OVER_ROWS else ""
         return name, self.shape + rows, tiles
+
+
+@sums.constant
+def bias_parts(B, R, H, L, D, dtype):
+    return Sizes((B, R, H, L, D), dtype).bias_parts()
 
 
 @sums.constant
@@ -226,18 +266,17 @@ def forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale):
 
 
 def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads, axis, gated,
-             scale, dgb):
-    """[gradients of parts, each as its part lies; parts (n, B, H, LP, LP) of the bias's, to be summed over n;
-    so many parts (dgb, H, D) of the gate bias's; du and parts (dgb, c) of the gradient of the projection's
-    bias]. Sums are float32; what is not there is empty. gradient: of the result or, with a weight, of its
-    projection (gated_output.py)."""
+             scale, dbias, dgb):
+    """[gradients of parts, each as its part lies; so many parts (dbias, B, H, LP, LP) of the bias's, to be
+    added up; so many (dgb, H, D) of the gate bias's; du and parts (dgb, c) of the gradient of the
+    projection's bias]. What is to be added up is float32, but dS; what is not there is empty. gradient: of
+    the result or, with a weight, of its projection (gated_output.py)."""
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
     found = backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads,
-                           axis, gated, scale, dgb)
+                           axis, gated, scale, dbias, dgb)
     *grads, dbias, dgb, du, projected = found
     dq, dk, dv, *dg = views(grads, heads, axis, gated)
-    dg, (rows, shares) = (dg or [dq])[0], c.shares()
-    o, t = strides(as_rows(out, heads, axis)), strides(dq)
+    dg, o = (dg or [dq])[0], strides(as_rows(out, heads, axis))
     delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
     if weight is None:
         c.run(kernels.gate_backward_kernel, GATE, c.rows("BM"),
@@ -246,29 +285,74 @@ def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, d
     else:
         gated_output.launch(gradient, weight, drop, out, c.gate, gate_bias, do, dg, delta, du, projected, dgb,
                             axis)
-    inner = (do, lse, delta)
+    inner, where = (keys, do, lse, delta), (*c.where, *o, *strides(dq))
     if c.short:
-        c.run(kernels.backward_short_kernel, BACKWARD_SHORT, lambda t: (shares, c.B * c.H),
-              (c.q, c.k, c.v, bias, keys, *inner, dq, dk, dv, dbias, *c.sizes, rows, *c.where, *o, *t),
-              **c.bias_flag, **c.flags, BL=c.LP)
-        return found
-    c.run(kernels.backward_q_kernel, BACKWARD_Q, c.rows("BM"),
-          (c.q, c.k, c.v, bias, keys, *inner, dq, *c.sizes, *c.where, *o, *t), **c.bias_flag, **c.flags)
-    c.run(kernels.backward_kv_kernel, BACKWARD_KV, c.rows("BN"),
-          (c.q, c.k, c.v, turned, keys, *inner, dk, dv, *c.sizes, *c.where, *o, *strides(dk)), **c.bias_flag,
-          **c.flags)
-    if bias is not None:
-        c.run(kernels.backward_bias_kernel, BACKWARD_BIAS,
-              lambda t: (triton.cdiv(c.L, t["BM"]) * triton.cdiv(c.L, t["BN"]), shares, c.B * c.H),
-              (c.q, c.k, c.v, bias, keys, *inner, dbias, *c.sizes, rows, *c.where, *o), **c.flags)
+        short_rows(c, bias, inner, where, dq, dk, dv, dbias)
+    elif bias is None:
+        long_rows(c, bias, turned, inner, where, dq, dk, dv)
+    else:
+        def launch(config):
+            shares = c.shares(config["STORED"])
+            with sums.room(dbias, shares) as to:
+                if config["STORED"]:
+                    stored_rows(c, turned, inner, where, dq, dk, dv, to, config["STORED"])
+                else:
+                    long_rows(c, bias, turned, inner, where, dq, dk, dv)
+                    summed_bias(c, bias, inner, where, to)
+        tuner.launch(*c.looked_up("attention_backward", STORED), launch)
     return found
 
 
+def short_rows(c, bias, inner, where, dq, dk, dv, dbias):
+    for number, (first, end) in enumerate(c.rounds(MOST_SCORES)):
+        scores = dbias if bias is None or c.whole() else c.scores(dq, first, end)
+        c.run(kernels.backward_short_kernel, BACKWARD_SHORT,
+              lambda t, rows=end - first: (triton.cdiv(rows, t["ROWS"]), c.B * c.H),
+              (c.q, c.k, c.v, bias, *inner, dq, dk, dv, scores, *c.sizes, first, end, *where), **c.bias_flag,
+              **c.flags, BL=c.LP)
+        if scores is not dbias:
+            torch.sum(scores, 0, dtype=torch.float32, out=dbias[number])
+
+
+def key_gradients(c, turned, inner, where, dk, dv, scores, first, end):
+    """dk and dv of the rows from first to end, and dS where scores are given."""
+    c.run(kernels.backward_kv_kernel, BACKWARD_KV,
+          lambda t: (triton.cdiv(c.L, t["BN"]), c.B * c.H, triton.cdiv(end - first, t["RU"])),
+          (c.q, c.k, c.v, turned, *inner, dk, dv, scores, *c.sizes, first, end, *where), **c.bias_flag,
+          **c.flags, STORE=scores is not None)
+
+
+def long_rows(c, bias, turned, inner, where, dq, dk, dv):
+    c.run(kernels.backward_q_kernel, BACKWARD_Q, c.rows("BM"),
+          (c.q, c.k, c.v, bias, *inner, dq, *c.sizes, *where), **c.bias_flag, **c.flags)
+    key_gradients(c, turned, inner, where, dk, dv, None, 0, c.R)
+
+
+def summed_bias(c, bias, inner, where, dbias):
+    c.run(kernels.backward_bias_kernel, BACKWARD_BIAS,
+          lambda t: (triton.cdiv(c.L, t["BM"]) * triton.cdiv(c.L, t["BN"]), len(dbias), c.B * c.H),
+          (c.q, c.k, c.v, bias, *inner, dbias, *c.sizes, triton.cdiv(c.R, len(dbias)), *where[:10]),
+          **c.flags)
+
+
+def stored_rows(c, turned, inner, where, dq, dk, dv, dbias, most):
+    """dS is written and read, most bytes at a time."""
+    for first, end in c.rounds(most):
+        scores = c.scores(dq, first, end)
+        key_gradients(c, turned, inner, where, dk, dv, scores, first, end)
+        c.run(kernels.backward_scores_kernel, BACKWARD_SCORES,
+              lambda t: (triton.cdiv(c.L, t["BM"]), len(dbias), c.B * c.H),
+              (c.k, scores, dq, dbias, c.H, c.L, c.D, c.sizes[-1], first, end,
+               triton.cdiv(end - first, len(dbias)), *where[2:6], *where[10:]), LP=c.LP,
+              PRECISION=c.flags["PRECISION"])
+
+
 def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads, axis, gated,
-                   scale, dgb):
+                   scale, dbias, dgb):
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
-    dbias = (c.shares()[1], c.B, c.H, c.LP, c.LP) if bias is not None else 0
-    return [*(part.new_empty(part.shape) for part in parts), out.new_empty(dbias, dtype=torch.float32),
+    summands = (dbias, c.B, c.H, c.LP, c.LP) if bias is not None else 0
+    return [*(part.new_empty(part.shape) for part in parts),
+            out.new_empty(summands, dtype=c.dtype if c.whole() else torch.float32),
             out.new_empty(dgb, c.H, c.D, dtype=torch.float32),
             out.new_empty(0 if drop is None else gradient.shape),
             out.new_empty(0 if weight is None else (dgb, len(weight)), dtype=torch.float32)]
@@ -296,8 +380,13 @@ FORWARD_OP = operation("attention_forward(Tensor[] parts, Tensor? gate_bias, Ten
                        f"{HOW}) -> (Tensor, Tensor)", forward, forward_sizes, forward_flops)
 BACKWARD_OP = operation("attention_backward(Tensor[] parts, Tensor? gate_bias, Tensor? bias, Tensor? turned, "
                         "Tensor? keys, Tensor out, Tensor lse, Tensor gradient, Tensor? weight, "
-                        f"Tensor? drop, {HOW}, int dgb) -> Tensor[]", backward, backward_sizes,
+                        f"Tensor? drop, {HOW}, int dbias, int dgb) -> Tensor[]", backward, backward_sizes,
                         backward_flops)
+
+
+def added_bias(parts, length, dtype):
+    """The bias's gradient (B, H, length, length) from backward's parts."""
+    return parts.sum(0, dtype=torch.float32)[..., :length, :length].to(dtype)
 
 
 class BiasedAttention(torch.autograd.Function):
@@ -320,8 +409,9 @@ class BiasedAttention(torch.autograd.Function):
         q = views(parts, *ctx.how[:3])[0]
         *grads, dbias, dgb, _, _ = BACKWARD_OP(parts, gate_bias, padded, turned, summand, out, lse,
                                                gradient.contiguous(), None, None, *ctx.how,
+                                               0 if bias is None else bias_parts(*q.shape, q.dtype),
                                                0 if gate_bias is None else gate_parts(*q.shape, q.dtype))
-        dbias = None if bias is None else dbias.sum(0)[..., :bias.shape[-1], :bias.shape[-1]].to(bias.dtype)
+        dbias = None if bias is None else added_bias(dbias, bias.shape[-1], bias.dtype)
         dgb = None if gate_bias is None else sums.OP(dgb, gate_bias.dtype).view(gate_bias.shape)
         return dbias, None, dgb, *[None] * 5, *grads
 

@@ -1,4 +1,6 @@
 """Biased attention in Triton's interpreter: outputs and gradients by the 3x rule; mutants that must fail."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rule import mutant, violations
@@ -73,6 +75,33 @@ def test_rows_side_by_side(monkeypatch):
 def test_a_program_of_several_rows(length, monkeypatch):
     monkeypatch.setattr(biased_attention, "PROGRAMS", 1)
     assert not violations(*key_masked(length, torch.float32))
+
+
+def stored(most):
+    """A tuner that has found that dS is to be stored, in rounds of so many bytes."""
+    def launch(kernel, shape, candidates, run):
+        run(chosen(kernel, shape, candidates))
+
+    def chosen(kernel, shape, candidates):
+        return dict(STORED=most) if kernel == "attention_backward" else candidates[0]
+    return SimpleNamespace(launch=launch, chosen=chosen)
+
+
+@pytest.mark.parametrize("dtype, case, bytes_of_a_round", [
+    (torch.bfloat16, "two whole tiles", 1 << 20), (torch.bfloat16, "long rows, two tiles, a mask", 1),
+    *(pytest.param(torch.float32, case, most, marks=pytest.mark.slow) for case, most in (
+        ("long rows, two tiles, a mask", 1 << 20), ("two whole tiles", 1), ("ending node", 1 << 18)))])
+def test_stored_scores(dtype, case, bytes_of_a_round, monkeypatch):
+    """All rows in one round, one row a round, and 2 of 3 rows."""
+    monkeypatch.setattr(biased_attention, "tuner", stored(bytes_of_a_round))
+    assert not violations(*problem(dtype, *CASES[case]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_short_rows_in_rounds(rows, monkeypatch):
+    """Of one row each, and of 2 of 5 rows, whose sums are parts of the bias's gradient."""
+    monkeypatch.setattr(biased_attention, "MOST_SCORES", rows * 2 * 2 * 16 ** 2 * 4)
+    assert not violations(*problem(torch.float32, *CASES["short"]))
 
 
 @pytest.mark.slow
@@ -165,14 +194,35 @@ MUTANTS = {  # what is replaced by what, and the cases that must notice
                                   ("two whole tiles",)),
     "last tile of queries dropped": ("for m in range(0, L, BM)", "for m in range(0, L - BM, BM)",
                                      ("two whole tiles",)),
-    "last row dropped": ("share * rows + rows, R)", "share * rows + rows, R - 1)",
-                         ("short", "two whole tiles")),
-    "bias gradient of one share": ("else dbias.sum(0)", "else dbias[0]", ("short", "two whole tiles")),
+    "last row dropped": ("share * rows + rows, R)", "share * rows + rows, R - 1)", ("two whole tiles",)),
+    "last short row dropped": ("tl.minimum(r0 + ROWS, end)", "tl.minimum(r0 + ROWS, end - 1)", ("short",)),
+    "bias gradient of one share": ("parts.sum(0, dtype=torch.float32)", "parts[0].float()",
+                                   ("short", "two whole tiles")),
     "delta forgotten": ("- deltas[u][:, None]", "- 0 * deltas[u][:, None]", ("two whole tiles",)),
     "derivative of the gate": ("dgate = product * (1 - opening)", "dgate = product * opening",
                                ("short", "two whole tiles")),
     "padding counts": ("value=PADDING).contiguous()", "value=0.0).contiguous()", ("columns, no mask",)),
 }
+
+
+MUTANTS_OF_STORED_SCORES = {
+    "of another row": ("((r - first) * tl.num_programs(2)", "(0 * (r - first) * tl.num_programs(2)"),
+    "turned": ("acc = tl.dot(tl.trans(ds)", "acc = tl.dot(ds"),
+    "rounds not added up": ("if first > 0", "if first < 0"),
+    "keys of the first tile": ("tile(k + at, n * BN,", "tile(k + at, 0 * n,"),
+    "bias's gradient turned": ("i[:, None] * LP + n * BN + j[None, :]",
+                               "i[:, None] + (n * BN + j[None, :]) * LP"),
+    "not scaled": ("(acc * scale).to(dq", "acc.to(dq"),
+    "unwritten keys": ("tile(here, n * BN, L, LP,", "tile(here, n * BN, LP, LP,"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS_OF_STORED_SCORES)
+def test_mutants_of_stored_scores_are_caught(name, tmp_path):
+    changed = mutant(biased_attention, *MUTANTS_OF_STORED_SCORES[name], tmp_path)
+    changed.tuner, changed.PROGRAMS = stored(1 << 18), 1  # a program of two rows, then one of the third
+    assert violations(*problem(torch.float32, *CASES["long rows, two tiles, a mask"], module=changed))
 
 
 @pytest.mark.slow
