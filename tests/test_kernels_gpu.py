@@ -75,6 +75,29 @@ def test_three_times_the_error_of_plain_pytorch(name, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("most", [1 << 40, 1 << 20], ids=["one round", "several"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["attention, starting node", "attention, ending node",
+                                  "sub-layer, starting node", "sub-layer, MSA rows"])
+def test_stored_gradients_of_scores(name, size, most, dtype, monkeypatch):
+    monkeypatch.setattr(biased_attention, "tuner", attention.stored(most))
+    module, case = PROBLEMS[name]
+    with torch.device(DEVICE):
+        assert not violations(*module.problem(dtype, *case(size)))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("most", [1 << 40, 1 << 18], ids=["one round", "several"])
+@pytest.mark.parametrize("length", [23, 64])
+def test_short_rows(length, most, dtype, monkeypatch):
+    monkeypatch.setattr(biased_attention, "MOST_SCORES", most)
+    for module, case in ((attention, (2, 70, length, 4, 32, 2, True, True, True)),
+                         (layers, (2, length, length, 128, 4, 1, "own", True, True, 2))):
+        with torch.device(DEVICE):
+            assert not violations(*module.problem(dtype, *case))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("length", [5, 130, 520])
 def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
     """Nor do tiles without any key before the first one disturb a row: their maximum is -1e9, and GPUs fuse

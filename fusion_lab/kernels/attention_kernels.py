@@ -164,30 +164,31 @@ def backward_q_kernel(q, k, v, bias, keys, do, lse, delta, dq, R, H, L, LP, D, s
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
-    queries, dos, stats, deltas, accs = (), (), (), (), ()
+    queries, dos, stats, deltas, accs, ks, vs = (), (), (), (), (), (), ()
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, R - 1)
-        stat = ((b * R + r) * H + h) * L
-        queries = queries + (tile(q + b * sqb + r * sqr + h * sqh, i0, L, D, sql, BM, BD, EVEN),)
+        at, stat = b * sqb + r * sqr + h * sqh, ((b * R + r) * H + h) * L
+        queries = queries + (tile(q + at, i0, L, D, sql, BM, BD, EVEN),)
         dos = dos + (tile(do + b * sob + r * sor + h * soh, i0, L, D, sol, BM, BD, EVEN),)
         stats = stats + (statistic(lse + stat, i, L, float("inf"), EVEN),)
         deltas = deltas + (statistic(delta + stat, i, L, 0.0, EVEN),)
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
+        ks, vs = ks + (k + at,), vs + (v + at,)
     for n in range(0, L, BN):
         j = n + tl.arange(0, BN)
         t = bias_tile(bias, bh, i0, n, LP, BM, BN, BIAS)
-        new_accs = ()
+        new_accs, new_ks, new_vs = (), (), ()
         for u in tl.static_range(RU):
             r = tl.minimum(r0 + u, R - 1)
-            at = b * sqb + r * sqr + h * sqh
-            kt, vt = tile(k + at, n, L, D, sql, BN, BD, EVEN), tile(v + at, n, L, D, sql, BN, BD, EVEN)
+            kt, vt = tile(ks[u], 0, L - n, D, sql, BN, BD, EVEN), tile(vs[u], 0, L - n, D, sql, BN, BD, EVEN)
+            new_ks, new_vs = new_ks + (ks[u] + BN * sql,), new_vs + (vs[u] + BN * sql,)
             s = tl.dot(queries[u], tl.trans(kt), input_precision=PRECISION) * scale + t
             if KEYS:
                 s += key_tile(keys, b, r, j, kb, kr)[None, :]
             ds = tl.exp2(s * LOG2E - stats[u][:, None]) * (
                 tl.dot(dos[u], tl.trans(vt), input_precision=PRECISION) - deltas[u][:, None])
             new_accs = new_accs + (tl.dot(ds.to(kt.dtype), kt, accs[u], input_precision=PRECISION),)
-        accs = new_accs
+        accs, ks, vs = new_accs, new_ks, new_vs
     inside = (i[:, None] < L) & (d[None, :] < D)
     for u in tl.static_range(RU):
         if r0 + u < R:

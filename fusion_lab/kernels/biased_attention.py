@@ -61,17 +61,17 @@ BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2,
                         (128, 64, 1, 8, 3))
 BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
                          (32, 64, 2, 4, 2))
-BIAS_TILES = ("BM", "BN", "num_warps", "num_stages")
-BACKWARD_BIAS = candidates(BIAS_TILES, (64, 32, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2),
+SUM_TILES = ("BM", "BN", "num_warps", "num_stages")
+BACKWARD_BIAS = candidates(SUM_TILES, (64, 32, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2),
                            (64, 64, 4, 4), (128, 64, 8, 3))
-if not torch.version.hip:  # fewer registers, so that more programs share a processor: NVIDIA's option
-    BACKWARD_BIAS += candidates((*BIAS_TILES, "maxnreg"), (64, 32, 4, 3, 128), (64, 64, 4, 3, 168),
-                                (64, 64, 4, 4, 168))
-BACKWARD_SCORES = candidates(BIAS_TILES, (32, 128, 8, 1), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 8, 2),
+BACKWARD_SCORES = candidates(SUM_TILES, (32, 128, 8, 1), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 8, 2),
                              (32, 64, 8, 2), (32, 64, 4, 3))
 SHORT_TILES = ("ROWS", "num_warps", "num_stages")
 BACKWARD_SHORT = candidates(SHORT_TILES, (2, 4, 2), (1, 4, 1), (4, 4, 2))
-if not torch.version.hip:
+if not torch.version.hip:  # fewer registers, so that more programs share a processor: NVIDIA's option
+    BACKWARD_KV += candidates((*TILES, "maxnreg"), (32, 64, 1, 4, 3, 128), (64, 64, 1, 4, 3, 168))
+    BACKWARD_BIAS += candidates((*SUM_TILES, "maxnreg"), (64, 32, 4, 3, 128), (64, 64, 4, 3, 168),
+                                (64, 64, 4, 4, 168))
     BACKWARD_SHORT += candidates((*SHORT_TILES, "maxnreg"), (2, 4, 2, 168), (1, 4, 1, 168), (4, 4, 2, 168))
 STORED = candidates(("STORED",), (0,), *((n << 20,) for n in (64, 256, 1024)))  # bytes of dS at a time, or 0:
 # scores are made again
@@ -236,9 +236,9 @@ class Launch(Sizes):
         self.bias_flag = dict(BIAS=bias is not None)
         self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None)
 
-    def run(self, kernel, tiles, grid, arguments, dgb=None, **flags):
-        """Launch with the tuner's choice; grid is a function of a configuration. dgb (n, H, D), if given,
-        gets what the programs store to be added up."""
+    def run(self, kernel, tiles, grid, arguments, dgb=None, kind="", **flags):
+        """Launch with the tuner's choice for this kind of the kernel; grid is a function of a configuration.
+        dgb (n, H, D), if given, gets what the programs store to be added up."""
         def launch(config):
             config = self.fitted(config)
             size = grid(config)
@@ -246,7 +246,7 @@ class Launch(Sizes):
                 return kernel[size](*arguments, **flags, BD=self.BD, **config)
             with sums.room(dgb, math.prod(size) // self.H) as to:
                 kernel[size](*arguments, dgb=to, **flags, BD=self.BD, **config)
-        tuner.launch(*self.looked_up(kernel.__name__, tiles), launch)
+        tuner.launch(*self.looked_up(kernel.__name__ + kind, tiles), launch)
 
 
 def forward(parts, gate_bias, bias, keys, heads, axis, gated, scale):
@@ -319,7 +319,7 @@ def key_gradients(c, turned, inner, where, dk, dv, scores, first, end):
     c.run(kernels.backward_kv_kernel, BACKWARD_KV,
           lambda t: (triton.cdiv(c.L, t["BN"]), c.B * c.H, triton.cdiv(end - first, t["RU"])),
           (c.q, c.k, c.v, turned, *inner, dk, dv, scores, *c.sizes, first, end, *where), **c.bias_flag,
-          **c.flags, STORE=scores is not None)
+          **c.flags, STORE=scores is not None, kind=" stored" if scores is not None else "")
 
 
 def long_rows(c, bias, turned, inner, where, dq, dk, dv):
