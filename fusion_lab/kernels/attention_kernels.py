@@ -30,6 +30,19 @@ def tile(pointer, l0, L, D, stride, BL: tl.constexpr, BD: tl.constexpr, EVEN: tl
 
 
 @triton.jit
+def put(pointer, values, l0, L, D, stride, EVEN: tl.constexpr):
+    """values (BL, BD) into an (L, D) matrix from position l0 on."""
+    BL: tl.constexpr = values.shape[0]
+    BD: tl.constexpr = values.shape[1]
+    at, values = places(pointer, l0, stride, BL, BD), values.to(pointer.dtype.element_ty)
+    if EVEN:
+        tl.store(at, values)
+    else:
+        i, d = l0 + tl.arange(0, BL), tl.arange(0, BD)
+        tl.store(at, values, mask=(i[:, None] < L) & (d[None, :] < D))
+
+
+@triton.jit
 def gates(gate, gate_bias, h, D, BD: tl.constexpr, BIASED: tl.constexpr):
     """sigmoid(gate + gate_bias) of a (BL, BD) tile of head h, in float32."""
     x = gate.to(tl.float32)
@@ -78,14 +91,15 @@ def row_statistics(lse, delta, keys, b, r, h, i, j, R, H, L, kb, kr, KEYS: tl.co
 
 
 @triton.jit
-def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, kb, kr, sqb, sqr, sqh, sql,
-                   sgb, sgr, sgh, sgl, sob, sor, soh, sol, BIAS: tl.constexpr, KEYS: tl.constexpr,
-                   GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-                   BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
+def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H: tl.constexpr, L, LP, D: tl.constexpr, scale,
+                   kb, kr, sqb, sqr, sqh, sql, sgb, sgr, sgh, sgl, sob, sor, soh, sol, BIAS: tl.constexpr,
+                   KEYS: tl.constexpr, GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr,
+                   PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                   RU: tl.constexpr):
     """BM queries of one sample and head, in RU rows side by side."""
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
+    i = i0 + tl.arange(0, BM)
     queries, openings, tops, sums, accs = (), (), (), (), ()
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, R - 1)
@@ -120,23 +134,23 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H, L, LP, D, scale, 
             result = accs[u] * reciprocal(sums[u])[:, None]  # the largest exponential is 1
             if GATE:
                 result = result * gates(openings[u], gb, h, D, BD, GATE_BIAS)
-            tl.store(places(out + b * sob + r * sor + h * soh, i0, sol, BM, BD),
-                     result.to(out.dtype.element_ty), mask=(i[:, None] < L) & (d[None, :] < D))
+            put(out + b * sob + r * sor + h * soh, result, i0, L, D, sol, EVEN)
             # A row without any key: no probability in backward, where this sum would drown in its maximum.
             found = tl.where(tops[u] < -5e8, float("inf"), tops[u] * LOG2E + tl.log2(sums[u]))
             tl.store(lse + ((b * R + r) * H + h) * L + i, found, mask=i < L)
 
 
 @triton.jit
-def gate_backward_kernel(g, gb, out, dout, dg, do, delta, R, H, L, D, sgb, sgr, sgh, sgl, sob, sor, soh, sol,
-                         tgb, tgr, tgh, tgl, GATE: tl.constexpr, GATE_BIAS: tl.constexpr, EVEN: tl.constexpr,
-                         BD: tl.constexpr, BM: tl.constexpr, dgb=None):
+def gate_backward_kernel(g, gb, out, dout, dg, do, delta, R, H: tl.constexpr, L, D: tl.constexpr, sgb, sgr,
+                         sgh, sgl, sob, sor, soh, sol, tgb, tgr, tgh, tgl, GATE: tl.constexpr,
+                         GATE_BIAS: tl.constexpr, EVEN: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+                         dgb=None):
     """What backward of attention reads, of BM queries of a row: delta (B, R, H, L) = rowsum(dout out) and,
     with a gate, do (as out lies). And dg; dgb holds a part (B programs, H, D) of the gate bias's gradient."""
     i0, r, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
-    inside, at_out = (i[:, None] < L) & (d[None, :] < D), b * sob + r * sor + h * soh
+    at_out = b * sob + r * sor + h * soh
     dt = tile(dout + at_out, i0, L, D, sol, BM, BD, EVEN)
     ot = tile(out + at_out, i0, L, D, sol, BM, BD, EVEN)
     if GATE:
@@ -146,24 +160,22 @@ def gate_backward_kernel(g, gb, out, dout, dg, do, delta, R, H, L, D, sgb, sgr, 
     if GATE:
         opening = gates(gt, gb, h, D, BD, GATE_BIAS)
         dgate = product * (1 - opening)
-        tl.store(places(do + at_out, i0, sol, BM, BD), (dt.to(tl.float32) * opening).to(do.dtype.element_ty),
-                 mask=inside)
-        tl.store(places(dg + b * tgb + r * tgr + h * tgh, i0, tgl, BM, BD), dgate.to(dg.dtype.element_ty),
-                 mask=inside)
+        put(do + at_out, dt.to(tl.float32) * opening, i0, L, D, sol, EVEN)
+        put(dg + b * tgb + r * tgr + h * tgh, dgate, i0, L, D, tgl, EVEN)
         if GATE_BIAS:
             row = (b * R + r) * tl.num_programs(0) + tl.program_id(0)
             tl.store(dgb + (row * H + h) * D + d, tl.sum(dgate, 0), mask=d < D)
 
 
 @triton.jit
-def backward_q_kernel(q, k, v, bias, keys, do, lse, delta, dq, R, H, L, LP, D, scale, kb, kr,
-                      sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql, BIAS: tl.constexpr,
-                      KEYS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
-                      BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
+def backward_q_kernel(q, k, v, bias, keys, do, lse, delta, dq, R, H: tl.constexpr, L, LP, D: tl.constexpr,
+                      scale, kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql,
+                      BIAS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+                      BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """dq of BM queries in RU rows side by side. t*: strides of dq."""
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    i, d = i0 + tl.arange(0, BM), tl.arange(0, BD)
+    i = i0 + tl.arange(0, BM)
     queries, dos, stats, deltas, accs, ks, vs = (), (), (), (), (), (), ()
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, R - 1)
@@ -189,25 +201,23 @@ def backward_q_kernel(q, k, v, bias, keys, do, lse, delta, dq, R, H, L, LP, D, s
                 tl.dot(dos[u], tl.trans(vt), input_precision=PRECISION) - deltas[u][:, None])
             new_accs = new_accs + (tl.dot(ds.to(kt.dtype), kt, accs[u], input_precision=PRECISION),)
         accs, ks, vs = new_accs, new_ks, new_vs
-    inside = (i[:, None] < L) & (d[None, :] < D)
     for u in tl.static_range(RU):
         if r0 + u < R:
-            tl.store(places(dq + b * tqb + (r0 + u) * tqr + h * tqh, i0, tql, BM, BD),
-                     (accs[u] * scale).to(dq.dtype.element_ty), mask=inside)
+            put(dq + b * tqb + (r0 + u) * tqr + h * tqh, accs[u] * scale, i0, L, D, tql, EVEN)
 
 
 @triton.jit
-def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, scores, R, H, L, LP, D, scale, first,
-                       end, kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql,
-                       BIAS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr, EVEN: tl.constexpr,
-                       PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                       RU: tl.constexpr):
+def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, scores, R, H: tl.constexpr, L, LP,
+                       D: tl.constexpr, scale, first, end, kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol,
+                       tqb, tqr, tqh, tql, BIAS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr,
+                       EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+                       BN: tl.constexpr, RU: tl.constexpr):
     """dk and dv of BN keys in RU rows of those from first to end; with STORE dS, too, as scores (rows, B, H,
     keys, queries). Scores are (keys, queries), so that P and dS are left operands as they stand, and the bias
     is read along the rows of its transpose."""
     j0, r0, bh = tl.program_id(0) * BN, first + tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    j, d = j0 + tl.arange(0, BN), tl.arange(0, BD)
+    j = j0 + tl.arange(0, BN)
     ks, vs, dks, dvs, masks, qs, dos = (), (), (), (), (), (), ()
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, end - 1)
@@ -242,25 +252,24 @@ def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, scores, R,
                 here = scores + ((r - first) * tl.num_programs(1) + bh) * LP * LP + m
                 tl.store(places(here, j0, LP, BN, BM), ds)
         dks, dvs, qs, dos = new_dks, new_dvs, new_qs, new_dos
-    inside = (j[:, None] < L) & (d[None, :] < D)
     for u in tl.static_range(RU):
         if r0 + u < end:
             at = b * tqb + (r0 + u) * tqr + h * tqh
-            tl.store(places(dk + at, j0, tql, BN, BD), (dks[u] * scale).to(dk.dtype.element_ty), mask=inside)
-            tl.store(places(dv + at, j0, tql, BN, BD), dvs[u].to(dv.dtype.element_ty), mask=inside)
+            put(dk + at, dks[u] * scale, j0, L, D, tql, EVEN)
+            put(dv + at, dvs[u], j0, L, D, tql, EVEN)
 
 
 @triton.jit
-def backward_scores_kernel(k, scores, dq, dbias, H, L, D, scale, first, end, rows, sqb, sqr, sqh, sql,
-                           tqb, tqr, tqh, tql, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
-                           BM: tl.constexpr, BN: tl.constexpr, LP: tl.constexpr):
+def backward_scores_kernel(k, scores, dq, dbias, H: tl.constexpr, L, D: tl.constexpr, scale, first, end, rows,
+                           sqb, sqr, sqh, sql, tqb, tqr, tqh, tql, EVEN: tl.constexpr,
+                           PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                           LP: tl.constexpr):
     """dq of BM queries from dS, as backward_kv_kernel wrote it, and the bias's gradient of these queries and
     all LP keys, of a share of `rows` rows of those from first to end: dbias (shares, B, H, LP, LP), to which
     rows behind the first ones are added."""
     i0, share, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    i, j, d = i0 + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
-    inside, dbs = (i[:, None] < L) & (d[None, :] < D), ()
+    i, j, dbs = i0 + tl.arange(0, BM), tl.arange(0, BN), ()
     dbias += (share * tl.num_programs(2) + bh) * LP * LP
     for _ in tl.static_range(LP // BN):
         dbs = dbs + (tl.zeros((BN, BM), tl.float32),)
@@ -273,8 +282,7 @@ def backward_scores_kernel(k, scores, dq, dbias, H, L, D, scale, first, end, row
             acc = tl.dot(tl.trans(ds), kt, acc, input_precision=PRECISION)
             new_dbs = new_dbs + (dbs[n] + ds.to(tl.float32),)
         dbs = new_dbs
-        tl.store(places(dq + b * tqb + r * tqr + h * tqh, i0, tql, BM, BD),
-                 (acc * scale).to(dq.dtype.element_ty), mask=inside)
+        put(dq + b * tqb + r * tqr + h * tqh, acc * scale, i0, L, D, tql, EVEN)
     for n in tl.static_range(LP // BN):
         at, db = dbias + i[:, None] * LP + n * BN + j[None, :], tl.trans(dbs[n])
         if first > 0:
@@ -283,9 +291,10 @@ def backward_scores_kernel(k, scores, dq, dbias, H, L, D, scale, first, end, row
 
 
 @triton.jit
-def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP, D, scale, rows, kb, kr,
-                         sqb, sqr, sqh, sql, sob, sor, soh, sol, KEYS: tl.constexpr, EVEN: tl.constexpr,
-                         PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H: tl.constexpr, L, LP,
+                         D: tl.constexpr, scale, rows, kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol,
+                         KEYS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr,
+                         BM: tl.constexpr, BN: tl.constexpr):
     """A (BM, BN) tile of the bias gradient, of a share of `rows` rows: dbias (shares, B, H, LP, LP)."""
     bh, share, nj = tl.program_id(2), tl.program_id(1).to(tl.int64), tl.cdiv(L, BN)
     i0, j0 = tl.program_id(0) // nj * BM, tl.program_id(0) % nj * BN
@@ -312,16 +321,15 @@ def backward_bias_kernel(q, k, v, bias, keys, do, lse, delta, dbias, R, H, L, LP
 
 
 @triton.jit
-def backward_short_kernel(q, k, v, bias, keys, do, lse, delta, dq, dk, dv, scores, R, H, L, LP, D, scale,
-                          first, end, kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol, tqb, tqr, tqh, tql,
-                          BIAS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr,
+def backward_short_kernel(q, k, v, bias, keys, do, lse, delta, dq, dk, dv, scores, R, H: tl.constexpr, L, LP,
+                          D: tl.constexpr, scale, first, end, kb, kr, sqb, sqr, sqh, sql, sob, sor, soh, sol,
+                          tqb, tqr, tqh, tql, BIAS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr,
                           PRECISION: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr, ROWS: tl.constexpr):
     """All gradients of ROWS whole rows, L <= BL, of those from first to end: five products and one
     exponential a score. With a bias dS, too, as scores (rows, B, H, queries, keys)."""
     r0, bh = first + tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    i, d = tl.arange(0, BL), tl.arange(0, BD)
-    inside = (i[:, None] < L) & (d[None, :] < D)
+    i = tl.arange(0, BL)
     for r in range(r0, tl.minimum(r0 + ROWS, end)):
         at, stat = b * sqb + r * sqr + h * sqh, ((b * R + r) * H + h) * L
         qt, kt = tile(q + at, 0, L, D, sql, BL, BD, EVEN), tile(k + at, 0, L, D, sql, BL, BD, EVEN)
@@ -339,11 +347,7 @@ def backward_short_kernel(q, k, v, bias, keys, do, lse, delta, dq, dk, dv, score
         if BIAS:
             here = scores + ((r - first) * tl.num_programs(1) + bh) * LP * LP
             tl.store(places(here, 0, LP, BL, BL), ds)
-        place = b * tqb + r * tqr + h * tqh + i[:, None] * tql + d[None, :]
-        tl.store(dv + place, tl.dot(tl.trans(p), dt, input_precision=PRECISION).to(dv.dtype.element_ty),
-                 mask=inside)
-        tl.store(dk + place, (tl.dot(tl.trans(ds), qt,
-                                     input_precision=PRECISION) * scale).to(dk.dtype.element_ty),
-                 mask=inside)
-        tl.store(dq + place, (tl.dot(ds, kt, input_precision=PRECISION) * scale).to(dq.dtype.element_ty),
-                 mask=inside)
+        at = b * tqb + r * tqr + h * tqh
+        put(dv + at, tl.dot(tl.trans(p), dt, input_precision=PRECISION), 0, L, D, tql, EVEN)
+        put(dk + at, tl.dot(tl.trans(ds), qt, input_precision=PRECISION) * scale, 0, L, D, tql, EVEN)
+        put(dq + at, tl.dot(ds, kt, input_precision=PRECISION) * scale, 0, L, D, tql, EVEN)

@@ -73,7 +73,7 @@ if not torch.version.hip:  # fewer registers, so that more programs share a proc
     BACKWARD_BIAS += candidates((*SUM_TILES, "maxnreg"), (64, 32, 4, 3, 128), (64, 64, 4, 3, 168),
                                 (64, 64, 4, 4, 168))
     BACKWARD_SHORT += candidates((*SHORT_TILES, "maxnreg"), (2, 4, 2, 168), (1, 4, 1, 168), (4, 4, 2, 168))
-STORED = candidates(("STORED",), (0,), *((n << 20,) for n in (64, 256, 1024)))  # bytes of dS at a time, or 0:
+STORED = candidates(("STORED",), (0,), *((n << 20,) for n in (64, 256)))  # bytes of dS at a time, or 0:
 # scores are made again
 SMALL = dict(BM=32, BN=32, RU=1, ROWS=2, STORED=0, num_warps=4, num_stages=1)  # for float32: twice the bytes
 
