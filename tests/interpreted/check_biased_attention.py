@@ -212,7 +212,7 @@ MUTANTS_OF_STORED_SCORES = {
     "keys of the first tile": ("tile(k + at, n * BN,", "tile(k + at, 0 * n,"),
     "bias's gradient turned": ("i[:, None] * LP + n * BN + j[None, :]",
                                "i[:, None] + (n * BN + j[None, :]) * LP"),
-    "not scaled": ("(acc * scale).to(dq", "acc.to(dq"),
+    "not scaled": ("acc * scale, i0", "acc, i0"),
     "unwritten keys": ("tile(here, n * BN, L, LP,", "tile(here, n * BN, LP, LP,"),
 }
 
