@@ -309,11 +309,12 @@ class Transition(nn.Module):
         self.linear2 = linear(4 * channels, channels, init="zero")
 
     def adds(self, x):
-        return self.triton and triton.fits(x)
+        return self.triton and triton.fits(x) or self.relu and triton.wraps(x)
 
     def forward(self, x, residual=None, drop=None):
         if self.adds(x):
-            return triton.transition(x, self.layer_norm, self.linear1, self.linear2, residual)
+            whole = triton.transition if self.triton else triton.transition_layer
+            return whole(x, self.layer_norm, self.linear1, self.linear2, residual)
         x, layer = self.layer_norm(x), self.linear1
         if self.relu and triton.fits(x):
             return triton.two_layers(x, layer, self.linear2)

@@ -235,6 +235,7 @@ def handed(monkeypatch):
             outer_layout=["outer_layout"],
             transition=["transition"], triangle_multiplication=["triangle_multiplication"],
             biased_attention=["gated_attention"], hidden_gradient=["two_layers"],
+            transition_layer=["transition_layer"],
             messages=["incoming"], gated_rotary=["swiglu", "rotary"]).items():
         made = SimpleNamespace(**{name: recorder(name, torch.zeros(6)) for name in functions})
         monkeypatch.setitem(sys.modules, f"fusion_lab.kernels.{module}", made)
@@ -260,6 +261,9 @@ def test_modules_become_arguments(handed):
     triton.transition(x, norm, first, second, None)
     is_given(handed["transition"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
              second.bias, 1e-3, None)
+    triton.transition_layer(x, norm, first, second, x)
+    is_given(handed["transition_layer"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
+             second.bias, 1e-3, x)
     triton.two_layers(x, first, second)
     is_given(handed["two_layers"], x, first.weight, first.bias, second.weight, second.bias)
     center = nn.LayerNorm(4)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_lab.kernels.attention import TRITON_DTYPES, triton_attends
-from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, SWITCH, takes, takes_bias
+from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, LAYER_CHANNELS, SWITCH, takes, takes_bias
 from fusion_lab.kernels.precision import product_dtype
 
 
@@ -20,6 +20,11 @@ def runs(x):
 def fits(x):
     """Whether x (..., c) has a width, too, that the kernels over positions take."""
     return runs(x) and x.shape[-1] in CHANNELS
+
+
+def wraps(x):
+    """Whether backward of LayerNorm and a product of x (..., c) is given to one kernel."""
+    return runs(x) and x.shape[-1] in LAYER_CHANNELS
 
 
 def attends(x, heads):
@@ -152,6 +157,13 @@ def two_layers(x, first, second):
     """second(relu(first(x))), from the modules."""
     from fusion_lab.kernels import hidden_gradient as kernels
     return kernels.two_layers(x, first.weight, first.bias, second.weight, second.bias)
+
+
+def transition_layer(x, norm, first, second, residual):
+    """[residual +] second(relu(first(norm(x)))), from the modules."""
+    from fusion_lab.kernels import transition_layer as kernels
+    return kernels.transition_layer(x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
+                                    second.bias, norm.eps, residual)
 
 
 def gathered_gradients(products, sums):
