@@ -353,7 +353,10 @@ class OuterProductMean(PackedProjections):
         if self.reassociates(right):
             update = self.project_one_first(left, right)
         elif self.lays_out(msa):
-            update = triton.outer_layout(left, right, self.output_proj)
+            scale = 1 / (rows + 1e-3) if row_mask is None else 1.0
+            update = triton.outer_layout(left, right, self.output_proj, scale)
+            if row_mask is None:
+                return update
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
         return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)

@@ -110,8 +110,10 @@ def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypat
     msa, row_mask = next(inputs()), torch.tensor([[1.0, 1, 1, 1, 0]])
     found = layer(msa, row_mask)
     left, right = layer.project(layer.layer_norm(msa))
-    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj))
+    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj, 1.0))
     assert found.item() == pytest.approx(1 / 4.001)
+    assert layer(msa).item() == 1.0  # divided within
+    same(made.pop(), (left, right, layer.output_proj, pytest.approx(1 / 5.001)))
     plain(msa, row_mask)
     layer(msa[:, :1], row_mask[:, :1])  # 4 N <= S
     layer.ranks = SimpleNamespace(size=2, gather=lambda x, dim: x)

@@ -140,10 +140,10 @@ def outer_product(left, right, output, rows, residual):
     return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
-def outer_layout(left, right, output):
-    """output(outer product of left and right, summed over rows), from a module."""
+def outer_layout(left, right, output, scale):
+    """scale times output(outer product of left and right, summed over rows), from a module; a number."""
     from fusion_lab.kernels import outer_layout as kernels
-    return kernels.outer_layout(left, right, output.weight, output.bias)
+    return kernels.outer_layout(left, right, output.weight, output.bias, scale)
 
 
 def transition(x, norm, first, second, residual):
