@@ -274,10 +274,12 @@ def test_modules_become_arguments(handed):
     is_given(handed["gated_attention"], [x], 2, 1, bias, keys, gate_bias)
 
 
-def test_the_bias_of_pairs_is_the_second_result(handed):
+def test_the_bias_of_pairs_is_the_second_result_and_what_is_handed_on_the_third(handed):
     norm, head, x = nn.LayerNorm(4, eps=1e-3), nn.Linear(4, 2, bias=False), torch.ones(4)
-    sys.modules["fusion_lab.kernels.projection"].norm_project = lambda *given: ("projected", given)
-    is_given(triton.head_bias(head, x, norm), x, norm.weight, norm.bias, None, head.weight, 1e-3)
+    sys.modules["fusion_lab.kernels.projection"].norm_project = lambda *given: ("projected", given, "x")
+    bias, handed_on = triton.head_bias(head, x, norm)
+    is_given(bias, x, norm.weight, norm.bias, None, head.weight, 1e-3, True)
+    assert handed_on == "x"
 
 
 @pytest.mark.parametrize("triton_is_there", [True, False])

@@ -30,7 +30,8 @@ def kernels(monkeypatch):
     residuals = dict(attention_layer=10, triangle_multiplication=9, transition=4, outer_product=4)
     for name, residual in residuals.items():
         monkeypatch.setattr(tof.triton, name, recorder(name, lambda *given, at=residual: given[at] + 1))
-    monkeypatch.setattr(tof.triton, "head_bias", recorder("head_bias", tof.head_bias))
+    monkeypatch.setattr(tof.triton, "head_bias", recorder(
+        "head_bias", lambda head, x, norm: (tof.head_bias(head, x, norm), x)))
     for name in ("fits", "projects", "projects_bias", "attends", "multiplies_out"):
         monkeypatch.setattr(tof.triton, name, lambda *given, name=name: asked.append((name, given)) or True)
     return SimpleNamespace(calls=calls, asked=asked)

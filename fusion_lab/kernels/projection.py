@@ -404,20 +404,22 @@ def output_project_backward(gradient, og, weight, drop):
 
 
 class NormProject(torch.autograd.Function):
-    """norm_project() with its derivative; saves x."""
+    """norm_project() with its derivative; saves x. Whoever reads x behind it should read the x that it hands
+    on: the gradient of that is then added by this one's kernel, where it would take a pass over both."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, head_weight, eps):
+    def forward(ctx, x, norm_weight, norm_bias, weight, head_weight, eps, hand_on):
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, head_weight)
         ctx.eps = eps
         y, head_bias = NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
-        return None if weight is None else y, None if head_weight is None else head_bias
+        return (None if weight is None else y, None if head_weight is None else head_bias,
+                x.view_as(x) if hand_on else None)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dbias):
-        given = [None if d is None else d.contiguous() for d in (dy, dbias)]
-        return *norm_project_backward(*given, *ctx.saved_tensors, ctx.eps), None
+    def backward(ctx, dy, dbias, handed_on):
+        *given, residual = [None if d is None else d.contiguous() for d in (dy, dbias, handed_on)]
+        return *norm_project_backward(*given, *ctx.saved_tensors, ctx.eps, residual), None, None
 
 
 class OutputProject(torch.autograd.Function):
@@ -438,17 +440,18 @@ class OutputProject(torch.autograd.Function):
         return *grads, gradient if ctx.residual else None, None
 
 
-def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps):
-    """LayerNorm(x) weight^T (B, X, Y, n), LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight is.
-    Under autocast the products are made in its dtype."""
+def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hand_on=False):
+    """LayerNorm(x) weight^T (B, X, Y, n), LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight is;
+    if hand_on, x for who reads it behind this. Under autocast the products are made in its dtype."""
     c = x.shape[-1]
     check_shapes(("norm_weight", norm_weight, (c,)), ("norm_bias", norm_bias, (c,)),
                  ("weight", weight, (0 if weight is None else len(weight), c)),
                  ("head_weight", head_weight, (0 if head_weight is None else len(head_weight), c)))
     weight, head_weight = (None if t is None else t.to(product_dtype(x)).contiguous()
                            for t in (weight, head_weight))
-    return NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
-                             head_weight, eps)
+    found = NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
+                              head_weight, eps, hand_on)
+    return found if hand_on else found[:2]
 
 
 def output_project(og, weight, bias, residual=None, drop=None):

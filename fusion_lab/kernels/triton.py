@@ -120,9 +120,9 @@ def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head,
 
 
 def head_bias(head, x, norm):
-    """head(norm(x)) as a bias of attention, (B, H, X, Y)."""
+    """head(norm(x)) as a bias of attention, (B, H, X, Y); x, for who reads it behind this."""
     from fusion_lab.kernels import projection as kernels
-    return kernels.norm_project(x, norm.weight, norm.bias, None, head.weight, norm.eps)[1]
+    return kernels.norm_project(x, norm.weight, norm.bias, None, head.weight, norm.eps, True)[1:]
 
 
 def multiplies_out(x, output):
