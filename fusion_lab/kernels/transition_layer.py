@@ -47,7 +47,7 @@ class TransitionLayer(torch.autograd.Function):
         dx, dnorm_weight, dnorm_bias, dw1, _, *total = projection.norm_project_backward(
             dh.view(*x.shape[:-1], len(w1)), None, x, norm_weight, norm_bias, w1, None, ctx.eps,
             gradient if ctx.add else None, ctx.add)
-        db2 = total[0].to(w2.dtype) if ctx.add else dupdate.sum(0)
+        db2 = total[0].to(w2.dtype) if ctx.add else sums.over_rows(dupdate)
         return dx, dnorm_weight, dnorm_bias, dw1, sums.OP(parts, h.dtype), dupdate.t() @ h, db2, None, None
 
 

@@ -15,7 +15,7 @@ CASES = {  # shape of x, hidden units, what is the residual
 MUTANTS = {  # what is replaced by what, and the case that must notice
     "the residual's gradient forgotten": ("gradient if ctx.add else None", "0 * gradient", "several shares"),
     "second bias without a gradient": ("db2 = total[0]", "db2 = 0 * total[0]", "several shares"),
-    "the same without a residual": ("dupdate.sum(0)", "0 * dupdate.sum(0)", "update alone"),
+    "the same without a residual": ("over_rows(dupdate)", "over_rows(0 * dupdate)", "update alone"),
     "no residual": ("x + update if add", "update if add", "several shares"),
     "eps as an afterthought": ("w1, None, ctx.eps", "w1, None, 0.1", "several shares"),
 }
