@@ -240,7 +240,8 @@ class GatedAttention(PackedProjections):
         (B, H, L, L) is given, or `head` projects it from normalised x: b(j, k), for axis 1 b(k, j)."""
         if self.adds(x):
             if self.ranks.size > 1 and head is not None:  # the kernel makes biases of whole tensors alone
-                bias = triton.head_bias(head, x, self.layer_norm)
+                bias, handed_on = triton.head_bias(head, x, self.layer_norm)
+                x, residual = handed_on, handed_on if residual is x else residual
                 bias, head = self.ranks.gather(bias if axis == 2 else bias.mT, 2), None
             return triton.attention_layer(x, self.layer_norm, *self.packed(*self.QKV, "gate_proj"),
                                           self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop)
@@ -281,9 +282,16 @@ class FusedMSARowAttention(GatedAttention):
         self.pair_norm = nn.LayerNorm(config.pair_dim)
         self.pair_bias_proj = linear(config.pair_dim, config.msa_heads, bias=False)
 
-    def forward(self, msa, pair, seq_mask=None, residual=None, drop=None):
-        project = triton.head_bias if self.whole and triton.projects_bias(pair, self.heads) else head_bias
-        bias = self.ranks.gather(project(self.pair_bias_proj, pair, self.pair_norm), 2)  # (B, H, S, S)
+    def forward(self, msa, pair, seq_mask=None, handed_on=None, residual=None, drop=None):
+        """handed_on: a list that gets pair for what follows, by way of the kernel that then adds up its
+        gradients, if one makes the bias."""
+        if self.whole and triton.projects_bias(pair, self.heads):
+            bias, pair = triton.head_bias(self.pair_bias_proj, pair, self.pair_norm)
+        else:
+            bias = head_bias(self.pair_bias_proj, pair, self.pair_norm)
+        if handed_on is not None:
+            handed_on.append(pair)
+        bias = self.ranks.gather(bias, 2)  # (B, H, S, S)
         return self.attention(msa, 2, seq_mask, bias, None, residual, drop)  # (B, N, S, c_m)
 
 
@@ -309,11 +317,12 @@ class Transition(nn.Module):
         self.linear2 = linear(4 * channels, channels, init="zero")
 
     def adds(self, x):
-        return self.triton and triton.fits(x)
+        return self.triton and triton.fits(x) or self.relu and triton.wraps(x)
 
     def forward(self, x, residual=None, drop=None):
         if self.adds(x):
-            return triton.transition(x, self.layer_norm, self.linear1, self.linear2, residual)
+            whole = triton.transition if self.triton else triton.transition_layer
+            return whole(x, self.layer_norm, self.linear1, self.linear2, residual)
         x, layer = self.layer_norm(x), self.linear1
         if self.relu and triton.fits(x):
             return triton.two_layers(x, layer, self.linear2)
@@ -352,7 +361,10 @@ class OuterProductMean(PackedProjections):
         if self.reassociates(right):
             update = self.project_one_first(left, right)
         elif self.lays_out(msa):
-            update = triton.outer_layout(left, right, self.output_proj)
+            scale = 1 / (rows + 1e-3) if row_mask is None else 1.0
+            update = triton.outer_layout(left, right, self.output_proj, scale)
+            if row_mask is None:
+                return update
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
         return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
@@ -499,9 +511,10 @@ class FusedEvoformerBlock(nn.Module):
         """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair).
         Ranks that share a sample have S / K columns of msa and S / K rows of pair each, masks whole; turn()
         exchanges columns for rows, so that attention finds its axis whole."""
-        rows = msa.shape[1]
+        rows, handed_on = msa.shape[1], []
         msa = self.ranks.turn(msa, 2, 1)  # (B, N / K, S, c_m)
-        msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, dim=1)
+        msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, handed_on, dim=1)
+        pair, = handed_on
         msa = self.ranks.turn(msa, 1, 2, rows)  # (B, N, S / K, c_m)
         msa = self.add(msa, self.msa_column_attention, msa, row_mask)
         msa = self.add(msa, self.msa_transition, msa)

@@ -101,7 +101,7 @@ class TritonSwitches(options.Switches):
     enable_triton_outer_layout: bool = option(False, "outer product mean, not re-associated: no copies of "
                                               "its (S, S, h*h) tensors", ultra=True, rung=10)
     enable_triton_relu: bool = option(False, "transitions: bias, ReLU in a product's epilogue; their "
-                                      "gradients in a kernel", ultra=True, rung=11)
+                                      "gradients in kernels", ultra=True, rung=11)
     enable_triton_projection: bool = option(False, "LayerNorm, projections, residual round triton-attention",
                                             ultra=True, rung=12)
     enable_triton_weight_gradients: bool = option(False, "a block's small gradients together", ultra=True,

@@ -235,6 +235,7 @@ def handed(monkeypatch):
             outer_layout=["outer_layout"],
             transition=["transition"], triangle_multiplication=["triangle_multiplication"],
             biased_attention=["gated_attention"], hidden_gradient=["two_layers"],
+            transition_layer=["transition_layer"],
             messages=["incoming"], gated_rotary=["swiglu", "rotary"]).items():
         made = SimpleNamespace(**{name: recorder(name, torch.zeros(6)) for name in functions})
         monkeypatch.setitem(sys.modules, f"fusion_lab.kernels.{module}", made)
@@ -260,6 +261,9 @@ def test_modules_become_arguments(handed):
     triton.transition(x, norm, first, second, None)
     is_given(handed["transition"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
              second.bias, 1e-3, None)
+    triton.transition_layer(x, norm, first, second, x)
+    is_given(handed["transition_layer"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
+             second.bias, 1e-3, x)
     triton.two_layers(x, first, second)
     is_given(handed["two_layers"], x, first.weight, first.bias, second.weight, second.bias)
     center = nn.LayerNorm(4)
@@ -270,10 +274,12 @@ def test_modules_become_arguments(handed):
     is_given(handed["gated_attention"], [x], 2, 1, bias, keys, gate_bias)
 
 
-def test_the_bias_of_pairs_is_the_second_result(handed):
+def test_the_bias_of_pairs_is_the_second_result_and_what_is_handed_on_the_third(handed):
     norm, head, x = nn.LayerNorm(4, eps=1e-3), nn.Linear(4, 2, bias=False), torch.ones(4)
-    sys.modules["fusion_lab.kernels.projection"].norm_project = lambda *given: ("projected", given)
-    is_given(triton.head_bias(head, x, norm), x, norm.weight, norm.bias, None, head.weight, 1e-3)
+    sys.modules["fusion_lab.kernels.projection"].norm_project = lambda *given: ("projected", given, "x")
+    bias, handed_on = triton.head_bias(head, x, norm)
+    is_given(bias, x, norm.weight, norm.bias, None, head.weight, 1e-3, True)
+    assert handed_on == "x"
 
 
 @pytest.mark.parametrize("triton_is_there", [True, False])
@@ -314,8 +320,8 @@ def test_rows_of_an_outer_product_are_counted(handed):
 def test_an_outer_product_is_handed_on_with_its_projection(handed):
     left, right = torch.randn(2, 2, 7, 4, 3)
     output = nn.Linear(9, 5)
-    triton.outer_layout(left, right, output)
-    is_given(handed["outer_layout"], left, right, output.weight, output.bias)
+    triton.outer_layout(left, right, output, 0.25)
+    is_given(handed["outer_layout"], left, right, output.weight, output.bias, 0.25)
 
 
 def test_counts_of_rows_lie_where_the_sides_do(handed):

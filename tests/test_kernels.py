@@ -28,6 +28,7 @@ from fusion_lab.kernels import (
     projection,
     sums,
     transition,
+    transition_layer,
     triangle_multiplication,
     tuner,
     ultra_block,
@@ -150,6 +151,15 @@ def two_layers(channels):
     hidden_gradient.launch(x, x.new_empty(channels, units), x.new_empty(300, units), 1)
 
 
+def wrapped_layers(channels):
+    """The same for a transition whose products in forward are the library's."""
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+    c, units, x = channels, 4 * channels, empty(1, 64, 64, channels)
+    weights = empty(c), empty(c), empty(units, c), empty(units), empty(c, units), empty(c)
+    transition_layer.transition_layer(x, *weights, residual=x).sum().backward()
+
+
 def many_weights(positions, widths):
     """The same for gradients of weights; widths of the left operands, reversed those of the right ones."""
     lefts, rights = ([torch.empty(positions, n, dtype=torch.bfloat16) for n in side]
@@ -254,6 +264,7 @@ LAUNCHES = {
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     **{f"two layers, c {c}": (two_layers, c) for c in (64, 128, 256)},
+    **{f"transition sub-layer, c {c}": (wrapped_layers, c) for c in (64, 128)},
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
     **{f"outer layout, N {rows}, S {S}": (laid_out, rows, S) for rows, S in ((128, 64), (16, 64), (77, 77))},
     **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},

@@ -17,6 +17,7 @@ import check_outer_layout as layouts
 import check_outer_product as outer
 import check_sums
 import check_transition as transitions
+import check_transition_layer as wrapped
 import check_triangle_multiplication as multiplication
 import check_weight_gradients as weights
 from rule import violations
@@ -45,6 +46,8 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "transition": (transitions, lambda S: ((1, 5, S, 128), 512, "own")),
     "two layers": (hidden, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (hidden, lambda S: ((1, 3, S, 256), 1024)),
+    "transition sub-layer": (wrapped, lambda S: ((2, 5, S, 128), 512, "x")),
+    "transition sub-layer, MSA": (wrapped, lambda S: ((1, 3, S, 64), 256, "x")),
     "sub-layer, starting node": (layers, lambda S: (1, S, S, 128, 4, 2, "own", True, True, 1)),
     "sub-layer, ending node": (layers, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
     "sub-layer, MSA rows": (layers, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),

@@ -30,7 +30,8 @@ def kernels(monkeypatch):
     residuals = dict(attention_layer=10, triangle_multiplication=9, transition=4, outer_product=4)
     for name, residual in residuals.items():
         monkeypatch.setattr(tof.triton, name, recorder(name, lambda *given, at=residual: given[at] + 1))
-    monkeypatch.setattr(tof.triton, "head_bias", recorder("head_bias", tof.head_bias))
+    monkeypatch.setattr(tof.triton, "head_bias", recorder(
+        "head_bias", lambda head, x, norm: (tof.head_bias(head, x, norm), x)))
     for name in ("fits", "projects", "projects_bias", "attends", "multiplies_out"):
         monkeypatch.setattr(tof.triton, name, lambda *given, name=name: asked.append((name, given)) or True)
     return SimpleNamespace(calls=calls, asked=asked)
@@ -110,8 +111,10 @@ def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypat
     msa, row_mask = next(inputs()), torch.tensor([[1.0, 1, 1, 1, 0]])
     found = layer(msa, row_mask)
     left, right = layer.project(layer.layer_norm(msa))
-    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj))
+    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj, 1.0))
     assert found.item() == pytest.approx(1 / 4.001)
+    assert layer(msa).item() == 1.0  # divided within
+    same(made.pop(), (left, right, layer.output_proj, pytest.approx(1 / 5.001)))
     plain(msa, row_mask)
     layer(msa[:, :1], row_mask[:, :1])  # 4 N <= S
     layer.ranks = SimpleNamespace(size=2, gather=lambda x, dim: x)

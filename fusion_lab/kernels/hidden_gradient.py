@@ -146,7 +146,7 @@ class TwoLayers(torch.autograd.Function):
         gradient = gradient.contiguous().flatten(0, -2)
         dh, parts = OP(gradient, w2, h, shares(len(h), *w2.shape, w2.dtype))
         return ((dh @ w1).view(x.shape), dh.t() @ x.flatten(0, -2), sums.OP(parts, h.dtype), gradient.t() @ h,
-                gradient.sum(0))
+                sums.over_rows(gradient))
 
 
 def two_layers(x, w1, b1, w2, b2):

@@ -1,7 +1,7 @@
 """The outer product mean's big tensor and its gradient, each written by its product in the layout of its
 reader, as a Triton kernel; all other products are the BLAS library's.
 
-    out = W vec(sum over n of left[n, i] right[n, j]^T) + b
+    out = scale (W vec(sum over n of left[n, i] right[n, j]^T) + b)
 
 left, right (B, N, S, h); W (c, h*h); b (c,); out (B, S, S, c). A library's product of left and right has
 rows (i, c) and columns (j, d), so it writes (i, c, j, d), while the projection reads (i, j, c, d). The
@@ -9,9 +9,10 @@ gradient of what it reads is made with rows (i, j) and columns (c, d), while the
 of left and right read (i, c, j, d). Both are one product of matrices, each with two indices of rows and two
 of columns, the middle two of which change places in the result:
 
-    out[m1, n1, m2, n2] = sum over k of a[m1, m2, k] b[k, n1, n2]
+    out[m1, n1, m2, n2] = scale * sum over k of a[m1, m2, k] b[k, n1, n2]
 
 Otherwise either tensor, h*h numbers for every pair of positions, is written, read and written once more.
+The scale goes into both as they are written, so that no pass over out or its gradient is spent on it.
 
 Sources: AlphaFold 2 supplement, Alg. 10.
 """
@@ -23,20 +24,20 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import tuner
+from fusion_lab.kernels import sums, tuner
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import DTYPES, candidates, check_shapes, operation, precision
 
 
-def reference(left, right, weight, bias):
+def reference(left, right, weight, bias, scale=1.0):
     """The same in plain PyTorch."""
-    return F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias)
+    return F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
 
 
 @triton.jit
 def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sbk, sbn1, sbn2,
-                         N2: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-                         BN: tl.constexpr, BK: tl.constexpr):
+                         scale, N2: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+                         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """BM rows and BN columns of one sample. Beyond the last ones it reads from within, for nobody uses that;
     EVEN: BK divides K."""
     sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN)
@@ -58,7 +59,7 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
         bt += BK * sbk
     row = m1.to(tl.int64) * (N1 * M2 * N2) + m2 * N2
     at = out + sample * M1 * M2 * N1 * N2 + row[:, None] + (n1 * (M2 * N2) + n2)[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=(m1 < M1)[:, None] & (n1 < N1)[None, :])
+    tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=(m1 < M1)[:, None] & (n1 < N1)[None, :])
 
 
 # By bytes of a number; the first of each fits every GPU. Strict float32 has no matrix instructions on NVIDIA.
@@ -69,7 +70,7 @@ TILES = {
     4: candidates(("BM", "BN", "BK", "num_warps", "num_stages"), (64, 64, 16, 8, 2))}
 
 
-def multiply(a, b, out):
+def multiply(a, b, out, scale):
     """Fill contiguous out, B M1 N1 M2 N2 numbers, from a (B, M1, M2, K) and b (B, K, N1, N2) of any strides.
     The tuner's class of shape: P rows, S columns, L numbers in each sum; ragged if tiles do not divide L,
     which takes more registers."""
@@ -83,31 +84,31 @@ def multiply(a, b, out):
     def launch(chosen):
         bk = max(16, min(chosen["BK"], triton.next_power_of_2(K)))
         grid = triton.cdiv(M1 * M2, chosen["BM"]) * triton.cdiv(N1 * N2, chosen["BN"]), samples
-        layout_matmul_kernel[grid](a, b, out, M1, M2, N1, K, *a.stride(), *b.stride(), N2=N2,
+        layout_matmul_kernel[grid](a, b, out, M1, M2, N1, K, *a.stride(), *b.stride(), scale, N2=N2,
                                    EVEN=K % bk == 0, PRECISION=precision(dtype), **dict(chosen, BK=bk))
     tuner.launch(layout_matmul_kernel.__name__, shape, TILES[out.element_size()], launch)
 
 
-def forward(left, right):
-    """The sum over rows, (B, S, S, h*h)."""
+def forward(left, right, scale=1.0):
+    """scale times the sum over rows, (B, S, S, h*h)."""
     out = forward_sizes(left, right)
-    multiply(left.permute(0, 2, 3, 1), right, out)
+    multiply(left.permute(0, 2, 3, 1), right, out, scale)
     return out
 
 
-def forward_sizes(left, right):
+def forward_sizes(left, right, scale=1.0):
     samples, _, size, h = left.shape
     return left.new_empty(samples, size, size, h * h)
 
 
-def backward(gradient, weight):
-    """Its gradient, by that of out: ((i, c), (j, d)) of each sample, (B, S h, S h)."""
+def backward(gradient, weight, scale=1.0):
+    """That sum's gradient, by that of out: ((i, c), (j, d)) of each sample, (B, S h, S h)."""
     found, h = backward_sizes(gradient, weight), side(weight)
-    multiply(gradient, weight.view(1, -1, h, h).expand(len(gradient), -1, -1, -1), found)
+    multiply(gradient, weight.view(1, -1, h, h).expand(len(gradient), -1, -1, -1), found, scale)
     return found
 
 
-def backward_sizes(gradient, weight):
+def backward_sizes(gradient, weight, scale=1.0):
     samples, size, h = len(gradient), gradient.shape[1], side(weight)
     return weight.new_empty(samples, size * h, size * h)
 
@@ -117,43 +118,45 @@ def side(weight):
     return math.isqrt(weight.shape[1])
 
 
-def forward_flops(left, right, **_):
+def forward_flops(left, right, *_, **__):
     samples, rows, size, h = left
     return 2 * samples * rows * (size * h) ** 2
 
 
-def backward_flops(gradient, weight, **_):
+def backward_flops(gradient, weight, *_, **__):
     return 2 * math.prod(gradient) * weight[1]
 
 
-FORWARD_OP = operation("outer_layout(Tensor left, Tensor right) -> Tensor", forward, forward_sizes,
-                       forward_flops)
-BACKWARD_OP = operation("outer_layout_backward(Tensor gradient, Tensor weight) -> Tensor", backward,
-                        backward_sizes, backward_flops)
+FORWARD_OP = operation("outer_layout(Tensor left, Tensor right, float scale=1.0) -> Tensor", forward,
+                       forward_sizes, forward_flops)
+BACKWARD_OP = operation("outer_layout_backward(Tensor gradient, Tensor weight, float scale=1.0) -> Tensor",
+                        backward, backward_sizes, backward_flops)
 
 
 class OuterLayout(torch.autograd.Function):
     """outer_layout() with its derivative; saves left, right and the sum over rows, as plain code does."""
 
     @staticmethod
-    def forward(ctx, left, right, weight, bias):
-        outer = FORWARD_OP(left, right)
+    def forward(ctx, left, right, weight, bias, scale):
+        outer = FORWARD_OP(left, right, scale)
         ctx.save_for_backward(left, right, weight, outer)
-        return F.linear(outer, weight, bias)
+        ctx.scale = scale
+        return F.linear(outer, weight) + bias * scale  # a compiler adds that where it adds the residual
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         (left, right, weight, outer), gradient = ctx.saved_tensors, gradient.contiguous()
-        d = BACKWARD_OP(gradient, weight)
+        d = BACKWARD_OP(gradient, weight, ctx.scale)
         gradient = gradient.flatten(0, -2)
         return ((right.flatten(2) @ d.mT).view(left.shape), (left.flatten(2) @ d).view(right.shape),
-                gradient.t() @ outer.flatten(0, -2), gradient.sum(0))
+                gradient.t() @ outer.flatten(0, -2), sums.over_rows(gradient, ctx.scale), None)
 
 
-def outer_layout(left, right, weight, bias):
-    """weight vec(sum over n of left[n, i] right[n, j]^T) + bias, (B, S, S, c), in autocast's dtype."""
+def outer_layout(left, right, weight, bias, scale=1.0):
+    """scale (weight vec(sum over n of left[n, i] right[n, j]^T) + bias), (B, S, S, c), in autocast's dtype;
+    scale is a number."""
     h, c = left.shape[-1], len(weight)
     check_shapes(("right", right, tuple(left.shape)), ("weight", weight, (c, h * h)), ("bias", bias, (c,)))
     left, right, weight, bias = (t.to(product_dtype(left)) for t in (left, right, weight, bias))
-    return OuterLayout.apply(left, right, weight.contiguous(), bias)
+    return OuterLayout.apply(left, right, weight.contiguous(), bias, scale)

@@ -92,10 +92,10 @@ def norm_project_kernel(x, norm_weight, norm_bias, w, wh, y, head_bias, P, PLANE
 @triton.jit
 def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, residual, dx, normal_out, sums,
                                  P, PLANE, N, H, eps, HEADS: tl.constexpr, RESIDUAL: tl.constexpr,
-                                 PROJECT: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                                 BM: tl.constexpr, BN: tl.constexpr):
-    """BM positions. dbias (B, H, PLANE); sums (programs, 2 + H, C): parts of the gradients of norm_weight,
-    norm_bias and wh."""
+                                 TOTAL: tl.constexpr, PROJECT: tl.constexpr, PRECISION: tl.constexpr,
+                                 C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """BM positions. dbias (B, H, PLANE); sums (programs, 2 + H + TOTAL, C): parts of the gradients of
+    norm_weight, norm_bias and wh; TOTAL: 1 for those of residual's sum, too, else 0."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, C)
     given = rows(x, p, P, C)  # on its way while dy is multiplied
@@ -111,7 +111,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
     normal = normal.to(w.dtype.element_ty)
     if PROJECT:
         store_rows(normal_out, p, P, normal, C)
-    sums += tl.program_id(0).to(tl.int64) * (2 + H) * C
+    sums += tl.program_id(0).to(tl.int64) * (2 + H + TOTAL) * C
     if HEADS > 0:
         h = tl.arange(0, HEADS)
         at, inside = head_places(p, h, P, PLANE, H)
@@ -125,7 +125,10 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
     store_sums(sums + C, c, acc, w.dtype.element_ty, PRECISION, BM)
     result = layer_norm_backward(acc, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)
     if RESIDUAL:
-        result += rows(residual, p, P, C).to(tl.float32)
+        handed_on = rows(residual, p, P, C).to(tl.float32)
+        if TOTAL > 0:
+            store_sums(sums + (2 + H) * C, c, handed_on, w.dtype.element_ty, PRECISION, BM)
+        result += handed_on
     store_rows(dx, p, P, result, C)
 
 
@@ -263,11 +266,12 @@ def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps):
 
 
 def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
-                                 parts):
+                                 parts, total):
     """dx, with the gradient `residual` added; normalised x (P, c), empty without weight; so many parts (n, 2
-    + H, c) of the gradients of norm_weight, norm_bias, head_weight."""
+    + H [+ 1], c) of the gradients of norm_weight, norm_bias, head_weight [and, if total, of residual's sum
+    over positions]."""
     found = norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual,
-                                        eps, parts)
+                                        eps, parts, total)
     dx, normal, parts = found
     one = head_weight if weight is None else weight
     width, heads = 0 if weight is None else len(weight), 0 if head_weight is None else len(head_weight)
@@ -278,17 +282,18 @@ def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, h
             norm_project_backward_kernel[grid](
                 dy, dbias, x, norm_weight, norm_bias, one, head_weight, residual, dx, normal, to,
                 x.numel() // x.shape[-1], x.shape[1] * x.shape[2], width, heads, eps, PROJECT=width > 0,
-                HEADS=padded_width(heads) if heads else 0, RESIDUAL=residual is not None, **options)
+                HEADS=padded_width(heads) if heads else 0, RESIDUAL=residual is not None,
+                TOTAL=int(total), **options)
     run(norm_project_backward_kernel, x, one, width, launch)
     return found
 
 
 def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
-                                parts):
+                                parts, total):
     channels, heads = x.shape[-1], 0 if head_weight is None else len(head_weight)
     normal = (0,) if weight is None else (x.numel() // channels, channels)
     return (x.new_empty(x.shape), (head_weight if weight is None else weight).new_empty(normal),
-            x.new_empty(parts, 2 + heads, channels, dtype=torch.float32))
+            x.new_empty(parts, 2 + heads + total, channels, dtype=torch.float32))
 
 
 def output_project_launch(og, weight, bias, residual, drop):
@@ -356,8 +361,8 @@ NORM_PROJECT_OP = operation(f"norm_project({NORMS}, float eps) -> (Tensor, Tenso
                             norm_project_sizes, norm_project_flops)
 NORM_PROJECT_BACKWARD_OP = operation(
     f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps, "
-    "int parts) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch, norm_project_backward_sizes,
-    norm_project_backward_flops)
+    "int parts, bool total) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch,
+    norm_project_backward_sizes, norm_project_backward_flops)
 OUTPUT_PROJECT_OP = operation(
     "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop) -> Tensor",
     output_project_launch, output_project_sizes, output_project_flops)
@@ -373,17 +378,19 @@ OUTPUT_PROJECT_BACKWARD_OP = operation(
 # --------------------------------------------------------------------------------------------------------
 
 
-def norm_project_backward(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, eps, residual=None):
+def norm_project_backward(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, eps, residual=None,
+                          total=False):
     """Gradients of x (with that of a residual added), norm_weight, norm_bias, weight and head_weight from
-    those of y and head_bias."""
+    those of y and head_bias; if total, with the sum of the residual's over positions behind them."""
     parameters, channels = (norm_weight, norm_bias, weight, head_weight), x.shape[-1]
     width, dtype = (0, head_weight.dtype) if weight is None else (len(weight), weight.dtype)
     parts = programs("norm_project_backward_kernel", x.numel() // channels, channels, width, dtype)
-    dx, normal, parts = NORM_PROJECT_BACKWARD_OP(dy, dbias, x, *parameters, residual, eps, parts)
+    dx, normal, parts = NORM_PROJECT_BACKWARD_OP(dy, dbias, x, *parameters, residual, eps, parts, total)
     found = sums.OP(parts, shared_dtype((norm_weight, norm_bias, head_weight)))
     return (dx, found[0].to(norm_weight.dtype), found[1].to(norm_bias.dtype),
             None if weight is None else dy.flatten(0, -2).t() @ normal,
-            None if head_weight is None else found[2:].to(head_weight.dtype))
+            None if head_weight is None else found[2:2 + len(head_weight)].to(head_weight.dtype),
+            *[found[-1]] * total)
 
 
 def output_project_backward(gradient, og, weight, drop):
@@ -397,20 +404,22 @@ def output_project_backward(gradient, og, weight, drop):
 
 
 class NormProject(torch.autograd.Function):
-    """norm_project() with its derivative; saves x."""
+    """norm_project() with its derivative; saves x. Whoever reads x behind it should read the x that it hands
+    on: the gradient of that is then added by this one's kernel, where it would take a pass over both."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, head_weight, eps):
+    def forward(ctx, x, norm_weight, norm_bias, weight, head_weight, eps, hand_on):
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, head_weight)
         ctx.eps = eps
         y, head_bias = NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
-        return None if weight is None else y, None if head_weight is None else head_bias
+        return (None if weight is None else y, None if head_weight is None else head_bias,
+                x.view_as(x) if hand_on else None)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dbias):
-        given = [None if d is None else d.contiguous() for d in (dy, dbias)]
-        return *norm_project_backward(*given, *ctx.saved_tensors, ctx.eps), None
+    def backward(ctx, dy, dbias, handed_on):
+        *given, residual = [None if d is None else d.contiguous() for d in (dy, dbias, handed_on)]
+        return *norm_project_backward(*given, *ctx.saved_tensors, ctx.eps, residual), None, None
 
 
 class OutputProject(torch.autograd.Function):
@@ -431,17 +440,18 @@ class OutputProject(torch.autograd.Function):
         return *grads, gradient if ctx.residual else None, None
 
 
-def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps):
-    """LayerNorm(x) weight^T (B, X, Y, n), LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight is.
-    Under autocast the products are made in its dtype."""
+def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hand_on=False):
+    """LayerNorm(x) weight^T (B, X, Y, n), LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight is;
+    if hand_on, x for who reads it behind this. Under autocast the products are made in its dtype."""
     c = x.shape[-1]
     check_shapes(("norm_weight", norm_weight, (c,)), ("norm_bias", norm_bias, (c,)),
                  ("weight", weight, (0 if weight is None else len(weight), c)),
                  ("head_weight", head_weight, (0 if head_weight is None else len(head_weight), c)))
     weight, head_weight = (None if t is None else t.to(product_dtype(x)).contiguous()
                            for t in (weight, head_weight))
-    return NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
-                             head_weight, eps)
+    found = NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
+                              head_weight, eps, hand_on)
+    return found if hand_on else found[:2]
 
 
 def output_project(og, weight, bias, residual=None, drop=None):

@@ -20,10 +20,12 @@ import triton
 import triton.language as tl
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.triton_parts import add_up, operation
 
 MOST = 32  # problems of one launch: pointers and sizes of all are its arguments
 ROWS, COLUMNS = 256, 32  # of a tile
+SHARE = 128  # rows that a compiler's kernel adds up, of what no kernel of ours leaves in parts
 
 
 def constant(count):
@@ -95,6 +97,16 @@ def gathered(parts, dtype):
 
 def gathered_sizes(parts, dtype):
     return parts[0].new_empty(sum(part.shape[1:].numel() for part in parts), dtype=dtype)
+
+
+def over_rows(x, scale=None):
+    """[scale times] the sum of x (P, c) over its rows, in its dtype. A compiler would make it in two kernels;
+    here it makes parts in one, and OP, which is gathered, the rest."""
+    in_parts = torch.compiler.is_compiling() and len(x) and len(x) % SHARE == 0
+    found = (x.unflatten(0, (-1, SHARE)).sum(1, dtype=at_least_float32(x.dtype)) if in_parts
+             else x.sum(0, dtype=None if scale is None else at_least_float32(x.dtype)))
+    found = found if scale is None else found * scale
+    return OP(found, x.dtype) if in_parts else found.to(x.dtype)
 
 
 OP = operation("summed(Tensor parts, ScalarType dtype) -> Tensor", launch, sizes)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_lab.kernels.attention import TRITON_DTYPES, triton_attends
-from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, SWITCH, takes, takes_bias
+from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, LAYER_CHANNELS, SWITCH, takes, takes_bias
 from fusion_lab.kernels.precision import product_dtype
 
 
@@ -20,6 +20,11 @@ def runs(x):
 def fits(x):
     """Whether x (..., c) has a width, too, that the kernels over positions take."""
     return runs(x) and x.shape[-1] in CHANNELS
+
+
+def wraps(x):
+    """Whether backward of LayerNorm and a product of x (..., c) is given to one kernel."""
+    return runs(x) and x.shape[-1] in LAYER_CHANNELS
 
 
 def attends(x, heads):
@@ -115,9 +120,9 @@ def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head,
 
 
 def head_bias(head, x, norm):
-    """head(norm(x)) as a bias of attention, (B, H, X, Y)."""
+    """head(norm(x)) as a bias of attention, (B, H, X, Y); x, for who reads it behind this."""
     from fusion_lab.kernels import projection as kernels
-    return kernels.norm_project(x, norm.weight, norm.bias, None, head.weight, norm.eps)[1]
+    return kernels.norm_project(x, norm.weight, norm.bias, None, head.weight, norm.eps, True)[1:]
 
 
 def multiplies_out(x, output):
@@ -135,10 +140,10 @@ def outer_product(left, right, output, rows, residual):
     return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
-def outer_layout(left, right, output):
-    """output(outer product of left and right, summed over rows), from a module."""
+def outer_layout(left, right, output, scale):
+    """scale times output(outer product of left and right, summed over rows), from a module; a number."""
     from fusion_lab.kernels import outer_layout as kernels
-    return kernels.outer_layout(left, right, output.weight, output.bias)
+    return kernels.outer_layout(left, right, output.weight, output.bias, scale)
 
 
 def transition(x, norm, first, second, residual):
@@ -152,6 +157,13 @@ def two_layers(x, first, second):
     """second(relu(first(x))), from the modules."""
     from fusion_lab.kernels import hidden_gradient as kernels
     return kernels.two_layers(x, first.weight, first.bias, second.weight, second.bias)
+
+
+def transition_layer(x, norm, first, second, residual):
+    """[residual +] second(relu(first(norm(x)))), from the modules."""
+    from fusion_lab.kernels import transition_layer as kernels
+    return kernels.transition_layer(x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
+                                    second.bias, norm.eps, residual)
 
 
 def gathered_gradients(products, sums):

@@ -18,7 +18,7 @@ MUTANTS = {
     "sums of the first share alone": ("sums.OP(parts, h", "sums.OP(parts[:1], h"),
     "every chunk the first one's weights": ("w + c[:, None] * K + k[None, :]",
                                             "w + c[:, None] * K + tl.arange(0, BK)[None, :]"),
-    "second bias without a gradient": ("gradient.sum(0))\n", "0 * gradient.sum(0))\n"),
+    "second bias without a gradient": ("over_rows(gradient))", "over_rows(0 * gradient))"),
 }
 
 

@@ -58,16 +58,19 @@ def test_a_block_is_what_it_is_without_kernels(packing):
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
 
 
-@pytest.mark.parametrize("packing", ["qkv", pytest.param("gate", marks=pytest.mark.slow)])
-def test_kernels_that_others_replace(packing, monkeypatch):
-    """The outer product laid out, two layers with a ReLU between them."""
+@pytest.mark.parametrize("packing, layers", [
+    ("qkv", "transition_layer"), *(pytest.param(*given, marks=pytest.mark.slow) for given in (
+        ("gate", "transition_layer"), ("qkv", "two_layers")))])
+def test_kernels_that_others_replace(packing, layers, monkeypatch):
+    """The outer product laid out; transitions round library products, or, of many channels, their layers."""
+    monkeypatch.setattr(triton, "wraps", lambda x: layers == "transition_layer")
     (ours, plain), made = blocks(packing, without=("transition", "outer_product")), []
-    for name in ("outer_layout", "two_layers"):
+    for name in ("outer_layout", "two_layers", "transition_layer"):
         call = getattr(triton, name)
         monkeypatch.setattr(triton, name, lambda *given, name=name, call=call: (
             made.append(name) or call(*given)))
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
-    assert set(made) == {"outer_layout", "two_layers"}
+    assert set(made) == {"outer_layout", layers}
 
 
 @pytest.mark.slow

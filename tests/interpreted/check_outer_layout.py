@@ -6,8 +6,8 @@ from rule import in_dtypes, mutant, violations
 from fusion_lab.kernels import outer_layout, tuner
 from fusion_lab.kernels.precision import product_dtype
 
-CASES = {  # B, N, S, h, c, packed
-    "two samples, odd": (2, 7, 9, 8, 12, True),
+CASES = {  # B, N, S, h, c, packed[, scale]
+    "two samples, odd": (2, 7, 9, 8, 12, True, 0.3),
     "many rows": (1, 77, 5, 16, 16, False),
     "usual width": (2, 16, 5, 32, 32, True),
     "odd widths": (1, 3, 13, 6, 20, False),
@@ -30,13 +30,17 @@ MUTANTS = {
     "last columns not stored": ("(n1 < N1)", "(n1 < N1 - 1)"),
     "left's gradient transposed": ("right.flatten(2) @ d.mT", "right.flatten(2) @ d"),
     "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
-    "bias without a gradient": ("gradient.sum(0))", "0 * gradient.sum(0))"),
+    "bias without a gradient": ("sums.over_rows(gradient, ctx.scale)", "0 * sums.over_rows(gradient, 1.0)"),
+    "its gradient not scaled": ("over_rows(gradient, ctx.scale)", "over_rows(gradient, 1.0)"),
+    "bias not scaled": ("+ bias * scale", "+ bias"),
+    "product not scaled": ("(acc * scale)", "acc"),
+    "gradient not scaled": ("weight, ctx.scale)\n", "weight, 1.0)\n"),
 }
 WHERE = {"last tile of a sum dropped": "many rows", "always the first tile of a sum": "many rows",
          "last number of a sum dropped": "many rows", "last tile of columns dropped": "odd widths"}
 
 
-def problem(dtype, samples, rows, size, h, channels, packed, module=outer_layout):
+def problem(dtype, samples, rows, size, h, channels, packed, scale=1.0, module=outer_layout):
     """(ours, plain, tensors) of a case"""
     torch.manual_seed(0)
     both = torch.randn(samples, rows, size, 2 * h)
@@ -44,7 +48,7 @@ def problem(dtype, samples, rows, size, h, channels, packed, module=outer_layout
                torch.randn(channels)]
 
     def unpacked(function):
-        return lambda *given: function(*given[0].chunk(2, -1), *given[1:]) if packed else function(*given)
+        return lambda *given: function(*(given[0].chunk(2, -1) if packed else given[:2]), *given[-2:], scale)
     return (unpacked(module.outer_layout), unpacked(outer_layout.reference),
             [t.to(dtype).contiguous() for t in tensors])
 
@@ -59,7 +63,7 @@ def test_forward_and_gradients(case, dtype):
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(outer_layout, *MUTANTS[broken], tmp_path)
     case = WHERE.get(broken, "two samples, odd")
-    assert violations(*problem(torch.float32, *CASES[case], module))
+    assert violations(*problem(torch.float32, *CASES[case], module=module))
 
 
 @pytest.mark.parametrize("number", range(1, len(outer_layout.TILES[2])))
@@ -74,6 +78,7 @@ def test_each_tensor_lies_as_its_reader_wants_it():
     outer = torch.einsum("bnic,bnjd->bijcd", left, right)
     found = torch.ops.fusion_lab.outer_layout(left, right)
     assert found.is_contiguous() and torch.equal(found, outer.flatten(-2))
+    assert torch.equal(torch.ops.fusion_lab.outer_layout(left, right, 0.5), found / 2)
     found = torch.ops.fusion_lab.outer_layout_backward(gradient, weight)
     expected = (gradient @ weight).unflatten(-1, (4, 4)).permute(0, 1, 3, 2, 4)  # (B, i, c, j, d)
     assert found.is_contiguous() and torch.equal(found.view(2, 6, 4, 6, 4), expected)

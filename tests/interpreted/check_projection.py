@@ -86,6 +86,38 @@ def test_norm_project(case, dtype):
     assert not violations(*norm_problem(dtype, *NORM_CASES[case]))
 
 
+def handing_on(module, dtype=torch.float32):
+    """(ours, plain, tensors): a bias, and x, handed on, with what follows it."""
+    _, _, tensors = norm_problem(dtype, (2, 5, 7, 32), 0, 4)
+
+    def ours(x, norm_weight, norm_bias, head_weight):
+        _, bias, x = module.norm_project(x, norm_weight, norm_bias, None, head_weight, 1e-5, True)
+        return torch.cat([bias.flatten(), (x * x).flatten()])
+
+    def plain(x, norm_weight, norm_bias, head_weight):
+        _, bias = projection.norm_project_reference(x, norm_weight, norm_bias, None, head_weight, 1e-5)
+        return torch.cat([bias.flatten(), (x * x).flatten()])
+    return ours, plain, tensors
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_x_handed_on_has_its_gradient_added_by_the_kernel(dtype):
+    ours, plain, tensors = handing_on(projection, dtype)
+    assert not violations(ours, plain, tensors)
+    with torch.no_grad():
+        assert torch.equal(ours(*tensors), ours(*(t.requires_grad_() for t in tensors)))
+
+
+@pytest.mark.slow
+def test_x_handed_on_by_compiled_code_and_its_mutant(tmp_path):
+    ours, plain, tensors = handing_on(projection)
+    assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)
+    module = mutant(projection, "ctx.eps, residual), None", "ctx.eps, None), None", tmp_path)
+    ours, plain, tensors = handing_on(module)
+    assert violations(ours, plain, tensors)
+
+
 @pytest.mark.parametrize("case, dtype", sharpest_first(OUTPUT_CASES))
 def test_output_project(case, dtype):
     assert not violations(*output_problem(dtype, *OUTPUT_CASES[case]))

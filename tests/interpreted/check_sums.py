@@ -54,6 +54,20 @@ def test_sums_are_exact_for_whole_numbers(case, dtype):
             assert torch.equal(sums.OP(part, dtype), part.sum(0).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [2 * sums.SHARE, sums.SHARE + 1])
+def test_sums_over_rows_are_the_same_compiled(rows, dtype, monkeypatch):
+    """There in parts, whose sum is an op's, where there are whole shares."""
+    x, made, op = problem([(rows, 24)])[0].to(dtype), [], sums.OP
+    monkeypatch.setattr(sums, "OP", lambda *given: made.append(given[0].shape) or op(*given))
+    wanted = (x.float().sum(0) * 0.5).to(dtype)
+    assert torch.equal(sums.over_rows(x, 0.5), wanted) and made == []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(sums.over_rows(x, 0.5), wanted)
+    assert torch.equal(sums.over_rows(x), (2 * wanted.float()).to(dtype))
+    assert made == ([] if rows % sums.SHARE else [(2, 24)] * 2)
+
+
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(sums, *MUTANTS[broken], tmp_path)
