@@ -240,23 +240,21 @@ class GatedAttention(PackedProjections):
         (B, H, L, L) is given, or `head` projects it from normalised x: b(j, k), for axis 1 b(k, j)."""
         if self.adds(x):
             if self.ranks.size > 1 and head is not None:  # the kernel makes biases of whole tensors alone
-                bias, handed_on = triton.head_bias(head, x, self.layer_norm)
-                x, residual = handed_on, handed_on if residual is x else residual
+                bias, _ = triton.head_bias(head, x, self.layer_norm)
                 bias, head = self.ranks.gather(bias if axis == 2 else bias.mT, 2), None
             return triton.attention_layer(x, self.layer_norm, *self.packed(*self.QKV, "gate_proj"),
                                           self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop)
         x = self.layer_norm(x)
         if head is not None:
-            bias = head_bias(head, x) if axis == 2 else head_bias(head, x).transpose(-1, -2)
-            bias = self.ranks.gather(bias, 2)  # (B, H, L, L)
+            bias, _ = head_bias(head, x)
+            bias = self.ranks.gather(bias if axis == 2 else bias.mT, 2)  # (B, H, L, L)
         if self.triton and triton.attends(x, self.heads):
             wide = getattr(self, "qkv_gate_proj", None)
             parts, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
             return self.o_proj(triton.gated_attention(parts, self.heads, axis, bias, key_mask, gate_bias))
         q, k, v, gate = self.project(x)  # each (B, X, Y, c)
         q, k, v = (self.to_heads(p, axis) for p in (q, k, v))  # (B, rows, H, L, D)
-        out = attend(q, k, v, bias, key_mask, self.backend)  # (B, rows, H, L, D)
-        out = self.from_heads(out, axis)  # (B, X, Y, c)
+        out = self.from_heads(attend(q, k, v, bias, key_mask, self.backend), axis)  # (B, X, Y, c)
         return self.o_proj(out * gate.sigmoid())
 
     def to_heads(self, x, axis):
@@ -269,9 +267,9 @@ class GatedAttention(PackedProjections):
 
 
 def head_bias(projection, x, norm=None):
-    """One bias per head from a (B, S, S, c) tensor, made in the layout attention wants: (B, H, S, S)."""
-    x = x if norm is None else norm(x)
-    return (projection.weight @ x.flatten(1, 2).transpose(1, 2)).unflatten(-1, x.shape[1:3])
+    """One bias per head from x (B, S, S, c), in the layout attention wants: (B, H, S, S); and x itself."""
+    normal = x if norm is None else norm(x)
+    return (projection.weight @ normal.flatten(1, 2).mT).unflatten(-1, x.shape[1:3]), x
 
 
 class FusedMSARowAttention(GatedAttention):
@@ -283,12 +281,9 @@ class FusedMSARowAttention(GatedAttention):
         self.pair_bias_proj = linear(config.pair_dim, config.msa_heads, bias=False)
 
     def forward(self, msa, pair, seq_mask=None, handed_on=None, residual=None, drop=None):
-        """handed_on: a list that gets pair for what follows, by way of the kernel that then adds up its
-        gradients, if one makes the bias."""
-        if self.whole and triton.projects_bias(pair, self.heads):
-            bias, pair = triton.head_bias(self.pair_bias_proj, pair, self.pair_norm)
-        else:
-            bias = head_bias(self.pair_bias_proj, pair, self.pair_norm)
+        """handed_on: a list that gets pair for what follows; the bias's kernel then adds up its gradients."""
+        project = triton.head_bias if self.whole and triton.projects_bias(pair, self.heads) else head_bias
+        bias, pair = project(self.pair_bias_proj, pair, self.pair_norm)
         if handed_on is not None:
             handed_on.append(pair)
         bias = self.ranks.gather(bias, 2)  # (B, H, S, S)
@@ -361,10 +356,9 @@ class OuterProductMean(PackedProjections):
         if self.reassociates(right):
             update = self.project_one_first(left, right)
         elif self.lays_out(msa):
-            scale = 1 / (rows + 1e-3) if row_mask is None else 1.0
-            update = triton.outer_layout(left, right, self.output_proj, scale)
             if row_mask is None:
-                return update
+                return triton.outer_layout(left, right, self.output_proj, 1 / (rows + 1e-3))
+            update = triton.outer_layout(left, right, self.output_proj)
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
         return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
@@ -470,12 +464,6 @@ def dropout_factors(x, rate, dim, training):
     return F.dropout(torch.ones_like(x.narrow(dim, 0, 1)), rate)
 
 
-def shared_dropout(x, rate, dim, training):
-    """x times its dropout_factors."""
-    factors = dropout_factors(x, rate, dim, training)
-    return x if factors is None else x * factors
-
-
 SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "outer_product_mean",
              "triangle_mult_outgoing", "triangle_mult_incoming", "triangle_attn_starting",
              "triangle_attn_ending", "pair_transition")
@@ -505,7 +493,9 @@ class FusedEvoformerBlock(nn.Module):
         rate = 0.0 if dim is None else self.dropout
         if layer.adds(x):
             return layer(*inputs, residual=x, drop=dropout_factors(x, rate, dim, self.training))
-        return x + shared_dropout(layer(*inputs), rate, dim, self.training)
+        update = layer(*inputs)
+        factors = dropout_factors(update, rate, dim, self.training)
+        return x + (update if factors is None else update * factors)
 
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
         """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair).
@@ -654,13 +644,12 @@ class TinyOpenFoldV2(nn.Module):
 
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training in this dtype (default: the weights'), in words."""
-        c, weight = self.config, self.distogram_head.weight
+        c, weight, row = self.config, self.distogram_head.weight, self.blocks[0].msa_row_attention
         msa_width = c.msa_dim // c.msa_heads
-        row = self.blocks[0].msa_row_attention
         kernels = attention.in_words(
-            self.fusion.attention_backend, row.triton, weight.is_cuda,
-            dtype or weight.dtype, pair=(c.seq_len, c.pair_dim // c.pair_heads, True),
-            rows=(c.seq_len, msa_width, True), columns=(c.num_seqs, msa_width, False))
+            self.fusion.attention_backend, row.triton, weight.is_cuda, dtype or weight.dtype,
+            pair=(c.seq_len, c.pair_dim // c.pair_heads, True), rows=(c.seq_len, msa_width, True),
+            columns=(c.num_seqs, msa_width, False))
         return kernels + (triton.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
                                                      pair=(c.pair_dim, c.pair_heads))
                           if row.whole and "triton" in kernels else "")
@@ -866,17 +855,16 @@ def train(program, settings, compare_with=None):
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
-    split=splitting.split_over,
-    shake=move_kinks_away, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
+    split=splitting.split_over, shake=move_kinks_away, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
     sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
     before_training=contacts.require_plots, start_lines=start_lines, statistics=lambda settings: statistics(
         settings.fusion, settings.model.num_blocks),
     evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,
     scores=contacts.scores, score=contacts.validation_score, closing=contacts.closing,
-    modes={"--contacts": prediction.contacts},
-    titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
-            "Flash Attention": "enable_flash_attention",
-            "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
+    modes={"--contacts": prediction.contacts}, titles={
+        "MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
+        "Flash Attention": "enable_flash_attention", "Triangle Gate/Proj Fusion": "enable_triangle_fusion",
+        "Torch Compile": "enable_torch_compile"},
     success="V2 validation successful! Fusion setup working properly.", failure="V2 validation failed")
 
 

@@ -409,10 +409,10 @@ def test_derivatives_written_by_hand(outgoing):
 
 
 def test_dropout_is_shared_and_off_in_eval():
-    x = torch.ones(2, 5, 4, 3)
-    dropped = tof.shared_dropout(x, 0.5, 1, training=True)
-    assert (dropped == dropped[:, :1]).all() and 0 < (dropped == 0).sum() < x.numel()
-    assert tof.shared_dropout(x, 0.5, 1, training=False) is x
+    x = torch.randn(2, 5, 4, 3)
+    factors = tof.dropout_factors(x, 0.5, 1, training=True)
+    assert factors.shape == (2, 1, 4, 3) and set(factors.unique().tolist()) == {0.0, 2.0}
+    assert tof.dropout_factors(x, 0.5, 1, training=False) is None
 
 
 def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):

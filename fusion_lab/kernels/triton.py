@@ -140,7 +140,7 @@ def outer_product(left, right, output, rows, residual):
     return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
-def outer_layout(left, right, output, scale):
+def outer_layout(left, right, output, scale=1.0):
     """scale times output(outer product of left and right, summed over rows), from a module; a number."""
     from fusion_lab.kernels import outer_layout as kernels
     return kernels.outer_layout(left, right, output.weight, output.bias, scale)
