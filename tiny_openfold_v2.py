@@ -240,8 +240,8 @@ class GatedAttention(PackedProjections):
         (B, H, L, L) is given, or `head` projects it from normalised x: b(j, k), for axis 1 b(k, j)."""
         if self.adds(x):
             if self.ranks.size > 1 and head is not None:  # the kernel makes biases of whole tensors alone
-                bias, _ = triton.head_bias(head, x, self.layer_norm)
-                bias, head = self.ranks.gather(bias if axis == 2 else bias.mT, 2), None
+                bias, head = triton.head_bias(head, x, self.layer_norm)[0], None
+                bias = self.ranks.gather(bias if axis == 2 else bias.mT, 2)
             return triton.attention_layer(x, self.layer_norm, *self.packed(*self.QKV, "gate_proj"),
                                           self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop)
         x = self.layer_norm(x)
@@ -345,8 +345,7 @@ class OuterProductMean(PackedProjections):
         return self.triton and triton.multiplies_out(x, self.output_proj)
 
     def forward(self, msa, row_mask=None, residual=None, drop=None):
-        left, right = self.project(self.layer_norm(msa))  # (B, N, S, h)
-        rows = msa.shape[1]
+        (left, right), rows = self.project(self.layer_norm(msa)), msa.shape[1]  # (B, N, S, h)
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
             rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]

@@ -30,8 +30,7 @@ def kernels(monkeypatch):
     residuals = dict(attention_layer=10, triangle_multiplication=9, transition=4, outer_product=4)
     for name, residual in residuals.items():
         monkeypatch.setattr(tof.triton, name, recorder(name, lambda *given, at=residual: given[at] + 1))
-    monkeypatch.setattr(tof.triton, "head_bias", recorder(
-        "head_bias", lambda head, x, norm: (tof.head_bias(head, x, norm), x)))
+    monkeypatch.setattr(tof.triton, "head_bias", recorder("head_bias", tof.head_bias))
     for name in ("fits", "projects", "projects_bias", "attends", "multiplies_out"):
         monkeypatch.setattr(tof.triton, name, lambda *given, name=name: asked.append((name, given)) or True)
     return SimpleNamespace(calls=calls, asked=asked)
@@ -68,7 +67,7 @@ def test_every_sub_layer_hands_its_modules_and_masks_to_its_kernel(kernels):
     def packed(layer):
         return layer.packed("q_proj", "k_proj", "v_proj", "gate_proj")
     same(given[0], (row.pair_bias_proj, pair, row.pair_norm))
-    bias = tof.head_bias(row.pair_bias_proj, pair, row.pair_norm)
+    bias, _ = tof.head_bias(row.pair_bias_proj, pair, row.pair_norm)
     same(given[1], (msa, row.layer_norm, *packed(row), row.o_proj, 2, 2, bias, None, seq_mask, msa, None))
     same(given[2], (msa + 1, column.layer_norm, *packed(column), column.o_proj, 2, 1, None, None, row_mask,
                     msa + 1, None))
@@ -111,7 +110,7 @@ def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypat
     msa, row_mask = next(inputs()), torch.tensor([[1.0, 1, 1, 1, 0]])
     found = layer(msa, row_mask)
     left, right = layer.project(layer.layer_norm(msa))
-    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj, 1.0))
+    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj))
     assert found.item() == pytest.approx(1 / 4.001)
     assert layer(msa).item() == 1.0  # divided within
     same(made.pop(), (left, right, layer.output_proj, pytest.approx(1 / 5.001)))
@@ -248,7 +247,7 @@ def test_attention_between_the_library_s_projections(monkeypatch):
                 same([*parts, gate_bias], [layer.qkv_gate_proj(x), layer.qkv_gate_proj.bias])
             else:
                 same([*parts, gate_bias], [*layer.project(x), None])
-            expected = tof.head_bias(layer.triangle_bias_proj, x)
+            expected, _ = tof.head_bias(layer.triangle_bias_proj, x)
             assert torch.equal(bias, expected if starting else expected.mT) and mask is keys
             assert (heads, count, axis) == (3, 3, 2 if starting else 1) and calls == []
 
