@@ -164,16 +164,27 @@ def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
 
 
 @triton.jit
+def below(p, P):
+    """Which of p (BM,) are below P; all of them, without an instruction, if P is None."""
+    if P is None:
+        found = tl.full(p.shape, True, tl.int1)
+    else:
+        found = p < P
+    return found
+
+
+@triton.jit
 def rows(matrix, p, P, C: tl.constexpr):
-    """Rows p (BM,) int64 of a contiguous (P, C) matrix; zeros beyond P."""
-    return tl.load(matrix + p[:, None] * C + tl.arange(0, C)[None, :], mask=p[:, None] < P, other=0.0)
+    """Rows p (BM,) of a contiguous (P, C) matrix; zeros beyond P, unless that is None. Addresses take fewest
+    instructions where p counts, in 32 bits, from the tile's first row, at which `matrix` points."""
+    return tl.load(matrix + p[:, None] * C + tl.arange(0, C)[None, :], mask=below(p, P)[:, None], other=0.0)
 
 
 @triton.jit
 def store_rows(matrix, p, P, tile, C: tl.constexpr):
-    """tile (BM, C) into rows p (BM,) int64 of a contiguous (P, C) matrix, rounded to its dtype."""
+    """tile (BM, C) into rows p (BM,) of a contiguous (P, C) matrix, as rows() has them, in its dtype."""
     at = matrix + p[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(at, tile.to(matrix.dtype.element_ty), mask=p[:, None] < P)
+    tl.store(at, tile.to(matrix.dtype.element_ty), mask=below(p, P)[:, None])
 
 
 @triton.jit
