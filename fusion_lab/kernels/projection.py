@@ -33,6 +33,7 @@ from fusion_lab.kernels.triton_parts import (
     check_shapes,
     layer_norm,
     layer_norm_backward,
+    lines,
     operation,
     padded_width,
     precision,
@@ -272,13 +273,6 @@ def even(shape, width, options):
     return math.prod(shape[1:3]) % options["BM"] == 0 and width % options["BN"] == 0
 
 
-def lines(shape, options):
-    """Of how many lines (Y positions) a tile of positions (B, X, Y, .) is the whole, or 1 if it is a part of
-    one; 0 if of neither, or not of one sample."""
-    tile, (X, Y) = options["BM"], shape[1:3]
-    return 1 if Y % tile == 0 else tile // Y if tile % Y == 0 == X * Y % tile else 0
-
-
 def check(dtype, channels, heads=0):
     if message := unsupported(dtype, channels, heads):
         raise ValueError(message)
@@ -341,8 +335,8 @@ def output_project_launch(og, weight, bias, residual, drop):
     run(output_project_kernel, out, weight, width, lambda grid, options:
         output_project_kernel[grid](
             og, weight, bias, residual, drop, out, positions, *out.shape[1:3], *drop_strides(drop, out),
-            K=width, RESIDUAL=residual is not None, DROP=drop is not None, LINES=lines(out.shape, options),
-            **options))
+            K=width, RESIDUAL=residual is not None, DROP=drop is not None,
+            LINES=lines(*out.shape[1:3], options["BM"]), **options))
     return out
 
 

@@ -113,6 +113,14 @@ def padded_width(width):
     return max(16, triton.next_power_of_2(width))
 
 
+def lines(number, width, tile):
+    """How many lines each tile of `number` lines of `width` places is the whole of, or 1 if it is a part of
+    one; 0 if one is neither, or not full: then every place must be divided by `width`."""
+    if number * width % tile:
+        return 0
+    return 1 if width % tile == 0 else tile // width if tile % width == 0 else 0
+
+
 @triton.jit
 def sum_kernel(parts, sums, rows, columns, BR: tl.constexpr, BN: tl.constexpr):
     """BN columns of parts (rows, columns)."""

@@ -4,6 +4,7 @@ import torch
 from rule import in_dtypes, mutant, violations
 
 from fusion_lab.kernels import projection
+from fusion_lab.kernels.triton_parts import lines
 
 NORM_CASES = {  # B, X, Y, c; n; H
     "two samples, odd": ((2, 5, 7, 32), 128, 4),
@@ -123,7 +124,7 @@ def test_mutants_of_output_project_are_caught(broken, tmp_path):
 @pytest.mark.parametrize("X, Y, expected", [(3, 192, 1), (3, 64, 1), (4, 32, 2), (64, 1, 64), (3, 32, 0),
                                             (4, 48, 0), (5, 7, 0)])
 def test_lines_of_a_tile_of_64(X, Y, expected):
-    assert projection.lines((2, X, Y, 16), dict(BM=64)) == expected
+    assert lines(X, Y, 64) == expected
 
 
 @pytest.mark.slow
