@@ -29,6 +29,7 @@ from fusion_lab.kernels.triton_parts import (
     DTYPES,
     candidates,
     check_shapes,
+    lines,
     operation,
     precision,
     shared_dtype,
@@ -136,6 +137,7 @@ class Call:
         def launch(config):
             config = fitted(config, self.C)
             many = self.plane // config["BM"]
+            config["LINES"] = lines(self.S, self.S, config["BM"]) if self.S == self.SP else 0
             if parts is None:
                 return kernel[(many,)](*arguments, **flags, **self.flags, **config)
             with sums.room(parts, many) as to:
