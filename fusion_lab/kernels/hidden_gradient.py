@@ -51,6 +51,12 @@ def reference(x, w1, b1, w2, b2):
 
 
 @triton.jit
+def tile(matrix, p0, m, k, K: tl.constexpr):
+    """Addresses of units k (BK,) at positions p0 + m (BM,)."""
+    return matrix + p0 * K + m[:, None] * K + k[None, :]
+
+
+@triton.jit
 def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, SHARE, K: tl.constexpr, EVEN: tl.constexpr,
                            PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     """dh of BK units for SHARE positions, whole tiles of them; sums (shares, K); EVEN: BM divides P. h is
@@ -60,16 +66,16 @@ def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, SHARE, K: tl.const
     end = tl.minimum(first + SHARE, P)
     wt = tl.load(w + c[:, None] * K + k[None, :])
     acc = tl.zeros((BM, BK), tl.float32)
-    inner = m[:, None] * K + k[None, :]
-    h = tl.load(hidden + first * K + inner, mask=below(m, None if EVEN else end - first)[:, None], other=0.0)
+    left = None if EVEN else end - first
+    h = tl.load(tile(hidden, first, m, k, K), mask=below(m, left)[:, None], other=0.0)
     for p0 in range(first, end, BM):
-        left = None if EVEN else (end - p0).to(tl.int32)
-        ahead = tl.full((BM,), p0 + BM, tl.int64) < end if EVEN else m + BM < left
-        after = tl.load(hidden + (p0 + BM) * K + inner, mask=ahead[:, None], other=0.0)
-        dh = tl.dot(rows(gradient + p0 * C, m, left, C), wt, input_precision=PRECISION)
+        now = None if EVEN else (end - p0).to(tl.int32)
+        ahead = tl.full((BM,), p0 + BM, tl.int64) < end if EVEN else m + BM < now
+        after = tl.load(tile(hidden, p0 + BM, m, k, K), mask=ahead[:, None], other=0.0)
+        dh = tl.dot(rows(gradient + p0 * C, m, now, C), wt, input_precision=PRECISION)
         dh = tl.where(h > 0, dh, 0.0)
         acc += dh
-        tl.store(out + p0 * K + inner, dh.to(out.dtype.element_ty), mask=below(m, left)[:, None])
+        tl.store(tile(out, p0, m, k, K), dh.to(out.dtype.element_ty), mask=below(m, now)[:, None])
         h = after
     tl.store(sums + tl.program_id(1) * K + k, tl.sum(acc, 0))
 

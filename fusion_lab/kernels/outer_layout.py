@@ -68,8 +68,8 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
         m, n = m + tl.arange(0, BM), n + tl.arange(0, BN)
         line, m2, n1, n2 = (m // M2).to(tl.int64), m % M2, n // N2, n % N2
         row, column = tl.minimum(line, M1 - 1), tl.minimum(n1, N1 - 1)
-    at = a + (row * sam1 + m2 * sam2)[:, None] + (k * sak)[None, :]
-    bt = b + (column * sbn1 + n2 * sbn2)[None, :] + (k * sbk)[:, None]
+    at = a + ((row * sam1 + m2 * sam2)[:, None] + (k * sak)[None, :])
+    bt = b + ((column * sbn1 + n2 * sbn2)[None, :] + (k * sbk)[:, None])
     acc = tl.zeros((BM, BN), tl.float32)
     if not ONCE:
         tl.assume(K > 0)  # else what the loop starts from is copied, for one without an iteration
@@ -110,6 +110,7 @@ def multiply(a, b, out):
         bk = max(16, min(chosen["BK"], triton.next_power_of_2(K)))
         grid = triton.cdiv(M1 * M2, chosen["BM"]) * triton.cdiv(N1 * N2, chosen["BN"]), samples
         whole = lines(M1, M2, chosen["BM"]) if lines(N1, N2, chosen["BN"]) else 0
+        whole = 0 if dtype == torch.float32 else whole  # on sm_80 it would spill
         layout_matmul_kernel[grid](a, b, out, M1, M2, N1, K, *a.stride(), *b.stride(), N2=N2,
                                    EVEN=K % bk == 0 < K, ONCE=K <= bk, LINES=whole,
                                    PRECISION=precision(dtype), **dict(chosen, BK=bk))

@@ -71,8 +71,8 @@ def test_forward_and_gradients(case, dtype):
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(outer_layout, *MUTANTS[broken], tmp_path)
-    case = WHERE.get(broken, "two samples, odd")
-    assert violations(*problem(torch.float32, *CASES[case], module))
+    case, whole = WHERE.get(broken, "two samples, odd"), broken.startswith("whole tiles")
+    assert violations(*problem(torch.bfloat16 if whole else torch.float32, *CASES[case], module))
 
 
 @pytest.mark.parametrize("number", range(1, len(outer_layout.TILES[2])))
