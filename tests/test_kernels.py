@@ -145,10 +145,10 @@ def multiplication(channels, length):
         drop=torch.ones(1, 1, length, c)).sum().backward()
 
 
-def two_layers(channels):
+def two_layers(channels, positions=4096):
     """The same for two layers with a ReLU between them."""
-    x, units = torch.empty(300, channels, dtype=torch.bfloat16), 4 * channels
-    hidden_gradient.launch(x, x.new_empty(channels, units), x.new_empty(300, units), 1)
+    x, units = torch.empty(positions, channels, dtype=torch.bfloat16), 4 * channels
+    hidden_gradient.launch(x, x.new_empty(channels, units), x.new_empty(positions, units), 1)
 
 
 def wrapped_layers(channels):
@@ -188,6 +188,16 @@ def layer(channels):
     attention_layer.attention_layer(x, *weights, 4, 2, head_weight=empty(4, c), residual=x,
                                     drop=torch.ones(1, 1, 64, c)).sum().backward()
     projection.norm_project(x, *weights[:2], None, empty(4, c), 1e-5)[1].sum().backward()
+
+
+def odd_projections(channels):
+    """The same for what stands round attention, of tiles that are not whole."""
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+    c, x = channels, empty(2, 5, 7, channels)
+    y, bias = projection.norm_project(x, empty(c), empty(c), empty(c, c), empty(4, c), 1e-5)
+    out = projection.output_project(y, empty(c, c), empty(c), x, torch.ones(1, 5, 1, c))
+    (out.sum() + bias.sum()).backward()
 
 
 def outer(rows, channels):
@@ -263,8 +273,10 @@ LAUNCHES = {
     **{f"multiplication, c {c}, S {S}": (multiplication, c, S) for c in (64, 128, 256) for S in (64, 70)},
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
+    "odd projections, c 128": (odd_projections, 128),
     **{f"two layers, c {c}": (two_layers, c) for c in (64, 128, 256)},
     **{f"transition sub-layer, c {c}": (wrapped_layers, c) for c in (64, 128)},
+    "two layers, odd": (two_layers, 128, 77),
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
     **{f"outer layout, N {rows}, S {S}": (laid_out, rows, S) for rows, S in ((128, 64), (16, 64), (77, 77))},
     **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},

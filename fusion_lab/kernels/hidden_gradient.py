@@ -23,6 +23,7 @@ from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
+    below,
     candidates,
     check_shapes,
     operation,
@@ -50,29 +51,31 @@ def reference(x, w1, b1, w2, b2):
 
 
 @triton.jit
-def hidden_tile(hidden, p, end, k, K):
-    """(positions p below end, units k)."""
-    return tl.load(hidden + p[:, None] * K + k[None, :], mask=p[:, None] < end, other=0.0)
+def tile(matrix, p0, m, k, K: tl.constexpr):
+    """Addresses of units k (BK,) at positions p0 + m (BM,)."""
+    return matrix + p0 * K + m[:, None] * K + k[None, :]
 
 
 @triton.jit
-def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, K, SHARE, PRECISION: tl.constexpr,
-                           C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """dh of BK units for SHARE positions, whole tiles of them; sums (shares, K). h is loaded a tile ahead: no
-    product takes it, so the compiler does not load it early by itself."""
+def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, SHARE, K: tl.constexpr, EVEN: tl.constexpr,
+                           PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """dh of BK units for SHARE positions, whole tiles of them; sums (shares, K); EVEN: BM divides P. h is
+    loaded a tile ahead: no product takes it, so the compiler does not load it early by itself."""
     k, c, m = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, C), tl.arange(0, BM)
     first = tl.program_id(1).to(tl.int64) * SHARE
     end = tl.minimum(first + SHARE, P)
     wt = tl.load(w + c[:, None] * K + k[None, :])
     acc = tl.zeros((BM, BK), tl.float32)
-    h = hidden_tile(hidden, first + m, end, k, K)
+    left = None if EVEN else end - first
+    h = tl.load(tile(hidden, first, m, k, K), mask=below(m, left)[:, None], other=0.0)
     for p0 in range(first, end, BM):
-        p = p0 + m
-        after = hidden_tile(hidden, p + BM, end, k, K)
-        dh = tl.dot(rows(gradient, p, end, C), wt, input_precision=PRECISION)
+        now = None if EVEN else (end - p0).to(tl.int32)
+        ahead = tl.full((BM,), p0 + BM, tl.int64) < end if EVEN else m + BM < now
+        after = tl.load(tile(hidden, p0 + BM, m, k, K), mask=ahead[:, None], other=0.0)
+        dh = tl.dot(rows(gradient + p0 * C, m, now, C), wt, input_precision=PRECISION)
         dh = tl.where(h > 0, dh, 0.0)
         acc += dh
-        tl.store(out + p[:, None] * K + k[None, :], dh.to(out.dtype.element_ty), mask=p[:, None] < end)
+        tl.store(tile(out, p0, m, k, K), dh.to(out.dtype.element_ty), mask=below(m, now)[:, None])
         h = after
     tl.store(sums + tl.program_id(1) * K + k, tl.sum(acc, 0))
 
@@ -112,8 +115,8 @@ def launch(gradient, w2, hidden, parts):
         share, many = shared(positions, units, chosen)
         with sums.room(parts, many) as to:
             hidden_gradient_kernel[units // chosen["BK"], many](
-                gradient, w2, hidden, out, to, positions, units, share, PRECISION=precision(w2.dtype),
-                C=channels, **chosen)
+                gradient, w2, hidden, out, to, positions, share, K=units, EVEN=positions % chosen["BM"] == 0,
+                PRECISION=precision(w2.dtype), C=channels, **chosen)
     tuner.launch(*looked_up(positions, channels, units, w2.dtype), run)
     return found
 

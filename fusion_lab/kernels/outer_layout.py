@@ -26,7 +26,15 @@ from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import sums, tuner
 from fusion_lab.kernels.precision import product_dtype
-from fusion_lab.kernels.triton_parts import DTYPES, candidates, check_shapes, operation, precision
+from fusion_lab.kernels.triton_parts import (
+    DTYPES,
+    below,
+    candidates,
+    check_shapes,
+    lines,
+    operation,
+    precision,
+)
 
 
 def reference(left, right, weight, bias, scale=1.0):
@@ -36,19 +44,38 @@ def reference(left, right, weight, bias, scale=1.0):
 
 @triton.jit
 def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sbk, sbn1, sbn2,
-                         scale, N2: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-                         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """BM rows and BN columns of one sample. Beyond the last ones it reads from within, for nobody uses that;
-    EVEN: BK divides K."""
+                         scale, N2: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+                         LINES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                         BK: tl.constexpr):
+    """BM rows and BN columns of one sample. Beyond the last ones it reads from within, for nobody uses that.
+    EVEN: BK divides K; ONCE: K is no more than BK; LINES, if not 0: nothing is beyond, and rows are the whole
+    of so many lines of M2, or a part of one, columns likewise of N2, so that only the first is divided."""
     sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN)
-    m = tl.program_id(0) // across * BM + tl.arange(0, BM)
-    n = tl.program_id(0) % across * BN + tl.arange(0, BN)
-    m1, m2, n1, n2, k = m // M2, m % M2, n // N2, n % N2, tl.arange(0, BK)
-    row = tl.minimum(m1, M1 - 1).to(tl.int64) * sam1 + m2 * sam2
-    at = a + sample * sab + row[:, None] + (k * sak)[None, :]
-    bt = b + sample * sbb + (tl.minimum(n1, N1 - 1) * sbn1 + n2 * sbn2)[None, :] + (k * sbk)[:, None]
+    m, n, k = tl.program_id(0) // across * BM, tl.program_id(0) % across * BN, tl.arange(0, BK)
+    a += sample * sab
+    b += sample * sbb
+    out += sample * M1 * M2 * N1 * N2
+    if LINES > 0:
+        WM: tl.constexpr = BM // LINES
+        WN: tl.constexpr = min(BN, N2)
+        line, m2, n1, n2 = (m // M2).to(tl.int64), tl.multiple_of(m % M2, WM), n // N2, n % N2
+        n2 = tl.multiple_of(n2, WN)
+        a += line * sam1 + m2 * sam2
+        b += n1 * sbn1 + n2 * sbn2
+        out += line * (N1 * M2 * N2) + m2 * N2 + n1 * (M2 * N2) + n2
+        m, n = tl.arange(0, BM), tl.arange(0, BN)
+        line, m2, n1, n2 = m // WM, m % WM, n // WN, n % WN
+        row, column = line, n1
+    else:
+        m, n = m + tl.arange(0, BM), n + tl.arange(0, BN)
+        line, m2, n1, n2 = (m // M2).to(tl.int64), m % M2, n // N2, n % N2
+        row, column = tl.minimum(line, M1 - 1), tl.minimum(n1, N1 - 1)
+    at = a + ((row * sam1 + m2 * sam2)[:, None] + (k * sak)[None, :])
+    bt = b + ((column * sbn1 + n2 * sbn2)[None, :] + (k * sbk)[:, None])
     acc = tl.zeros((BM, BN), tl.float32)
-    for k0 in range(0, K, BK):
+    if not ONCE:
+        tl.assume(K > 0)  # else what the loop starts from is copied, for one without an iteration
+    for k0 in range(0, BK if ONCE else K, BK):
         if EVEN:
             left, right = tl.load(at), tl.load(bt)
         else:
@@ -57,9 +84,9 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
         at += BK * sak
         bt += BK * sbk
-    row = m1.to(tl.int64) * (N1 * M2 * N2) + m2 * N2
-    at = out + sample * M1 * M2 * N1 * N2 + row[:, None] + (n1 * (M2 * N2) + n2)[None, :]
-    tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=(m1 < M1)[:, None] & (n1 < N1)[None, :])
+    at = out + (line * (N1 * M2 * N2) + m2 * N2)[:, None] + (n1 * (M2 * N2) + n2)[None, :]
+    inside = below(line, None if LINES > 0 else M1)[:, None] & below(n1, None if LINES > 0 else N1)[None, :]
+    tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=inside)
 
 
 # By bytes of a number; the first of each fits every GPU. Strict float32 has no matrix instructions on NVIDIA.
@@ -84,8 +111,11 @@ def multiply(a, b, out, scale):
     def launch(chosen):
         bk = max(16, min(chosen["BK"], triton.next_power_of_2(K)))
         grid = triton.cdiv(M1 * M2, chosen["BM"]) * triton.cdiv(N1 * N2, chosen["BN"]), samples
+        whole = lines(M1, M2, chosen["BM"]) if lines(N1, N2, chosen["BN"]) else 0
+        whole = 0 if dtype == torch.float32 else whole  # on sm_80 it would spill
         layout_matmul_kernel[grid](a, b, out, M1, M2, N1, K, *a.stride(), *b.stride(), scale, N2=N2,
-                                   EVEN=K % bk == 0, PRECISION=precision(dtype), **dict(chosen, BK=bk))
+                                   EVEN=K % bk == 0 < K, ONCE=K <= bk, LINES=whole,
+                                   PRECISION=precision(dtype), **dict(chosen, BK=bk))
     tuner.launch(layout_matmul_kernel.__name__, shape, TILES[out.element_size()], launch)
 
 

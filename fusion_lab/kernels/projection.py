@@ -29,9 +29,11 @@ from fusion_lab.kernels.limits import CHANNELS, MOST_HEADS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
+    below,
     check_shapes,
     layer_norm,
     layer_norm_backward,
+    lines,
     operation,
     padded_width,
     precision,
@@ -58,64 +60,78 @@ def output_project_reference(og, weight, bias, residual=None, drop=None):
 
 
 @triton.jit
-def head_places(p, h, P, PLANE, H):
-    """Offsets (BM, heads) in (B, H, PLANE) of positions p and heads h, and which exist. Divided in 32 bits:
-    in 64 that was a quarter of the instructions of output_project_kernel, which does the same."""
-    short = p.to(tl.int32)
-    sample, place = (short // PLANE).to(tl.int64), short % PLANE
-    return (sample[:, None] * H + h[None, :]) * PLANE + place[:, None], (p[:, None] < P) & (h[None, :] < H)
+def head_places(p, h, P, PLANE, H, EVEN: tl.constexpr):
+    """Offsets (BM, heads) in (B, H, PLANE) of this program's positions p and heads h, and which exist. EVEN:
+    of one sample, so that only the first is divided. In 32 bits: in 64 that was a quarter of the instructions
+    of output_project_kernel, which does the same."""
+    BM: tl.constexpr = p.shape[0]
+    if EVEN:
+        first = tl.program_id(0) * BM
+        row = (first // PLANE).to(tl.int64) * H + h
+        at = (row * PLANE + tl.multiple_of(first % PLANE, BM))[None, :] + tl.arange(0, BM)[:, None]
+        exist = (h < H)[None, :]
+    else:
+        short = p.to(tl.int32)
+        sample, place = (short // PLANE).to(tl.int64), short % PLANE
+        at = (sample[:, None] * H + h[None, :]) * PLANE + place[:, None]
+        exist = (p[:, None] < P) & (h[None, :] < H)
+    return at, exist
 
 
 @triton.jit
-def norm_project_kernel(x, norm_weight, norm_bias, w, wh, y, head_bias, P, PLANE, N, H, eps,
-                        HEADS: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                        BN: tl.constexpr):
-    """BM positions of P, of which PLANE = X Y are one sample's; HEADS: H padded for a product, or 0."""
-    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    c = tl.arange(0, C)
-    normal, x_hat, rstd = layer_norm(rows(x, p, P, C), norm_weight, norm_bias, eps, C)
+def norm_project_kernel(x, norm_weight, norm_bias, w, wh, y, head_bias, P, PLANE, H, eps, N: tl.constexpr,
+                        HEADS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                        BM: tl.constexpr, BN: tl.constexpr):
+    """BM positions of P, of which PLANE = X Y are one sample's; HEADS: H padded for a product, or 0. EVEN:
+    tiles of positions, of one sample each, and of the N outputs are whole."""
+    first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)
+    left = None if EVEN else (P - first).to(tl.int32)
+    width = None if EVEN else N
+    normal, x_hat, rstd = layer_norm(rows(x + first * C, p, left, C), norm_weight, norm_bias, eps, C)
     normal = normal.to(w.dtype.element_ty)
     if HEADS > 0:
         h = tl.arange(0, HEADS)
         ht = tl.load(wh + h[:, None] * C + c[None, :], mask=h[:, None] < H, other=0.0)
         bt = tl.dot(normal, tl.trans(ht), input_precision=PRECISION)
-        at, inside = head_places(p, h, P, PLANE, H)
-        tl.store(head_bias + at, bt.to(head_bias.dtype.element_ty), mask=inside)
+        at, exist = head_places(first + p, h, P, PLANE, H, EVEN)
+        tl.store(head_bias + at, bt.to(head_bias.dtype.element_ty), mask=exist)
+    y += first * N
     for n0 in range(0, N, BN):
         n = n0 + tl.arange(0, BN)
-        wt = tl.load(w + n[:, None] * C + c[None, :], mask=n[:, None] < N, other=0.0)
-        t = tl.dot(normal, tl.trans(wt), input_precision=PRECISION)
+        t = tl.dot(normal, tl.trans(rows(w, n, width, C)), input_precision=PRECISION)
         tl.store(y + p[:, None] * N + n[None, :], t.to(y.dtype.element_ty),
-                 mask=(p[:, None] < P) & (n[None, :] < N))
+                 mask=below(p, left)[:, None] & below(n, width)[None, :])
 
 
 @triton.jit
 def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, residual, dx, normal_out, sums,
-                                 P, PLANE, N, H, eps, HEADS: tl.constexpr, RESIDUAL: tl.constexpr,
-                                 TOTAL: tl.constexpr, PROJECT: tl.constexpr, PRECISION: tl.constexpr,
-                                 C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """BM positions. dbias (B, H, PLANE); sums (programs, 2 + H + TOTAL, C): parts of the gradients of
-    norm_weight, norm_bias and wh; TOTAL: 1 for those of residual's sum, too, else 0."""
-    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    c = tl.arange(0, C)
-    given = rows(x, p, P, C)  # on its way while dy is multiplied
+                                 P, PLANE, H, eps, N: tl.constexpr, HEADS: tl.constexpr,
+                                 RESIDUAL: tl.constexpr, TOTAL: tl.constexpr, EVEN: tl.constexpr,
+                                 PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                                 BN: tl.constexpr):
+    """BM positions, EVEN as above. dbias (B, H, PLANE); sums (programs, 2 + H + TOTAL, C): parts of the
+    gradients of norm_weight, norm_bias and wh; TOTAL: 1 for those of residual's sum, too, else 0."""
+    first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)
+    left = None if EVEN else (P - first).to(tl.int32)
+    width = None if EVEN else N
+    given = rows(x + first * C, p, left, C)  # on its way while dy is multiplied
     acc = tl.zeros((BM, C), tl.float32)
-    if PROJECT:
+    if N > 0:
+        dy += first * N
         for n0 in range(0, N, BN):
             n = n0 + tl.arange(0, BN)
-            inside = (p[:, None] < P) & (n[None, :] < N)
-            dt = tl.load(dy + p[:, None] * N + n[None, :], mask=inside, other=0.0)
-            wt = tl.load(w + n[:, None] * C + c[None, :], mask=n[:, None] < N, other=0.0)
-            acc = tl.dot(dt, wt, acc, input_precision=PRECISION)
+            dt = tl.load(dy + p[:, None] * N + n[None, :], other=0.0,
+                         mask=below(p, left)[:, None] & below(n, width)[None, :])
+            acc = tl.dot(dt, rows(w, n, width, C), acc, input_precision=PRECISION)
     normal, x_hat, rstd = layer_norm(given, norm_weight, norm_bias, eps, C)
     normal = normal.to(w.dtype.element_ty)
-    if PROJECT:
-        store_rows(normal_out, p, P, normal, C)
+    if N > 0:
+        store_rows(normal_out + first * C, p, left, normal, C)
     sums += tl.program_id(0).to(tl.int64) * (2 + H + TOTAL) * C
     if HEADS > 0:
         h = tl.arange(0, HEADS)
-        at, inside = head_places(p, h, P, PLANE, H)
-        t = tl.load(dbias + at, mask=inside, other=0.0).to(w.dtype.element_ty)
+        at, exist = head_places(first + p, h, P, PLANE, H, EVEN)
+        t = tl.load(dbias + at, mask=exist, other=0.0).to(w.dtype.element_ty)
         at = h[:, None] * C + c[None, :]
         ht = tl.load(wh + at, mask=h[:, None] < H, other=0.0)
         acc = tl.dot(t, ht, acc, input_precision=PRECISION)
@@ -125,40 +141,54 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
     store_sums(sums + C, c, acc, w.dtype.element_ty, PRECISION, BM)
     result = layer_norm_backward(acc, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)
     if RESIDUAL:
-        handed_on = rows(residual, p, P, C).to(tl.float32)
+        handed_on = rows(residual + first * C, p, left, C).to(tl.float32)
         if TOTAL > 0:
             store_sums(sums + (2 + H) * C, c, handed_on, w.dtype.element_ty, PRECISION, BM)
         result += handed_on
-    store_rows(dx, p, P, result, C)
+    store_rows(dx + first * C, p, left, result, C)
 
 
 @triton.jit
-def factors(drop, p, P, X, Y, sb, sx, sy, C: tl.constexpr):
-    """(BM, C) of drop (B, X, Y, C) with strides s* for positions p, in float32."""
-    line, y = p.to(tl.int32) // Y, p.to(tl.int32) % Y
-    at = (line // X).to(tl.int64) * sb + (line % X).to(tl.int64) * sx + y.to(tl.int64) * sy
-    at = at[:, None] + tl.arange(0, C)[None, :]
-    return tl.load(drop + at, mask=p[:, None] < P, other=0.0).to(tl.float32)
+def factors(drop, p, P, X, Y, sb, sx, sy, C: tl.constexpr, LINES: tl.constexpr = 0):
+    """(BM, C) or (1, C) of drop (B, X, Y, C) with strides s* for this program's positions p, in float32.
+    LINES, if not 0: of how many lines they are the whole, or a part of one: only the first is divided."""
+    if LINES > 0:
+        BM: tl.constexpr = p.shape[0]
+        first, i = tl.program_id(0) * BM, tl.arange(0, BM)
+        line, y = first // Y, first % Y
+        drop += (line // X).to(tl.int64) * sb + (line % X).to(tl.int64) * sx + y.to(tl.int64) * sy
+        if LINES == 1 and sy == 0:
+            found = vector(drop, C)
+        else:
+            at = i // (BM // LINES) * sx + i % (BM // LINES) * sy
+            found = tl.load(drop + at[:, None] + tl.arange(0, C)[None, :]).to(tl.float32)
+    else:
+        line, y = p.to(tl.int32) // Y, p.to(tl.int32) % Y
+        at = (line // X).to(tl.int64) * sb + (line % X).to(tl.int64) * sx + y.to(tl.int64) * sy
+        at = at[:, None] + tl.arange(0, C)[None, :]
+        found = tl.load(drop + at, mask=p[:, None] < P, other=0.0).to(tl.float32)
+    return found
 
 
 @triton.jit
-def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, K, sb, sx, sy, RESIDUAL: tl.constexpr,
-                          DROP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                          BK: tl.constexpr):
-    """BM positions."""
-    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    c = tl.arange(0, C)
-    acc = tl.zeros((BM, C), tl.float32) + vector(bias, C)
+def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, sb, sx, sy: tl.constexpr,
+                          K: tl.constexpr, RESIDUAL: tl.constexpr, DROP: tl.constexpr, LINES: tl.constexpr,
+                          PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """BM positions; LINES as above."""
+    first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)
+    left = None if LINES > 0 else (P - first).to(tl.int32)
+    og += first * K
+    acc = tl.broadcast_to(vector(bias, C), (BM, C))
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
-        xt = tl.load(og + p[:, None] * K + k[None, :], mask=p[:, None] < P, other=0.0)
+        xt = tl.load(og + p[:, None] * K + k[None, :], mask=below(p, left)[:, None], other=0.0)
         wt = tl.load(w + c[:, None] * K + k[None, :])
         acc = tl.dot(xt, tl.trans(wt), acc, input_precision=PRECISION)
     if DROP:
-        acc *= factors(drop, p, P, X, Y, sb, sx, sy, C)
+        acc *= factors(drop, first + p, P, X, Y, sb, sx, sy, C, LINES)
     if RESIDUAL:
-        acc += rows(residual, p, P, C).to(tl.float32)
-    store_rows(out, p, P, acc, C)
+        acc += rows(residual + first * C, p, left, C).to(tl.float32)
+    store_rows(out + first * C, p, left, acc, C)
 
 
 @triton.jit
@@ -242,6 +272,11 @@ def run(kernel, x, weight, other, launch):
     tuner.launch(*looked_up(kernel.__name__, positions, channels, other, dtype), fitted)
 
 
+def even(shape, width, options):
+    """Whether tiles of positions (B, X, Y, .), of one sample each, and of so many outputs are whole."""
+    return math.prod(shape[1:3]) % options["BM"] == 0 and width % options["BN"] == 0
+
+
 def check(dtype, channels, heads=0):
     if message := unsupported(dtype, channels, heads):
         raise ValueError(message)
@@ -255,7 +290,8 @@ def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps):
     check(one.dtype, x.shape[-1], heads)
     run(norm_project_kernel, x, one, width, lambda grid, options: norm_project_kernel[grid](
         x, norm_weight, norm_bias, one, head_weight, y, head_bias, x.numel() // x.shape[-1],
-        x.shape[1] * x.shape[2], width, heads, eps, HEADS=padded_width(heads) if heads else 0, **options))
+        x.shape[1] * x.shape[2], heads, eps, N=width, HEADS=padded_width(heads) if heads else 0,
+        EVEN=even(x.shape, width, options), **options))
     return found
 
 
@@ -281,9 +317,9 @@ def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, h
         with sums.room(parts, *grid) as to:
             norm_project_backward_kernel[grid](
                 dy, dbias, x, norm_weight, norm_bias, one, head_weight, residual, dx, normal, to,
-                x.numel() // x.shape[-1], x.shape[1] * x.shape[2], width, heads, eps, PROJECT=width > 0,
-                HEADS=padded_width(heads) if heads else 0, RESIDUAL=residual is not None,
-                TOTAL=int(total), **options)
+                x.numel() // x.shape[-1], x.shape[1] * x.shape[2], heads, eps, N=width,
+                HEADS=padded_width(heads) if heads else 0, RESIDUAL=residual is not None, TOTAL=int(total),
+                EVEN=even(x.shape, width, options), **options)
     run(norm_project_backward_kernel, x, one, width, launch)
     return found
 
@@ -303,8 +339,9 @@ def output_project_launch(og, weight, bias, residual, drop):
     positions, width = out.numel() // out.shape[-1], og.shape[-1]
     run(output_project_kernel, out, weight, width, lambda grid, options:
         output_project_kernel[grid](
-            og, weight, bias, residual, drop, out, positions, *out.shape[1:3], width,
-            *drop_strides(drop, out), RESIDUAL=residual is not None, DROP=drop is not None, **options))
+            og, weight, bias, residual, drop, out, positions, *out.shape[1:3], *drop_strides(drop, out),
+            K=width, RESIDUAL=residual is not None, DROP=drop is not None,
+            LINES=lines(*out.shape[1:3], options["BM"]), **options))
     return out
 
 

@@ -29,6 +29,7 @@ from fusion_lab.kernels.triton_parts import (
     DTYPES,
     candidates,
     check_shapes,
+    lines,
     operation,
     precision,
     shared_dtype,
@@ -136,10 +137,11 @@ class Call:
         def launch(config):
             config = fitted(config, self.C)
             many = self.plane // config["BM"]
+            whole = lines(self.S, self.S, config["BM"]) if self.S == self.SP else 0
             if parts is None:
-                return kernel[(many,)](*arguments, **flags, **self.flags, **config)
+                return kernel[(many,)](*arguments, **flags, **self.flags, LINES=whole, **config)
             with sums.room(parts, many) as to:
-                kernel[(many,)](*arguments, to, **flags, **self.flags, **config)
+                kernel[(many,)](*arguments, to, **flags, **self.flags, LINES=whole, **config)
         tuner.launch(*looked_up(kernel.__name__, self.S, self.C, self.dtype), launch)
 
     def statistics(self):

@@ -17,12 +17,23 @@ from fusion_lab.kernels.triton_parts import (
 
 
 @triton.jit
-def places(S, SP, EVEN: tl.constexpr, BM: tl.constexpr):
-    """q, p and inside of this program's positions, each (BM,), and their sample, row and column."""
-    q = tl.program_id(0) * BM + tl.arange(0, BM)
-    b, i, j = q // (SP * SP), q // SP % SP, q % SP
-    inside = tl.full((BM,), True, tl.int1) if EVEN else (i < S) & (j < S)
-    return q, ((b * S + i) * S + j).to(tl.int64), inside, b, i, j
+def places(S, SP, EVEN: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr):
+    """Of this program's positions: where q and p count from, int64; q, p and inside, each (BM,); sample, row
+    and column. If EVEN, q and p are one, and count from the first: within a tile addresses have 32 bits, half
+    as many instructions. LINES, if not 0: of how many lines the tile is the whole, or 1 for a part of one, so
+    that only the first position is divided."""
+    first, q = tl.program_id(0) * BM, tl.arange(0, BM)
+    if LINES > 0:
+        W: tl.constexpr = BM // LINES
+        b, i, j = first // (SP * SP), first // SP % SP + q // W, tl.multiple_of(first % SP, W) + q % W
+    else:
+        b, i, j = (first + q) // (SP * SP), (first + q) // SP % SP, (first + q) % SP
+    if EVEN:
+        start, p, inside = first.to(tl.int64), q, tl.full((BM,), True, tl.int1)
+    else:
+        start, p, inside = tl.cast(0, tl.int64), ((b * S + i) * S + j).to(tl.int64), (i < S) & (j < S)
+        q = first + q
+    return start, q, p, inside, b, i, j
 
 
 @triton.jit
@@ -85,11 +96,15 @@ def kept(mask, inside, at, MASK: tl.constexpr):
 @triton.jit
 def front_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, normed, statistics, S, SP, plane,
                  eps, mb, mi, mj, BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr,
-                 EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                 BC: tl.constexpr):
+                 EVEN: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                 BM: tl.constexpr, BC: tl.constexpr):
     """left and right, neighbours in sides (2 C, B, SP, SP); normed = LN(pair) (P, C) and its statistics; mask
     multiplies left or BOTH. Results are made channel first: weights are the left operand."""
-    q, p, inside, b, i, j = places(S, SP, EVEN, BM)
+    start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
+    pair += start * C
+    normed += start * C
+    sides += start
+    statistics += start
     k, c = tl.arange(0, C), tl.arange(0, BC)
     x = rows(pair, p, inside, k, C)
     value_bias, gate_bias = biases(bias, c, BIAS), biases(bias, c + 2 * C, BIAS)
@@ -125,11 +140,19 @@ def side_tile(sides, c, q, plane):
 def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bias, gate_weight, gate_bias,
                 drop, residual, out, centered, statistics, S, SP, plane, eps, db, di, dj,
                 OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
-                KEEP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                BM: tl.constexpr, BC: tl.constexpr):
+                KEEP: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
+                C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """out (B, S, S, C) from the product and normed = LN(pair) (P, C). If KEEP, for backward: centered =
     LN(product) (P, C) and its statistics."""
-    q, p, inside, b, i, j = places(S, SP, EVEN, BM)
+    start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
+    normed += start * C
+    out += start * C
+    product += start
+    statistics += start
+    if KEEP:
+        centered += start * C
+    if RESIDUAL:
+        residual += start * C
     dtype: tl.constexpr = out_weight.dtype.element_ty
     k, c = tl.arange(0, C), tl.arange(0, BC)
     n, x = side_tile(product, k, q, plane), rows(normed, p, inside, k, C)
@@ -160,12 +183,20 @@ def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bia
 def back_backward_kernel(product, normed, center_weight, out_weight, out_bias, gate_weight, gate_bias, drop,
                          centered, statistics, gradient, dproduct, dout, dgates, S, SP, plane, db, di, dj,
                          sums, OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr,
-                         EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                         BC: tl.constexpr):
+                         EVEN: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                         BM: tl.constexpr, BC: tl.constexpr):
     """dproduct (C, B, SP, SP), zero beyond S. For gradients of weights: dout (P, C), the gradient of the
     projection; the gradient of the output gate, the last C columns of dgates (P, 5 C). sums
     (programs, 4 C): of center_weight, center_bias, out_bias, gate_bias."""
-    q, p, inside, b, i, j = places(S, SP, EVEN, BM)
+    start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
+    normed += start * C
+    centered += start * C
+    gradient += start * C
+    dout += start * C
+    dgates += start * 5 * C
+    product += start
+    statistics += start
+    dproduct += start
     k, c = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = out_weight.dtype.element_ty
     n, x = rows(centered, p, inside, k, C), rows(normed, p, inside, k, C)
@@ -204,12 +235,18 @@ def back_backward_kernel(product, normed, center_weight, out_weight, out_bias, g
 def front_backward_kernel(pair, norm_weight, weight, bias, mask, sides, normed, statistics, dsides,
                           gate_weight, gradient, dgates, dpair, S, SP, plane, mb, mi, mj, sums,
                           BIAS: tl.constexpr, MASK: tl.constexpr, BOTH: tl.constexpr, ADD: tl.constexpr,
-                          EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                          BC: tl.constexpr):
+                          EVEN: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                          BM: tl.constexpr, BC: tl.constexpr):
     """dpair, with the gradient of a residual if ADD. For gradients of weights: those of the four projections,
     the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of norm_weight, norm_bias and bias. Sides,
     gates and their gradients are channel first."""
-    q, p, inside, b, i, j = places(S, SP, EVEN, BM)
+    start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
+    pair += start * C
+    normed += start * C
+    gradient += start * C
+    dpair += start * C
+    dgates += start * 5 * C
+    statistics += start
     k, c = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = weight.dtype.element_ty
     x = tl.trans(rows(normed, p, inside, k, C))
@@ -230,7 +267,7 @@ def front_backward_kernel(pair, norm_weight, weight, bias, mask, sides, normed, 
         if BIAS:
             gate += gate_bias[:, None]
         gate = sigmoid(gate)
-        at = c[:, None].to(tl.int64) * plane + q[None, :]
+        at = c[:, None].to(tl.int64) * plane + start + q[None, :]
         dy = tl.load(dsides + at).to(tl.float32)
         dg = dy * tl.load(sides + at).to(tl.float32) * (1 - gate)
         if BIAS:

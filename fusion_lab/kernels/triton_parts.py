@@ -113,6 +113,14 @@ def padded_width(width):
     return max(16, triton.next_power_of_2(width))
 
 
+def lines(number, width, tile):
+    """How many lines each tile of `number` lines of `width` places is the whole of, or 1 if it is a part of
+    one; 0 if one is neither, or not full: then every place must be divided by `width`."""
+    if number * width % tile:
+        return 0
+    return 1 if width % tile == 0 else tile // width if tile % width == 0 else 0
+
+
 @triton.jit
 def sum_kernel(parts, sums, rows, columns, BR: tl.constexpr, BN: tl.constexpr):
     """BN columns of parts (rows, columns)."""
@@ -164,16 +172,27 @@ def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
 
 
 @triton.jit
+def below(p, P):
+    """Which of p (BM,) are below P; all of them, without an instruction, if P is None."""
+    if P is None:
+        found = tl.full(p.shape, True, tl.int1)
+    else:
+        found = p < P
+    return found
+
+
+@triton.jit
 def rows(matrix, p, P, C: tl.constexpr):
-    """Rows p (BM,) int64 of a contiguous (P, C) matrix; zeros beyond P."""
-    return tl.load(matrix + p[:, None] * C + tl.arange(0, C)[None, :], mask=p[:, None] < P, other=0.0)
+    """Rows p (BM,) of a contiguous (P, C) matrix; zeros beyond P, unless that is None. Addresses take fewest
+    instructions where p counts, in 32 bits, from the tile's first row, at which `matrix` points."""
+    return tl.load(matrix + p[:, None] * C + tl.arange(0, C)[None, :], mask=below(p, P)[:, None], other=0.0)
 
 
 @triton.jit
 def store_rows(matrix, p, P, tile, C: tl.constexpr):
-    """tile (BM, C) into rows p (BM,) int64 of a contiguous (P, C) matrix, rounded to its dtype."""
+    """tile (BM, C) into rows p (BM,) of a contiguous (P, C) matrix, as rows() has them, in its dtype."""
     at = matrix + p[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(at, tile.to(matrix.dtype.element_ty), mask=p[:, None] < P)
+    tl.store(at, tile.to(matrix.dtype.element_ty), mask=below(p, P)[:, None])
 
 
 @triton.jit

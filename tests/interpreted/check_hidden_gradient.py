@@ -9,17 +9,20 @@ CASES = {  # shape of x, hidden units
     "two tiles, odd": ((2, 5, 7, 32), 128),
     "fewest channels, several shares": ((1, 3, 130, 16), 64),
     "one position": ((1, 1, 1, 128), 512),
+    "whole tiles": ((1, 16, 64, 16), 128),
 }
 MUTANTS = {
     "ReLU's derivative ignored": ("tl.where(h > 0, dh, 0.0)", "dh"),
     "the first tile's mask for all": ("h = after", "h = h"),
     "last tile dropped": ("for p0 in range(first, end, BM):", "for p0 in range(first, end - BM, BM):"),
+    "the last mask of whole tiles missing": ("p0 + BM, tl.int64)", "p0 + 2 * BM, tl.int64)"),
     "sums of the last tile alone": ("acc += dh", "acc = dh"),
     "sums of the first share alone": ("sums.OP(parts, h", "sums.OP(parts[:1], h"),
     "every chunk the first one's weights": ("w + c[:, None] * K + k[None, :]",
                                             "w + c[:, None] * K + tl.arange(0, BK)[None, :]"),
     "second bias without a gradient": ("over_rows(gradient))", "over_rows(0 * gradient))"),
 }
+WHERE = {"the last mask of whole tiles missing": "whole tiles"}
 
 
 def problem(dtype, shape, units, module=hidden_gradient):
@@ -47,7 +50,8 @@ def test_three_times_the_error_of_plain_pytorch(name, dtype):
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(hidden_gradient, *MUTANTS[broken], tmp_path)
     module.PROGRAMS = 16
-    assert violations(*problem(torch.float32, *CASES["fewest channels, several shares"][:1], 128, module))
+    shape = CASES[WHERE.get(broken, "fewest channels, several shares")][0]
+    assert violations(*problem(torch.float32, shape, 128, module))
 
 
 @pytest.mark.parametrize("units", [64, 192, 256])

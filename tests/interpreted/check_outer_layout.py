@@ -13,21 +13,30 @@ CASES = {  # B, N, S, h, c, packed[, scale]
     "odd widths": (1, 3, 13, 6, 20, False),
     "one position, one row": (1, 1, 1, 16, 128, True),
     "more channels than a tile sums": (1, 2, 3, 8, 80, True),
+    "whole tiles": (2, 16, 8, 32, 16, True),
+    "parts of lines": (1, 5, 2, 128, 8, False),
 }
 MUTANTS = {
-    "strides exchanged": ("m1.to(tl.int64) * (N1 * M2 * N2) + m2 * N2",
-                          "m2.to(tl.int64) * (N1 * M2 * N2) + m1 * N2"),
+    "strides exchanged": ("(line * (N1 * M2 * N2) + m2 * N2)[:", "(m2 * (N1 * M2 * N2) + line * N2)[:"),
     "columns' strides exchanged": ("(n1 * (M2 * N2) + n2)", "(n2 * (M2 * N2) + n1)"),
-    "as the library writes it": ("row[:, None] + (n1 * (M2 * N2) + n2)[None, :]",
-                                 "(m * (N1 * N2))[:, None] + n[None, :]"),
+    "as the library writes it": (
+        "(line * (N1 * M2 * N2) + m2 * N2)[:, None] + (n1 * (M2 * N2) + n2)[None, :]",
+        "(m * (N1 * N2))[:, None] + n[None, :]"),
     "last tile of rows dropped": ("triton.cdiv(M1 * M2, chosen", "max(1, M1 * M2 // chosen"),
     "last tile of columns dropped": ("triton.cdiv(N1 * N2, chosen", "max(1, N1 * N2 // chosen"),
-    "last tile of a sum dropped": ("for k0 in range(0, K, BK)", "for k0 in range(0, max(1, K - BK), BK)"),
+    "last tile of a sum dropped": ("BK if ONCE else K, BK)", "BK if ONCE else K - BK, BK)"),
     "last number of a sum dropped": (" < K - k0", " < K - k0 - 1"),
     "always the first tile of a sum": ("        at += BK * sak\n", ""),
-    "the first sample alone": ("at = a + sample * sab", "at = a"),
-    "all samples into the first": ("at = out + sample * M1 * M2 * N1 * N2", "at = out"),
-    "last columns not stored": ("(n1 < N1)", "(n1 < N1 - 1)"),
+    "one tile of every sum": ("ONCE=K <= bk", "ONCE=True"),
+    "the first sample alone": ("a += sample * sab", "a += 0"),
+    "all samples into the first": ("out += sample * M1 * M2 * N1 * N2", "out += 0"),
+    "last columns not stored": ("LINES > 0 else N1)", "LINES > 0 else N1 - 1)"),
+    "whole tiles: all of the first lines": ("a += line * sam1", "a += 0 * line"),
+    "whole tiles: all of one part of a line": ("+ m2 * sam2\n", "\n"),
+    "whole tiles: all of the first columns": ("b += n1 * sbn1", "b += 0"),
+    "whole tiles: all of one part of the columns": ("sbn1 + n2 * sbn2\n", "sbn1\n"),
+    "whole tiles: one line": ("m // WM", "0 * m"),
+    "whole tiles: stored as the first": ("out += line * (N1 * M2 * N2)", "out += 0 * line"),
     "left's gradient transposed": ("right.flatten(2) @ d.mT", "right.flatten(2) @ d"),
     "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
     "bias without a gradient": ("sums.over_rows(gradient, ctx.scale)", "0 * sums.over_rows(gradient, 1.0)"),
@@ -37,7 +46,11 @@ MUTANTS = {
     "gradient not scaled": ("weight, ctx.scale)\n", "weight, 1.0)\n"),
 }
 WHERE = {"last tile of a sum dropped": "many rows", "always the first tile of a sum": "many rows",
-         "last number of a sum dropped": "many rows", "last tile of columns dropped": "odd widths"}
+         "last number of a sum dropped": "many rows", "last tile of columns dropped": "odd widths",
+         "one tile of every sum": "many rows", "whole tiles: all of one part of a line": "parts of lines",
+         "whole tiles: all of one part of the columns": "parts of lines",
+         **dict.fromkeys(("whole tiles: all of the first lines", "whole tiles: all of the first columns",
+                          "whole tiles: one line", "whole tiles: stored as the first"), "whole tiles")}
 
 
 def problem(dtype, samples, rows, size, h, channels, packed, scale=1.0, module=outer_layout):
@@ -62,8 +75,8 @@ def test_forward_and_gradients(case, dtype):
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(outer_layout, *MUTANTS[broken], tmp_path)
-    case = WHERE.get(broken, "two samples, odd")
-    assert violations(*problem(torch.float32, *CASES[case], module=module))
+    case, whole = WHERE.get(broken, "two samples, odd"), broken.startswith("whole tiles")
+    assert violations(*problem(torch.bfloat16 if whole else torch.float32, *CASES[case], module=module))
 
 
 @pytest.mark.parametrize("number", range(1, len(outer_layout.TILES[2])))

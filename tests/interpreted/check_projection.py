@@ -4,6 +4,7 @@ import torch
 from rule import in_dtypes, mutant, violations
 
 from fusion_lab.kernels import projection
+from fusion_lab.kernels.triton_parts import lines
 
 NORM_CASES = {  # B, X, Y, c; n; H
     "two samples, odd": ((2, 5, 7, 32), 128, 4),
@@ -11,6 +12,8 @@ NORM_CASES = {  # B, X, Y, c; n; H
     "no heads": ((2, 3, 5, 64), 192, 0),
     "heads alone": ((2, 7, 5, 16), 0, 3),
     "many heads, one position": ((1, 1, 1, 128), 256, 17),
+    "part of a tile": ((2, 4, 12, 32), 64, 2),
+    "whole tiles": ((2, 8, 16, 32), 64, 4),
 }
 OUTPUT_CASES = {  # shape of og; c; residual; dropout shared along this dimension
     "rows dropped": ((2, 5, 7, 32), 32, True, 1),
@@ -19,25 +22,36 @@ OUTPUT_CASES = {  # shape of og; c; residual; dropout shared along this dimensio
     "update alone": ((1, 3, 5, 128), 16, False, 0),
     "dropped update": ((1, 3, 5, 32), 16, False, 1),
     "positions dropped": ((2, 3, 5, 32), 16, True, 3),
+    "tiles of lines, rows dropped": ((2, 16, 8, 16), 16, True, 1),
+    "tiles of lines, columns dropped": ((2, 8, 16, 16), 16, True, 2),
+    "lines of tiles, rows dropped": ((2, 3, 128, 32), 16, True, 1),
+    "lines of tiles, columns dropped": ((2, 3, 128, 16), 32, True, 2),
 }
-NORM_MUTANTS = {
+NORM_MUTANTS = {  # what is replaced by what, and the case that must notice, if not the first
     "last outputs dropped": ("range(0, N, BN)", "range(0, N - BN, BN)"),
     "head of a wrong sample": ("(sample[:, None] * H", "(0 * sample[:, None] * H"),
     "heads exchanged": ("* H + h[None, :]) * PLANE", "* H + H - 1 - h[None, :]) * PLANE"),
     "head bias's gradient halved": ("t = tl.load(dbias + at", "t = 0.5 * tl.load(dbias + at"),
     "head bias has no gradient": ("acc = tl.dot(t, ht, acc", "acc += 0 * tl.dot(t, ht, acc"),
     "sums of the first program alone": ("sums.OP(parts, shared", "sums.OP(parts[:1], shared"),
-    "x not normalised for the weight": ("store_rows(normal_out, p, P, normal, C)",
-                                        "store_rows(normal_out, p, P, x_hat, C)"),
+    "x not normalised for the weight": ("p, left, normal, C)", "p, left, x_hat, C)"),
+    "tiles of a wrong sample": ("(first // PLANE)", "(0 * first // PLANE)", "whole tiles"),
+    "always the first tile of a sample": ("tl.multiple_of(first % PLANE, BM)", "0", "whole tiles"),
+    "tiles of two samples": ("math.prod(shape[1:3])", "math.prod(shape[:3])", "part of a tile"),
 }
 OUTPUT_MUTANTS = {
     "dropout of a wrong row": ("y.to(tl.int64) * sy", "(y * 0).to(tl.int64) * sy"),
     "residual dropped too": ("    if RESIDUAL:\n        acc +=", "    if RESIDUAL:\n        acc += factors("
-                             "drop, p, P, X, Y, sb, sx, sy, C) *"),
+                             "drop, first + p, P, X, Y, sb, sx, sy, C) *"),
     "no residual": ("acc += rows(residual", "acc += 0 * rows(residual"),
     "gradient not dropped": ("        d *= factors", "        d = d + 0 * factors"),
     "last channels dropped": ("range(0, K, BK)", "range(0, K - BK, BK)"),
     "sums of the first program alone": ("sums.OP(parts, weight", "sums.OP(parts[:1], weight"),
+    "a tile's lines all the first": ("i // (BM // LINES) * sx", "0 * i", "tiles of lines, columns dropped"),
+    "a tile of one line": ("i % (BM // LINES) * sy", "i * sy", "tiles of lines, rows dropped"),
+    "a tile's positions all the first": ("i % (BM // LINES) * sy", "0 * i", "lines of tiles, rows dropped"),
+    "all lines the first": ("(line % X).to(tl.int64) * sx", "0", "lines of tiles, columns dropped"),
+    "all tiles the first": ("y.to(tl.int64) * sy", "0", "lines of tiles, rows dropped"),
 }
 
 
@@ -126,15 +140,23 @@ def test_output_project(case, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", NORM_MUTANTS)
 def test_mutants_of_norm_project_are_caught(broken, tmp_path):
-    module = mutant(projection, *NORM_MUTANTS[broken], tmp_path)
-    assert violations(*norm_problem(torch.float32, *NORM_CASES["two samples, odd"], module))
+    old, new, case = (*NORM_MUTANTS[broken], "two samples, odd")[:3]
+    module = mutant(projection, old, new, tmp_path)
+    assert violations(*norm_problem(torch.float32, *NORM_CASES[case], module))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", OUTPUT_MUTANTS)
 def test_mutants_of_output_project_are_caught(broken, tmp_path):
-    module = mutant(projection, *OUTPUT_MUTANTS[broken], tmp_path)
-    assert violations(*output_problem(torch.float32, *OUTPUT_CASES["rows dropped"], module))
+    old, new, case = (*OUTPUT_MUTANTS[broken], "rows dropped")[:3]
+    module = mutant(projection, old, new, tmp_path)
+    assert violations(*output_problem(torch.float32, *OUTPUT_CASES[case], module))
+
+
+@pytest.mark.parametrize("X, Y, expected", [(3, 192, 1), (3, 64, 1), (4, 32, 2), (64, 1, 64), (3, 32, 0),
+                                            (4, 48, 0), (5, 7, 0)])
+def test_lines_of_a_tile_of_64(X, Y, expected):
+    assert lines(X, Y, 64) == expected
 
 
 @pytest.mark.slow

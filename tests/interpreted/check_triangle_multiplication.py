@@ -15,8 +15,10 @@ CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout sha
     "small": (1, 5, 16, True, 2, "own", 1, True),
     "one residue": (1, 1, 16, False, 2, None, 1, True),
     "a whole tile": (2, 16, 16, False, 2, "own", 1, True),
+    "parts of lines": (1, 64, 16, True, 2, "own", 2, True),
+    "whole tiles, but not of lines": (1, 48, 16, False, 3, "own", 1, True),
 }
-RARER = ("both sides masked", "update alone")
+RARER = ("both sides masked", "update alone", "parts of lines", "whole tiles, but not of lines")
 
 
 def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, module=trimul):
@@ -78,6 +80,9 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "left's gradient of the transpose": ("else (right, d.mT)", "else (right, d)", "incoming"),
     "sums of the first program": ("sums.OP(each, dtype)", "sums.OP(each[:1], dtype)", "small"),
     "eps as an afterthought": ("*call.sizes, eps", "*call.sizes, 0.1", "small"),
+    "a tile's lines all the first": ("+ q // W", "+ 0 * q", "a whole tile"),
+    "a tile's columns all the first": ("+ q % W", "+ 0 * q", "a whole tile"),
+    "every tile begins a line": ("tl.multiple_of(first % SP, W)", "0", "parts of lines"),
     "pair's statistics for the product's": ("statistics[2:],\n             gradient",
                                             "statistics[:2], gradient", "small"),
 }
