@@ -191,13 +191,13 @@ def layer(channels):
 
 
 def odd_projections(channels):
-    """The same for what stands round attention, of tiles that are not whole."""
+    """The same for an attention sub-layer, of tiles that are not whole."""
     def empty(*size):
         return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
-    c, x = channels, empty(2, 5, 7, channels)
-    y, bias = projection.norm_project(x, empty(c), empty(c), empty(c, c), empty(4, c), 1e-5)
-    out = projection.output_project(y, empty(c, c), empty(c), x, torch.ones(1, 5, 1, c))
-    (out.sum() + bias.sum()).backward()
+    c, x = channels, empty(2, 7, 7, channels)
+    weights = empty(c), empty(c), empty(4 * c, c), empty(c), empty(c, c), empty(c)
+    attention_layer.attention_layer(x, *weights, 4, 1, head_weight=empty(4, c), residual=x,
+                                    drop=torch.ones(1, 7, 1, c)).sum().backward()
 
 
 def outer(rows, channels):

@@ -15,53 +15,72 @@ import triton.language as tl
 
 from fusion_lab.kernels import projection, sums, tuner
 from fusion_lab.kernels.projection import factors, tiles
-from fusion_lab.kernels.triton_parts import precision, rows, sigmoid, store_rows, store_sums
+from fusion_lab.kernels.triton_parts import below, lines, precision, rows, sigmoid, store_rows, store_sums
+
+
+@triton.jit
+def statistic_places(P, X, Y, mb, mx, my, LINES: tl.constexpr, BM: tl.constexpr):
+    """Offsets (BM,) of this program's positions in delta. LINES as in projection.factors()."""
+    first, i = tl.program_id(0) * BM, tl.arange(0, BM)
+    if LINES > 0:
+        line, y = first // Y, first % Y
+        at = (line // X).to(tl.int64) * mb + (line % X).to(tl.int64) * mx + y.to(tl.int64) * my
+        at += i // (BM // LINES) * mx + i % (BM // LINES) * my
+    else:
+        line, y = (first + i) // Y, (first + i) % Y
+        at = (line // X).to(tl.int64) * mb + (line % X).to(tl.int64) * mx + y.to(tl.int64) * my
+    return at
 
 
 @triton.jit
 def gated_output_backward_kernel(gradient, w, drop, out, gate, gate_bias, do, dgate, delta, du, bias_parts,
-                                 gate_parts, P, X, Y, sb, sx, sy, sg, tg, mb, mx, my, mh, DROP: tl.constexpr,
-                                 PRECISION: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-                                 BM: tl.constexpr, BK: tl.constexpr):
-    """BM positions of P, in heads of D channels. du is stored with DROP; parts (programs, C) of the gradients
-    of b and gate_bias. Strides: s* of drop, sg and tg of a position of gate and dgate, m* of delta."""
-    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    c, here = tl.arange(0, C), p[:, None] < P
-    d = rows(gradient, p, P, C).to(tl.float32)
+                                 gate_parts, P, X, Y, sb, sx, sy: tl.constexpr, sg, tg, mb, mx, my, mh,
+                                 DROP: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
+                                 C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """BM positions of P, in heads of D channels; LINES as in projection.factors(). du is stored with DROP;
+    parts (programs, C) of the gradients of b and gate_bias. Strides: s* of drop, sg and tg of a position of
+    gate and dgate, m* of delta."""
+    first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)
+    left = None if LINES > 0 else (P - first).to(tl.int32)
+    dtype: tl.constexpr = w.dtype.element_ty
+    d = rows(gradient + first * C, p, left, C).to(tl.float32)
     if DROP:
-        d *= factors(drop, p, P, X, Y, sb, sx, sy, C)
-    tl.store(bias_parts + tl.program_id(0).to(tl.int64) * C + c, tl.sum(d, 0))
-    d = d.to(w.dtype.element_ty)
+        d *= factors(drop, first + p, P, X, Y, sb, sx, sy, C, LINES)
+    bias_parts += tl.program_id(0).to(tl.int64) * C
+    gate_parts += tl.program_id(0).to(tl.int64) * C
+    tl.store(bias_parts + c, tl.sum(d, 0))
+    d = d.to(dtype)
     if DROP:
-        store_rows(du, p, P, d, C)
-    line, y = p.to(tl.int32) // Y, p.to(tl.int32) % Y
-    delta += (line // X).to(tl.int64) * mb + (line % X).to(tl.int64) * mx + y.to(tl.int64) * my
-    row = tl.zeros((BM,), tl.float32)
+        store_rows(du + first * C, p, left, d, C)
+    out += first * C
+    do += first * C
+    gate += first * sg
+    dgate += first * tg
+    delta += statistic_places(P, X, Y, mb, mx, my, LINES, BM)
+    row, here = tl.zeros((BM,), tl.float32), below(p, left)
     for k0 in range(0, C, BK):
         k = k0 + tl.arange(0, BK)
-        ot = tl.load(out + p[:, None] * C + k[None, :], mask=here, other=0.0)
-        gt = tl.load(gate + p[:, None] * sg + k[None, :], mask=here, other=0.0)
+        ot = tl.load(out + p[:, None] * C + k[None, :], mask=here[:, None], other=0.0)
+        gt = tl.load(gate + p[:, None] * sg + k[None, :], mask=here[:, None], other=0.0)
         t = tl.dot(d, tl.load(w + c[:, None] * C + k[None, :]), input_precision=PRECISION)
         opening = sigmoid(gt.to(tl.float32) + tl.load(gate_bias + k).to(tl.float32)[None, :])
         product = t * ot.to(tl.float32)
         dg = product * (1 - opening)
-        tl.store(do + p[:, None] * C + k[None, :], (t * opening).to(do.dtype.element_ty), mask=here)
-        tl.store(dgate + p[:, None] * tg + k[None, :], dg.to(dgate.dtype.element_ty), mask=here)
-        store_sums(gate_parts + tl.program_id(0).to(tl.int64) * C + k0, tl.arange(0, BK), dg,
-                   w.dtype.element_ty, PRECISION, BM)
+        tl.store(do + p[:, None] * C + k[None, :], (t * opening).to(do.dtype.element_ty), mask=here[:, None])
+        tl.store(dgate + p[:, None] * tg + k[None, :], dg.to(dgate.dtype.element_ty), mask=here[:, None])
+        store_sums(gate_parts, k, dg, dtype, PRECISION, BM)
         if BK >= D:
-            h = k0 // D + tl.arange(0, BK // D)
-            found = tl.sum(tl.reshape(product, (BM, BK // D, D)), 2)
-            tl.store(delta[:, None] + h[None, :] * mh, found, mask=here)
+            h, found = k0 // D + tl.arange(0, BK // D), tl.sum(tl.reshape(product, (BM, BK // D, D)), 2)
+            tl.store(delta[:, None] + h[None, :] * mh, found, mask=here[:, None])
         else:
             row += tl.sum(product, 1)
             if (k0 + BK) % D == 0:
-                tl.store(delta + k0 // D * mh, row, mask=p < P)
+                tl.store(delta + k0 // D * mh, row, mask=here)
                 row = tl.zeros((BM,), tl.float32)
 
 
-TILES = {2: tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (32, 64, 4, 3), (64, 32, 4, 3),
-                  (128, 64, 8, 2)),
+TILES = {2: tiles("BK", (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+                  (32, 64, 4, 3), (128, 64, 8, 2)),
          4: tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2))}
 
 
@@ -94,5 +113,6 @@ def launch(gradient, weight, drop, out, gate, gate_bias, do, dgate, delta, du, b
                 gradient, weight, drop, out, gate, gate_bias, do, dgate, delta, du, bias_sums, gate_sums,
                 positions, X, Y, *projection.drop_strides(drop, gradient), gate.stride(3 if axis == 2 else 1),
                 dgate.stride(3 if axis == 2 else 1), delta.stride(0), per_x, per_y, per_h,
-                DROP=drop is not None, PRECISION=precision(weight.dtype), C=C, D=D, **config)
+                DROP=drop is not None, LINES=lines(X, Y, config["BM"]), PRECISION=precision(weight.dtype),
+                C=C, D=D, **config)
     tuner.launch(*looked_up(positions, C, weight.dtype), run)

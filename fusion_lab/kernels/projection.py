@@ -1,5 +1,5 @@
-"""What stands before and behind attention, as Triton kernels with derivatives: LayerNorm with all projections
-of its result; the output projection with dropout and residual.
+"""What stands before and behind attention, as Triton kernels: LayerNorm with all projections of its result,
+and its derivative; the output projection with dropout and residual, whose derivative is in gated_output.py.
 
     y, head_bias = LayerNorm(x) W^T, LayerNorm(x) Wh^T        out = residual + drop * (og W^T + b)
 
@@ -53,7 +53,7 @@ def norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps):
 
 
 def output_project_reference(og, weight, bias, residual=None, drop=None):
-    """output_project() in plain PyTorch."""
+    """OUTPUT_PROJECT_OP in plain PyTorch."""
     update = F.linear(og, weight, bias)
     update = update if drop is None else update * drop
     return update if residual is None else residual + update
@@ -191,28 +191,6 @@ def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, sb, sx, sy:
     store_rows(out + first * C, p, left, acc, C)
 
 
-@triton.jit
-def output_project_backward_kernel(gradient, w, drop, dog, du, sums, P, X, Y, K, sb, sx, sy,
-                                   DROP: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                                   BM: tl.constexpr, BK: tl.constexpr):
-    """BM positions: dog = du w with du = drop * gradient, which is stored with DROP; parts (programs, C) of
-    the bias's gradient."""
-    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    c = tl.arange(0, C)
-    d = rows(gradient, p, P, C).to(tl.float32)
-    if DROP:
-        d *= factors(drop, p, P, X, Y, sb, sx, sy, C)
-    tl.store(sums + tl.program_id(0).to(tl.int64) * C + c, tl.sum(d, 0))
-    d = d.to(w.dtype.element_ty)
-    if DROP:
-        store_rows(du, p, P, d, C)
-    for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        wt = tl.load(w + c[:, None] * K + k[None, :])
-        t = tl.dot(d, wt, input_precision=PRECISION)
-        tl.store(dog + p[:, None] * K + k[None, :], t.to(dog.dtype.element_ty), mask=p[:, None] < P)
-
-
 # --------------------------------------------------------------------------------------------------------
 # Launchers. Tiles by bytes of a number and by whether there are more than 128 channels; the first of each
 # fits every GPU. Strict float32 has no matrix instructions on NVIDIA, hence small tiles.
@@ -243,7 +221,7 @@ OUTPUT_PROJECT = {
     (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
     (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
 CANDIDATES = dict(norm_project_kernel=NORM_PROJECT, norm_project_backward_kernel=NORM_PROJECT_BACKWARD,
-                  output_project_kernel=OUTPUT_PROJECT, output_project_backward_kernel=OUTPUT_PROJECT)
+                  output_project_kernel=OUTPUT_PROJECT)
 
 
 def looked_up(name, positions, channels, other, dtype):
@@ -359,27 +337,6 @@ def widened(drop, channels):
     return None if drop is None else drop.expand(*drop.shape[:-1], channels).contiguous()
 
 
-def output_project_backward_launch(gradient, weight, drop, parts):
-    """dog; drop * gradient, empty without drop; so many parts (n, c) of the bias's gradient."""
-    dog, du, parts = found = output_project_backward_sizes(gradient, weight, drop, parts)
-    channels, width = weight.shape
-    check(weight.dtype, channels)
-
-    def launch(grid, options):
-        with sums.room(parts, *grid) as to:
-            output_project_backward_kernel[grid](
-                gradient, weight, drop, dog, du, to, gradient.numel() // channels, *gradient.shape[1:3],
-                width, *drop_strides(drop, gradient), DROP=drop is not None, **options)
-    run(output_project_backward_kernel, gradient, weight, width, launch)
-    return found
-
-
-def output_project_backward_sizes(gradient, weight, drop, parts):
-    return (weight.new_empty(*gradient.shape[:-1], weight.shape[1]),
-            weight.new_empty(0 if drop is None else gradient.shape),
-            weight.new_empty(parts, len(weight), dtype=torch.float32))
-
-
 def norm_project_flops(x, norm_weight, norm_bias, weight, head_weight, eps, **_):
     wide = sum(shape[0] for shape in (weight, head_weight) if shape is not None)
     return 2 * math.prod(x) * wide
@@ -403,15 +360,10 @@ NORM_PROJECT_BACKWARD_OP = operation(
 OUTPUT_PROJECT_OP = operation(
     "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop) -> Tensor",
     output_project_launch, output_project_sizes, output_project_flops)
-OUTPUT_PROJECT_BACKWARD_OP = operation(
-    "output_project_backward(Tensor gradient, Tensor weight, Tensor? drop, int parts) -> "
-    "(Tensor, Tensor, Tensor)",
-    output_project_backward_launch, output_project_backward_sizes, output_project_flops)
 
 
 # --------------------------------------------------------------------------------------------------------
-# Both directions without autograd, for functions that hold a whole sub-layer. All tensors but drop are
-# contiguous.
+# The derivative without autograd, for functions that hold a whole sub-layer. All tensors are contiguous.
 # --------------------------------------------------------------------------------------------------------
 
 
@@ -428,16 +380,6 @@ def norm_project_backward(dy, dbias, x, norm_weight, norm_bias, weight, head_wei
             None if weight is None else dy.flatten(0, -2).t() @ normal,
             None if head_weight is None else found[2:2 + len(head_weight)].to(head_weight.dtype),
             *[found[-1]] * total)
-
-
-def output_project_backward(gradient, og, weight, drop):
-    """Gradients of og, weight and bias; that of the residual is `gradient` itself."""
-    channels, width = weight.shape
-    parts = programs("output_project_backward_kernel", gradient.numel() // channels, channels, width,
-                     weight.dtype)
-    dog, du, parts = OUTPUT_PROJECT_BACKWARD_OP(gradient, weight, drop, parts)
-    du = gradient.to(weight.dtype) if drop is None else du
-    return dog, du.flatten(0, -2).t() @ og.flatten(0, -2), sums.OP(parts, weight.dtype)
 
 
 class NormProject(torch.autograd.Function):
@@ -459,24 +401,6 @@ class NormProject(torch.autograd.Function):
         return *norm_project_backward(*given, *ctx.saved_tensors, ctx.eps, residual), None, None
 
 
-class OutputProject(torch.autograd.Function):
-    """output_project() with its derivative; saves og and drop."""
-
-    @staticmethod
-    def forward(ctx, og, weight, bias, residual, drop):
-        ctx.save_for_backward(og, weight, drop)
-        ctx.residual = residual is not None
-        return OUTPUT_PROJECT_OP(og, weight, bias, residual, drop)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        og, weight, drop = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        grads = output_project_backward(gradient, og, weight, drop)
-        return *grads, gradient if ctx.residual else None, None
-
-
 def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hand_on=False):
     """LayerNorm(x) weight^T (B, X, Y, n), LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight is;
     if hand_on, x for who reads it behind this. Under autocast the products are made in its dtype."""
@@ -489,17 +413,6 @@ def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hand_on=Fa
     found = NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
                               head_weight, eps, hand_on)
     return found if hand_on else found[:2]
-
-
-def output_project(og, weight, bias, residual=None, drop=None):
-    """[residual +] [drop *] (og weight^T + bias); drop, without a gradient, broadcasts to the result. Under
-    autocast the product is made in its dtype, and the sum in that of the residual."""
-    c = len(weight)
-    check_shapes(("weight", weight, (c, og.shape[-1])), ("bias", bias, (c,)),
-                 ("residual", residual, (*og.shape[:-1], c)))
-    og, weight, bias = (t.to(product_dtype(og)).contiguous() for t in (og, weight, bias))
-    residual = None if residual is None else residual.contiguous()
-    return OutputProject.apply(og, weight, bias, residual, widened(drop, c))
 
 
 def unsupported(dtype, channels, heads=0):

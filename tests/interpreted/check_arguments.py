@@ -16,7 +16,6 @@ PROBLEMS = {
     "attention": attention.problem(torch.float32, *attention.CASES["columns"]),
     "sub-layer": layers.problem(torch.float32, *layers.CASES["columns"]),
     "norm and projection": projections.norm_problem(torch.float32, (1, 3, 4, 16), 16, 2),
-    "output projection": projections.output_problem(torch.float32, (1, 3, 4, 16), 16, True, 1),
     "outer product": outer.problem(torch.float32, 2, 3, 3, 8, 16, True, True),
     "outer layout": layouts.problem(torch.float32, 2, 3, 3, 8, 16, True),
     "transition": transitions.problem(torch.float32, (1, 3, 5, 16), 64, "own"),
@@ -78,10 +77,6 @@ def norms(width=16, heads=16):
     return projections.projection.norm_project(x, vector, vector, *weights, 1e-5)
 
 
-def output(k=16, bias=32):
-    return projections.projection.output_project(*empty((1, 3, 4, 16), (32, k), bias))
-
-
 BIAS, KEYS = (2, 2, 5, 5), (2, 5)
 REFUSED = {  # what is wrong: the call, what is said to be what, and what it must be
     "bias of one sample": (lambda: attend((1, 2, 5, 5), KEYS), "bias", (1, 2, 5, 5), BIAS),
@@ -103,8 +98,6 @@ REFUSED = {  # what is wrong: the call, what is said to be what, and what it mus
     "layout: bias": (lambda: laid_out(bias=(8,)), "bias", (8,), (16,)),
     "norm: width": (lambda: norms(width=8), "weight", (32, 8), (32, 16)),
     "norm: width of heads": (lambda: norms(heads=32), "head_weight", (2, 32), (2, 16)),
-    "output: width": (lambda: output(k=8), "weight", (32, 8), (32, 16)),
-    "output: bias": (lambda: output(bias=16), "bias", (16,), (32,)),
 }
 
 
@@ -119,4 +112,4 @@ def test_the_same_calls_with_right_shapes():
     assert attend(BIAS, KEYS).shape == attend(BIAS, (2, 1, 5)).shape == (2, 3, 2, 5, 16)
     assert layer(head_weight=(2, 16)).shape == (1, 3, 3, 16) == layer(bias=(1, 2, 3, 3), keys=(1, 3)).shape
     assert laid_out().shape == (2, 4, 4, 16)
-    assert outer_of().shape == (2, 4, 4, 16) and norms()[0].shape[-1] == output().shape[-1] == 32
+    assert outer_of().shape == (2, 4, 4, 16) and norms()[0].shape[-1] == 32

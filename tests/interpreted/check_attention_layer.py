@@ -13,6 +13,7 @@ CASES = {  # B, X, Y, c, H, axis, what makes the bias, keys, x is the residual, 
     "columns": (1, 7, 5, 32, 2, 1, None, True, True, 3),
     "columns, no mask, update alone": (2, 5, 3, 16, 1, 1, None, False, False, None),
     "one wide head": (1, 3, 5, 64, 1, 2, None, True, True, 1),  # wider than a chunk of channels in float32
+    "whole tiles": (2, 16, 16, 16, 1, 1, "own", True, True, 2),
     "wide heads": (1, 3, 5, 128, 2, 1, None, True, True, 2),
 }
 MUTANTS = {  # what is replaced by what, and the case that must notice
@@ -34,7 +35,10 @@ OF_THE_GATE = {  # the same in gated_output.py
     "delta of a part of a head": ("k0 // D * mh, row", "k0 // D * mh, tl.sum(product, 1)", "one wide head"),
     "delta of all heads": ("row = tl.zeros((BM,), tl.float32)\n\n", "\n\n", "wide heads"),
     "dropout forgotten": ("d *= factors", "d = d + 0 * factors", "starting node"),
-    "last position dropped": ("p[:, None] < P\n", "p[:, None] < P - 1\n", "columns"),
+    "last position dropped": ("below(p, left)", "below(p, left - 1)", "columns"),
+    "tiles: of the first line": ("(line % X).to(tl.int64) * mx + y.to(tl.int64) * my\n        at +=",
+                                 "y.to(tl.int64) * my\n        at +=", "whole tiles"),
+    "tiles: of one line": ("i // (BM // LINES) * mx", "0 * i", "whole tiles"),
 }
 
 
