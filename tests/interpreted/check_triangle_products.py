@@ -1,4 +1,4 @@
-"""Products of short sides in Triton's interpreter: numbers and gradients by the 3x rule; mutants must fail."""
+"""Products of short sides in Triton's interpreter: numbers, gradients by the 3x rule; mutants must fail."""
 import pytest
 import torch
 from rule import mutant, violations
