@@ -6,7 +6,8 @@ from rule import mutant, violations
 from fusion_lab.kernels import triangle_products, tuner
 
 CASES = {"outgoing": (16, 64, True), "incoming": (16, 64, False), "outgoing, odd": (32, 13, True),
-         "incoming, odd": (32, 33, False)}  # matrices, S, outgoing
+         "incoming, odd": (32, 33, False), "outgoing, long": (2, 65, True),
+         "incoming, long": (2, 65, False)}  # matrices, S, outgoing
 MUTANTS = {  # what is replaced by what, and the direction that must notice
     "right not transposed": ("tl.dot(left, tl.trans(right)", "tl.dot(left, right", "outgoing"),
     "left not transposed": ("tl.dot(tl.trans(left), right", "tl.dot(left, right", "incoming"),
@@ -21,6 +22,9 @@ MUTANTS = {  # what is replaced by what, and the direction that must notice
                                     "outgoing"),
     "right of another channel": ("tl.load(rights + at,", "tl.load(rights + (at ^ SP * SP),", "incoming"),
     "the first matrix of each program": ("* MANY + number", "* MANY", "outgoing"),
+    "incoming taken for outgoing": ("right.mT if outgoing", "right.mT if True", "incoming, long"),
+    "the library's left gradient": ("else (right, d.mT)", "else (right, d)", "incoming, long"),
+    "the library's right gradient": ("(d.mT, left) if", "(d, left) if", "outgoing, long"),
     "last rows not written": ("else (i < SP)[:, None] &", "else (i < SP - 4)[:, None] &",
                                      "incoming, odd"),
 }
