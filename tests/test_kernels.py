@@ -30,6 +30,7 @@ from fusion_lab.kernels import (
     transition,
     transition_layer,
     triangle_multiplication,
+    triangle_products,
     tuner,
     ultra_block,
     weight_gradients,
@@ -143,6 +144,14 @@ def multiplication(channels, length):
     triangle_multiplication.triangle_multiplication(
         pair, *weights, torch.ones(1, length), residual=pair,
         drop=torch.ones(1, 1, length, c)).sum().backward()
+
+
+def short_products(side):
+    """The same for its products, of either kind, where sides are short."""
+    each = torch.empty(48, side, side, dtype=torch.bfloat16)
+    for outgoing in (True, False):
+        triangle_products.multiply(each, each, outgoing)
+        triangle_products.multiply_backward(*[each] * 5, outgoing)
 
 
 def two_layers(channels, positions=4096):
@@ -271,6 +280,7 @@ LAUNCHES = {
     "columns, N 16": (attention, 16, 16, 1, False, True),
     **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},
     **{f"multiplication, c {c}, S {S}": (multiplication, c, S) for c in (64, 128, 256) for S in (64, 70)},
+    **{f"short products, side {side}": (short_products, side) for side in (16, 48, 64)},
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     "odd projections, c 128": (odd_projections, 128),

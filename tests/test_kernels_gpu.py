@@ -19,11 +19,20 @@ import check_sums
 import check_transition as transitions
 import check_transition_layer as wrapped
 import check_triangle_multiplication as multiplication
+import check_triangle_products as products
 import check_weight_gradients as weights
 from rule import violations
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw, biased_attention, gathered_gradients, sums, tuner, weight_gradients
+from fusion_lab.kernels import (
+    adamw,
+    biased_attention,
+    gathered_gradients,
+    sums,
+    triangle_products,
+    tuner,
+    weight_gradients,
+)
 from fusion_lab.measuring import accuracy
 from fusion_lab.training import checkpoints
 from fusion_lab.training.cuda_graphs import GraphedStep
@@ -98,6 +107,17 @@ def test_short_rows(length, most, dtype, monkeypatch):
                          (layers, (2, length, length, 128, 4, 1, "own", True, True, 2))):
         with torch.device(DEVICE):
             assert not violations(*module.problem(dtype, *case))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("outgoing", [True, False])
+@pytest.mark.parametrize("length", [1, 23, 48, 64])
+def test_products_of_short_sides_with_every_tile(length, outgoing, dtype, monkeypatch):
+    with torch.device(DEVICE):
+        assert not violations(*multiplication.problem(dtype, 2, length, 64, outgoing, 2, "own", 1, True))
+        for number in range(len(triangle_products.CANDIDATES)):
+            monkeypatch.setattr(tuner, "launch", products.tiles(number))
+            assert not violations(*products.problem(dtype, 512, length, outgoing))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

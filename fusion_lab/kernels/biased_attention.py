@@ -161,7 +161,8 @@ class Sizes:
         config = {key: min(value, self.LP) if key in ("BM", "BN") else value for key, value in config.items()}
         tiles = [config[key] for key in ("BM", "BN") if key in config]
         if self.L <= SHORT:  # more warps than a tile has rows for would all do the same
-            config["num_warps"] = max(1, min(config["num_warps"], min(tiles, default=self.LP) // 16))
+            rows = tiles[-1] if tiles and tiles[-1] > tiles[0] else min(tiles, default=self.LP)
+            config["num_warps"] = max(1, min(config["num_warps"], rows // 16))
         return dict(config, EVEN=self.D == self.BD and all(self.L % t == 0 for t in tiles or [self.LP]))
 
     def shares(self, stored=0):

@@ -1,4 +1,4 @@
-"""AlphaFold 2's triangle multiplication (supplement, Alg. 11, 12) as Triton kernels round a library's GEMM.
+"""AlphaFold 2's triangle multiplication (supplement, Alg. 11, 12) as Triton kernels round a batched GEMM.
 
     x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask    for left and right
     product[i, j] = sum over k of left[i, k] right[j, k]             incoming: left[k, i] right[k, j]
@@ -10,18 +10,18 @@ whole. Programs own BM positions of these planes and pass BC channels at a time.
 and LN(product) in memory; so forward writes them, and who reads them has an operand without arithmetic.
 
 Forward: front_kernel (LayerNorm, projections, gates), the product, back_kernel (LayerNorm, projection, gate,
-dropout, residual): 12 passes over a tensor of pair's size. Backward: back_backward_kernel, two products,
-front_backward_kernel, and two GEMMs over what these write for the gradients of weights: 34 passes. No
-projection of a side is made again: with y = value * sigmoid(gate), which is kept, the gradients are
-dy sigmoid(gate) and dy y (1 - sigmoid(gate)). Sums over positions are one part a program, and every run gives
-the same bits.
+dropout, residual): 12 passes over a tensor of pair's size. Backward: back_backward_kernel, two products
+(triangle_products.py has all three), front_backward_kernel, and two GEMMs over what these write for the
+gradients of weights: 34 passes, 33 for short sides, whose two products are one kernel. No projection of a
+side is made again: with y = value * sigmoid(gate), which is kept, the gradients are dy sigmoid(gate) and
+dy y (1 - sigmoid(gate)). Sums over positions are one part a program, and every run gives the same bits.
 """
 import torch
 import torch.nn.functional as F
 import triton
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import sums, tuner
+from fusion_lab.kernels import sums, triangle_products, tuner
 from fusion_lab.kernels import triangle_multiplication_kernels as kernels
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
@@ -154,15 +154,14 @@ class Call:
 
     def multiply(self, sides):
         """The product, (c, B, SP, SP)."""
-        left, right = self.matrices(sides)
-        return (left @ right.mT if self.outgoing else left.mT @ right).view(self.C, *sides.shape[1:])
+        product = triangle_products.multiply(*self.matrices(sides), self.outgoing)
+        return product.view(self.C, *sides.shape[1:])
 
     def multiply_backward(self, sides, dproduct):
         """The gradient of sides."""
         dsides = torch.empty_like(sides)
-        (left, right), (d,), (dleft, dright) = map(self.matrices, (sides, dproduct, dsides))
-        torch.bmm(*((d, right) if self.outgoing else (right, d.mT)), out=dleft)
-        torch.bmm(*((d.mT, left) if self.outgoing else (left, d)), out=dright)
+        given = (each for planes in (sides, dproduct, dsides) for each in self.matrices(planes))
+        triangle_products.multiply_backward(*given, self.outgoing)
         return dsides
 
 
