@@ -160,7 +160,7 @@ class Sizes:
         """The configuration for rows that may be shorter than its tiles, and whether nothing needs masks."""
         config = {key: min(value, self.LP) if key in ("BM", "BN") else value for key, value in config.items()}
         tiles = [config[key] for key in ("BM", "BN") if key in config]
-        if self.L <= SHORT:  # more warps than a tile has rows for would all do the same
+        if self.L <= SHORT:  # more warps than a tile has rows for would all do the same; rows may be keys
             rows = tiles[-1] if tiles and tiles[-1] > tiles[0] else min(tiles, default=self.LP)
             config["num_warps"] = max(1, min(config["num_warps"], rows // 16))
         return dict(config, EVEN=self.D == self.BD and all(self.L % t == 0 for t in tiles or [self.LP]))
