@@ -344,8 +344,15 @@ class OuterProductMean(PackedProjections):
     def adds(self, x):
         return self.triton and triton.multiplies_out(x, self.output_proj)
 
-    def forward(self, msa, row_mask=None, residual=None, drop=None):
-        (left, right), rows = self.project(self.layer_norm(msa)), msa.shape[1]  # (B, N, S, h)
+    def forward(self, msa, row_mask=None, handed_on=None, residual=None, drop=None):
+        """handed_on: a list that gets msa for what follows; the sides' kernel then adds up its gradients."""
+        rows = msa.shape[1]
+        if self.has_kernel_for_sides(msa):
+            left, right, msa = triton.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
+        else:
+            left, right = self.project(self.layer_norm(msa))  # (B, N, S, h)
+        if handed_on is not None:
+            handed_on.append(msa)
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
             rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]
@@ -364,6 +371,11 @@ class OuterProductMean(PackedProjections):
 
     def lays_out(self, x):
         return self.fusion.enable_triton_outer_layout and self.ranks.size == 1 and triton.runs(x)
+
+    def has_kernel_for_sides(self, msa):
+        """Where their product has one that lays it out."""
+        return (self.lays_out(msa) and triton.projects_sides(msa, self.widths["left_proj"])
+                and not (self.adds(msa) or self.fusion.reassociates(*msa.shape[:3], True)))
 
     def reassociates(self, whole):
         """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
@@ -503,11 +515,12 @@ class FusedEvoformerBlock(nn.Module):
         rows, handed_on = msa.shape[1], []
         msa = self.ranks.turn(msa, 2, 1)  # (B, N / K, S, c_m)
         msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, handed_on, dim=1)
-        pair, = handed_on
+        pair = handed_on.pop()
         msa = self.ranks.turn(msa, 1, 2, rows)  # (B, N, S / K, c_m)
         msa = self.add(msa, self.msa_column_attention, msa, row_mask)
         msa = self.add(msa, self.msa_transition, msa)
-        pair = self.add(pair, self.outer_product_mean, msa, row_mask)
+        pair = self.add(pair, self.outer_product_mean, msa, row_mask, handed_on)
+        msa = handed_on.pop()
         pair = self.add(pair, self.triangle_mult_outgoing, pair, seq_mask, dim=1)
         pair = self.add(pair, self.triangle_mult_incoming, pair, seq_mask, dim=1)
         pair = self.add(pair, self.triangle_attn_starting, pair, seq_mask, dim=1)
