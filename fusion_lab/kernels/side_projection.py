@@ -30,6 +30,8 @@ from fusion_lab.kernels.triton_parts import (
     check_shapes,
     layer_norm,
     layer_norm_backward,
+    moments,
+    normalised,
     operation,
     precision,
     rows,
@@ -71,59 +73,59 @@ def side_projection_backward_kernel(dleft, dright, x, norm_weight, norm_bias, w,
                                     eps, PRECISION: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
                                     BM: tl.constexpr):
     """SHARE positions, whole tiles of them; sums (programs, (2 + 2 H) C + 2 H): parts of the gradients of
-    norm_weight, norm_bias, w and bias. Sums over positions are products with ones, as in store_sums()."""
-    c, h, m, r = tl.arange(0, C), tl.arange(0, H), tl.arange(0, BM), tl.arange(0, 16)
+    norm_weight, norm_bias, w and bias. All follow from G = dleft^T x_hat and g = dleft^T 1 (and those of the
+    other side), which a program adds up: since y = w (norm_weight x_hat + norm_bias) + bias, they are sums
+    over channels of the sides of w G and w g, then G norm_weight + g norm_bias, and g."""
+    c, h, m = tl.arange(0, C), tl.arange(0, H), tl.arange(0, BM)
     first = tl.program_id(0).to(tl.int64) * SHARE
     end = tl.minimum(first + SHARE, P)
-    dtype: tl.constexpr = w.dtype.element_ty
-    left_weight, right_weight = side_weights(w, 0, H, C), side_weights(w, 1, H, C)
-    ones = tl.full((16, BM), 1, dtype)
-    dnorm_weight, dnorm_bias = tl.zeros((16, C), tl.float32), tl.zeros((16, C), tl.float32)
-    dleft_weight, dright_weight = tl.zeros((H, C), tl.float32), tl.zeros((H, C), tl.float32)
-    dleft_bias, dright_bias = tl.zeros((16, H), tl.float32), tl.zeros((16, H), tl.float32)
+    left_products, right_products = tl.zeros((H, C), tl.float32), tl.zeros((H, C), tl.float32)
+    left_sums, right_sums = tl.zeros((BM, H), tl.float32), tl.zeros((BM, H), tl.float32)
     for p0 in range(first, end, BM):
         p = p0 + m
         given, handed_on = rows(x, p, end, C), rows(residual, p, end, C)
         dl, dr = rows(dleft, p, end, H), rows(dright, p, end, H)
-        acc = tl.dot(dl, left_weight, input_precision=PRECISION)
-        acc = tl.dot(dr, right_weight, acc, input_precision=PRECISION)
-        normal, x_hat, rstd = layer_norm(given, norm_weight, norm_bias, eps, C)
-        normal = normal.to(dtype)
-        dleft_weight = tl.dot(tl.trans(dl), normal, dleft_weight, input_precision=PRECISION)
-        dright_weight = tl.dot(tl.trans(dr), normal, dright_weight, input_precision=PRECISION)
-        dleft_bias = tl.dot(ones, dl, dleft_bias, input_precision=PRECISION)
-        dright_bias = tl.dot(ones, dr, dright_bias, input_precision=PRECISION)
-        dnorm_weight = tl.dot(ones, (acc * x_hat).to(dtype), dnorm_weight, input_precision=PRECISION)
-        dnorm_bias = tl.dot(ones, acc.to(dtype), dnorm_bias, input_precision=PRECISION)
+        acc = tl.dot(dl, side_weights(w, 0, H, C), input_precision=PRECISION)
+        acc = tl.dot(dr, side_weights(w, 1, H, C), acc, input_precision=PRECISION)
+        mean, rstd = moments(given, eps, C)
+        x_hat = normalised(given, mean, rstd)
+        rounded = x_hat.to(w.dtype.element_ty)
+        left_products = tl.dot(tl.trans(dl), rounded, left_products, input_precision=PRECISION)
+        right_products = tl.dot(tl.trans(dr), rounded, right_products, input_precision=PRECISION)
+        left_sums += dl
+        right_sums += dr
         result = layer_norm_backward(acc, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)
         store_rows(dx, p, end, result + handed_on.to(tl.float32), C)
     sums += tl.program_id(0) * ((2 + 2 * H) * C + 2 * H)
-    once = (r == 0)[:, None]
-    at = sums + c[None, :] + 0 * r[:, None]
-    tl.store(at, dnorm_weight, mask=once)
-    tl.store(at + C, dnorm_bias, mask=once)
+    left_weight, right_weight = side_weights(w, 0, H, C), side_weights(w, 1, H, C)
+    scale, shift = vector(norm_weight, C), vector(norm_bias, C)
+    dleft_bias, dright_bias = tl.sum(left_sums, 0), tl.sum(right_sums, 0)
+    tl.store(sums + c, tl.sum(left_weight * left_products, 0) + tl.sum(right_weight * right_products, 0))
+    tl.store(sums + C + c, tl.sum(left_weight * dleft_bias[:, None], 0)
+             + tl.sum(right_weight * dright_bias[:, None], 0))
     at = sums + 2 * C + h[:, None] * C + c[None, :]
-    tl.store(at, dleft_weight)
-    tl.store(at + H * C, dright_weight)
-    at = sums + (2 + 2 * H) * C + h[None, :] + 0 * r[:, None]
-    tl.store(at, dleft_bias, mask=once)
-    tl.store(at + H, dright_bias, mask=once)
+    tl.store(at, left_products * scale + dleft_bias[:, None] * shift)
+    tl.store(at + H * C, right_products * scale + dright_bias[:, None] * shift)
+    tl.store(sums + (2 + 2 * H) * C + h, dleft_bias)
+    tl.store(sums + (2 + 2 * H) * C + H + h, dright_bias)
 
 
-# By a kernel's name and bytes of a number; the first of each fits every GPU.
+# By a kernel's name, bytes of a number and whether a side's weight has more than 64 x 32 numbers; the first of
+# each fits every GPU. Two programs of 4 warps fit a processor of a large GPU, one of 8.
 TILES = ("BM", "num_warps", "num_stages")
-CANDIDATES = {
-    ("side_projection_kernel", 2): candidates(TILES, (64, 4, 1), (32, 4, 1), (128, 8, 1)),
-    ("side_projection_kernel", 4): candidates(TILES, (32, 8, 1)),
-    ("side_projection_backward_kernel", 2): candidates(TILES, (32, 8, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1),
-                                                       (64, 8, 2)),
-    ("side_projection_backward_kernel", 4): candidates(TILES, (16, 8, 1))}
+FORWARD = {2: candidates(TILES, (64, 4, 1), (32, 4, 1), (128, 8, 1)), 4: candidates(TILES, (32, 8, 1))}
+BACKWARD = {
+    (2, False): candidates(TILES, (32, 4, 1), (32, 4, 2), (32, 8, 1), (64, 8, 1), (64, 8, 2)),
+    (2, True): candidates(TILES, (32, 8, 1), (32, 8, 2), (16, 4, 1)),
+    (4, False): candidates(TILES, (16, 8, 1)),
+    (4, True): candidates(TILES, (16, 8, 1))}
 
 
 def looked_up(name, positions, channels, h, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} H{h}"
-    return name, shape, CANDIDATES[name, dtype.itemsize]
+    back = name == "side_projection_backward_kernel"
+    return name, shape, BACKWARD[dtype.itemsize, channels * h > 2048] if back else FORWARD[dtype.itemsize]
 
 
 def shared(positions, chosen):
