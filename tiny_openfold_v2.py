@@ -181,8 +181,8 @@ def linear(c_in, c_out, bias=True, init="default"):
 
 
 def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
-    """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias.
-    q, k, v and the result (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None."""
+    """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias. q, k, v and the
+    result (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None."""
     backend = attention.attention_backend(
         backend, on_gpu=q.is_cuda, dtype=q.dtype, strict=strict_float32(q.dtype), width=q.shape[-1],
         length=q.shape[-2], biased=bias is not None, training=torch.is_grad_enabled(),
@@ -388,7 +388,7 @@ class OuterProductMean(PackedProjections):
         weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
         sides, weight = ((left, right), weight) if alone else ((right, left), weight.transpose(0, 1))
         for a, b in zip(*sides, strict=True):  # (N, S, h); sample by sample no operand is copied
-            projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight).view(h * len(b), -1)  # (h*N, S*c_z)
+            projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight).view(h * len(b), -1)
             samples.append((a.permute(1, 2, 0).flatten(1) @ projected).unflatten(1, (b.shape[1], -1)))
         update = torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
         return update if alone else update.transpose(1, 2)

@@ -6,7 +6,7 @@ CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs h
 LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider products are the library's (LOG.md)
 MOST_HEADS = 64  # whose bias one kernel projects
 OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
-LAYER_SIDES = OUTER_WIDTHS[2:]  # which have whole products of their own, with LAYER_CHANNELS
+LARGEST_SIDE = 4096  # numbers of a weight whose gradient a program adds up in registers
 WIDEST_HEAD = 128
 ULTRA_WIDTHS = (32, 64, 128)  # of a head in the ultra-fused block
 SWITCH = "enable_triton_"
@@ -33,7 +33,7 @@ def takes_bias(channels, heads):
 
 def takes_sides(channels, h):
     """Whether LayerNorm and projections to both sides of an outer product, of h channels, have kernels."""
-    return channels in LAYER_CHANNELS and h in LAYER_SIDES
+    return channels in LAYER_CHANNELS and h in OUTER_WIDTHS[2:] and channels * h <= LARGEST_SIDE
 
 
 WIDTHS = {"attention": "heads of {} channels", "projection": "attention over {} channels",
