@@ -6,7 +6,7 @@ CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs h
 LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider products are the library's (LOG.md)
 MOST_HEADS = 64  # whose bias one kernel projects
 OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
-LARGEST_SIDE = 4096  # numbers of a weight whose gradient a program adds up in registers
+SIDES = (16, 32)  # of them those with whole projections, whose weights' gradients fit into registers
 WIDEST_HEAD = 128
 ULTRA_WIDTHS = (32, 64, 128)  # of a head in the ultra-fused block
 SWITCH = "enable_triton_"
@@ -33,7 +33,7 @@ def takes_bias(channels, heads):
 
 def takes_sides(channels, h):
     """Whether LayerNorm and projections to both sides of an outer product, of h channels, have kernels."""
-    return channels in LAYER_CHANNELS and h in OUTER_WIDTHS[2:] and channels * h <= LARGEST_SIDE
+    return channels in LAYER_CHANNELS and h in SIDES
 
 
 WIDTHS = {"attention": "heads of {} channels", "projection": "attention over {} channels",

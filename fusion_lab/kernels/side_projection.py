@@ -110,13 +110,13 @@ def side_projection_backward_kernel(dleft, dright, x, norm_weight, norm_bias, w,
     tl.store(sums + (2 + 2 * H) * C + H + h, dright_bias)
 
 
-# By a kernel's name, bytes of a number and whether a side's weight has more than 64 x 32 numbers; the first of
-# each fits every GPU. Two programs of 4 warps fit a processor of a large GPU, one of 8.
+# By bytes of a number, backward's also by whether there are more than 64 channels; the first of each fits
+# every GPU.
 TILES = ("BM", "num_warps", "num_stages")
 FORWARD = {2: candidates(TILES, (64, 4, 1), (32, 4, 1), (128, 8, 1)), 4: candidates(TILES, (32, 8, 1))}
 BACKWARD = {
-    (2, False): candidates(TILES, (32, 4, 1), (32, 4, 2), (32, 8, 1), (64, 8, 1), (64, 8, 2)),
-    (2, True): candidates(TILES, (32, 8, 1), (32, 8, 2), (16, 4, 1)),
+    (2, False): candidates(TILES, (32, 4, 1), (16, 4, 1), (32, 4, 2), (32, 8, 1), (64, 8, 1)),
+    (2, True): candidates(TILES, (16, 4, 1), (32, 8, 1), (32, 8, 2)),
     (4, False): candidates(TILES, (16, 8, 1)),
     (4, True): candidates(TILES, (16, 8, 1))}
 
@@ -125,7 +125,7 @@ def looked_up(name, positions, channels, h, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} H{h}"
     back = name == "side_projection_backward_kernel"
-    return name, shape, BACKWARD[dtype.itemsize, channels * h > 2048] if back else FORWARD[dtype.itemsize]
+    return name, shape, BACKWARD[dtype.itemsize, channels > 64] if back else FORWARD[dtype.itemsize]
 
 
 def shared(positions, chosen):
