@@ -197,6 +197,10 @@ def there(*shape, gpu=True, dtype=torch.bfloat16):
     (lambda x: triton.projects(x, 64), [(7, 64)], []), (lambda x: triton.projects(x, 65), [], [(7, 64)]),
     (lambda x: triton.projects_bias(x, 64), [(7, 256)], [(256, 7)]),
     (lambda x: triton.projects_bias(x, 65), [], [(7, 64)]),
+    (lambda x: triton.projects_sides(x, 32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
+    (lambda x: triton.projects_sides(x, 16), [(7, 64)], []),
+    (lambda x: triton.projects_sides(x, 8), [], [(7, 64)]),
+    (lambda x: triton.projects_sides(x, 64), [], [(7, 64)]),
     (lambda x: triton.multiplies_out(x, nn.Linear(1024, 32)), [(7, 7)], []),
     (lambda x: triton.multiplies_out(x, nn.Linear(1089, 32)), [], [(7, 7)]),
     (lambda x: triton.multiplies_out(x, nn.Linear(1024, 33)), [], [(7, 7)])])
