@@ -162,7 +162,8 @@ def test_the_model_with_its_outer_product_laid_out(amp, sizes, monkeypatch):
     """Sizes for which it is not re-associated."""
     made = set()
     for name in ("outer_layout", "sides"):
-        monkeypatch.setattr(tof.triton, name, lambda *given, name=name, call=getattr(tof.triton, name): (
+        call = getattr(tof.triton, name)
+        monkeypatch.setattr(tof.triton, name, lambda *given, name=name, call=call: (
             made.add(name) or call(*given)))
     given = settings(amp, enable_triton_outer_product=False, enable_torch_compile=False, **sizes)
     assert accuracy.compare_numerics(tof.PROGRAM, given, torch.device(DEVICE))[1] == []
