@@ -181,10 +181,8 @@ def linear(c_in, c_out, bias=True, init="default"):
 
 
 def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
-    """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias.
-
-    q, k, v and the result (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None.
-    """
+    """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias. q, k, v and the
+    result (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None."""
     backend = attention.attention_backend(
         backend, on_gpu=q.is_cuda, dtype=q.dtype, strict=strict_float32(q.dtype), width=q.shape[-1],
         length=q.shape[-2], biased=bias is not None, training=torch.is_grad_enabled(),
@@ -344,8 +342,17 @@ class OuterProductMean(PackedProjections):
     def adds(self, x):
         return self.triton and triton.multiplies_out(x, self.output_proj)
 
-    def forward(self, msa, row_mask=None, residual=None, drop=None):
-        (left, right), rows = self.project(self.layer_norm(msa)), msa.shape[1]  # (B, N, S, h)
+    def sides(self, msa):
+        """left and right, (B, N, S, h); msa for what follows, whose gradients their kernel then adds up."""
+        if (self.lays_out(msa) and triton.projects_sides(msa, self.widths["left_proj"])
+                and not (self.adds(msa) or self.fusion.reassociates(*msa.shape[:3], True))):
+            return triton.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
+        return *self.project(self.layer_norm(msa)), msa
+
+    def forward(self, msa, row_mask=None, handed_on=None, residual=None, drop=None):
+        (left, right, msa), rows = self.sides(msa), msa.shape[1]
+        if handed_on is not None:
+            handed_on.append(msa)
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
             rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]
@@ -369,10 +376,9 @@ class OuterProductMean(PackedProjections):
         """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
         loop over samples costs launches, which small proteins do not win back; strict float32 on a GPU is
         bound by multiplications, of which N = h / 2 saves about half (LOG.md; not tried on AMD)."""
-        samples, rows, residues, h = whole.shape
         multiplications_count = whole.is_cuda and strict_float32(whole.dtype)
-        return (self.fusion.reassociates(samples, rows, residues, self.lays_out(whole))
-                and not (multiplications_count and 2 * rows > h))
+        return (self.fusion.reassociates(*whole.shape[:3], self.lays_out(whole))
+                and not (multiplications_count and 2 * whole.shape[1] > whole.shape[3]))
 
     def project_one_first(self, left, right):
         """The same sums in another order: W is applied to right, (h, N, S, c_z), before left multiplies it, a
@@ -380,11 +386,9 @@ class OuterProductMean(PackedProjections):
         its part of left, before right, which is whole, multiplies that."""
         h, samples, alone = left.shape[-1], [], self.ranks.size == 1
         weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
-        sides = (left, right) if alone else (right, left)
-        weight = weight if alone else weight.transpose(0, 1)
+        sides, weight = ((left, right), weight) if alone else ((right, left), weight.transpose(0, 1))
         for a, b in zip(*sides, strict=True):  # (N, S, h); sample by sample no operand is copied
-            projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight)  # (h, N*S, c_z)
-            projected = projected.view(h * len(b), -1)  # (h*N, S*c_z)
+            projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight).view(h * len(b), -1)
             samples.append((a.permute(1, 2, 0).flatten(1) @ projected).unflatten(1, (b.shape[1], -1)))
         update = torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
         return update if alone else update.transpose(1, 2)
@@ -392,9 +396,7 @@ class OuterProductMean(PackedProjections):
 
 class FusedTriangleMultiplication(PackedProjections):
     """Alg. 11 (outgoing edges) and 12 (incoming): pair (i, j) sees every triangle i, j, k.
-
-    DISCREPANCY: the hidden width is pair_dim (AF2: 128, which is also its pair_dim).
-    """
+    DISCREPANCY: the hidden width is pair_dim (AF2: 128, which is also its pair_dim)."""
     SIDES, GATES = ("left_proj", "right_proj"), ("left_gate", "right_gate")
     PACKINGS = dict(left_right_proj=SIDES, left_right_gate=GATES, left_right_all=(*SIDES, *GATES))
 
@@ -503,11 +505,11 @@ class FusedEvoformerBlock(nn.Module):
         rows, handed_on = msa.shape[1], []
         msa = self.ranks.turn(msa, 2, 1)  # (B, N / K, S, c_m)
         msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, handed_on, dim=1)
-        pair, = handed_on
+        pair = handed_on.pop()
         msa = self.ranks.turn(msa, 1, 2, rows)  # (B, N, S / K, c_m)
         msa = self.add(msa, self.msa_column_attention, msa, row_mask)
         msa = self.add(msa, self.msa_transition, msa)
-        pair = self.add(pair, self.outer_product_mean, msa, row_mask)
+        pair, msa = self.add(pair, self.outer_product_mean, msa, row_mask, handed_on), handed_on.pop()
         pair = self.add(pair, self.triangle_mult_outgoing, pair, seq_mask, dim=1)
         pair = self.add(pair, self.triangle_mult_incoming, pair, seq_mask, dim=1)
         pair = self.add(pair, self.triangle_attn_starting, pair, seq_mask, dim=1)
@@ -531,9 +533,7 @@ CONTACT_BINS = int((DISTANCE_BREAKS <= contacts.CONTACT_DISTANCE).sum())  # bins
 
 class TinyOpenFoldV2(nn.Module):
     """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
-
-    DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module.
-    """
+    DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module."""
     ranks = ALONE  # or those that share every sample with this one
 
     def __init__(self, config, fusion_config=None):

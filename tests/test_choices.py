@@ -197,6 +197,10 @@ def there(*shape, gpu=True, dtype=torch.bfloat16):
     (lambda x: triton.projects(x, 64), [(7, 64)], []), (lambda x: triton.projects(x, 65), [], [(7, 64)]),
     (lambda x: triton.projects_bias(x, 64), [(7, 256)], [(256, 7)]),
     (lambda x: triton.projects_bias(x, 65), [], [(7, 64)]),
+    (lambda x: triton.projects_sides(x, 32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
+    (lambda x: triton.projects_sides(x, 16), [(7, 64)], []),
+    (lambda x: triton.projects_sides(x, 8), [], [(7, 64)]),
+    (lambda x: triton.projects_sides(x, 64), [], [(7, 64)]),
     (lambda x: triton.multiplies_out(x, nn.Linear(1024, 32)), [(7, 7)], []),
     (lambda x: triton.multiplies_out(x, nn.Linear(1089, 32)), [], [(7, 7)]),
     (lambda x: triton.multiplies_out(x, nn.Linear(1024, 33)), [], [(7, 7)])])
@@ -235,7 +239,7 @@ def handed(monkeypatch):
             outer_layout=["outer_layout"],
             transition=["transition"], triangle_multiplication=["triangle_multiplication"],
             biased_attention=["gated_attention"], hidden_gradient=["two_layers"],
-            transition_layer=["transition_layer"],
+            transition_layer=["transition_layer"], side_projection=["side_projection"],
             messages=["incoming"], gated_rotary=["swiglu", "rotary"]).items():
         made = SimpleNamespace(**{name: recorder(name, torch.zeros(6)) for name in functions})
         monkeypatch.setitem(sys.modules, f"fusion_lab.kernels.{module}", made)
@@ -280,6 +284,12 @@ def test_the_bias_of_pairs_is_the_second_result_and_what_is_handed_on_the_third(
     bias, handed_on = triton.head_bias(head, x, norm)
     is_given(bias, x, norm.weight, norm.bias, None, head.weight, 1e-3, True)
     assert handed_on == "x"
+
+
+def test_sides_are_projected_from_the_alignment(handed):
+    norm, (x, weight, bias) = nn.LayerNorm(4, eps=1e-3), torch.randn(3, 4)
+    assert torch.equal(triton.sides(x, norm, weight, bias), torch.zeros(6))
+    is_given(handed["side_projection"], x, norm.weight, norm.bias, weight, bias, 1e-3)
 
 
 @pytest.mark.parametrize("triton_is_there", [True, False])

@@ -26,6 +26,7 @@ from fusion_lab.kernels import (
     outer_layout,
     outer_product,
     projection,
+    side_projection,
     sums,
     transition,
     transition_layer,
@@ -228,6 +229,16 @@ def laid_out_backward(channels, length=64, dtype=torch.bfloat16):
                           torch.empty(channels, 1024, dtype=dtype))
 
 
+def sides(channels, h):
+    """The same for its sides."""
+    def empty(*size):
+        return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
+    c = channels
+    left, right, x = side_projection.side_projection(empty(1, 16, 64, c), empty(c), empty(c), empty(2 * h, c),
+                                                     empty(2 * h))
+    (left.sum() + right.sum() + x.sum()).backward()
+
+
 def neighbours(channels, count, nodes=100):
     """The same for messages from so many neighbours."""
     def empty(*size):
@@ -290,6 +301,7 @@ LAUNCHES = {
     **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
     **{f"outer layout, N {rows}, S {S}": (laid_out, rows, S) for rows, S in ((128, 64), (16, 64), (77, 77))},
     **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},
+    **{f"sides, c {c}, h {h}": (sides, c, h) for c, h in ((64, 32), (128, 32), (16, 16))},
     "weights of a block": (many_weights, 4096, WEIGHTS),
     "weights of two layers, odd": (many_weights, 77, [23, 64]),
     "sums of a block": (many_sums, 1024, SUMS),

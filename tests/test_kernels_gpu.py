@@ -15,6 +15,7 @@ import check_hidden_gradient as hidden
 import check_messages as messages
 import check_outer_layout as layouts
 import check_outer_product as outer
+import check_side_projection as sides
 import check_sums
 import check_transition as transitions
 import check_transition_layer as wrapped
@@ -74,6 +75,9 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "outer layout": (layouts, lambda S: (1, 128, S, 32, 128, True)),
     "outer layout, two samples": (layouts, lambda S: (2, 16, S, 32, 128, False)),
     "outer layout, odd": (layouts, lambda S: (2, 37, S, 12, 72, True)),
+    "sides": (sides, lambda S: ((1, 64, S, 64), 32)),
+    "sides, two samples, many channels": (sides, lambda S: ((2, 5, S, 128), 32)),
+    "sides, few channels": (sides, lambda S: ((1, 3, S, 16), 16)),
 }
 
 
@@ -138,7 +142,7 @@ def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
 
 
 @pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer product",
-                                  "outer layout", "SwiGLU", "rotary"])
+                                  "outer layout", "sides", "SwiGLU", "rotary"])
 def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
     module, case = PROBLEMS[name]
     with torch.device(DEVICE):
@@ -176,10 +180,14 @@ def test_the_model_with_ultra_and_with_every_kernel(amp, everything, sizes):
 @pytest.mark.parametrize("sizes", [{}, dict(batch_size=1, seq_len=161, num_seqs=49)])
 def test_the_model_with_its_outer_product_laid_out(amp, sizes, monkeypatch):
     """Sizes for which it is not re-associated."""
-    made, layout = [], tof.triton.outer_layout
-    monkeypatch.setattr(tof.triton, "outer_layout", lambda *given: made.append(given) or layout(*given))
+    made = set()
+    for name in ("outer_layout", "sides"):
+        call = getattr(tof.triton, name)
+        monkeypatch.setattr(tof.triton, name, lambda *given, name=name, call=call: (
+            made.add(name) or call(*given)))
     given = settings(amp, enable_triton_outer_product=False, enable_torch_compile=False, **sizes)
-    assert accuracy.compare_numerics(tof.PROGRAM, given, torch.device(DEVICE))[1] == [] and made
+    assert accuracy.compare_numerics(tof.PROGRAM, given, torch.device(DEVICE))[1] == []
+    assert made == {"outer_layout", "sides"}
 
 
 @pytest.mark.parametrize("everything", [False, True])

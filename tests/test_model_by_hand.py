@@ -105,7 +105,7 @@ def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypat
     made = []
     monkeypatch.setattr(tof.triton, "outer_layout", lambda *given: made.append(given) or torch.ones(1))
     monkeypatch.setattr(tof.triton, "runs", lambda x: x.shape[-1] == 8)
-    layer = block_of(tof.FusionConfig(enable_triton_outer_layout=True)).outer_product_mean
+    layer = block_of(tof.FusionConfig(enable_triton_outer_layout=True)).outer_product_mean  # of narrow sides
     plain = block_of(tof.FusionConfig()).outer_product_mean
     msa, row_mask = next(inputs()), torch.tensor([[1.0, 1, 1, 1, 0]])
     found = layer(msa, row_mask)
@@ -122,6 +122,37 @@ def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypat
     monkeypatch.setattr(tof.triton, "runs", lambda x: False)
     layer(msa, row_mask)
     assert made == kernels.calls == []
+
+
+def test_where_the_sides_of_an_outer_product_have_a_kernel(kernels, monkeypatch):
+    """Where their product is laid out; what follows then reads the MSA that it hands on."""
+    made, asked, handed_on = [], [], []
+    monkeypatch.setattr(tof.triton, "runs", lambda x: True)
+    monkeypatch.setattr(tof.triton, "projects_sides", lambda msa, h: asked.append(h) or True)
+    monkeypatch.setattr(tof.triton, "outer_layout", lambda left, right, *_: left - right)
+    monkeypatch.setattr(tof.triton, "sides", lambda *given: made.append(given) or (
+        given[0] + 1, given[0] - 1, given[0] + 2))
+    block = block_of(tof.FusionConfig(enable_triton_outer_layout=True, enable_projection_fusion=True))
+    layer, (msa, pair) = block.outer_product_mean, inputs()
+    assert torch.equal(layer(msa, None, handed_on), torch.full_like(msa, 2.0))
+    assert torch.equal(handed_on.pop(), msa + 2) and set(asked) == {4}
+    weights = layer.left_right_proj.weight, layer.left_right_proj.bias
+    same(made.pop(), (msa, layer.layer_norm, *weights))
+    monkeypatch.setattr(layer, "forward", lambda msa, row_mask, handed_on: handed_on.append(msa + 2) or 0.0)
+    first = block(msa, pair)[0]
+    monkeypatch.setattr(layer, "forward", lambda msa, row_mask, handed_on: handed_on.append(msa) or 0.0)
+    assert torch.equal(first, block(msa, pair)[0] + 2)
+    del layer.forward
+    layer(msa[:, :1])  # re-associated
+    layer.ranks = SimpleNamespace(size=2, gather=lambda x, dim: x)
+    layer(msa)
+    del layer.ranks
+    layer.triton = True
+    layer(msa, residual=pair)
+    monkeypatch.setattr(tof.triton, "projects_sides", lambda msa, h: False)
+    layer.triton = False
+    layer(msa, None, handed_on)
+    assert made == [] and handed_on == [msa]
 
 
 def test_kernels_are_asked_only_where_a_switch_wants_them(kernels):

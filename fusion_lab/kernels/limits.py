@@ -6,6 +6,7 @@ CHANNELS = (16, 32, 64, 128, 256)  # of a position, for kernels whose programs h
 LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider products are the library's (LOG.md)
 MOST_HEADS = 64  # whose bias one kernel projects
 OUTER_WIDTHS = (4, 8, 16, 32, 64)  # of the outer product's sides
+SIDES = (16, 32)  # of them those with whole projections, whose weights' gradients fit into registers
 WIDEST_HEAD = 128
 ULTRA_WIDTHS = (32, 64, 128)  # of a head in the ultra-fused block
 SWITCH = "enable_triton_"
@@ -28,6 +29,11 @@ def takes(switch, width):
 def takes_bias(channels, heads):
     """Whether LayerNorm and projection of a bias for so many heads have a kernel."""
     return channels in CHANNELS and heads <= MOST_HEADS
+
+
+def takes_sides(channels, h):
+    """Whether LayerNorm and projections to both sides of an outer product, of h channels, have kernels."""
+    return channels in LAYER_CHANNELS and h in SIDES
 
 
 WIDTHS = {"attention": "heads of {} channels", "projection": "attention over {} channels",

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from fusion_lab.kernels.attention import TRITON_DTYPES, triton_attends
-from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON, LAYER_CHANNELS, SWITCH, takes, takes_bias
+from fusion_lab.kernels.limits import (
+    CHANNELS,
+    HAS_TRITON,
+    LAYER_CHANNELS,
+    SWITCH,
+    takes,
+    takes_bias,
+    takes_sides,
+)
 from fusion_lab.kernels.precision import product_dtype
 
 
@@ -144,6 +152,18 @@ def outer_layout(left, right, output, scale=1.0):
     """scale times output(outer product of left and right, summed over rows), from a module; a number."""
     from fusion_lab.kernels import outer_layout as kernels
     return kernels.outer_layout(left, right, output.weight, output.bias, scale)
+
+
+def projects_sides(x, h):
+    """Whether both sides of an outer product, of h channels, are projected from x (..., c) by kernels."""
+    return runs(x) and takes_sides(x.shape[-1], h)
+
+
+def sides(x, norm, weight, bias):
+    """Both sides of an outer product, LayerNorm(x) weight^T + bias in halves, from a module and their packed
+    weight and bias; x, for who reads it behind this."""
+    from fusion_lab.kernels import side_projection as kernels
+    return kernels.side_projection(x, norm.weight, norm.bias, weight, bias, norm.eps)
 
 
 def transition(x, norm, first, second, residual):

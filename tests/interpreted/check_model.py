@@ -1,4 +1,6 @@
 """The model's ways into its kernels, in Triton's interpreter: a whole block, as if it lay on a GPU."""
+import dataclasses
+
 import pytest
 import torch
 from rule import violations
@@ -34,11 +36,12 @@ def run(block):
     return call
 
 
-def blocks(packing, without=()):
-    """(all kernels but those, none), with equal weights."""
+def blocks(packing, without=(), h=4):
+    """(all kernels but those, none), with equal weights; sides of the outer product have h channels."""
     torch.manual_seed(0)
     kernels = {name: name.removeprefix("enable_triton_") not in without for name in KERNELS}
-    found = [tof.FusedEvoformerBlock(CONFIG, fusion) for fusion in (
+    config = dataclasses.replace(CONFIG, outer_product_dim=h)
+    found = [tof.FusedEvoformerBlock(config, fusion) for fusion in (
         tof.FusionConfig(**kernels, **PACKINGS[packing]), tof.FusionConfig.preset(False))]
     accuracy.shake(tof.PROGRAM, found[1])
     found[0].load_state_dict(found[1].state_dict())
@@ -58,25 +61,26 @@ def test_a_block_is_what_it_is_without_kernels(packing):
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
 
 
-@pytest.mark.parametrize("packing, layers", [
-    ("qkv", "transition_layer"), *(pytest.param(*given, marks=pytest.mark.slow) for given in (
-        ("gate", "transition_layer"), ("qkv", "two_layers")))])
-def test_kernels_that_others_replace(packing, layers, monkeypatch):
-    """The outer product laid out; transitions round library products, or, of many channels, their layers."""
+@pytest.mark.parametrize("packing, layers, h", [
+    ("qkv", "transition_layer", 16), *(pytest.param(*given, marks=pytest.mark.slow) for given in (
+        ("gate", "transition_layer", 16), ("gate", "transition_layer", 4), ("qkv", "two_layers", 4)))])
+def test_kernels_that_others_replace(packing, layers, h, monkeypatch):
+    """The outer product laid out, from sides with a kernel, or without; transitions round library products,
+    or, of many channels, their layers."""
     monkeypatch.setattr(triton, "wraps", lambda x: layers == "transition_layer")
-    (ours, plain), made = blocks(packing, without=("transition", "outer_product")), []
-    for name in ("outer_layout", "two_layers", "transition_layer"):
+    (ours, plain), made = blocks(packing, without=("transition", "outer_product"), h=h), []
+    for name in ("outer_layout", "sides", "two_layers", "transition_layer"):
         call = getattr(triton, name)
         monkeypatch.setattr(triton, name, lambda *given, name=name, call=call: (
             made.append(name) or call(*given)))
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
-    assert set(made) == {"outer_layout", layers}
+    assert set(made) == {"outer_layout", layers, *["sides"] * (h == 16)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("without", [(), ("transition", "outer_product")], ids=str)
 def test_compiled_checkpointed_and_without_gradients(without):
-    ours = blocks("gate", without)[0]
+    ours = blocks("gate", without, 16)[0]
     given = [t.requires_grad_() for t in tensors()]
 
     def gradients(function):
