@@ -53,7 +53,8 @@ class PeerTriangleAttention(tof.FusedTriangleAttention):
         from cuequivariance_torch import triangle_attention
         assert key_mask is bias is residual is drop is None
         x = self.layer_norm(x)
-        bias = tof.head_bias(head, x) if axis == 2 else tof.head_bias(head, x).transpose(-1, -2)
+        bias, _ = tof.head_bias(head, x)
+        bias = bias if axis == 2 else bias.mT
         q, k, v, gate = self.project(x)
         q, k, v = (self.to_heads(p, axis).contiguous() for p in (q, k, v))
         out = triangle_attention(q, k, v, bias[:, None].float().contiguous())

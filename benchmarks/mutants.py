@@ -40,9 +40,13 @@ from fusion_lab.training import interrupts
 interrupts.quiet(__name__)
 
 os.environ |= dict(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+import torch._inductor  # noqa: F401  what takes long to import, once for all
+
+from fusion_lab.training.files import require_packages
+
+require_packages("mutants.py", "libcst", "mutmut", "pytest", listed="requirements-mutants.txt")
 import libcst as cst
 import pytest
-import torch._inductor  # noqa: F401  what takes long to import, once for all
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation import mutators
 from mutmut.mutation.file_mutation import MutationVisitor, deep_replace

@@ -445,11 +445,18 @@ def test_freed_memory_is_kept_by_the_right_words_to_the_c_library(monkeypatch):
     keep_freed_memory()  # another C library
 
 
-def test_what_settings_change_for_the_process(monkeypatch):
-    kept, matmul, compiler = [], torch.backends.cuda.matmul, torch._functorch.config
+@pytest.fixture
+def matmul():
+    """torch's settings for products, which are no attributes of an object that monkeypatch could restore."""
+    settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    yield settings
+    settings.allow_tf32 = before
+
+
+def test_what_settings_change_for_the_process(monkeypatch, matmul):
+    kept, matmul.allow_tf32, compiler = [], False, torch._functorch.config
     monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("memory"))
     monkeypatch.setattr(machine, "runs_in_tf32", lambda training, device: training.use_tf32)
-    monkeypatch.setattr(matmul, "allow_tf32", False)
     monkeypatch.setattr(compiler, "activation_memory_budget", 1.0)
     settings = tof.PROGRAM.settings(activation_memory_budget=0.5, use_tf32=True, enable_torch_compile=True)
     for device, expected in (("cpu", (["memory"], False)), ("cuda", (["memory"], True))):

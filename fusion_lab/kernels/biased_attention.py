@@ -64,14 +64,14 @@ BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1
 SUM_TILES = ("BM", "BN", "num_warps", "num_stages")
 BACKWARD_BIAS = candidates(SUM_TILES, (64, 32, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2),
                            (64, 64, 4, 4), (128, 64, 8, 3))
-BACKWARD_SCORES = candidates(SUM_TILES, (32, 128, 8, 1), (32, 128, 8, 2), (32, 128, 4, 2), (64, 128, 8, 2),
-                             (32, 64, 8, 2), (32, 64, 4, 3))
+BACKWARD_SCORES = candidates(SUM_TILES, (64, 128, 8, 1), (64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 3))
 SHORT_TILES = ("ROWS", "num_warps", "num_stages")
 BACKWARD_SHORT = candidates(SHORT_TILES, (2, 4, 2), (1, 4, 1), (4, 4, 2))
 if not torch.version.hip:  # fewer registers, so that more programs share a processor: NVIDIA's option
     BACKWARD_KV += candidates((*TILES, "maxnreg"), (32, 64, 1, 4, 3, 128), (64, 64, 1, 4, 3, 168))
     BACKWARD_BIAS += candidates((*SUM_TILES, "maxnreg"), (64, 32, 4, 3, 128), (64, 64, 4, 3, 168),
                                 (64, 64, 4, 4, 168))
+    BACKWARD_SCORES += candidates((*SUM_TILES, "maxnreg"), (64, 64, 8, 2, 128), (64, 128, 8, 1, 128))
     BACKWARD_SHORT += candidates((*SHORT_TILES, "maxnreg"), (2, 4, 2, 168), (1, 4, 1, 168), (4, 4, 2, 168))
 STORED = candidates(("STORED",), (0,), *((n << 20,) for n in (64, 256)))  # bytes of dS at a time, or 0:
 # scores are made again
@@ -345,7 +345,7 @@ def stored_rows(c, turned, inner, where, dq, dk, dv, dbias, most):
               lambda t: (triton.cdiv(c.L, t["BM"]), len(dbias), c.B * c.H),
               (c.k, scores, dq, dbias, c.H, c.L, c.D, c.sizes[-1], first, end,
                triton.cdiv(end - first, len(dbias)), *where[2:6], *where[10:]), LP=c.LP,
-              PRECISION=c.flags["PRECISION"])
+              FULL=c.L == c.LP and c.D == c.BD, PRECISION=c.flags["PRECISION"])
 
 
 def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads, axis, gated,

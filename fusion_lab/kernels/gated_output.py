@@ -79,15 +79,18 @@ def gated_output_backward_kernel(gradient, w, drop, out, gate, gate_bias, do, dg
                 row = tl.zeros((BM,), tl.float32)
 
 
-TILES = {2: tiles("BK", (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
-                  (32, 64, 4, 3), (128, 64, 8, 2)),
-         4: tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2))}
+TILES = {  # by bytes of a number and whether there are more than 128 channels
+    (2, False): tiles("BK", (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+                      (32, 64, 4, 3), (128, 64, 8, 2)),
+    (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)),
+    (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
+    (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
 
 
 def looked_up(positions, channels, dtype):
     """What the tuner goes by: the kernel's name, the class of its arguments, its candidates."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels}"
-    return gated_output_backward_kernel.__name__, shape, TILES[dtype.itemsize]
+    return gated_output_backward_kernel.__name__, shape, TILES[dtype.itemsize, channels > 128]
 
 
 @sums.constant

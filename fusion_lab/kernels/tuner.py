@@ -55,6 +55,10 @@ def table():
     return {**read(SHIPPED).get(gpu(), {}), **read(cache_file())}
 
 
+class NoneFits(RuntimeError):
+    """No candidate for a kernel fits this GPU."""
+
+
 def launch(kernel, shape, candidates, run):
     """run(configuration) with the best one known.
 
@@ -76,16 +80,16 @@ def chosen(kernel, shape, candidates):
 
 
 def fastest(key, candidates, run):
-    """The candidate that wins beyond noise, else the first; those that do not fit this GPU are left out.
-    RuntimeError if none fits."""
+    """The candidate that wins beyond noise, else the first; those that do not fit this GPU, nor have kernels
+    that do, are left out. NoneFits if all are."""
     times = {}
     for number, candidate in enumerate(candidates):
         with contextlib.suppress(triton.runtime.errors.OutOfResources, triton.CompilationError,
-                                 torch.OutOfMemoryError):
+                                 torch.OutOfMemoryError, NoneFits):
             run(candidate)
             times[number] = []
     if not times:
-        raise RuntimeError(f"{key}: none of {len(candidates)} tile sizes fits {torch.cuda.get_device_name()}")
+        raise NoneFits(f"{key}: none of {len(candidates)} tile sizes fits {torch.cuda.get_device_name()}")
     for _ in range(ROUNDS):
         for number, measured in times.items():
             measured.append(milliseconds(lambda number=number: run(candidates[number])))

@@ -217,12 +217,12 @@ def fresh_directory(path, named, force):
     require_directory(path)
 
 
-def require_packages(program, *names):
-    """End the program with one line where a package is missing."""
+def require_packages(program, *names, listed="requirements.txt"):
+    """End the program with one line where a package is missing; listed: the file that names them."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{program}: error: {sys.executable} lacks {', '.join(missing)}: pip install -r "
-              "requirements.txt, or activate the environment that has it; scripts take PYTHON=... as well",
+              f"{listed}, or activate the environment that has it; scripts take PYTHON=... as well",
               file=sys.stderr)
         raise SystemExit(MISSING)
 
