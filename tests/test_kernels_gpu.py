@@ -102,6 +102,14 @@ def test_stored_gradients_of_scores(name, size, most, dtype, monkeypatch):
         assert not violations(*module.problem(dtype, *case(size)))
 
 
+@pytest.mark.parametrize("number", range(len(biased_attention.BACKWARD_SCORES)))
+@pytest.mark.parametrize("size", [192, 256, 500])
+def test_stored_gradients_of_scores_by_every_tile(number, size, monkeypatch):
+    monkeypatch.setattr(biased_attention, "tuner", attention.stored(1 << 26, number))
+    with torch.device(DEVICE):
+        assert not violations(*attention.problem(torch.bfloat16, 1, 70, size, 4, 32, 2, True, True, True))
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("most", [1 << 40, 1 << 18], ids=["one round", "several"])
 @pytest.mark.parametrize("length", [23, 64])

@@ -77,13 +77,16 @@ def test_a_program_of_several_rows(length, monkeypatch):
     assert not violations(*key_masked(length, torch.float32))
 
 
-def stored(most):
-    """A tuner that has found that dS is to be stored, in rounds of so many bytes."""
+def stored(most, number=0):
+    """A tuner that has found that dS is to be stored, in rounds of so many bytes, and is best read with this
+    candidate's tiles."""
     def launch(kernel, shape, candidates, run):
         run(chosen(kernel, shape, candidates))
 
     def chosen(kernel, shape, candidates):
-        return dict(STORED=most) if kernel == "attention_backward" else candidates[0]
+        if kernel == "attention_backward":
+            return dict(STORED=most)
+        return candidates[number if kernel == "backward_scores_kernel" else 0]
     return SimpleNamespace(launch=launch, chosen=chosen)
 
 
@@ -95,6 +98,15 @@ def test_stored_scores(dtype, case, bytes_of_a_round, monkeypatch):
     """All rows in one round, one row a round, and 2 of 3 rows."""
     monkeypatch.setattr(biased_attention, "tuner", stored(bytes_of_a_round))
     assert not violations(*problem(dtype, *CASES[case]))
+
+
+@pytest.mark.parametrize("number", [
+    pytest.param(number, marks=[pytest.mark.slow] * (number != 2))
+    for number in range(len(biased_attention.BACKWARD_SCORES))])
+def test_stored_scores_by_every_tile(number, monkeypatch):
+    """Rows of three tiles of 64, for which four are stored."""
+    monkeypatch.setattr(biased_attention, "tuner", stored(1 << 30, number))
+    assert not violations(*problem(torch.bfloat16, 1, 2, 192, 1, 16, 2, True, False, True))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -222,6 +234,8 @@ MUTANTS_OF_STORED_SCORES = {
 def test_mutants_of_stored_scores_are_caught(name, tmp_path):
     changed = mutant(biased_attention, *MUTANTS_OF_STORED_SCORES[name], tmp_path)
     changed.tuner, changed.PROGRAMS = stored(1 << 18), 1  # a program of two rows, then one of the third
+    changed.Launch.scores = lambda c, like, begin, end: like.new_full(
+        (end - begin, c.B, c.H, c.LP, c.LP), torch.nan)
     assert violations(*problem(torch.float32, *CASES["long rows, two tiles, a mask"], module=changed))
 
 
