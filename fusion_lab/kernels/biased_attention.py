@@ -3,9 +3,9 @@
     out = softmax(q k^T scale + bias + key mask) v * sigmoid(gate + gate_bias)
 
 Letters: B samples, R rows, H heads, L length of a row, D head width; LP is L rounded up to whole tiles. A
-bias tile is loaded once for RU rows side by side. No scores are written. Bias and key mask together are one
-padded tensor that holds PADDING beyond L, so that no kernel masks a score; a second one is its transpose,
-which the gradients of k and v read.
+bias tile is loaded once for RU rows side by side. Bias and key mask together are one padded tensor that holds
+PADDING beyond L, so that no kernel masks a score; a second one is its transpose, which the gradients of k and
+v read. Scores are never written; their gradients may be.
 
 Backward begins with the gate: do = dout sigmoid(g) and delta = rowsum(do o) = rowsum(dout out), so that o
 itself is never stored; behind an output projection that is one kernel with the projection's backward
@@ -50,7 +50,7 @@ SHORT = 64  # keys that one tile holds, at most; half as many where registers ho
 PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU, which
 # have room there
 WIDEST_SUM = 512  # keys of which a program can sum gradients of scores
-MOST_SCORES = 256 << 20  # bytes of the gradients of scores of rows of one tile, if there are no more rows
+MOST_SCORES = 256 << 20  # bytes of dS of short rows; where it is more they are added up in rounds of rows
 
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
 TILES = ("BM", "BN", "RU", "num_warps", "num_stages")
@@ -166,7 +166,8 @@ class Sizes:
         return dict(config, EVEN=self.D == self.BD and all(self.L % t == 0 for t in tiles or [self.LP]))
 
     def shares(self, stored=0):
-        """How many programs sum the bias's gradient over rows; stored: whether from dS."""
+        """How many programs sum a tile of the bias's gradient over rows; stored: whether from dS, by tiles of
+        64 queries and all keys, of which half as many programs leave half of the parts."""
         tiles = triton.cdiv(self.L, 32) if stored else triton.cdiv(self.L, 64) ** 2
         return triton.cdiv(self.R, triton.cdiv(self.R, max(1, PROGRAMS // (self.B * self.H * tiles))))
 
