@@ -109,7 +109,7 @@ def test_stored_scores_by_every_tile(number, monkeypatch):
     assert not violations(*problem(torch.bfloat16, 1, 2, 192, 1, 16, 2, True, False, True))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_short_rows_in_rounds(rows, monkeypatch):
     """Of one row each, and of 2 of 5 rows, whose sums are parts of the bias's gradient."""
     monkeypatch.setattr(biased_attention, "MOST_SCORES", rows * 2 * 2 * 16 ** 2 * 4)

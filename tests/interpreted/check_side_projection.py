@@ -59,6 +59,7 @@ def test_forward_and_gradients(case, dtype):
     assert not violations(*problem(dtype, *CASES[case]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path, monkeypatch):
     module = mutant(side_projection, *MUTANTS[broken], tmp_path)
@@ -66,6 +67,7 @@ def test_mutants_are_caught(broken, tmp_path, monkeypatch):
     assert violations(*problem(torch.float32, *CASES["several tiles"], module=module))
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 5))
 def test_every_tile(number, monkeypatch):
