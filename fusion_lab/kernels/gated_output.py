@@ -1,14 +1,13 @@
 """Backward of an attention sub-layer's output projection and of the gate before it, as one Triton kernel.
 
-    out = softmax(q k^T scale + bias) v;  update = drop * ((out sigmoid(gate + gate_bias)) W^T + b)
+    o = softmax(q k^T scale + bias) v;  out = o sigmoid(gate + gate_bias);  update = drop * (out W^T + b)
 
-    du = drop dupdate;  t = du W;  do = t sigmoid(.);  dgate = t out sigmoid(.) (1 - sigmoid(.))
-    delta = rowsum over a head of do out, which the softmax's derivative needs
+    du = drop dupdate;  t = du W;  do = t sigmoid(.);  dgate = t out (1 - sigmoid(.))
+    delta = sum over a head of do o = t out, which the softmax's derivative needs
 
-`out` here is what forward stored, with the gate's factor in it, so that t out stands for t sigmoid(.) times
-attention's own result. out, gate, do, dgate (B, X, Y, c), gate and dgate as parts of wider tensors; W (c, c);
-delta (B, R, H, L). t is never written. The kernels of attention then read do and delta alone: made in there,
-gates were two fifths of the instructions of the gradient of q.
+out, gate, do, dgate (B, X, Y, c), gate and dgate as parts of wider tensors; W (c, c); delta (B, R, H, L).
+Neither o nor t is ever written. The kernels of attention then read do and delta alone: made in there, gates
+were a quarter of the instructions of the gradient of q at 256 keys (counted; LOG.md).
 """
 import triton
 import triton.language as tl
@@ -19,16 +18,14 @@ from fusion_lab.kernels.triton_parts import below, lines, precision, rows, sigmo
 
 
 @triton.jit
-def statistic_places(P, X, Y, mb, mx, my, LINES: tl.constexpr, BM: tl.constexpr):
+def statistic_places(X, Y, mb, mx, my, LINES: tl.constexpr, BM: tl.constexpr):
     """Offsets (BM,) of this program's positions in delta. LINES as in projection.factors()."""
     first, i = tl.program_id(0) * BM, tl.arange(0, BM)
+    divided = first if LINES > 0 else first + i
+    line, y = divided // Y, divided % Y
+    at = (line // X).to(tl.int64) * mb + (line % X).to(tl.int64) * mx + y.to(tl.int64) * my
     if LINES > 0:
-        line, y = first // Y, first % Y
-        at = (line // X).to(tl.int64) * mb + (line % X).to(tl.int64) * mx + y.to(tl.int64) * my
         at += i // (BM // LINES) * mx + i % (BM // LINES) * my
-    else:
-        line, y = (first + i) // Y, (first + i) % Y
-        at = (line // X).to(tl.int64) * mb + (line % X).to(tl.int64) * mx + y.to(tl.int64) * my
     return at
 
 
@@ -56,7 +53,7 @@ def gated_output_backward_kernel(gradient, w, drop, out, gate, gate_bias, do, dg
     do += first * C
     gate += first * sg
     dgate += first * tg
-    delta += statistic_places(P, X, Y, mb, mx, my, LINES, BM)
+    delta += statistic_places(X, Y, mb, mx, my, LINES, BM)
     row, here = tl.zeros((BM,), tl.float32), below(p, left)
     for k0 in range(0, C, BK):
         k = k0 + tl.arange(0, BK)

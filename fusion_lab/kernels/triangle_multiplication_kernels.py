@@ -101,10 +101,7 @@ def front_kernel(pair, norm_weight, norm_bias, weight, bias, mask, sides, normed
     """left and right, neighbours in sides (2 C, B, SP, SP); normed = LN(pair) (P, C) and its statistics; mask
     multiplies left or BOTH. Results are made channel first: weights are the left operand."""
     start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
-    pair += start * C
-    normed += start * C
-    sides += start
-    statistics += start
+    pair, normed, sides, statistics = pair + start * C, normed + start * C, sides + start, statistics + start
     k, c = tl.arange(0, C), tl.arange(0, BC)
     x = rows(pair, p, inside, k, C)
     value_bias, gate_bias = biases(bias, c, BIAS), biases(bias, c + 2 * C, BIAS)
@@ -145,10 +142,8 @@ def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bia
     """out (B, S, S, C) from the product and normed = LN(pair) (P, C). If KEEP, for backward: centered =
     LN(product) (P, C) and its statistics."""
     start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
-    normed += start * C
-    out += start * C
-    product += start
-    statistics += start
+    normed, out = normed + start * C, out + start * C
+    product, statistics = product + start, statistics + start
     if KEEP:
         centered += start * C
     if RESIDUAL:
@@ -189,14 +184,9 @@ def back_backward_kernel(product, normed, center_weight, out_weight, out_bias, g
     projection; the gradient of the output gate, the last C columns of dgates (P, 5 C). sums
     (programs, 4 C): of center_weight, center_bias, out_bias, gate_bias."""
     start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
-    normed += start * C
-    centered += start * C
-    gradient += start * C
-    dout += start * C
-    dgates += start * 5 * C
-    product += start
-    statistics += start
-    dproduct += start
+    normed, centered, dout = normed + start * C, centered + start * C, dout + start * C
+    gradient, dgates, statistics = gradient + start * C, dgates + start * 5 * C, statistics + start
+    product, dproduct = product + start, dproduct + start
     k, c = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = out_weight.dtype.element_ty
     n, x = rows(centered, p, inside, k, C), rows(normed, p, inside, k, C)
@@ -241,12 +231,8 @@ def front_backward_kernel(pair, norm_weight, weight, bias, mask, sides, normed, 
     the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of norm_weight, norm_bias and bias. Sides,
     gates and their gradients are channel first."""
     start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
-    pair += start * C
-    normed += start * C
-    gradient += start * C
-    dpair += start * C
-    dgates += start * 5 * C
-    statistics += start
+    pair, normed, dpair = pair + start * C, normed + start * C, dpair + start * C
+    gradient, dgates, statistics = gradient + start * C, dgates + start * 5 * C, statistics + start
     k, c = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = weight.dtype.element_ty
     x = tl.trans(rows(normed, p, inside, k, C))

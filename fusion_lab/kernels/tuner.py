@@ -20,8 +20,8 @@ from fusion_lab.kernels.attention import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
-CYCLES = 6_000_000  # for which the GPU waits, about three milliseconds: REPEATS launches of four kernels
-# take half of that
+CYCLES = 6_000_000  # for which the GPU waits, about three milliseconds, in which the host queues REPEATS
+# launches of a kernel, or of the few that make one gradient
 found = None  # {kernel and class: configuration} while retuning() measures
 
 

@@ -2,7 +2,7 @@
 fail."""
 import pytest
 import torch
-from rule import in_dtypes, mutant, violations
+from rule import in_dtypes, mutant, same_in_every_mode, violations
 
 from fusion_lab.kernels import side_projection
 
@@ -93,17 +93,7 @@ def test_shares_hold_all_positions():
 @pytest.mark.slow
 def test_under_compile_checkpoint_and_no_grad():
     ours, _, tensors = problem(torch.float32, *CASES["two samples, odd"])
-    given = [t.requires_grad_() for t in tensors]
-
-    def gradients(function):
-        out = function(*given)
-        return [out, *torch.autograd.grad(out, given, torch.ones_like(out))]
-    expected = gradients(ours)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for function in (compiled, lambda *t: torch.utils.checkpoint.checkpoint(ours, *t, use_reentrant=False)):
-        assert all(map(torch.equal, expected, gradients(function)))
-    with torch.no_grad():
-        assert torch.equal(ours(*given), expected[0])
+    assert same_in_every_mode(ours, tensors, unused=0)
 
 
 def test_autocast_rounds_the_sides_and_not_what_is_handed_on():

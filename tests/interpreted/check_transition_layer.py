@@ -2,7 +2,7 @@
 mutants must fail."""
 import pytest
 import torch
-from rule import mutant, violations
+from rule import mutant, same_in_every_mode, violations
 
 from fusion_lab.kernels import hidden_gradient, projection, transition_layer
 
@@ -75,17 +75,7 @@ def test_mutants_of_the_residuals_sum_are_caught(old, new, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_under_compile_checkpoint_and_no_grad():
     ours, _, tensors = problem(torch.float32, *CASES["two samples, odd"])
-    given = [t.requires_grad_() for t in tensors[:-1]] + tensors[-1:]
-
-    def gradients(function):
-        out = function(*given)
-        return [out, *torch.autograd.grad(out, given[:-1], torch.ones_like(out))]
-    expected = gradients(ours)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for function in (compiled, lambda *t: torch.utils.checkpoint.checkpoint(ours, *t, use_reentrant=False)):
-        assert all(map(torch.equal, expected, gradients(function)))
-    with torch.no_grad():
-        assert torch.equal(ours(*given), expected[0])
+    assert same_in_every_mode(ours, tensors, unused=1)
 
 
 def test_autocast_rounds_products_and_not_the_residual():

@@ -39,6 +39,24 @@ def violations(ours, plain, tensors, gradient=None):
     return found
 
 
+def same_in_every_mode(ours, tensors, unused):
+    """Whether ours(*tensors) has the same bits, and all its gradients have, compiled in one piece and with a
+    checkpoint, and its result has without gradients. So many tensors, unused, must have no gradient."""
+    given = [t.requires_grad_() for t in tensors]
+
+    def gradients(function):
+        out = function(*given)
+        return [out, *torch.autograd.grad(out, given, torch.ones_like(out), allow_unused=True)]
+    expected, same = gradients(ours), []
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for function in (compiled, lambda *t: torch.utils.checkpoint.checkpoint(ours, *t, use_reentrant=False)):
+        found = gradients(function)
+        same += [a is b is None or torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
+    with torch.no_grad():
+        same.append(torch.equal(ours(*given), expected[0]))
+    return all(same) and sum(gradient is None for gradient in expected) == unused
+
+
 def in_dtypes(cases):
     """(case, dtype): all in float32 and bfloat16, the first in float16 as well."""
     return [*itertools.product(cases, (torch.float32, torch.bfloat16)), (next(iter(cases)), torch.float16)]
