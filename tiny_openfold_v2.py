@@ -80,7 +80,7 @@ class FusionConfig(TritonSwitches):
         False, f"with --enable-torch-compile on a GPU, up to {COMBO_KERNELS_UP_TO} residues: independent "
         "small kernels, such as sums for bias gradients, share launches", preset=True, rung=6, alone=False)
     enable_activation_checkpointing: bool = option(
-        False, "keep only the inputs of every block, recompute the rest in backward: less memory, more time",
+        False, "keep the inputs of blocks alone, but for the last; recompute the rest: less memory, more time",
         rung=7)
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
@@ -577,11 +577,11 @@ class TinyOpenFoldV2(nn.Module):
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
         target = msa_tokens[:, 0] if target_tokens is None else target_tokens
         msa, pair = embed(msa_tokens, target, *features)
-        for block in self.blocks:
-            if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
-                block = partial(checkpoint, block, use_reentrant=False,
-                                preserve_rng_state=self.config.dropout > 0)
-            msa, pair = block(msa, pair, seq_mask, row_mask)
+        recompute = self.fusion.enable_activation_checkpointing and torch.is_grad_enabled()
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+        for block in self.blocks:  # backward begins with the last one, which is therefore kept
+            call = partial(again, block) if recompute and block is not self.blocks[-1] else block
+            msa, pair = call(msa, pair, seq_mask, row_mask)
         return heads(msa, pair, msa_targets, coords, coord_mask)
 
     def embed(self, msa_tokens, target, features=None):

@@ -269,14 +269,16 @@ def test_packed_gate_keeps_autocast_low():
 
 
 def test_activation_checkpointing_changes_memory_and_nothing_else():
+    """One of four blocks is kept: backward begins with it."""
     results = []
     for enabled in (False, True):
-        trainer, batch = trainer_and_batch(given(seq_len=16, enable_activation_checkpointing=enabled))
+        trainer, batch = trainer_and_batch(given(seq_len=16, num_blocks=4,
+                                                 enable_activation_checkpointing=enabled))
         accuracy.shake(tof.PROGRAM, trainer.model)
         saved = saved_activations(trainer.model, [], lambda t=trainer, b=batch: t.forward(b)["loss"])
         trainer.forward(batch)["loss"].backward()
         results.append((saved["rest"], [p.grad for p in trainer.model.parameters()]))
-    assert results[1][0] < 0.3 * results[0][0]
+    assert 0.25 * results[0][0] < results[1][0] < 0.4 * results[0][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 

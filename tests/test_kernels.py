@@ -286,7 +286,7 @@ LAUNCHES = {
     "attention, S 77": (attention, 77, 16, 1, True, True),
     "attention, S 64": (attention, 64, 32, 2, True, False),
     "attention, stored scores, S 256": (stored_scores, 256),
-    "attention, stored scores, S 500": (stored_scores, 500),
+    "attention, stored scores, S 200": (stored_scores, 200),
     "columns, N 128": (attention, 128, 32, 1, False, False),
     "columns, N 16": (attention, 16, 16, 1, False, True),
     **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},

@@ -103,7 +103,7 @@ def test_stored_gradients_of_scores(name, size, most, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("number", range(len(biased_attention.BACKWARD_SCORES)))
-@pytest.mark.parametrize("size", [192, 256, 500])
+@pytest.mark.parametrize("size", [192, 200, 256])
 def test_stored_gradients_of_scores_by_every_tile(number, size, monkeypatch):
     monkeypatch.setattr(biased_attention, "tuner", attention.stored(1 << 26, number))
     with torch.device(DEVICE):
@@ -250,7 +250,7 @@ def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
         assert bool(gathered) == on
     assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
-    for op, most in ((weight_gradients.OP, 18), (sums.GATHERED_OP, 19)):  # a block's
+    for op, most in ((weight_gradients.OP, 17), (sums.GATHERED_OP, 22)):  # a block's
         assert max(count for each, count in gathered if each == op) == most
 
 

@@ -100,6 +100,10 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H: tl.constexpr, L, 
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i = i0 + tl.arange(0, BM)
+    # Maxima are kept to base 2, so that an exponent is one multiply-add. But a tile may have no key except
+    # -1e9, whose product with LOG2E is off by 18, and 2^18 is beyond float16: there differences come first.
+    UNIT: tl.constexpr = 1.0 if q.dtype.element_ty == tl.float16 else LOG2E
+    REST: tl.constexpr = LOG2E / UNIT
     queries, openings, tops, sums, accs = (), (), (), (), ()
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, R - 1)
@@ -120,9 +124,8 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H: tl.constexpr, L, 
             s = tl.dot(queries[u], tl.trans(kt), input_precision=PRECISION) * scale + t
             if KEYS:
                 s += key_tile(keys, b, r, j, kb, kr)[None, :]
-            top = tl.maximum(tops[u], tl.max(s, 1))
-            # The difference first: a row may have no key but -1e9, whose product with LOG2E is off by 18.
-            p, shrink = tl.exp2((s - top[:, None]) * LOG2E), tl.exp2((tops[u] - top) * LOG2E)
+            top = tl.maximum(tops[u], tl.max(s, 1) * UNIT)
+            p, shrink = tl.exp2((s * UNIT - top[:, None]) * REST), tl.exp2((tops[u] - top) * REST)
             new_tops = new_tops + (top,)
             new_sums = new_sums + (sums[u] * shrink + tl.sum(p, 1),)
             new_accs = new_accs + (tl.dot(p.to(vt.dtype), vt, accs[u] * shrink[:, None],
@@ -136,7 +139,7 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H: tl.constexpr, L, 
                 result = result * gates(openings[u], gb, h, D, BD, GATE_BIAS)
             put(out + b * sob + r * sor + h * soh, result, i0, L, D, sol, EVEN)
             # A row without any key: no probability in backward, where this sum would drown in its maximum.
-            found = tl.where(tops[u] < -5e8, float("inf"), tops[u] * LOG2E + tl.log2(sums[u]))
+            found = tl.where(tops[u] < -5e8, float("inf"), tops[u] * REST + tl.log2(sums[u]))
             tl.store(lse + ((b * R + r) * H + h) * L + i, found, mask=i < L)
 
 

@@ -49,7 +49,7 @@ TALLEST = 128  # positions of a tile, at most; within one offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
 PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU, which
 # have room there
-WIDEST_SUM = 512  # keys of which a program can sum gradients of scores
+WIDEST_SUM = 256  # keys of which a program can sum gradients of scores; of twice as many it wins nothing
 MOST_SCORES = 256 << 20  # bytes of dS of short rows; where it is more they are added up in rounds of rows
 
 # The first of each needs no more than any GPU has; the tuner chooses (tuner.py).
