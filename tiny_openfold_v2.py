@@ -80,7 +80,7 @@ class FusionConfig(TritonSwitches):
         False, f"with --enable-torch-compile on a GPU, up to {COMBO_KERNELS_UP_TO} residues: independent "
         "small kernels, such as sums for bias gradients, share launches", preset=True, rung=6, alone=False)
     enable_activation_checkpointing: bool = option(
-        False, "keep the inputs of blocks alone, but for the last; recompute the rest: less memory, more time",
+        False, "keep only the inputs of all blocks but the last, recompute the rest: less memory, more time",
         rung=7)
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))

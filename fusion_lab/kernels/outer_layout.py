@@ -46,12 +46,14 @@ def reference(left, right, weight, bias, scale=1.0):
 def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sbk, sbn1, sbn2,
                          scale, N2: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
                          LINES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                         BK: tl.constexpr):
-    """BM rows and BN columns of one sample. Beyond the last ones it reads from within, for nobody uses that.
-    EVEN: BK divides K; ONCE: K is no more than BK; LINES, if not 0: nothing is beyond, and rows are the whole
-    of so many lines of M2, or a part of one, columns likewise of N2, so that only the first is divided."""
-    sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN)
-    m, n, k = tl.program_id(0) // across * BM, tl.program_id(0) % across * BN, tl.arange(0, BK)
+                         BK: tl.constexpr, MANY: tl.constexpr):
+    """BM rows and MANY tiles of BN columns of one sample. Beyond the last ones it reads from within, for
+    nobody uses that. EVEN: BK divides K; ONCE: K is no more than BK; LINES, if not 0: nothing is beyond, and
+    rows are the whole of so many lines of M2, or a part of one, columns likewise of N2, so that only the
+    first is divided. MANY, if not 1: as LINES, ONCE, and a tile's columns are whole lines; what the next tile
+    reads is loaded while this one is written."""
+    sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN * MANY)
+    m, n, k = tl.program_id(0) // across * BM, tl.program_id(0) % across * BN * MANY, tl.arange(0, BK)
     a += sample * sab
     b += sample * sbb
     out += sample * M1 * M2 * N1 * N2
@@ -72,29 +74,41 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
         row, column = tl.minimum(line, M1 - 1), tl.minimum(n1, N1 - 1)
     at = a + ((row * sam1 + m2 * sam2)[:, None] + (k * sak)[None, :])
     bt = b + ((column * sbn1 + n2 * sbn2)[None, :] + (k * sbk)[:, None])
-    acc = tl.zeros((BM, BN), tl.float32)
-    if not ONCE:
-        tl.assume(K > 0)  # else what the loop starts from is copied, for one without an iteration
-    for k0 in range(0, BK if ONCE else K, BK):
-        if EVEN:
-            left, right = tl.load(at), tl.load(bt)
-        else:
-            left = tl.load(at, mask=k[None, :] < K - k0, other=0.0)
-            right = tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
-        at += BK * sak
-        bt += BK * sbk
-    at = out + (line * (N1 * M2 * N2) + m2 * N2)[:, None] + (n1 * (M2 * N2) + n2)[None, :]
-    inside = below(line, None if LINES > 0 else M1)[:, None] & below(n1, None if LINES > 0 else N1)[None, :]
-    tl.store(at, (acc * scale).to(out.dtype.element_ty), mask=inside)
+    to = out + (line * (N1 * M2 * N2) + m2 * N2)[:, None] + (n1 * (M2 * N2) + n2)[None, :]
+    if MANY > 1:
+        left = tl.load(at) if EVEN else tl.load(at, mask=k[None, :] < K, other=0.0)
+        for _ in range(MANY):
+            right = tl.load(bt) if EVEN else tl.load(bt, mask=k[:, None] < K, other=0.0)
+            acc = tl.dot(left, right, input_precision=PRECISION)
+            tl.store(to, (acc * scale).to(out.dtype.element_ty))
+            bt += BN // N2 * sbn1
+            to += BN // N2 * (M2 * N2)
+    else:
+        acc = tl.zeros((BM, BN), tl.float32)
+        if not ONCE:
+            tl.assume(K > 0)  # else what the loop starts from is copied, for one without an iteration
+        for k0 in range(0, BK if ONCE else K, BK):
+            if EVEN:
+                left, right = tl.load(at), tl.load(bt)
+            else:
+                left = tl.load(at, mask=k[None, :] < K - k0, other=0.0)
+                right = tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            at += BK * sak
+            bt += BK * sbk
+        rows, columns = below(line, None if LINES > 0 else M1), below(n1, None if LINES > 0 else N1)
+        tl.store(to, (acc * scale).to(out.dtype.element_ty), mask=rows[:, None] & columns[None, :])
 
 
 # By bytes of a number; the first of each fits every GPU. Strict float32 has no matrix instructions on NVIDIA.
+NAMES = ("BM", "BN", "BK", "num_warps", "num_stages", "MANY")
 TILES = {
-    2: candidates(("BM", "BN", "BK", "num_warps", "num_stages"), (64, 64, 64, 4, 2), (128, 64, 64, 4, 2),
-                  (128, 128, 32, 8, 3), (128, 128, 64, 8, 2), (128, 128, 64, 4, 2), (128, 128, 128, 8, 1),
-                  (128, 256, 64, 8, 2), (256, 128, 64, 8, 2), (64, 128, 64, 4, 2), (64, 128, 32, 4, 3)),
-    4: candidates(("BM", "BN", "BK", "num_warps", "num_stages"), (64, 64, 16, 8, 2))}
+    2: candidates(NAMES, (64, 64, 64, 4, 2, 1), (128, 64, 64, 4, 2, 1), (128, 128, 32, 8, 3, 1),
+                  (128, 128, 64, 8, 2, 1), (128, 128, 64, 4, 2, 1), (128, 128, 128, 8, 1, 1),
+                  (128, 256, 64, 8, 2, 1), (256, 128, 64, 8, 2, 1), (64, 128, 64, 4, 2, 1),
+                  (64, 128, 32, 4, 3, 1), (64, 128, 128, 4, 2, 8), (64, 128, 128, 4, 3, 8),
+                  (64, 64, 128, 4, 3, 8), (128, 128, 128, 8, 2, 8), (128, 64, 128, 4, 3, 8), (64, 128, 128, 4, 2, 4), (128, 128, 128, 8, 3, 4), (128, 128, 128, 4, 2, 8), (64, 128, 128, 4, 4, 8), (64, 256, 128, 8, 2, 4)),
+    4: candidates(NAMES, (64, 64, 16, 8, 2, 1))}
 
 
 def multiply(a, b, out, scale):
@@ -109,13 +123,14 @@ def multiply(a, b, out, scale):
                       f"H{N2}", *["ragged"] * (K % max(16, min(128, triton.next_power_of_2(K))) > 0)])
 
     def launch(chosen):
-        bk = max(16, min(chosen["BK"], triton.next_power_of_2(K)))
-        grid = triton.cdiv(M1 * M2, chosen["BM"]) * triton.cdiv(N1 * N2, chosen["BN"]), samples
-        whole = lines(M1, M2, chosen["BM"]) if lines(N1, N2, chosen["BN"]) else 0
+        bm, bn, bk = chosen["BM"], chosen["BN"], max(16, min(chosen["BK"], triton.next_power_of_2(K)))
+        whole = lines(M1, M2, bm) if lines(N1, N2, bn) else 0
         whole = 0 if dtype == torch.float32 else whole  # on sm_80 it would spill
+        many = math.gcd(chosen["MANY"], N1 * N2 // bn) if whole and K <= bk and bn % N2 == 0 else 1
+        grid = triton.cdiv(M1 * M2, bm) * triton.cdiv(N1 * N2, bn * many), samples
         layout_matmul_kernel[grid](a, b, out, M1, M2, N1, K, *a.stride(), *b.stride(), scale, N2=N2,
                                    EVEN=K % bk == 0 < K, ONCE=K <= bk, LINES=whole,
-                                   PRECISION=precision(dtype), **dict(chosen, BK=bk))
+                                   PRECISION=precision(dtype), **dict(chosen, BK=bk, MANY=many))
     tuner.launch(layout_matmul_kernel.__name__, shape, TILES[out.element_size()], launch)
 
 

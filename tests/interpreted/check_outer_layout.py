@@ -22,11 +22,11 @@ MUTANTS = {
     "as the library writes it": (
         "(line * (N1 * M2 * N2) + m2 * N2)[:, None] + (n1 * (M2 * N2) + n2)[None, :]",
         "(m * (N1 * N2))[:, None] + n[None, :]"),
-    "last tile of rows dropped": ("triton.cdiv(M1 * M2, chosen", "max(1, M1 * M2 // chosen"),
-    "last tile of columns dropped": ("triton.cdiv(N1 * N2, chosen", "max(1, N1 * N2 // chosen"),
+    "last tile of rows dropped": ("triton.cdiv(M1 * M2, bm)", "max(1, M1 * M2 // bm)"),
+    "last tile of columns dropped": ("triton.cdiv(N1 * N2, bn * many)", "max(1, N1 * N2 // bn)"),
     "last tile of a sum dropped": ("BK if ONCE else K, BK)", "BK if ONCE else K - BK, BK)"),
     "last number of a sum dropped": (" < K - k0", " < K - k0 - 1"),
-    "always the first tile of a sum": ("        at += BK * sak\n", ""),
+    "always the first tile of a sum": ("            at += BK * sak\n", ""),
     "one tile of every sum": ("ONCE=K <= bk", "ONCE=True"),
     "the first sample alone": ("a += sample * sab", "a += 0"),
     "all samples into the first": ("out += sample * M1 * M2 * N1 * N2", "out += 0"),
@@ -37,6 +37,9 @@ MUTANTS = {
     "whole tiles: all of one part of the columns": ("sbn1 + n2 * sbn2\n", "sbn1\n"),
     "whole tiles: one line": ("m // WM", "0 * m"),
     "whole tiles: stored as the first": ("out += line * (N1 * M2 * N2)", "out += 0 * line"),
+    "several tiles: always the first columns": ("            bt += BN // N2 * sbn1\n", ""),
+    "several tiles: each over the first": ("            to += BN // N2 * (M2 * N2)\n", ""),
+    "several tiles: the last one dropped": ("range(MANY)", "range(MANY - 1)"),
     "left's gradient transposed": ("right.flatten(2) @ d.mT", "right.flatten(2) @ d"),
     "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
     "bias without a gradient": ("sums.over_rows(gradient, ctx.scale)", "0 * sums.over_rows(gradient, 1.0)"),
@@ -73,18 +76,28 @@ def test_forward_and_gradients(case, dtype):
     assert not violations(*problem(dtype, *CASES[case]))
 
 
+def several_tiles(kernel, shape, candidates, run):
+    """tuner.launch() with the first candidate of several tiles of columns."""
+    run(next(each for each in candidates if each["MANY"] > 1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", MUTANTS)
-def test_mutants_are_caught(broken, tmp_path):
+def test_mutants_are_caught(broken, tmp_path, monkeypatch):
     module = mutant(outer_layout, *MUTANTS[broken], tmp_path)
-    case, whole = WHERE.get(broken, "two samples, odd"), broken.startswith("whole tiles")
+    several = broken.startswith("several tiles")
+    case = "whole tiles" if several else WHERE.get(broken, "two samples, odd")
+    whole = case == "whole tiles" or broken.startswith("whole tiles")
+    if several:
+        monkeypatch.setattr(tuner, "launch", several_tiles)
     assert violations(*problem(torch.bfloat16 if whole else torch.float32, *CASES[case], module=module))
 
 
+@pytest.mark.parametrize("case", ["many rows", "whole tiles"])
 @pytest.mark.parametrize("number", range(1, len(outer_layout.TILES[2])))
-def test_every_candidate_of_the_tuner(number, monkeypatch):
+def test_every_candidate_of_the_tuner(number, case, monkeypatch):
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
-    assert not violations(*problem(torch.bfloat16, *CASES["many rows"]))
+    assert not violations(*problem(torch.bfloat16, *CASES[case]))
 
 
 def test_each_tensor_lies_as_its_reader_wants_it():
