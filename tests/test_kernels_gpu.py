@@ -29,6 +29,7 @@ from fusion_lab.kernels import (
     adamw,
     biased_attention,
     gathered_gradients,
+    outer_layout,
     sums,
     triangle_products,
     tuner,
@@ -130,6 +131,16 @@ def test_products_of_short_sides_with_every_tile(length, outgoing, dtype, monkey
         for number in range(len(triangle_products.CANDIDATES)):
             monkeypatch.setattr(tuner, "launch", products.tiles(number))
             assert not violations(*products.problem(dtype, 512, length, outgoing))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("number", range(len(outer_layout.TILES[2])))
+def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
+    """Of whole tiles, several of them a program, and of others."""
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
+    with torch.device(DEVICE):
+        for case in ((1, 128, 64, 32, 128, True), (2, 16, 128, 32, 128, True), (1, 37, 65, 12, 72, True)):
+            assert not violations(*layouts.problem(dtype, *case))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
