@@ -6,10 +6,10 @@ or, turned, the transpose of that, which is the gradient of what made the bias o
 launch reads every part once, adds up in float32, crops, rounds once and writes what the next kernel reads:
 sum, crop and transpose by themselves would write it twice.
 
-A program owns a tile of one head: at least 32 bytes of a row, read and, turned, written. It loads RN parts of
-it at once, four times 16 bytes a thread, since the compiler keeps no more than three or four loads in flight;
-hence many warps. Every tile divides LP, so that no load is masked but that of parts beyond n: what parts hold
-beyond L, which may be anything, is read and not stored.
+A program owns PLACES places of one head, of which it reads whole lines of 128 bytes. It has a sum for each of
+RN parts, RN apart, and adds these up at the end: what else would be a sum across threads in every turn. Every
+tile divides LP, so that no load is masked but that of parts beyond n: what parts hold beyond L, which may be
+anything, is read and not stored.
 """
 import math
 
@@ -19,10 +19,8 @@ import triton.language as tl
 
 from fusion_lab.kernels.triton_parts import operation
 
-DEEPEST = 128  # bytes of one place that a tile has, at most: of 64 parts in 16 bits, of 32 in float32
-LEAST, TILE = 16 * 16, 16 << 10  # places of a tile; its bytes, unless it is so deep that LEAST has more
-HIGHEST, WIDEST = 64, 32
-LOADED = 4 * 16 * 32  # bytes that a warp of 32 threads loads
+LINE, PLACES = 128, 256  # bytes of a row that a program reads; queries times keys of a tile
+TURN = 8 << 10  # bytes that it loads at once, 32 a thread
 
 
 def reference(parts, length, dtype, turned):
@@ -35,7 +33,7 @@ def launch(parts, length, dtype, turned):
     out = sizes(parts, length, dtype, turned)
     n, B, H, LP, _ = parts.shape
     together, BI, BJ = tile(n, LP, parts.itemsize)
-    warps = BI * BJ * together * parts.itemsize // LOADED
+    warps = BI * BJ * together * parts.itemsize // (32 * 32)
     added_bias_kernel[(triton.cdiv(length, BJ), triton.cdiv(length, BI), B * H)](
         parts, out, n, B * H * LP * LP, length, LP, TURNED=turned, RN=together, BI=BI, BJ=BJ,
         num_warps=max(1, warps))
@@ -44,10 +42,9 @@ def launch(parts, length, dtype, turned):
 
 def tile(n, LP, itemsize):
     """How many of n parts are loaded at once, and queries and keys of a tile, (RN, BI, BJ): powers of two."""
-    together = min(triton.next_power_of_2(max(1, n)), DEEPEST // itemsize)
-    places = max(LEAST, TILE // (together * itemsize))
-    BJ = math.gcd(LP, 16 if places == LEAST else WIDEST)
-    return together, math.gcd(LP, min(HIGHEST, places // BJ)), BJ
+    BJ = math.gcd(LP, LINE // itemsize)
+    BI = math.gcd(LP, PLACES // BJ)
+    return min(triton.next_power_of_2(max(1, n)), TURN // (BI * BJ * itemsize)), BI, BJ
 
 
 def sizes(parts, length, dtype, turned):
@@ -63,11 +60,11 @@ def added_bias_kernel(parts, out, N, apart, L, LP, TURNED: tl.constexpr, RN: tl.
     r, p = tl.arange(0, RN), tl.arange(0, BI * BJ)
     here = r.to(tl.int64)[:, None] * apart + (p // BJ * LP + p % BJ)[None, :]
     parts += (head * LP + i0) * LP + j0
-    acc = tl.zeros((BI * BJ,), tl.float32)
-    for r0 in range(0, N, RN):
-        found = tl.load(parts + here, mask=(r < N - r0)[:, None], other=0.0)
-        acc += tl.sum(found.to(tl.float32), 0)
+    acc = tl.zeros((RN, BI * BJ), tl.float32)
+    for r0 in tl.range(0, N, RN, num_stages=4):  # loads of later turns are under way
+        acc += tl.load(parts + here, mask=(r < N - r0)[:, None], other=0.0).to(tl.float32)
         parts += tl.cast(apart, tl.int64) * RN
+    acc = tl.sum(acc, 0)
     i, j = i0 + tl.arange(0, BI)[:, None], j0 + tl.arange(0, BJ)[None, :]
     at = j * L + i if TURNED else i * L + j
     tl.store(out + head * L * L + at, tl.reshape(acc, (BI, BJ)).to(out.dtype.element_ty),

@@ -16,7 +16,7 @@ CASES = {  # n, B, H, LP, length
     "many": (300, 1, 1, 16, 1),
 }
 MUTANTS = {  # what is replaced by what, and the case that must notice; none leaves its memory
-    "last parts dropped": ("range(0, N, RN)", "range(0, N - RN, RN)", "one more"),
+    "last parts dropped": ("range(0, N, RN", "range(0, N - RN, RN", "one more"),
     "last part dropped": ("r < N - r0", "r < N - r0 - 1", "few of long rows"),
     "always the first parts": ("tl.int64) * RN", "tl.int64) * 0", "one more"),
     "turned without being asked": ("if TURNED else", "if not TURNED else", "few of long rows"),
@@ -75,9 +75,9 @@ def test_tiles_are_whole_and_of_few_bytes():
         for LP in (16, 32, 48, 64, 128, 384):
             for itemsize in (2, 4):
                 together, BI, BJ = added_bias.tile(n, LP, itemsize)
-                assert LP % BI == LP % BJ == 0 and together * itemsize <= added_bias.DEEPEST
-                assert BI * BJ * together * itemsize <= added_bias.LEAST * added_bias.DEEPEST
-                assert BI >= 16 <= BJ  # 32 bytes in 16 bits
+                assert LP % BI == LP % BJ == 0 and BJ * itemsize <= added_bias.LINE
+                assert BI * BJ <= added_bias.PLACES and BI * BJ * together * itemsize <= added_bias.TURN
+                assert LP < 64 or BI * BJ == added_bias.PLACES
 
 
 def test_fake_tensors_have_the_same_size():
