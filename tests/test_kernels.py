@@ -17,6 +17,7 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
 
 from fusion_lab.kernels import (
     adamw,
+    added_bias,
     ahead_of_time,
     attention_layer,
     biased_attention,
@@ -182,6 +183,13 @@ def many_sums(rows, widths):
     sums.gathered([torch.empty(rows + number, width) for number, width in enumerate(widths)], torch.bfloat16)
 
 
+def bias_sums(n, length, dtype):
+    """The same for sums of parts of a bias's gradient, with and without the transpose."""
+    LP = biased_attention.padded_length(length)
+    for turned in (False, True):
+        added_bias.launch(torch.empty(n, 1, 4, LP, LP, dtype=dtype), length, torch.bfloat16, turned)
+
+
 def heads_of(width):
     """The same for heads that are alone in their tensors."""
     q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
@@ -308,6 +316,9 @@ LAUNCHES = {
     "sums, odd": (many_sums, 77, [23, 64]),
     "sums of ones": (many_sums, 1, [1]),
     "sums of one and others": (many_sums, 1, [1, 64]),
+    "bias's gradient, S 64": (bias_sums, 64, 64, torch.bfloat16),
+    "bias's gradient, S 51": (bias_sums, 77, 51, torch.float16),
+    **{f"bias's gradient, {n} parts": (bias_sums, n, 256, torch.float32) for n in (1, 2, 8, 100)},
     "LLaMA block, c 512": (block, 512, 256),
     **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
     "AdamW": (optimizer_step, torch.bfloat16, True, False),
@@ -322,8 +333,8 @@ LAUNCHES = {
 }
 WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
-WITHOUT_PRODUCTS = ("sum_kernel", "sums_kernel", "gate_backward", "message_", "adamw_", "swiglu_",
-                    "rotary_kernel")
+WITHOUT_PRODUCTS = ("sum_kernel", "sums_kernel", "added_bias_kernel", "gate_backward", "message_", "adamw_",
+                    "swiglu_", "rotary_kernel")
 SPILLS = {("front_backward_kernel", "BC=64, BM=64, num_stages=2, num_warps=4"): 24,  # pays (LOG.md)
           ("norm_project_backward_kernel",  # where tiles are not whole
            "EVEN=False, C=128, BM=64, BN=64, num_stages=4, num_warps=4"): 8}
@@ -390,13 +401,16 @@ def test_every_tile_for_gradients_of_weights_compiles_for(target, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
 def test_sums_are_loaded_16_bytes_at_a_time_for(target):
-    with compiled_for(target, describe=lambda kernel: (kernel, ahead_of_time.resources(kernel))) as found:
-        many_sums(1024, SUMS)
-    (kernel, used), = found.values()
-    assert used["spills"] == 0 and used["shared"] <= ahead_of_time.MEMORY[target]
-    code = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
-    loads = re.findall(r"ld\.global\S*|(?:global|buffer)_load_(?!lds)\S*", code)
-    assert loads and all(re.search(r"v4|dwordx4|b128", load) for load in loads), set(loads)
+    for name in LAUNCHES:
+        if name == "sums of a block" or name.startswith("bias's gradient"):
+            function, *arguments = LAUNCHES[name]
+            with compiled_for(target, describe=lambda kernel: kernel) as found:
+                function(*arguments)
+            for kernel in found.values():
+                used, code = ahead_of_time.resources(kernel), kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+                assert used["spills"] == 0 and used["shared"] <= ahead_of_time.MEMORY[target], name
+                loads = re.findall(r"ld\.global\S*|(?:global|buffer)_load_(?!lds)\S*", code)
+                assert loads and all(re.search(r"v4|dwordx4|b128", load) for load in loads), (name, loads)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
 sys.path.append(str(pathlib.Path(__file__).resolve().parent / "interpreted"))
+import check_added_bias
 import check_attention_layer as layers
 import check_biased_attention as attention
 import check_gated_rotary as gated
@@ -27,6 +28,7 @@ from rule import violations
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import (
     adamw,
+    added_bias,
     biased_attention,
     gathered_gradients,
     outer_layout,
@@ -244,6 +246,19 @@ def test_many_sums(dtype):
             assert torch.equal(sums.GATHERED_OP(parts, dtype), check_sums.expected(parts, dtype))
         parts = [torch.randn(size) for size in sizes]
         assert torch.equal(*(sums.GATHERED_OP(parts, dtype) for _ in range(2)))
+
+
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_parts_of_a_bias_s_gradient(turned, dtype):
+    """Of whole numbers exact, of others the same bits in every run."""
+    sizes = [(64, 4, 4, 64, 64), (64, 1, 4, 64, 51), (8, 1, 4, 256, 256), (1, 2, 4, 512, 499)]
+    with torch.device(DEVICE):
+        for case in (*check_added_bias.CASES.values(), *sizes):
+            given = check_added_bias.problem(dtype, *case)
+            assert not check_added_bias.wrong(added_bias.OP, given, torch.bfloat16, turned), case
+        parts = torch.randn(77, 2, 4, 64, 64).to(dtype)
+        assert torch.equal(*(added_bias.OP(parts, 51, dtype, turned) for _ in range(2)))
 
 
 def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):

@@ -12,8 +12,8 @@ where backward will read it, what keys add to scores where no bias holds it, dro
 import torch
 from torch.autograd.function import once_differentiable
 
+from fusion_lab.kernels import added_bias, gated_output, projection, sums
 from fusion_lab.kernels import biased_attention as attention
-from fusion_lab.kernels import gated_output, projection, sums
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import check_shapes
 
@@ -64,10 +64,10 @@ class AttentionLayer(torch.autograd.Function):
         dout_weight = du.flatten(0, -2).t() @ og.flatten(0, -2)
         dgate_bias = sums.OP(dgate_bias, gate_bias.dtype).view_as(gate_bias)
         dout_bias = sums.OP(dout_bias, out_weight.dtype)
-        dbias = None if padded is None else attention.added_bias(dbias, length, ctx.bias_dtype)
-        own = None
-        if head_weight is not None:
-            own, dbias = (dbias.mT if ctx.how[1] == 1 else dbias).contiguous(), None
+        makes = head_weight is not None  # the bias, of which attention along axis 1 has taken the transpose
+        dbias = None if padded is None else added_bias.OP(dbias, length, ctx.bias_dtype,
+                                                          makes and ctx.how[1] == 1)
+        own, dbias = (dbias, None) if makes else (None, dbias)
         dx, dnorm_weight, dnorm_bias, dweight, dhead_weight = projection.norm_project_backward(
             dy, own, x, norm_weight, norm_bias, weight, head_weight, ctx.eps, gradient if ctx.add else None)
         return (dx, dnorm_weight, dnorm_bias, dweight, dgate_bias, dout_weight, dout_bias, dbias,

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 import triton
 from torch.autograd.function import once_differentiable
 
+from fusion_lab.kernels import added_bias, gated_output, sums, tuner
 from fusion_lab.kernels import attention_kernels as kernels
-from fusion_lab.kernels import gated_output, sums, tuner
 from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.triton_parts import (
@@ -270,9 +270,9 @@ def forward_sizes(parts, gate_bias, bias, keys, heads, axis, gated, scale):
 def backward(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads, axis, gated,
              scale, dbias, dgb):
     """[gradients of parts, each as its part lies; so many parts (dbias, B, H, LP, LP) of the bias's, to be
-    added up; so many (dgb, H, D) of the gate bias's; du and parts (dgb, c) of the gradient of the
-    projection's bias]. What is to be added up is float32, but dS; what is not there is empty. gradient: of
-    the result or, with a weight, of its projection (gated_output.py)."""
+    added up by added_bias.py; so many (dgb, H, D) of the gate bias's; du and parts (dgb, c) of the gradient
+    of the projection's bias]. What is to be added up is float32, but dS; what is not there is empty.
+    gradient: of the result or, with a weight, of its projection (gated_output.py)."""
     c = Launch(parts, gate_bias, bias, keys, heads, axis, gated, scale)
     found = backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads,
                            axis, gated, scale, dbias, dgb)
@@ -386,11 +386,6 @@ BACKWARD_OP = operation("attention_backward(Tensor[] parts, Tensor? gate_bias, T
                         backward_flops)
 
 
-def added_bias(parts, length, dtype):
-    """The bias's gradient (B, H, length, length) from backward's parts."""
-    return parts.sum(0, dtype=torch.float32)[..., :length, :length].to(dtype)
-
-
 class BiasedAttention(torch.autograd.Function):
     """Attention with its derivative; saves parts, the output, lse and the padded bias."""
 
@@ -413,7 +408,7 @@ class BiasedAttention(torch.autograd.Function):
                                                gradient.contiguous(), None, None, *ctx.how,
                                                0 if bias is None else bias_parts(*q.shape, q.dtype),
                                                0 if gate_bias is None else gate_parts(*q.shape, q.dtype))
-        dbias = None if bias is None else added_bias(dbias, bias.shape[-1], bias.dtype)
+        dbias = None if bias is None else added_bias.OP(dbias, bias.shape[-1], bias.dtype, False)
         dgb = None if gate_bias is None else sums.OP(dgb, gate_bias.dtype).view(gate_bias.shape)
         return dbias, None, dgb, *[None] * 5, *grads
 
