@@ -80,8 +80,7 @@ class FusionConfig(TritonSwitches):
         False, f"with --enable-torch-compile on a GPU, up to {COMBO_KERNELS_UP_TO} residues: independent "
         "small kernels, such as sums for bias gradients, share launches", preset=True, rung=6, alone=False)
     enable_activation_checkpointing: bool = option(
-        False, "keep only the inputs of all blocks but the last, recompute the rest: less memory, more time",
-        rung=7)
+        False, "recompute all but the last of several blocks in backward: less memory, more time", rung=7)
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
 
@@ -579,8 +578,9 @@ class TinyOpenFoldV2(nn.Module):
         msa, pair = embed(msa_tokens, target, *features)
         recompute = self.fusion.enable_activation_checkpointing and torch.is_grad_enabled()
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
-        for block in self.blocks:  # backward begins with the last one, which is therefore kept
-            call = partial(again, block) if recompute and block is not self.blocks[-1] else block
+        kept = self.blocks[-1] if len(self.blocks) > 1 else None  # since backward begins with it
+        for block in self.blocks:
+            call = partial(again, block) if recompute and block is not kept else block
             msa, pair = call(msa, pair, seq_mask, row_mask)
         return heads(msa, pair, msa_targets, coords, coord_mask)
 

@@ -401,11 +401,11 @@ def test_every_tile_for_gradients_of_weights_compiles_for(target, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
 def test_sums_are_loaded_16_bytes_at_a_time_for(target):
-    for name in LAUNCHES:
-        if name == "sums of a block" or name.startswith("bias's gradient"):
-            function, *arguments = LAUNCHES[name]
+    for name, (function, *arguments) in LAUNCHES.items():
+        if function is bias_sums or name == "sums of a block":
             with compiled_for(target, describe=lambda kernel: kernel) as found:
                 function(*arguments)
+            assert found
             for kernel in found.values():
                 used, code = ahead_of_time.resources(kernel), kernel.asm.get("ptx") or kernel.asm["amdgcn"]
                 assert used["spills"] == 0 and used["shared"] <= ahead_of_time.MEMORY[target], name

@@ -141,7 +141,8 @@ def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
     """Of whole tiles, several of them a program, and of others."""
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
     with torch.device(DEVICE):
-        for case in ((1, 128, 64, 32, 128, True), (2, 16, 128, 32, 128, True), (1, 37, 65, 12, 72, True)):
+        for case in ((1, 128, 64, 32, 128, True), (2, 16, 128, 32, 128, True), (1, 37, 64, 32, 72, True),
+                     (1, 37, 65, 12, 72, True)):
             assert not violations(*layouts.problem(dtype, *case))
 
 
@@ -160,6 +161,20 @@ def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
     assert torch.allclose(out.double(), exact, atol=2e-2)
     out.sum().backward()
     assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
+
+
+@pytest.mark.parametrize("lowest", [-1e10, -1e30, -float("inf")])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_bias_that_masks(dtype, lowest):
+    """Keys of the first tiles: whatever their maximum is, it leaves no trace."""
+    q, k, v = (torch.randn(1, 3, 2, 300, 16, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 300, 300, device=DEVICE, dtype=dtype)
+    bias[..., :128] = lowest
+    out = biased_attention.row_attention(q, k, v, bias)
+    exact = biased_attention.reference(*(t.detach().double() for t in (q, k, v, bias)))
+    assert torch.allclose(out.double(), exact, atol=2e-2)
+    out.sum().backward()
+    assert not v.grad[..., :128, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
 
 
 @pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer product",

@@ -64,10 +64,10 @@ class AttentionLayer(torch.autograd.Function):
         dout_weight = du.flatten(0, -2).t() @ og.flatten(0, -2)
         dgate_bias = sums.OP(dgate_bias, gate_bias.dtype).view_as(gate_bias)
         dout_bias = sums.OP(dout_bias, out_weight.dtype)
-        makes = head_weight is not None  # the bias, of which attention along axis 1 has taken the transpose
+        own_bias = head_weight is not None  # of which attention along axis 1 has taken the transpose
         dbias = None if padded is None else added_bias.OP(dbias, length, ctx.bias_dtype,
-                                                          makes and ctx.how[1] == 1)
-        own, dbias = (dbias, None) if makes else (None, dbias)
+                                                          own_bias and ctx.how[1] == 1)
+        own, dbias = (dbias, None) if own_bias else (None, dbias)
         dx, dnorm_weight, dnorm_bias, dweight, dhead_weight = projection.norm_project_backward(
             dy, own, x, norm_weight, norm_bias, weight, head_weight, ctx.eps, gradient if ctx.add else None)
         return (dx, dnorm_weight, dnorm_bias, dweight, dgate_bias, dout_weight, dout_bias, dbias,

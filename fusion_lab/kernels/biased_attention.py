@@ -463,7 +463,9 @@ def triangle_attention(q, k, v, bias, mask=None, scale=None):
 
 
 def row_attention(q, k, v, bias=None, keys=None, scale=None):
-    """Attention without a gate for q, k, v (B, R, H, L, D), bias (B, H, L, L), keys (B, L) or (B, R, L)."""
+    """Attention without a gate for q, k, v (B, R, H, L, D), bias (B, H, L, L), keys (B, L) or (B, R, L). A
+    bias below -1e9, or -inf, masks as much as that does."""
+    bias = None if bias is None else bias.clamp(min=max(MASKED, torch.finfo(bias.dtype).min))
     parts = [x.contiguous() for x in (q, k, v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return BiasedAttention.apply(bias, keys, None, q.shape[2], 0, False, scale, turns(q.shape[3]), *parts)

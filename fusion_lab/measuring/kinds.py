@@ -24,7 +24,7 @@ OF_KERNELS = rules(
     ("softmax", r"^triton_(per|red|mix)_.*softmax"),
     ("normalisation", rf"^triton_(per|red|mix)_.*{NORMS}"),
     ("reduction", r"^triton_(per|red|mix)_"),
-    ("reduction", r"^sums?_kernel"),
+    ("reduction", r"^(sums?|added_bias)_kernel"),
     ("attention", r"attn_|attention|fmha|flash|sdpa|bwd_kernel_(dk|dq|fuse)|bwd_preprocess"),
     ("matrix product", r"Cijk_|gem[mv]|^triton_(tem|mm|bmm)|splitk|nvjet|cutlass|xmma|ampere_|sm\d\d+_|matmul"
                        r"|miopen\w*conv|winograd|weight_gradients"),

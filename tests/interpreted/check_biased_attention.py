@@ -65,6 +65,16 @@ def test_full_key_mask_and_no_gate(length):
     assert not violations(*key_masked(length, torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_bias_may_be_minus_infinity(dtype):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 1, 70, 16).to(dtype)
+    bias = torch.randn(1, 1, 70, 70).to(dtype)
+    bias[..., :64] = -torch.inf
+    exact = biased_attention.reference(*(t.double() for t in (q, k, v, bias)))
+    assert torch.allclose(biased_attention.row_attention(q, k, v, bias).double(), exact, atol=2e-2)
+
+
 @pytest.mark.slow
 def test_rows_side_by_side(monkeypatch):
     """Two of three rows in a program, and the third, as some candidates of the tuner have it."""

@@ -15,6 +15,7 @@ CASES = {  # B, N, S, h, c, packed[, scale]
     "more channels than a tile sums": (1, 2, 3, 8, 80, True),
     "whole tiles": (2, 16, 8, 32, 16, True),
     "parts of lines": (1, 5, 2, 128, 8, False),
+    "whole tiles, few rows": (1, 5, 8, 32, 24, True),
 }
 MUTANTS = {
     "strides exchanged": ("(line * (N1 * M2 * N2) + m2 * N2)[:", "(m2 * (N1 * M2 * N2) + line * N2)[:"),
@@ -39,6 +40,8 @@ MUTANTS = {
     "whole tiles: stored as the first": ("out += line * (N1 * M2 * N2)", "out += 0 * line"),
     "several tiles: always the first columns": ("            bt += BN // N2 * sbn1\n", ""),
     "several tiles: each over the first": ("            to += BN // N2 * (M2 * N2)\n", ""),
+    "several tiles: last number of a sum dropped": ("mask=k[None, :] < K, other",
+                                                    "mask=k[None, :] < K - 1, other"),
     "several tiles: the last one dropped": ("range(MANY)", "range(MANY - 1)"),
     "left's gradient transposed": ("right.flatten(2) @ d.mT", "right.flatten(2) @ d"),
     "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
@@ -86,14 +89,14 @@ def several_tiles(kernel, shape, candidates, run):
 def test_mutants_are_caught(broken, tmp_path, monkeypatch):
     module = mutant(outer_layout, *MUTANTS[broken], tmp_path)
     several = broken.startswith("several tiles")
-    case = "whole tiles" if several else WHERE.get(broken, "two samples, odd")
-    whole = case == "whole tiles" or broken.startswith("whole tiles")
+    case = "whole tiles, few rows" if several else WHERE.get(broken, "two samples, odd")
+    whole = several or broken.startswith("whole tiles")
     if several:
         monkeypatch.setattr(tuner, "launch", several_tiles)
     assert violations(*problem(torch.bfloat16 if whole else torch.float32, *CASES[case], module=module))
 
 
-@pytest.mark.parametrize("case", ["many rows", "whole tiles"])
+@pytest.mark.parametrize("case", ["many rows", "whole tiles", "whole tiles, few rows"])
 @pytest.mark.parametrize("number", range(1, len(outer_layout.TILES[2])))
 def test_every_candidate_of_the_tuner(number, case, monkeypatch):
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
