@@ -409,8 +409,8 @@ def test_sums_are_loaded_16_bytes_at_a_time_for(target):
             for kernel in found.values():
                 used, code = ahead_of_time.resources(kernel), kernel.asm.get("ptx") or kernel.asm["amdgcn"]
                 assert used["spills"] == 0 and used["shared"] <= ahead_of_time.MEMORY[target], name
-                loads = re.findall(r"ld\.global\S*|(?:global|buffer)_load_(?!lds)\S*", code)
-                assert loads and all(re.search(r"v4|dwordx4|b128", load) for load in loads), (name, loads)
+                loads = re.findall(r"ld\.global\S*|cp\.async\.c[ag]\S*|(?:global|buffer)_load_\S*", code)
+                assert loads and all(re.search(r"v4|async\.cg|x4|b128", each) for each in loads), name
 
 
 @pytest.mark.slow
