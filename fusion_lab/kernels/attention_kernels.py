@@ -102,7 +102,7 @@ def forward_kernel(q, k, v, g, gb, bias, keys, out, lse, R, H: tl.constexpr, L, 
     i = i0 + tl.arange(0, BM)
     # Maxima are kept to base 2, so that an exponent is one multiply-add. But a tile may have no key except
     # -1e9, whose product with LOG2E is off by 18, and 2^18 is beyond float16: there differences come first.
-    # Of a bias that is lower still not even float32 holds it: row_attention() lifts it.
+    # A bias far below -1e9 would be off by more than float32 holds: row_attention() lifts it to that.
     UNIT: tl.constexpr = 1.0 if q.dtype.element_ty == tl.float16 else LOG2E
     REST: tl.constexpr = LOG2E / UNIT
     queries, openings, tops, sums, accs = (), (), (), (), ()

@@ -439,9 +439,9 @@ def padded_bias(bias, keys, part, sizes, turn):
 def gated_attention(parts, heads, axis, bias=None, keys=None, gate_bias=None):
     """Gated attention along axis 1 or 2 of (B, X, Y, c), a row for each place on the other.
 
-    parts: [packed], q, k, v and gate behind each other (B, X, Y, 4 c), or [q, k, v, gate]; bias (B, H, L, L);
-    keys (B, L), 1 = present; gate_bias (c,), added to the gate. Returns (B, X, Y, c). Gradients for all but
-    keys.
+    parts: [packed], q, k, v and gate behind each other (B, X, Y, 4 c), or [q, k, v, gate]; bias (B, H, L, L),
+    nowhere below -1e9; keys (B, L), 1 = present; gate_bias (c,), added to the gate. Returns (B, X, Y, c).
+    Gradients for all but keys.
     """
     width = parts[-1].shape[-1] // (4 if len(parts) == 1 else 1) // heads
     length, gate_bias = parts[0].shape[axis], None if gate_bias is None else gate_bias.contiguous()
@@ -464,7 +464,7 @@ def triangle_attention(q, k, v, bias, mask=None, scale=None):
 
 def row_attention(q, k, v, bias=None, keys=None, scale=None):
     """Attention without a gate for q, k, v (B, R, H, L, D), bias (B, H, L, L), keys (B, L) or (B, R, L). A
-    bias below -1e9, or -inf, masks as much as that does."""
+    bias below -1e9, or -inf, masks as much as that does, in float16 as much as its lowest number."""
     bias = None if bias is None else bias.clamp(min=max(MASKED, torch.finfo(bias.dtype).min))
     parts = [x.contiguous() for x in (q, k, v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
