@@ -339,12 +339,15 @@ class OuterProductMean(PackedProjections):
         self.output_proj = linear(config.outer_product_dim ** 2, config.pair_dim, init="zero")
 
     def adds(self, x):
+        return self.lays_out(x) or self.multiplies_out(x)
+
+    def multiplies_out(self, x):
         return self.triton and triton.multiplies_out(x, self.output_proj)
 
     def sides(self, msa):
         """left and right, (B, N, S, h); msa for what follows, whose gradients their kernel then adds up."""
         if (self.lays_out(msa) and triton.projects_sides(msa, self.widths["left_proj"])
-                and not (self.adds(msa) or self.fusion.reassociates(*msa.shape[:3], True))):
+                and not (self.multiplies_out(msa) or self.fusion.reassociates(*msa.shape[:3], True))):
             return triton.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
         return *self.project(self.layer_norm(msa)), msa
 
@@ -356,17 +359,18 @@ class OuterProductMean(PackedProjections):
             left = left * row_mask[:, :, None, None].to(left.dtype)
             rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]
         right = self.ranks.gather(right, 2)
-        if self.adds(msa):
+        if self.multiplies_out(msa):
             return triton.outer_product(left, right, self.output_proj, rows, residual)
         if self.reassociates(right):
             update = self.project_one_first(left, right)
         elif self.lays_out(msa):
             if row_mask is None:
-                return triton.outer_layout(left, right, self.output_proj, 1 / (rows + 1e-3))
+                return triton.outer_layout(left, right, self.output_proj, 1 / (rows + 1e-3), residual)
             update = triton.outer_layout(left, right, self.output_proj)
         else:
             update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
-        return (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
+        update = (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
+        return update if residual is None else residual + update
 
     def lays_out(self, x):
         return self.fusion.enable_triton_outer_layout and self.ranks.size == 1 and triton.runs(x)

@@ -62,7 +62,8 @@ def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, SHARE, K: tl.const
     """dh of BK units for SHARE positions, whole tiles of them; sums (shares, K); EVEN: BM divides P. h is
     loaded a tile ahead: no product takes it, so the compiler does not load it early by itself."""
     k, c, m = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, C), tl.arange(0, BM)
-    first = tl.program_id(1).to(tl.int64) * SHARE
+    number = tl.num_programs(1) - 1 - tl.program_id(1)  # from the end: projection.from_the_end() says why
+    first = number.to(tl.int64) * SHARE
     end = tl.minimum(first + SHARE, P)
     wt = tl.load(w + c[:, None] * K + k[None, :])
     acc = tl.zeros((BM, BK), tl.float32)
@@ -77,7 +78,7 @@ def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, SHARE, K: tl.const
         acc += dh
         tl.store(tile(out, p0, m, k, K), dh.to(out.dtype.element_ty), mask=below(m, now)[:, None])
         h = after
-    tl.store(sums + tl.program_id(1) * K + k, tl.sum(acc, 0))
+    tl.store(sums + number * K + k, tl.sum(acc, 0))
 
 
 def looked_up(positions, channels, units, dtype):

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import sums, tuner
+from fusion_lab.kernels import projection, sums, tuner
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
@@ -55,7 +55,8 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
     first is divided. MANY, if not 1: as LINES, ONCE, and a tile's columns are whole lines; what the next tile
     reads is loaded while this one is written."""
     sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN * MANY)
-    m, n, k = tl.program_id(0) // across * BM, tl.program_id(0) % across * BN * MANY, tl.arange(0, BK)
+    number, k = tl.num_programs(0) - 1 - tl.program_id(0), tl.arange(0, BK)  # see projection.from_the_end()
+    m, n = number // across * BM, number % across * BN * MANY
     a += sample * sab
     b += sample * sbb
     out += sample * M1 * M2 * N1 * N2
@@ -182,26 +183,37 @@ class OuterLayout(torch.autograd.Function):
     """outer_layout() with its derivative; saves left, right and the sum over rows, as plain code does."""
 
     @staticmethod
-    def forward(ctx, left, right, weight, bias, scale):
+    def forward(ctx, left, right, weight, bias, scale, residual):
         outer = FORWARD_OP(left, right, scale)
         ctx.save_for_backward(left, right, weight, outer)
-        ctx.scale = scale
-        return F.linear(outer, weight) + bias * scale  # a compiler adds that where it adds the residual
+        ctx.scale, ctx.residual = scale, residual is not None
+        if residual is not None and projects(weight):
+            return projection.OUTPUT_PROJECT_OP(outer, weight, bias, residual, None, scale)
+        update = F.linear(outer, weight) + bias * scale  # a compiler adds that where it adds the residual
+        return residual + update if ctx.residual else update
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         (left, right, weight, outer), gradient = ctx.saved_tensors, gradient.contiguous()
-        d = BACKWARD_OP(gradient, weight, ctx.scale)
-        gradient = gradient.flatten(0, -2)
+        given = gradient.to(weight.dtype)
+        d, flat = BACKWARD_OP(given, weight, ctx.scale), given.flatten(0, -2)
         return ((right.flatten(2) @ d.mT).view(left.shape), (left.flatten(2) @ d).view(right.shape),
-                gradient.t() @ outer.flatten(0, -2), sums.over_rows(gradient, ctx.scale), None)
+                flat.t() @ outer.flatten(0, -2), sums.over_rows(flat, ctx.scale), None,
+                gradient if ctx.residual else None)
 
 
-def outer_layout(left, right, weight, bias, scale=1.0):
-    """scale (weight vec(sum over n of left[n, i] right[n, j]^T) + bias), (B, S, S, c), in autocast's dtype;
-    scale is a number."""
-    h, c = left.shape[-1], len(weight)
-    check_shapes(("right", right, tuple(left.shape)), ("weight", weight, (c, h * h)), ("bias", bias, (c,)))
+def projects(weight):
+    """Whether the kernel that adds a residual has tiles for this weight (c, h*h)."""
+    return not projection.unsupported(weight.dtype, len(weight)) and projection.takes_inner(weight.shape[1])
+
+
+def outer_layout(left, right, weight, bias, scale=1.0, residual=None):
+    """[residual +] scale (weight vec(sum over n of left[n, i] right[n, j]^T) + bias), (B, S, S, c), in
+    autocast's dtype, or the residual's; scale is a number."""
+    (B, _, S, h), c = left.shape, len(weight)
+    check_shapes(("right", right, tuple(left.shape)), ("weight", weight, (c, h * h)), ("bias", bias, (c,)),
+                 ("residual", residual, (B, S, S, c)))
     left, right, weight, bias = (t.to(product_dtype(left)) for t in (left, right, weight, bias))
-    return OuterLayout.apply(left, right, weight.contiguous(), bias, scale)
+    residual = None if residual is None else residual.contiguous()
+    return OuterLayout.apply(left, right, weight.contiguous(), bias, scale, residual)

@@ -1,11 +1,13 @@
 """What stands before and behind attention, as Triton kernels: LayerNorm with all projections of its result,
 and its derivative; the output projection with dropout and residual, whose derivative is in gated_output.py.
+Both layers of a transition (transition_layer.py) and the outer product's projection are such products, too.
 
-    y, head_bias = LayerNorm(x) W^T, LayerNorm(x) Wh^T        out = residual + drop * (og W^T + b)
+    y, head_bias = LayerNorm(x) W^T, LayerNorm(x) Wh^T        out = residual + drop * (og W^T + scale b)
+    or, given a hidden layer's bias, y = relu(LayerNorm(x) W^T + hidden_bias)
 
-x (B, X, Y, c); W (n, c); Wh (H, c); y (B, X, Y, n); head_bias (B, H, X, Y), the layout of a bias of
-attention; og (B, X, Y, k); W (c, k); residual, out (B, X, Y, c); drop, factors without a gradient,
-broadcast to that.
+x (B, X, Y, c); W (n, c); Wh (H, c); y (B, X, Y, n); hidden_bias (n,); head_bias (B, H, X, Y), the layout of a
+bias of attention; og (B, X, Y, k); W (c, k); scale, a number; residual, out (B, X, Y, c); drop, factors
+without a gradient, broadcast to that.
 
 Each kernel reads its input once; weights come from the cache, a chunk at a time. LayerNorm is made again in
 backward, from x, and its affine weights are not folded into W: normalised x would be rounded differently.
@@ -30,6 +32,7 @@ from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
     below,
+    candidates,
     check_shapes,
     layer_norm,
     layer_norm_backward,
@@ -37,6 +40,7 @@ from fusion_lab.kernels.triton_parts import (
     operation,
     padded_width,
     precision,
+    processors,
     rows,
     shared_dtype,
     store_rows,
@@ -60,47 +64,94 @@ def output_project_reference(og, weight, bias, residual=None, drop=None):
 
 
 @triton.jit
-def head_places(p, h, P, PLANE, H, EVEN: tl.constexpr):
-    """Offsets (BM, heads) in (B, H, PLANE) of this program's positions p and heads h, and which exist. EVEN:
-    of one sample, so that only the first is divided. In 32 bits: in 64 that was a quarter of the instructions
-    of output_project_kernel, which does the same."""
-    BM: tl.constexpr = p.shape[0]
+def head_places(number, h, P, PLANE, H, EVEN: tl.constexpr, BM: tl.constexpr):
+    """Offsets (BM, heads) in (B, H, PLANE) of positions of the tile of this number and heads h, and which
+    exist. EVEN: of one sample, so that only the first is divided. In 32 bits: in 64 that was a quarter of the
+    instructions of output_project_kernel, which does the same."""
+    first, p = number * BM, tl.arange(0, BM)
     if EVEN:
-        first = tl.program_id(0) * BM
         row = (first // PLANE).to(tl.int64) * H + h
-        at = (row * PLANE + tl.multiple_of(first % PLANE, BM))[None, :] + tl.arange(0, BM)[:, None]
+        at = (row * PLANE + tl.multiple_of(first % PLANE, BM))[None, :] + p[:, None]
         exist = (h < H)[None, :]
     else:
-        short = p.to(tl.int32)
-        sample, place = (short // PLANE).to(tl.int64), short % PLANE
+        p += first
+        sample, place = (p // PLANE).to(tl.int64), p % PLANE
         at = (sample[:, None] * H + h[None, :]) * PLANE + place[:, None]
         exist = (p[:, None] < P) & (h[None, :] < H)
     return at, exist
 
 
 @triton.jit
-def norm_project_kernel(x, norm_weight, norm_bias, w, wh, y, head_bias, P, PLANE, H, eps, N: tl.constexpr,
-                        HEADS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                        BM: tl.constexpr, BN: tl.constexpr):
-    """BM positions of P, of which PLANE = X Y are one sample's; HEADS: H padded for a product, or 0. EVEN:
-    tiles of positions, of one sample each, and of the N outputs are whole."""
-    first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)
+def from_the_end():
+    """The number of this program's tile, where programs begin with the last one. Who writes more than the
+    cache holds writes it so: what is read next, from its beginning, is what the cache has."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
+def normal_tile(x, norm_weight, norm_bias, ht, head_bias, number, P, PLANE, H, eps, dtype: tl.constexpr,
+                EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+    """LayerNorm of tile `number`, (BM, C) in this dtype; of that head_bias by ht (HEADS, C), if there is."""
+    first = number.to(tl.int64) * BM
     left = None if EVEN else (P - first).to(tl.int32)
-    width = None if EVEN else N
-    normal, x_hat, rstd = layer_norm(rows(x + first * C, p, left, C), norm_weight, norm_bias, eps, C)
-    normal = normal.to(w.dtype.element_ty)
-    if HEADS > 0:
-        h = tl.arange(0, HEADS)
-        ht = tl.load(wh + h[:, None] * C + c[None, :], mask=h[:, None] < H, other=0.0)
+    given = rows(x + first * C, tl.arange(0, BM), left, C)
+    normal, x_hat, rstd = layer_norm(given, norm_weight, norm_bias, eps, C)
+    normal = normal.to(dtype)
+    if ht is not None:
         bt = tl.dot(normal, tl.trans(ht), input_precision=PRECISION)
-        at, exist = head_places(first + p, h, P, PLANE, H, EVEN)
+        at, exist = head_places(number, tl.arange(0, ht.shape[0]), P, PLANE, H, EVEN, BM)
         tl.store(head_bias + at, bt.to(head_bias.dtype.element_ty), mask=exist)
-    y += first * N
-    for n0 in range(0, N, BN):
-        n = n0 + tl.arange(0, BN)
-        t = tl.dot(normal, tl.trans(rows(w, n, width, C)), input_precision=PRECISION)
-        tl.store(y + p[:, None] * N + n[None, :], t.to(y.dtype.element_ty),
-                 mask=below(p, left)[:, None] & below(n, width)[None, :])
+    return normal
+
+
+@triton.jit
+def store_outputs(y, t, number, n, P, N: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr):
+    """t (BM, BN), outputs n (BN,) of tile `number`."""
+    first, p = number.to(tl.int64) * BM, tl.arange(0, BM)
+    here = below(p, None if EVEN else (P - first).to(tl.int32))
+    tl.store(y + first * N + p[:, None] * N + n[None, :], t.to(y.dtype.element_ty),
+             mask=here[:, None] & below(n, None if EVEN else N)[None, :])
+
+
+@triton.jit
+def norm_project_kernel(x, norm_weight, norm_bias, w, wh, hidden_bias, y, head_bias, P, PLANE, H, eps,
+                        N: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr, STAY: tl.constexpr,
+                        PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """BM positions of P, of which PLANE = X Y are one sample's; HEADS: H padded for a product, or 0. EVEN:
+    tiles of positions, of one sample each, and of the N outputs are whole. STAY: a program makes many tiles,
+    of whole outputs; weights stay in shared memory, and the next positions are on their way."""
+    c, n, h = tl.arange(0, C), tl.arange(0, BN), tl.arange(0, max(HEADS, 1))
+    dtype: tl.constexpr = w.dtype.element_ty
+    ht = None
+    if HEADS > 0:
+        ht = tl.load(wh + h[:, None] * C + c[None, :], mask=h[:, None] < H, other=0.0)
+    if STAY:
+        ws, shifts, tiles = (), (), tl.cdiv(P, BM)
+        for i in tl.static_range(N // BN):
+            ws = ws + (tl.trans(rows(w, i * BN + n, None, C)),)
+            if hidden_bias is not None:
+                shifts = shifts + (tl.load(hidden_bias + i * BN + n).to(tl.float32),)
+        for ago in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            number = tiles - 1 - ago
+            normal = normal_tile(x, norm_weight, norm_bias, ht, head_bias, number, P, PLANE, H, eps, dtype,
+                                 EVEN, PRECISION, C, BM)
+            for i in tl.static_range(N // BN):
+                t = tl.dot(normal, ws[i], input_precision=PRECISION)
+                if hidden_bias is not None:
+                    t = tl.maximum(t + shifts[i][None, :], 0.0)
+                store_outputs(y, t, number, i * BN + n, P, N, EVEN, BM)
+    else:
+        number = from_the_end()
+        normal = normal_tile(x, norm_weight, norm_bias, ht, head_bias, number, P, PLANE, H, eps, dtype,
+                             EVEN, PRECISION, C, BM)
+        for n0 in range(0, N, BN):
+            n, width = n0 + tl.arange(0, BN), None if EVEN else N
+            if hidden_bias is not None:
+                shift = tl.load(hidden_bias + n, mask=below(n, width), other=0.0).to(tl.float32)
+            t = tl.dot(normal, tl.trans(rows(w, n, width, C)), input_precision=PRECISION)
+            if hidden_bias is not None:
+                t = tl.maximum(t + shift[None, :], 0.0)
+            store_outputs(y, t, number, n, P, N, EVEN, BM)
 
 
 @triton.jit
@@ -130,7 +181,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
     sums += tl.program_id(0).to(tl.int64) * (2 + H + TOTAL) * C
     if HEADS > 0:
         h = tl.arange(0, HEADS)
-        at, exist = head_places(first + p, h, P, PLANE, H, EVEN)
+        at, exist = head_places(tl.program_id(0), h, P, PLANE, H, EVEN, BM)
         t = tl.load(dbias + at, mask=exist, other=0.0).to(w.dtype.element_ty)
         at = h[:, None] * C + c[None, :]
         ht = tl.load(wh + at, mask=h[:, None] < H, other=0.0)
@@ -171,14 +222,14 @@ def factors(drop, p, P, X, Y, sb, sx, sy, C: tl.constexpr, LINES: tl.constexpr =
 
 
 @triton.jit
-def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, sb, sx, sy: tl.constexpr,
+def output_project_kernel(og, w, bias, residual, drop, out, P, X, Y, sb, sx, sy: tl.constexpr, scale,
                           K: tl.constexpr, RESIDUAL: tl.constexpr, DROP: tl.constexpr, LINES: tl.constexpr,
                           PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     """BM positions; LINES as above."""
     first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)
     left = None if LINES > 0 else (P - first).to(tl.int32)
     og += first * K
-    acc = tl.broadcast_to(vector(bias, C), (BM, C))
+    acc = tl.broadcast_to(vector(bias, C) * scale, (BM, C))
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
         xt = tl.load(og + p[:, None] * K + k[None, :], mask=below(p, left)[:, None], other=0.0)
@@ -202,12 +253,16 @@ def tiles(chunk, *rows):
     return [{"BM": m, chunk: n, "num_warps": warps, "num_stages": stages} for m, n, warps, stages in rows]
 
 
+LEAST = 16  # channels that a product takes
+NAMES = ("BM", "BN", "num_warps", "num_stages", "STAY")
 NORM_PROJECT = {
-    (2, False): tiles("BN", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2),
-                      (128, 64, 8, 3)),
-    (2, True): tiles("BN", (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2)),
-    (4, False): tiles("BN", (32, 32, 8, 2), (64, 32, 8, 2)),
-    (4, True): tiles("BN", (16, 16, 8, 2), (32, 16, 8, 2))}
+    (2, False): candidates(NAMES, *((*tile, False) for tile in (
+        (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3))),
+        *((*tile, True) for tile in ((64, 128, 8, 3), (64, 64, 8, 3), (64, 128, 16, 3), (64, 64, 4, 3)))),
+    (2, True): candidates(NAMES, *((*tile, False) for tile in (
+        (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2)))),
+    (4, False): candidates(NAMES, (32, 32, 8, 2, False), (64, 32, 8, 2, False)),
+    (4, True): candidates(NAMES, (16, 16, 8, 2, False), (32, 16, 8, 2, False))}
 NORM_PROJECT_BACKWARD = {
     (2, False): tiles("BN", (64, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2),
                       (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4)),
@@ -216,7 +271,7 @@ NORM_PROJECT_BACKWARD = {
     (4, True): tiles("BN", (16, 16, 8, 2), (32, 16, 8, 2))}
 OUTPUT_PROJECT = {
     (2, False): tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2),
-                      (64, 128, 8, 2)),
+                      (64, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4)),
     (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3)),
     (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
     (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
@@ -245,7 +300,7 @@ def run(kernel, x, weight, other, launch):
     options = dict(C=channels, PRECISION=precision(dtype))
 
     def fitted(chosen):
-        chosen = {key: min(size, other) if key == "BK" else size for key, size in chosen.items()}
+        chosen = {key: math.gcd(size, other) if key == "BK" else size for key, size in chosen.items()}
         launch((triton.cdiv(positions, chosen["BM"]),), dict(options, **chosen))
     tuner.launch(*looked_up(kernel.__name__, positions, channels, other, dtype), fitted)
 
@@ -260,20 +315,31 @@ def check(dtype, channels, heads=0):
         raise ValueError(message)
 
 
-def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps):
+def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):
     """y and head_bias, empty where their weight is None."""
     y, head_bias = found = norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps)
     one = head_weight if weight is None else weight
     width, heads = y.shape[-1], 0 if head_weight is None else len(head_weight)
     check(one.dtype, x.shape[-1], heads)
-    run(norm_project_kernel, x, one, width, lambda grid, options: norm_project_kernel[grid](
-        x, norm_weight, norm_bias, one, head_weight, y, head_bias, x.numel() // x.shape[-1],
-        x.shape[1] * x.shape[2], heads, eps, N=width, HEADS=padded_width(heads) if heads else 0,
-        EVEN=even(x.shape, width, options), **options))
+
+    def launch(grid, options):
+        options, programs = passes(options, width, *grid, x)
+        norm_project_kernel[(programs,)](
+            x, norm_weight, norm_bias, one, head_weight, hidden_bias, y, head_bias, x.numel() // x.shape[-1],
+            x.shape[1] * x.shape[2], heads, eps, N=width, HEADS=padded_width(heads) if heads else 0,
+            EVEN=even(x.shape, width, options), **options)
+    run(norm_project_kernel, x, one, width, launch)
     return found
 
 
-def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps):
+def passes(options, width, programs, x):
+    """Options and number of programs for a projection to this width: where weights stay, which needs whole
+    tiles of them, there are as many programs as the GPU runs at once, one a processor."""
+    stay = options["STAY"] and width % options["BN"] == 0 < width
+    return dict(options, STAY=stay), min(programs, processors(x.device)) if stay else programs
+
+
+def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):
     sample, X, Y, _ = x.shape
     return (x.new_empty(0) if weight is None else weight.new_empty(sample, X, Y, len(weight)),
             x.new_empty(0) if head_weight is None else head_weight.new_empty(sample, len(head_weight), X, Y))
@@ -310,20 +376,26 @@ def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, he
             x.new_empty(parts, 2 + heads + total, channels, dtype=torch.float32))
 
 
-def output_project_launch(og, weight, bias, residual, drop):
+def output_project_launch(og, weight, bias, residual, drop, scale=1.0):
     out = output_project_sizes(og, weight, bias, residual, drop)
     check(weight.dtype, out.shape[-1])
-    check(weight.dtype, og.shape[-1])
     positions, width = out.numel() // out.shape[-1], og.shape[-1]
+    if not takes_inner(width):
+        raise ValueError(f"no Triton output projection of {width} channels (but of multiples of {LEAST})")
     run(output_project_kernel, out, weight, width, lambda grid, options:
         output_project_kernel[grid](
             og, weight, bias, residual, drop, out, positions, *out.shape[1:3], *drop_strides(drop, out),
-            K=width, RESIDUAL=residual is not None, DROP=drop is not None,
+            scale, K=width, RESIDUAL=residual is not None, DROP=drop is not None,
             LINES=lines(*out.shape[1:3], options["BM"]), **options))
     return out
 
 
-def output_project_sizes(og, weight, bias, residual, drop):
+def takes_inner(width):
+    """Whether tiles of an output projection divide this width k."""
+    return width > 0 and width % LEAST == 0
+
+
+def output_project_sizes(og, weight, bias, residual, drop, scale=1.0):
     return (weight if residual is None else residual).new_empty(*og.shape[:-1], len(weight))
 
 
@@ -351,15 +423,16 @@ def output_project_flops(x, weight, *_, **__):
 
 
 NORMS = "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor? weight, Tensor? head_weight"
-NORM_PROJECT_OP = operation(f"norm_project({NORMS}, float eps) -> (Tensor, Tensor)", norm_project_launch,
-                            norm_project_sizes, norm_project_flops)
+NORM_PROJECT_OP = operation(
+    f"norm_project({NORMS}, float eps, Tensor? hidden_bias=None) -> (Tensor, Tensor)", norm_project_launch,
+    norm_project_sizes, norm_project_flops)
 NORM_PROJECT_BACKWARD_OP = operation(
     f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps, "
     "int parts, bool total) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch,
     norm_project_backward_sizes, norm_project_backward_flops)
 OUTPUT_PROJECT_OP = operation(
-    "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop) -> Tensor",
-    output_project_launch, output_project_sizes, output_project_flops)
+    "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop, float scale=1.0) "
+    "-> Tensor", output_project_launch, output_project_sizes, output_project_flops)
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -31,17 +31,16 @@ class TransitionLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, w1, b1, w2, b2, add, eps):
-        normal = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps).to(w1.dtype)
-        h = torch._addmm_activation(b1, normal.flatten(0, -2), w1.t())
+        h, _ = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, eps, b1)
         ctx.save_for_backward(x, norm_weight, norm_bias, w1, w2, h)
         ctx.add, ctx.eps = add, eps
-        update = F.linear(h, w2, b2).view(x.shape)
-        return x + update if add else update
+        return projection.OUTPUT_PROJECT_OP(h, w2, b2, x if add else None, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         (x, norm_weight, norm_bias, w1, w2, h), gradient = ctx.saved_tensors, gradient.contiguous()
+        h = h.flatten(0, -2)
         dupdate = gradient.flatten(0, -2).to(w2.dtype)
         dh, parts = hidden_gradient.OP(dupdate, w2, h, hidden_gradient.shares(len(h), *w2.shape, w2.dtype))
         dx, dnorm_weight, dnorm_bias, dw1, _, *total = projection.norm_project_backward(

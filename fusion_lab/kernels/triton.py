@@ -148,10 +148,11 @@ def outer_product(left, right, output, rows, residual):
     return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
-def outer_layout(left, right, output, scale=1.0):
-    """scale times output(outer product of left and right, summed over rows), from a module; a number."""
+def outer_layout(left, right, output, scale=1.0, residual=None):
+    """[residual +] scale, a number, times output(outer product of left and right, summed over rows), from a
+    module."""
     from fusion_lab.kernels import outer_layout as kernels
-    return kernels.outer_layout(left, right, output.weight, output.bias, scale)
+    return kernels.outer_layout(left, right, output.weight, output.bias, scale, residual)
 
 
 def projects_sides(x, h):

@@ -85,6 +85,12 @@ def current_target():
         return None
 
 
+def processors(device, otherwise=2):
+    """Multiprocessors of a GPU; of what is none, so many as tests mean."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else otherwise
+
+
 def products_in_registers():
     """Whether kernels compile for a GPU of NVIDIA's whose matrix instructions take both operands from
     registers: sm_80 to sm_89, and sm_120."""

@@ -19,7 +19,7 @@ import triton.language as tl
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import start
 from fusion_lab.kernels.limits import ULTRA_WIDTHS
-from fusion_lab.kernels.triton_parts import candidates, precision
+from fusion_lab.kernels.triton_parts import candidates, precision, processors
 
 BARRIERS = 4
 
@@ -168,11 +168,6 @@ TILES = candidates(("BM", "BN", "BK", "num_warps", "num_stages"), (32, 32, 32, 4
                    (64, 64, 64, 4, 3), (128, 64, 32, 8, 2), (16, 64, 64, 4, 3))
 
 
-def programs(device):
-    """As many as surely run at once: one on each multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def ultra_block(x, weights, angles, heads, kv_heads, eps, counters, grid=None):
     """The block of x (B, S, c) in one launch. angles (2, S, D / 2) float32: cos and sin; counters (4,) int32,
     zero at first, kept for the next launch. grid: programs, all of which must fit on the GPU at once."""
@@ -186,7 +181,7 @@ def ultra_block(x, weights, angles, heads, kv_heads, eps, counters, grid=None):
     middle, out = torch.empty_like(x), torch.empty_like(x)
     shape = f"{str(dtype)[6:]} M{triton.next_power_of_2(B * S)} S{S} C{C} F{F}"
     tuner.launch("ultra_block_kernel", shape, TILES, lambda chosen: start(
-        ultra_block_kernel, (grid or programs(x.device),), x, *weights, angles, qkv, mixed, middle, wide, out,
-        counters, B, S, C, F, eps, width ** -0.5, H=heads, G=kv_heads, D=width, PRECISION=precision(dtype),
-        launch_cooperative_grid=True, **chosen))
+        ultra_block_kernel, (grid or processors(x.device, 1),), x, *weights, angles, qkv, mixed, middle, wide,
+        out, counters, B, S, C, F, eps, width ** -0.5, H=heads, G=kv_heads, D=width,
+        PRECISION=precision(dtype), launch_cooperative_grid=True, **chosen))
     return out
