@@ -38,7 +38,7 @@ UNIT = 64  # of which the number of hidden units is a multiple
 TILES = ("BM", "BK", "num_warps", "num_stages")
 CANDIDATES = {
     (2, False): candidates(TILES, (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 3),
-                           (32, 64, 4, 3)),
+                           (32, 64, 4, 3), (64, 128, 4, 3)),
     (2, True): candidates(TILES, (32, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 4, 3),
                           (64, 128, 8, 3)),
     (4, False): candidates(TILES, (32, 32, 8, 2)),

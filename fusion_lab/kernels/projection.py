@@ -258,7 +258,7 @@ NAMES = ("BM", "BN", "num_warps", "num_stages", "STAY")
 NORM_PROJECT = {
     (2, False): candidates(NAMES, *((*tile, False) for tile in (
         (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3))),
-        *((*tile, True) for tile in ((64, 128, 8, 3), (64, 64, 8, 3), (64, 128, 16, 3), (64, 64, 4, 3)))),
+        (64, 128, 8, 3, True), (64, 64, 8, 3, True)),
     (2, True): candidates(NAMES, *((*tile, False) for tile in (
         (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2)))),
     (4, False): candidates(NAMES, (32, 32, 8, 2, False), (64, 32, 8, 2, False)),
@@ -323,20 +323,13 @@ def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps, hid
     check(one.dtype, x.shape[-1], heads)
 
     def launch(grid, options):
-        options, programs = passes(options, width, *grid, x)
-        norm_project_kernel[(programs,)](
+        stay = options["STAY"] and width % options["BN"] == 0 < width
+        norm_project_kernel[(min(*grid, processors(x)),) if stay else grid](
             x, norm_weight, norm_bias, one, head_weight, hidden_bias, y, head_bias, x.numel() // x.shape[-1],
             x.shape[1] * x.shape[2], heads, eps, N=width, HEADS=padded_width(heads) if heads else 0,
-            EVEN=even(x.shape, width, options), **options)
+            EVEN=even(x.shape, width, options), **dict(options, STAY=stay))
     run(norm_project_kernel, x, one, width, launch)
     return found
-
-
-def passes(options, width, programs, x):
-    """Options and number of programs for a projection to this width: where weights stay, which needs whole
-    tiles of them, there are as many programs as the GPU runs at once, one a processor."""
-    stay = options["STAY"] and width % options["BN"] == 0 < width
-    return dict(options, STAY=stay), min(programs, processors(x.device)) if stay else programs
 
 
 def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):

@@ -24,7 +24,7 @@ from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.triton_parts import add_up, operation
 
 MOST = 32  # problems of one launch: pointers and sizes of all are its arguments
-ROWS, COLUMNS = 256, 32  # of a tile
+ROWS, COLUMNS = 128, 32  # of a tile
 SHARE = 128  # rows that a compiler's kernel adds up, of what no kernel of ours leaves in parts
 
 
@@ -76,7 +76,7 @@ def sums_kernel(parts, rows, columns, out, COUNT: tl.constexpr, BR: tl.constexpr
     n, r = (number - first) * BN + tl.arange(0, BN), tl.arange(0, BR)
     here = r[:, None].to(tl.int64) * N + n[None, :]
     acc = tl.zeros((BR, BN), tl.float32)
-    for r0 in range(0, R, BR):
+    for r0 in tl.range(0, R, BR, num_stages=4):  # loads of later turns are under way
         acc += tl.load(part + here, mask=(r[:, None] < R - r0) & (n[None, :] < N), other=0.0)
         part += tl.cast(N, tl.int64) * BR
     tl.store(out + at + n, tl.sum(acc, 0).to(out.dtype.element_ty), mask=n < N)
@@ -91,7 +91,7 @@ def gathered(parts, dtype):
         begin, end = end, end + sum(columns)
         sums_kernel[(sum(triton.cdiv(n, COLUMNS) for n in columns),)](
             tuple(some), tuple(map(len, some)), tuple(columns), out[begin:end], COUNT=len(some), BR=ROWS,
-            BN=COLUMNS, num_warps=16)
+            BN=COLUMNS, num_warps=8)
     return out
 
 

@@ -85,10 +85,9 @@ def current_target():
         return None
 
 
-def processors(device, otherwise=2):
-    """Multiprocessors of a GPU; of what is none, so many as tests mean."""
-    on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else otherwise
+def processors(x, otherwise=2):
+    """Multiprocessors of x's GPU: as many programs surely run at once. On the CPU `otherwise`."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else otherwise
 
 
 def products_in_registers():

@@ -181,7 +181,7 @@ def ultra_block(x, weights, angles, heads, kv_heads, eps, counters, grid=None):
     middle, out = torch.empty_like(x), torch.empty_like(x)
     shape = f"{str(dtype)[6:]} M{triton.next_power_of_2(B * S)} S{S} C{C} F{F}"
     tuner.launch("ultra_block_kernel", shape, TILES, lambda chosen: start(
-        ultra_block_kernel, (grid or processors(x.device, 1),), x, *weights, angles, qkv, mixed, middle, wide,
-        out, counters, B, S, C, F, eps, width ** -0.5, H=heads, G=kv_heads, D=width,
-        PRECISION=precision(dtype), launch_cooperative_grid=True, **chosen))
+        ultra_block_kernel, (grid or processors(x, 1),), x, *weights, angles, qkv, mixed, middle, wide, out,
+        counters, B, S, C, F, eps, width ** -0.5, H=heads, G=kv_heads, D=width, PRECISION=precision(dtype),
+        launch_cooperative_grid=True, **chosen))
     return out

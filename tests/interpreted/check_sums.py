@@ -23,7 +23,7 @@ MUTANTS = {  # none of them leaves its memory
     "first columns alone": ("n, r = (number - first)", "n, r = 0 * (number - first)"),
     "last row dropped": ("< R - r0)", "< R - r0 - 1)"),
     "last column not stored": ("mask=n < N)", "mask=n < N - 1)"),
-    "last tile dropped": ("range(0, R, BR)", "range(0, R - BR, BR)"),
+    "last tile dropped": ("range(0, R, BR,", "range(0, R - BR, BR,"),
     "always the first tile": ("tl.int64) * BR", "tl.int64) * 0"),
 }
 
