@@ -167,6 +167,12 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
     width = None if EVEN else N
     given = rows(x + first * C, p, left, C)  # on its way while dy is multiplied
     acc = tl.zeros((BM, C), tl.float32)
+    if HEADS > 0:
+        h = tl.arange(0, HEADS)
+        at, exist = head_places(tl.program_id(0), h, P, PLANE, H, EVEN, BM)
+        t = tl.load(dbias + at, mask=exist, other=0.0).to(w.dtype.element_ty)
+        at = h[:, None] * C + c[None, :]
+        acc = tl.dot(t, tl.load(wh + at, mask=h[:, None] < H, other=0.0), acc, input_precision=PRECISION)
     if N > 0:
         dy += first * N
         for n0 in range(0, N, BN):
@@ -180,12 +186,6 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
         store_rows(normal_out + first * C, p, left, normal, C)
     sums += tl.program_id(0).to(tl.int64) * (2 + H + TOTAL) * C
     if HEADS > 0:
-        h = tl.arange(0, HEADS)
-        at, exist = head_places(tl.program_id(0), h, P, PLANE, H, EVEN, BM)
-        t = tl.load(dbias + at, mask=exist, other=0.0).to(w.dtype.element_ty)
-        at = h[:, None] * C + c[None, :]
-        ht = tl.load(wh + at, mask=h[:, None] < H, other=0.0)
-        acc = tl.dot(t, ht, acc, input_precision=PRECISION)
         dwh = tl.dot(tl.trans(t), normal, input_precision=PRECISION)
         tl.store(sums + 2 * C + at, dwh, mask=h[:, None] < H)
     store_sums(sums, c, acc * x_hat, w.dtype.element_ty, PRECISION, BM)

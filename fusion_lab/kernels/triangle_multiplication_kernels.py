@@ -228,14 +228,15 @@ def front_backward_kernel(pair, norm_weight, weight, bias, mask, sides, normed, 
                           EVEN: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
                           BM: tl.constexpr, BC: tl.constexpr):
     """dpair, with the gradient of a residual if ADD. For gradients of weights: those of the four projections,
-    the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of norm_weight, norm_bias and bias. Sides,
-    gates and their gradients are channel first."""
+    the first 4 C columns of dgates (P, 5 C). sums (programs, 6 C): of norm_weight, norm_bias and bias. Sides
+    and their gradients are channel first, and turned as they are read: what is made of them is a left operand
+    as it stands."""
     start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
     pair, normed, dpair = pair + start * C, normed + start * C, dpair + start * C
     gradient, dgates, statistics = gradient + start * C, dgates + start * 5 * C, statistics + start
     k, c = tl.arange(0, C), tl.arange(0, BC)
     dtype: tl.constexpr = weight.dtype.element_ty
-    x = tl.trans(rows(normed, p, inside, k, C))
+    x = rows(normed, p, inside, k, C)
     keep = kept(mask, inside, b * mb + i * mi + j * mj, MASK)
     gate_bias = biases(bias, c + 2 * C, BIAS)
     sums += tl.program_id(0).to(tl.int64) * 6 * C
@@ -249,24 +250,20 @@ def front_backward_kernel(pair, norm_weight, weight, bias, mask, sides, normed, 
         c = c0 + tl.arange(0, BC)
         next_bias = biases(bias, (c0 + BC) % (2 * C) + 2 * C + tl.arange(0, BC), BIAS)
         w = tl.load(weight + (c[:, None] + 2 * C) * C + k[None, :])
-        gate = tl.dot(w, x, input_precision=PRECISION)
+        gate = sigmoid(projected(x, w, gate_bias, BIAS, PRECISION))
+        dy = side_tile(dsides + start, c, q, plane).to(tl.float32)
+        dg = dy * side_tile(sides + start, c, q, plane).to(tl.float32) * (1 - gate)
         if BIAS:
-            gate += gate_bias[:, None]
-        gate = sigmoid(gate)
-        at = c[:, None].to(tl.int64) * plane + start + q[None, :]
-        dy = tl.load(dsides + at).to(tl.float32)
-        dg = dy * tl.load(sides + at).to(tl.float32) * (1 - gate)
-        if BIAS:
-            tl.store(sums + 4 * C + c, tl.sum(dg, 1))
-        dg = tl.trans(dg.to(dtype))
+            store_sums(sums + 4 * C, c, dg, dtype, PRECISION, BM)
+        dg = dg.to(dtype)
         store_rows(dgates, p, inside, c + 2 * C, 5 * C, dg)
         acc = tl.dot(dg, w, acc, input_precision=PRECISION)
         dy *= gate
         if MASK:
-            dy *= tl.where((c0 < C) | BOTH, keep, 1.0)[None, :]
+            dy *= tl.where((c0 < C) | BOTH, keep, 1.0)[:, None]
         if BIAS:
-            tl.store(sums + 2 * C + c, tl.sum(dy, 1))
-        dv = tl.trans(dy.to(dtype))
+            store_sums(sums + 2 * C, c, dy, dtype, PRECISION, BM)
+        dv = dy.to(dtype)
         store_rows(dgates, p, inside, c, 5 * C, dv)
         w = tl.load(weight + c[:, None] * C + k[None, :])
         acc = tl.dot(dv, w, acc, input_precision=PRECISION)
