@@ -593,8 +593,7 @@ class TinyOpenFoldV2(nn.Module):
         own = self.ranks.own(target, 1)
         msa = self.msa_embedding(self.ranks.own(msa_tokens, 2)) + self.target_embedding(own)[:, None]
         place = torch.arange(target.shape[1], device=target.device)
-        offset = self.ranks.own(place, 0)[:, None] - place[None, :]
-        offset = offset.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        offset = (self.ranks.own(place, 0)[:, None] - place).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
         position = (ChosenRows.apply(self.position_embedding.weight, offset)  # (S, S, c_z)
                     if self.fusion.enable_projection_fusion else self.position_embedding(offset))
         pair = self.left_embedding(own)[:, :, None] + self.right_embedding(target)[:, None, :] + position
@@ -604,9 +603,8 @@ class TinyOpenFoldV2(nn.Module):
 
     def heads(self, msa, pair, msa_targets, coords, coord_mask):
         """What forward returns, from the last block's output."""
-        logits = self.distogram_head(pair)
-        logits = logits + self.ranks.turn(logits, 1, 2).transpose(1, 2)
-        logits = logits.to(at_least_float32(logits.dtype))  # (B, S, S, 64), symmetric
+        logits = self.distogram_head(pair)  # (B, S, S, 64), not symmetric yet
+        logits = (logits + self.ranks.turn(logits, 1, 2).transpose(1, 2)).to(at_least_float32(logits.dtype))
         with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
             probability = logits.softmax(dim=-1)
             result = dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
@@ -619,8 +617,7 @@ class TinyOpenFoldV2(nn.Module):
             known = own_mask[:, :, None] * coord_mask[:, None, :]
             nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
             nll, known = (self.ranks.sum(t.sum(-1).sum()) for t in (nll * known, known))  # at once is slow
-            result["distogram_loss"] = nll / known.clamp(min=1)
-            result["loss"] = result["distogram_loss"]
+            result["loss"] = result["distogram_loss"] = nll / known.clamp(min=1)
         if msa_targets is not None:
             letters, own = self.masked_msa_head(msa).flatten(0, 2), self.ranks.own(msa_targets, 2)
             nll = F.cross_entropy(letters.to(logits.dtype), own.flatten(), reduction="sum")
@@ -641,9 +638,8 @@ class TinyOpenFoldV2(nn.Module):
 
     def sublayers(self):
         """(name, module) of all sub-layers, for hooks; none where blocks are compiled."""
-        if self.fusion.enable_torch_compile:
-            return []
-        return [(name, getattr(block, name)) for block in self.blocks for name in SUBLAYERS]
+        blocks = [] if self.fusion.enable_torch_compile else self.blocks
+        return [(name, getattr(block, name)) for block in blocks for name in SUBLAYERS]
 
     def attention_kernel(self, dtype=None):
         """Which kernels fused attention runs in training in this dtype (default: the weights'), in words."""

@@ -330,8 +330,8 @@ def test_rows_of_an_outer_product_are_counted(handed):
 def test_an_outer_product_is_handed_on_with_its_projection(handed):
     left, right = torch.randn(2, 2, 7, 4, 3)
     output = nn.Linear(9, 5)
-    triton.outer_layout(left, right, output, 0.25)
-    is_given(handed["outer_layout"], left, right, output.weight, output.bias, 0.25)
+    triton.outer_layout(left, right, output, 0.25, residual := torch.randn(2, 7, 7, 5))
+    is_given(handed["outer_layout"], left, right, output.weight, output.bias, 0.25, residual)
 
 
 def test_counts_of_rows_lie_where_the_sides_do(handed):

@@ -104,18 +104,22 @@ def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypat
     """Not where it is re-associated, by ranks that share a sample, nor where no kernel runs."""
     made = []
     monkeypatch.setattr(tof.triton, "outer_layout", lambda *given: made.append(given) or torch.ones(1))
-    monkeypatch.setattr(tof.triton, "runs", lambda x: x.shape[-1] == 8)
+    monkeypatch.setattr(tof.triton, "runs", lambda x: True)
     layer = block_of(tof.FusionConfig(enable_triton_outer_layout=True)).outer_product_mean  # of narrow sides
     plain = block_of(tof.FusionConfig()).outer_product_mean
-    msa, row_mask = next(inputs()), torch.tensor([[1.0, 1, 1, 1, 0]])
+    (msa, pair), row_mask = inputs(), torch.tensor([[1.0, 1, 1, 1, 0]])
+    assert layer.adds(pair) and not plain.adds(pair)
     found = layer(msa, row_mask)
     left, right = layer.project(layer.layer_norm(msa))
     same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj))
     assert found.item() == pytest.approx(1 / 4.001)
-    assert layer(msa).item() == 1.0  # divided within
-    same(made.pop(), (left, right, layer.output_proj, pytest.approx(1 / 5.001)))
+    assert torch.equal(layer(msa, row_mask, residual=pair), pair + found)
+    made.pop()
+    assert layer(msa, residual=pair).item() == 1.0  # divided and added within
+    same(made.pop(), (left, right, layer.output_proj, pytest.approx(1 / 5.001), pair))
+    few = layer(msa[:, :1], row_mask[:, :1])  # 4 N <= S
+    assert torch.equal(layer(msa[:, :1], row_mask[:, :1], residual=pair), pair + few)
     plain(msa, row_mask)
-    layer(msa[:, :1], row_mask[:, :1])  # 4 N <= S
     layer.ranks = SimpleNamespace(size=2, gather=lambda x, dim: x)
     layer(msa, row_mask)
     del layer.ranks
@@ -138,10 +142,12 @@ def test_where_the_sides_of_an_outer_product_have_a_kernel(kernels, monkeypatch)
     assert torch.equal(handed_on.pop(), msa + 2) and set(asked) == {4}
     weights = layer.left_right_proj.weight, layer.left_right_proj.bias
     same(made.pop(), (msa, layer.layer_norm, *weights))
-    monkeypatch.setattr(layer, "forward", lambda msa, row_mask, handed_on: handed_on.append(msa + 2) or 0.0)
-    first = block(msa, pair)[0]
-    monkeypatch.setattr(layer, "forward", lambda msa, row_mask, handed_on: handed_on.append(msa) or 0.0)
-    assert torch.equal(first, block(msa, pair)[0] + 2)
+    results = []
+    for more in (2, 0):
+        monkeypatch.setattr(layer, "forward", lambda msa, row_mask, handed_on, residual, drop, more=more:
+                            handed_on.append(msa + more) or residual)
+        results.append(block(msa, pair)[0])
+    assert torch.equal(results[0], results[1] + 2)
     del layer.forward
     layer(msa[:, :1])  # re-associated
     layer.ranks = SimpleNamespace(size=2, gather=lambda x, dim: x)

@@ -1,20 +1,21 @@
 """The outer product mean's big tensor and its gradient, each written by its product in the layout of its
 reader, as a Triton kernel; all other products are the BLAS library's.
 
-    out = scale (W vec(sum over n of left[n, i] right[n, j]^T) + b)
+    out = [residual +] scale (W vec(sum over n of left[n, i] right[n, j]^T) + b)
 
-left, right (B, N, S, h); W (c, h*h); b (c,); out (B, S, S, c). A library's product of left and right has
-rows (i, c) and columns (j, d), so it writes (i, c, j, d), while the projection reads (i, j, c, d). The
-gradient of what it reads is made with rows (i, j) and columns (c, d), while the products that make gradients
-of left and right read (i, c, j, d). Both are one product of matrices, each with two indices of rows and two
-of columns, the middle two of which change places in the result:
+left, right (B, N, S, h); W (c, h*h); b (c,); residual, out (B, S, S, c). A library's product of left and
+right has rows (i, c) and columns (j, d), so it writes (i, c, j, d), while the projection reads (i, j, c, d).
+The gradient of what it reads is made with rows (i, j) and columns (c, d), while the products that make
+gradients of left and right read (i, c, j, d). Both are one product of matrices, each with two indices of rows
+and two of columns, the middle two of which change places in the result:
 
     out[m1, n1, m2, n2] = scale * sum over k of a[m1, m2, k] b[k, n1, n2]
 
 Otherwise either tensor, h*h numbers for every pair of positions, is written, read and written once more.
 Sums are short, so that most of a program is addresses, a wait for its operands and the store: a program makes
 several tiles of columns from the same rows, and loads the next one's operand while it stores. The scale goes
-into both tensors as they are written, so that no pass over out or its gradient is spent on it.
+into both tensors as they are written, so that no pass over out or its gradient is spent on it; a residual is
+added by the kernel that projects (projection.py), where it takes these widths.
 
 Sources: AlphaFold 2 supplement, Alg. 10.
 """
@@ -39,9 +40,10 @@ from fusion_lab.kernels.triton_parts import (
 )
 
 
-def reference(left, right, weight, bias, scale=1.0):
+def reference(left, right, weight, bias, scale=1.0, residual=None):
     """The same in plain PyTorch."""
-    return F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
+    update = F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
+    return update if residual is None else residual + update
 
 
 @triton.jit

@@ -49,16 +49,17 @@ from fusion_lab.kernels.triton_parts import (
 )
 
 
-def norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps):
-    """norm_project() in plain PyTorch."""
+def norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):
+    """NORM_PROJECT_OP in plain PyTorch, with None for what is empty."""
     x = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
-    return (None if weight is None else F.linear(x, weight),
+    y = None if weight is None else F.linear(x, weight, hidden_bias)
+    return (y if hidden_bias is None else y.relu(),
             None if head_weight is None else F.linear(x, head_weight).permute(0, 3, 1, 2))
 
 
-def output_project_reference(og, weight, bias, residual=None, drop=None):
+def output_project_reference(og, weight, bias, residual=None, drop=None, scale=1.0):
     """OUTPUT_PROJECT_OP in plain PyTorch."""
-    update = F.linear(og, weight, bias)
+    update = F.linear(og, weight, bias * scale)
     update = update if drop is None else update * drop
     return update if residual is None else residual + update
 

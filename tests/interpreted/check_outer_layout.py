@@ -6,7 +6,7 @@ from rule import in_dtypes, mutant, violations
 from fusion_lab.kernels import outer_layout, tuner
 from fusion_lab.kernels.precision import product_dtype
 
-CASES = {  # B, N, S, h, c, packed[, scale]
+CASES = {  # B, N, S, h, c, packed[, scale[, whether there is a residual]]
     "two samples, odd": (2, 7, 9, 8, 12, True, 0.3),
     "many rows": (1, 77, 5, 16, 16, False),
     "usual width": (2, 16, 5, 32, 32, True),
@@ -16,6 +16,8 @@ CASES = {  # B, N, S, h, c, packed[, scale]
     "whole tiles": (2, 16, 8, 32, 16, True),
     "parts of lines": (1, 5, 2, 128, 8, False),
     "whole tiles, few rows": (1, 5, 8, 32, 24, True),
+    "residual": (2, 7, 9, 8, 16, True, 0.3, True),
+    "residual, not by the kernel": (1, 3, 5, 8, 20, False, 0.3, True),
 }
 MUTANTS = {
     "strides exchanged": ("(line * (N1 * M2 * N2) + m2 * N2)[:", "(m2 * (N1 * M2 * N2) + line * N2)[:"),
@@ -45,29 +47,38 @@ MUTANTS = {
     "several tiles: the last one dropped": ("range(MANY)", "range(MANY - 1)"),
     "left's gradient transposed": ("right.flatten(2) @ d.mT", "right.flatten(2) @ d"),
     "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
-    "bias without a gradient": ("sums.over_rows(gradient, ctx.scale)", "0 * sums.over_rows(gradient, 1.0)"),
-    "its gradient not scaled": ("over_rows(gradient, ctx.scale)", "over_rows(gradient, 1.0)"),
+    "bias without a gradient": ("sums.over_rows(flat, ctx.scale)", "0 * sums.over_rows(flat, 1.0)"),
+    "its gradient not scaled": ("over_rows(flat, ctx.scale)", "over_rows(flat, 1.0)"),
     "bias not scaled": ("+ bias * scale", "+ bias"),
+    "residual: bias not scaled": ("residual, None, scale)", "residual, None)"),
+    "residual forgotten": ("bias, residual, None,", "bias, 0 * residual, None,"),
+    "residual without a gradient": ("gradient if ctx.residual", "0 * gradient if ctx.residual"),
+    "residual forgotten by plain code": ("residual + update if", "update if"),
     "product not scaled": ("(acc * scale)", "acc"),
-    "gradient not scaled": ("weight, ctx.scale)\n", "weight, 1.0)\n"),
+    "gradient not scaled": ("weight, ctx.scale)", "weight, 1.0)"),
 }
 WHERE = {"last tile of a sum dropped": "many rows", "always the first tile of a sum": "many rows",
          "last number of a sum dropped": "many rows", "last tile of columns dropped": "odd widths",
          "one tile of every sum": "many rows", "whole tiles: all of one part of a line": "parts of lines",
          "whole tiles: all of one part of the columns": "parts of lines",
          **dict.fromkeys(("whole tiles: all of the first lines", "whole tiles: all of the first columns",
-                          "whole tiles: one line", "whole tiles: stored as the first"), "whole tiles")}
+                          "whole tiles: one line", "whole tiles: stored as the first"), "whole tiles"),
+         **dict.fromkeys(("residual: bias not scaled", "residual forgotten", "residual without a gradient"),
+                         "residual"), "residual forgotten by plain code": "residual, not by the kernel"}
 
 
-def problem(dtype, samples, rows, size, h, channels, packed, scale=1.0, module=outer_layout):
+def problem(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=False, module=outer_layout):
     """(ours, plain, tensors) of a case"""
     torch.manual_seed(0)
     both = torch.randn(samples, rows, size, 2 * h)
     tensors = [*([both] if packed else both.chunk(2, -1)), torch.randn(channels, h * h) / h,
-               torch.randn(channels)]
+               torch.randn(channels), *[torch.randn(samples, size, size, channels)] * adds]
 
     def unpacked(function):
-        return lambda *given: function(*(given[0].chunk(2, -1) if packed else given[:2]), *given[-2:], scale)
+        def call(*given):
+            sides, rest = (given[0].chunk(2, -1), given[1:]) if packed else (given[:2], given[2:])
+            return function(*sides, *rest[:2], scale, *rest[2:])
+        return call
     return (unpacked(module.outer_layout), unpacked(outer_layout.reference),
             [t.to(dtype).contiguous() for t in tensors])
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from rule import in_dtypes, mutant, violations
 
-from fusion_lab.kernels import projection
+from fusion_lab.kernels import projection, tuner
 from fusion_lab.kernels.triton_parts import lines
 
 NORM_CASES = {  # B, X, Y, c; n; H
@@ -26,6 +26,13 @@ OUTPUT_CASES = {  # shape of og; c; residual; dropout shared along this dimensio
     "tiles of lines, columns dropped": ((2, 8, 16, 16), 16, True, 2),
     "lines of tiles, rows dropped": ((2, 3, 128, 32), 16, True, 1),
     "lines of tiles, columns dropped": ((2, 3, 128, 16), 32, True, 2),
+    "scaled bias, wide": ((2, 3, 5, 256), 16, True, 0, 0.3),
+    "scaled bias, odd width": ((1, 4, 7, 48), 32, False, 1, 0.3),
+}
+HIDDEN_CASES = {  # shape of x; hidden units; heads
+    "two samples, odd": ((2, 5, 7, 32), 128, 0),
+    "whole tiles": ((2, 8, 16, 16), 256, 3),
+    "units no multiple of a tile": ((1, 3, 11, 16), 48, 0),
 }
 NORM_MUTANTS = {  # what is replaced by what, and the case that must notice, if not the first
     "last outputs dropped": ("range(0, N, BN)", "range(0, N - BN, BN)"),
@@ -50,6 +57,16 @@ OUTPUT_MUTANTS = {
     "a tile's positions all the first": ("i % (BM // LINES) * sy", "0 * i", "lines of tiles, rows dropped"),
     "all lines the first": ("(line % X).to(tl.int64) * sx", "0", "lines of tiles, columns dropped"),
     "all tiles the first": ("y.to(tl.int64) * sy", "0", "lines of tiles, rows dropped"),
+    "bias not scaled": ("vector(bias, C) * scale", "vector(bias, C)", "scaled bias, wide"),
+}
+HIDDEN_MUTANTS = {  # the same; whether weights stay
+    "no ReLU": ("t = tl.maximum(t + shift[None, :], 0.0)", "t += shift[None, :]", False),
+    "no bias": ("t = tl.maximum(t + shift[None, :], 0.0)", "t = tl.maximum(t, 0.0)", False),
+    "no ReLU where weights stay": ("tl.maximum(t + shifts[i][None, :], 0.0)", "t + shifts[i][None, :]", True),
+    "always the first bias": ("t + shifts[i][None, :]", "t + shifts[0][None, :]", True),
+    "always the first weights": ("tl.dot(normal, ws[i]", "tl.dot(normal, ws[0]", True),
+    "last tile of positions not made": ("(tl.program_id(0), tiles,", "(tl.program_id(0), tiles - 1,", True),
+    "every program the first tile": ("number = tiles - 1 - ago", "number = tiles - 1", True),
 }
 
 
@@ -83,7 +100,26 @@ class WithPlainGradients(torch.autograd.Function):
         return None, gradient
 
 
-def output_problem(dtype, shape, channels, residual, dim, module=projection):
+def hidden_problem(dtype, shape, units, heads, module=projection):
+    """(ours, plain, tensors) of a hidden layer, beside which heads make a bias."""
+    torch.manual_seed(0)
+    c = shape[-1]
+    tensors = [torch.randn(shape), 1 + 0.1 * torch.randn(c), 0.1 * torch.randn(c),
+               c ** -0.5 * torch.randn(units, c), torch.randn(units),
+               *[c ** -0.5 * torch.randn(heads, c)] * (heads > 0)]
+
+    def joined(x, *weights, op=projection.norm_project_reference):
+        *norm, weight, bias, head_weight = (*weights, None)[:5]
+        found = op(x, *norm, weight, head_weight, 1e-5, bias)
+        return torch.cat([t.flatten() for t in found if t is not None])
+
+    def ours(*given):
+        found = joined(*(t.detach() for t in given), op=module.NORM_PROJECT_OP)
+        return WithPlainGradients.apply(found, joined(*given))
+    return ours, joined, [t.to(dtype) for t in tensors]
+
+
+def output_problem(dtype, shape, channels, residual, dim, scale=1.0, module=projection):
     torch.manual_seed(0)
     k, out = shape[-1], (*shape[:3], channels)
     drop = (torch.rand([1 if d == dim else n for d, n in enumerate(out)]) > 0.3) / 0.7 if dim else None
@@ -92,11 +128,12 @@ def output_problem(dtype, shape, channels, residual, dim, module=projection):
 
     def plain(*given):
         factors = None if drop is None else drop.to(given[0].dtype)
-        return projection.output_project_reference(*given, *[None] * (4 - len(given)), factors)
+        return projection.output_project_reference(*given, *[None] * (4 - len(given)), factors, scale)
 
     def ours(*given):
         factors = projection.widened(None if drop is None else drop.to(dtype), channels)
-        found = module.OUTPUT_PROJECT_OP(*(t.detach() for t in given), *[None] * (4 - len(given)), factors)
+        found = module.OUTPUT_PROJECT_OP(*(t.detach() for t in given), *[None] * (4 - len(given)), factors,
+                                         scale)
         return WithPlainGradients.apply(found, plain(*given))
     return ours, plain, [t.to(dtype) for t in tensors[:4 if residual else 3]]
 
@@ -163,7 +200,46 @@ def test_mutants_of_norm_project_are_caught(broken, tmp_path):
 def test_mutants_of_output_project_are_caught(broken, tmp_path):
     old, new, case = (*OUTPUT_MUTANTS[broken], "rows dropped")[:3]
     module = mutant(projection, old, new, tmp_path)
-    assert violations(*output_problem(torch.float32, *OUTPUT_CASES[case], module))
+    assert violations(*output_problem(torch.float32, *OUTPUT_CASES[case], module=module))
+
+
+@pytest.fixture
+def weights_stay(monkeypatch):
+    """A tuner that has found that they had better."""
+    def launch(kernel, shape, candidates, run):
+        run(next((each for each in candidates if each.get("STAY")), candidates[0]))
+    monkeypatch.setattr(tuner, "launch", launch)
+
+
+@pytest.mark.parametrize("case, dtype", sharpest_first(HIDDEN_CASES))
+def test_hidden_layer(case, dtype):
+    assert not violations(*hidden_problem(dtype, *HIDDEN_CASES[case]))
+
+
+@pytest.mark.parametrize("case", HIDDEN_CASES)
+def test_hidden_layer_by_weights_that_stay(case, weights_stay):
+    assert not violations(*hidden_problem(torch.bfloat16, *HIDDEN_CASES[case]))
+
+
+@pytest.mark.parametrize("case", NORM_CASES)
+def test_norm_project_by_weights_that_stay(case, weights_stay):
+    assert not violations(*norm_problem(torch.bfloat16, *NORM_CASES[case]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", HIDDEN_MUTANTS)
+def test_mutants_of_the_hidden_layer_are_caught(broken, tmp_path, request):
+    old, new, stay = HIDDEN_MUTANTS[broken]
+    module = mutant(projection, old, new, tmp_path)
+    if stay:
+        request.getfixturevalue("weights_stay")
+    assert violations(*hidden_problem(torch.bfloat16, *HIDDEN_CASES["whole tiles"], module))
+
+
+def test_widths_that_no_tile_divides_are_refused():
+    given = torch.ones(1, 2, 3, 40), torch.ones(16, 40), torch.ones(16)
+    with pytest.raises(ValueError, match="of 40 channels"):
+        projection.OUTPUT_PROJECT_OP(*given, None, None)
 
 
 @pytest.mark.parametrize("X, Y, expected", [(3, 192, 1), (3, 64, 1), (4, 32, 2), (64, 1, 64), (3, 32, 0),

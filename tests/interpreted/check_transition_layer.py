@@ -16,7 +16,8 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "the residual's gradient forgotten": ("gradient if ctx.add else None", "0 * gradient", "several shares"),
     "second bias without a gradient": ("db2 = total[0]", "db2 = 0 * total[0]", "several shares"),
     "the same without a residual": ("over_rows(dupdate)", "over_rows(0 * dupdate)", "update alone"),
-    "no residual": ("x + update if add", "update if add", "several shares"),
+    "no residual": ("x if add else None, None", "None, None", "several shares"),
+    "first bias forgotten": ("eps, b1)", "eps, 0 * b1)", "several shares"),
     "eps as an afterthought": ("w1, None, ctx.eps", "w1, None, 0.1", "several shares"),
 }
 
