@@ -16,6 +16,7 @@ import check_hidden_gradient as hidden
 import check_messages as messages
 import check_outer_layout as layouts
 import check_outer_product as outer
+import check_projection as projections
 import check_side_projection as sides
 import check_sums
 import check_transition as transitions
@@ -32,6 +33,7 @@ from fusion_lab.kernels import (
     biased_attention,
     gathered_gradients,
     outer_layout,
+    projection,
     sums,
     triangle_products,
     tuner,
@@ -78,6 +80,7 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "outer layout": (layouts, lambda S: (1, 128, S, 32, 128, True)),
     "outer layout, two samples": (layouts, lambda S: (2, 16, S, 32, 128, False)),
     "outer layout, odd": (layouts, lambda S: (2, 37, S, 12, 72, True)),
+    "outer layout, residual": (layouts, lambda S: (1, 64, S, 32, 128, True, 0.1, True)),
     "sides": (sides, lambda S: ((1, 64, S, 64), 32)),
     "sides, two samples, many channels": (sides, lambda S: ((2, 5, S, 128), 32)),
     "sides, few channels": (sides, lambda S: ((1, 3, S, 16), 16)),
@@ -144,6 +147,28 @@ def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
         for case in ((1, 128, 64, 32, 128, True), (2, 16, 128, 32, 128, True), (1, 37, 64, 32, 72, True),
                      (1, 37, 65, 12, 72, True)):
             assert not violations(*layouts.problem(dtype, *case))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("number", range(len(projection.NORM_PROJECT[2, False])))
+def test_norm_project_by_every_tile(number, dtype, monkeypatch):
+    """Also where weights stay, and programs make several tiles of positions, whole ones or not."""
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(
+        candidates[number] if kernel == "norm_project_kernel" else candidates[0]))
+    with torch.device(DEVICE):
+        for shape in ((1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)):
+            assert not violations(*projections.norm_problem(dtype, shape, 4 * shape[-1], 4))
+            assert not violations(*projections.hidden_problem(dtype, shape, 4 * shape[-1], 0))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("number", range(len(projection.OUTPUT_PROJECT[2, False])))
+def test_output_project_by_every_tile(number, dtype, monkeypatch):
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
+    with torch.device(DEVICE):
+        for case in (((1, 64, 128, 512), 128, True, 1), ((2, 37, 65, 1024), 128, True, 0, 0.1),
+                     ((2, 37, 64, 256), 64, False, 0)):
+            assert not violations(*projections.output_problem(dtype, *case))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
