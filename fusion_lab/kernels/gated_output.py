@@ -45,7 +45,7 @@ def gated_output_backward_kernel(gradient, w, drop, out, gate, gate_bias, do, dg
         d *= factors(drop, first + p, P, X, Y, sb, sx, sy, C, LINES)
     bias_parts += tl.program_id(0).to(tl.int64) * C
     gate_parts += tl.program_id(0).to(tl.int64) * C
-    tl.store(bias_parts + c, tl.sum(d, 0))
+    store_sums(bias_parts, c, d, dtype, PRECISION, BM)
     d = d.to(dtype)
     if DROP:
         store_rows(du + first * C, p, left, d, C)
