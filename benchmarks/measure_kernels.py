@@ -136,7 +136,7 @@ def outer_implementations():
         return pair + (torch.stack(found) + bias) / left.shape[1]
 
     def layout(left, right, weight, bias, pair):
-        return pair + outer_layout.outer_layout(left, right, weight, bias) / left.shape[1]
+        return outer_layout.outer_layout(left, right, weight, bias, 1 / left.shape[1], pair)
 
     def ours(left, right, weight, bias, pair):
         norm = left.new_full(left.shape[:1], left.shape[1], dtype=torch.float32)

@@ -26,6 +26,7 @@ from fusion_lab.kernels.triton_parts import (
     below,
     candidates,
     check_shapes,
+    from_the_end,
     operation,
     precision,
     rows,
@@ -62,7 +63,7 @@ def hidden_gradient_kernel(gradient, w, hidden, out, sums, P, SHARE, K: tl.const
     """dh of BK units for SHARE positions, whole tiles of them; sums (shares, K); EVEN: BM divides P. h is
     loaded a tile ahead: no product takes it, so the compiler does not load it early by itself."""
     k, c, m = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, C), tl.arange(0, BM)
-    number = tl.num_programs(1) - 1 - tl.program_id(1)  # from the end: projection.from_the_end() says why
+    number = from_the_end(1)
     first = number.to(tl.int64) * SHARE
     end = tl.minimum(first + SHARE, P)
     wt = tl.load(w + c[:, None] * K + k[None, :])

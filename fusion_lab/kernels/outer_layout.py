@@ -34,6 +34,7 @@ from fusion_lab.kernels.triton_parts import (
     below,
     candidates,
     check_shapes,
+    from_the_end,
     lines,
     operation,
     precision,
@@ -57,7 +58,7 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
     first is divided. MANY, if not 1: as LINES, ONCE, and a tile's columns are whole lines; what the next tile
     reads is loaded while this one is written."""
     sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN * MANY)
-    number, k = tl.num_programs(0) - 1 - tl.program_id(0), tl.arange(0, BK)  # see projection.from_the_end()
+    number, k = from_the_end(0), tl.arange(0, BK)
     m, n = number // across * BM, number % across * BN * MANY
     a += sample * sab
     b += sample * sbb

@@ -34,6 +34,7 @@ from fusion_lab.kernels.triton_parts import (
     below,
     candidates,
     check_shapes,
+    from_the_end,
     layer_norm,
     layer_norm_backward,
     lines,
@@ -83,21 +84,13 @@ def head_places(number, h, P, PLANE, H, EVEN: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def from_the_end():
-    """The number of this program's tile, where programs begin with the last one. Who writes more than the
-    cache holds writes it so: what is read next, from its beginning, is what the cache has."""
-    return tl.num_programs(0) - 1 - tl.program_id(0)
-
-
-@triton.jit
 def normal_tile(x, norm_weight, norm_bias, ht, head_bias, number, P, PLANE, H, eps, dtype: tl.constexpr,
                 EVEN: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
     """LayerNorm of tile `number`, (BM, C) in this dtype; of that head_bias by ht (HEADS, C), if there is."""
     first = number.to(tl.int64) * BM
     left = None if EVEN else (P - first).to(tl.int32)
     given = rows(x + first * C, tl.arange(0, BM), left, C)
-    normal, x_hat, rstd = layer_norm(given, norm_weight, norm_bias, eps, C)
-    normal = normal.to(dtype)
+    normal = layer_norm(given, norm_weight, norm_bias, eps, C)[0].to(dtype)
     if ht is not None:
         bt = tl.dot(normal, tl.trans(ht), input_precision=PRECISION)
         at, exist = head_places(number, tl.arange(0, ht.shape[0]), P, PLANE, H, EVEN, BM)
@@ -142,7 +135,7 @@ def norm_project_kernel(x, norm_weight, norm_bias, w, wh, hidden_bias, y, head_b
                     t = tl.maximum(t + shifts[i][None, :], 0.0)
                 store_outputs(y, t, number, i * BN + n, P, N, EVEN, BM)
     else:
-        number = from_the_end()
+        number = from_the_end(0)
         normal = normal_tile(x, norm_weight, norm_bias, ht, head_bias, number, P, PLANE, H, eps, dtype,
                              EVEN, PRECISION, C, BM)
         for n0 in range(0, N, BN):
@@ -403,13 +396,13 @@ def widened(drop, channels):
     return None if drop is None else drop.expand(*drop.shape[:-1], channels).contiguous()
 
 
-def norm_project_flops(x, norm_weight, norm_bias, weight, head_weight, eps, **_):
+def norm_project_flops(x, norm_weight, norm_bias, weight, head_weight, *_, **__):
     wide = sum(shape[0] for shape in (weight, head_weight) if shape is not None)
     return 2 * math.prod(x) * wide
 
 
 def norm_project_backward_flops(dy, dbias, *forward, **_):
-    return norm_project_flops(*forward[:5], None)  # dx; the weight's gradient is a product of its own
+    return norm_project_flops(*forward[:5])  # dx; the weight's gradient is a product of its own
 
 
 def output_project_flops(x, weight, *_, **__):

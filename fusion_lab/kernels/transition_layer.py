@@ -1,12 +1,13 @@
-"""A whole transition whose products in forward are the BLAS library's: LayerNorm, two layers, residual; in
-backward the kernels of hidden_gradient.py and of projection.py.
+"""A whole transition by kernels of other sub-layers: those of projection.py, and in backward that of
+hidden_gradient.py before them.
 
     h = relu(LayerNorm(x) W1^T + b1);  out = x + h W2^T + b2
 
-x, out (B, X, Y, c); W1 (u, c); W2 (c, u). Saved for backward: x and h. There the gradient of h before its
-ReLU makes that of x in the kernel that does the same behind attention's projections: dh W1, LayerNorm's
-derivative, the residual's gradient, and the sum of that over positions, which is b2's. Left to the library
-and a compiler these are a product, a pass over what it wrote, and more for the sums.
+x, out (B, X, Y, c); W1 (u, c); W2 (c, u). Saved for backward: x and h. Forward is a kernel for h and one for
+the rest. In backward the gradient of h before its ReLU makes that of x in the kernel that does the same
+behind attention's projections: dh W1, LayerNorm's derivative, the residual's gradient, and the sum of that
+over positions, which is b2's. Left to the library and a compiler each of these is a product, a pass over what
+it wrote, one over what it reads, and more for the sums.
 
 Source: AlphaFold 2 supplement, Alg. 9 and 15 (transitions).
 """

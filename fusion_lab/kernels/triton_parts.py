@@ -177,6 +177,13 @@ def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
 
 
 @triton.jit
+def from_the_end(axis: tl.constexpr):
+    """The number of this program along an axis, counted from the last one. Who writes more than the cache
+    holds writes it so: the cache then has what is read first, its beginning."""
+    return tl.num_programs(axis) - 1 - tl.program_id(axis)
+
+
+@triton.jit
 def below(p, P):
     """Which of p (BM,) are below P; all of them, without an instruction, if P is None."""
     if P is None:

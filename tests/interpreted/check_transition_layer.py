@@ -88,6 +88,15 @@ def test_autocast_rounds_products_and_not_the_residual():
     assert results[0].dtype == torch.float32 and 1e-4 < errors[0] <= 3 * errors[1]
 
 
+def test_flops_are_those_of_plain_code():
+    counts, (ours, plain, tensors) = [], problem(torch.float32, *CASES["two samples, odd"])
+    for function in (ours, plain):
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            function(*(t.requires_grad_() for t in tensors)).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
 def test_what_the_kernels_would_misread_is_refused():
     x, w = torch.ones(1, 2, 3, 48), torch.ones(64, 48)
     rest = torch.ones(64), w.t(), torch.ones(48)
