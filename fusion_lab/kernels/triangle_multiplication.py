@@ -46,8 +46,8 @@ BACK = candidates(TILES, (64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 3
                   (128, 64, 8, 2))
 BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2), (64, 32, 4, 3),
                            (128, 16, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3))
-FRONT_BACKWARD = candidates(TILES, (32, 64, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
-                            (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2))
+FRONT_BACKWARD = candidates(TILES, (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 2))
+WIDE = candidates(TILES, (32, 64, 4, 2))  # of that above 128 channels, where it becomes 16 positions
 SMALL = candidates(TILES, (32, 16, 8, 2))  # for float32, whose products hold whole rows in registers
 CANDIDATES = dict(front_kernel=FRONT, back_kernel=BACK, back_backward_kernel=BACK_BACKWARD,
                   front_backward_kernel=FRONT_BACKWARD)
@@ -80,8 +80,9 @@ def padded(S):
 
 def looked_up(name, S, C, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
+    wide = C > 128 and name == "front_backward_kernel"
     return (name, f"{str(dtype)[6:]} C{C} S{triton.next_power_of_2(S)}",
-            SMALL if dtype == torch.float32 else CANDIDATES[name])
+            SMALL if dtype == torch.float32 else WIDE if wide else CANDIDATES[name])
 
 
 def fitted(config, C):
