@@ -7,11 +7,11 @@ A row is one operation, size S (c 128, 4 heads, bf16; outer product: h 32, N 64 
 implementation: ours, plain PyTorch, the same under torch.compile; for attention FlexAttention, SDPA, and
 cuEquivariance's and trifast's where they are installed; for a whole attention sub-layer its projections
 compiled round our attention ("core"); for the outer product the re-associated sums ("reordered"), and the
-library's products but for those two whose results it would copy, which are ours ("layout"). Gates, key masks,
-LayerNorms and residuals are inside, whatever the implementation; the projections round attention in
-sub-layers alone. Forward and backward are one CUDA graph; all implementations of a size take turns. Errors
-are judged against float64: at most three times plain PyTorch's in the same precision, and two roundings of
-the largest element.
+library's products but for the projection and those two whose results it would copy, which are ours
+("layout"). Gates, key masks, LayerNorms and residuals are inside, whatever the implementation; the
+projections round attention in sub-layers alone. Forward and backward are one CUDA graph; all implementations
+of a size take turns. Errors are judged against float64: at most three times plain PyTorch's in the same
+precision, and two roundings of the largest element.
 Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not accurate.
 """
 import importlib.util

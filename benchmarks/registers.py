@@ -35,7 +35,8 @@ def resources(target):
             function(*arguments)
         for name, used in compiled.items():
             most = found.get(name.split()[0], (0, 0, 0, False))
-            now = *(used[word] for word in ("registers", "shared", "spills")), spills_too_often(name, used)
+            now = (*(used[word] for word in ("registers", "shared", "spills")),
+                   spills_too_often(target, name, used))
             found[name.split()[0]] = tuple(map(max, most, now))
     return found
 

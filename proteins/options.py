@@ -100,8 +100,8 @@ class TritonSwitches(options.Switches):
     enable_triton_triangle: bool = option(False, "triangle multiplication round GEMMs", ultra=True, rung=9)
     enable_triton_outer_layout: bool = option(False, "outer product mean, not re-associated: no copies of "
                                               "its (S, S, h*h) tensors", ultra=True, rung=10)
-    enable_triton_relu: bool = option(False, "transitions: all between their products in the products' "
-                                      "kernels", ultra=True, rung=11)
+    enable_triton_relu: bool = option(False, "transitions: ReLU, its gradient and more in the kernels of "
+                                      "their products", ultra=True, rung=11)
     enable_triton_projection: bool = option(False, "LayerNorm, projections, residual round triton-attention",
                                             ultra=True, rung=12)
     enable_triton_weight_gradients: bool = option(False, "a block's small gradients together", ultra=True,

@@ -44,7 +44,9 @@ def test_a_candidate_wins_only_beyond_the_spread_of_both():
     ({"k bfloat16 L256": dict(BM=7)}, "bfloat16 L256", FIRST),
     ({"k bfloat16 L256": [1]}, "bfloat16 L256", FIRST)])
 def test_the_table_is_looked_up_and_only_candidates_run(table, shape, expected, monkeypatch):
-    monkeypatch.setattr(tuner, "table", lambda: table)
+    monkeypatch.setattr(tuner, "tables", lambda: [table])
+    assert launched(shape) == expected
+    monkeypatch.setattr(tuner, "tables", lambda: [{"k bfloat16 L256": dict(BM=7)}, table])  # of before
     assert launched(shape) == expected
 
 
@@ -90,11 +92,11 @@ def test_a_gpu_has_its_tables(monkeypatch, tmp_path):
     shipped.write_text(json.dumps({"sm_90": {"a": FIRST, "b": FIRST}, "sm_80": {"c": FIRST}}))
     tuner.write(tuner.cache_file(), {"b": SECOND})
     monkeypatch.setattr(tuner, "SHIPPED", shipped)
-    assert tuner.table.__wrapped__() == {}  # without a GPU
+    assert tuner.tables.__wrapped__() == []  # without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert tuner.table.__wrapped__() == {"a": FIRST, "b": SECOND}
+    assert tuner.tables.__wrapped__() == [{"b": SECOND}, {"a": FIRST, "b": FIRST}]
     monkeypatch.setattr(tuner, "gpu", lambda: "sm_100")
-    assert tuner.table.__wrapped__() == {"b": SECOND}
+    assert tuner.tables.__wrapped__() == [{"b": SECOND}, {}]
 
 
 def test_candidates_take_turns_and_those_that_do_not_fit_are_left_out(monkeypatch):

@@ -1,5 +1,5 @@
 """The outer product mean's big tensor and its gradient, each written by its product in the layout of its
-reader, as a Triton kernel; all other products are the BLAS library's.
+reader, as a Triton kernel; the projection too, if it adds a residual; other products are the BLAS library's.
 
     out = [residual +] scale (W vec(sum over n of left[n, i] right[n, j]^T) + b)
 
@@ -28,6 +28,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import projection, sums, tuner
+from fusion_lab.kernels.limits import LAYER_CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.triton_parts import (
     DTYPES,
@@ -193,7 +194,7 @@ class OuterLayout(torch.autograd.Function):
         if residual is not None and projects(weight):
             return projection.OUTPUT_PROJECT_OP(outer, weight, bias, residual, None, scale)
         update = F.linear(outer, weight) + bias * scale  # a compiler adds that where it adds the residual
-        return residual + update if ctx.residual else update
+        return (residual + update).to(residual.dtype) if ctx.residual else update
 
     @staticmethod
     @once_differentiable
@@ -207,8 +208,9 @@ class OuterLayout(torch.autograd.Function):
 
 
 def projects(weight):
-    """Whether the kernel that adds a residual has tiles for this weight (c, h*h)."""
-    return not projection.unsupported(weight.dtype, len(weight)) and projection.takes_inner(weight.shape[1])
+    """Whether the kernel that adds a residual takes this weight (c, h*h): wider ones are the library's."""
+    return (weight.dtype in DTYPES and len(weight) in LAYER_CHANNELS
+            and projection.takes_inner(weight.shape[1]))
 
 
 def outer_layout(left, right, weight, bias, scale=1.0, residual=None):
@@ -219,4 +221,4 @@ def outer_layout(left, right, weight, bias, scale=1.0, residual=None):
                  ("residual", residual, (B, S, S, c)))
     left, right, weight, bias = (t.to(product_dtype(left)) for t in (left, right, weight, bias))
     residual = None if residual is None else residual.contiguous()
-    return OuterLayout.apply(left, right, weight.contiguous(), bias, scale, residual)
+    return OuterLayout.apply(left, right, weight.contiguous(), bias.contiguous(), scale, residual)

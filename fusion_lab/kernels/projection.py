@@ -42,6 +42,7 @@ from fusion_lab.kernels.triton_parts import (
     padded_width,
     precision,
     processors,
+    relu,
     rows,
     shared_dtype,
     store_rows,
@@ -132,7 +133,7 @@ def norm_project_kernel(x, norm_weight, norm_bias, w, wh, hidden_bias, y, head_b
             for i in tl.static_range(N // BN):
                 t = tl.dot(normal, ws[i], input_precision=PRECISION)
                 if hidden_bias is not None:
-                    t = tl.maximum(t + shifts[i][None, :], 0.0)
+                    t = relu(t + shifts[i][None, :])
                 store_outputs(y, t, number, i * BN + n, P, N, EVEN, BM)
     else:
         number = from_the_end(0)
@@ -144,7 +145,7 @@ def norm_project_kernel(x, norm_weight, norm_bias, w, wh, hidden_bias, y, head_b
                 shift = tl.load(hidden_bias + n, mask=below(n, width), other=0.0).to(tl.float32)
             t = tl.dot(normal, tl.trans(rows(w, n, width, C)), input_precision=PRECISION)
             if hidden_bias is not None:
-                t = tl.maximum(t + shift[None, :], 0.0)
+                t = relu(t + shift[None, :])
             store_outputs(y, t, number, n, P, N, EVEN, BM)
 
 

@@ -34,6 +34,7 @@ from fusion_lab.kernels.triton_parts import (
     layer_norm_backward,
     operation,
     precision,
+    relu,
     rows,
     shared_dtype,
     store_rows,
@@ -65,7 +66,7 @@ def transition_forward_kernel(x, norm_weight, norm_bias, w1, b1, w2, b2, residua
     for f0 in range(0, units, BH):
         f = f0 + tl.arange(0, BH)
         h = tl.dot(y, tl.trans(tl.load(w1 + f[:, None] * C + c[None, :])), input_precision=PRECISION)
-        h = tl.maximum(h + tl.load(b1 + f).to(tl.float32)[None, :], 0.0).to(y.dtype)
+        h = relu(h + tl.load(b1 + f).to(tl.float32)[None, :]).to(y.dtype)
         wt = tl.load(w2 + c[:, None] * units + f[None, :])
         acc = tl.dot(h, tl.trans(wt), acc, input_precision=PRECISION)
     store_rows(out, p, P, acc, C)
@@ -95,7 +96,7 @@ def transition_backward_kernel(gradient, x, norm_weight, norm_bias, w1, b1, w2, 
         dh = tl.where(h > 0, dh, 0.0)
         tl.store(sums + 3 * C + f, tl.sum(dh, 0))
         at = p[:, None] * units + f[None, :]
-        tl.store(hidden + at, tl.maximum(h, 0.0).to(y.dtype), mask=p[:, None] < P)
+        tl.store(hidden + at, relu(h).to(y.dtype), mask=p[:, None] < P)
         dh = dh.to(y.dtype)
         tl.store(dhidden + at, dh, mask=p[:, None] < P)
         acc = tl.dot(dh, wt, acc, input_precision=PRECISION)

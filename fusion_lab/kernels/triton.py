@@ -31,7 +31,7 @@ def fits(x):
 
 
 def wraps(x):
-    """Whether backward of LayerNorm and a product of x (..., c) is given to one kernel."""
+    """Whether LayerNorm and a product of x (..., c) are given to one kernel, and their backward to one."""
     return runs(x) and x.shape[-1] in LAYER_CHANNELS
 
 

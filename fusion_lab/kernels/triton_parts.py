@@ -147,6 +147,12 @@ def reciprocal(x):
 
 
 @triton.jit
+def relu(x):
+    """NaN stays NaN, as in PyTorch."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def sigmoid(x):
     """Half of the instructions of tl.sigmoid, for the same reason."""
     return reciprocal(1.0 + tl.exp2(x * -LOG2E))

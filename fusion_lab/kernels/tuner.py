@@ -48,11 +48,9 @@ def read(path):
 
 
 @cache
-def table():
-    """What is known for this GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    return {**read(SHIPPED).get(gpu(), {}), **read(cache_file())}
+def tables():
+    """What is known for this GPU: as the user has measured it, and as it is shipped."""
+    return [read(cache_file()), read(SHIPPED).get(gpu(), {})] if torch.cuda.is_available() else []
 
 
 class NoneFits(RuntimeError):
@@ -72,11 +70,12 @@ def launch(kernel, shape, candidates, run):
 
 
 def chosen(kernel, shape, candidates):
-    """The configuration with which launch() runs; while retuning, the one that it knows so far."""
+    """The configuration with which launch() runs; while retuning, the one that it knows so far. What is no
+    candidate any more counts as unknown."""
     key = f"{kernel} {shape}"
     alike = key.replace(" float16 ", " bfloat16 ")  # which takes the same memory and the same time
-    known = (found or {}).get(key) or table().get(key) or table().get(alike)
-    return known if known in candidates else candidates[0]
+    known = [(found or {}).get(key), *(each.get(name) for each in tables() for name in (key, alike))]
+    return next((each for each in known if each in candidates), candidates[0])
 
 
 def fastest(key, candidates, run):
@@ -126,7 +125,7 @@ def retuning():
     try:
         yield found
         write(cache_file(), {**read(cache_file()), **found})
-        table.cache_clear()
+        tables.cache_clear()
     finally:
         found = None
 

@@ -53,7 +53,7 @@ MUTANTS = {
     "residual: bias not scaled": ("residual, None, scale)", "residual, None)"),
     "residual forgotten": ("bias, residual, None,", "bias, 0 * residual, None,"),
     "residual without a gradient": ("gradient if ctx.residual", "0 * gradient if ctx.residual"),
-    "residual forgotten by plain code": ("residual + update if", "update if"),
+    "residual forgotten by plain code": ("(residual + update)", "update"),
     "product not scaled": ("(acc * scale)", "acc"),
     "gradient not scaled": ("weight, ctx.scale)", "weight, 1.0)"),
 }
@@ -112,6 +112,25 @@ def test_mutants_are_caught(broken, tmp_path, monkeypatch):
 def test_every_candidate_of_the_tuner(number, case, monkeypatch):
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
     assert not violations(*problem(torch.bfloat16, *CASES[case]))
+
+
+def test_autocast_rounds_products_and_not_the_residual():
+    """Nor what is handed on to it: its gradient is the result's."""
+    ours, plain, tensors = problem(torch.float32, *CASES["residual"])
+    exact = plain(*(t.double() for t in tensors))
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [function(*(t.requires_grad_() for t in tensors)) for function in (ours, plain)]
+    errors = [(result - exact).abs().max() for result in results]
+    assert results[0].dtype == torch.float32 and 1e-4 < errors[0] <= 3 * errors[1]
+    gradient = torch.randn_like(results[0])
+    results[0].backward(gradient)
+    assert torch.equal(tensors[-1].grad, gradient) and all(t.grad.dtype == torch.float32 for t in tensors)
+
+
+def test_a_bias_may_have_any_strides():
+    ours, plain, (both, weight, bias, residual) = problem(torch.float32, *CASES["residual"])
+    strided = torch.stack([bias, -bias], -1)[:, 0]
+    assert torch.equal(ours(both, weight, strided, residual), ours(both, weight, bias, residual))
 
 
 def test_each_tensor_lies_as_its_reader_wants_it():

@@ -33,6 +33,7 @@ HIDDEN_CASES = {  # shape of x; hidden units; heads
     "two samples, odd": ((2, 5, 7, 32), 128, 0),
     "whole tiles": ((2, 8, 16, 16), 256, 3),
     "units no multiple of a tile": ((1, 3, 11, 16), 48, 0),
+    "several tiles a program, odd": ((3, 9, 13, 16), 256, 5),
 }
 NORM_MUTANTS = {  # what is replaced by what, and the case that must notice, if not the first
     "last outputs dropped": ("range(0, N, BN)", "range(0, N - BN, BN)"),
@@ -60,9 +61,9 @@ OUTPUT_MUTANTS = {
     "bias not scaled": ("vector(bias, C) * scale", "vector(bias, C)", "scaled bias, wide"),
 }
 HIDDEN_MUTANTS = {  # the same; whether weights stay
-    "no ReLU": ("t = tl.maximum(t + shift[None, :], 0.0)", "t += shift[None, :]", False),
-    "no bias": ("t = tl.maximum(t + shift[None, :], 0.0)", "t = tl.maximum(t, 0.0)", False),
-    "no ReLU where weights stay": ("tl.maximum(t + shifts[i][None, :], 0.0)", "t + shifts[i][None, :]", True),
+    "no ReLU": ("t = relu(t + shift[None, :])", "t += shift[None, :]", False),
+    "no bias": ("t = relu(t + shift[None, :])", "t = relu(t)", False),
+    "no ReLU where weights stay": ("relu(t + shifts[i][None, :])", "t + shifts[i][None, :]", True),
     "always the first bias": ("t + shifts[i][None, :]", "t + shifts[0][None, :]", True),
     "always the first weights": ("tl.dot(normal, ws[i]", "tl.dot(normal, ws[0]", True),
     "last tile of positions not made": ("(tl.program_id(0), tiles,", "(tl.program_id(0), tiles - 1,", True),
@@ -207,7 +208,7 @@ def test_mutants_of_output_project_are_caught(broken, tmp_path):
 def weights_stay(monkeypatch):
     """A tuner that has found that they had better."""
     def launch(kernel, shape, candidates, run):
-        run(next((each for each in candidates if each.get("STAY")), candidates[0]))
+        run(next((each for each in candidates if each.get("STAY") and each["BN"] == 64), candidates[0]))
     monkeypatch.setattr(tuner, "launch", launch)
 
 
@@ -224,6 +225,15 @@ def test_hidden_layer_by_weights_that_stay(case, weights_stay):
 @pytest.mark.parametrize("case", NORM_CASES)
 def test_norm_project_by_weights_that_stay(case, weights_stay):
     assert not violations(*norm_problem(torch.bfloat16, *NORM_CASES[case]))
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_what_is_not_a_number_stays_so(stay, request):
+    if stay:
+        request.getfixturevalue("weights_stay")
+    ours, plain, (x, *weights) = hidden_problem(torch.bfloat16, *HIDDEN_CASES["whole tiles"])
+    x[0, 1, 2, 3] = float("nan")
+    assert torch.equal(ours(x, *weights).isnan(), plain(x, *weights).isnan())
 
 
 @pytest.mark.slow

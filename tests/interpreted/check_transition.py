@@ -15,7 +15,7 @@ CASES = {  # shape of x, hidden units, residual
 MUTANTS = {
     "no residual": ("acc += rows(residual", "acc += 0 * rows(residual"),
     "last hidden units dropped": ("range(0, units, BH)", "range(0, units - BH, BH)"),
-    "first bias dropped": ("h + tl.load(b1 + f).to(tl.float32)[None, :], 0.0", "h, 0.0"),
+    "first bias dropped": ("relu(h + tl.load(b1 + f).to(tl.float32)[None, :])", "relu(h)"),
     "ReLU's derivative ignored": ("tl.where(h > 0, dh, 0.0)", "dh"),
     "residual's gradient forgotten": ("if ADD:", "if False:"),
     "sums of the first program alone": ("add_up(parts, sums)", "sums.copy_(parts[0])"),
