@@ -264,22 +264,20 @@ def backward_kv_kernel(q, k, v, turned, keys, do, lse, delta, dk, dv, scores, R,
 
 
 @triton.jit
-def backward_scores_kernel(k, scores, dq, dbias, H: tl.constexpr, L, D: tl.constexpr, scale, first, end,
+def backward_scores_kernel(k, scores, dq, dbias, H: tl.constexpr, L, D: tl.constexpr, scale, first, end, rows,
                            sqb, sqr, sqh, sql, tqb, tqr, tqh, tql, EVEN: tl.constexpr,
                            FULL: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
                            BN: tl.constexpr, LP: tl.constexpr):
     """dq of BM queries from dS, as backward_kv_kernel wrote it, and the bias's gradient of these queries and
-    all LP keys, of a share of the rows from first to end: dbias (shares, B, H, LP, LP), to which rows behind
-    the first ones are added. All shares begin with the last rows, which the cache still has. FULL: there are
-    LP keys, and heads as wide as a tile."""
+    all LP keys, of a share of `rows` rows of those from first to end: dbias (shares, B, H, LP, LP), to which
+    rows behind the first ones are added. FULL: there are LP keys, and heads as wide as a tile."""
     i0, share, bh = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i, j, dbs = i0 + tl.arange(0, BM), tl.arange(0, BN), ()
     dbias += (share * tl.num_programs(2) + bh) * LP * LP
     for _ in tl.static_range(LP // BN):
         dbs = dbs + (tl.zeros((BN, BM), tl.float32),)
-    for ago in range(share, end - first, tl.num_programs(1)):
-        r = end - 1 - ago
+    for r in range(first + share * rows, tl.minimum(first + share * rows + rows, end)):
         at, acc, new_dbs = b * sqb + r * sqr + h * sqh, tl.zeros((BM, BD), tl.float32), ()
         here = scores + ((r - first) * tl.num_programs(2) + bh) * LP * LP + i0
         for n in tl.static_range(LP // BN):

@@ -344,8 +344,9 @@ def stored_rows(c, turned, inner, where, dq, dk, dv, dbias, most):
         key_gradients(c, turned, inner, where, dk, dv, scores, first, end)
         c.run(kernels.backward_scores_kernel, BACKWARD_SCORES,
               lambda t: (triton.cdiv(c.L, t["BM"]), len(dbias), c.B * c.H),
-              (c.k, scores, dq, dbias, c.H, c.L, c.D, c.sizes[-1], first, end, *where[2:6], *where[10:]),
-              LP=c.LP, FULL=c.L == c.LP and c.D == c.BD, PRECISION=c.flags["PRECISION"])
+              (c.k, scores, dq, dbias, c.H, c.L, c.D, c.sizes[-1], first, end,
+               triton.cdiv(end - first, len(dbias)), *where[2:6], *where[10:]), LP=c.LP,
+              FULL=c.L == c.LP and c.D == c.BD, PRECISION=c.flags["PRECISION"])
 
 
 def backward_sizes(parts, gate_bias, bias, turned, keys, out, lse, gradient, weight, drop, heads, axis, gated,
