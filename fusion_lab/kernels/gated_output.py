@@ -45,7 +45,7 @@ def gated_output_backward_kernel(gradient, w, drop, out, gate, gate_bias, do, dg
         d *= factors(drop, first + p, P, X, Y, sb, sx, sy, C, LINES)
     bias_parts += tl.program_id(0).to(tl.int64) * C
     gate_parts += tl.program_id(0).to(tl.int64) * C
-    if DROP:  # whose product with factors, beside that with ones, does not fit into registers
+    if DROP:  # with a product of ones, too, it spilled on sm_80 (LOG.md)
         tl.store(bias_parts + c, tl.sum(d, 0))
     else:
         store_sums(bias_parts, c, d, dtype, PRECISION, BM)

@@ -9,8 +9,10 @@ x (B, X, Y, c); W (n, c); Wh (H, c); y (B, X, Y, n); hidden_bias (n,); head_bias
 bias of attention; og (B, X, Y, k); W (c, k); scale, a number; residual, out (B, X, Y, c); drop, factors
 without a gradient, broadcast to that.
 
-Each kernel reads its input once; weights come from the cache, a chunk at a time. LayerNorm is made again in
-backward, from x, and its affine weights are not folded into W: normalised x would be rounded differently.
+Each kernel reads its input once; weights come from the cache, a chunk at a time, or stay in shared memory
+while a program makes many tiles of positions, where there is room and that was measured to win. LayerNorm is
+made again in backward, from x, and its affine weights are not folded into W: normalised x would be rounded
+differently.
 
 Backward of the first adds up dy W + d(head_bias) Wh, LayerNorm's derivative and, where a whole sub-layer is
 one function (attention_layer.py), the residual's gradient. Normalised x is written once more, for the
@@ -166,8 +168,9 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
         h = tl.arange(0, HEADS)
         at, exist = head_places(tl.program_id(0), h, P, PLANE, H, EVEN, BM)
         t = tl.load(dbias + at, mask=exist, other=0.0).to(w.dtype.element_ty)
-        at = h[:, None] * C + c[None, :]
-        acc = tl.dot(t, tl.load(wh + at, mask=h[:, None] < H, other=0.0), acc, input_precision=PRECISION)
+        of_head = h[:, None] * C + c[None, :]
+        ht = tl.load(wh + of_head, mask=h[:, None] < H, other=0.0)
+        acc = tl.dot(t, ht, acc, input_precision=PRECISION)
     if N > 0:
         dy += first * N
         for n0 in range(0, N, BN):
@@ -182,7 +185,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, w, wh, re
     sums += tl.program_id(0).to(tl.int64) * (2 + H + TOTAL) * C
     if HEADS > 0:
         dwh = tl.dot(tl.trans(t), normal, input_precision=PRECISION)
-        tl.store(sums + 2 * C + at, dwh, mask=h[:, None] < H)
+        tl.store(sums + 2 * C + of_head, dwh, mask=h[:, None] < H)
     store_sums(sums, c, acc * x_hat, w.dtype.element_ty, PRECISION, BM)
     store_sums(sums + C, c, acc, w.dtype.element_ty, PRECISION, BM)
     result = layer_norm_backward(acc, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)
@@ -248,7 +251,7 @@ def tiles(chunk, *rows):
     return [{"BM": m, chunk: n, "num_warps": warps, "num_stages": stages} for m, n, warps, stages in rows]
 
 
-LEAST = 16  # channels that a product takes
+LEAST = 16  # channels that a product takes, no fewer
 NAMES = ("BM", "BN", "num_warps", "num_stages", "STAY")
 NORM_PROJECT = {
     (2, False): candidates(NAMES, *((*tile, False) for tile in (

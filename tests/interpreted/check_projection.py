@@ -40,7 +40,7 @@ NORM_MUTANTS = {  # what is replaced by what, and the case that must notice, if 
     "head of a wrong sample": ("(sample[:, None] * H", "(0 * sample[:, None] * H"),
     "heads exchanged": ("* H + h[None, :]) * PLANE", "* H + H - 1 - h[None, :]) * PLANE"),
     "head bias's gradient halved": ("t = tl.load(dbias + at", "t = 0.5 * tl.load(dbias + at"),
-    "head bias has no gradient": ("acc = tl.dot(t, tl.load(wh", "acc += 0 * tl.dot(t, tl.load(wh"),
+    "head bias has no gradient": ("acc = tl.dot(t, ht, acc", "acc += 0 * tl.dot(t, ht, acc"),
     "sums of the first program alone": ("sums.OP(parts, shared", "sums.OP(parts[:1], shared"),
     "x not normalised for the weight": ("p, left, normal, C)", "p, left, x_hat, C)"),
     "tiles of a wrong sample": ("(first // PLANE)", "(0 * first // PLANE)", "whole tiles"),

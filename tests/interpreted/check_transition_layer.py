@@ -2,7 +2,7 @@
 mutants must fail."""
 import pytest
 import torch
-from rule import mutant, same_in_every_mode, violations
+from rule import counted_flops, mutant, same_in_every_mode, violations
 
 from fusion_lab.kernels import hidden_gradient, projection, transition_layer
 
@@ -89,12 +89,8 @@ def test_autocast_rounds_products_and_not_the_residual():
 
 
 def test_flops_are_those_of_plain_code():
-    counts, (ours, plain, tensors) = [], problem(torch.float32, *CASES["two samples, odd"])
-    for function in (ours, plain):
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-            function(*(t.requires_grad_() for t in tensors)).sum().backward()
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1]
+    ours, plain, tensors = problem(torch.float32, *CASES["two samples, odd"])
+    assert counted_flops(ours, tensors) == counted_flops(plain, tensors) > 0
 
 
 def test_what_the_kernels_would_misread_is_refused():

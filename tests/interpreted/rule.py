@@ -39,6 +39,13 @@ def violations(ours, plain, tensors, gradient=None):
     return found
 
 
+def counted_flops(function, tensors):
+    """As torch counts them, forward and backward."""
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        function(*(t.detach().requires_grad_() for t in tensors)).sum().backward()
+    return counter.get_total_flops()
+
+
 def same_in_every_mode(ours, tensors, unused):
     """Whether ours(*tensors) has the same bits, and all its gradients have, compiled in one piece and with a
     checkpoint, and its result has without gradients. So many tensors, unused, must have no gradient."""
