@@ -81,6 +81,9 @@ class FusionConfig(TritonSwitches):
         "small kernels, such as sums for bias gradients, share launches", preset=True, rung=6, alone=False)
     enable_activation_checkpointing: bool = option(
         False, "recompute all but the last of several blocks in backward: less memory, more time", rung=7)
+    enable_selective_checkpointing: bool = option(
+        False, "sub-layers keep their input and, where kernels of this project make them, attention's output; "
+        "the rest is recomputed in backward")
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
 
@@ -131,11 +134,10 @@ import torch
 import torch._inductor
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from fusion_lab.kernels import attention, triton
-from fusion_lab.kernels.custom_gradients import ChosenRows, LinearReLU
+from fusion_lab.kernels.custom_gradients import ChosenRows, LinearReLU, recomputed
 from fusion_lab.kernels.exchanges import ALONE
 from fusion_lab.kernels.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
@@ -218,7 +220,7 @@ class GatedAttention(PackedProjections):
 
     def __init__(self, channels, heads, packed, fusion):
         super().__init__()
-        self.heads = heads
+        self.heads, self.again = heads, fusion.enable_selective_checkpointing
         self.backend = fusion.attention_backend if fusion.enable_flash_attention else "math"
         self.triton = fusion.enable_triton_attention and self.backend == "auto"
         self.whole = self.triton and fusion.enable_triton_projection
@@ -240,7 +242,11 @@ class GatedAttention(PackedProjections):
                 bias, head = triton.head_bias(head, x, self.layer_norm)[0], None
                 bias = self.ranks.gather(bias if axis == 2 else bias.mT, 2)
             return triton.attention_layer(x, self.layer_norm, *self.packed(*self.QKV, "gate_proj"),
-                                          self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop)
+                                          self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop,
+                                          self.again)
+        return recomputed(self.again, self.by_library, x, axis, key_mask, bias, head)
+
+    def by_library(self, x, axis, key_mask, bias, head):
         x = self.layer_norm(x)
         if head is not None:
             bias, _ = head_bias(head, x)
@@ -303,7 +309,7 @@ class Transition(nn.Module):
     def __init__(self, channels, fusion):
         super().__init__()
         self.fused, self.triton = fusion.enable_transition_fusion, fusion.enable_triton_transition
-        self.relu = fusion.enable_triton_relu
+        self.relu, self.again = fusion.enable_triton_relu, fusion.enable_selective_checkpointing
         self.layer_norm = nn.LayerNorm(channels)
         self.linear1 = linear(channels, 4 * channels, init="relu")
         self.linear2 = linear(4 * channels, channels, init="zero")
@@ -314,7 +320,10 @@ class Transition(nn.Module):
     def forward(self, x, residual=None, drop=None):
         if self.adds(x):
             whole = triton.transition if self.triton else triton.transition_layer
-            return whole(x, self.layer_norm, self.linear1, self.linear2, residual)
+            return whole(x, self.layer_norm, self.linear1, self.linear2, residual, self.again)
+        return recomputed(self.again, self.by_library, x)
+
+    def by_library(self, x):
         x, layer = self.layer_norm(x), self.linear1
         if self.relu and triton.fits(x):
             return triton.two_layers(x, layer, self.linear2)
@@ -358,19 +367,22 @@ class OuterProductMean(PackedProjections):
         if row_mask is not None:
             left = left * row_mask[:, :, None, None].to(left.dtype)
             rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]
-        right = self.ranks.gather(right, 2)
+        right, again = self.ranks.gather(right, 2), self.fusion.enable_selective_checkpointing
         if self.multiplies_out(msa):
             return triton.outer_product(left, right, self.output_proj, rows, residual)
         if self.reassociates(right):
             update = self.project_one_first(left, right)
         elif self.lays_out(msa):
             if row_mask is None:
-                return triton.outer_layout(left, right, self.output_proj, 1 / (rows + 1e-3), residual)
-            update = triton.outer_layout(left, right, self.output_proj)
+                return triton.outer_layout(left, right, self.output_proj, 1 / (rows + 1e-3), residual, again)
+            update = triton.outer_layout(left, right, self.output_proj, again=again)
         else:
-            update = self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
+            update = recomputed(again, self.all_products, left, right)
         update = (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
         return update if residual is None else residual + update
+
+    def all_products(self, left, right):
+        return self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
 
     def lays_out(self, x):
         return self.fusion.enable_triton_outer_layout and self.ranks.size == 1 and triton.runs(x)
@@ -407,6 +419,7 @@ class FusedTriangleMultiplication(PackedProjections):
         super().__init__()
         c = config.pair_dim
         self.outgoing, self.triton = outgoing, fusion.enable_triton_triangle
+        self.again = fusion.enable_selective_checkpointing
         self.layer_norm = nn.LayerNorm(c)
         layers = {name: linear(c, c) for name in self.SIDES}
         layers |= {name: linear(c, c, init="gate") for name in self.GATES}
@@ -424,7 +437,10 @@ class FusedTriangleMultiplication(PackedProjections):
         if self.adds(pair):
             return triton.triangle_multiplication(
                 pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm,
-                self.output_proj, self.output_gate, seq_mask, self.outgoing, residual, drop)
+                self.output_proj, self.output_gate, seq_mask, self.outgoing, residual, drop, self.again)
+        return recomputed(self.again, self.by_library, pair, seq_mask)
+
+    def by_library(self, pair, seq_mask):
         x = self.layer_norm(pair)
         # One S x S matrix per channel, written so by the projections: batched GEMMs would copy operands in
         # any other layout, in forward once and in backward again.
@@ -580,12 +596,10 @@ class TinyOpenFoldV2(nn.Module):
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
         target = msa_tokens[:, 0] if target_tokens is None else target_tokens
         msa, pair = embed(msa_tokens, target, *features)
-        recompute = self.fusion.enable_activation_checkpointing and torch.is_grad_enabled()
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
         kept = self.blocks[-1] if len(self.blocks) > 1 else None  # since backward begins with it
         for block in self.blocks:
-            call = partial(again, block) if recompute and block is not kept else block
-            msa, pair = call(msa, pair, seq_mask, row_mask)
+            again = self.fusion.enable_activation_checkpointing and block is not kept
+            msa, pair = recomputed(again, block, msa, pair, seq_mask, row_mask, random=self.config.dropout > 0)
         return heads(msa, pair, msa_targets, coords, coord_mask)
 
     def embed(self, msa_tokens, target, features=None):

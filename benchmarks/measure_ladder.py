@@ -69,6 +69,7 @@ RUNGS = {
     "ultra, no triton adamw": f"{BF16} --enable-ultra --disable-triton-adamw",
     "ultra, no triton sums": f"{BF16} --enable-ultra --disable-triton-sums",
     "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
+    "ultra, selective checkpointing": f"{BF16} --enable-ultra --enable-selective-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
     "best, no transition fusion": f"{BEST} --disable-transition-fusion",
     "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes

@@ -35,8 +35,8 @@ class AttentionLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, bias, head_weight,
-                keys, drop, add, heads, axis, eps, turn):
-        ctx.add, ctx.eps = add, eps
+                keys, drop, add, heads, axis, eps, turn, again):
+        ctx.add, ctx.eps, ctx.again = add, eps, again
         ctx.how = heads, axis, True, (x.shape[-1] // heads) ** -0.5
         sizes = len(x), x.shape[3 - axis], heads, x.shape[axis]
         y, own_bias = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
@@ -44,8 +44,8 @@ class AttentionLayer(torch.autograd.Function):
             bias = own_bias.mT if axis == 1 else own_bias
         padded, turned, summand = attention.padded_bias(bias, keys, y, sizes, turn)
         og, lse = attention.FORWARD_OP([y], gate_bias, padded, summand, *ctx.how)
-        ctx.save_for_backward(x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop, y,
-                              padded, turned, summand, og, lse)
+        ctx.save_for_backward(x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop,
+                              None if again else y, padded, turned, summand, og, lse)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return projection.OUTPUT_PROJECT_OP(og, out_weight, out_bias, x if add else None, drop)
 
@@ -55,6 +55,8 @@ class AttentionLayer(torch.autograd.Function):
         (x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop, y, padded, turned,
          summand, og, lse) = ctx.saved_tensors
         gradient, length = gradient.contiguous(), x.shape[ctx.how[1]]
+        if ctx.again:
+            y, _ = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, None, ctx.eps, after=gradient)
         q = attention.views([y], *ctx.how[:3])[0]
         dy, dbias, dgate_bias, du, dout_bias = attention.BACKWARD_OP(
             [y], gate_bias, padded, turned, summand, og, lse, gradient, out_weight, drop, *ctx.how,
@@ -71,11 +73,12 @@ class AttentionLayer(torch.autograd.Function):
         dx, dnorm_weight, dnorm_bias, dweight, dhead_weight = projection.norm_project_backward(
             dy, own, x, norm_weight, norm_bias, weight, head_weight, ctx.eps, gradient if ctx.add else None)
         return (dx, dnorm_weight, dnorm_bias, dweight, dgate_bias, dout_weight, dout_bias, dbias,
-                dhead_weight, *[None] * 7)
+                dhead_weight, *[None] * 8)
 
 
 def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis,
-                    bias=None, head_weight=None, keys=None, eps=1e-5, residual=None, drop=None):
+                    bias=None, head_weight=None, keys=None, eps=1e-5, residual=None, drop=None,
+                    again=False):
     """Attention along axis 1 or 2 of LayerNorm(x), (B, X, Y, c), as an update or added to the residual.
 
     weight (4 c, c) of q, k, v and gate; gate_bias (c,); out_weight (c, c). bias (B, H, L, L), nowhere below
@@ -95,10 +98,10 @@ def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, ou
                  ("head_weight", head_weight, (heads, c)), ("residual", residual, tuple(x.shape)))
     if residual is not None and not add:
         return residual + attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias,
-                                          heads, axis, bias, head_weight, keys, eps, None, drop)
+                                          heads, axis, bias, head_weight, keys, eps, None, drop, again)
     weight, gate_bias, out_weight, out_bias, head_weight = (
         None if t is None else t.to(dtype).contiguous()
         for t in (weight, gate_bias, out_weight, out_bias, head_weight))
     return AttentionLayer.apply(
         x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight, gate_bias, out_weight,
-        out_bias, bias, head_weight, keys, drop, add, heads, axis, eps, attention.turns(x.shape[axis]))
+        out_bias, bias, head_weight, keys, drop, add, heads, axis, eps, attention.turns(x.shape[axis]), again)

@@ -3,6 +3,7 @@ tensor."""
 import torch
 import torch.nn.functional as F
 from torch import library
+from torch.utils.checkpoint import checkpoint
 
 from fusion_lab.kernels.precision import at_least_float32, product_dtype
 
@@ -20,6 +21,14 @@ stored_copy.register_autograd(lambda ctx, gradient: gradient)
 def stored(x):
     """x; under torch.compile a copy in memory, which the compiler does not compute again for each reader."""
     return stored_copy(x) if torch.compiler.is_compiling() else x
+
+
+def recomputed(on, call, *inputs, random=False):
+    """call(*inputs); if on, backward calls it again, and what it would keep is not kept. random: it draws
+    random numbers."""
+    if on and torch.is_grad_enabled():
+        return checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=random)
+    return call(*inputs)
 
 
 class ChannelBias(torch.autograd.Function):

@@ -13,11 +13,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
+from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._library.utils import get_layout_constraint_tag
 from torch.fx.node import map_arg
 
 from fusion_lab.kernels import sums, weight_gradients
+from fusion_lab.kernels.triton_parts import NAMESPACE
 
 aten = torch.ops.aten
 # What may stand between a gradient and the graph's results.
@@ -48,6 +51,7 @@ class GatheredGradients(CustomGraphPass):
         for dtype, found in self.summed(graph).items() if self.sums else ():
             if len(found) > 1:
                 gather(graph, found, sums.GATHERED_OP, [node.args[0] for node in found], dtype)
+        make_known(graph)
 
     def gather_products(self, graph):
         groups = defaultdict(list)
@@ -92,6 +96,16 @@ class GatheredGradients(CustomGraphPass):
                 and positions >= LEAST_POSITIONS and wide <= MOST_NUMBERS
                 and sum(t.numel() * t.element_size() for t in tensors) <= MOST_BYTES)
         return (left, right) if fits else None
+
+
+def make_known(graph):
+    """Tell the compiler of our ops in the graph, as it does itself where it meets one. But up to torch 2.12 it
+    then writes, for a log that nobody reads, the op's arguments, what these were made of, and so on: minutes
+    where backward makes again what forward did not keep."""
+    for op in {node.target for node in graph.nodes}:
+        if getattr(op, "namespace", None) == NAMESPACE and op not in lowering.lowerings:
+            layout = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))
+            lowering.make_fallback(op, layout, warn=False)
 
 
 def value(node):

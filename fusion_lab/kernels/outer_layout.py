@@ -139,14 +139,14 @@ def multiply(a, b, out, scale):
     tuner.launch(layout_matmul_kernel.__name__, shape, TILES[out.element_size()], launch)
 
 
-def forward(left, right, scale=1.0):
-    """scale times the sum over rows, (B, S, S, h*h)."""
+def forward(left, right, scale=1.0, after=None):
+    """scale times the sum over rows, (B, S, S, h*h). after: see projection.norm_project_launch()."""
     out = forward_sizes(left, right)
     multiply(left.permute(0, 2, 3, 1), right, out, scale)
     return out
 
 
-def forward_sizes(left, right, scale=1.0):
+def forward_sizes(left, right, scale=1.0, after=None):
     samples, _, size, h = left.shape
     return left.new_empty(samples, size, size, h * h)
 
@@ -177,8 +177,8 @@ def backward_flops(gradient, weight, *_, **__):
     return 2 * math.prod(gradient) * weight[1]
 
 
-FORWARD_OP = operation("outer_layout(Tensor left, Tensor right, float scale=1.0) -> Tensor", forward,
-                       forward_sizes, forward_flops)
+FORWARD_OP = operation("outer_layout(Tensor left, Tensor right, float scale=1.0, Tensor? after=None) -> Tensor",
+                       forward, forward_sizes, forward_flops)
 BACKWARD_OP = operation("outer_layout_backward(Tensor gradient, Tensor weight, float scale=1.0) -> Tensor",
                         backward, backward_sizes, backward_flops)
 
@@ -187,9 +187,9 @@ class OuterLayout(torch.autograd.Function):
     """outer_layout() with its derivative; saves left, right and the sum over rows, as plain code does."""
 
     @staticmethod
-    def forward(ctx, left, right, weight, bias, scale, residual):
+    def forward(ctx, left, right, weight, bias, scale, residual, again):
         outer = FORWARD_OP(left, right, scale)
-        ctx.save_for_backward(left, right, weight, outer)
+        ctx.save_for_backward(left, right, weight, None if again else outer)
         ctx.scale, ctx.residual = scale, residual is not None
         if residual is not None and projects(weight):
             return projection.OUTPUT_PROJECT_OP(outer, weight, bias, residual, None, scale)
@@ -201,10 +201,12 @@ class OuterLayout(torch.autograd.Function):
     def backward(ctx, gradient):
         (left, right, weight, outer), gradient = ctx.saved_tensors, gradient.contiguous()
         given = gradient.to(weight.dtype)
+        if outer is None:
+            outer = FORWARD_OP(left, right, ctx.scale, given)
+        dweight = given.flatten(0, -2).t() @ outer.flatten(0, -2)
         d, flat = BACKWARD_OP(given, weight, ctx.scale), given.flatten(0, -2)
         return ((right.flatten(2) @ d.mT).view(left.shape), (left.flatten(2) @ d).view(right.shape),
-                flat.t() @ outer.flatten(0, -2), sums.over_rows(flat, ctx.scale), None,
-                gradient if ctx.residual else None)
+                dweight, sums.over_rows(flat, ctx.scale), None, gradient if ctx.residual else None, None)
 
 
 def projects(weight):
@@ -213,7 +215,7 @@ def projects(weight):
             and projection.takes_inner(weight.shape[1]))
 
 
-def outer_layout(left, right, weight, bias, scale=1.0, residual=None):
+def outer_layout(left, right, weight, bias, scale=1.0, residual=None, again=False):
     """[residual +] scale (weight vec(sum over n of left[n, i] right[n, j]^T) + bias), (B, S, S, c), in
     autocast's dtype, or the residual's; scale is a number."""
     (B, _, S, h), c = left.shape, len(weight)
@@ -221,4 +223,4 @@ def outer_layout(left, right, weight, bias, scale=1.0, residual=None):
                  ("residual", residual, (B, S, S, c)))
     left, right, weight, bias = (t.to(product_dtype(left)) for t in (left, right, weight, bias))
     residual = None if residual is None else residual.contiguous()
-    return OuterLayout.apply(left, right, weight.contiguous(), bias.contiguous(), scale, residual)
+    return OuterLayout.apply(left, right, weight.contiguous(), bias.contiguous(), scale, residual, again)

@@ -313,8 +313,9 @@ def check(dtype, channels, heads=0):
         raise ValueError(message)
 
 
-def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):
-    """y and head_bias, empty where their weight is None."""
+def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None, after=None):
+    """y and head_bias, empty where their weight is None. after: a tensor that must be there first, so that a
+    compiler does not make them earlier and keep them."""
     y, head_bias = found = norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps)
     one = head_weight if weight is None else weight
     width, heads = y.shape[-1], 0 if head_weight is None else len(head_weight)
@@ -330,7 +331,7 @@ def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps, hid
     return found
 
 
-def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):
+def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None, after=None):
     sample, X, Y, _ = x.shape
     return (x.new_empty(0) if weight is None else weight.new_empty(sample, X, Y, len(weight)),
             x.new_empty(0) if head_weight is None else head_weight.new_empty(sample, len(head_weight), X, Y))
@@ -415,8 +416,8 @@ def output_project_flops(x, weight, *_, **__):
 
 NORMS = "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor? weight, Tensor? head_weight"
 NORM_PROJECT_OP = operation(
-    f"norm_project({NORMS}, float eps, Tensor? hidden_bias=None) -> (Tensor, Tensor)", norm_project_launch,
-    norm_project_sizes, norm_project_flops)
+    f"norm_project({NORMS}, float eps, Tensor? hidden_bias=None, Tensor? after=None) -> (Tensor, Tensor)",
+    norm_project_launch, norm_project_sizes, norm_project_flops)
 NORM_PROJECT_BACKWARD_OP = operation(
     f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps, "
     "int parts, bool total) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch,

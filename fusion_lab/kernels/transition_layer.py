@@ -31,16 +31,18 @@ class TransitionLayer(torch.autograd.Function):
     """transition_layer() with its derivative; add: the residual is x."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, w1, b1, w2, b2, add, eps):
+    def forward(ctx, x, norm_weight, norm_bias, w1, b1, w2, b2, add, eps, again):
         h, _ = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, eps, b1)
-        ctx.save_for_backward(x, norm_weight, norm_bias, w1, w2, h)
-        ctx.add, ctx.eps = add, eps
+        ctx.save_for_backward(x, norm_weight, norm_bias, w1, b1, w2, None if again else h)
+        ctx.add, ctx.eps, ctx.again = add, eps, again
         return projection.OUTPUT_PROJECT_OP(h, w2, b2, x if add else None, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        (x, norm_weight, norm_bias, w1, w2, h), gradient = ctx.saved_tensors, gradient.contiguous()
+        (x, norm_weight, norm_bias, w1, b1, w2, h), gradient = ctx.saved_tensors, gradient.contiguous()
+        if ctx.again:
+            h, _ = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, ctx.eps, b1, gradient)
         h = h.flatten(0, -2)
         dupdate = gradient.flatten(0, -2).to(w2.dtype)
         dh, parts = hidden_gradient.OP(dupdate, w2, h, hidden_gradient.shares(len(h), *w2.shape, w2.dtype))
@@ -48,10 +50,10 @@ class TransitionLayer(torch.autograd.Function):
             dh.view(*x.shape[:-1], len(w1)), None, x, norm_weight, norm_bias, w1, None, ctx.eps,
             gradient if ctx.add else None, ctx.add)
         db2 = total[0].to(w2.dtype) if ctx.add else sums.over_rows(dupdate)
-        return dx, dnorm_weight, dnorm_bias, dw1, sums.OP(parts, h.dtype), dupdate.t() @ h, db2, None, None
+        return dx, dnorm_weight, dnorm_bias, dw1, sums.OP(parts, h.dtype), dupdate.t() @ h, db2, *[None] * 3
 
 
-def transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5, residual=None):
+def transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5, residual=None, again=False):
     """[residual +] relu(LayerNorm(x) w1^T + b1) w2^T + b2 of x (B, X, Y, c). Under autocast the products are
     made in its dtype, and the sum in that of the residual. ValueError for what the kernels cannot take."""
     (units, channels), add = w1.shape, residual is x
@@ -59,9 +61,9 @@ def transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5, residu
                  ("norm_bias", norm_bias, (channels,)), ("b1", b1, (units,)),
                  ("w2", w2, (channels, units)), ("b2", b2, (channels,)), ("residual", residual, x.shape))
     if residual is not None and not add:
-        return residual + transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps)
+        return residual + transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps, again=again)
     w1, b1, w2, b2 = (t.to(product_dtype(x)).contiguous() for t in (w1, b1, w2, b2))
     if message := hidden_gradient.unsupported(w1.dtype, channels, units):
         raise ValueError(message)
     return TransitionLayer.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), w1, b1, w2,
-                                 b2, add, eps)
+                                 b2, add, eps, again)

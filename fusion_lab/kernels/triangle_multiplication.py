@@ -121,8 +121,9 @@ class Call:
                                DROP=drop is not None)
         self.flags = dict(PRECISION=precision(self.dtype), C=self.C, EVEN=self.S == self.SP)
 
-    def result(self, pair, residual):
-        return pair.new_empty(pair.shape, dtype=self.dtype if residual is None else residual.dtype)
+    def result(self, pair, residual, there):
+        return pair.new_empty(pair.shape if there else 0,
+                              dtype=self.dtype if residual is None else residual.dtype)
 
     def planes(self, number):
         return self.new(number * self.C, self.B, self.SP, self.SP)
@@ -173,25 +174,26 @@ def mask_strides(mask, outgoing):
     return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
 
 
-def forward(pair, weights, mask, drop, residual, outgoing, eps, keep):
+def forward(pair, weights, mask, drop, residual, outgoing, eps, keep, after=None):
     """[out; for backward statistics, LN(pair), LN(product), the product, both sides]. LN(product) and the
-    sides are empty unless keep."""
-    call = Call(pair, weights, mask, drop, outgoing)
+    sides are empty unless keep; out is where there is `after`, for which see
+    projection.norm_project_launch()."""
+    call, makes_out = Call(pair, weights, mask, drop, outgoing), after is None
     statistics, x, sides = call.statistics(), call.rows(call.C), call.planes(2)
     call.run(kernels.front_kernel, pair, *call.norm, *call.front, sides, x, statistics[:2], *call.sizes, eps,
              *call.mask_strides, **call.front_flags)
     product = call.multiply(sides)
     sides = sides if keep else call.planes(0)  # their memory may be out's
-    out, centered = call.result(pair, residual), call.rows(call.C * keep)
+    out, centered = call.result(pair, residual, makes_out), call.rows(call.C * keep)
     call.run(kernels.back_kernel, product, x, *call.center, *call.back, residual, out, centered,
              statistics[2:], *call.sizes, eps, *call.drop_strides, RESIDUAL=residual is not None, KEEP=keep,
-             **call.back_flags)
+             OUT=makes_out, **call.back_flags)
     return [out, statistics, x, centered, product, sides]
 
 
-def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, keep):
+def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, keep, after=None):
     call = Call(pair, weights, mask, drop, outgoing)
-    return [call.result(pair, residual), call.statistics(), call.rows(call.C), call.rows(call.C * keep),
+    return [call.result(pair, residual, after is None), call.statistics(), call.rows(call.C), call.rows(call.C * keep),
             call.planes(1), call.planes(2 * keep)]
 
 
@@ -232,7 +234,7 @@ def flops(shape, second, *others, **_):
 
 
 FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor? mask, Tensor? drop, "
-                       "Tensor? residual, bool outgoing, float eps, bool keep) -> Tensor[]",
+                       "Tensor? residual, bool outgoing, float eps, bool keep, Tensor? after=None) -> Tensor[]",
                        forward, forward_sizes, flops)
 BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
                         "Tensor? drop, Tensor statistics, Tensor x, Tensor centered, Tensor product, "
@@ -241,19 +243,24 @@ BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?
 
 
 class TriangleMultiplication(torch.autograd.Function):
-    """triangle_multiplication() with its derivative; saves pair, 3 tensors of its size and both sides."""
+    """triangle_multiplication() with its derivative; saves pair and, unless `again`, 3 tensors of its size and
+    both sides."""
 
     @staticmethod
-    def forward(ctx, pair, mask, drop, residual, add, outgoing, eps, keep, *weights):
-        ctx.how = add, outgoing
+    def forward(ctx, pair, mask, drop, residual, add, outgoing, eps, keep, again, *weights):
+        ctx.how, ctx.eps = (add, outgoing), eps
+        keep = keep and not again
         out, *kept = FORWARD_OP(pair, weights, mask, drop, pair if add else residual, outgoing, eps, keep)
-        ctx.save_for_backward(pair, mask, drop, *kept, *weights)
+        ctx.save_for_backward(pair, mask, drop, *([None] * 5 if again else kept), *weights)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         pair, mask, drop, statistics, x, centered, product, sides, *weights = ctx.saved_tensors
+        if sides is None:
+            _, statistics, x, centered, product, sides = FORWARD_OP(
+                pair, weights, mask, None, None, ctx.how[1], ctx.eps, True, gradient)
         (B, S, _, c), dtype = pair.shape, shared_dtype([weights[n] for n in (0, 1, 3, 4, 5, 7, 9)])
         many = [programs(name, B, S, c, weights[2].dtype) for name in (
             "front_backward_kernel", "back_backward_kernel")]
@@ -267,7 +274,7 @@ class TriangleMultiplication(torch.autograd.Function):
         dout_weight = dout.t() @ centered
         grads = norm, norm_bias, din, in_bias, center, center_bias, dout_weight, out_bias, dgate, gate_bias
         grads = [None if w is None else d.to(w.dtype) for d, w in zip(grads, weights, strict=True)]
-        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 4, *grads
+        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 5, *grads
 
 
 def check(pair, weights, mask, drop, residual):
@@ -284,7 +291,7 @@ def check(pair, weights, mask, drop, residual):
 
 def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias,
                             out_weight, out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5,
-                            residual=None, drop=None):
+                            residual=None, drop=None, again=False):
     """The update of pair (B, S, S, c), or residual + drop * update; see the formula above.
 
     in_weight (4 c, c), in_bias: left, right, left gate, right gate; out_weight, gate_weight (c, c); biases of
@@ -302,7 +309,7 @@ def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, ce
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
     residual = None if add or residual is None else residual.contiguous()
     return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, add, outgoing, eps,
-                                        torch.is_grad_enabled(), *weights)
+                                        torch.is_grad_enabled(), again, *weights)
 
 
 def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,

@@ -137,9 +137,9 @@ def side_tile(sides, c, q, plane):
 def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bias, gate_weight, gate_bias,
                 drop, residual, out, centered, statistics, S, SP, plane, eps, db, di, dj,
                 OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
-                KEEP: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
-                C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """out (B, S, S, C) from the product and normed = LN(pair) (P, C). If KEEP, for backward: centered =
+                KEEP: tl.constexpr, OUT: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
+                PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """If OUT, out (B, S, S, C) from the product and normed = LN(pair) (P, C). If KEEP, for backward: centered =
     LN(product) (P, C) and its statistics."""
     start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
     normed, out = normed + start * C, out + start * C
@@ -156,6 +156,8 @@ def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bia
     n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)
     if KEEP:
         store_rows(centered, p, inside, k, C, n)
+    if not OUT:
+        return
     for c0 in range(0, C, BC):
         c, after = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
         next_value, next_opening = biases(out_bias, after, OUT_BIAS), biases(gate_bias, after, GATE_BIAS)

@@ -118,13 +118,15 @@ def projections_by_library(**parts):
     return f"; {', '.join(left)}: projections by the library" if left else ""
 
 
-def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head, keys, residual, drop):
+def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head, keys, residual, drop,
+                    again=False):
     """LayerNorm, attention, output projection [and residual] of x from modules and the packed weight of q, k,
-    v and gate; `head`, if given, is the module that makes the bias."""
+    v and gate; `head`, if given, is the module that makes the bias. again, here and below: backward makes what
+    lies between again, but attention's output."""
     from fusion_lab.kernels import attention_layer as kernels
     return kernels.attention_layer(
         x, norm.weight, norm.bias, weight, gate_bias, output.weight, output.bias, heads, axis, bias,
-        None if head is None else head.weight, keys, norm.eps, residual, drop)
+        None if head is None else head.weight, keys, norm.eps, residual, drop, again)
 
 
 def head_bias(head, x, norm):
@@ -148,11 +150,11 @@ def outer_product(left, right, output, rows, residual):
     return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
-def outer_layout(left, right, output, scale=1.0, residual=None):
+def outer_layout(left, right, output, scale=1.0, residual=None, again=False):
     """[residual +] scale, a number, times output(outer product of left and right, summed over rows), from a
     module."""
     from fusion_lab.kernels import outer_layout as kernels
-    return kernels.outer_layout(left, right, output.weight, output.bias, scale, residual)
+    return kernels.outer_layout(left, right, output.weight, output.bias, scale, residual, again)
 
 
 def projects_sides(x, h):
@@ -167,8 +169,9 @@ def sides(x, norm, weight, bias):
     return kernels.side_projection(x, norm.weight, norm.bias, weight, bias, norm.eps)
 
 
-def transition(x, norm, first, second, residual):
-    """residual + second(relu(first(norm(x)))), from the modules; residual may be None."""
+def transition(x, norm, first, second, residual, again=False):
+    """residual + second(relu(first(norm(x)))), from the modules; residual may be None. It makes all again
+    anyway."""
     from fusion_lab.kernels import transition as kernels
     return kernels.transition(
         x, norm.weight, norm.bias, first.weight, first.bias, second.weight, second.bias, norm.eps, residual)
@@ -180,24 +183,26 @@ def two_layers(x, first, second):
     return kernels.two_layers(x, first.weight, first.bias, second.weight, second.bias)
 
 
-def transition_layer(x, norm, first, second, residual):
+def transition_layer(x, norm, first, second, residual, again=False):
     """[residual +] second(relu(first(norm(x)))), from the modules."""
     from fusion_lab.kernels import transition_layer as kernels
     return kernels.transition_layer(x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
-                                    second.bias, norm.eps, residual)
+                                    second.bias, norm.eps, residual, again)
 
 
 def gathered_gradients(products, sums):
-    """Options with which torch.compile gathers gradients of weights in one call each; {} where none."""
-    if not ((products or sums) and HAS_TRITON):
+    """Options with which torch.compile gathers gradients of weights in one call each, if asked to, and is told
+    of our ops; {} without Triton."""
+    if not HAS_TRITON:
         return {}
     from fusion_lab.kernels.gathered_gradients import GatheredGradients
     return dict(post_grad_custom_post_pass=GatheredGradients(products, sums))
 
 
-def triangle_multiplication(pair, norm, weight, bias, center, output, gate, mask, outgoing, residual, drop):
+def triangle_multiplication(pair, norm, weight, bias, center, output, gate, mask, outgoing, residual, drop,
+                            again=False):
     """Triangle multiplication from modules and the packed weight and bias of left, right and their gates."""
     from fusion_lab.kernels import triangle_multiplication as kernels
     return kernels.triangle_multiplication(
         pair, norm.weight, norm.bias, weight, bias, center.weight, center.bias, output.weight, output.bias,
-        gate.weight, gate.bias, mask, outgoing, norm.eps, residual, drop)
+        gate.weight, gate.bias, mask, outgoing, norm.eps, residual, drop, again)
