@@ -82,8 +82,7 @@ class FusionConfig(TritonSwitches):
     enable_activation_checkpointing: bool = option(
         False, "recompute all but the last of several blocks in backward: less memory, more time", rung=7)
     enable_selective_checkpointing: bool = option(
-        False, "sub-layers keep their input and, where kernels of this project make them, attention's output; "
-        "the rest is recomputed in backward")
+        False, "sub-layers keep their input and attention's output (of our kernels), recompute the rest")
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
 
@@ -160,7 +159,7 @@ from proteins import batches as proteins
 from proteins import coevolution, contacts, prediction, splitting
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
-from proteins.seam import defined, move_kinks_away, start_lines
+from proteins.seam import attention_in_words, defined, move_kinks_away, start_lines
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: a linear layer, and attention, fused and plain side by side
@@ -377,12 +376,10 @@ class OuterProductMean(PackedProjections):
                 return triton.outer_layout(left, right, self.output_proj, 1 / (rows + 1e-3), residual, again)
             update = triton.outer_layout(left, right, self.output_proj, again=again)
         else:
-            update = recomputed(again, self.all_products, left, right)
+            update = recomputed(again, lambda *sides: self.output_proj(
+                torch.einsum("bnic,bnjd->bijcd", *sides).flatten(-2)), left, right)
         update = (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
         return update if residual is None else residual + update
-
-    def all_products(self, left, right):
-        return self.output_proj(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2))
 
     def lays_out(self, x):
         return self.fusion.enable_triton_outer_layout and self.ranks.size == 1 and triton.runs(x)
@@ -417,9 +414,8 @@ class FusedTriangleMultiplication(PackedProjections):
 
     def __init__(self, config, fusion, outgoing):
         super().__init__()
-        c = config.pair_dim
-        self.outgoing, self.triton = outgoing, fusion.enable_triton_triangle
-        self.again = fusion.enable_selective_checkpointing
+        c, self.outgoing = config.pair_dim, outgoing
+        self.triton, self.again = fusion.enable_triton_triangle, fusion.enable_selective_checkpointing
         self.layer_norm = nn.LayerNorm(c)
         layers = {name: linear(c, c) for name in self.SIDES}
         layers |= {name: linear(c, c, init="gate") for name in self.GATES}
@@ -554,6 +550,7 @@ class TinyOpenFoldV2(nn.Module):
     """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
     DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module."""
     ranks = ALONE  # or those that share every sample with this one
+    attention_kernel = attention_in_words
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
@@ -567,12 +564,14 @@ class TinyOpenFoldV2(nn.Module):
             self.coevolution_embedding = linear(coevolution.FEATURES, config.pair_dim, bias=False)
         blocks = (FusedEvoformerBlock(config, self.fusion) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
+        for name in SUBLAYERS[-2:]:  # backward begins with them: to make them again would spare nothing
+            getattr(self.blocks[-1], name).again = False
         self.distogram_head = linear(config.pair_dim, len(DISTANCE_CENTRES), init="zero")
         self.masked_msa_head = linear(config.msa_dim, TOKENS, init="zero")
         self.register_buffer("breaks", torch.tensor(DISTANCE_BREAKS, dtype=torch.float32), persistent=False)
         self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
         self.gpu_ends = self.embed, self.heads
-        if self.fusion.enable_torch_compile:  # all blocks run the same code, so only the first one compiles
+        if self.fusion.enable_torch_compile:  # blocks run the same code: one compiles for all
             how = dict(fullgraph=True, dynamic=False, options=dict(
                 torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
                 combo_kernels=self.fusion.combo_kernels_at(config.seq_len),
@@ -596,10 +595,9 @@ class TinyOpenFoldV2(nn.Module):
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
         target = msa_tokens[:, 0] if target_tokens is None else target_tokens
         msa, pair = embed(msa_tokens, target, *features)
-        kept = self.blocks[-1] if len(self.blocks) > 1 else None  # since backward begins with it
-        for block in self.blocks:
-            again = self.fusion.enable_activation_checkpointing and block is not kept
-            msa, pair = recomputed(again, block, msa, pair, seq_mask, row_mask, random=self.config.dropout > 0)
+        for n, block in enumerate(self.blocks, 1):  # of several the last is kept: backward begins with it
+            on = self.fusion.enable_activation_checkpointing and not 1 < n == len(self.blocks)
+            msa, pair = recomputed(on, block, msa, pair, seq_mask, row_mask, random=self.config.dropout > 0)
         return heads(msa, pair, msa_targets, coords, coord_mask)
 
     def embed(self, msa_tokens, target, features=None):
@@ -654,18 +652,6 @@ class TinyOpenFoldV2(nn.Module):
         """(name, module) of all sub-layers, for hooks; none where blocks are compiled."""
         blocks = [] if self.fusion.enable_torch_compile else self.blocks
         return [(name, getattr(block, name)) for block in blocks for name in SUBLAYERS]
-
-    def attention_kernel(self, dtype=None):
-        """Which kernels fused attention runs in training in this dtype (default: the weights'), in words."""
-        c, weight, row = self.config, self.distogram_head.weight, self.blocks[0].msa_row_attention
-        msa_width = c.msa_dim // c.msa_heads
-        kernels = attention.in_words(
-            self.fusion.attention_backend, row.triton, weight.is_cuda, dtype or weight.dtype,
-            pair=(c.seq_len, c.pair_dim // c.pair_heads, True), rows=(c.seq_len, msa_width, True),
-            columns=(c.num_seqs, msa_width, False))
-        return kernels + (triton.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
-                                                     pair=(c.pair_dim, c.pair_heads))
-                          if row.whole and "triton" in kernels else "")
 
     def get_fusion_statistics(self):
         """The switches, nominal kernel counts, and GEMMs for the projections (proteins/costs.py)."""

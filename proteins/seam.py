@@ -3,6 +3,7 @@ import contextlib
 
 import torch
 
+from fusion_lab.kernels import attention, triton
 from fusion_lab.training.files import MISSING, UserError
 from proteins import files
 
@@ -37,6 +38,20 @@ def move_kinks_away(model):
             if name.endswith("transition.linear1"):
                 layer.bias[::2] += 8  # five standard deviations of the input
                 layer.bias[1::2] -= 8
+
+
+def attention_in_words(model, dtype=None):
+    """Which kernels fused attention runs in training in this dtype (default: the weights')."""
+    c, weight, row = model.config, model.distogram_head.weight, model.blocks[0].msa_row_attention
+    msa_width = c.msa_dim // c.msa_heads
+    kernels = attention.in_words(
+        model.fusion.attention_backend, row.triton, weight.is_cuda, dtype or weight.dtype,
+        pair=(c.seq_len, c.pair_dim // c.pair_heads, True), rows=(c.seq_len, msa_width, True),
+        columns=(c.num_seqs, msa_width, False))
+    if row.whole and "triton" in kernels:
+        kernels += triton.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
+                                                 pair=(c.pair_dim, c.pair_heads))
+    return kernels
 
 
 def start_lines(trainer):

@@ -5,6 +5,11 @@ idle; and round it stand passes of their own: the gradient's cast to float32, it
 in 16 bits. Here a first kernel of one program makes what all numbers share, in float64 where float32 would
 cancel; the second one reads gradient, weight and both moments, and writes the last three and the copy.
 
+Before them gradients of all weights become one tensor, with its norm (Joined). In a CUDA graph they lie in
+every replay where they lay when it was captured, so a kernel finds them by a table of addresses; a list of
+some hundred tensors would have to be cut into several launches, and most of their programs would have little
+to do.
+
 Source: Loshchilov and Hutter 2019, Alg. 2 (decoupled weight decay); the state is that of torch.optim.AdamW.
 """
 import math
@@ -18,6 +23,33 @@ from fusion_lab.kernels.triton_parts import check_shapes, current_target
 
 SCALARS = 5  # factor of the gradient, weight decay, step size, 1 / sqrt(second bias correction), skipped
 NUMBERS = 1024  # of a program
+PLACES = 5  # of a program of join_kernel: weight, first number of it, how many, where in the result, how many
+
+
+@triton.jit
+def join_kernel(addresses, places, out, squares, BN: tl.constexpr, PLACES: tl.constexpr):
+    """Numbers of one gradient, and zeros behind it, into out; the sum of their squares. An address of 0: no
+    gradient. Whole tiles at multiples of 16 bytes are read 16 bytes at a time."""
+    place = places + tl.program_id(0) * PLACES
+    address, n = tl.load(addresses + tl.load(place)), tl.arange(0, BN)
+    count = tl.where(address == 0, 0, tl.load(place + 2))
+    source = address.to(tl.pointer_type(out.dtype.element_ty)) + tl.load(place + 1)
+    if (count == BN) & (address % 16 == 0):
+        g = tl.load(tl.multiple_of(source, 8) + n)
+    else:
+        g = tl.load(source + n, mask=n < count, other=0.0)
+    tl.store(out + tl.multiple_of(tl.load(place + 3), 8) + n, g, mask=n < tl.load(place + 4))
+    g = g.to(tl.float32)
+    tl.store(squares + tl.program_id(0), tl.sum(g * g))
+
+
+@triton.jit
+def norm_kernel(squares, norm, N, BN: tl.constexpr):
+    """norm = sqrt(sum of squares (N,)); one program."""
+    n, total = tl.arange(0, BN), tl.zeros((BN,), tl.float32)
+    for first in range(0, N, BN):
+        total += tl.load(squares + first + n, mask=first + n < N, other=0.0)
+    tl.store(norm, tl.sqrt(tl.sum(total)))
 
 
 @triton.jit
@@ -88,6 +120,33 @@ def update(flat, gradient, state, low, norm, limit, group, found_inf=None):
         start(adamw_kernel, (triton.cdiv(len(flat), NUMBERS),), flat, gradient, *moments, low, scalars,
               len(flat), BETA1=beta1, BETA2=beta2, EPS=group["eps"], SCALED=scaled, BN=NUMBERS,
               num_warps=warps())
+
+
+class Joined:
+    """Gradients of weights with so many numbers, side by side from `starts` of a tensor of so many in all."""
+
+    def __init__(self, sizes, starts, length, device):
+        rooms = [end - begin for begin, end in zip(starts, [*starts[1:], length], strict=True)]
+        places = [(weight, first, max(0, min(NUMBERS, size - first)), begin + first,
+                   min(NUMBERS, room - first))
+                  for weight, (size, begin, room) in enumerate(zip(sizes, starts, rooms, strict=True))
+                  for first in range(0, room, NUMBERS)]
+        self.length, self.places, self.used = length, torch.tensor(places, device=device), False
+        self.addresses = torch.empty(len(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def __call__(self, gradients, dtype):
+        """(gradients (length,), their norm), from one contiguous tensor of this dtype, or None, for each
+        weight. A graph that captures this reads the addresses in every replay: of each Joined, one graph."""
+        self.used = True
+        self.addresses.copy_(torch.tensor([0 if g is None else g.data_ptr() for g in gradients]))
+        device, many = self.places.device, len(self.places)
+        out = torch.empty(self.length, dtype=dtype, device=device)
+        squares, norm = (torch.empty(size, device=device) for size in ((many,), ()))
+        with torch.cuda.device_of(out):
+            start(join_kernel, (many,), self.addresses.to(device, non_blocking=True), self.places, out,
+                  squares, BN=NUMBERS, PLACES=PLACES, num_warps=4)
+            start(norm_kernel, (1,), squares, norm, many, BN=NUMBERS, num_warps=8)
+        return out, norm
 
 
 class AdamW(torch.optim.AdamW):

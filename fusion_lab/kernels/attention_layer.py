@@ -56,7 +56,8 @@ class AttentionLayer(torch.autograd.Function):
          summand, og, lse) = ctx.saved_tensors
         gradient, length = gradient.contiguous(), x.shape[ctx.how[1]]
         if ctx.again:
-            y, _ = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, None, ctx.eps, after=gradient)
+            y, _ = projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, None, ctx.eps,
+                                              after=gradient)
         q = attention.views([y], *ctx.how[:3])[0]
         dy, dbias, dgate_bias, du, dout_bias = attention.BACKWARD_OP(
             [y], gate_bias, padded, turned, summand, og, lse, gradient, out_weight, drop, *ctx.how,

@@ -99,9 +99,9 @@ class GatheredGradients(CustomGraphPass):
 
 
 def make_known(graph):
-    """Tell the compiler of our ops in the graph, as it does itself where it meets one. But up to torch 2.12 it
-    then writes, for a log that nobody reads, the op's arguments, what these were made of, and so on: minutes
-    where backward makes again what forward did not keep."""
+    """Tell the compiler of our ops in the graph, as it does itself when it meets one. But up to torch 2.12 it
+    then writes, for a log that nobody reads, the op's arguments, what these were made of, and so on: that
+    takes minutes where backward makes again what forward did not keep."""
     for op in {node.target for node in graph.nodes}:
         if getattr(op, "namespace", None) == NAMESPACE and op not in lowering.lowerings:
             layout = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))

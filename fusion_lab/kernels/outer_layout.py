@@ -177,8 +177,8 @@ def backward_flops(gradient, weight, *_, **__):
     return 2 * math.prod(gradient) * weight[1]
 
 
-FORWARD_OP = operation("outer_layout(Tensor left, Tensor right, float scale=1.0, Tensor? after=None) -> Tensor",
-                       forward, forward_sizes, forward_flops)
+FORWARD_OP = operation("outer_layout(Tensor left, Tensor right, float scale=1.0, Tensor? after=None) "
+                       "-> Tensor", forward, forward_sizes, forward_flops)
 BACKWARD_OP = operation("outer_layout_backward(Tensor gradient, Tensor weight, float scale=1.0) -> Tensor",
                         backward, backward_sizes, backward_flops)
 

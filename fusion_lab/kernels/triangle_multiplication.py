@@ -193,8 +193,8 @@ def forward(pair, weights, mask, drop, residual, outgoing, eps, keep, after=None
 
 def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, keep, after=None):
     call = Call(pair, weights, mask, drop, outgoing)
-    return [call.result(pair, residual, after is None), call.statistics(), call.rows(call.C), call.rows(call.C * keep),
-            call.planes(1), call.planes(2 * keep)]
+    return [call.result(pair, residual, after is None), call.statistics(), call.rows(call.C),
+            call.rows(call.C * keep), call.planes(1), call.planes(2 * keep)]
 
 
 def backward(gradient, pair, weights, mask, drop, statistics, x, centered, product, sides, add, outgoing,
@@ -234,8 +234,8 @@ def flops(shape, second, *others, **_):
 
 
 FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor? mask, Tensor? drop, "
-                       "Tensor? residual, bool outgoing, float eps, bool keep, Tensor? after=None) -> Tensor[]",
-                       forward, forward_sizes, flops)
+                       "Tensor? residual, bool outgoing, float eps, bool keep, Tensor? after=None) "
+                       "-> Tensor[]", forward, forward_sizes, flops)
 BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
                         "Tensor? drop, Tensor statistics, Tensor x, Tensor centered, Tensor product, "
                         "Tensor sides, bool add, bool outgoing, int front, int back) -> Tensor[]", backward,
@@ -243,8 +243,8 @@ BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?
 
 
 class TriangleMultiplication(torch.autograd.Function):
-    """triangle_multiplication() with its derivative; saves pair and, unless `again`, 3 tensors of its size and
-    both sides."""
+    """triangle_multiplication() with its derivative; saves pair and, unless again, 3 tensors of its
+    size and both sides."""
 
     @staticmethod
     def forward(ctx, pair, mask, drop, residual, add, outgoing, eps, keep, again, *weights):

@@ -139,8 +139,8 @@ def back_kernel(product, normed, center_weight, center_bias, out_weight, out_bia
                 OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
                 KEEP: tl.constexpr, OUT: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
                 PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """If OUT, out (B, S, S, C) from the product and normed = LN(pair) (P, C). If KEEP, for backward: centered =
-    LN(product) (P, C) and its statistics."""
+    """If OUT, out (B, S, S, C) from the product and normed = LN(pair) (P, C). If KEEP, for backward:
+    centered = LN(product) (P, C) and its statistics."""
     start, q, p, inside, b, i, j = places(S, SP, EVEN, LINES, BM)
     normed, out = normed + start * C, out + start * C
     product, statistics = product + start, statistics + start

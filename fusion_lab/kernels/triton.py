@@ -121,8 +121,8 @@ def projections_by_library(**parts):
 def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head, keys, residual, drop,
                     again=False):
     """LayerNorm, attention, output projection [and residual] of x from modules and the packed weight of q, k,
-    v and gate; `head`, if given, is the module that makes the bias. again, here and below: backward makes what
-    lies between again, but attention's output."""
+    v and gate; `head`, if given, is the module that makes the bias. again, here and below: of what lies
+    between, backward makes again all but attention's output."""
     from fusion_lab.kernels import attention_layer as kernels
     return kernels.attention_layer(
         x, norm.weight, norm.bias, weight, gate_bias, output.weight, output.bias, heads, axis, bias,
@@ -191,8 +191,8 @@ def transition_layer(x, norm, first, second, residual, again=False):
 
 
 def gathered_gradients(products, sums):
-    """Options with which torch.compile gathers gradients of weights in one call each, if asked to, and is told
-    of our ops; {} without Triton."""
+    """Options with which torch.compile knows our ops and gathers small gradients, if asked to; {} without
+    Triton."""
     if not HAS_TRITON:
         return {}
     from fusion_lab.kernels.gathered_gradients import GatheredGradients

@@ -128,20 +128,33 @@ class KernelMasters(MasterWeights):
     """
 
     def __init__(self, model, dtype, wide):
+        from fusion_lab.kernels.adamw import Joined
         super().__init__(model, dtype)
         self.wide, self.gradient, self.norm, self.limit = wide, None, None, None
+        sizes = [p.numel() for p in self.parameters.values()]
+        self.joined = None if wide else Joined(sizes, self.starts, len(self.low), self.low.device)
 
     def optimizer(self, **options):
         from fusion_lab.kernels.adamw import AdamW
         return AdamW(self, **options)
 
     def take_gradients(self):
+        self.norm = None
         if self.wide:
             super().take_gradients()
-        self.gradient = self.flat.grad if self.wide else self.low_gradients()
+            self.gradient = self.flat.grad
+        elif self.low.is_cuda and torch.cuda.is_current_stream_capturing() and not self.joined.used:
+            gradients = [None if p.grad is None else p.grad.contiguous() for p in self.parameters.values()]
+            self.gradient, self.norm = self.joined(gradients, self.low.dtype)
+            for p in self.parameters.values():
+                p.grad = None
+        else:
+            self.gradient = self.low_gradients()
 
     def clip(self, limit):
-        self.norm, self.limit = torch.linalg.vector_norm(self.gradient, dtype=torch.float32), limit
+        if self.norm is None:
+            self.norm = torch.linalg.vector_norm(self.gradient, dtype=torch.float32)
+        self.limit = limit
         return self.norm
 
     def after_step(self):
