@@ -82,7 +82,7 @@ class FusionConfig(TritonSwitches):
     enable_activation_checkpointing: bool = option(
         False, "recompute all but the last of several blocks in backward: less memory, more time", rung=7)
     enable_selective_checkpointing: bool = option(
-        False, "sub-layers keep their input and attention's output (of our kernels), recompute the rest")
+        False, "recompute sub-layers, but (of our kernels) attention's output, in backward", rung=18)
     attention_backend: str = option("auto", "implementation of fused attention",
                                    choices=("auto", "math", "sdpa", "flex"))
 
@@ -373,8 +373,8 @@ class OuterProductMean(PackedProjections):
             update = self.project_one_first(left, right)
         elif self.lays_out(msa):
             if row_mask is None:
-                return triton.outer_layout(left, right, self.output_proj, 1 / (rows + 1e-3), residual, again)
-            update = triton.outer_layout(left, right, self.output_proj, again=again)
+                return triton.outer_layout(left, right, self.output_proj, again, 1 / (rows + 1e-3), residual)
+            update = triton.outer_layout(left, right, self.output_proj, again)
         else:
             update = recomputed(again, lambda *sides: self.output_proj(
                 torch.einsum("bnic,bnjd->bijcd", *sides).flatten(-2)), left, right)

@@ -259,21 +259,24 @@ def test_modules_become_arguments(handed):
     first, second = nn.Linear(4, 8), nn.Linear(8, 4)
     x, packed, gate_bias, bias, keys, drop = (torch.randn(4) for _ in range(6))
     for given in (head, None):
-        triton.attention_layer(x, norm, packed, gate_bias, output, 2, 1, bias, given, keys, x, drop)
+        triton.attention_layer(x, norm, packed, gate_bias, output, 2, 1, bias, given, keys, x, drop,
+                               "again")
         is_given(handed["attention_layer"], x, norm.weight, norm.bias, packed, gate_bias, output.weight,
-                 output.bias, 2, 1, bias, given and given.weight, keys, 1e-3, x, drop)
-    triton.transition(x, norm, first, second, None)
+                 output.bias, 2, 1, bias, given and given.weight, keys, 1e-3, x, drop, "again")
+    triton.transition(x, norm, first, second, None, "again")
     is_given(handed["transition"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
              second.bias, 1e-3, None)
-    triton.transition_layer(x, norm, first, second, x)
+    triton.transition_layer(x, norm, first, second, x, "again")
     is_given(handed["transition_layer"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
-             second.bias, 1e-3, x)
+             second.bias, 1e-3, x, "again")
     triton.two_layers(x, first, second)
     is_given(handed["two_layers"], x, first.weight, first.bias, second.weight, second.bias)
     center = nn.LayerNorm(4)
-    triton.triangle_multiplication(x, norm, packed, gate_bias, center, output, head, keys, True, None, drop)
+    triton.triangle_multiplication(x, norm, packed, gate_bias, center, output, head, keys, True, None, drop,
+                                   "again")
     is_given(handed["triangle_multiplication"], x, norm.weight, norm.bias, packed, gate_bias, center.weight,
-             center.bias, output.weight, output.bias, head.weight, None, keys, True, 1e-3, None, drop)
+             center.bias, output.weight, output.bias, head.weight, None, keys, True, 1e-3, None, drop,
+             "again")
     triton.gated_attention([x], 2, 1, bias, keys, gate_bias)
     is_given(handed["gated_attention"], [x], 2, 1, bias, keys, gate_bias)
 
@@ -330,8 +333,9 @@ def test_rows_of_an_outer_product_are_counted(handed):
 def test_an_outer_product_is_handed_on_with_its_projection(handed):
     left, right = torch.randn(2, 2, 7, 4, 3)
     output = nn.Linear(9, 5)
-    triton.outer_layout(left, right, output, 0.25, residual := torch.randn(2, 7, 7, 5))
-    is_given(handed["outer_layout"], left, right, output.weight, output.bias, 0.25, residual)
+    triton.outer_layout(left, right, output, "again", 0.25, residual := torch.randn(2, 7, 7, 5))
+    is_given(handed["outer_layout"], left, right, output.weight, output.bias, 0.25, residual,
+             "again")
 
 
 def test_counts_of_rows_lie_where_the_sides_do(handed):
@@ -342,14 +346,13 @@ def test_counts_of_rows_lie_where_the_sides_do(handed):
 
 
 @pytest.mark.parametrize("triton_is_there", [True, False])
-def test_the_compiler_gathers_gradients_if_asked_to(monkeypatch, triton_is_there):
+def test_the_compiler_knows_our_ops_and_gathers_gradients_if_asked_to(monkeypatch, triton_is_there):
     made = SimpleNamespace(GatheredGradients=lambda *which: which)
     monkeypatch.setitem(sys.modules, "fusion_lab.kernels.gathered_gradients", made)
     monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
-    for which in ((True, False), (False, True)):
+    for which in ((True, False), (False, True), (False, False)):
         expected = dict(post_grad_custom_post_pass=which) if triton_is_there else {}
         assert triton.gathered_gradients(*which) == expected
-    assert triton.gathered_gradients(False, False) == {}
 
 
 def test_messages_are_flat(handed):

@@ -282,6 +282,25 @@ def test_activation_checkpointing_changes_memory_and_nothing_else():
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
+def test_selective_checkpointing_changes_memory_and_nothing_else():
+    """Also with dropout, whose random numbers are drawn outside. What backward begins with is kept."""
+    results = []
+    for enabled in (False, True):
+        trainer, batch = trainer_and_batch(given(seq_len=16, num_blocks=2, dropout=0.5,
+                                                 enable_selective_checkpointing=enabled))
+        accuracy.shake(tof.PROGRAM, trainer.model)
+        torch.manual_seed(0)
+        saved = saved_activations(trainer.model, [], lambda t=trainer, b=batch: t.forward(b)["loss"])
+        torch.manual_seed(0)
+        trainer.forward(batch)["loss"].backward()
+        results.append((saved["rest"], [p.grad for p in trainer.model.parameters()]))
+        again = [getattr(block, name).again for block in trainer.model.blocks for name in (
+            "msa_transition", "triangle_mult_incoming", "triangle_attn_ending", "pair_transition")]
+        assert again == [enabled] * 6 + [False] * 2
+    assert results[1][0] < 0.6 * results[0][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
 def test_compiled_blocks_share_one_graph_and_change_no_number():
     torch._dynamo.reset()

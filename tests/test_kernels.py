@@ -294,6 +294,7 @@ def optimizer_step(dtype, on_device, scaled, length=1 << 20):
     adamw.update(flat, gradient, dict(step=number, exp_avg=flat, exp_avg_sq=flat), low, number, 1.0,
                  dict(lr=number if on_device else 0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1),
                  number if scaled else None)
+    adamw.Joined([length], [0], length, flat.device)([gradient], dtype)
 
 
 SUMS = [384, 128, 512, 640, 128] * 4

@@ -68,11 +68,12 @@ def test_every_sub_layer_hands_its_modules_and_masks_to_its_kernel(kernels):
         return layer.packed("q_proj", "k_proj", "v_proj", "gate_proj")
     same(given[0], (row.pair_bias_proj, pair, row.pair_norm))
     bias, _ = tof.head_bias(row.pair_bias_proj, pair, row.pair_norm)
-    same(given[1], (msa, row.layer_norm, *packed(row), row.o_proj, 2, 2, bias, None, seq_mask, msa, None))
+    same(given[1], (msa, row.layer_norm, *packed(row), row.o_proj, 2, 2, bias, None, seq_mask, msa, None,
+                    False))
     same(given[2], (msa + 1, column.layer_norm, *packed(column), column.o_proj, 2, 1, None, None, row_mask,
-                    msa + 1, None))
+                    msa + 1, None, False))
     layer = block.msa_transition
-    same(given[3], (msa + 2, layer.layer_norm, layer.linear1, layer.linear2, msa + 2))
+    same(given[3], (msa + 2, layer.layer_norm, layer.linear1, layer.linear2, msa + 2, False))
     layer = block.outer_product_mean
     left, right = layer.project(layer.layer_norm(msa + 3))
     same(given[4], (left * row_mask[:, :, None, None], right, layer.output_proj,
@@ -81,13 +82,13 @@ def test_every_sub_layer_hands_its_modules_and_masks_to_its_kernel(kernels):
                                                 (block.triangle_mult_incoming, False))):
         weights, x = layer.packed("left_proj", "right_proj", "left_gate", "right_gate"), pair + 1 + number
         same(given[5 + number], (x, layer.layer_norm, *weights, layer.center_norm, layer.output_proj,
-                                 layer.output_gate, seq_mask, outgoing, x, None))
+                                 layer.output_gate, seq_mask, outgoing, x, None, False))
     for number, axis in ((0, 2), (1, 1)):
         layer, x = (triangle, block.triangle_attn_ending)[number], pair + 3 + number
         same(given[7 + number], (x, layer.layer_norm, *packed(layer), layer.o_proj, 3, axis, None,
-                                 layer.triangle_bias_proj, seq_mask, x, None))
+                                 layer.triangle_bias_proj, seq_mask, x, None, False))
     layer = block.pair_transition
-    same(given[9], (pair + 5, layer.layer_norm, layer.linear1, layer.linear2, pair + 5))
+    same(given[9], (pair + 5, layer.layer_norm, layer.linear1, layer.linear2, pair + 5, False))
     widths = {(name, *(g for g in given[1:] if isinstance(g, int))) for name, given in kernels.asked}
     assert widths == {("projects", 2), ("projects", 3), ("projects_bias", 2), ("fits",), ("multiplies_out",)}
 
@@ -111,12 +112,12 @@ def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypat
     assert layer.adds(pair) and not plain.adds(pair)
     found = layer(msa, row_mask)
     left, right = layer.project(layer.layer_norm(msa))
-    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj))
+    same(made.pop(), (left * row_mask[:, :, None, None], right, layer.output_proj, False))
     assert found.item() == pytest.approx(1 / 4.001)
     assert torch.equal(layer(msa, row_mask, residual=pair), pair + found)
     made.pop()
     assert layer(msa, residual=pair).item() == 1.0  # divided and added within
-    same(made.pop(), (left, right, layer.output_proj, pytest.approx(1 / 5.001), pair))
+    same(made.pop(), (left, right, layer.output_proj, False, pytest.approx(1 / 5.001), pair))
     few = layer(msa[:, :1], row_mask[:, :1])  # 4 N <= S
     assert torch.equal(layer(msa[:, :1], row_mask[:, :1], residual=pair), pair + few)
     plain(msa, row_mask)

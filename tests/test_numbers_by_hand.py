@@ -277,19 +277,21 @@ def test_defaults_are_the_documented_ones():
     assert on == {"enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
                   "enable_triangle_fusion", "enable_opm_fusion"}
     preset = tof.FusionConfig.preset(True)
+    checkpointing = [f"enable_{which}_checkpointing" for which in ("activation", "selective")]
     left_out = [name for name in preset.names() if not getattr(preset, name)]
-    assert sorted(left_out) == ["enable_activation_checkpointing", *(f"enable_triton_{name}" for name in (
+    assert sorted(left_out) == [*checkpointing, *(f"enable_triton_{name}" for name in (
         "adamw", "attention", "outer_layout", "outer_product", "projection", "relu", "sums", "transition",
         "triangle", "weight_gradients"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
     assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_triton_outer_product", "enable_activation_checkpointing"]
+        "enable_triton_transition", "enable_triton_outer_product", *checkpointing]
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
         "triton_outer_layout", "triton_relu", "triton_projection", "triton_weight_gradients",
-        "triton_sums", "triton_adamw", "triton_transition", "triton_outer_product")]
+        "triton_sums", "triton_adamw", "triton_transition", "triton_outer_product",
+        "selective_checkpointing")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
     assert not tof.FusionConfig().combo_kernels_at(64)

@@ -81,7 +81,7 @@ def test_help_comes_in_groups_that_fit_a_screen(program, tmp_path, monkeypatch):
     assert "exit codes: 0 done, 1 the thing checked failed, 2 wrong use" in text
     switches = [line for line in text.splitlines() if "--disable-" in line and "all-fusion" not in line]
     assert all(re.match(r"  --enable-([\w-]+), --disable-\1$", line) for line in switches)
-    assert len(switches) == {TRAINER: 22, SESSION: 22, SECOND: 6}.get(program, 0)
+    assert len(switches) == {TRAINER: 23, SESSION: 23, SECOND: 6}.get(program, 0)
 
 
 def test_contradictory_switches_get_a_line(tmp_path):

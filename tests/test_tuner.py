@@ -203,12 +203,13 @@ def test_modules_are_handed_to_their_kernels_in_order(monkeypatch):
     for place, name in ((transitions, "transition"), (biased_attention, "gated_attention"),
                         (triangle_multiplication, "triangle_multiplication")):
         monkeypatch.setattr(place, name, told)
-    assert lab.transition("x", norm, first, second, "r") == (
+    assert lab.transition("x", norm, first, second, "r", False) == (
         "x", "nw", "nb", "1w", "1b", "2w", "2b", "e", "r")
     assert lab.gated_attention("p", 4, 1, "b", "k", "g") == ("p", 4, 1, "b", "k", "g")
     center, output, gate = (module(weight=f"{n}w", bias=f"{n}b") for n in "cog")
-    assert lab.triangle_multiplication("x", norm, "w", "b", center, output, gate, "m", True, "r", "d") == (
-        "x", "nw", "nb", "w", "b", "cw", "cb", "ow", "ob", "gw", "gb", "m", True, "e", "r", "d")
+    assert lab.triangle_multiplication("x", norm, "w", "b", center, output, gate, "m", True, "r", "d",
+                                       "again") == (
+        "x", "nw", "nb", "w", "b", "cw", "cb", "ow", "ob", "gw", "gb", "m", True, "e", "r", "d", "again")
 
 
 # --- --retune -------------------------------------------------------------------------------------------

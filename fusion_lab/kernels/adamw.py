@@ -23,22 +23,20 @@ from fusion_lab.kernels.triton_parts import check_shapes, current_target
 
 SCALARS = 5  # factor of the gradient, weight decay, step size, 1 / sqrt(second bias correction), skipped
 NUMBERS = 1024  # of a program
-PLACES = 5  # of a program of join_kernel: weight, first number of it, how many, where in the result, how many
+JOINED = 512  # of a program that joins gradients: of more it is bound by the latency of few loads
+PLACES = 5  # numbers that tell it its own: weight, first number, how many, where in the result, how many
 
 
 @triton.jit
 def join_kernel(addresses, places, out, squares, BN: tl.constexpr, PLACES: tl.constexpr):
     """Numbers of one gradient, and zeros behind it, into out; the sum of their squares. An address of 0: no
-    gradient. Whole tiles at multiples of 16 bytes are read 16 bytes at a time."""
+    gradient."""
     place = places + tl.program_id(0) * PLACES
     address, n = tl.load(addresses + tl.load(place)), tl.arange(0, BN)
     count = tl.where(address == 0, 0, tl.load(place + 2))
     source = address.to(tl.pointer_type(out.dtype.element_ty)) + tl.load(place + 1)
-    if (count == BN) & (address % 16 == 0):
-        g = tl.load(tl.multiple_of(source, 8) + n)
-    else:
-        g = tl.load(source + n, mask=n < count, other=0.0)
-    tl.store(out + tl.multiple_of(tl.load(place + 3), 8) + n, g, mask=n < tl.load(place + 4))
+    g = tl.load(source + n, mask=n < count, other=0.0)
+    tl.store(out + tl.load(place + 3) + n, g, mask=n < tl.load(place + 4))
     g = g.to(tl.float32)
     tl.store(squares + tl.program_id(0), tl.sum(g * g))
 
@@ -127,10 +125,9 @@ class Joined:
 
     def __init__(self, sizes, starts, length, device):
         rooms = [end - begin for begin, end in zip(starts, [*starts[1:], length], strict=True)]
-        places = [(weight, first, max(0, min(NUMBERS, size - first)), begin + first,
-                   min(NUMBERS, room - first))
+        places = [(weight, first, max(0, min(JOINED, size - first)), begin + first, min(JOINED, room - first))
                   for weight, (size, begin, room) in enumerate(zip(sizes, starts, rooms, strict=True))
-                  for first in range(0, room, NUMBERS)]
+                  for first in range(0, room, JOINED)]
         self.length, self.places, self.used = length, torch.tensor(places, device=device), False
         self.addresses = torch.empty(len(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
 
@@ -144,7 +141,7 @@ class Joined:
         squares, norm = (torch.empty(size, device=device) for size in ((many,), ()))
         with torch.cuda.device_of(out):
             start(join_kernel, (many,), self.addresses.to(device, non_blocking=True), self.places, out,
-                  squares, BN=NUMBERS, PLACES=PLACES, num_warps=4)
+                  squares, BN=JOINED, PLACES=PLACES, num_warps=4)
             start(norm_kernel, (1,), squares, norm, many, BN=NUMBERS, num_warps=8)
         return out, norm
 

@@ -119,7 +119,7 @@ def projections_by_library(**parts):
 
 
 def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head, keys, residual, drop,
-                    again=False):
+                    again):
     """LayerNorm, attention, output projection [and residual] of x from modules and the packed weight of q, k,
     v and gate; `head`, if given, is the module that makes the bias. again, here and below: of what lies
     between, backward makes again all but attention's output."""
@@ -150,7 +150,7 @@ def outer_product(left, right, output, rows, residual):
     return kernels.outer_product(left, right, output.weight, output.bias, norm, residual)
 
 
-def outer_layout(left, right, output, scale=1.0, residual=None, again=False):
+def outer_layout(left, right, output, again, scale=1.0, residual=None):
     """[residual +] scale, a number, times output(outer product of left and right, summed over rows), from a
     module."""
     from fusion_lab.kernels import outer_layout as kernels
@@ -169,7 +169,7 @@ def sides(x, norm, weight, bias):
     return kernels.side_projection(x, norm.weight, norm.bias, weight, bias, norm.eps)
 
 
-def transition(x, norm, first, second, residual, again=False):
+def transition(x, norm, first, second, residual, again):
     """residual + second(relu(first(norm(x)))), from the modules; residual may be None. It makes all again
     anyway."""
     from fusion_lab.kernels import transition as kernels
@@ -183,7 +183,7 @@ def two_layers(x, first, second):
     return kernels.two_layers(x, first.weight, first.bias, second.weight, second.bias)
 
 
-def transition_layer(x, norm, first, second, residual, again=False):
+def transition_layer(x, norm, first, second, residual, again):
     """[residual +] second(relu(first(norm(x)))), from the modules."""
     from fusion_lab.kernels import transition_layer as kernels
     return kernels.transition_layer(x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
@@ -200,7 +200,7 @@ def gathered_gradients(products, sums):
 
 
 def triangle_multiplication(pair, norm, weight, bias, center, output, gate, mask, outgoing, residual, drop,
-                            again=False):
+                            again):
     """Triangle multiplication from modules and the packed weight and bias of left, right and their gates."""
     from fusion_lab.kernels import triangle_multiplication as kernels
     return kernels.triangle_multiplication(

@@ -99,6 +99,54 @@ def faults(case, module=adamw):
     return found
 
 
+SIZES = (1300, 1, 64, 512, 130, 70)
+STARTS = (0, 1344, 1408, 1472, 1984, 2176)  # multiples of 64
+LENGTH = 2304
+JOIN_MUTANTS = {
+    "a weight's first tile alone": ("+ tl.load(place + 1)\n", "\n"),
+    "what lies behind a gradient": ("mask=n < count", "mask=n < count + (count > 0)"),
+    "what lies behind a gradient, in the norm": ("n < count, other=0.0", "n < count, other=1.0"),
+    "no zeros behind it": ("mask=n < tl.load(place + 4)", "mask=n < count"),
+    "the first tile's squares": ("squares + tl.program_id(0), tl", "squares, tl"),
+    "squares of 1024 numbers": ("range(0, N, BN)", "range(0, 1, BN)"),
+    "no root": ("tl.sqrt(tl.sum(total))", "tl.sum(total)"),
+}
+
+
+def joined_faults(module=adamw, repeated=1):
+    """Of gradients that lie anywhere, one of which there is not."""
+    torch.manual_seed(0)
+    sizes, length = SIZES * repeated, LENGTH * repeated
+    starts = [place * LENGTH + start for place in range(repeated) for start in STARTS]
+    memory = torch.randn(3 * length + 2048).bfloat16()
+    gradients, expected = [], torch.zeros(length, dtype=torch.bfloat16)
+    for number, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        gradients.append(None if number == 2 else memory[3 * start + number:][:size])
+        if number != 2:
+            expected[start:start + size] = gradients[-1]
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patched:  # what a kernel does not write is not 0 by chance
+        patched.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(9))
+        joined = module.Joined(sizes, starts, length, torch.device("cpu"))
+        assert not joined.used
+        found, norm = joined(gradients, torch.bfloat16)
+    assert joined.used
+    exact = torch.linalg.vector_norm(expected.double())
+    return [name for name, same in (("numbers", torch.equal(found, expected)),
+                                    ("norm", abs(norm - exact) <= 1e-6 * exact)) if not same]
+
+
+@pytest.mark.parametrize("repeated", [1, 100])  # more tiles than the norm's kernel takes at once
+def test_gradients_are_joined_with_their_norm(repeated):
+    assert joined_faults(repeated=repeated) == []
+
+
+@pytest.mark.parametrize("broken", JOIN_MUTANTS)
+def test_mutants_that_join_are_caught(broken, tmp_path):
+    module = mutant(adamw, *JOIN_MUTANTS[broken], tmp_path)
+    assert any(joined_faults(module, repeated) for repeated in (1, 200))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_ten_steps_are_torch_s(name):
     assert faults(CASES[name]) == []
