@@ -225,6 +225,8 @@ def main(argv=None):
     parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
     parser.add_argument("--root", metavar="DIR", nargs="+", default=[],
                         help="checkouts of this project to measure (default: this one)")
+    parser.add_argument("--alone", action="store_true", help="on a GPU, too, one rung after the other: what the "
+                        "compiler tunes by timing, others that compile meanwhile disturb")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to try the script on a CPU")
     arguments = parser.parse_args(argv)
     if arguments.results and not arguments.plot:
@@ -239,7 +241,7 @@ def main(argv=None):
         require_directory(arguments.out)
         number = len(list(arguments.out.glob("ladder*.json")))
         path = arguments.out / f"ladder{number or ''}.json"
-    for row in measured(rungs, arguments.steps, together=on_gpu):
+    for row in measured(rungs, arguments.steps, together=on_gpu and not arguments.alone):
         rows.append(row)
         if path:
             save(rows, path)

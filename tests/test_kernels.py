@@ -143,9 +143,10 @@ def multiplication(channels, length):
     c, pair = channels, empty(1, length, length, channels)
     weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),
                empty(c, c), empty(c)]
-    triangle_multiplication.triangle_multiplication(
-        pair, *weights, torch.ones(1, length), residual=pair,
-        drop=torch.ones(1, 1, length, c)).sum().backward()
+    for again in (False, True):
+        triangle_multiplication.triangle_multiplication(
+            pair, *weights, torch.ones(1, length), residual=pair, drop=torch.ones(1, 1, length, c),
+            again=again).sum().backward()
 
 
 def short_products(side):
