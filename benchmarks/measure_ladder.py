@@ -225,8 +225,8 @@ def main(argv=None):
     parser.add_argument("--steps", type=whole_number(), default=30, help="timed (default: %(default)s)")
     parser.add_argument("--root", metavar="DIR", nargs="+", default=[],
                         help="checkouts of this project to measure (default: this one)")
-    parser.add_argument("--alone", action="store_true", help="on a GPU, too, one rung after the other: others "
-                        "that compile meanwhile disturb what the compiler tunes by timing")
+    parser.add_argument("--alone", action="store_true", help="on a GPU, too, one rung after the other: what "
+                        "compiles meanwhile disturbs what the compiler tunes by timing")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to try the script on a CPU")
     arguments = parser.parse_args(argv)
     if arguments.results and not arguments.plot:

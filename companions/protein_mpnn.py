@@ -86,10 +86,9 @@ start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes sec
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fusion_lab.kernels import triton
-from fusion_lab.kernels.custom_gradients import stored
+from fusion_lab.kernels.custom_gradients import recomputed, stored
 from fusion_lab.kernels.precision import at_least_float32
 from proteins import designs
 from proteins.files import UNKNOWN
@@ -304,10 +303,8 @@ class ProteinMPNN(nn.Module):
         return self.asked(mask, targets).sum()
 
     def layer(self, module, *inputs):
-        if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(module, *inputs, use_reentrant=False,
-                              preserve_rng_state=self.config.dropout > 0)
-        return module(*inputs)
+        return recomputed(self.fusion.enable_activation_checkpointing, module, *inputs,
+                          random=self.config.dropout > 0)
 
     def graph(self, index, attends, h_E, rows):
         kernel = self.fusion.enable_message_kernel and triton.hears(h_E)

@@ -105,11 +105,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import ultra_block
-from torch.utils.checkpoint import checkpoint
 
 from fusion_lab.kernels import triton
 from fusion_lab.kernels.attention import causal_kernel
 from fusion_lab.kernels.chunked_loss import ChunkedLoss
+from fusion_lab.kernels.custom_gradients import recomputed
 from fusion_lab.kernels.packing import PackedProjections
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.measuring import text
@@ -289,10 +289,7 @@ class TinyLlama(nn.Module):
         x = self.model.embed_tokens(ids)
         angles = self.angles[:, :ids.shape[1]].to(at_least_float32(x.dtype))  # rounded once for all blocks
         for block in self.model.layers:
-            if self.fusion.enable_activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, angles, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, angles)
+            x = recomputed(self.fusion.enable_activation_checkpointing, block, x, angles)
         x = self.model.norm(x)
         weight = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
         result = self.lm_head(x, weight, targets)

@@ -334,7 +334,7 @@ def test_graphed_steps_with_selective_checkpointing_are_those_without():
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
         peaks.append(trainer.graph.peak)
     assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
-    assert peaks[1] < 0.7 * peaks[0]
+    assert peaks[1] < 0.85 * peaks[0]
 
 
 def trained(steps, trainer):

@@ -51,12 +51,14 @@ def two_steps_later(settings):
     return trainer, batch
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, "selective", "activation"])
 def test_operations_by_sublayer_add_up_to_all(checkpointing):
-    trainer, batch = two_steps_later(given(enable_activation_checkpointing=checkpointing))
+    """What a sub-layer makes again by itself is a part of its backward."""
+    which = {f"enable_{checkpointing}_checkpointing": True} if checkpointing else {}
+    trainer, batch = two_steps_later(given(**which))
     counts = operations_in_a_step(trainer, batch)
     assert sum(counts.values()) == probe(trainer, batch).launches and min(counts.values()) >= 0
-    directions = ("forward", "backward", RECOMPUTE)[:2 + checkpointing]
+    directions = ("forward", "backward", *[RECOMPUTE] * (checkpointing == "activation"))
     assert {(name, d) for name in PROGRAM.sublayers for d in directions} <= set(counts)
 
 
