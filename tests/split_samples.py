@@ -32,6 +32,7 @@ PLAIN = tof.FusionConfig.preset(False)
 PACKED = tof.FusionConfig(enable_projection_fusion=True, enable_transition_fusion=True,
                           enable_activation_checkpointing=True, attention_backend="sdpa")
 KERNELS = tof.FusionConfig(**{name: True for name in tof.FusionConfig.names() if "triton" in name})
+SELECTIVE = tof.FusionConfig(enable_selective_checkpointing=True)
 COMPILED = tof.FusionConfig(enable_torch_compile=True, enable_activation_checkpointing=True)
 
 
@@ -42,7 +43,7 @@ def case(fusion=None, masks=True, targets=True, dtype=torch.float64, **sizes):
 
 CASES = {
     "uneven, masks": case(),
-    "even, no masks": case(masks=False, num_blocks=1, **EVEN),
+    "even, no masks, made again": case(SELECTIVE, masks=False, num_blocks=1, **EVEN),
     "uneven, no masks, more ranks than rows": case(masks=False, num_seqs=3, seq_len=5, num_blocks=1),
     "baseline": case(PLAIN, num_blocks=1),
     "packed, checkpointing, dropout": case(PACKED, dropout=0.3, num_blocks=1, **EVEN),
