@@ -23,8 +23,8 @@ from fusion_lab.kernels.triton_parts import check_shapes, current_target
 
 SCALARS = 5  # factor of the gradient, weight decay, step size, 1 / sqrt(second bias correction), skipped
 NUMBERS = 1024  # of a program
-JOINED = 512  # of a program that joins gradients: of more it is bound by the latency of few loads
-PLACES = 5  # numbers that tell it its own: weight, first number, how many, where in the result, how many
+JOINED = 512  # of one that joins gradients: with more, too few programs hide the latency of their loads
+PLACES = 5  # what tells it its numbers: weight, first one, how many, where in the result, how many there
 
 
 @triton.jit

@@ -176,8 +176,7 @@ def mask_strides(mask, outgoing):
 
 def forward(pair, weights, mask, drop, residual, outgoing, eps, keep, after=None):
     """[out; for backward statistics, LN(pair), LN(product), the product, both sides]. LN(product) and the
-    sides are empty unless keep; out is where there is `after`, for which see
-    projection.norm_project_launch()."""
+    sides are empty unless keep. With `after` (see projection.norm_project_launch()) out is empty."""
     call, makes_out = Call(pair, weights, mask, drop, outgoing), after is None
     statistics, x, sides = call.statistics(), call.rows(call.C), call.planes(2)
     call.run(kernels.front_kernel, pair, *call.norm, *call.front, sides, x, statistics[:2], *call.sizes, eps,
