@@ -110,7 +110,7 @@ def resources(kernel):
     if "cubin" in kernel.asm:
         found = dict(registers=int(re.search(r"REG:(\d+)", of_cubin(kernel, "cuobjdump", "-res-usage"))[1]),
                      spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
-                     mma=len(re.findall(r"\bH?G?MMA", code)))
+                     mma=len(re.findall(r"\sHG?MMA\.", code)))  # HFMA2.MMA moves a constant
     else:
         found = dict(registers=int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
                      spills=int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
