@@ -15,10 +15,12 @@ Otherwise either tensor, h*h numbers for every pair of positions, is written, re
 Sums are short, so that most of a program is addresses, a wait for its operands and the store: a program makes
 several tiles of columns from the same rows, and loads the next one's operand while it stores. The scale goes
 into both tensors as they are written, so that no pass over out or its gradient is spent on it; a residual is
-added by the kernel that projects (projection.py), where it takes these widths.
+added by the kernel that projects (projection.py), where it takes these widths. Rows of out's gradient are
+added up, for that of b, by the programs that multiply them with the first columns.
 
 Sources: AlphaFold 2 supplement, Alg. 10.
 """
+import contextlib
 import math
 
 import torch
@@ -49,21 +51,37 @@ def reference(left, right, weight, bias, scale=1.0, residual=None):
 
 
 @triton.jit
-def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sbk, sbn1, sbn2,
+def store_sums(to, k, K, x, rows, scale, PRECISION: tl.constexpr):
+    """scale times the sums of x (BM, BK) over these of its rows, for columns k of K. In 16 bits a product
+    with ones, which takes fewer instructions than sums across threads."""
+    x = tl.where(rows[:, None], x, 0.0)
+    if x.dtype == tl.float32:
+        tl.store(to + k, tl.sum(x, 0) * scale, mask=k < K)
+    else:
+        r = tl.arange(0, 16)
+        found = tl.dot(tl.full((16, x.shape[0]), 1, x.dtype), x, input_precision=PRECISION)
+        tl.store(to + k[None, :] + 0 * r[:, None], found * scale, mask=(r == 0)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sbk, sbn1, sbn2,
                          scale, N2: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
-                         LINES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                         BK: tl.constexpr, MANY: tl.constexpr):
+                         LINES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, BM: tl.constexpr,
+                         BN: tl.constexpr, BK: tl.constexpr, MANY: tl.constexpr):
     """BM rows and MANY tiles of BN columns of one sample. Beyond the last ones it reads from within, for
     nobody uses that. EVEN: BK divides K; ONCE: K is no more than BK; LINES, if not 0: nothing is beyond, and
     rows are the whole of so many lines of M2, or a part of one, columns likewise of N2, so that only the
     first is divided. MANY, if not 1: as LINES, ONCE, and a tile's columns are whole lines; what the next tile
-    reads is loaded while this one is written."""
+    reads is loaded while this one is written. If SUM, programs of the first columns also store scale times
+    the sum of their rows of a, in parts (samples * tiles of rows, K)."""
     sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN * MANY)
     number, k = from_the_end(0), tl.arange(0, BK)
     m, n = number // across * BM, number % across * BN * MANY
     a += sample * sab
     b += sample * sbb
     out += sample * M1 * M2 * N1 * N2
+    adds = number % across == 0 if SUM else False
+    parts += (sample * tl.cdiv(M1 * M2, BM) + number // across) * K
     if LINES > 0:
         WM: tl.constexpr = BM // LINES
         WN: tl.constexpr = min(BN, N2)
@@ -84,6 +102,8 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
     to = out + (line * (N1 * M2 * N2) + m2 * N2)[:, None] + (n1 * (M2 * N2) + n2)[None, :]
     if MANY > 1:
         left = tl.load(at) if EVEN else tl.load(at, mask=k[None, :] < K, other=0.0)
+        if adds:
+            store_sums(parts, k, K, left, below(line, None), scale, PRECISION)
         for _ in range(MANY):
             right = tl.load(bt) if EVEN else tl.load(bt, mask=k[:, None] < K, other=0.0)
             acc = tl.dot(left, right, input_precision=PRECISION)
@@ -91,7 +111,7 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
             bt += BN // N2 * sbn1
             to += BN // N2 * (M2 * N2)
     else:
-        acc = tl.zeros((BM, BN), tl.float32)
+        acc, rows = tl.zeros((BM, BN), tl.float32), below(line, None if LINES > 0 else M1)
         if not ONCE:
             tl.assume(K > 0)  # else what the loop starts from is copied, for one without an iteration
         for k0 in range(0, BK if ONCE else K, BK):
@@ -100,10 +120,12 @@ def layout_matmul_kernel(a, b, out, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sb
             else:
                 left = tl.load(at, mask=k[None, :] < K - k0, other=0.0)
                 right = tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
+            if adds:
+                store_sums(parts + k0, k, K - k0, left, rows, scale, PRECISION)
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
             at += BK * sak
             bt += BK * sbk
-        rows, columns = below(line, None if LINES > 0 else M1), below(n1, None if LINES > 0 else N1)
+        columns = below(n1, None if LINES > 0 else N1)
         tl.store(to, (acc * scale).to(out.dtype.element_ty), mask=rows[:, None] & columns[None, :])
 
 
@@ -116,27 +138,40 @@ TILES = {
     4: candidates(NAMES, (64, 64, 16, 8, 2, 1))}
 
 
-def multiply(a, b, out, scale):
-    """Fill contiguous out, B M1 N1 M2 N2 numbers, from a (B, M1, M2, K) and b (B, K, N1, N2) of any strides.
-    The tuner's class of shape: P rows, S columns, L numbers in each sum; ragged if tiles do not divide L,
-    which takes more registers."""
+def looked_up(rows, columns, K, h, dtype):
+    """What the tuner goes by: the kernel's name, the class of its arguments, its candidates. The class: P
+    rows, S columns, L numbers in each sum; ragged if tiles do not divide L, which takes more registers."""
+    sizes = zip("PSL", (rows, columns, K), strict=True)
+    shape = " ".join([str(dtype)[6:], *(f"{name}{triton.next_power_of_2(size)}" for name, size in sizes),
+                      f"H{h}", *["ragged"] * (K % max(16, min(128, triton.next_power_of_2(K))) > 0)])
+    return layout_matmul_kernel.__name__, shape, TILES[dtype.itemsize]
+
+
+@sums.constant
+def programs(samples, rows, columns, K, h, dtype):
+    """How many of the kernel's programs store sums with the tuner's choice."""
+    return samples * triton.cdiv(rows, tuner.chosen(*looked_up(rows, columns, K, h, dtype))["BM"])
+
+
+def multiply(a, b, out, scale, parts=None):
+    """Fill contiguous out, B M1 N1 M2 N2 numbers, from a (B, M1, M2, K) and b (B, K, N1, N2) of any strides,
+    and parts (n, K), if given, whose sum is then scale times that of all rows of a."""
     (samples, M1, M2, K), (N1, N2), dtype = a.shape, b.shape[2:], out.dtype
     if dtype not in DTYPES:
         raise ValueError(f"no Triton outer product in {str(dtype)[6:]}")
-    sizes = zip("PSL", (M1 * M2, N1 * N2, K), strict=True)
-    shape = " ".join([str(dtype)[6:], *(f"{name}{triton.next_power_of_2(size)}" for name, size in sizes),
-                      f"H{N2}", *["ragged"] * (K % max(16, min(128, triton.next_power_of_2(K))) > 0)])
 
     def launch(chosen):
         bm, bn, bk = chosen["BM"], chosen["BN"], max(16, min(chosen["BK"], triton.next_power_of_2(K)))
         whole = lines(M1, M2, bm) if lines(N1, N2, bn) else 0
         whole = 0 if dtype == torch.float32 else whole  # on sm_80 it would spill
         many = math.gcd(chosen["MANY"], N1 * N2 // bn) if whole and K <= bk and bn % N2 == 0 else 1
-        grid = triton.cdiv(M1 * M2, bm) * triton.cdiv(N1 * N2, bn * many), samples
-        layout_matmul_kernel[grid](a, b, out, M1, M2, N1, K, *a.stride(), *b.stride(), scale, N2=N2,
-                                   EVEN=K % bk == 0 < K, ONCE=K <= bk, LINES=whole,
-                                   PRECISION=precision(dtype), **dict(chosen, BK=bk, MANY=many))
-    tuner.launch(layout_matmul_kernel.__name__, shape, TILES[out.element_size()], launch)
+        tiles, adds = triton.cdiv(M1 * M2, bm), parts is not None
+        with sums.room(parts, samples * tiles) if adds else contextlib.nullcontext(out) as to:
+            layout_matmul_kernel[tiles * triton.cdiv(N1 * N2, bn * many), samples](
+                a, b, out, to, M1, M2, N1, K, *a.stride(), *b.stride(), scale, N2=N2,
+                EVEN=K % bk == 0 < K, ONCE=K <= bk, LINES=whole, PRECISION=precision(dtype), SUM=adds,
+                **dict(chosen, BK=bk, MANY=many))
+    tuner.launch(*looked_up(M1 * M2, N1 * N2, K, N2, dtype), launch)
 
 
 def forward(left, right, scale=1.0, after=None):
@@ -151,16 +186,18 @@ def forward_sizes(left, right, scale=1.0, after=None):
     return left.new_empty(samples, size, size, h * h)
 
 
-def backward(gradient, weight, scale=1.0):
-    """That sum's gradient, by that of out: ((i, c), (j, d)) of each sample, (B, S h, S h)."""
-    found, h = backward_sizes(gradient, weight), side(weight)
-    multiply(gradient, weight.view(1, -1, h, h).expand(len(gradient), -1, -1, -1), found, scale)
+def backward(gradient, weight, scale, parts):
+    """That sum's gradient, by that of out: ((i, c), (j, d)) of each sample, (B, S h, S h); and so many parts
+    (n, c) of scale times the sum of out's gradient over positions."""
+    found, h = backward_sizes(gradient, weight, scale, parts), side(weight)
+    multiply(gradient, weight.view(1, -1, h, h).expand(len(gradient), -1, -1, -1), found[0], scale, found[1])
     return found
 
 
-def backward_sizes(gradient, weight, scale=1.0):
-    samples, size, h = len(gradient), gradient.shape[1], side(weight)
-    return weight.new_empty(samples, size * h, size * h)
+def backward_sizes(gradient, weight, scale, parts):
+    (samples, size, _, c), h = gradient.shape, side(weight)
+    return (weight.new_empty(samples, size * h, size * h),
+            weight.new_empty(parts, c, dtype=torch.float32))
 
 
 def side(weight):
@@ -179,8 +216,8 @@ def backward_flops(gradient, weight, *_, **__):
 
 FORWARD_OP = operation("outer_layout(Tensor left, Tensor right, float scale=1.0, Tensor? after=None) "
                        "-> Tensor", forward, forward_sizes, forward_flops)
-BACKWARD_OP = operation("outer_layout_backward(Tensor gradient, Tensor weight, float scale=1.0) -> Tensor",
-                        backward, backward_sizes, backward_flops)
+BACKWARD_OP = operation("outer_layout_backward(Tensor gradient, Tensor weight, float scale, int parts) "
+                        "-> (Tensor, Tensor)", backward, backward_sizes, backward_flops)
 
 
 class OuterLayout(torch.autograd.Function):
@@ -204,9 +241,11 @@ class OuterLayout(torch.autograd.Function):
         if outer is None:
             outer = FORWARD_OP(left, right, ctx.scale, given)
         dweight = given.flatten(0, -2).t() @ outer.flatten(0, -2)
-        d, flat = BACKWARD_OP(given, weight, ctx.scale), given.flatten(0, -2)
+        (B, S, _, c), wide = given.shape, weight.shape[1]
+        parts = programs(B, S * S, wide, c, side(weight), weight.dtype)
+        d, dbias = BACKWARD_OP(given, weight, ctx.scale, parts)
         return ((right.flatten(2) @ d.mT).view(left.shape), (left.flatten(2) @ d).view(right.shape),
-                dweight, sums.over_rows(flat, ctx.scale), None, gradient if ctx.residual else None, None)
+                dweight, sums.OP(dbias, weight.dtype), None, gradient if ctx.residual else None, None)
 
 
 def projects(weight):

@@ -99,14 +99,12 @@ def gathered_sizes(parts, dtype):
     return parts[0].new_empty(sum(part.shape[1:].numel() for part in parts), dtype=dtype)
 
 
-def over_rows(x, scale=None):
-    """[scale times] the sum of x (P, c) over its rows, in its dtype. A compiler would make it in two kernels;
-    here it makes parts in one, and OP, which is gathered, the rest."""
-    in_parts = torch.compiler.is_compiling() and len(x) and len(x) % SHARE == 0
-    found = (x.unflatten(0, (-1, SHARE)).sum(1, dtype=at_least_float32(x.dtype)) if in_parts
-             else x.sum(0, dtype=None if scale is None else at_least_float32(x.dtype)))
-    found = found if scale is None else found * scale
-    return OP(found, x.dtype) if in_parts else found.to(x.dtype)
+def over_rows(x):
+    """The sum of x (P, c) over its rows, in its dtype. A compiler would make it in two kernels; here it makes
+    parts in one, and OP, which is gathered, the rest."""
+    if torch.compiler.is_compiling() and len(x) and len(x) % SHARE == 0:
+        return OP(x.unflatten(0, (-1, SHARE)).sum(1, dtype=at_least_float32(x.dtype)), x.dtype)
+    return x.sum(0)
 
 
 OP = operation("summed(Tensor parts, ScalarType dtype) -> Tensor", launch, sizes)

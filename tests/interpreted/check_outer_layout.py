@@ -15,7 +15,7 @@ CASES = {  # B, N, S, h, c, packed[, scale[, whether there is a residual]]
     "more channels than a tile sums": (1, 2, 3, 8, 80, True),
     "whole tiles": (2, 16, 8, 32, 16, True),
     "parts of lines": (1, 5, 2, 128, 8, False),
-    "whole tiles, few rows": (1, 5, 8, 32, 24, True),
+    "whole tiles, few rows": (1, 5, 16, 32, 24, True),
     "residual": (2, 7, 9, 8, 16, True, 0.3, True),
     "residual, not by the kernel": (1, 3, 5, 8, 20, False, 0.3, True),
 }
@@ -25,7 +25,7 @@ MUTANTS = {
     "as the library writes it": (
         "(line * (N1 * M2 * N2) + m2 * N2)[:, None] + (n1 * (M2 * N2) + n2)[None, :]",
         "(m * (N1 * N2))[:, None] + n[None, :]"),
-    "last tile of rows dropped": ("triton.cdiv(M1 * M2, bm)", "max(1, M1 * M2 // bm)"),
+    "last tile of rows dropped": ("kernel[tiles *", "kernel[max(1, M1 * M2 // bm) *"),
     "last tile of columns dropped": ("triton.cdiv(N1 * N2, bn * many)", "max(1, N1 * N2 // bn)"),
     "last tile of a sum dropped": ("BK if ONCE else K, BK)", "BK if ONCE else K - BK, BK)"),
     "last number of a sum dropped": (" < K - k0", " < K - k0 - 1"),
@@ -47,19 +47,29 @@ MUTANTS = {
     "several tiles: the last one dropped": ("range(MANY)", "range(MANY - 1)"),
     "left's gradient transposed": ("right.flatten(2) @ d.mT", "right.flatten(2) @ d"),
     "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
-    "bias without a gradient": ("sums.over_rows(flat, ctx.scale)", "0 * sums.over_rows(flat, 1.0)"),
-    "its gradient not scaled": ("over_rows(flat, ctx.scale)", "over_rows(flat, 1.0)"),
+    "bias without a gradient": ("sums.OP(dbias", "sums.OP(0 * dbias"),
+    "bias: gradient not scaled": ("tl.sum(x, 0) * scale", "tl.sum(x, 0)"),
+    "bias: rows beyond the last one": ("rows[:, None], x", "True, x"),
+    "bias: gradient of the last tile alone": ("sample * tl.cdiv(M1 * M2, BM) + number // across", "0"),
+    "bias: gradient of the last sample alone": ("sample * tl.cdiv(M1 * M2, BM) +", ""),
+    "bias: last channel forgotten": ("mask=k < K)", "mask=k < K - 1)"),
+    "bias: all channels into the first": ("parts + k0, k", "parts, k"),
+    "several tiles: bias without a gradient": ("store_sums(parts, k", "store_sums(parts, 0 * k"),
+    "several tiles: gradient of the bias not scaled": ("found * scale", "found"),
+    "several tiles: bias: half of the rows": ("(16, x.shape[0]), 1", "(16, x.shape[0]), 0.5"),
     "bias not scaled": ("+ bias * scale", "+ bias"),
     "residual: bias not scaled": ("residual, None, scale)", "residual, None)"),
     "residual forgotten": ("bias, residual, None,", "bias, 0 * residual, None,"),
     "residual without a gradient": ("gradient if ctx.residual", "0 * gradient if ctx.residual"),
     "residual forgotten by plain code": ("(residual + update)", "update"),
     "product not scaled": ("(acc * scale)", "acc"),
-    "gradient not scaled": ("weight, ctx.scale)", "weight, 1.0)"),
+    "gradient not scaled": ("weight, ctx.scale, parts", "weight, 1.0, parts"),
 }
 WHERE = {"last tile of a sum dropped": "many rows", "always the first tile of a sum": "many rows",
          "last number of a sum dropped": "many rows", "last tile of columns dropped": "odd widths",
-         "one tile of every sum": "many rows", "whole tiles: all of one part of a line": "parts of lines",
+         "one tile of every sum": "many rows",
+         "bias: all channels into the first": "more channels than a tile sums",
+         "whole tiles: all of one part of a line": "parts of lines",
          "whole tiles: all of one part of the columns": "parts of lines",
          **dict.fromkeys(("whole tiles: all of the first lines", "whole tiles: all of the first columns",
                           "whole tiles: one line", "whole tiles: stored as the first"), "whole tiles"),
@@ -140,17 +150,20 @@ def test_each_tensor_lies_as_its_reader_wants_it():
     found = torch.ops.fusion_lab.outer_layout(left, right)
     assert found.is_contiguous() and torch.equal(found, outer.flatten(-2))
     assert torch.equal(torch.ops.fusion_lab.outer_layout(left, right, 0.5), found / 2)
-    found = torch.ops.fusion_lab.outer_layout_backward(gradient, weight)
-    expected = (gradient @ weight).unflatten(-1, (4, 4)).permute(0, 1, 3, 2, 4)  # (B, i, c, j, d)
+    found, parts = torch.ops.fusion_lab.outer_layout_backward(gradient, weight, 0.5, 2)
+    expected = (gradient @ weight).unflatten(-1, (4, 4)).permute(0, 1, 3, 2, 4) / 2  # (B, i, c, j, d)
     assert found.is_contiguous() and torch.equal(found.view(2, 6, 4, 6, 4), expected)
+    assert torch.equal(parts, gradient.sum((1, 2)) / 2)  # one of each sample
 
 
-@pytest.mark.parametrize("name, given", [
-    ("outer_layout", [(2, 3, 5, 4), (2, 3, 5, 4)]), ("outer_layout_backward", [(2, 5, 5, 7), (7, 16)])])
-def test_fake_tensors_have_the_same_sizes(name, given):
+@pytest.mark.parametrize("name, given, numbers", [
+    ("outer_layout", [(2, 3, 5, 4), (2, 3, 5, 4)], ()),
+    ("outer_layout_backward", [(2, 5, 5, 7), (7, 16)], (1.0, 3))])
+def test_fake_tensors_have_the_same_sizes(name, given, numbers):
     op, tensors = getattr(torch.ops.fusion_lab, name), [torch.randn(size) for size in given]
-    found, fake = op(*tensors), op(*(t.to("meta") for t in tensors))
-    assert found.shape == fake.shape and found.stride() == fake.stride() and found.dtype == fake.dtype
+    results = [op(*(t.to(device) for t in tensors), *numbers) for device in ("cpu", "meta")]
+    for found, fake in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
+        assert found.shape == fake.shape and found.stride() == fake.stride() and found.dtype == fake.dtype
 
 
 def test_flops_are_those_of_plain_code():
