@@ -582,12 +582,12 @@ class TinyOpenFoldV2(nn.Module):
             self.gpu_ends = torch.compile(self.embed, **how), torch.compile(self.heads, **how)
 
     def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
-                coords=None, coord_mask=None, extra_msa=None):
+                coords=None, coord_mask=None, extra_msa=None, only_loss=False):
         """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default the first row; masks (B, S)
         and (B, N), 1 = present; extra_msa (B, M, S), default msa_tokens, for --coevolution. Targets:
         msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3) in Å with coord_mask (B, S).
-        Returns a dict: distances (B, S, S; Å), contact_probability (B, S, S), distogram_logits, msa_repr,
-        pair_repr and, with targets, loss and its parts."""
+        Returns a dict: unless only_loss, distances (B, S, S; Å), contact_probability (B, S, S),
+        distogram_logits, msa_repr, pair_repr; with targets, loss and its parts."""
         attention.prepare_flex_attention(msa_tokens.device)
         kind, rows = self.config.coevolution, msa_tokens if extra_msa is None else extra_msa
         features = [] if kind == "none" else [coevolution.pair_features(rows.long(), kind, seq_mask)]
@@ -598,7 +598,7 @@ class TinyOpenFoldV2(nn.Module):
         for n, block in enumerate(self.blocks, 1):  # of several the last is kept: backward begins with it
             on = self.fusion.enable_activation_checkpointing and not 1 < n == len(self.blocks)
             msa, pair = recomputed(on, block, msa, pair, seq_mask, row_mask, random=self.config.dropout > 0)
-        return heads(msa, pair, msa_targets, coords, coord_mask)
+        return heads(msa, pair, msa_targets, coords, coord_mask, only_loss)
 
     def embed(self, msa_tokens, target, features=None):
         """(B, N, S) and (B, S) tokens -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
@@ -613,15 +613,16 @@ class TinyOpenFoldV2(nn.Module):
             pair = pair + self.coevolution_embedding(features.to(pair.dtype))
         return msa, pair
 
-    def heads(self, msa, pair, msa_targets, coords, coord_mask):
+    def heads(self, msa, pair, msa_targets, coords, coord_mask, only_loss=False):
         """What forward returns, from the last block's output."""
-        logits = self.distogram_head(pair)  # (B, S, S, 64), not symmetric yet
+        result, logits = {}, self.distogram_head(pair)  # (B, S, S, 64), not symmetric yet
         logits = (logits + self.ranks.turn(logits, 1, 2).transpose(1, 2)).to(at_least_float32(logits.dtype))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
-            probability = logits.softmax(dim=-1)
-            result = dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
-                          distances=probability @ self.centres.to(probability.dtype),
-                          contact_probability=probability[..., :CONTACT_BINS].sum(dim=-1))
+        if not only_loss:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
+                probability = logits.softmax(dim=-1)
+                result = dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
+                              distances=probability @ self.centres.to(probability.dtype),
+                              contact_probability=probability[..., :CONTACT_BINS].sum(dim=-1))
         if coords is not None:
             own, own_mask = self.ranks.own(coords, 1), self.ranks.own(coord_mask, 1)
             true_distances = (own[:, :, None] - coords[:, None]).norm(dim=-1)
@@ -720,7 +721,7 @@ class Trainer:
 
     def eager_step(self, batch, mark=lambda: None):
         weight = self.world.weight(self.model, batch)
-        loss = self.world.share(self.forward(batch), weight)
+        loss = self.world.share(self.forward(batch | self.program.in_a_step), weight)
         mark()
         self.scaler.scale(loss).backward()
         mark()
@@ -853,17 +854,16 @@ def train(program, settings, compare_with=None):
 
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
-    open_source=proteins.open_source, check_batch=proteins.masked_batch, defined=defined,
-    split=splitting.split_over, shake=move_kinks_away, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
-    sublayers=SUBLAYERS, blocks=lambda settings: settings.model.num_blocks, costs=costs,
-    before_training=contacts.require_plots, start_lines=start_lines, statistics=lambda settings: statistics(
-        settings.fusion, settings.model.num_blocks),
-    evaluate=contacts.evaluate, evaluation_name="contact_precision", evaluation_line=contacts.contact_line,
-    scores=contacts.scores, score=contacts.validation_score, closing=contacts.closing,
-    modes={"--contacts": prediction.contacts}, titles={
-        "MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
-        "Flash Attention": "enable_flash_attention", "Triangle Gate/Proj Fusion": "enable_triangle_fusion",
-        "Torch Compile": "enable_torch_compile"},
+    open_source=proteins.open_source, check_batch=proteins.masked_batch, in_a_step=dict(only_loss=True),
+    defined=defined, split=splitting.split_over, shake=move_kinks_away, sublayers=SUBLAYERS, costs=costs,
+    blocks=lambda settings: settings.model.num_blocks, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
+    statistics=lambda settings: statistics(settings.fusion, settings.model.num_blocks),
+    before_training=contacts.require_plots, start_lines=start_lines, evaluate=contacts.evaluate,
+    evaluation_name="contact_precision", evaluation_line=contacts.contact_line, scores=contacts.scores,
+    score=contacts.validation_score, closing=contacts.closing, modes={"--contacts": prediction.contacts},
+    titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
+            "Flash Attention": "enable_flash_attention",
+            "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
     success="V2 validation successful! Fusion setup working properly.", failure="V2 validation failed")
 
 

@@ -188,6 +188,17 @@ def test_every_parameter_gets_a_gradient(program):
     assert all(got for name, got in sums.items() if name not in embedding), sums
 
 
+def test_a_step_asks_for_the_same_loss(program):
+    """And for no more than a training step needs."""
+    trainer = program.trainer(program, small(program), CPU)
+    accuracy.shake(program, trainer.model)
+    batch, asked = program.check_batch(trainer.settings, CPU), []
+    whole, part = trainer.forward(batch), trainer.forward(batch | program.in_a_step)
+    assert part.keys() <= whole.keys() and all(torch.equal(part[key], whole[key]) for key in part)
+    trainer.model.register_forward_hook(lambda *given: asked.append(given[-1]))
+    assert torch.equal(trainer.step(batch), whole["loss"]) and asked[0].keys() == part.keys()
+
+
 def test_one_seed_gives_one_model_under_all_switches(program):
     states = [program.trainer(program, settings, CPU).model.state_dict()
               for settings in each_switch(program, small(program))]

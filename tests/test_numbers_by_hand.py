@@ -113,6 +113,9 @@ def test_losses_against_a_hand_count():
     assert both["masked_msa_loss"].item() == pytest.approx(letters, rel=1e-5)
     assert both["loss"].item() == pytest.approx(expected + 0.1 * letters, rel=1e-5)
     assert both["loss_terms"].tolist() == pytest.approx([expected, 0.1 * letters], rel=1e-5)
+    alone = heads(msa, pair, targets, coords, known, only_loss=True)
+    assert set(alone) == {"loss", "distogram_loss", "masked_msa_loss", "loss_terms"}
+    assert all(torch.equal(alone[name], both[name]) for name in alone)
     assert heads(msa, pair, targets, None, None)["loss"].item() == pytest.approx(0.1 * letters, rel=1e-5)
     targets[1, 1, 1] = -100  # one is left
     assert heads(msa, pair, targets, None, None)["masked_msa_loss"].item() == pytest.approx(math.log(12))

@@ -39,7 +39,8 @@ def probe(trainer, batch, count_launches=True, flops=None):
     model = trainer.model
     if not trainer.optimizer.state:  # the very first step makes the optimizer's state, compiles, captures
         trainer.step(batch)
-    saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
+    given = batch | trainer.program.in_a_step
+    saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(given)["loss"])
     found = Findings(saved, flops)
     if trainer.device.type == "cuda":
         found.peak = trainer.graph.peak if trainer.graph else None
@@ -88,7 +89,8 @@ def flops_of_a_step(program, settings, batch, fusion=None):
     with torch.device("meta"):
         model = program.model(settings.model, fusion)
     with FlopCounterMode(display=False) as flops:
-        model(**{key: value.to("meta") for key, value in batch.items()})["loss"].backward()
+        given = {key: value.to("meta") for key, value in batch.items()} | program.in_a_step
+        model(**given)["loss"].backward()
     return flops.get_total_flops()
 
 

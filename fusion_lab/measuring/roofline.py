@@ -49,7 +49,7 @@ def counted_costs(program, settings):
     with FlopCounterMode(display=False) as counter:
         sums = RangeSums(counter.get_total_flops)
         with ranges(model.sublayers(), sums.enter, sums.leave):
-            model(**{key: value.to("meta") for key, value in batch.items()})
+            model(**{key: value.to("meta") for key, value in batch.items()} | program.in_a_step)
     blocks, inside = program.blocks(settings), sum(sums.sums.values())
     result = {name: Counted(sums.sums.get(name, 0) / blocks) for name in program.sublayers}
     return {**result, REST: Counted(counter.get_total_flops() - inside)}
@@ -182,9 +182,10 @@ def simulate_memory(program, settings, device):
         trainer = program.trainer(replace(program, model=made_in_place(program, device)), eager, device)
         batch = {key: fake.from_tensor(value).to(device) for key, value in batch.items()}
         model = trainer.model
-        saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(batch)["loss"])
+        given = batch | program.in_a_step
+        saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(given)["loss"])
         with OpCounter() as counter:
-            trainer.forward(batch)["loss"].backward()
+            trainer.forward(given)["loss"].backward()
         held = [*trainer.weights.values()] * 3 + [*model.buffers(), *batch.values()]
         held += [*model.parameters()] if trainer.masters else []
         return counter.peak + sum(t.numel() * t.element_size() for t in held), sum(saved.values())

@@ -114,6 +114,8 @@ class Program(CommandLine):
     check_batch: Callable          # check_batch(settings, device) -> a batch in which every mask masks
     version: str                   # in result files: "v2_fused"
     suffix: str                    # of their names: "v2" makes performance_summary_v2.json
+    in_a_step: dict = field(default_factory=dict)  # what a training step, which needs the loss alone, adds
+    #                                to a batch's entries
     defined: Callable = every_output  # defined(output, batch) -> {name: tensor}, 0 where a mask hides it
     shake: Callable = nothing      # shake(model): weights got noise; now keep kinks away from 0
     sublayers: tuple = ()          # names, in the order in which a step runs them
