@@ -15,7 +15,7 @@ CASES = {  # B, N, S, h, c, packed[, scale[, whether there is a residual]]
     "more channels than a tile sums": (1, 2, 3, 8, 80, True),
     "whole tiles": (2, 16, 8, 32, 16, True),
     "parts of lines": (1, 5, 2, 128, 8, False),
-    "whole tiles, few rows": (1, 5, 16, 32, 24, True),
+    "whole tiles, few rows": (1, 5, 16, 32, 24, True, 0.3),
     "residual": (2, 7, 9, 8, 16, True, 0.3, True),
     "residual, not by the kernel": (1, 3, 5, 8, 20, False, 0.3, True),
 }
