@@ -73,7 +73,7 @@ class FusionConfig(TritonSwitches):
         "the (S, S, h*h) tensor", preset=True)
     enable_projection_fusion: bool = option(
         False, "gates in one GEMM with Q, K, V and with left and right, where those are packed; the outer "
-        "product's left with right; the offsets' embedding differentiated by a GEMM", preset=True, rung=4)
+        "product's left with right; embeddings differentiated by one GEMM a tensor", preset=True, rung=4)
     enable_transition_fusion: bool = option(
         False, "bias and ReLU of the transitions in the epilogue of their GEMM", preset=True, rung=5)
     enable_combo_kernels: bool = option(
@@ -136,7 +136,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from fusion_lab.kernels import attention, triton
-from fusion_lab.kernels.custom_gradients import ChosenRows, LinearReLU, recomputed
+from fusion_lab.kernels.custom_gradients import LinearReLU, recomputed, summed_rows
 from fusion_lab.kernels.exchanges import ALONE
 from fusion_lab.kernels.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
@@ -602,13 +602,13 @@ class TinyOpenFoldV2(nn.Module):
 
     def embed(self, msa_tokens, target, features=None):
         """(B, N, S) and (B, S) tokens -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
-        own = self.ranks.own(target, 1)
-        msa = self.msa_embedding(self.ranks.own(msa_tokens, 2)) + self.target_embedding(own)[:, None]
+        own, fused = self.ranks.own(target, 1), self.fusion.enable_projection_fusion
+        msa = summed_rows((self.msa_embedding, self.ranks.own(msa_tokens, 2)),
+                          (self.target_embedding, own[:, None]), fused=fused)
         place = torch.arange(target.shape[1], device=target.device)
         offset = (self.ranks.own(place, 0)[:, None] - place).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        position = (ChosenRows.apply(self.position_embedding.weight, offset)  # (S, S, c_z)
-                    if self.fusion.enable_projection_fusion else self.position_embedding(offset))
-        pair = self.left_embedding(own)[:, :, None] + self.right_embedding(target)[:, None, :] + position
+        pair = summed_rows((self.left_embedding, own[:, :, None]), (self.right_embedding, target[:, None]),
+                           (self.position_embedding, offset), fused=fused)
         if features is not None:
             pair = pair + self.coevolution_embedding(features.to(pair.dtype))
         return msa, pair

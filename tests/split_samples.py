@@ -43,7 +43,7 @@ def case(fusion=None, masks=True, targets=True, dtype=torch.float64, **sizes):
 
 CASES = {
     "uneven, masks": case(),
-    "even, no masks, made again": case(SELECTIVE, masks=False, num_blocks=1, **EVEN),
+    "even, no masks, made again": case(SELECTIVE, masks=False, **EVEN),
     "uneven, no masks, more ranks than rows": case(masks=False, num_seqs=3, seq_len=5, num_blocks=1),
     "baseline": case(PLAIN, num_blocks=1),
     "packed, checkpointing, dropout": case(PACKED, dropout=0.3, num_blocks=1, **EVEN),

@@ -14,7 +14,7 @@ from conftest import require_shared
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import attention, packing
-from fusion_lab.kernels.custom_gradients import ChannelBias, ChosenRows, LinearReLU, TriangleProduct, stored
+from fusion_lab.kernels.custom_gradients import ChannelBias, LinearReLU, SummedRows, TriangleProduct, stored
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import OpCounter, saved_activations
@@ -420,13 +420,20 @@ def test_derivatives_written_by_hand(outgoing):
     x, same = tensor(3, 4), torch.compile(stored, fullgraph=True, backend="aot_eager")
     assert torch.equal(same(x), x) and torch.equal(torch.autograd.grad(same(x).square().sum(), x)[0], 2 * x)
     assert stored(x) is x
-    index = torch.randint(9, (4, 5))  # of 11 rows
-    assert torch.autograd.gradcheck(lambda table: ChosenRows.apply(table, index), tensor(11, 3))
-    table, weights = tensor(11, 3).detach().bfloat16().requires_grad_(), torch.randint(8, (4, 5, 3))
-    assert torch.equal(ChosenRows.apply(table, index), table[index])
-    found, expected = (torch.autograd.grad((rows * weights).sum(), table)[0]  # whole numbers, so exact
-                       for rows in (ChosenRows.apply(table, index), table[index]))
-    assert torch.equal(found, expected) and found.any()
+
+
+def test_rows_of_tables_are_summed_and_differentiated():
+    """In float64, and in 16 bits, there exactly: by whole numbers."""
+    indices = torch.randint(4, (2, 1, 5)), torch.randint(7, (3, 5)), torch.randint(2, (2, 3, 1))
+    tables = [torch.randint(-3, 4, (n, 3)).double().requires_grad_() for n in (5, 7, 2)]
+    assert torch.autograd.gradcheck(lambda *tables: SummedRows.apply(*tables, *indices), tables)
+    tables = [table.detach().bfloat16().requires_grad_() for table in tables]
+    weights, results = torch.randint(-3, 4, (2, 3, 5, 3)), []
+    plain = sum(map(torch.nn.functional.embedding, indices, tables))
+    for rows in (SummedRows.apply(*tables, *indices), plain):
+        results.append([rows.detach(), *torch.autograd.grad((rows * weights).sum(), tables)])
+    assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
+    assert all(found.any() for found in results[0]) and not results[0][1][4].any()  # of a row never asked for
 
 
 def test_dropout_is_shared_and_off_in_eval():

@@ -1,5 +1,7 @@
 """Operations of models whose gradients are written by hand, each for a layout or an epilogue, or to keep a
 tensor."""
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import library
@@ -45,25 +47,40 @@ class ChannelBias(torch.autograd.Function):
         return gradient, rows.sum((1, 2)).to(gradient.dtype)
 
 
-class ChosenRows(torch.autograd.Function):
-    """Rows of table (n, c), index int64: F.embedding, whose gradient in 16 bits is a product here, of one-hot
-    rows, where it would be atomic additions of many rows to few. As AlphaFold 2's relpos (Algorithm 4) has
-    it. Wider gradients are added up as ever: TF32 would round them first."""
+def summed_rows(*chosen, fused):
+    """The sum of layer(index) over pairs of an nn.Embedding and indices, int64, which broadcast."""
+    if fused:
+        layers, indices = zip(*chosen, strict=True)
+        return SummedRows.apply(*(layer.weight for layer in layers), *indices)
+    return functools.reduce(torch.add, (layer(index) for layer, index in chosen))
+
+
+class SummedRows(torch.autograd.Function):
+    """The sum of rows of tables (n, c), one of each, from the tables and, behind them, as many indices. In 16
+    bits the gradient of all tables is one product, of rows with a 1 at each index, as AlphaFold 2's relpos
+    (Algorithm 4) has it, where it would be a pass over the gradient for each, and atomic additions of many
+    rows to few. Wider gradients are added up as ever: TF32 would round them first."""
 
     @staticmethod
-    def forward(ctx, table, index):
-        ctx.save_for_backward(index)
-        ctx.rows = len(table)
-        return F.embedding(index, table)
+    def forward(ctx, *given):
+        tables, indices = given[:len(given) // 2], given[len(given) // 2:]
+        ctx.save_for_backward(*indices)
+        ctx.rows = [len(table) for table in tables]
+        return functools.reduce(torch.add, map(F.embedding, indices, tables))
 
     @staticmethod
     def backward(ctx, gradient):
-        index, = ctx.saved_tensors
+        indices, none = ctx.saved_tensors, [None] * len(ctx.rows)
         if gradient.dtype not in (torch.bfloat16, torch.float16):
-            return torch.ops.aten.embedding_dense_backward(gradient, index, ctx.rows, -1, False), None
-        columns = torch.arange(ctx.rows + -ctx.rows % 8, device=index.device)  # by 8, as GEMMs like it
-        one_hot = (index.flatten()[:, None] == columns).to(gradient.dtype)
-        return (one_hot.t() @ gradient.flatten(0, -2))[:ctx.rows], None
+            return *(torch.ops.aten.embedding_dense_backward(
+                gradient.sum_to_size(*index.shape, gradient.shape[-1]), index, rows, -1, False)
+                for index, rows in zip(indices, ctx.rows, strict=True)), *none
+        first, total = [sum(ctx.rows[:n]) for n in range(len(ctx.rows))], sum(ctx.rows)
+        columns = torch.arange(total + -total % 8, device=gradient.device)  # by 8, as GEMMs like it
+        ones = functools.reduce(torch.logical_or, [
+            index[..., None] + begin == columns for index, begin in zip(indices, first, strict=True)])
+        ones = ones.to(gradient.dtype).expand(*gradient.shape[:-1], -1).flatten(0, -2)
+        return *(ones.t() @ gradient.flatten(0, -2))[:total].split(ctx.rows), *none
 
 
 class LinearReLU(torch.autograd.Function):

@@ -143,13 +143,17 @@ class KernelMasters(MasterWeights):
         if self.wide:
             super().take_gradients()
             self.gradient = self.flat.grad
-        elif self.low.is_cuda and torch.cuda.is_current_stream_capturing() and not self.joined.used:
+        elif self.captured() and not self.joined.used:
             gradients = [None if p.grad is None else p.grad.contiguous() for p in self.parameters.values()]
             self.gradient, self.norm = self.joined(gradients, self.low.dtype)
             for p in self.parameters.values():
                 p.grad = None
         else:
             self.gradient = self.low_gradients()
+
+    def captured(self):
+        """Whether a CUDA graph is captured."""
+        return self.low.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def clip(self, limit):
         if self.norm is None:

@@ -147,6 +147,24 @@ def test_mutants_that_join_are_caught(broken, tmp_path):
     assert any(joined_faults(module, repeated) for repeated in (1, 200))
 
 
+def test_a_captured_step_joins_its_gradients(monkeypatch):
+    """Once: a second graph would write another table over the first one's. Gradients may lie transposed."""
+    model = torch.nn.Sequential(torch.nn.Linear(23, 37), torch.nn.Linear(5, 3))
+    masters, found = KernelMasters(model, torch.float16, wide=False), []
+    for captured in (False, True, True):
+        monkeypatch.setattr(KernelMasters, "captured", lambda self, captured=captured: captured)
+        torch.manual_seed(0)
+        for number, p in enumerate(masters.parameters.values()):
+            p.grad = torch.randn(p.t().shape).half().t() if number != 2 else None
+        assert not masters.parameters["0.weight"].grad.is_contiguous()
+        masters.take_gradients()
+        assert all(p.grad is None for p in masters.parameters.values())
+        found.append((masters.gradient, masters.norm is not None, masters.clip(1.0)))
+    assert [by_kernel for _, by_kernel, _ in found] == [False, True, False] and found[0][0].any()
+    assert all(torch.equal(gradient, found[0][0]) for gradient, *_ in found)
+    assert [norm.item() for *_, norm in found] == pytest.approx([found[0][2].item()] * 3, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_ten_steps_are_torch_s(name):
     assert faults(CASES[name]) == []
