@@ -115,11 +115,8 @@ def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, 
         if not ONCE:
             tl.assume(K > 0)  # else what the loop starts from is copied, for one without an iteration
         for k0 in range(0, BK if ONCE else K, BK):
-            if EVEN:
-                left, right = tl.load(at), tl.load(bt)
-            else:
-                left = tl.load(at, mask=k[None, :] < K - k0, other=0.0)
-                right = tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
+            left = tl.load(at) if EVEN else tl.load(at, mask=k[None, :] < K - k0, other=0.0)
+            right = tl.load(bt) if EVEN else tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
             if adds:
                 store_sums(parts + k0, k, K - k0, left, rows, scale, PRECISION)
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
