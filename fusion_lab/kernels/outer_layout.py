@@ -41,6 +41,7 @@ from fusion_lab.kernels.triton_parts import (
     lines,
     operation,
     precision,
+    store_sums,
 )
 
 
@@ -48,19 +49,6 @@ def reference(left, right, weight, bias, scale=1.0, residual=None):
     """The same in plain PyTorch."""
     update = F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
     return update if residual is None else residual + update
-
-
-@triton.jit
-def store_sums(to, k, K, x, rows, scale, PRECISION: tl.constexpr):
-    """scale times the sums of x (BM, BK) over these of its rows, for columns k of K. In 16 bits a product
-    with ones, which takes fewer instructions than sums across threads."""
-    x = tl.where(rows[:, None], x, 0.0)
-    if x.dtype == tl.float32:
-        tl.store(to + k, tl.sum(x, 0) * scale, mask=k < K)
-    else:
-        r = tl.arange(0, 16)
-        found = tl.dot(tl.full((16, x.shape[0]), 1, x.dtype), x, input_precision=PRECISION)
-        tl.store(to + k[None, :] + 0 * r[:, None], found * scale, mask=(r == 0)[:, None] & (k < K)[None, :])
 
 
 @triton.jit
@@ -72,13 +60,12 @@ def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, 
     nobody uses that. EVEN: BK divides K; ONCE: K is no more than BK; LINES, if not 0: nothing is beyond, and
     rows are the whole of so many lines of M2, or a part of one, columns likewise of N2, so that only the
     first is divided. MANY, if not 1: as LINES, ONCE, and a tile's columns are whole lines; what the next tile
-    reads is loaded while this one is written. If SUM, programs of the first columns also store scale times
-    the sum of their rows of a, in parts (samples * tiles of rows, K)."""
+    reads is loaded while this one is written. SUM: programs of the first columns store scale times the sum of
+    their rows of a in parts (samples * tiles of rows, K), too."""
     sample, across = tl.program_id(1).to(tl.int64), tl.cdiv(N1 * N2, BN * MANY)
     number, k = from_the_end(0), tl.arange(0, BK)
     m, n = number // across * BM, number % across * BN * MANY
-    a += sample * sab
-    b += sample * sbb
+    a, b = a + sample * sab, b + sample * sbb
     out += sample * M1 * M2 * N1 * N2
     adds = number % across == 0 if SUM else False
     parts += (sample * tl.cdiv(M1 * M2, BM) + number // across) * K
@@ -103,7 +90,7 @@ def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, 
     if MANY > 1:
         left = tl.load(at) if EVEN else tl.load(at, mask=k[None, :] < K, other=0.0)
         if adds:
-            store_sums(parts, k, K, left, below(line, None), scale, PRECISION)
+            store_sums(parts, k, left, left.dtype, PRECISION, BM, scale, K)
         for _ in range(MANY):
             right = tl.load(bt) if EVEN else tl.load(bt, mask=k[:, None] < K, other=0.0)
             acc = tl.dot(left, right, input_precision=PRECISION)
@@ -118,7 +105,8 @@ def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, 
             left = tl.load(at) if EVEN else tl.load(at, mask=k[None, :] < K - k0, other=0.0)
             right = tl.load(bt) if EVEN else tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
             if adds:
-                store_sums(parts + k0, k, K - k0, left, rows, scale, PRECISION)
+                summed = tl.where(rows[:, None], left, 0.0)
+                store_sums(parts + k0, k, summed, left.dtype, PRECISION, BM, scale, K - k0)
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
             at += BK * sak
             bt += BK * sbk

@@ -234,12 +234,17 @@ def affine(x_hat, weight, bias, C: tl.constexpr):
 
 
 @triton.jit
-def store_sums(to, columns, x, dtype: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr):
-    """The sums of x (BM, columns) over its rows. In 16 bits a product of x, rounded, with ones, which
-    takes a fifth of the instructions of sums across threads."""
+def store_sums(to, columns, x, dtype: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, scale=None,
+               width=None):
+    """[scale times] the sums of x (BM, columns) over its rows[, for columns below width]. In 16 bits a
+    product of x, rounded, with ones, which takes a fifth of the instructions of sums across threads."""
+    there = below(columns, width)
     if dtype == tl.float32:
-        tl.store(to + columns, tl.sum(x, 0))
+        found = tl.sum(x, 0)
+        found = found if scale is None else found * scale
+        tl.store(to + columns, found, mask=there)
     else:
         r = tl.arange(0, 16)
         found = tl.dot(tl.full((16, BM), 1, dtype), x.to(dtype), input_precision=PRECISION)
-        tl.store(to + columns[None, :] + 0 * r[:, None], found, mask=(r == 0)[:, None])
+        found = found if scale is None else found * scale
+        tl.store(to + columns[None, :] + 0 * r[:, None], found, mask=(r == 0)[:, None] & there[None, :])
