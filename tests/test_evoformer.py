@@ -318,13 +318,15 @@ def test_embedding_and_heads_compile_as_one_graph_each():
     accuracy.shake(tof.PROGRAM, trainer.model)
     tokens, targets = batch["msa_tokens"], (batch["msa_targets"], batch["coords"], batch["coord_mask"])
     runs = []
-    for embed, heads in ((trainer.model.embed, trainer.model.heads), trainer.model.gpu_ends):
+    plain, compiled = (trainer.model.embed, trainer.model.heads), trainer.model.gpu_ends
+    for (embed, heads), only_loss in ((plain, False), (compiled, False), (compiled, True)):
         trainer.model.zero_grad()
-        loss = heads(*embed(tokens, tokens[:, 0]), *targets)["loss"]
+        loss = heads(*embed(tokens, tokens[:, 0]), *targets, only_loss)["loss"]
         loss.backward()
         runs.append([loss.detach(), *(p.grad for p in trainer.model.parameters() if p.grad is not None)])
     assert len(runs[0]) > 8
     torch.testing.assert_close(runs[1], runs[0])
+    torch.testing.assert_close(runs[2], runs[0])
 
 
 def model_and_batch(switches=(True,) * 4, **sizes):

@@ -255,11 +255,11 @@ def made_up(device, **values):
 
 def test_probe_of_a_gpu_counts_kernels_and_takes_the_peak_of_a_capture(monkeypatch):
     monkeypatch.setattr(probe_module, "gpu_kernels", lambda run: [run(), "b", "c"])
-    found = probe(made_up(GPU, graph=SimpleNamespace(peak=123)), None, flops=5)
+    found = probe(made_up(GPU, graph=SimpleNamespace(peak=123)), {}, flops=5)
     assert (found.launches, found.peak, found.flops, found.saved, found.timeline) == (3, 123, 5, {}, None)
-    found = probe(made_up(GPU), None, count_launches=False, flops=5)
+    found = probe(made_up(GPU), {}, count_launches=False, flops=5)
     assert (found.launches, found.peak) == (None, None)
-    assert not probe(made_up(CPU, enable_torch_compile=True), None, flops=5).launches  # nothing is dispatched
+    assert not probe(made_up(CPU, enable_torch_compile=True), {}, flops=5).launches  # nothing is dispatched
 
 
 def test_saved_megabytes_are_a_sum():

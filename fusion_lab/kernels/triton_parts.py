@@ -110,7 +110,7 @@ def add_up(parts, sums):
     few = columns < 1 << 13  # many rows of few columns, or the reverse: all of it at once
     width, rows = (8, 1024) if few else (256, 16)
     start(sum_kernel, (triton.cdiv(columns, width),), parts, sums, len(parts), columns,
-          BR=min(rows, triton.next_power_of_2(len(parts))), BN=width, num_warps=8 if few else 4)
+          BR=min(rows, triton.next_power_of_2(max(1, len(parts)))), BN=width, num_warps=8 if few else 4)
 
 
 def padded_width(width):

@@ -1,6 +1,7 @@
 """Sums of parts in Triton's interpreter: exact ones of whole numbers, mutants; and where parts are stored."""
 import check_attention_layer as layers
 import check_hidden_gradient as hidden
+import check_outer_layout as layouts
 import check_projection as projections
 import check_triangle_multiplication as multiplication
 import pytest
@@ -49,9 +50,7 @@ def few(monkeypatch):
 def test_sums_are_exact_for_whole_numbers(case, dtype):
     parts = problem(CASES[case])
     assert torch.equal(sums.GATHERED_OP(parts, dtype), expected(parts, dtype))
-    for part in parts:
-        if len(part):
-            assert torch.equal(sums.OP(part, dtype), part.sum(0).to(dtype))
+    assert all(torch.equal(sums.OP(part, dtype), part.sum(0).to(dtype)) for part in parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -110,6 +109,7 @@ PROBLEMS = {  # with how many sums each
         torch.bfloat16, *multiplication.CASES["small"])),
     "columns": (3, lambda: layers.problem(torch.bfloat16, *layers.CASES["columns"])),
     "long rows": (4, lambda: layers.problem(torch.float16, *layers.CASES["long rows"])),
+    "outer product": (1, lambda: layouts.problem(torch.bfloat16, *layouts.CASES["whole tiles, few rows"])),
 }
 
 
@@ -137,7 +137,8 @@ def test_there_are_as_many_parts_as_programs_with_every_tile(name, number, watch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["norm and projection", "hidden layer", "multiplication", "long rows"])
+@pytest.mark.parametrize("name", ["norm and projection", "hidden layer", "multiplication", "long rows",
+                                  "outer product"])
 def test_compiled_code_may_meet_another_tile_than_it_was_made_with(name, watched, monkeypatch):
     ours, plain, tensors = PROBLEMS[name][1]()
     torch._dynamo.reset()
