@@ -52,6 +52,18 @@ def reference(left, right, weight, bias, scale=1.0, residual=None):
 
 
 @triton.jit
+def store_row_sums(parts, at, rows, k, K, sak, scale, PRECISION: tl.constexpr, BM: tl.constexpr,
+                   BK: tl.constexpr):
+    """scale times the sum of a tile's rows that are there, at addresses of their first BK numbers k of K.
+    A loop of its own: of this product in a branch of the other's loop Triton 3.6 makes faulty code."""
+    for k0 in range(0, K, BK):
+        there = rows[:, None] & (k < K - k0)[None, :]
+        found = tl.load(at, mask=there, other=0.0)
+        store_sums(parts + k0, k, found, found.dtype, PRECISION, BM, scale, K - k0)
+        at += BK * sak
+
+
+@triton.jit
 def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, sbb, sbk, sbn1, sbn2,
                          scale, N2: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
                          LINES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, BM: tl.constexpr,
@@ -101,12 +113,11 @@ def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, 
         acc, rows = tl.zeros((BM, BN), tl.float32), below(line, None if LINES > 0 else M1)
         if not ONCE:
             tl.assume(K > 0)  # else what the loop starts from is copied, for one without an iteration
+        if adds:
+            store_row_sums(parts, at, rows, k, K, sak, scale, PRECISION, BM, BK)
         for k0 in range(0, BK if ONCE else K, BK):
             left = tl.load(at) if EVEN else tl.load(at, mask=k[None, :] < K - k0, other=0.0)
             right = tl.load(bt) if EVEN else tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
-            if adds:
-                summed = tl.where(rows[:, None], left, 0.0)
-                store_sums(parts + k0, k, summed, left.dtype, PRECISION, BM, scale, K - k0)
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
             at += BK * sak
             bt += BK * sbk

@@ -49,7 +49,7 @@ MUTANTS = {
     "right's gradient of right": ("(left.flatten(2) @ d)", "(right.flatten(2) @ d)"),
     "bias without a gradient": ("sums.OP(dbias", "sums.OP(0 * dbias"),
     "bias: gradient not scaled": ("BM, scale, K - k0", "BM, None, K - k0"),
-    "bias: rows beyond the last one": ("rows[:, None], left", "True, left"),
+    "bias: rows beyond the last one": ("there = rows[:, None] &", "there = (rows == rows)[:, None] &"),
     "bias: gradient of the last tile alone": ("sample * tl.cdiv(M1 * M2, BM) + number // across", "0"),
     "bias: gradient of the last sample alone": ("sample * tl.cdiv(M1 * M2, BM) +", ""),
     "bias: last channel forgotten": ("scale, K - k0", "scale, K - k0 - 1"),
