@@ -20,7 +20,7 @@ import triton.language as tl
 from fusion_lab.kernels.triton_parts import operation
 
 LINE, PLACES = 128, 256  # bytes of a row that a program reads; queries times keys of a tile
-TURN = 8 << 10  # bytes that it loads at once, 32 a thread
+TURN = 2 << 10  # bytes that it loads at once, 32 a thread
 
 
 def reference(parts, length, dtype, turned):

@@ -64,7 +64,7 @@ BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1
 SUM_TILES = ("BM", "BN", "num_warps", "num_stages")
 BACKWARD_BIAS = candidates(SUM_TILES, (64, 32, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2),
                            (64, 64, 4, 4), (128, 64, 8, 3))
-BACKWARD_SCORES = candidates(SUM_TILES, (64, 128, 8, 1), (64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 3))
+BACKWARD_SCORES = candidates(SUM_TILES, (64, 128, 8, 1), (64, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3))
 SHORT_TILES = ("ROWS", "num_warps", "num_stages")
 BACKWARD_SHORT = candidates(SHORT_TILES, (2, 4, 2), (1, 4, 1), (4, 4, 2))
 if not torch.version.hip:  # fewer registers, so that more programs share a processor: NVIDIA's option
@@ -425,7 +425,7 @@ def padded_bias(bias, keys, part, sizes, turn):
     if bias is not None:
         bias = bias.to(torch.float32 if bias.dtype == torch.float16 else bias.dtype)  # which can hold PADDING
         if keys is not None and keys.dim() == 2:
-            bias, keys = bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None
+            bias, keys = torch.where(keys.bool()[:, None, None, :], bias, MASKED), None
         bias = F.pad(bias, (0, pad, 0, pad), value=PADDING) if pad else bias
         bias, turned = bias.contiguous(), bias.mT.contiguous() if turn else None
     elif keys is None and pad:

@@ -24,7 +24,7 @@ from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.triton_parts import add_up, operation
 
 MOST = 32  # problems of one launch: pointers and sizes of all are its arguments
-ROWS, COLUMNS = 128, 32  # of a tile
+ROWS, COLUMNS = 64, 32  # of a tile
 SHARE = 128  # rows that a compiler's kernel adds up, of what no kernel of ours leaves in parts
 
 
@@ -91,7 +91,7 @@ def gathered(parts, dtype):
         begin, end = end, end + sum(columns)
         sums_kernel[(sum(triton.cdiv(n, COLUMNS) for n in columns),)](
             tuple(some), tuple(map(len, some)), tuple(columns), out[begin:end], COUNT=len(some), BR=ROWS,
-            BN=COLUMNS, num_warps=8)
+            BN=COLUMNS, num_warps=2)
     return out
 
 

@@ -106,11 +106,13 @@ def shared_dtype(tensors):
 
 def add_up(parts, sums):
     """sums = parts (programs, ...), float32, added up, in one launch and the same bits in every run."""
-    columns = sums.numel()
-    few = columns < 1 << 13  # many rows of few columns, or the reverse: all of it at once
-    width, rows = (8, 1024) if few else (256, 16)
-    start(sum_kernel, (triton.cdiv(columns, width),), parts, sums, len(parts), columns,
-          BR=min(rows, triton.next_power_of_2(max(1, len(parts)))), BN=width, num_warps=8 if few else 4)
+    columns, least = sums.numel(), triton.next_power_of_2(max(1, len(parts)))
+    if columns < 1 << 13:  # few of them, of many rows: all rows at once
+        rows, width, warps = min(1024, least), 8, 8
+    else:
+        rows, width, warps = (min(2, least), 512, 4) if len(parts) <= 8 else (4, 128, 1)
+    start(sum_kernel, (triton.cdiv(columns, width),), parts, sums, len(parts), columns, BR=rows, BN=width,
+          num_warps=warps)
 
 
 def padded_width(width):

@@ -11,7 +11,7 @@ CASES = {  # n, B, H, LP, length
     "two of whole tiles": (2, 1, 2, 128, 128),
     "few of long rows": (8, 1, 2, 128, 77),
     "rows of three tiles of 16": (5, 2, 1, 48, 35),
-    "as many as one tile takes": (64, 1, 2, 32, 32),
+    "several whole turns": (64, 1, 2, 32, 32),
     "one more": (65, 2, 1, 32, 27),
     "many": (300, 1, 1, 16, 1),
 }

@@ -15,6 +15,7 @@ CASES = {  # sizes of each problem's parts
     "one number, one row, no row": [(1, 1), (1, 40), (0, 5), (300, 2)],
     "several tiles": [(600, 3, 40), (257, 64), (2, 31), (300, 1)],
     "equal": [(300, 48)] * 3,
+    "many columns": [(7, 9001), (21, 8200)],
     "more than one launch takes": [(65 + n, 16 + n) for n in range(9)],
 }
 MUTANTS = {  # none of them leaves its memory
