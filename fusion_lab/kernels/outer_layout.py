@@ -113,8 +113,6 @@ def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, 
         acc, rows = tl.zeros((BM, BN), tl.float32), below(line, None if LINES > 0 else M1)
         if not ONCE:
             tl.assume(K > 0)  # else what the loop starts from is copied, for one without an iteration
-        if adds:
-            store_row_sums(parts, at, rows, k, K, sak, scale, PRECISION, BM, BK)
         for k0 in range(0, BK if ONCE else K, BK):
             left = tl.load(at) if EVEN else tl.load(at, mask=k[None, :] < K - k0, other=0.0)
             right = tl.load(bt) if EVEN else tl.load(bt, mask=k[:, None] < K - k0, other=0.0)
@@ -123,6 +121,9 @@ def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, 
             bt += BK * sbk
         columns = below(n1, None if LINES > 0 else N1)
         tl.store(to, (acc * scale).to(out.dtype.element_ty), mask=rows[:, None] & columns[None, :])
+        if adds:
+            at -= tl.cdiv(K, BK) * BK * sak
+            store_row_sums(parts, at, rows, k, K, sak, scale, PRECISION, BM, BK)
 
 
 # By bytes of a number; the first of each fits every GPU. Strict float32 has no matrix instructions on NVIDIA.
