@@ -11,6 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
+import triton
+import triton.language as tl
+
 with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contracting multiplications
     warnings.simplefilter("ignore")
     from triton_targets import SHARED, compiled_for
@@ -361,17 +364,23 @@ def spills_too_often(target, kernel, used):
                                       and kernel.startswith(name) and kernel.endswith(tile))])
 
 
+def described(kernel):
+    return dict(ahead_of_time.resources(kernel), overwritten=ahead_of_time.overwritten(kernel))
+
+
 def check_resources(target, launches):
     """Every configuration that is shipped for the widths of these launches compiles without spills, into the
-    shared memory that there is. Returns the keys of tiles.json that this was said of."""
+    shared memory that there is, which no loop overwrites too early. Returns the keys of tiles.json that this
+    was said of."""
     faults, met = [], set()
     for name in launches:
         function, *arguments = LAUNCHES[name]
-        with compiled_for(target, met) as found:
+        with compiled_for(target, met, described) as found:
             function(*arguments)
         assert found
         faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items()
                    if spills_too_often(target, kernel, used) or used["shared"] > SHARED[target]
+                   or used["overwritten"]
                    or name not in WITHOUT and (used["mma"] == 0) != kernel.startswith(WITHOUT_PRODUCTS)]
     assert not faults, "\n".join(faults)
     return met
@@ -379,6 +388,29 @@ def check_resources(target, launches):
 
 def test_compiles_for_a_gpu_of_amd():
     check_resources("gfx942", ["columns, N 16"])
+
+
+@triton.jit
+def summed_product_kernel(a, b, out, sums, K, SUM: tl.constexpr, BM: tl.constexpr):
+    """out (BM, BM) = a b, and parts of sums (16, K) of a's columns, as no kernel must make them."""
+    i, r = tl.arange(0, BM), tl.arange(0, 16)
+    acc = tl.zeros((BM, BM), tl.float32)
+    for k0 in range(0, K, BM):
+        left, right = tl.load(a + i[:, None] * K + k0 + i), tl.load(b + (k0 + i[:, None]) * BM + i)
+        if SUM:
+            tl.store(sums + k0 + r[:, None] * K + i, tl.dot(tl.full((16, BM), 1, left.dtype), left))
+        acc = tl.dot(left, right, acc)
+    tl.store(out + i[:, None] * BM + i, acc)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_what_a_loop_overwrites_too_early_is_seen(stages):
+    a, out, sums = (torch.empty(64, 256, dtype=dtype) for dtype in (torch.bfloat16, *[torch.float32] * 2))
+    with ahead_of_time.compiling("sm_90") as found:
+        for summed in (True, False):
+            ahead_of_time.start(summed_product_kernel, (1,), a, a, out, sums, 256, SUM=summed, BM=64,
+                                num_stages=stages)
+    assert [len(ahead_of_time.overwritten(each.compiled)) for each in found] == [1, 0]
 
 
 @pytest.mark.parametrize("target, load, store, wide, narrow", [

@@ -118,6 +118,25 @@ def resources(kernel):
     return dict(shared=kernel.metadata.shared, **found)
 
 
+def overwritten(kernel):
+    """Buffers of shared memory that a loop of the kernel fills while a product may still read them: then some
+    numbers are wrong. Triton 3.6 and 3.9 make such code for sm_90 where one product takes a tile from shared
+    memory and another, of fewer rows, takes it from registers: for that a place less is enough."""
+    code = kernel.asm["ttgir"]
+    views = dict(re.findall(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)", code))
+
+    def buffer(name):
+        while name in views:
+            name = views[name]
+        return name
+    places = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", code)
+    fills = [buffer(name) for name in re.findall(r"async_copy_global_to_local \S+ (%\w+)", code)]
+    in_flight = " ".join(re.findall(r"warp_group_dot_wait (.*) {pendings = [1-9]", code))
+    read = {buffer(name) for name in re.findall(r"%\w+", in_flight)}
+    # Each fill before the loop is for a later turn, one in it for the turn behind these.
+    return {name for name, number in places if name in read and fills.count(name) > int(number)}
+
+
 # A line of machine code: NVIDIA's begins with an address and perhaps a predicate; instruction and operands.
 INSTRUCTION = re.compile(r"^\s+(?:/\*\w+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Za-z][\w.]*)\s*(.*)$")
 
