@@ -55,7 +55,7 @@ def reference(left, right, weight, bias, scale=1.0, residual=None):
 def store_row_sums(parts, at, rows, k, K, sak, scale, PRECISION: tl.constexpr, BM: tl.constexpr,
                    BK: tl.constexpr):
     """scale times the sum of a tile's rows that are there, at addresses of their first BK numbers k of K.
-    A loop of its own: of this product in a branch of the other's loop Triton 3.6 makes faulty code."""
+    Not in the loop of the other product of these rows: see ahead_of_time.overwritten()."""
     for k0 in range(0, K, BK):
         there = rows[:, None] & (k < K - k0)[None, :]
         found = tl.load(at, mask=there, other=0.0)
