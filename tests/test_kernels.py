@@ -369,9 +369,9 @@ def described(kernel):
 
 
 def check_resources(target, launches):
-    """Every configuration that is shipped for the widths of these launches compiles without spills, into the
-    shared memory that there is, which no loop overwrites too early. Returns the keys of tiles.json that this
-    was said of."""
+    """Every configuration that is shipped for the widths of these launches compiles without spills and fits
+    shared memory, and no loop overwrites what is still read. Returns the keys of tiles.json that this was
+    said of."""
     faults, met = [], set()
     for name in launches:
         function, *arguments = LAUNCHES[name]
@@ -391,26 +391,44 @@ def test_compiles_for_a_gpu_of_amd():
 
 
 @triton.jit
-def summed_product_kernel(a, b, out, sums, K, SUM: tl.constexpr, BM: tl.constexpr):
-    """out (BM, BM) = a b, and parts of sums (16, K) of a's columns, as no kernel must make them."""
+def added_product(acc, a, b, sums, K, SUM: tl.constexpr, BM: tl.constexpr):
+    """acc (BM, BM) + a b, and parts of sums (16, K) of a's columns, as no kernel must make them."""
     i, r = tl.arange(0, BM), tl.arange(0, 16)
-    acc = tl.zeros((BM, BM), tl.float32)
     for k0 in range(0, K, BM):
         left, right = tl.load(a + i[:, None] * K + k0 + i), tl.load(b + (k0 + i[:, None]) * BM + i)
         if SUM:
             tl.store(sums + k0 + r[:, None] * K + i, tl.dot(tl.full((16, BM), 1, left.dtype), left))
         acc = tl.dot(left, right, acc)
+    return acc
+
+
+@triton.jit
+def products_kernel(a, b, out, sums, K, FIRST: tl.constexpr, SECOND: tl.constexpr, EITHER: tl.constexpr,
+                    BM: tl.constexpr):
+    """Two loops, or either of two."""
+    acc, i = tl.zeros((BM, BM), tl.float32), tl.arange(0, BM)
+    if EITHER:
+        if tl.program_id(0) == 0:
+            acc = added_product(acc, a, b, sums, K, FIRST, BM)
+        else:
+            acc = added_product(acc, b, a, sums, K, SECOND, BM)
+    else:
+        acc = added_product(acc, a, b, sums, K, FIRST, BM)
+        acc = added_product(acc, b, a, sums, K, SECOND, BM)
     tl.store(out + i[:, None] * BM + i, acc)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_what_a_loop_overwrites_too_early_is_seen(stages):
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("either", [False, True])
+def test_what_a_loop_overwrites_too_early_is_seen(either, stages):
     a, out, sums = (torch.empty(64, 256, dtype=dtype) for dtype in (torch.bfloat16, *[torch.float32] * 2))
+    kinds = [(False, False), (True, False), (False, True)]
     with ahead_of_time.compiling("sm_90") as found:
-        for summed in (True, False):
-            ahead_of_time.start(summed_product_kernel, (1,), a, a, out, sums, 256, SUM=summed, BM=64,
-                                num_stages=stages)
-    assert [len(ahead_of_time.overwritten(each.compiled)) for each in found] == [1, 0]
+        for first, second in kinds:
+            ahead_of_time.start(products_kernel, (1,), a, a, out, sums, 256, FIRST=first, SECOND=second,
+                                EITHER=either, BM=64, num_stages=stages)
+    assert [ahead_of_time.overwritten(each.compiled) for each in found] == [first + second
+                                                                            for first, second in kinds]
 
 
 @pytest.mark.parametrize("target, load, store, wide, narrow", [

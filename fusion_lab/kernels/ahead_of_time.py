@@ -118,23 +118,35 @@ def resources(kernel):
     return dict(shared=kernel.metadata.shared, **found)
 
 
-def overwritten(kernel):
-    """Buffers of shared memory that a loop of the kernel fills while a product may still read them: then some
-    numbers are wrong. Triton 3.6 and 3.9 make such code for sm_90 where one product takes a tile from shared
-    memory and another, of fewer rows, takes it from registers: for that a place less is enough."""
-    code = kernel.asm["ttgir"]
-    views = dict(re.findall(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)", code))
+ALLOCATED = re.compile(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x")
+VIEWED = re.compile(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)")
+FILLED = re.compile(r"async_copy_global_to_local \S+ (%\w+)")
+IN_FLIGHT = re.compile(r"warp_group_dot_wait (.*) {pendings = [1-9]")
 
-    def buffer(name):
-        while name in views:
-            name = views[name]
-        return name
-    places = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", code)
-    fills = [buffer(name) for name in re.findall(r"async_copy_global_to_local \S+ (%\w+)", code)]
-    in_flight = " ".join(re.findall(r"warp_group_dot_wait (.*) {pendings = [1-9]", code))
-    read = {buffer(name) for name in re.findall(r"%\w+", in_flight)}
-    # Each fill before the loop is for a later turn, one in it for the turn behind these.
-    return {name for name, number in places if name in read and fills.count(name) > int(number)}
+
+def overwritten(kernel):
+    """How many buffers of shared memory a loop of the kernel fills while a product may still read them: then
+    some numbers are wrong. Only for sm_90, the one target here whose products run on while others begin.
+
+    Triton 3.6 and 3.9 make such code where a second product, of fewer rows, takes the same tile from
+    registers. They then plan one place too few: enough for that one, not for the first, which runs on while
+    the next tile arrives.
+    """
+    names, places, fills, read = {}, [], [], set()  # names: of a buffer, or a view of one, to its number
+    for line in kernel.asm["ttgir"].splitlines():  # in order, since each branch and loop may use a name again
+        if found := ALLOCATED.search(line):
+            names[found[1]] = len(places)
+            places.append(int(found[2]))
+            fills.append(0)
+        elif found := VIEWED.search(line):
+            names[found[1]] = names.get(found[2])
+        elif (found := FILLED.search(line)) and names.get(found[1]) is not None:
+            fills[names[found[1]]] += 1
+        elif found := IN_FLIGHT.search(line):
+            read |= {names.get(name) for name in re.findall(r"%\w+", found[1])}
+    # Fills before the loop are for turns 0 to p - 1; the one in it is for turn i + p, while turn i is read,
+    # if it stands behind the wait for turn i - 1, as Triton has it: p + 1 places, as many as there are fills.
+    return sum(fills[buffer] > places[buffer] for buffer in read - {None})
 
 
 # A line of machine code: NVIDIA's begins with an address and perhaps a predicate; instruction and operands.

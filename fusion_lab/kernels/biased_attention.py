@@ -47,8 +47,8 @@ PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it co
 OVER_ROWS = ("backward_bias_kernel", "attention_backward")  # whose time depends on how many there are
 TALLEST = 128  # positions of a tile, at most; within one offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
-PROGRAMS = 512  # that sums over rows are spread over: about four for each processor of a large GPU, which
-# have room there
+PROGRAMS = 512  # that sums over rows are spread over, at most: about four for each processor of a large GPU,
+# which have room there
 WIDEST_SUM = 256  # keys of which a program can sum gradients of scores; of twice as many it wins nothing
 MOST_SCORES = 256 << 20  # bytes of dS of short rows; where it is more they are added up in rounds of rows
 
@@ -167,7 +167,7 @@ class Sizes:
 
     def shares(self, stored=0):
         """How many programs sum a tile of the bias's gradient over rows; stored: whether from dS, by tiles of
-        64 queries and all keys, of which half as many programs leave half of the parts."""
+        all keys and 64 or 128 queries: half or a quarter of PROGRAMS, which leave half of the parts."""
         tiles = triton.cdiv(self.L, 32) if stored else triton.cdiv(self.L, 64) ** 2
         return triton.cdiv(self.R, triton.cdiv(self.R, max(1, PROGRAMS // (self.B * self.H * tiles))))
 

@@ -54,8 +54,8 @@ def reference(left, right, weight, bias, scale=1.0, residual=None):
 @triton.jit
 def store_row_sums(parts, at, rows, k, K, sak, scale, PRECISION: tl.constexpr, BM: tl.constexpr,
                    BK: tl.constexpr):
-    """scale times the sum of a tile's rows that are there, at addresses of their first BK numbers k of K.
-    Not in the loop of the other product of these rows: see ahead_of_time.overwritten()."""
+    """Store scale times the sum of a tile's rows, but those beyond the last. at: addresses of their first BK
+    numbers; K: numbers of a row. Not in the loop of their other product: see ahead_of_time.overwritten()."""
     for k0 in range(0, K, BK):
         there = rows[:, None] & (k < K - k0)[None, :]
         found = tl.load(at, mask=there, other=0.0)

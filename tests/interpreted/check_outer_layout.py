@@ -29,7 +29,7 @@ MUTANTS = {
     "last tile of columns dropped": ("triton.cdiv(N1 * N2, bn * many)", "max(1, N1 * N2 // bn)"),
     "last tile of a sum dropped": ("BK if ONCE else K, BK)", "BK if ONCE else K - BK, BK)"),
     "last number of a sum dropped": (" < K - k0", " < K - k0 - 1"),
-    "always the first tile of a sum": ("            at += BK * sak\n", ""),
+    "always the first tile of a sum": ("            bt += BK * sbk\n", ""),
     "one tile of every sum": ("ONCE=K <= bk", "ONCE=True"),
     "the first sample alone": ("a + sample * sab", "a"),
     "all samples into the first": ("out += sample * M1 * M2 * N1 * N2", "out += 0"),
