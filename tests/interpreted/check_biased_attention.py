@@ -208,7 +208,7 @@ MUTANTS = {  # what is replaced by what, and the cases that must notice
                              ("short",)),
     "bias transposed": ("bias.contiguous(), bias.mT.contiguous()", "bias.mT.contiguous(), bias.contiguous()",
                         ("short", "two whole tiles")),
-    "mask ignored in the bias": ("bias.masked_fill(~keys.bool()[:, None, None, :], MASKED), None",
+    "mask ignored in the bias": ("torch.where(keys.bool()[:, None, None, :], bias, MASKED), None",
                                  "bias, None",
                                  ("short", "long rows, two tiles, a mask")),
     "mask ignored without a bias": ("(keys.float() - 1) * -MASKED", "(keys.float() - 1) * 0", ("columns",)),
