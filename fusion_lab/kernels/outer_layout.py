@@ -122,7 +122,7 @@ def layout_matmul_kernel(a, b, out, parts, M1, M2, N1, K, sab, sam1, sam2, sak, 
         columns = below(n1, None if LINES > 0 else N1)
         tl.store(to, (acc * scale).to(out.dtype.element_ty), mask=rows[:, None] & columns[None, :])
         if adds:
-            at -= tl.cdiv(K, BK) * BK * sak
+            at -= tl.cdiv(K, BK) * BK * sak  # back to the first of K
             store_row_sums(parts, at, rows, k, K, sak, scale, PRECISION, BM, BK)
 
 

@@ -106,11 +106,13 @@ def shared_dtype(tensors):
 
 def add_up(parts, sums):
     """sums = parts (programs, ...), float32, added up, in one launch and the same bits in every run."""
-    columns, least = sums.numel(), triton.next_power_of_2(max(1, len(parts)))
+    columns = sums.numel()
     if columns < 1 << 13:  # few columns: up to 1024 rows at once
-        rows, width, warps = min(1024, least), 8, 8
+        rows, width, warps = min(1024, triton.next_power_of_2(max(1, len(parts)))), 8, 8
+    elif len(parts) <= 8:
+        rows, width, warps = 2, 512, 4
     else:
-        rows, width, warps = (min(2, least), 512, 4) if len(parts) <= 8 else (4, 128, 1)
+        rows, width, warps = 4, 128, 1
     start(sum_kernel, (triton.cdiv(columns, width),), parts, sums, len(parts), columns, BR=rows, BN=width,
           num_warps=warps)
 
