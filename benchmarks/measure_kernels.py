@@ -229,8 +229,7 @@ def prepared(function, tensors, device):
     before, results = torch.cuda.memory_allocated(device), step(function, tensors)
     extra = (torch.cuda.max_memory_allocated(device) - before) / MEGABYTE
     names = [str(number) for number in range(len(tensors))]
-    graph = GraphedStep(lambda batch: torch.stack([t.sum() for t in step(function,
-                                                                         [batch[n] for n in names])[:1]]),
+    graph = GraphedStep(lambda batch: step(function, [batch[name] for name in names]),
                         dict(zip(names, tensors, strict=True)), device)
     return graph, results, extra  # the graph owns the memory that it replays on
 

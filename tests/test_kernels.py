@@ -349,8 +349,8 @@ LAUNCHES = {
 }
 WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
-WITHOUT_PRODUCTS = ("sum_kernel", "sums_kernel", "added_bias_kernel", "gate_backward", "message_", "adamw_",
-                    "join_kernel", "norm_kernel ", "swiglu_", "rotary_kernel",
+WITHOUT_PRODUCTS = ("sum_kernel", "sums_kernel", "added_bias_kernel", "padded_bias_kernel", "gate_backward",
+                    "message_", "adamw_", "join_kernel", "norm_kernel ", "swiglu_", "rotary_kernel",
                     "back_kernel RESIDUAL=False, KEEP=True, OUT=False")  # which stops before its products
 SPILLS = {  # where tiles are not whole
     ("sm_90", "front_backward_kernel", "EVEN=False, LINES=0, BC=64, BM=64, num_stages=2, num_warps=4"): 8,

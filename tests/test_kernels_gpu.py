@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
 sys.path.append(str(pathlib.Path(__file__).resolve().parent / "interpreted"))
 import check_added_bias
+import check_attention_bias
 import check_attention_layer as layers
 import check_biased_attention as attention
 import check_gated_rotary as gated
@@ -30,6 +31,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.kernels import (
     adamw,
     added_bias,
+    attention_bias,
     biased_attention,
     gathered_gradients,
     outer_layout,
@@ -300,6 +302,16 @@ def test_parts_of_a_bias_s_gradient(turned, dtype):
             assert not check_added_bias.wrong(added_bias.OP, given, torch.bfloat16, turned), case
         parts = torch.randn(77, 2, 4, 64, 64).to(dtype)
         assert torch.equal(*(added_bias.OP(parts, 51, dtype, turned) for _ in range(2)))
+
+
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_padded_biases(turned, dtype):
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    with torch.device(DEVICE):
+        for case in (*check_attention_bias.CASES.values(), (1, 4, 512, 512, 1, torch.bool)):
+            given = check_attention_bias.problem(dtype, *case, turned=turned)
+            assert not check_attention_bias.wrong(attention_bias.OP, given, wide, True), case
 
 
 def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):

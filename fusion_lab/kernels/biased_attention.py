@@ -28,8 +28,9 @@ import torch.nn.functional as F
 import triton
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import added_bias, gated_output, sums, tuner
+from fusion_lab.kernels import added_bias, attention_bias, gated_output, sums, tuner
 from fusion_lab.kernels import attention_kernels as kernels
+from fusion_lab.kernels.attention_bias import MASKED, PADDING
 from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.kernels.triton_parts import (
@@ -42,8 +43,6 @@ from fusion_lab.kernels.triton_parts import (
     products_in_registers,
 )
 
-MASKED = -1e9  # added to scores of masked keys
-PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it counts nothing
 OVER_ROWS = ("backward_bias_kernel", "attention_backward")  # whose time depends on how many there are
 TALLEST = 128  # positions of a tile, at most; within one offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
@@ -57,10 +56,10 @@ TILES = ("BM", "BN", "RU", "num_warps", "num_stages")
 FORWARD = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (128, 64, 1, 8, 3), (64, 64, 2, 4, 3),
                      (64, 32, 1, 4, 3))
 GATE = candidates(("BM", "num_warps"), (64, 4), (128, 4), (64, 2), (32, 1))
-BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 64, 2, 4, 3), (64, 32, 1, 4, 3),
+BACKWARD_Q = candidates(TILES, (64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 32, 2, 4, 3), (64, 32, 1, 4, 3),
                         (128, 64, 1, 8, 3))
-BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (64, 64, 1, 4, 3), (32, 128, 1, 8, 3),
-                         (32, 64, 2, 4, 2))
+BACKWARD_KV = candidates(TILES, (32, 64, 1, 4, 2), (32, 64, 1, 4, 3), (32, 64, 1, 4, 4), (64, 64, 1, 4, 3),
+                         (32, 128, 1, 8, 3), (32, 64, 2, 4, 2))
 SUM_TILES = ("BM", "BN", "num_warps", "num_stages")
 BACKWARD_BIAS = candidates(SUM_TILES, (64, 32, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2),
                            (64, 64, 4, 4), (128, 64, 8, 3))
@@ -167,8 +166,8 @@ class Sizes:
 
     def shares(self, stored=0):
         """How many programs sum a tile of the bias's gradient over rows; stored: whether from dS, by tiles of
-        all keys and 64 or 128 queries: half or a quarter of PROGRAMS, which leave half of the parts."""
-        tiles = triton.cdiv(self.L, 32) if stored else triton.cdiv(self.L, 64) ** 2
+        all keys and 64 queries: a quarter of PROGRAMS, which leave a quarter of the parts."""
+        tiles = 4 * triton.cdiv(self.L, 64) if stored else triton.cdiv(self.L, 64) ** 2
         return triton.cdiv(self.R, triton.cdiv(self.R, max(1, PROGRAMS // (self.B * self.H * tiles))))
 
     def rounds(self, most):
@@ -421,18 +420,21 @@ def padded_bias(bias, keys, part, sizes, turn):
     check_shapes(("bias", bias, (samples, heads, length, length)),
                  ("keys", keys, (samples, length), (samples, rows, length), (1, length), (1, rows, length),
                   (samples, 1, length), (1, 1, length)))
-    turned, pad = None, padded_length(length) - length
+    turned, LP = None, padded_length(length)
     if bias is not None:
-        bias = bias.to(torch.float32 if bias.dtype == torch.float16 else bias.dtype)  # which can hold PADDING
-        if keys is not None and keys.dim() == 2:
-            bias, keys = torch.where(keys.bool()[:, None, None, :], bias, MASKED), None
-        bias = F.pad(bias, (0, pad, 0, pad), value=PADDING) if pad else bias
-        bias, turned = bias.contiguous(), bias.mT.contiguous() if turn else None
-    elif keys is None and pad:
+        dtype = torch.float32 if bias.dtype == torch.float16 else bias.dtype  # which can hold PADDING
+        inside = keys if keys is not None and keys.dim() == 2 else None
+        if inside is None and LP == length:
+            bias = bias.to(dtype).contiguous()
+            turned = bias.mT.contiguous() if turn else None
+        else:
+            bias, turned = attention_bias.OP(bias, inside, LP, dtype, turn)
+            keys, turned = keys if inside is None else None, turned if turn else None
+    elif keys is None and LP > length:
         keys = part.new_ones(1, length)
     if keys is not None:
         keys = keys[:, None] if keys.dim() == 2 else keys
-        keys = F.pad((keys.float() - 1) * -MASKED, (0, pad), value=PADDING).contiguous()
+        keys = F.pad((keys.float() - 1) * -MASKED, (0, LP - length), value=PADDING).contiguous()
     return bias, turned, keys
 
 

@@ -1,0 +1,73 @@
+"""The bias of attention with the key mask in it, padded, and its transpose, as a Triton kernel.
+
+    out = bias; MASKED where a key is masked; PADDING beyond L    bias (B, H, L, L), out (B, H, LP, LP)
+
+The kernels of biased_attention.py read out and, for the gradients of k and v, its transpose. One launch reads
+the bias once, whichever of its last two axes lies together in memory, and writes both.
+"""
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels.triton_parts import operation
+
+MASKED = -1e9  # added to scores of masked keys
+PADDING = -1e30  # beyond L: also in a row without any key, what is beyond it counts nothing
+LOWEST, BEYOND = tl.constexpr(MASKED), tl.constexpr(PADDING)  # the same for a kernel
+TILE = 32  # queries and keys of a program, at most; it divides LP, or is LP
+
+
+def reference(bias, keys, LP, dtype, turn):
+    """The same in plain PyTorch: (out, with turn its transpose, else nothing), in dtype. keys (B, L) or
+    (1, L), other than 0 where a key is present, or None."""
+    out, pad = bias.to(dtype), LP - bias.shape[-1]
+    if keys is not None:
+        out = torch.where(keys.bool()[:, None, None, :], out, MASKED)
+    out = F.pad(out, (0, pad, 0, pad), value=PADDING)
+    return out, out.mT.contiguous() if turn else out.new_empty(0)
+
+
+@triton.jit
+def padded_bias_kernel(bias, keys, out, turned, H, L, LP, sb, sh, si, sj, kb, KEYS: tl.constexpr,
+                       TURN: tl.constexpr, QUERIES_LIE_TOGETHER: tl.constexpr, T: tl.constexpr):
+    """T queries and keys of one head. s*: strides of the bias; kb: that of a sample's keys, 0 if shared."""
+    i0, j0, head = tl.program_id(1) * T, tl.program_id(0) * T, tl.program_id(2).to(tl.int64)
+    i, j = i0 + tl.arange(0, T), j0 + tl.arange(0, T)
+    bias += head // H * sb + head % H * sh
+    inside = (i[:, None] < L) & (j[None, :] < L)
+    if QUERIES_LIE_TOGETHER:
+        found = tl.trans(tl.load(bias + j[:, None] * sj + i[None, :] * si, mask=tl.trans(inside), other=0.0))
+    else:
+        found = tl.load(bias + i[:, None] * si + j[None, :] * sj, mask=inside, other=0.0)
+    found = found.to(out.dtype.element_ty)
+    if KEYS:
+        present = tl.load(keys + head // H * kb + j, mask=j < L, other=0) != 0
+        found = tl.where(present[None, :], found, LOWEST)
+    found = tl.where(inside, found, BEYOND)
+    tl.store(out + head * LP * LP + (i[:, None] * LP + j[None, :]), found)
+    if TURN:
+        tl.store(turned + head * LP * LP + (j[:, None] * LP + i[None, :]), tl.trans(found))
+
+
+def launch(bias, keys, LP, dtype, turn):
+    out, turned = sizes(bias, keys, LP, dtype, turn)
+    B, H, L, _ = bias.shape
+    shared = 0
+    if keys is not None:
+        keys = keys.contiguous()
+        keys, shared = keys.view(torch.uint8) if keys.dtype == torch.bool else keys, L * (len(keys) > 1)
+    tile = min(TILE, LP)
+    padded_bias_kernel[(LP // tile, LP // tile, B * H)](
+        bias, keys, out, turned, H, L, LP, *bias.stride(), shared, KEYS=keys is not None, TURN=turn,
+        QUERIES_LIE_TOGETHER=bias.stride(3) != 1, T=tile)
+    return out, turned
+
+
+def sizes(bias, keys, LP, dtype, turn):
+    size = *bias.shape[:2], LP, LP
+    return bias.new_empty(size, dtype=dtype), bias.new_empty(size if turn else 0, dtype=dtype)
+
+
+OP = operation("padded_bias(Tensor bias, Tensor? keys, int LP, ScalarType dtype, bool turn) -> "
+               "(Tensor, Tensor)", launch, sizes)

@@ -1,0 +1,81 @@
+"""The padded bias of attention in Triton's interpreter: the numbers that plain PyTorch makes; mutants."""
+import pytest
+import torch
+from rule import mutant
+
+from fusion_lab.kernels import attention_bias, triton_parts
+
+CASES = {  # B, H, L, LP, samples of keys or None, their dtype
+    "padded, a mask": (2, 3, 37, 64, 2, torch.bool),
+    "one mask for all": (3, 2, 64, 64, 1, torch.float32),
+    "padded": (2, 1, 77, 128, None, None),
+    "smaller than a tile": (2, 2, 5, 16, 2, torch.int64),
+    "one residue": (1, 1, 1, 16, 1, torch.bool),
+}
+MUTANTS = {  # what is replaced by what, and the case that must notice
+    "mask ignored": ("present[None, :], found, LOWEST", "present[None, :], found, found", "padded, a mask"),
+    "queries masked": ("present[None, :], found", "present[:, None], found", "padded, a mask"),
+    "keys of the first sample": ("head // H * kb", "0 * head * kb", "padded, a mask"),
+    "a sample's keys shared": ("L * (len(keys) > 1)", "0", "padded, a mask"),
+    "not padded": ("tl.where(inside, found, BEYOND)", "found", "padded"),
+    "queries not padded": ("tl.where(inside, found", "tl.where((j < L)[None, :], found", "padded"),
+    "bias of the first head": ("head % H * sh", "0 * head * sh", "padded, a mask"),
+    "bias of the first sample": ("head // H * sb", "0 * head * sb", "padded"),
+    "the transpose not turned": ("(j[:, None] * LP + i[None, :]), tl.trans(found)",
+                                 "(i[:, None] * LP + j[None, :]), found", "padded"),
+    "always the first keys": ("tl.program_id(0) * T", "0 * tl.program_id(0)", "padded"),
+}
+
+
+def problem(dtype, B, H, L, LP, samples, kind, turned=False):
+    torch.manual_seed(0)
+    bias = torch.randn(B, H, L, L).to(dtype)
+    keys = None if samples is None else (torch.rand(samples, L) > 0.4).to(kind)
+    return (bias.mT.contiguous().mT if turned else bias), keys, LP
+
+
+def wrong(op, given, dtype, turn):
+    """Whether op makes another bias than plain PyTorch, or lays it out otherwise."""
+    pairs = zip(op(*given, dtype, turn), attention_bias.reference(*given, dtype, turn), strict=True)
+    return not all(a.dtype == b.dtype and a.is_contiguous() and a.shape == b.shape and same(a, b)
+                   for a, b in pairs)
+
+
+def same(found, expected):
+    """Number by number; but what masks and pads the interpreter cuts off where bfloat16 rounds."""
+    low = expected <= attention_bias.MASKED / 2
+    return (torch.equal(found[~low], expected[~low])
+            and torch.allclose(found[low], expected[low], rtol=2 ** -7))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", triton_parts.DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_numbers_as_plain_pytorch(case, dtype, turned):
+    given = problem(dtype, *CASES[case], turned=turned)
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    assert not any(wrong(attention_bias.OP, given, wide, turn) for turn in (False, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name, tmp_path):
+    old, new, case = MUTANTS[name]
+    module = mutant(attention_bias, old, new, tmp_path)
+    assert wrong(module.OP, problem(torch.float32, *CASES[case]), torch.float32, True)
+
+
+@pytest.mark.slow
+def test_queries_and_keys_exchanged_is_caught(tmp_path):
+    module = mutant(attention_bias, "tl.trans(tl.load(bias + j[:, None] * sj + i[None, :] * si",
+                    "(tl.load(bias + i[:, None] * sj + j[None, :] * si", tmp_path)
+    assert wrong(module.OP, problem(torch.float32, *CASES["padded"], turned=True), torch.float32, True)
+
+
+def test_fake_tensors_have_the_same_size():
+    bias, keys, LP = problem(torch.float16, *CASES["padded, a mask"])
+    for turn in (False, True):
+        real = attention_bias.OP(bias, keys, LP, torch.float32, turn)
+        fake = attention_bias.OP(bias.to("meta"), keys.to("meta"), LP, torch.float32, turn)
+        for one, other in zip(real, fake, strict=True):
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
