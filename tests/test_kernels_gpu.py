@@ -305,13 +305,14 @@ def test_parts_of_a_bias_s_gradient(turned, dtype):
 
 
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
-@pytest.mark.parametrize("turned", [False, True])
-def test_padded_biases(turned, dtype):
+@pytest.mark.parametrize("layout", check_attention_bias.LAYOUTS)
+def test_padded_biases(layout, dtype):
     wide = torch.float32 if dtype == torch.float16 else dtype
     with torch.device(DEVICE):
         for case in (*check_attention_bias.CASES.values(), (1, 4, 512, 512, 1, torch.bool)):
-            given = check_attention_bias.problem(dtype, *case, turned=turned)
-            assert not check_attention_bias.wrong(attention_bias.OP, given, wide, True), case
+            given = check_attention_bias.problem(dtype, *case, layout)
+            assert not any(check_attention_bias.wrong(attention_bias.OP, given, wide, turn)
+                           for turn in (False, True)), case
 
 
 def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):

@@ -3,7 +3,7 @@
     out = bias; MASKED where a key is masked; PADDING beyond L    bias (B, H, L, L), out (B, H, LP, LP)
 
 The kernels of biased_attention.py read out and, for the gradients of k and v, its transpose. One launch reads
-the bias once, whichever of its last two axes lies together in memory, and writes both.
+the bias once, along that of its last two axes which lies closer together in memory, and writes both.
 """
 import torch
 import torch.nn.functional as F
@@ -30,13 +30,14 @@ def reference(bias, keys, LP, dtype, turn):
 
 @triton.jit
 def padded_bias_kernel(bias, keys, out, turned, H, L, LP, sb, sh, si, sj, kb, KEYS: tl.constexpr,
-                       TURN: tl.constexpr, QUERIES_LIE_TOGETHER: tl.constexpr, T: tl.constexpr):
-    """T queries and keys of one head. s*: strides of the bias; kb: that of a sample's keys, 0 if shared."""
-    i0, j0, head = tl.program_id(1) * T, tl.program_id(0) * T, tl.program_id(2).to(tl.int64)
-    i, j = i0 + tl.arange(0, T), j0 + tl.arange(0, T)
+                       TURN: tl.constexpr, ALONG_QUERIES: tl.constexpr, T: tl.constexpr):
+    """T queries and keys of one head. s*: strides of the bias, which may be a part of a tensor of any size;
+    kb: that of a sample's keys, 0 if shared."""
+    head, i0, j0 = tl.program_id(0).to(tl.int64), tl.program_id(1) * T, tl.program_id(2) * T
+    i, j = i0.to(tl.int64) + tl.arange(0, T), j0.to(tl.int64) + tl.arange(0, T)
     bias += head // H * sb + head % H * sh
     inside = (i[:, None] < L) & (j[None, :] < L)
-    if QUERIES_LIE_TOGETHER:
+    if ALONG_QUERIES:
         found = tl.trans(tl.load(bias + j[:, None] * sj + i[None, :] * si, mask=tl.trans(inside), other=0.0))
     else:
         found = tl.load(bias + i[:, None] * si + j[None, :] * sj, mask=inside, other=0.0)
@@ -58,9 +59,9 @@ def launch(bias, keys, LP, dtype, turn):
         keys = keys.contiguous()
         keys, shared = keys.view(torch.uint8) if keys.dtype == torch.bool else keys, L * (len(keys) > 1)
     tile = min(TILE, LP)
-    padded_bias_kernel[(LP // tile, LP // tile, B * H)](
+    padded_bias_kernel[(B * H, LP // tile, LP // tile)](
         bias, keys, out, turned, H, L, LP, *bias.stride(), shared, KEYS=keys is not None, TURN=turn,
-        QUERIES_LIE_TOGETHER=bias.stride(3) != 1, T=tile)
+        ALONG_QUERIES=bias.stride(2) < bias.stride(3), T=tile)
     return out, turned
 
 

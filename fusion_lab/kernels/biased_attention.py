@@ -43,6 +43,7 @@ from fusion_lab.kernels.triton_parts import (
     products_in_registers,
 )
 
+HOLD_PADDING = (torch.bfloat16, torch.float32, torch.float64)
 OVER_ROWS = ("backward_bias_kernel", "attention_backward")  # whose time depends on how many there are
 TALLEST = 128  # positions of a tile, at most; within one offsets have 32 bits
 SHORT = 64  # keys that one tile holds, at most; half as many where registers hold operands of products
@@ -166,7 +167,7 @@ class Sizes:
 
     def shares(self, stored=0):
         """How many programs sum a tile of the bias's gradient over rows; stored: whether from dS, by tiles of
-        all keys and 64 queries: a quarter of PROGRAMS, which leave a quarter of the parts."""
+        64 queries and all keys, in all a quarter of PROGRAMS: fewer parts to add up."""
         tiles = 4 * triton.cdiv(self.L, 64) if stored else triton.cdiv(self.L, 64) ** 2
         return triton.cdiv(self.R, triton.cdiv(self.R, max(1, PROGRAMS // (self.B * self.H * tiles))))
 
@@ -422,11 +423,11 @@ def padded_bias(bias, keys, part, sizes, turn):
                   (samples, 1, length), (1, 1, length)))
     turned, LP = None, padded_length(length)
     if bias is not None:
-        dtype = torch.float32 if bias.dtype == torch.float16 else bias.dtype  # which can hold PADDING
+        dtype = bias.dtype if bias.dtype in HOLD_PADDING else torch.float32
         inside = keys if keys is not None and keys.dim() == 2 else None
         if inside is None and LP == length:
-            bias = bias.to(dtype).contiguous()
-            turned = bias.mT.contiguous() if turn else None
+            bias = bias.to(dtype)  # one of these two often lies so already
+            bias, turned = bias.contiguous(), bias.mT.contiguous() if turn else None
         else:
             bias, turned = attention_bias.OP(bias, inside, LP, dtype, turn)
             keys, turned = keys if inside is None else None, turned if turn else None

@@ -23,15 +23,22 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "bias of the first sample": ("head // H * sb", "0 * head * sb", "padded"),
     "the transpose not turned": ("(j[:, None] * LP + i[None, :]), tl.trans(found)",
                                  "(i[:, None] * LP + j[None, :]), found", "padded"),
-    "always the first keys": ("tl.program_id(0) * T", "0 * tl.program_id(0)", "padded"),
+    "always the first keys": ("tl.program_id(2) * T", "0 * tl.program_id(2)", "padded"),
 }
 
 
-def problem(dtype, B, H, L, LP, samples, kind, turned=False):
+LAYOUTS = {  # of a bias (B, H, L, L)
+    "as it is": lambda bias: bias,
+    "transposed": lambda bias: bias.mT.contiguous().mT,
+    "heads last": lambda bias: bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "shared by heads": lambda bias: bias[:, :1].expand_as(bias),
+    "a part": lambda bias: torch.stack([bias, -bias], 4).repeat(1, 1, 2, 1, 1)[:, :, :bias.shape[2], :, 0]}
+
+
+def problem(dtype, B, H, L, LP, samples, kind, layout="as it is"):
     torch.manual_seed(0)
-    bias = torch.randn(B, H, L, L).to(dtype)
-    keys = None if samples is None else (torch.rand(samples, L) > 0.4).to(kind)
-    return (bias.mT.contiguous().mT if turned else bias), keys, LP
+    bias = LAYOUTS[layout](torch.randn(B, H, L, L).to(dtype))
+    return bias, None if samples is None else (torch.rand(samples, L) > 0.4).to(kind), LP
 
 
 def wrong(op, given, dtype, turn):
@@ -44,17 +51,26 @@ def wrong(op, given, dtype, turn):
 def same(found, expected):
     """Number by number; but what masks and pads the interpreter cuts off where bfloat16 rounds."""
     low = expected <= attention_bias.MASKED / 2
-    return (torch.equal(found[~low], expected[~low])
-            and torch.allclose(found[low], expected[low], rtol=2 ** -7))
+    return torch.equal(found[~low], expected[~low]) and torch.allclose(
+        found[low], expected[low], rtol=0 if found.is_cuda else 2 ** -7)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", triton_parts.DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_numbers_as_plain_pytorch(case, dtype, turned):
-    given = problem(dtype, *CASES[case], turned=turned)
+def test_the_same_numbers_as_plain_pytorch(case, dtype, layout):
+    given = problem(dtype, *CASES[case], layout)
     wide = torch.float32 if dtype == torch.float16 else dtype
     assert not any(wrong(attention_bias.OP, given, wide, turn) for turn in (False, True))
+
+
+def test_offsets_beyond_32_bits():
+    """Of 4 GB that the bias's strides span nothing but its own numbers is ever touched."""
+    length, apart = 130, 1 << 24
+    far = torch.empty(length * apart, dtype=torch.bfloat16)
+    far = far.as_strided((1, 1, length, length), (1, 1, apart, 1))
+    given = far.copy_(torch.randn(far.shape)), None, 256
+    assert not wrong(attention_bias.OP, given, torch.bfloat16, True)
 
 
 @pytest.mark.slow
@@ -69,7 +85,7 @@ def test_mutants_are_caught(name, tmp_path):
 def test_queries_and_keys_exchanged_is_caught(tmp_path):
     module = mutant(attention_bias, "tl.trans(tl.load(bias + j[:, None] * sj + i[None, :] * si",
                     "(tl.load(bias + i[:, None] * sj + j[None, :] * si", tmp_path)
-    assert wrong(module.OP, problem(torch.float32, *CASES["padded"], turned=True), torch.float32, True)
+    assert wrong(module.OP, problem(torch.float32, *CASES["padded"], "transposed"), torch.float32, True)
 
 
 def test_fake_tensors_have_the_same_size():

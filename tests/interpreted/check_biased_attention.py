@@ -193,6 +193,22 @@ def test_the_bias_is_turned_only_where_backward_reads_it():
         assert turned is None or torch.equal(turned, padded.mT)
 
 
+def test_a_bias_is_not_copied_where_it_lies_as_it_is_read():
+    q, own = torch.randn(1, 1, 1, 128, 16), torch.randn(1, 1, 128, 128)
+    for bias, number in ((own, 0), (own.mT, 1)):  # as it is; as attention along axis 1 takes it
+        found = biased_attention.padded_bias(bias, None, q, (1, 1, 1, 128), True)[:2]
+        assert found[number].data_ptr() == own.data_ptr()
+        assert torch.equal(found[0], bias) and torch.equal(found[1], bias.mT)
+
+
+def test_a_bias_of_whole_numbers():
+    q, keys = torch.randn(1, 1, 1, 65, 16), torch.ones(1, 65, dtype=torch.bool)
+    bias = torch.randint(-2, 3, (1, 1, 65, 65))
+    for mask in (keys, None):
+        padded, _, _ = biased_attention.padded_bias(bias, mask, q, (1, 1, 1, 65), False)
+        assert torch.equal(padded[..., :65, :65], bias.float()) and (padded[..., 65:] < -1e29).all()
+
+
 def test_second_derivatives_are_refused():
     q, k, v = (torch.randn(1, 1, 1, 5, 16).requires_grad_() for _ in range(3))
     out = biased_attention.row_attention(q, k, v)
@@ -208,7 +224,8 @@ MUTANTS = {  # what is replaced by what, and the cases that must notice
                              ("short",)),
     "bias transposed": ("bias, turned = attention_bias.OP(", "turned, bias = attention_bias.OP(",
                         ("long rows, two tiles, a mask",)),
-    "bias not turned": ("turned = bias.mT.contiguous()", "turned = bias", ("two whole tiles",)),
+    "bias not turned": ("bias.contiguous(), bias.mT.contiguous()", "bias.contiguous(), bias.contiguous()",
+                        ("two whole tiles",)),
     "mask ignored in the bias": ("OP(bias, inside,", "OP(bias, None,",
                                  ("short", "long rows, two tiles, a mask")),
     "mask ignored without a bias": ("(keys.float() - 1) * -MASKED", "(keys.float() - 1) * 0", ("columns",)),
