@@ -1,4 +1,5 @@
 """What the kernels are given: vectors with gaps count as they are, wrong shapes are refused."""
+import pathlib
 import re
 
 import check_attention_layer as layers
@@ -113,3 +114,14 @@ def test_the_same_calls_with_right_shapes():
     assert layer(head_weight=(2, 16)).shape == (1, 3, 3, 16) == layer(bias=(1, 2, 3, 3), keys=(1, 3)).shape
     assert laid_out().shape == (2, 4, 4, 16)
     assert outer_of().shape == (2, 4, 4, 16) and norms()[0].shape[-1] == 32
+
+
+def test_the_readme_s_example_runs():
+    """The second one, on a CPU and of shorter rows; the first needs no kernel."""
+    text = (pathlib.Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    found = {}
+    exec(example.replace("cuda", "cpu").replace("128", "16"), found)
+    assert found["out"].shape == found["q"].shape and found["update"].shape == found["pair"].shape
+    for name in ("bias", "pair", "a", "b", "q"):
+        assert found[name].grad.isfinite().all(), name
