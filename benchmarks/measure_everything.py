@@ -27,10 +27,11 @@ from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.files import NO_GPU, UserError, exit_code, require_directory
 from fusion_lab.training.flags import Parser, regular_expression
 
+RUNGS = r"\|.(best|ultra|ultra,.(selective.)?checkpointing)$"
 LARGE = "--hidden-size 1024 --num-layers 12 --batch-size 16 --seq-len 512"
 PROGRAMS = {  # name: (most seconds, what Python runs); {out} is the program's own directory
     "tests": (900, "-m pytest -q -p no:cacheprovider -m gpu tests/test_kernels_gpu.py"),
-    "ladder": (900, r"benchmarks/measure_ladder.py --out {out} --only \|.(best|ultra|ultra,.(selective.)?checkpointing)$"),
+    "ladder": (900, f"benchmarks/measure_ladder.py --out {{out}} --only {RUNGS}"),
     "kernels": (900, "benchmarks/measure_kernels.py --out {out}"),
     "mpnn": (600, "benchmarks/compare_mpnn.py --out {out} --precisions bfloat16 --peer {peer}"),
     "llama": (600, "benchmarks/compare_llama.py --out {out}"),
