@@ -54,13 +54,13 @@ def padded_bias_kernel(bias, keys, out, turned, H, L, LP, sb, sh, si, sj, kb, KE
 def launch(bias, keys, LP, dtype, turn):
     out, turned = sizes(bias, keys, LP, dtype, turn)
     B, H, L, _ = bias.shape
-    shared = 0
+    apart = 0
     if keys is not None:
-        keys = keys.contiguous()
-        keys, shared = keys.view(torch.uint8) if keys.dtype == torch.bool else keys, L * (len(keys) > 1)
+        keys, apart = keys.contiguous(), L * (len(keys) > 1)
+        keys = keys.view(torch.uint8) if keys.dtype == torch.bool else keys
     tile = min(TILE, LP)
     padded_bias_kernel[(B * H, LP // tile, LP // tile)](
-        bias, keys, out, turned, H, L, LP, *bias.stride(), shared, KEYS=keys is not None, TURN=turn,
+        bias, keys, out, turned, H, L, LP, *bias.stride(), apart, KEYS=keys is not None, TURN=turn,
         ALONG_QUERIES=bias.stride(2) < bias.stride(3), T=tile)
     return out, turned
 

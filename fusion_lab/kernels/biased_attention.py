@@ -424,13 +424,15 @@ def padded_bias(bias, keys, part, sizes, turn):
     turned, LP = None, padded_length(length)
     if bias is not None:
         dtype = bias.dtype if bias.dtype in HOLD_PADDING else torch.float32
-        inside = keys if keys is not None and keys.dim() == 2 else None
-        if inside is None and LP == length:
-            bias = bias.to(dtype)  # one of these two often lies so already
+        shared = None  # a mask that all rows share goes into the bias
+        if keys is not None and keys.dim() == 2:
+            shared, keys = keys, None
+        if shared is None and LP == length:
+            bias = bias.to(dtype)  # which often is one of these two already
             bias, turned = bias.contiguous(), bias.mT.contiguous() if turn else None
         else:
-            bias, turned = attention_bias.OP(bias, inside, LP, dtype, turn)
-            keys, turned = keys if inside is None else None, turned if turn else None
+            bias, turned = attention_bias.OP(bias, shared, LP, dtype, turn)
+            turned = turned if turn else None
     elif keys is None and LP > length:
         keys = part.new_ones(1, length)
     if keys is not None:

@@ -1,4 +1,5 @@
-"""What the kernels are given: vectors with gaps count as they are, wrong shapes are refused."""
+"""What the kernels are given: vectors with gaps count as they are, wrong shapes are refused; the README's
+example runs."""
 import pathlib
 import re
 

@@ -1,4 +1,6 @@
 """The padded bias of attention in Triton's interpreter: the numbers that plain PyTorch makes; mutants."""
+from unittest import mock
+
 import pytest
 import torch
 from rule import mutant
@@ -25,8 +27,6 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
                                  "(i[:, None] * LP + j[None, :]), found", "padded"),
     "always the first keys": ("tl.program_id(2) * T", "0 * tl.program_id(2)", "padded"),
 }
-
-
 LAYOUTS = {  # of a bias (B, H, L, L)
     "as it is": lambda bias: bias,
     "transposed": lambda bias: bias.mT.contiguous().mT,
@@ -71,6 +71,14 @@ def test_offsets_beyond_32_bits():
     far = far.as_strided((1, 1, length, length), (1, 1, apart, 1))
     given = far.copy_(torch.randn(far.shape)), None, 256
     assert not wrong(attention_bias.OP, given, torch.bfloat16, True)
+
+
+def test_many_heads_fit_one_launch():
+    """A GPU takes 65535 programs along the second and the third axis of a grid, 2^31 along the first."""
+    with mock.patch.object(attention_bias, "padded_bias_kernel") as kernel:
+        attention_bias.launch(torch.zeros(2, 1 << 15, 1, 1), None, 16, torch.float32, False)
+    (grid,), _ = kernel.__getitem__.call_args
+    assert grid == (1 << 16, 1, 1)
 
 
 @pytest.mark.slow

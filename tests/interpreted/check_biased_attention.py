@@ -226,7 +226,7 @@ MUTANTS = {  # what is replaced by what, and the cases that must notice
                         ("long rows, two tiles, a mask",)),
     "bias not turned": ("bias.contiguous(), bias.mT.contiguous()", "bias.contiguous(), bias.contiguous()",
                         ("two whole tiles",)),
-    "mask ignored in the bias": ("OP(bias, inside,", "OP(bias, None,",
+    "mask ignored in the bias": ("OP(bias, shared,", "OP(bias, None,",
                                  ("short", "long rows, two tiles, a mask")),
     "mask ignored without a bias": ("(keys.float() - 1) * -MASKED", "(keys.float() - 1) * 0", ("columns",)),
     "gate forgotten": ("result = result * gates(", "result = result + 0 * gates(", ("short",)),
