@@ -14,10 +14,10 @@ from fusion_lab.training import start
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     start.begin_tool(SCRIPT, sys.argv[1:], lambda program: parse(sys.argv[1:], program))
 
-from fusion_lab.measuring.attribution import ANALYSIS
-from fusion_lab.measuring.predictions import predict_mode
-from fusion_lab.measuring.scaling import read_link
-from fusion_lab.measuring.variants import with_fusion
+from fusion_lab.measuring.bounds.predictions import predict_mode
+from fusion_lab.measuring.bounds.scaling import read_link
+from fusion_lab.measuring.comparison.variants import with_fusion
+from fusion_lab.measuring.trace.attribution import ANALYSIS
 from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import run_session
 from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1

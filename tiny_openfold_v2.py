@@ -6,12 +6,13 @@
     python tiny_openfold_v2.py --verify-accuracy     # fusion keeps all numbers
     python tiny_openfold_v2.py --data DIR            # train on your alignments
 
-Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them, then attend() and
-PackedProjections (fusion_lab/kernels/packing.py), the places where fused and plain code stand side by side.
+Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them. Fused and plain
+code stand side by side in attend(), in the sub-layers and in PackedProjections (kernels/library/packing.py in
+fusion_lab). What cannot stand so, our Triton kernels for instance, is in proteins/fast_evoformer.py.
 
-Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z channels of `msa` and
-`pair`, H heads, D head width, h hidden width of the outer product mean. "Alg." is an algorithm of the
-AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
+Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z channels of `msa` and `pair`,
+H heads, D head width, h hidden width of the outer product mean; attention has R rows of length L. "Alg." is
+an algorithm of the AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
 from fusion_lab.training import interrupts
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, ProfilerConfig, option  # noqa: F401  for importers
 from fusion_lab.training.program import CommandLine, Program
-from proteins.options import TrainingConfig, TritonSwitches
+from proteins.options import COMBO_KERNELS_UP_TO, TrainingConfig, TritonSwitches
 
 # --------------------------------------------------------------------------------------------------------
 # Configs of model and fusion; each field is a command-line flag
@@ -53,64 +54,35 @@ class TinyOpenFoldConfig(Checked):
                 self.refuse(heads, f"must divide {channels} = {getattr(self, channels)}")
 
 
-COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/LOG.md)
-
-
 @dataclass(frozen=True)
 class FusionConfig(TritonSwitches):
     """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair."""
-    enable_qkv_fusion_msa: bool = option(
-        True, "Q, K, V of MSA row and column attention in one GEMM", preset=True)
-    enable_qkv_fusion_triangle: bool = option(
-        True, "Q, K, V of both triangle attentions in one GEMM", preset=True)
-    enable_flash_attention: bool = option(
-        True, "fused attention instead of matmul, softmax, matmul", preset=True)
-    enable_triangle_fusion: bool = option(
-        True, "left and right of triangle multiplication: projections in one GEMM, gates in one GEMM",
-        preset=True)
-    enable_opm_fusion: bool = option(
-        True, "outer product mean re-associated where that is cheaper (few rows, many residues), without "
-        "the (S, S, h*h) tensor", preset=True)
-    enable_projection_fusion: bool = option(
-        False, "gates in one GEMM with Q, K, V and with left and right, where those are packed; the outer "
-        "product's left with right; embeddings differentiated by one GEMM a tensor", preset=True, rung=4)
-    enable_transition_fusion: bool = option(
-        False, "bias and ReLU of the transitions in the epilogue of their GEMM", preset=True, rung=5)
-    enable_combo_kernels: bool = option(
-        False, f"with --enable-torch-compile on a GPU, up to {COMBO_KERNELS_UP_TO} residues: independent "
-        "small kernels, such as sums for bias gradients, share launches", preset=True, rung=6, alone=False)
-    enable_activation_checkpointing: bool = option(
-        False, "recompute all but the last of several blocks in backward: less memory, more time", rung=7)
-    enable_selective_checkpointing: bool = option(
-        False, "recompute sub-layers, but (of our kernels) attention's output, in backward", rung=18)
-    attention_backend: str = option("auto", "implementation of fused attention",
+    enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA attention in one GEMM", preset=True)
+    enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of triangle attention in one GEMM", preset=True)
+    enable_flash_attention: bool = option(True, "fused attention instead of matmul, softmax, matmul",
+                                          preset=True)
+    enable_triangle_fusion: bool = option(True, "triangle multiplication: projections in one GEMM, gates in "
+                                          "one GEMM", preset=True)
+    enable_opm_fusion: bool = option(True, "outer product mean re-associated where that is cheaper",
+                                     preset=True)
+    enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
+                                            "right; gradients of embeddings", preset=True, rung=4)
+    enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
+                                            preset=True, rung=5)
+    enable_combo_kernels: bool = option(False, "torch.compile on a GPU: small kernels share launches, up to "
+                                        f"{COMBO_KERNELS_UP_TO} residues", preset=True, rung=6, alone=False)
+    enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward", rung=7)
+    enable_selective_checkpointing: bool = option(False, "recompute sub-layers; our kernels keep the "
+                                                  "output of attention", rung=14)
+    attention_backend: str = option("auto", "implementation of fused attention; math is plain",
                                    choices=("auto", "math", "sdpa", "flex"))
 
-    def combo_kernels_at(self, seq_len):
-        return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
-
-    def reassociates(self, samples, rows, residues, laid_out):
-        """Whether such a batch's outer product mean is re-associated; OuterProductMean says why. laid_out:
-        else it has kernels, with which it is as fast at 4 N = S (LOG.md)."""
-        most = residues - 1 if laid_out else residues
-        return self.enable_opm_fusion and 4 * rows <= most and (samples == 1 or residues >= 128)
-
-    def idle(self, settings, on_gpu):
-        found = super().idle(settings, on_gpu)
-        if self.enable_combo_kernels and not (self.enable_torch_compile and on_gpu):
-            found.append("combo kernels need torch.compile on a GPU")
-        elif self.enable_combo_kernels and not self.combo_kernels_at(settings.model.seq_len):
-            found.append(f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues")
-        asked = self.attention_backend if self.enable_flash_attention else "math"
-        if self.enable_triton_attention and asked != "auto":
-            names = ("triton-attention", *["triton-projection"] * self.enable_triton_projection)
-            found += [f"{name} gives way to the attention that was asked for" for name in names]
-        if self.enable_triton_outer_layout and self.reassociates(
-                settings.training.batch_size, settings.model.num_seqs, settings.model.seq_len, True):
-            found.append("triton-outer-layout is for outer products that are not re-associated")
-        if self.attention_backend != "auto" and not self.enable_flash_attention:
-            found.append("--attention-backend is for fused attention")
-        return found
+    def reassociates(self, samples, rows, residues, at_most=True):
+        """Whether such a batch's outer product mean is re-associated. 4 N <= S keeps the tensor in the middle
+        at or below (S, S, h*h) for c_z up to 4 h; at_most = False asks for less. The loop over samples costs
+        launches, which several small proteins do not win back."""
+        few = 4 * rows <= residues if at_most else 4 * rows < residues
+        return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
 
 
 COMMAND_LINE = CommandLine(
@@ -126,7 +98,7 @@ start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes sec
 import contextlib
 import os
 import sys
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -135,17 +107,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from fusion_lab.kernels import attention, triton
-from fusion_lab.kernels.custom_gradients import LinearReLU, recomputed, summed_rows
-from fusion_lab.kernels.exchanges import ALONE
-from fusion_lab.kernels.packing import PackedProjections
+from fusion_lab.kernels.library import attention_choice
+from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, summed_rows
+from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
-from fusion_lab.measuring import accuracy, comparison, retune, summary, turns
-from fusion_lab.measuring.attribution import write_analysis
+from fusion_lab.measuring import accuracy, retune, summary, turns
 from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import Profiling
+from fusion_lab.measuring.trace.attribution import write_analysis
 from fusion_lab.training import distributed, files, recipe, reporting, torchrun
 from fusion_lab.training.checkpoints import load_run, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
@@ -156,7 +128,7 @@ from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import load_weights
 from proteins import batches as proteins
-from proteins import coevolution, contacts, prediction, splitting
+from proteins import coevolution, contacts, fast_evoformer, prediction, splitting
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 from proteins.seam import attention_in_words, defined, move_kinks_away, start_lines
@@ -183,31 +155,22 @@ def linear(c_in, c_out, bias=True, init="default"):
 def attend(q, k, v, bias=None, key_mask=None, backend="auto"):
     """softmax(q k^T / sqrt(D) + bias) v over R independent rows that share one bias. q, k, v and the
     result (B, R, H, L, D); bias (B, H, L, L) or None; key_mask (B, L), 1 = present, or None."""
-    backend = attention.attention_backend(
-        backend, on_gpu=q.is_cuda, dtype=q.dtype, strict=strict_float32(q.dtype), width=q.shape[-1],
-        length=q.shape[-2], biased=bias is not None, training=torch.is_grad_enabled(),
-        arch=attention.architecture(q.is_cuda))
+    backend = attention_choice.chosen(backend, q, biased=bias is not None)
     if key_mask is not None:  # folded into the bias; half of the lowest number cannot overflow when added
-        bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias  # (B, H, L, L); sizes of 1 are shared
+        bias = q.new_zeros(1, 1, 1, 1) if bias is None else bias  # broadcasts to (B, H, L, L)
         bias = bias.masked_fill(~key_mask.bool()[:, None, None, :], torch.finfo(bias.dtype).min / 2)
-    if backend == "math":
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, R, H, L, L)
-        scores = scores if bias is None else scores + bias[:, None]
-        return scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
     if backend == "flex":
-        return attention.flex_attend(q, k, v, bias)
-    bias = None if bias is None else bias[:, None].to(q.dtype).contiguous()  # (B, 1, H, L, L)
-    if bias is None or bias.shape[2:4] == (1, 1):  # a mask of keys is small enough to be copied to every row
-        mask = None if bias is None else bias.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)
-        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)  # (B*R, H, L, D)
-        return out.unflatten(0, q.shape[:2])  # SDPA's fused kernels take 4-D input only
-    # Sample by sample, because over (B*R, ...) the expanded bias would have to be copied.
-    bias = bias.expand(len(q), *q.shape[1:4], -1)  # (B, R, H, L, L), a view
-    return torch.stack([F.scaled_dot_product_attention(*x) for x in zip(q, k, v, bias, strict=True)])
+        return attention_choice.flex_attend(q, k, v, bias)
+    if backend == "sdpa":
+        return attention_choice.sdpa_attend(q, k, v, bias)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, R, H, L, L)
+    scores = scores if bias is None else scores + bias[:, None]
+    weights = scores.softmax(dim=-1, dtype=at_least_float32(scores.dtype))  # sums of 16 bits would lose
+    return weights.to(v.dtype) @ v  # (B, R, H, L, D)
 
 
 # --------------------------------------------------------------------------------------------------------
-# The Evoformer's sub-layers, in the order the block calls them. Each returns its update, residual not added.
+# The Evoformer's sub-layers, in the order in which the block calls them; each returns its update
 # --------------------------------------------------------------------------------------------------------
 
 
@@ -219,44 +182,23 @@ class GatedAttention(PackedProjections):
 
     def __init__(self, channels, heads, packed, fusion):
         super().__init__()
-        self.heads, self.again = heads, fusion.enable_selective_checkpointing
+        self.heads = heads
         self.backend = fusion.attention_backend if fusion.enable_flash_attention else "math"
-        self.triton = fusion.enable_triton_attention and self.backend == "auto"
-        self.whole = self.triton and fusion.enable_triton_projection
         self.layer_norm = nn.LayerNorm(channels)
         layers = {name: linear(channels, channels, bias=False) for name in self.QKV}
         layers["gate_proj"] = linear(channels, channels, init="gate")
+        # packed: q, k, v (and the gate) are one wide GEMM, x is read once; else one GEMM for each
         packing = "qkv_gate_proj" if fusion.enable_projection_fusion else "qkv_proj"
         self.add_projections(layers, *[packing] * packed)
         self.o_proj = linear(channels, channels, init="zero")
 
-    def adds(self, x):
-        return self.whole and triton.projects(x, self.heads)
-
-    def attention(self, x, axis, key_mask, bias=None, head=None, residual=None, drop=None):
-        """Attention over axis 1 or 2 of x (B, X, Y, c), a row for each place on the other. The bias
-        (B, H, L, L) is given, or `head` projects it from normalised x: b(j, k), for axis 1 b(k, j)."""
-        if self.adds(x):
-            if self.ranks.size > 1 and head is not None:  # the kernel makes biases of whole tensors alone
-                bias, head = triton.head_bias(head, x, self.layer_norm)[0], None
-                bias = self.ranks.gather(bias if axis == 2 else bias.mT, 2)
-            return triton.attention_layer(x, self.layer_norm, *self.packed(*self.QKV, "gate_proj"),
-                                          self.o_proj, self.heads, axis, bias, head, key_mask, residual, drop,
-                                          self.again)
-        return recomputed(self.again, self.by_library, x, axis, key_mask, bias, head)
-
-    def by_library(self, x, axis, key_mask, bias, head):
-        x = self.layer_norm(x)
-        if head is not None:
-            bias, _ = head_bias(head, x)
-            bias = self.ranks.gather(bias if axis == 2 else bias.mT, 2)  # (B, H, L, L)
-        if self.triton and triton.attends(x, self.heads):
-            wide = getattr(self, "qkv_gate_proj", None)
-            parts, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
-            return self.o_proj(triton.gated_attention(parts, self.heads, axis, bias, key_mask, gate_bias))
+    def attention(self, x, axis, key_mask=None, bias=None):
+        """Attention along axis 1 or 2 of normalised x (B, X, Y, c): independent rows, one for each place on
+        the other axis, which share one bias (B, H, L, L)."""
         q, k, v, gate = self.project(x)  # each (B, X, Y, c)
         q, k, v = (self.to_heads(p, axis) for p in (q, k, v))  # (B, rows, H, L, D)
-        out = self.from_heads(attend(q, k, v, bias, key_mask, self.backend), axis)  # (B, X, Y, c)
+        out = attend(q, k, v, bias, key_mask, self.backend)  # (B, rows, H, L, D)
+        out = self.from_heads(out, axis)  # (B, X, Y, c)
         return self.o_proj(out * gate.sigmoid())
 
     def to_heads(self, x, axis):
@@ -268,10 +210,9 @@ class GatedAttention(PackedProjections):
         return x.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
 
 
-def head_bias(projection, x, norm=None):
-    """One bias per head from x (B, S, S, c), in the layout attention wants: (B, H, S, S); and x itself."""
-    normal = x if norm is None else norm(x)
-    return (projection.weight @ normal.flatten(1, 2).mT).unflatten(-1, x.shape[1:3]), x
+def head_bias(projection, x):
+    """One bias per head from normalised x (B, S, S, c), in the layout attention wants: (B, H, S, S)."""
+    return (projection.weight @ x.flatten(1, 2).mT).unflatten(-1, x.shape[1:3])
 
 
 class FusedMSARowAttention(GatedAttention):
@@ -282,14 +223,11 @@ class FusedMSARowAttention(GatedAttention):
         self.pair_norm = nn.LayerNorm(config.pair_dim)
         self.pair_bias_proj = linear(config.pair_dim, config.msa_heads, bias=False)
 
-    def forward(self, msa, pair, seq_mask=None, handed_on=None, residual=None, drop=None):
-        """handed_on: a list that gets pair for what follows; the bias's kernel then adds up its gradients."""
-        project = triton.head_bias if self.whole and triton.projects_bias(pair, self.heads) else head_bias
-        bias, pair = project(self.pair_bias_proj, pair, self.pair_norm)
-        if handed_on is not None:
-            handed_on.append(pair)
-        bias = self.ranks.gather(bias, 2)  # (B, H, S, S)
-        return self.attention(msa, 2, seq_mask, bias, None, residual, drop)  # (B, N, S, c_m)
+    def forward(self, msa, pair, seq_mask=None):
+        return self.attention(self.layer_norm(msa), 2, seq_mask, self.bias(pair))  # (B, N, S, c_m)
+
+    def bias(self, pair):
+        return head_bias(self.pair_bias_proj, self.pair_norm(pair))  # (B, H, S, S), shared by all N rows
 
 
 class FusedMSAColumnAttention(GatedAttention):
@@ -298,35 +236,29 @@ class FusedMSAColumnAttention(GatedAttention):
     def __init__(self, config, fusion):
         super().__init__(config.msa_dim, config.msa_heads, fusion.enable_qkv_fusion_msa, fusion)
 
-    def forward(self, msa, row_mask=None, residual=None, drop=None):
-        return self.attention(msa, 1, row_mask, residual=residual, drop=drop)  # (B, N, S, c_m)
+    def forward(self, msa, row_mask=None):
+        return self.attention(self.layer_norm(msa), 1, row_mask)  # (B, N, S, c_m)
 
 
 class Transition(nn.Module):
-    """A two-layer perceptron on every position, four times as wide inside."""
+    """Alg. 9 and 15: a two-layer perceptron on every position, four times as wide inside."""
 
     def __init__(self, channels, fusion):
         super().__init__()
-        self.fused, self.triton = fusion.enable_transition_fusion, fusion.enable_triton_transition
-        self.relu, self.again = fusion.enable_triton_relu, fusion.enable_selective_checkpointing
+        self.fused = fusion.enable_transition_fusion
         self.layer_norm = nn.LayerNorm(channels)
         self.linear1 = linear(channels, 4 * channels, init="relu")
         self.linear2 = linear(4 * channels, channels, init="zero")
 
-    def adds(self, x):
-        return self.triton and triton.fits(x) or self.relu and triton.wraps(x)
+    def forward(self, x):
+        return self.two_layers(self.layer_norm(x))
 
-    def forward(self, x, residual=None, drop=None):
-        if self.adds(x):
-            whole = triton.transition if self.triton else triton.transition_layer
-            return whole(x, self.layer_norm, self.linear1, self.linear2, residual, self.again)
-        return recomputed(self.again, self.by_library, x)
-
-    def by_library(self, x):
-        x, layer = self.layer_norm(x), self.linear1
-        if self.relu and triton.fits(x):
-            return triton.two_layers(x, layer, self.linear2)
-        return self.linear2(LinearReLU.of(x, layer) if self.fused else layer(x).relu())
+    def two_layers(self, x):
+        if self.fused:  # the GEMM adds the bias and clips at 0 before it writes
+            hidden = LinearReLU.of(x, self.linear1)  # (..., 4 c)
+        else:  # one more pass over the widest tensor of the sub-layer
+            hidden = self.linear1(x).relu()  # (..., 4 c)
+        return self.linear2(hidden)  # (..., c)
 
 
 class MSATransition(Transition):
@@ -340,70 +272,57 @@ class OuterProductMean(PackedProjections):
 
     def __init__(self, config, fusion):
         super().__init__()
-        self.fusion, self.triton = fusion, fusion.enable_triton_outer_product
+        self.fusion = fusion
         self.layer_norm = nn.LayerNorm(config.msa_dim)
         layers = {name: linear(config.msa_dim, config.outer_product_dim) for name in self.SIDES}
         self.add_projections(layers, *["left_right_proj"] * fusion.enable_projection_fusion)
         self.output_proj = linear(config.outer_product_dim ** 2, config.pair_dim, init="zero")
 
-    def adds(self, x):
-        return self.lays_out(x) or self.multiplies_out(x)
+    def forward(self, msa, row_mask=None):
+        left, right = self.project(self.layer_norm(msa))  # each (B, N, S, h)
+        left, rows = self.masked(left, row_mask)
+        return self.mean(self.products(left, right), rows)  # (B, S, S, c_z)
 
-    def multiplies_out(self, x):
-        return self.triton and triton.multiplies_out(x, self.output_proj)
+    def masked(self, left, row_mask):
+        """left with missing rows at 0, which takes them out of every sum, and how many rows are left: one
+        number, or (B, 1, 1, 1)."""
+        if row_mask is None:
+            return left, left.shape[1]
+        count = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))
+        return left * row_mask[:, :, None, None].to(left.dtype), count[:, None, None, None]
 
-    def sides(self, msa):
-        """left and right, (B, N, S, h); msa for what follows, whose gradients their kernel then adds up."""
-        if (self.lays_out(msa) and triton.projects_sides(msa, self.widths["left_proj"])
-                and not (self.multiplies_out(msa) or self.fusion.reassociates(*msa.shape[:3], True))):
-            return triton.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
-        return *self.project(self.layer_norm(msa)), msa
+    def mean(self, update, rows):  # the projection's bias is divided, too, as in AlphaFold's code
+        return (update / (rows + 1e-3)).to(update.dtype)
 
-    def forward(self, msa, row_mask=None, handed_on=None, residual=None, drop=None):
-        (left, right, msa), rows = self.sides(msa), msa.shape[1]
-        if handed_on is not None:
-            handed_on.append(msa)
-        if row_mask is not None:
-            left = left * row_mask[:, :, None, None].to(left.dtype)
-            rows = row_mask.sum(dim=1, dtype=at_least_float32(left.dtype))[:, None, None, None]
-        right, again = self.ranks.gather(right, 2), self.fusion.enable_selective_checkpointing
-        if self.multiplies_out(msa):
-            return triton.outer_product(left, right, self.output_proj, rows, residual)
-        if self.reassociates(right):
-            update = self.project_one_first(left, right)
-        elif self.lays_out(msa):
-            if row_mask is None:
-                return triton.outer_layout(left, right, self.output_proj, again, 1 / (rows + 1e-3), residual)
-            update = triton.outer_layout(left, right, self.output_proj, again)
-        else:
-            update = recomputed(again, lambda *sides: self.output_proj(
-                torch.einsum("bnic,bnjd->bijcd", *sides).flatten(-2)), left, right)
-        update = (update / (rows + 1e-3)).to(update.dtype)  # (B, S, S, c_z)
-        return update if residual is None else residual + update
+    def products(self, left, right):
+        """output_proj of the sum over rows n of left[n, i, c] right[n, j, d]: (B, S, S, c_z)."""
+        if self.reassociates(right):  # the weight meets right first: no (S, S, h * h) tensor is made
+            return self.project_right_first(left, right, self.output_weight())
+        outer = torch.einsum("bnic,bnjd->bijcd", left, right)  # (B, S, S, h, h), the largest one here
+        return self.output_proj(outer.flatten(-2))
 
-    def lays_out(self, x):
-        return self.fusion.enable_triton_outer_layout and self.ranks.size == 1 and triton.runs(x)
+    def reassociates(self, sides):
+        """Whether to project first, sides (B, N, S, h) being few rows of many residues (FusionConfig). Strict
+        float32 on a GPU is bound by multiplications, of which N = h / 2 saves half (not tried on AMD)."""
+        bound_by_multiplications = sides.is_cuda and strict_float32(sides.dtype)
+        return (self.fusion.reassociates(*sides.shape[:3])
+                and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
 
-    def reassociates(self, whole):
-        """For few rows: 4 N <= S keeps the tensor in the middle at or below (S, S, h*h) for c_z up to 4 h. A
-        loop over samples costs launches, which small proteins do not win back; strict float32 on a GPU is
-        bound by multiplications, of which N = h / 2 saves about half (LOG.md; not tried on AMD)."""
-        multiplications_count = whole.is_cuda and strict_float32(whole.dtype)
-        return (self.fusion.reassociates(*whole.shape[:3], self.lays_out(whole))
-                and not (multiplications_count and 2 * whole.shape[1] > whole.shape[3]))
+    def output_weight(self):
+        h = int(self.output_proj.in_features ** 0.5)
+        return self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
 
-    def project_one_first(self, left, right):
-        """The same sums in another order: W is applied to right, (h, N, S, c_z), before left multiplies it, a
-        tensor h*N / S times the pair tensor instead of h*h / c_z times; of ranks that share a sample, each to
-        its part of left, before right, which is whole, multiplies that."""
-        h, samples, alone = left.shape[-1], [], self.ranks.size == 1
-        weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
-        sides, weight = ((left, right), weight) if alone else ((right, left), weight.transpose(0, 1))
-        for a, b in zip(*sides, strict=True):  # (N, S, h); sample by sample no operand is copied
-            projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight).view(h * len(b), -1)
-            samples.append((a.permute(1, 2, 0).flatten(1) @ projected).unflatten(1, (b.shape[1], -1)))
-        update = torch.stack(samples) + self.output_proj.bias  # (B, S, S, c_z)
-        return update if alone else update.transpose(1, 2)
+    def project_right_first(self, left, right, weight):
+        """The same sums in another order. The tensor between is h * N / S times the pair tensor, instead of
+        h * h / c_z times."""
+        updates, h = [], left.shape[-1]
+        for a, b in zip(left, right, strict=True):  # (N, S, h); sample by sample no operand is copied
+            # projected[c, n, j] = sum over d of weight[c, d] b[n, j, d]
+            projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight)  # (h, N * S, c_z)
+            projected = projected.view(h * len(b), -1)  # (h * N, S * c_z)
+            # update[i, j] = sum over c and n of a[n, i, c] projected[c, n, j]
+            updates.append((a.permute(1, 2, 0).flatten(1) @ projected).unflatten(1, (b.shape[1], -1)))
+        return torch.stack(updates) + self.output_proj.bias  # (B, S, S, c_z)
 
 
 class FusedTriangleMultiplication(PackedProjections):
@@ -415,7 +334,6 @@ class FusedTriangleMultiplication(PackedProjections):
     def __init__(self, config, fusion, outgoing):
         super().__init__()
         c, self.outgoing = config.pair_dim, outgoing
-        self.triton, self.again = fusion.enable_triton_triangle, fusion.enable_selective_checkpointing
         self.layer_norm = nn.LayerNorm(c)
         layers = {name: linear(c, c) for name in self.SIDES}
         layers |= {name: linear(c, c, init="gate") for name in self.GATES}
@@ -426,33 +344,26 @@ class FusedTriangleMultiplication(PackedProjections):
         self.add_projections(layers, *["left_right_all"] if packings and fusion.enable_projection_fusion
                              else packings)
 
-    def adds(self, pair):
-        return self.triton and triton.fits(pair)
-
-    def forward(self, pair, seq_mask=None, residual=None, drop=None):
-        if self.adds(pair):
-            return triton.triangle_multiplication(
-                pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm,
-                self.output_proj, self.output_gate, seq_mask, self.outgoing, residual, drop, self.again)
-        return recomputed(self.again, self.by_library, pair, seq_mask)
-
-    def by_library(self, pair, seq_mask):
+    def forward(self, pair, seq_mask=None):
         x = self.layer_norm(pair)
         # One S x S matrix per channel, written so by the projections: batched GEMMs would copy operands in
         # any other layout, in forward once and in backward again.
-        if self.active:  # packed: one kernel gates both sides, next to each other
+        if self.active:  # packed: one operation gates both sides, which lie next to each other
             sides, gates = self.project(x, self.SIDES, self.GATES, dim=0)  # (2 c_z, B, S, S)
-            left, right = (sides * gates.sigmoid()).chunk(2, dim=0)  # (c_z, B, S, S)
+            left, right = (sides * gates.sigmoid()).chunk(2, dim=0)  # each (c_z, B, S, S)
         else:
-            left, right, left_gate, right_gate = self.project(x, dim=0)  # (c_z, B, S, S)
+            left, right, left_gate, right_gate = self.project(x, dim=0)  # each (c_z, B, S, S)
             left, right = left * left_gate.sigmoid(), right * right_gate.sigmoid()
-        if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
-            mask = seq_mask[:, None, :] if self.outgoing else self.ranks.own(seq_mask, 1)[:, :, None]
-            left = left * mask.to(left.dtype)
-        # outgoing: product[i, j] = sum over k of left[i, k] right[j, k]; incoming: of left[k, i] right[k, j]
-        product = self.ranks.triangle_product(left, right, self.outgoing)  # (c_z, B, S, S)
-        product = product.permute(1, 2, 3, 0)  # (B, S, S, c_z)
+        product = self.product(left, right, seq_mask).permute(1, 2, 3, 0)  # (B, S, S, c_z)
         return self.output_proj(self.center_norm(product)) * self.output_gate(x).sigmoid()
+
+    def product(self, left, right, seq_mask=None):
+        """Outgoing: result[i, j] = sum over k of left[i, k] right[j, k]; incoming: of left[k, i] right[k, j].
+        All (c_z, B, S, S)."""
+        if seq_mask is not None:  # a missing residue k must drop out of the sum: one factor 0 is enough
+            mask = seq_mask[:, None, :] if self.outgoing else seq_mask[:, :, None]
+            left = left * mask.to(left.dtype)
+        return TriangleProduct.apply(left, right, self.outgoing)  # with gradients in the operands' layout
 
 
 class FusedTriangleAttention(GatedAttention):
@@ -464,20 +375,16 @@ class FusedTriangleAttention(GatedAttention):
         self.starting = starting
         self.triangle_bias_proj = linear(config.pair_dim, config.pair_heads, bias=False)
 
-    def forward(self, pair, seq_mask=None, residual=None, drop=None):
-        axis, head = 2 if self.starting else 1, self.triangle_bias_proj
-        return self.attention(pair, axis, seq_mask, None, head, residual, drop)  # (B, S, S, c_z)
+    def forward(self, pair, seq_mask=None):
+        x = self.layer_norm(pair)
+        bias = head_bias(self.triangle_bias_proj, x)  # (B, H, S, S)
+        # The ending node attends along columns: heads are permuted for that, the pair tensor is not copied.
+        axis, bias = (2, bias) if self.starting else (1, bias.mT)
+        return self.attention(x, axis, seq_mask, bias)  # (B, S, S, c_z)
 
 
 class PairTransition(Transition):
     """Alg. 15."""
-
-
-def dropout_factors(x, rate, dim, training):
-    """AF2's dropout: what multiplies x, the same for all positions along dim; None: nothing."""
-    if not training or rate == 0.0:
-        return None
-    return F.dropout(torch.ones_like(x.narrow(dim, 0, 1)), rate)
 
 
 SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "outer_product_mean",
@@ -486,9 +393,7 @@ SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "out
 
 
 class FusedEvoformerBlock(nn.Module):
-    """Alg. 6: one Evoformer block."""
-
-    ranks = ALONE
+    """Alg. 6: one Evoformer block. A twin (fast_evoformer.py) may stand in for its forward."""
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
@@ -503,36 +408,31 @@ class FusedEvoformerBlock(nn.Module):
         self.triangle_attn_starting = FusedTriangleAttention(config, fusion, starting=True)
         self.triangle_attn_ending = FusedTriangleAttention(config, fusion, starting=False)
         self.pair_transition = PairTransition(config.pair_dim, fusion)
-
-    def add(self, x, layer, *inputs, dim=None):
-        """x plus the layer's update of it, with dropout shared along dim; in one kernel where it can."""
-        rate = 0.0 if dim is None else self.dropout
-        if layer.adds(x):
-            return layer(*inputs, residual=x, drop=dropout_factors(x, rate, dim, self.training))
-        update = layer(*inputs)
-        factors = dropout_factors(update, rate, dim, self.training)
-        return x + (update if factors is None else update * factors)
+        fast_evoformer.swap_in_twins(self, fusion)  # same layers, faster forwards, where fusion asks
 
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
-        """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair).
-        Ranks that share a sample have S / K columns of msa and S / K rows of pair each, masks whole; turn()
-        exchanges columns for rows, so that attention finds its axis whole."""
-        rows, handed_on = msa.shape[1], []
-        msa = self.ranks.turn(msa, 2, 1)  # (B, N / K, S, c_m)
-        msa = self.add(msa, self.msa_row_attention, msa, pair, seq_mask, handed_on, dim=1)
-        pair = handed_on.pop()
-        msa = self.ranks.turn(msa, 1, 2, rows)  # (B, N, S / K, c_m)
-        msa = self.add(msa, self.msa_column_attention, msa, row_mask)
-        msa = self.add(msa, self.msa_transition, msa)
-        pair, msa = self.add(pair, self.outer_product_mean, msa, row_mask, handed_on), handed_on.pop()
-        pair = self.add(pair, self.triangle_mult_outgoing, pair, seq_mask, dim=1)
-        pair = self.add(pair, self.triangle_mult_incoming, pair, seq_mask, dim=1)
-        pair = self.add(pair, self.triangle_attn_starting, pair, seq_mask, dim=1)
-        pair = self.ranks.turn(pair, 1, 2)  # (B, S, S / K, c_z)
-        pair = self.add(pair, self.triangle_attn_ending, pair, seq_mask, dim=2)
-        pair = self.ranks.turn(pair, 2, 1)  # (B, S / K, S, c_z)
-        pair = self.add(pair, self.pair_transition, pair)
+        """msa (B, N, S, c_m), pair (B, S, S, c_z), seq_mask (B, S), row_mask (B, N); returns (msa, pair)."""
+        msa = msa + self.drop(self.msa_row_attention(msa, pair, seq_mask), dim=1)
+        msa = msa + self.msa_column_attention(msa, row_mask)
+        msa = msa + self.msa_transition(msa)
+        pair = pair + self.outer_product_mean(msa, row_mask)
+        pair = pair + self.drop(self.triangle_mult_outgoing(pair, seq_mask), dim=1)
+        pair = pair + self.drop(self.triangle_mult_incoming(pair, seq_mask), dim=1)
+        pair = pair + self.drop(self.triangle_attn_starting(pair, seq_mask), dim=1)
+        pair = pair + self.drop(self.triangle_attn_ending(pair, seq_mask), dim=2)
+        pair = pair + self.pair_transition(pair)
         return msa, pair
+
+    def drop(self, update, dim):
+        """AF2's dropout: all positions along dim share what is dropped; 1 is row-wise, 2 column-wise."""
+        factors = self.dropout_factors(update, dim)
+        return update if factors is None else update * factors
+
+    def dropout_factors(self, x, dim):
+        """Dropout's 0 or 1 / (1 - rate) for x, of size 1 along dim; None where nothing is dropped."""
+        if not self.training or self.dropout == 0.0:
+            return None
+        return F.dropout(torch.ones_like(x.narrow(dim, 0, 1)), self.dropout)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -549,7 +449,6 @@ CONTACT_BINS = int((DISTANCE_BREAKS <= contacts.CONTACT_DISTANCE).sum())  # bins
 class TinyOpenFoldV2(nn.Module):
     """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
     DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module."""
-    ranks = ALONE  # or those that share every sample with this one
     attention_kernel = attention_in_words
 
     def __init__(self, config, fusion_config=None):
@@ -564,22 +463,29 @@ class TinyOpenFoldV2(nn.Module):
             self.coevolution_embedding = linear(coevolution.FEATURES, config.pair_dim, bias=False)
         blocks = (FusedEvoformerBlock(config, self.fusion) for _ in range(config.num_blocks))
         self.blocks = nn.ModuleList(blocks)
-        for name in SUBLAYERS[-2:]:  # backward begins with them: to make them again would spare nothing
-            getattr(self.blocks[-1], name).again = False
         self.distogram_head = linear(config.pair_dim, len(DISTANCE_CENTRES), init="zero")
         self.masked_msa_head = linear(config.msa_dim, TOKENS, init="zero")
         self.register_buffer("breaks", torch.tensor(DISTANCE_BREAKS, dtype=torch.float32), persistent=False)
         self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
-        self.gpu_ends = self.embed, self.heads
-        if self.fusion.enable_torch_compile:  # blocks run the same code: one compiles for all
-            how = dict(fullgraph=True, dynamic=False, options=dict(
-                torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
-                combo_kernels=self.fusion.combo_kernels_at(config.seq_len),
-                **triton.gathered_gradients(self.fusion.enable_triton_weight_gradients,
-                                            self.fusion.enable_triton_sums)))
-            for block in self.blocks:
+        fast_evoformer.swap_in_model_twin(self)
+        if self.fusion.enable_torch_compile:
+            how = self.compile_options()
+            for block in self.blocks:  # they run the same code: one compiles for all
                 block.compile(**how)
-            self.gpu_ends = torch.compile(self.embed, **how), torch.compile(self.heads, **how)
+
+    def compile_options(self):
+        return dict(fullgraph=True, dynamic=False, options=dict(
+            torch._inductor.list_mode_options(self.fusion.torch_compile_mode),
+            combo_kernels=self.fusion.combo_kernels_at(self.config.seq_len),
+            **fast_evoformer.compiler_options(self.fusion)))
+
+    @cached_property
+    def gpu_ends(self):
+        """embed and heads for a GPU, where they are worth compiling: for few launches."""
+        ends = self.embed, self.heads
+        if self.fusion.enable_torch_compile:
+            ends = (torch.compile(end, **self.compile_options()) for end in ends)
+        return tuple(ends)
 
     def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
                 coords=None, coord_mask=None, extra_msa=None, only_loss=False):
@@ -588,59 +494,70 @@ class TinyOpenFoldV2(nn.Module):
         msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3) in Å with coord_mask (B, S).
         Returns a dict: unless only_loss, distances (B, S, S; Å), contact_probability (B, S, S),
         distogram_logits, msa_repr, pair_repr; with targets, loss and its parts."""
-        attention.prepare_flex_attention(msa_tokens.device)
-        kind, rows = self.config.coevolution, msa_tokens if extra_msa is None else extra_msa
-        features = [] if kind == "none" else [coevolution.pair_features(rows.long(), kind, seq_mask)]
-        features = [self.ranks.own(whole, 1) for whole in features]
-        embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)  # for few launches
+        attention_choice.prepare_flex_attention(msa_tokens.device)
         target = msa_tokens[:, 0] if target_tokens is None else target_tokens
-        msa, pair = embed(msa_tokens, target, *features)
-        for n, block in enumerate(self.blocks, 1):  # of several the last is kept: backward begins with it
-            on = self.fusion.enable_activation_checkpointing and not 1 < n == len(self.blocks)
-            msa, pair = recomputed(on, block, msa, pair, seq_mask, row_mask, random=self.config.dropout > 0)
+        features = None
+        if self.config.coevolution != "none":  # outside of compiled code, in float32
+            rows = msa_tokens if extra_msa is None else extra_msa
+            features = coevolution.pair_features(rows.long(), self.config.coevolution, seq_mask)
+        embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)
+        msa, pair = embed(msa_tokens, target, features)
+        msa, pair = self.run_blocks(msa, pair, seq_mask, row_mask)
         return heads(msa, pair, msa_targets, coords, coord_mask, only_loss)
 
     def embed(self, msa_tokens, target, features=None):
-        """(B, N, S) and (B, S) tokens -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
-        own, fused = self.ranks.own(target, 1), self.fusion.enable_projection_fusion
-        msa = summed_rows((self.msa_embedding, self.ranks.own(msa_tokens, 2)),
-                          (self.target_embedding, own[:, None]), fused=fused)
+        """(B, N, S) and (B, S) tokens, (B, S, S, FEATURES) -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
+        embed = partial(summed_rows, fused=self.fusion.enable_projection_fusion)
+        msa = embed((self.msa_embedding, msa_tokens), (self.target_embedding, target[:, None]))
         place = torch.arange(target.shape[1], device=target.device)
-        offset = (self.ranks.own(place, 0)[:, None] - place).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        pair = summed_rows((self.left_embedding, own[:, :, None]), (self.right_embedding, target[:, None]),
-                           (self.position_embedding, offset), fused=fused)
+        offset = (place[:, None] - place).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET  # (S, S)
+        pair = embed((self.left_embedding, target[:, :, None]), (self.right_embedding, target[:, None]),
+                     (self.position_embedding, offset))
         if features is not None:
             pair = pair + self.coevolution_embedding(features.to(pair.dtype))
         return msa, pair
 
+    def run_blocks(self, msa, pair, seq_mask, row_mask):
+        for block in self.blocks:
+            msa, pair = block(msa, pair, seq_mask, row_mask)
+        return msa, pair
+
     def heads(self, msa, pair, msa_targets, coords, coord_mask, only_loss=False):
         """What forward returns, from the last block's output."""
-        result, logits = {}, self.distogram_head(pair)  # (B, S, S, 64), not symmetric yet
-        logits = (logits + self.ranks.turn(logits, 1, 2).transpose(1, 2)).to(at_least_float32(logits.dtype))
-        if not only_loss:
+        result, logits = {}, self.symmetric(self.distogram_head(pair))  # (B, S, S, 64), a bin each
+        logits = logits.to(at_least_float32(logits.dtype))
+        if not only_loss:  # not differentiated beside a distogram loss
             with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
                 probability = logits.softmax(dim=-1)
                 result = dict(msa_repr=msa, pair_repr=pair, distogram_logits=logits,
                               distances=probability @ self.centres.to(probability.dtype),
                               contact_probability=probability[..., :CONTACT_BINS].sum(dim=-1))
         if coords is not None:
-            own, own_mask = self.ranks.own(coords, 1), self.ranks.own(coord_mask, 1)
-            true_distances = (own[:, :, None] - coords[:, None]).norm(dim=-1)
-            bins = torch.bucketize(true_distances, self.breaks)  # (B, S, S)
-            known = own_mask[:, :, None] * coord_mask[:, None, :]
+            bins, known = self.distogram_targets(coords, coord_mask)  # (B, S, S)
             nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
-            nll, known = (self.ranks.sum(t.sum(-1).sum()) for t in (nll * known, known))  # at once is slow
-            result["loss"] = result["distogram_loss"] = nll / known.clamp(min=1)
+            nll, pairs = self.total((nll * known).sum(-1)), self.total(known.sum(-1))  # S * S at once is slow
+            result["loss"] = result["distogram_loss"] = nll / pairs.clamp(min=1)
         if msa_targets is not None:
-            letters, own = self.masked_msa_head(msa).flatten(0, 2), self.ranks.own(msa_targets, 2)
-            nll = F.cross_entropy(letters.to(logits.dtype), own.flatten(), reduction="sum")
-            asked = (msa_targets >= 0).sum()
-            result["masked_msa_loss"] = self.ranks.sum(nll) / asked.clamp(min=1)
+            letter_logits = self.masked_msa_head(msa).flatten(0, 2).to(logits.dtype)  # (B * N * S, 23)
+            nll = self.total(F.cross_entropy(letter_logits, msa_targets.flatten(), reduction="sum"))
+            asked = self.total((msa_targets >= 0).sum())
+            result["masked_msa_loss"] = nll / asked.clamp(min=1)
             result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
-            if coords is not None:  # for several ranks: summands of the loss, of loss_counts() each
+            if coords is not None:  # means over loss_counts() each: several processes weigh them by that
                 result["loss_terms"] = torch.stack(
                     [result["distogram_loss"], MASKED_MSA_WEIGHT * result["masked_msa_loss"]])
         return result
+
+    def symmetric(self, logits):  # this and the next two: methods, because they are a twin's to change
+        return logits + logits.transpose(1, 2)
+
+    def distogram_targets(self, coords, coord_mask):
+        """Bins of the true distances, and which are known, (B, S, S) each."""
+        distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
+        return torch.bucketize(distances, self.breaks), coord_mask[:, :, None] * coord_mask[:, None]
+
+    def total(self, x):
+        return x.sum()
 
     @staticmethod
     def loss_counts(msa_targets=None, coords=None, coord_mask=None, **_):

@@ -31,7 +31,7 @@ interrupts.quiet(__name__)
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels.attention import prepare_flex_attention
+from fusion_lab.kernels.library.attention_choice import prepare_flex_attention
 from fusion_lab.measuring.accuracy import shake
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.checkpoints import unpacked
@@ -49,12 +49,9 @@ QUICK = {"tiny": dict(batch=2, seq_len=8, num_seqs=4, msa_dim=16, pair_dim=16, m
 class PeerTriangleAttention(tof.FusedTriangleAttention):
     """Triangle attention whose softmax(q k^T + bias) v is cuEquivariance's."""
 
-    def attention(self, x, axis, key_mask, bias=None, head=None, residual=None, drop=None):
+    def attention(self, x, axis, key_mask=None, bias=None):
         from cuequivariance_torch import triangle_attention
-        assert key_mask is bias is residual is drop is None
-        x = self.layer_norm(x)
-        bias, _ = tof.head_bias(head, x)
-        bias = bias if axis == 2 else bias.mT
+        assert key_mask is None
         q, k, v, gate = self.project(x)
         q, k, v = (self.to_heads(p, axis).contiguous() for p in (q, k, v))
         out = triangle_attention(q, k, v, bias[:, None].float().contiguous())

@@ -26,7 +26,7 @@ interrupts.quiet(__name__)
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from fusion_lab.kernels.attention import NO_BLOCK_MASK, prepare_flex_attention
+from fusion_lab.kernels.library.attention_choice import NO_BLOCK_MASK, prepare_flex_attention
 from fusion_lab.measuring.accuracy import ERROR_FACTOR, TF32_EPSILON
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.cuda_graphs import GraphedStep

@@ -3,7 +3,7 @@
 
     python benchmarks/measure_fusion.py --out OUT              # everything, some minutes
     python benchmarks/measure_fusion.py --out OUT --part compare --shapes "4,64,16" --precisions fp32
-    python benchmarks/measure_fusion.py --render benchmarks/results/fusion.json   # tables into README.md
+    python benchmarks/measure_fusion.py --render OUT/fusion.json           # tables into README.md
 
 Every pair of shape and precision is a process of its own; its variants are interleaved. Writes
 OUT/fusion.json after each; --render puts its tables, and those of further files, between the markers of
@@ -28,13 +28,13 @@ interrupts.quiet(__name__)
 
 import torch
 
-from fusion_lab.measuring.ceilings import ceiling_line
-from fusion_lab.measuring.comparison import compare, release
-from fusion_lab.measuring.comparison_table import table
-from fusion_lab.measuring.predictions import predict_mode, prediction_rows
-from fusion_lab.measuring.roofline import roofline_rows
+from fusion_lab.measuring.bounds.ceilings import ceiling_line
+from fusion_lab.measuring.bounds.predictions import predict_mode, prediction_rows
+from fusion_lab.measuring.bounds.roofline import roofline_rows
+from fusion_lab.measuring.comparison.compare import compare, release
+from fusion_lab.measuring.comparison.table import table
+from fusion_lab.measuring.comparison.variants import ALL, BASELINE, comparison_variants
 from fusion_lab.measuring.tables import aligned, markdown
-from fusion_lab.measuring.variants import ALL, BASELINE, comparison_variants
 from fusion_lab.profiler.session import run_session
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, exit_code, finite, require_directory, write_json, write_text

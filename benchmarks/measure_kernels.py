@@ -6,11 +6,11 @@
 A row is one operation, size S (c 128, 4 heads, bf16; outer product: h 32, N 64 if not named) and
 implementation: ours, plain PyTorch, the same under torch.compile; for attention FlexAttention, SDPA, and
 cuEquivariance's and trifast's where they are installed; for a whole attention sub-layer its projections
-compiled round our attention ("core"); for the outer product the re-associated sums ("reordered"), and the
-library's products but for the projection and those two whose results it would copy, which are ours
-("layout"). Gates, key masks, LayerNorms and residuals are inside, whatever the implementation; the
-projections round attention in sub-layers alone. Forward and backward are one CUDA graph; all implementations
-of a size take turns. Errors are judged against float64: at most three times plain PyTorch's in the same
+compiled round our attention ("core"); for the outer product the re-associated sums ("reordered") and, as
+ours, the library's products but for the projection and those two whose results it would copy ("layout").
+Gates, key masks, LayerNorms and residuals are inside, whatever the implementation; the projections round
+attention in sub-layers alone. Forward and backward are one CUDA graph; all implementations of a size take
+turns. Errors are judged against float64: at most three times plain PyTorch's in the same
 precision, and two roundings of the largest element.
 Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not accurate.
 """
@@ -34,16 +34,13 @@ require_packages("measure_kernels.py", "torch", "triton")
 import torch
 import torch.nn.functional as F
 
-from fusion_lab.kernels import (
-    attention_layer,
-    biased_attention,
-    outer_layout,
-    outer_product,
-    transition,
-    triangle_multiplication,
-    tuner,
-)
-from fusion_lab.kernels.attention import flex_attend, prepare_flex_attention
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.attention import layer as attention_layer
+from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.library.attention_choice import flex_attend, prepare_flex_attention
+from fusion_lab.kernels.outer_product_mean import layout as outer_layout
+from fusion_lab.kernels.transition import layer as transition_layer
+from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.cuda_graphs import GraphedStep
@@ -56,7 +53,7 @@ OURS, CHANNELS, HEADS = ("ours", "layout"), 128, 4
 def attention_implementations(axis):
     """{name: function(packed (1, S, S, 4 c), gate_bias (c,), bias (1, H, S, S), keys (1, S))}"""
     def parts(packed):
-        return biased_attention.views([packed], HEADS, axis, True)
+        return attention_operator.views([packed], HEADS, axis, True)
 
     def gated(out, gate, gate_bias):
         out = out * (gate + gate_bias.view(HEADS, 1, -1)).sigmoid()
@@ -64,18 +61,18 @@ def attention_implementations(axis):
 
     def plain(packed, gate_bias, bias, keys):
         q, k, v, g = parts(packed)
-        return gated(biased_attention.reference(q, k, v, bias, keys), g, gate_bias)
+        return gated(attention_operator.reference(q, k, v, bias, keys), g, gate_bias)
 
     def flex(packed, gate_bias, bias, keys):
         q, k, v, g = parts(packed)
-        bias = bias.masked_fill(~keys[:, None, None, :], biased_attention.MASKED)
+        bias = bias.masked_fill(~keys[:, None, None, :], attention_operator.MASKED)
         return gated(flex_attend(q, k, v, bias), g, gate_bias)
 
     def ours(packed, gate_bias, bias, keys):
-        return biased_attention.gated_attention([packed], HEADS, axis, bias, keys, gate_bias)
+        return attention_operator.gated_attention([packed], HEADS, axis, bias, keys, gate_bias)
     def sdpa(packed, gate_bias, bias, keys):
         q, k, v, g = parts(packed)
-        mask = bias.masked_fill(~keys[:, None, None, :], biased_attention.MASKED)[:, None]
+        mask = bias.masked_fill(~keys[:, None, None, :], attention_operator.MASKED)[:, None]
         mask = mask.expand(-1, q.shape[1], -1, -1, -1).flatten(0, 1)  # SDPA's kernels want it for every row
         out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)
         return gated(out.unflatten(0, q.shape[:2]), g, gate_bias)
@@ -107,8 +104,8 @@ def layer_implementations(axis):
     def core(x, keys, head_weight, norm, norm_bias, weight, gate_bias, out_weight, out_bias):
         y = F.layer_norm(x, x.shape[-1:], norm, norm_bias)
         bias = F.linear(y, head_weight).permute(0, 3, 1, 2)
-        og = biased_attention.gated_attention([F.linear(y, weight)], HEADS, axis,
-                                              bias.mT if axis == 1 else bias, keys, gate_bias)
+        og = attention_operator.gated_attention([F.linear(y, weight)], HEADS, axis,
+                                                bias.mT if axis == 1 else bias, keys, gate_bias)
         return x + F.linear(og, out_weight, out_bias)
     plain = with_function(attention_layer.reference)
     return dict(plain=plain, compiled=plain, core=core, ours=with_function(attention_layer.attention_layer))
@@ -124,8 +121,7 @@ def layer_tensors(size, normal):
 def outer_implementations():
     """{name: function(left, right (B, N, S, h), weight (c, h*h), bias (c,), pair (B, S, S, c))}"""
     def plain(left, right, weight, bias, pair):
-        norm = left.new_full(left.shape[:1], left.shape[1])
-        return outer_product.reference(left, right, weight, bias, norm, pair)
+        return outer_layout.reference(left, right, weight, bias, 1 / left.shape[1], pair)
 
     def reordered(left, right, weight, bias, pair):
         h, found = left.shape[-1], []
@@ -137,11 +133,7 @@ def outer_implementations():
 
     def layout(left, right, weight, bias, pair):
         return outer_layout.outer_layout(left, right, weight, bias, 1 / left.shape[1], pair)
-
-    def ours(left, right, weight, bias, pair):
-        norm = left.new_full(left.shape[:1], left.shape[1], dtype=torch.float32)
-        return outer_product.outer_product(left, right, weight, bias, norm, pair)
-    return dict(plain=plain, compiled=plain, reordered=reordered, layout=layout, ours=ours)
+    return dict(plain=plain, compiled=plain, reordered=reordered, layout=layout)
 
 
 def outer_tensors(samples, rows, size, normal):
@@ -167,8 +159,8 @@ def multiplication_implementations(outgoing):
         def run(pair, seq_mask, *weights):
             return function(pair, *weights, mask=seq_mask, outgoing=outgoing, residual=pair)
         return run
-    plain = with_function(triangle_multiplication.reference)
-    ours = with_function(triangle_multiplication.triangle_multiplication)
+    plain = with_function(triangle_operator.reference)
+    ours = with_function(triangle_operator.triangle_multiplication)
     return dict(plain=plain, compiled=plain, ours=ours)
 
 
@@ -186,8 +178,8 @@ def transition_implementations():
     """{name: function(x (1, S, S, c), *weights and biases) -> (1, S, S, c)}"""
     def with_function(function):
         return lambda x, *weights: function(x, *weights, 1e-5, residual=x)
-    plain = with_function(transition.reference)
-    return dict(plain=plain, compiled=plain, ours=with_function(transition.transition))
+    plain = with_function(transition_layer.reference)
+    return dict(plain=plain, compiled=plain, ours=with_function(transition_layer.transition_layer))
 
 
 def transition_tensors(size, normal):

@@ -59,15 +59,12 @@ RUNGS = {
     "+ transition fusion": f"{MASTERS} --enable-projection-fusion --enable-transition-fusion",
     "best": BEST,  # + combo kernels
     "best, triton attention": f"{BEST} --enable-triton-attention",
-    "ultra": f"{BF16} --enable-ultra",  # + triangle multiplication, + projections round attention
-    "ultra, no triton projection": f"{BF16} --enable-ultra --disable-triton-projection",
-    "ultra, triton transition": f"{BF16} --enable-ultra --enable-triton-transition",
-    "ultra, triton outer product": f"{BF16} --enable-ultra --enable-triton-outer-product",
+    "ultra": f"{BF16} --enable-ultra",  # + all other kernels
+    "ultra, no triton attention": f"{BF16} --enable-ultra --disable-triton-attention",
     "ultra, no triton outer layout": f"{BF16} --enable-ultra --disable-triton-outer-layout",
     "ultra, no triton relu": f"{BF16} --enable-ultra --disable-triton-relu",
     "ultra, no triton weight gradients": f"{BF16} --enable-ultra --disable-triton-weight-gradients",
     "ultra, no triton adamw": f"{BF16} --enable-ultra --disable-triton-adamw",
-    "ultra, no triton sums": f"{BF16} --enable-ultra --disable-triton-sums",
     "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
     "ultra, selective checkpointing": f"{BF16} --enable-ultra --enable-selective-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",

@@ -31,9 +31,9 @@ import torch
 from fusion_lab.measuring import turns
 from fusion_lab.measuring.accuracy import compare_numerics
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
-from fusion_lab.measuring.collectives import OF_GPUS, kind_of
 from fusion_lab.measuring.probe import Findings, peak_megabytes, probe
 from fusion_lab.measuring.tables import cell, markdown
+from fusion_lab.measuring.trace.collectives import OF_GPUS, kind_of
 from fusion_lab.training import distributed
 from fusion_lab.training.feeding import batch_of, to_device
 from fusion_lab.training.files import OUT_OF_MEMORY, UserError, require_directory, write_json
@@ -46,8 +46,7 @@ BF16 = "--use-amp --amp-dtype bfloat16 --enable-activation-checkpointing"
 SIZES = "--batch-size 1 --num-seqs 128 --msa-dim 256 --msa-heads 8 --num-blocks 4"
 QUICK = "--batch-size 1 --num-seqs 6 --msa-dim 16 --pair-dim 16 --msa-heads 2 --pair-heads 2 --num-blocks 1"
 EAGER = f"{BF16} --enable-master-weights --enable-triton-attention"
-FLAGS = {"accuracy": f"{BF16} --enable-triton-attention --enable-triton-transition "
-                     "--enable-triton-projection",
+FLAGS = {"accuracy": f"{BF16} --enable-triton-attention --enable-triton-relu",
          "steps": f"{EAGER} --enable-cuda-graphs", "compiled": f"{BF16} --enable-all-fusion",
          "longest": EAGER}
 GOAL = 0.6       # of one GPU's peak, on two
@@ -94,7 +93,7 @@ def measured(settings, world, device, steps):
         row.update(median_ms=median, p20_ms=p20, p80_ms=p80, collectives_ms=collectives(trainer, batch))
     on_gpu = device.type == "cuda"
     found = Findings({}, 0, peak=trainer.graph.peak if trainer.graph else None) if on_gpu else probe(
-        trainer, batch, False, flops=1)
+        trainer, batch, count_launches=False)
     row["peak_mb"] = max(world.gather(peak_megabytes(device, found)))
     return row
 

@@ -7,8 +7,8 @@
 Weak scaling: every GPU has the batch that the one had. Strong scaling: a batch of 8, on one GPU, and split
 among all. On one GPU all sizes compile at the same time and are timed one by one; runs of several follow,
 by torchrun, with the compiler's cache. Then all-reduces of several sizes, from which steps on 8 and 64 GPUs
-are predicted, on paper (fusion_lab/measuring/scaling.py). Writes OUT/scaling.json; exit code 1 if a run
-failed.
+are predicted, on paper (fusion_lab/measuring/bounds/scaling.py). Writes OUT/scaling.json; exit code 1 if a
+run failed.
 """
 import argparse
 import json
@@ -28,8 +28,8 @@ interrupts.quiet(__name__)
 
 import torch
 
+from fusion_lab.measuring.bounds.scaling import Link, gpu_rows, step_on
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
-from fusion_lab.measuring.scaling import Link, gpu_rows, step_on
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.measuring.turns import Guest
 from fusion_lab.training import distributed

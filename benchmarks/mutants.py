@@ -63,10 +63,12 @@ AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers 
 SESSION = "session_figures profiler_session profiling"
 COMPARISON = "sums_by_hand comparison_figures comparison profiling"
 STUDY = "sums_by_hand study_figures study_report study_files performance_study"
-TESTS = {  # file: which tests/test_*.py are meant to notice
+TESTS = {  # file: which tests/test_*.py, tests/FOLDER/test_*.py are meant to notice
     "tiny_openfold_v2.py": "model_by_hand numbers_by_hand steps evoformer training",
     "proteins/batches.py": "batches coevolution learning training",
     "proteins/synthetic.py": "batches training",
+    "proteins/fast_evoformer.py": "proteins/fast_evoformer evoformer sequence_parallel",
+    "proteins/splitting.py": "proteins/fast_evoformer sequence_parallel",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
     "proteins/files.py": "sums_by_hand protein_data prediction",
     "fusion_lab/training/checkpoints.py": "checkpoints_by_hand checkpoints choices learning training",
@@ -75,8 +77,8 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "fusion_lab/training/torchrun.py": "ranks_by_hand ends_by_hand distributed",
     "fusion_lab/training/distributed.py": "ranks_by_hand ends_by_hand distributed",
     "fusion_lab/training/watch.py": "ends_by_hand distributed",
-    "fusion_lab/measuring/collectives.py": "exchanges_by_hand distributed",
-    "fusion_lab/measuring/scaling.py": "exchanges_by_hand distributed",
+    "fusion_lab/measuring/trace/collectives.py": "exchanges_by_hand distributed",
+    "fusion_lab/measuring/bounds/scaling.py": "exchanges_by_hand distributed",
     "proteins/coevolution.py": "coevolution learning", "proteins/yardsticks.py": "yardsticks",
     "proteins/homology.py": "homology", "proteins/prediction.py": "prediction",
     "fusion_lab/training/recipe.py": "choices learning",
@@ -86,18 +88,18 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
     "fusion_lab/measuring/metrics.py": "summary_figures start",
     "fusion_lab/measuring/summary.py": "summary_figures training",
-    "fusion_lab/measuring/trace.py": "trace profiler_session",
+    "fusion_lab/measuring/trace/trace.py": "trace profiler_session",
     "fusion_lab/profiler/report.py": SESSION,
-    "fusion_lab/measuring/retune.py": "tuner", "fusion_lab/measuring/patterns.py": "fusion_patterns",
-    "fusion_lab/measuring/sizes.py": "predictions profiler_session",
-    "fusion_lab/kernels/attention.py": "choices evoformer numbers_by_hand tuner",
+    "fusion_lab/measuring/retune.py": "tuner", "companions/patterns.py": "fusion_patterns",
+    "fusion_lab/measuring/bounds/sizes.py": "predictions profiler_session",
+    "fusion_lab/kernels/library/attention_choice.py": "choices evoformer numbers_by_hand tuner",
     **{f"fusion_lab/kernels/{name}.py": "choices tuner evoformer numbers_by_hand" for name in (
-        "custom_gradients", "limits", "precision", "triton", "tuner")},
-    **{f"fusion_lab/measuring/{name}.py": SESSION for name in ("analysis", "attribution")},
-    "fusion_lab/measuring/comparison.py": f"comparing_by_hand {COMPARISON}",
-    **{f"fusion_lab/measuring/{name}.py": COMPARISON for name in (
-        "comparison_rows", "comparison_table", "worth")},
-    **{f"fusion_lab/measuring/{name}.py": "predictions profiling profiler_session" for name in (
+        "library/custom_gradients", "limits", "precision", "dispatch", "tuner")},
+    **{f"companions/kernels/{name}.py": "choices tiny_llama" for name in ("dispatch", "limits")},
+    **{f"fusion_lab/measuring/trace/{name}.py": SESSION for name in ("analysis", "attribution")},
+    "fusion_lab/measuring/comparison/compare.py": f"comparing_by_hand {COMPARISON}",
+    **{f"fusion_lab/measuring/comparison/{name}.py": COMPARISON for name in ("rows", "table", "worth")},
+    **{f"fusion_lab/measuring/bounds/{name}.py": "predictions profiling profiler_session" for name in (
         "ceilings", "predictions", "roofline")},
     **{f"fusion_lab/measuring/{name}.py": "profiling numbers_by_hand evoformer profiler_session" for name in (
         "clocks", "counters", "probe")},
@@ -105,6 +107,12 @@ TESTS = {  # file: which tests/test_*.py are meant to notice
         "recommendation", "regression", "results", "statistics", "summary")},
     **{f"fusion_lab/rocm/{name}.py": f"rocm_story sums_by_hand {AMD}" for name in (
         "kernel_summary records rocprof_compute rocprof_sys rocprofv3 session timeline").split()}}
+
+
+def test_file(name):
+    """"proteins/batches" -> "tests/proteins/test_batches.py" """
+    folder, _, module = name.rpartition("/")
+    return f"tests/{folder}{'/' * bool(folder)}test_{module}.py"
 
 
 def left_out(node):
@@ -175,7 +183,7 @@ class Chosen:
     def takes(self, name):
         """Whether any test of tests/test_<name>.py fits in."""
         return not self.seconds or any(seconds < self.left for test, seconds in self.seconds.items()
-                                       if test.startswith(f"tests/test_{name}.py::"))
+                                       if test.startswith(f"{test_file(name)}::"))
 
     def pytest_collection_modifyitems(self, session, items):
         if self.seconds:
@@ -219,7 +227,7 @@ def exit_code(tests, plugin):
     """pytest's for tests/test_*.py of these names, one after the other until one fails: most mutants are
     killed by the first, and to collect the others takes longer than that."""
     options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tree.parent / "tmp")]
-    codes = (pytest.main([*options, f"tests/test_{name}.py"], [plugin])
+    codes = (pytest.main([*options, test_file(name)], [plugin])
              for name in tests if plugin.takes(name))
     return next((code for code in codes if code not in NOTHING), pytest.ExitCode.OK)
 
@@ -255,7 +263,7 @@ def measure(name):
     found.unlink(missing_ok=True)  # another file's
     ended, used = run([name], 1200, Chosen())
     if not found.exists():
-        print(f"left out, it does not come to its end (code {ended}): tests/test_{name}.py", flush=True)
+        print(f"left out, it does not come to its end (code {ended}): {test_file(name)}", flush=True)
     return json.loads(found.read_text()) if found.exists() else {}, used
 
 

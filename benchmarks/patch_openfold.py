@@ -30,7 +30,8 @@ require_packages("patch_openfold.py", "torch", "triton")
 
 import torch
 
-from fusion_lab.kernels import biased_attention, triangle_multiplication
+from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.cuda_graphs import GraphedStep
@@ -53,7 +54,8 @@ def attention_forward(layer, x, mask=None, *_, **__):
     parts = [linear(x).view(-1, *x.shape[-3:-1], linear.out_features)
              for linear in (mha.linear_q, mha.linear_k, mha.linear_v, mha.linear_g)]
     bias = layer.linear(x).view(-1, *x.shape[-3:-1], layer.no_heads).permute(0, 3, 1, 2)
-    out = biased_attention.gated_attention(parts, layer.no_heads, 2, bias, mask.reshape(-1, *mask.shape[-2:]))
+    out = attention_operator.gated_attention(parts, layer.no_heads, 2, bias,
+                                             mask.reshape(-1, *mask.shape[-2:]))
     out = mha.linear_o(out.view(*x.shape[:-1], -1))
     return out if layer.starting else out.transpose(-2, -3)
 
@@ -65,7 +67,7 @@ def multiplication_forward(layer, z, mask=None, *_, **__):
     inner = [layer.linear_a_p, layer.linear_b_p, layer.linear_a_g, layer.linear_b_g]
     weight, bias = (torch.cat([getattr(linear, kind) for linear in inner]) for kind in ("weight", "bias"))
     before, behind = layer.layer_norm_in, layer.layer_norm_out
-    out = triangle_multiplication.triangle_multiplication(
+    out = triangle_operator.triangle_multiplication(
         pair, before.weight, before.bias, weight, bias, behind.weight, behind.bias, layer.linear_z.weight,
         layer.linear_z.bias, layer.linear_g.weight, layer.linear_g.bias, mask, layer._outgoing,
         getattr(before, "eps", 1e-5))

@@ -6,18 +6,19 @@
     python companions/fusion_patterns.py --retune             # first find the best tiles for this GPU
     python companions/fusion_patterns.py --targets "sm_90 gfx90a gfx942 gfx950"
 
-Plain PyTorch, torch.compile, our Triton kernels (fusion_lab/kernels/pattern_*.py, forward and backward), the
+Plain PyTorch, torch.compile, our Triton kernels (companions/kernels/pattern_*.py, forward and backward), the
 library's own fused operation, Liger's kernels if they are installed: held against float64, then timed by
 turns, with the bytes that have to be moved and registers beside time. From this a verdict for each pattern,
 FUSE, LIBRARY or DON'T, and six claims that articles on fusion make, beside what was measured. Without a GPU
 our kernels are compiled for GPUs that are not here: the register ladder shows where a row no longer fits.
 
-Reading order: PATTERNS, measure and verdict in fusion_lab/measuring/patterns.py, claims, ladder.
+Reading order: PATTERNS, measure and verdict in companions/patterns.py, claims, ladder.
 """
 import contextlib
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from fusion_lab.training import interrupts
@@ -27,18 +28,20 @@ interrupts.quiet(__name__)
 import torch
 import torch.nn.functional as F
 
-from fusion_lab.kernels import pattern_references as references
-from fusion_lab.kernels.custom_gradients import LinearReLU
+from companions.kernels import pattern_references as references
+from companions.patterns import Pattern, measure, resources, times, verdict
+from fusion_lab.kernels.library.custom_gradients import LinearReLU
 from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.measuring.ceilings import copy_ceiling, matmul_ceiling
-from fusion_lab.measuring.patterns import Pattern, measure, resources, times, verdict
+from fusion_lab.measuring.bounds.ceilings import copy_ceiling, matmul_ceiling
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.training import files
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device, keep_freed_memory, system_info
+from fusion_lab.training.reporting import print_result
 
 if HAS_TRITON:
-    from fusion_lab.kernels import ahead_of_time, pattern_linear, pattern_norms, pattern_softmax, tuner
+    from companions.kernels import pattern_linear, pattern_norms, pattern_softmax
+    from fusion_lab.kernels import ahead_of_time, tuner
 
 # --------------------------------------------------------------------------------------------------------
 # The patterns: what they compute, and every way to write it
@@ -149,9 +152,12 @@ def claims(results, steps, copy):
             return "not measured"
         end, found = "_both" * both, times(by[name])
         before, after = by[name]["plain_bytes" + end], by[name]["least_bytes" + end]
+        traffic = f"bytes {before / 1e6:.1f} -> {after / 1e6:.1f} MB (weights included)"
+        plain = found.pop("plain")
+        if not found:
+            return f"{traffic}; step not compared, only plain code ran"
         best = min(found, key=lambda way: found[way]["median"])
-        return (f"bytes {before / 1e6:.1f} -> {after / 1e6:.1f} MB (weights included); step "
-                f"{found['plain']['median'] / found[best]['median']:.2f}x ({best})")
+        return f"{traffic}; step {plain['median'] / found[best]['median']:.2f}x ({best})"
 
     def near(name):
         if name not in by:
@@ -275,6 +281,8 @@ def arguments_of(argv):
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (default: off)")
     parser.add_argument("--no-ladder", action="store_true", help="no register ladder (default: off)")
     parser.add_argument("--retune", action="store_true", help="measure our kernels' tiles (default: off)")
+    parser.add_argument("--json", action="store_true",
+                        help="end with one line of JSON on a terminal, too (default: off)")
     parser.add_argument("--profile-dir", default="./pytorch_profiles_v2", metavar="DIR",
                         help="where results go (default: %(default)s)")
     options = parser.parse_args(argv)
@@ -334,7 +342,11 @@ def run(argv):
         claims=[dict(claim=claim, measured=seen) for claim, seen in found])))
     wrong = [f"{result['name']} {way['name']}" for result in results for way in result["ways"]
              if (way["reason"] or "").startswith("wrong")]
-    print(f"Results: {path}" + (f"; WRONG: {', '.join(wrong)}" if wrong else ""))
+    if wrong:
+        print(f"WRONG: {', '.join(wrong)}")
+    verdicts = {result["name"]: result["verdict"][0] for result in results}
+    print_result(dict(mode="fusion_patterns", verdicts=verdicts, wrong=wrong), path,
+                 SimpleNamespace(profiler=options))
     return files.FAILED if wrong else 0
 
 

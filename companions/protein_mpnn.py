@@ -87,8 +87,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from fusion_lab.kernels import triton
-from fusion_lab.kernels.custom_gradients import recomputed, stored
+from companions.kernels import dispatch
+from fusion_lab.kernels.library.custom_gradients import recomputed, stored
 from fusion_lab.kernels.precision import at_least_float32
 from proteins import designs
 from proteins.files import UNKNOWN
@@ -105,7 +105,7 @@ class Graph(NamedTuple):
     """Which rows of a table a residue hears."""
     index: torch.Tensor    # (B, L, k)
     attends: torch.Tensor  # (B, L, k, 1), 0 for a neighbour that is not there
-    leading: tuple | None  # triton.incoming(index), where the message kernel runs
+    leading: tuple | None  # dispatch.incoming(index), where the message kernel runs
 
 
 def gather(table, index):
@@ -127,7 +127,7 @@ def first_layer(layer, h_V, h_E, table, graph, split, projected=None):
         own, table = F.linear(h_V, own, layer.bias), F.linear(table, other)
         edges = F.linear(h_E, edge) if projected is None else projected
         if graph.leading:
-            return triton.message_layer(own, edges, table, graph.index, graph.leading)
+            return dispatch.message_layer(own, edges, table, graph.index, graph.leading)
         return F.gelu(own[:, :, None] + gather(table, graph.index) + edges)
     neighbours = gather(table, graph.index)
     own_rows = h_V[:, :, None].expand(*neighbours.shape[:-1], -1)
@@ -161,7 +161,7 @@ class Messages(nn.Module):
         """(B, L, D), the sum over neighbours."""
         x = first_layer(self.W1, h_V, h_E, table, graph, self.split, projected)  # (B, L, k, D)
         if graph.leading:
-            return self.third_layer(triton.linear_gelu_sum(x, self.W2, graph.attends[..., 0]), graph)
+            return self.third_layer(dispatch.linear_gelu_sum(x, self.W2, graph.attends[..., 0]), graph)
         x = F.gelu(self.W2(x))
         if self.aggregate:
             return self.third_layer((graph.attends * x).sum(2), graph)
@@ -190,7 +190,7 @@ class EncLayer(Messages):
         """h_V (B, L, D), h_E (B, L, k, D), graph into n residues, mask (B, L)."""
         h_V = self.update(h_V, self.message(h_V, h_E, h_V.flatten(0, 1), graph), mask)
         x = first_layer(self.W11, h_V, h_E, h_V.flatten(0, 1), graph, self.split)
-        x = self.W13(triton.linear_gelu(x, self.W12) if graph.leading else F.gelu(self.W12(x)))
+        x = self.W13(dispatch.linear_gelu(x, self.W12) if graph.leading else F.gelu(self.W12(x)))
         return h_V, self.norm3(h_E + self.dropout(x))
 
 
@@ -307,8 +307,8 @@ class ProteinMPNN(nn.Module):
                           random=self.config.dropout > 0)
 
     def graph(self, index, attends, h_E, rows):
-        kernel = self.fusion.enable_message_kernel and triton.hears(h_E)
-        return Graph(index, attends, triton.incoming(index, rows) if kernel else None)
+        kernel = self.fusion.enable_message_kernel and dispatch.hears(h_E)
+        return Graph(index, attends, dispatch.incoming(index, rows) if kernel else None)
 
     def encode(self, X, mask, residue_idx, chain, E_idx=None):
         """Residues h_V, edges h_E, the graph into all n residues."""
@@ -401,7 +401,7 @@ class BucketTrainer(Trainer):
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="protein_mpnn", suffix="protein_mpnn", model=ProteinMPNN,
     trainer=BucketTrainer, open_source=partial(designs.Designs, buckets=BUCKETS),
-    check_batch=designs.masked_batch, defined=designs.defined, instead=designs.design, flops_vary=True,
+    check_batch=designs.masked_batch, defined=designs.defined, instead=designs.design,
     tiny=dict(hidden_dim=32, num_layers=1, neighbors=8, seq_len=24),
     sublayers=("features", "W_e", "encoder", "decoder_edges", "decoder"),
     blocks=lambda settings: settings.model.num_layers, evaluate=designs.evaluate, evaluation_name="recovery",

@@ -21,7 +21,7 @@ from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
-from fusion_lab.kernels.limits import idle_pointwise, idle_ultra
+from companions.kernels.limits import idle_pointwise, idle_ultra
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import CommandLine, Program
@@ -106,13 +106,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 import ultra_block
 
-from fusion_lab.kernels import triton
-from fusion_lab.kernels.attention import causal_kernel
-from fusion_lab.kernels.chunked_loss import ChunkedLoss
-from fusion_lab.kernels.custom_gradients import recomputed
-from fusion_lab.kernels.packing import PackedProjections
+from companions import text
+from companions.kernels import dispatch
+from fusion_lab.kernels.library.attention_choice import causal_kernel
+from fusion_lab.kernels.library.chunked_loss import ChunkedLoss
+from fusion_lab.kernels.library.custom_gradients import recomputed
+from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import at_least_float32
-from fusion_lab.measuring import text
 from fusion_lab.training.checkpoints import put
 from fusion_lab.training.models import put_weights, read_weights
 from fusion_lab.training.recipe import average
@@ -164,8 +164,8 @@ class FusedQKVAttention(PackedProjections):
 
     def forward(self, x, angles):
         """x (B, S, c)"""
-        if self.fusion.enable_pointwise_kernel and self.active and triton.takes_elements(x):
-            q, k, v = triton.rotary(self.qkv_proj(x), angles, *self.widths.values())
+        if self.fusion.enable_pointwise_kernel and self.active and dispatch.takes_elements(x):
+            q, k, v = dispatch.rotary(self.qkv_proj(x), angles, *self.widths.values())
         else:
             q, k, v = (p.unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.project(x))
             q, k = rotate(q, angles), rotate(k, angles)  # (B, H, S, D), (B, G, S, D)
@@ -191,8 +191,8 @@ class FusedSwiGLU(PackedProjections):
         self.down_proj = nn.Linear(wide, c, bias=False)
 
     def forward(self, x):
-        if self.fusion.enable_pointwise_kernel and self.active and triton.takes_elements(x):
-            return self.down_proj(triton.swiglu(self.gate_up_proj(x)))
+        if self.fusion.enable_pointwise_kernel and self.active and dispatch.takes_elements(x):
+            return self.down_proj(dispatch.swiglu(self.gate_up_proj(x)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)
 

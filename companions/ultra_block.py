@@ -3,7 +3,7 @@
     python companions/tiny_llama.py --compare-ultra                       # on a GPU with Triton
     python companions/tiny_llama.py --use-amp --enable-ultra-block        # train with it
 
-Forward is fusion_lab/kernels/ultra_block.py, one persistent kernel. Backward runs the block again by its
+Forward is companions/kernels/ultra_block.py, one persistent kernel. Backward runs the block again by its
 ordinary fused path and differentiates that: exact for every parameter, one more forward pass, and the memory
 of activation checkpointing. The comparison prints the lines of this family's "V4" text, for its four shapes,
 forward and whole training step, and always beside the CUDA graph of the fused model and torch.compile: an
@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import torch
 
-from fusion_lab.kernels import triton
+from fusion_lab.kernels import dispatch
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.measuring.accuracy import compare_numerics
@@ -44,12 +44,12 @@ def prepare(block, angles, enabled):
 
 
 def runs(x):
-    return triton.runs(x)
+    return dispatch.runs(x)
 
 
 def launch(block, x):
     """block.plain(x, angles) in one kernel."""
-    from fusion_lab.kernels import ultra_block as kernels
+    from companions.kernels import ultra_block as kernels
     attention, mlp, dtype = block.self_attn, block.mlp, product_dtype(x)
     weights = kernels.Weights(
         block.input_layernorm.weight, attention.packed("q_proj", "k_proj", "v_proj")[0],

@@ -6,7 +6,7 @@ hidden tensors on the chip and compute them again in backward. `pair` is one pas
 one over the MSA tensor. Real kernels move 4 to 6 times as much, which is what fusion is about. A tensor that
 stays in a cache can be faster than this bound: at small sizes, look at the launches instead.
 """
-from fusion_lab.measuring.ceilings import element_bytes
+from fusion_lab.measuring.bounds.ceilings import element_bytes
 from fusion_lab.training.program import Cost
 from proteins.files import TOKENS
 
@@ -22,6 +22,9 @@ def costs(settings):
     m, p = b * n * s, b * s * s  # positions of the MSA tensor and of the pair tensor
     msa, pair, hidden = m * cm * element, p * cz * element, m * h * element
     row_bias, pair_bias = (p * heads * element for heads in (config.msa_heads, config.pair_heads))
+    outer = 2 * p * n * h * h + 2 * p * h * h * cz  # the product of all rows, then the projection
+    if settings.fusion.reassociates(b, n, s):
+        outer = 2 * m * h * h * cz + 2 * p * n * h * cz
     triangle = Cost(12 * p * cz * cz + 2 * p * s * cz, 9 * pair, 15 * pair)
     attention = Cost(10 * p * cz * cz + 2 * p * cz * config.pair_heads + 4 * p * s * cz,
                      11 * pair + 2 * pair_bias, 18 * pair + 3 * pair_bias)
@@ -30,7 +33,7 @@ def costs(settings):
                                11 * msa + pair + 2 * row_bias, 18 * msa + 2 * pair + 3 * row_bias),
         msa_column_attention=Cost(10 * m * cm * cm + 4 * m * n * cm, 11 * msa, 18 * msa),
         msa_transition=Cost(16 * m * cm * cm, 2 * msa, 3 * msa),
-        outer_product_mean=Cost(4 * m * cm * h + 2 * p * n * h * h + 2 * p * h * h * cz,
+        outer_product_mean=Cost(4 * m * cm * h + outer,
                                 pair + msa + 4 * hidden, pair + 3 * msa + 6 * hidden),
         triangle_mult_outgoing=triangle, triangle_mult_incoming=triangle,
         triangle_attn_starting=attention, triangle_attn_ending=attention,

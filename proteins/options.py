@@ -1,7 +1,7 @@
 """Options of training on proteins: where they come from, which are held out, what is drawn. No torch."""
 from dataclasses import dataclass
 
-from fusion_lab.kernels.limits import SWITCH, idle_kernels, takes
+from fusion_lab.kernels.limits import idle_kernels
 from fusion_lab.training import options
 from fusion_lab.training.options import option
 
@@ -93,51 +93,56 @@ class DesignTraining(Families):
             self.require(name, needed)
 
 
+COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/LOG.md)
+
+
 @dataclass(frozen=True)
 class TritonSwitches(options.Switches):
     """Triton kernels of this project, for a GPU (docs/kernels.md)."""
-    enable_triton_attention: bool = option(False, "attention and its gate", ultra=True, rung=8)
+    enable_triton_attention: bool = option(False, "attention, its gate and, where widths fit, the whole "
+                                           "sub-layer round it", ultra=True, rung=8)
     enable_triton_triangle: bool = option(False, "triangle multiplication round GEMMs", ultra=True, rung=9)
     enable_triton_outer_layout: bool = option(False, "outer product mean, not re-associated: no copies of "
                                               "its (S, S, h*h) tensors", ultra=True, rung=10)
     enable_triton_relu: bool = option(False, "transitions: ReLU, its gradient and more in the kernels of "
                                       "their products", ultra=True, rung=11)
-    enable_triton_projection: bool = option(False, "LayerNorm, projections, residual round triton-attention",
-                                            ultra=True, rung=12)
-    enable_triton_weight_gradients: bool = option(False, "a block's small gradients together", ultra=True,
-                                                  rung=13, alone=False)
-    enable_triton_sums: bool = option(False, "a block's small sums together", ultra=True, rung=14,
-                                      alone=False)
-    enable_triton_transition: bool = option(False, "transitions without a hidden tensor", rung=16)
-    enable_triton_outer_product: bool = option(False, "outer product mean with its projection, the "
-                                               "(S, S, h*h) tensor never in memory", rung=17)
+    enable_triton_weight_gradients: bool = option(False, "a block's small gradients and sums together",
+                                                  ultra=True, rung=12, alone=False)
+
+    RETIRED = dict(enable_triton_projection="enable_triton_attention",
+                   enable_triton_sums="enable_triton_weight_gradients",
+                   enable_triton_transition=None, enable_triton_outer_product=None)
+    INSTEAD = "--enable-selective-checkpointing saves more memory"
+
+    def combo_kernels_at(self, seq_len):
+        return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
 
     def idle(self, settings, on_gpu):
-        c, found = settings.model, super().idle(settings, on_gpu)
-        if self.enable_triton_projection and not self.enable_triton_attention:
-            found.append("triton-projection works round triton-attention")
-        if not self.enable_torch_compile:
-            found += [f"triton-{name} needs torch.compile" for name, on in (
-                ("weight-gradients", self.enable_triton_weight_gradients),
-                ("sums", self.enable_triton_sums)) if on]
-        if settings.training.sequence_parallel > 1:
-            found += [f"{name} takes whole pair tensors, not a GPU's part of one" for name, on in (
-                ("triton-triangle", self.enable_triton_triangle),
-                ("triton-outer-product", self.enable_triton_outer_product),
-                ("triton-outer-layout", self.enable_triton_outer_layout)) if on]
-        for name, other, widths in (
-                ("outer_layout", "outer_product", [(c.outer_product_dim, c.pair_dim)]
-                 * (settings.training.sequence_parallel == 1)),
-                ("relu", "transition", [c.msa_dim, c.pair_dim])):
-            if (getattr(self, f"{SWITCH}{name}") and getattr(self, f"{SWITCH}{other}")
-                    and any(takes(f"{SWITCH}{other}", width) for width in widths)):
-                found.append(f"triton-{name} gives way to triton-{other}".replace("_", "-"))
+        c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
+        asked = self.attention_backend if self.enable_flash_attention else "math"
+        shared = training.sequence_parallel > 1  # a GPU has a part of the pair tensor
+        combos, small = self.enable_combo_kernels, self.combo_kernels_at(c.seq_len)
+        found += [text for text, holds in (
+            ("combo kernels need torch.compile on a GPU",
+             combos and not (self.enable_torch_compile and on_gpu)),
+            (f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues",
+             combos and not small and self.enable_torch_compile and on_gpu),
+            ("--attention-backend is for fused attention",
+             self.attention_backend != "auto" and not self.enable_flash_attention),
+            ("triton-attention gives way to the attention that was asked for",
+             self.enable_triton_attention and asked != "auto"),
+            ("triton-outer-layout is for outer products that are not re-associated",
+             self.enable_triton_outer_layout
+             and self.reassociates(training.batch_size, c.num_seqs, c.seq_len, False)),
+            ("triton-weight-gradients needs torch.compile",
+             self.enable_triton_weight_gradients and not self.enable_torch_compile),
+            ("triton-triangle takes whole pair tensors, not a GPU's part of one",
+             self.enable_triton_triangle and shared),
+            ("triton-outer-layout takes whole pair tensors, not a GPU's part of one",
+             self.enable_triton_outer_layout and shared)) if holds]
         return found + idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
-            enable_triton_triangle=(c.pair_dim,), enable_triton_transition=(c.msa_dim, c.pair_dim),
-            enable_triton_projection=((c.msa_dim, c.msa_heads), (c.pair_dim, c.pair_heads)),
-            enable_triton_outer_product=((c.outer_product_dim, c.pair_dim),),
-            enable_triton_outer_layout=(c.outer_product_dim,),
-            enable_triton_weight_gradients=(c.pair_dim,), enable_triton_sums=(c.pair_dim,),
+            enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),
+            enable_triton_weight_gradients=(c.pair_dim,),
             enable_triton_relu=(c.msa_dim, c.pair_dim)), (c.pair_dim, c.msa_heads),
-            settings.training.use_amp, on_gpu)
+            training.use_amp, on_gpu)

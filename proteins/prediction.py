@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_lab.kernels.precision import amp_dtype
-from fusion_lab.measuring.ceilings import matmul_ceiling
+from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
+from fusion_lab.measuring.bounds.flops import made_in_place
 from fusion_lab.measuring.counters import OpCounter
-from fusion_lab.measuring.roofline import made_in_place
 from fusion_lab.training import files as outputs
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, printable

@@ -3,9 +3,11 @@ import contextlib
 
 import torch
 
-from fusion_lab.kernels import attention, triton
+from fusion_lab.kernels import dispatch
+from fusion_lab.kernels.library import attention_choice
 from fusion_lab.training.files import MISSING, UserError
 from proteins import files
+from proteins.fast_evoformer import Plan
 
 
 @contextlib.contextmanager
@@ -42,15 +44,15 @@ def move_kinks_away(model):
 
 def attention_in_words(model, dtype=None):
     """Which kernels fused attention runs in training in this dtype (default: the weights')."""
-    c, weight, row = model.config, model.distogram_head.weight, model.blocks[0].msa_row_attention
-    msa_width = c.msa_dim // c.msa_heads
-    kernels = attention.in_words(
-        model.fusion.attention_backend, row.triton, weight.is_cuda, dtype or weight.dtype,
+    c, weight = model.config, model.distogram_head.weight
+    msa_width, ours = c.msa_dim // c.msa_heads, Plan.of(model.fusion).attention
+    kernels = attention_choice.in_words(
+        model.fusion.attention_backend, ours, weight.is_cuda, dtype or weight.dtype,
         pair=(c.seq_len, c.pair_dim // c.pair_heads, True), rows=(c.seq_len, msa_width, True),
         columns=(c.num_seqs, msa_width, False))
-    if row.whole and "triton" in kernels:
-        kernels += triton.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
-                                                 pair=(c.pair_dim, c.pair_heads))
+    if "triton" in kernels:
+        kernels += dispatch.projections_by_library(MSA=(c.msa_dim, c.msa_heads),
+                                                   pair=(c.pair_dim, c.pair_heads))
     return kernels
 
 

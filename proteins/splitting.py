@@ -4,42 +4,58 @@ Dynamic axial parallelism (Cheng et al. 2022, FastFold, arXiv:2203.00854). Every
 batch, which is small, and makes its own columns of the alignment's representation and its own rows of the
 pairs'. Samples that cannot be split evenly are padded with missing residues.
 """
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
-from fusion_lab.kernels.exchanges import Ranks
+from fusion_lab.kernels.library.exchanges import Ranks
+from proteins import fast_evoformer
 from proteins.files import GAP
 
-# What stands in the missing residues of each entry of a batch, along its last dimension or that of residues.
-MISSING = dict(msa_tokens=GAP, target_tokens=GAP, extra_msa=GAP, seq_mask=0, msa_targets=-100, coord_mask=0,
+# What pads each entry of a batch, along its dimension of residues
+PADDING = dict(msa_tokens=GAP, target_tokens=GAP, extra_msa=GAP, seq_mask=0, msa_targets=-100, coord_mask=0,
                coords=0)
-WHOLE_PAIRS = ("outer_product_mean", "triangle_mult_outgoing", "triangle_mult_incoming")  # Triton's
 
 
 def split_over(model, group):
     """From now on the ranks of this process group share every sample that they give their copies of model."""
     ranks = Ranks.of(group)
-    for module in model.modules():
-        if hasattr(module, "ranks"):
-            module.ranks = ranks
     for block in model.blocks:
-        for name in WHOLE_PAIRS:
-            getattr(block, name).triton = False
-    model.forward = partial(forward, ranks, model.forward)
+        fast_evoformer.swap_in_twins(block, model.fusion, ranks)
+    fast_evoformer.exempt_the_last(model)  # anew, as all plans are
+    fast_evoformer.swap_in(model, SplitModel)
+    model.ranks = ranks
     return ranks
 
 
-def forward(ranks, own_forward, **batch):
-    """A model's forward for samples of any length. Where no loss is asked for, distances and contacts are
-    whole on every rank; all other tensors are a rank's own part, padded."""
-    residues = batch["msa_tokens"].shape[2]
-    output = own_forward(**padded(batch, -residues % ranks.size))
-    if "loss" in output:
-        return output
-    return output | {key: ranks.gather(output[key], 1)[:, :residues, :residues]
-                     for key in ("distances", "contact_probability")}
+class SplitModel:
+    """A twin of the model (fast_evoformer.py) of which each rank has its columns of msa and rows of pair."""
+
+    def forward(self, msa_tokens, **batch):
+        """For samples of any length. Where no loss is asked for, distances and contacts are whole on every
+        rank; all other tensors are a rank's own part, padded."""
+        residues = msa_tokens.shape[2]
+        output = super().forward(**padded(dict(batch, msa_tokens=msa_tokens), -residues % self.ranks.size))
+        if "loss" in output:
+            return output
+        return output | {key: self.ranks.gather(output[key], 1)[:, :residues, :residues]
+                         for key in ("distances", "contact_probability")}
+
+    def embed(self, msa_tokens, target, features=None):
+        msa, pair = super().embed(msa_tokens, target, features)
+        return self.ranks.own(msa, 2), self.ranks.own(pair, 1)  # (B, N, S / K, c_m), (B, S / K, S, c_z)
+
+    def heads(self, msa, pair, msa_targets, *others):
+        own = None if msa_targets is None else self.ranks.own(msa_targets, 2)
+        return super().heads(msa, pair, own, *others)
+
+    def symmetric(self, logits):
+        return logits + self.ranks.turn(logits, 1, 2).transpose(1, 2)
+
+    def distogram_targets(self, coords, coord_mask):
+        return [self.ranks.own(whole, 1) for whole in super().distogram_targets(coords, coord_mask)]
+
+    def total(self, x):
+        return self.ranks.sum(super().total(x))
 
 
 def padded(batch, missing):
@@ -48,5 +64,5 @@ def padded(batch, missing):
         return batch
     batch = {key: value for key, value in batch.items() if value is not None}
     batch.setdefault("seq_mask", torch.ones_like(batch["msa_tokens"][:, 0], dtype=torch.float32))
-    return {key: F.pad(value, [0, 0] * (key == "coords") + [0, missing], value=MISSING[key])
-            if key in MISSING else value for key, value in batch.items()}
+    return {key: F.pad(value, [0, 0] * (key == "coords") + [0, missing], value=PADDING[key])
+            if key in PADDING else value for key, value in batch.items()}

@@ -35,7 +35,7 @@ start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes sec
 import torch
 import torch.nn as nn
 
-from fusion_lab.kernels.custom_gradients import LinearReLU
+from fusion_lab.kernels.library.custom_gradients import LinearReLU
 from tiny_openfold_v2 import Trainer, main
 
 

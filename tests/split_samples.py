@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import exchanges, triton
+from fusion_lab.kernels import dispatch
+from fusion_lab.kernels.library import exchanges
 from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.training import distributed
 from fusion_lab.training.checkpoints import unpacked
@@ -129,7 +130,7 @@ MUTANTS = {
     "Ranks.sum_gradients": lambda ranks, tensors: None,
     "Ranks.sum": lambda ranks, x: x,
     "Ranks.own": lambda ranks, x, dim: x.chunk(ranks.size, dim)[0].clone(),
-    "Gather.backward": lambda ctx, g: (exchanges.parts_first(g, ctx.how[0], ctx.how[2])[0], *[None] * 3),
+    "Gather.backward": lambda ctx, g: (exchanges.ranks_first(g, ctx.how[0], ctx.how[2])[0], *[None] * 3),
 }
 
 
@@ -201,8 +202,8 @@ def interpret_kernels():
     """Where Triton interprets: as if the model lay on a GPU."""
     import triton_targets
     triton_targets.mend_interpreter()
-    triton.runs = lambda x: x.dtype == torch.float32
-    triton.attends = lambda x, heads: triton.runs(x)
+    dispatch.runs = lambda x: x.dtype == torch.float32
+    dispatch.attends = lambda x, heads: dispatch.runs(x)
 
 
 def main(names):

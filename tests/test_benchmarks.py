@@ -173,7 +173,9 @@ def test_openfold_with_our_kernels(tmp_path):
     shutil.copytree(ROOT / "fusion_lab", tmp_path / "fusion_lab")
     broken.parent.mkdir()
     text = (ROOT / "benchmarks" / "patch_openfold.py").read_text()
-    broken.write_text(text.replace("bias, mask.reshape(-1, *mask.shape[-2:]))", "bias, None)"))
+    mask = "mask.reshape(-1, *mask.shape[-2:]))\n    out ="
+    assert text.count(mask) == 1
+    broken.write_text(text.replace(mask, "None)\n    out ="))
     done = run(broken, *flags[:-2], **there)
     assert done.returncode == 1 and "gradient" in done.stdout, done.stdout + done.stderr
 

@@ -55,6 +55,8 @@ def test_a_snapshot_holds_the_run():
     assert saved["scaler"]["scale"] == trainer.scaler.get_scale() == 2 ** 16 / 4
     assert torch.equal(saved["rng"]["cpu"], torch.get_rng_state()) and "cuda" not in saved["rng"]
     assert same(saved["model"], trainer.model.state_dict())
+    names = {*saved["config"], *saved["training"]}
+    assert not any(name.startswith("enable_") for name in names)  # any switches can continue it
     state = trainer.optimizer.state[trainer.model.distogram_head.weight]
     for kind in ("exp_avg", "exp_avg_sq"):
         assert saved["moments"][kind].keys() == saved["model"].keys()

@@ -9,9 +9,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from fusion_lab.kernels import attention, limits, precision, triton
+from fusion_lab.kernels import dispatch, limits, precision
+from fusion_lab.kernels.library import attention_choice
 from fusion_lab.training import files, recipe
 from fusion_lab.training.checkpoints import OF_A_SESSION
+
+try:
+    from companions.kernels import dispatch as of_companions
+except ModuleNotFoundError:
+    of_companions = None  # they may go
+with_companions = pytest.mark.skipif(of_companions is None, reason="companions were deleted")
 
 CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda")
 
@@ -26,12 +33,11 @@ def test_dtype_of_amp(asked, device, found):
 
 def test_widths_that_kernels_take():
     for width in range(1, 300):
-        assert limits.takes("enable_triton_transition", width) is (width in (16, 32, 64, 128, 256))
+        assert limits.takes("enable_triton_triangle", width) is (width in (16, 32, 64, 128, 256))
+        assert limits.takes_layer(width, 64) is (width in (16, 32, 64, 128))
         assert limits.takes("enable_triton_attention", width) is (width <= 128)
-        assert limits.takes("enable_triton_outer_product", (width, 64)) is (width in (4, 8, 16, 32, 64))
-        for name in ("outer_layout", "weight_gradients", "sums"):
+        for name in ("outer_layout", "weight_gradients"):
             assert limits.takes(f"enable_triton_{name}", width)
-        assert limits.takes("enable_triton_outer_product", (16, width)) is (width in (16, 32, 64, 128, 256))
 
 
 def test_amds_architecture_goes_without_its_features(monkeypatch):
@@ -39,29 +45,30 @@ def test_amds_architecture_goes_without_its_features(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {3: properties}.get)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    attention.amd_architecture.cache_clear()
-    assert attention.architecture(True) == "gfx942" and attention.architecture(False) == ""
-    attention.amd_architecture.cache_clear()
-    cores = {name: attention.has_matrix_cores(name) for name in (
+    attention_choice.amd_architecture.cache_clear()
+    assert attention_choice.architecture(True) == "gfx942" and attention_choice.architecture(False) == ""
+    attention_choice.amd_architecture.cache_clear()
+    cores = {name: attention_choice.has_matrix_cores(name) for name in (
         "gfx906", "gfx908", "gfx90a", "gfx90c", "gfx942", "gfx950", "gfx1100", "")}
     assert [name for name, found in cores.items() if found] == ["gfx908", "gfx90a", "gfx942", "gfx950"]
 
 
 def test_what_the_start_up_line_calls_it(monkeypatch):
-    monkeypatch.setattr(attention, "HAS_TRITON", True)
+    monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
     monkeypatch.setattr(torch.version, "hip", None)
     words = {"rows": (64, 32, True), "columns": (16, 32, False)}
     half = dict(dtype=torch.bfloat16, **words)
-    assert attention.in_words("auto", False, False, **half) == "math on CPU; columns: sdpa: flash on CPU"
+    both = "math on CPU; columns: sdpa: flash on CPU"
+    assert attention_choice.in_words("auto", False, False, **half) == both
     both = "sdpa: math on CPU; columns: sdpa: flash on CPU"
-    assert attention.in_words("sdpa", False, False, **half) == both
-    assert attention.in_words("math", False, False, **half) == "math on CPU"
-    assert attention.in_words("auto", False, True, **half) == "flex_attention"
-    assert attention.in_words("sdpa", False, True, **half) == "sdpa"
-    assert attention.in_words("auto", True, True, **half) == "triton_attention"
+    assert attention_choice.in_words("sdpa", False, False, **half) == both
+    assert attention_choice.in_words("math", False, False, **half) == "math on CPU"
+    assert attention_choice.in_words("auto", False, True, **half) == "flex_attention"
+    assert attention_choice.in_words("sdpa", False, True, **half) == "sdpa"
+    assert attention_choice.in_words("auto", True, True, **half) == "triton_attention"
     wide = dict(dtype=torch.bfloat16, rows=(64, 129, True))
-    assert attention.in_words("auto", True, True, **wide) == "sdpa"
-    assert attention.in_words("auto", True, True, dtype=torch.float32, rows=(64, 32, True)) == "math"
+    assert attention_choice.in_words("auto", True, True, **wide) == "sdpa"
+    assert attention_choice.in_words("auto", True, True, dtype=torch.float32, rows=(64, 32, True)) == "math"
 
 
 def test_what_flex_attention_is_given(monkeypatch):
@@ -70,41 +77,41 @@ def test_what_flex_attention_is_given(monkeypatch):
     def kernel(q, k, v, **options):
         calls.append((q, k, v, options))
         return q
-    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: kernel)
+    monkeypatch.setattr(attention_choice, "compiled_flex_attention", lambda: kernel)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(attention, "NO_BLOCK_MASK", {CPU: "a mask"})
+    monkeypatch.setattr(attention_choice, "NO_BLOCK_MASK", {CPU: "a mask"})
     q, k, v = torch.randn(3, 2, 3, 4, 5, 32, dtype=torch.bfloat16)
     bias = torch.randn(1, 4, 5, 5, dtype=torch.bfloat16)
-    assert torch.equal(attention.flex_attend(q, k, v, bias), q)
+    assert torch.equal(attention_choice.flex_attend(q, k, v, bias), q)
     *given, options = calls.pop()
     assert all(torch.equal(flat, x.reshape(6, 4, 5, 32)) for flat, x in zip(given, (q, k, v), strict=True))
     tiles = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
                  bwd_num_stages=2)
     assert options["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True, **tiles)
     assert options["block_mask"] == "a mask" and len(options) == 3
-    attention.flex_attend(q, k, v, None)
+    attention_choice.flex_attend(q, k, v, None)
     assert calls.pop()[3]["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True, **tiles)
     bias = bias.expand(2, -1, -1, -1).clone()
     bias[1] += 1
-    attention.flex_attend(q, k, v, bias)  # rows 0 to 2 are the first sample's
+    attention_choice.flex_attend(q, k, v, bias)  # rows 0 to 2 are the first sample's
     score = calls.pop()[3]["score_mod"]
     assert score(torch.tensor(2.0), 4, 3, 1, 2) == 2 + bias[1, 3, 1, 2].float()
     for width, dtype, biased in ((64, torch.bfloat16, True), (32, torch.float32, False)):
         x = torch.zeros(1, 2, 1, 3, width, dtype=dtype)
-        attention.flex_attend(x, x, x, torch.zeros(1, 1, 3, 3) if biased else None)
+        attention_choice.flex_attend(x, x, x, torch.zeros(1, 1, 3, 3) if biased else None)
         options = calls.pop()[3]
         assert options["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True)
         assert (options["score_mod"] is None) is (not biased)
 
 
 def test_the_start_up_line_on_amd(monkeypatch):
-    monkeypatch.setattr(attention, "HAS_TRITON", True)
+    monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
     words = dict(dtype=torch.bfloat16, rows=(64, 32, True), columns=(64, 32, False))
     for arch, said in (("gfx942", "flex_attention; columns: sdpa; gfx942: CDNA, not measured"),
                        ("gfx1100", "sdpa; gfx1100: not CDNA, so no FlexAttention, not measured")):
-        monkeypatch.setattr(attention, "architecture", lambda on_gpu, arch=arch: arch)
-        assert attention.in_words("auto", False, True, **words) == said
-        assert attention.remark(arch) == said.rpartition("; ")[2]
+        monkeypatch.setattr(attention_choice, "architecture", lambda on_gpu, arch=arch: arch)
+        assert attention_choice.in_words("auto", False, True, **words) == said
+        assert attention_choice.remark(arch) == said.rpartition("; ")[2]
 
 
 def test_which_kernel_causal_attention_runs(monkeypatch):
@@ -116,7 +123,7 @@ def test_which_kernel_causal_attention_runs(monkeypatch):
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     monkeypatch.setattr(torch.Tensor, "shown", lambda x: (*x.shape, x.dtype, x.device.type, x.requires_grad),
                         raising=False)
-    found = attention.causal_kernel((8, 2, 3), 16, 64, torch.device("meta"), torch.bfloat16)
+    found = attention_choice.causal_kernel((8, 2, 3), 16, 64, torch.device("meta"), torch.bfloat16)
     *tensors, options = calls.pop()
     assert found == "flash attention" and options == dict(is_causal=True, enable_gqa=True)
     assert [x.shown() for x in tensors] == [(1, heads, 16, 64, torch.bfloat16, "meta", True)
@@ -125,37 +132,38 @@ def test_which_kernel_causal_attention_runs(monkeypatch):
 
 def test_a_block_mask_is_made_once_for_a_gpu_with_triton(monkeypatch):
     gpu, made = torch.device("cuda"), {}
-    monkeypatch.setattr(attention, "NO_BLOCK_MASK", made)
+    monkeypatch.setattr(attention_choice, "NO_BLOCK_MASK", made)
     for name in ("ones", "zeros"):
         real = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *size, device=None, real=real, **more: real(*size, **more)
                             if device is gpu else pytest.fail("not there"))
-    monkeypatch.setattr(attention, "HAS_TRITON", False)
-    attention.prepare_flex_attention(gpu)
-    monkeypatch.setattr(attention, "HAS_TRITON", True)
-    attention.prepare_flex_attention(CPU)
+    monkeypatch.setattr(attention_choice, "HAS_TRITON", False)
+    attention_choice.prepare_flex_attention(gpu)
+    monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
+    attention_choice.prepare_flex_attention(CPU)
     with FakeTensorMode():
-        attention.prepare_flex_attention(gpu)
+        attention_choice.prepare_flex_attention(gpu)
     assert made == {}
-    attention.prepare_flex_attention(gpu)
+    attention_choice.prepare_flex_attention(gpu)
     mask = made[gpu]
     assert mask.BLOCK_SIZE == (2 ** 30, 2 ** 30) and mask.kv_num_blocks.tolist() == [[[1]]]
     assert mask.kv_indices.tolist() == [[[[0]]]] and mask.kv_indices.dtype == torch.int32
     assert mask.kv_num_blocks.dtype == torch.int32
-    attention.prepare_flex_attention(gpu)
+    attention_choice.prepare_flex_attention(gpu)
     assert made == {gpu: mask}
 
 
 def test_flex_attention_is_compiled_once_for_many_shapes(monkeypatch):
-    attention.compiled_flex_attention.cache_clear()
+    attention_choice.compiled_flex_attention.cache_clear()
     calls = []
     monkeypatch.setattr(torch, "compile", lambda *given, **named: calls.append((*given, named)) or "compiled")
     for before, after in ((8, 64), (100, 100)):
         monkeypatch.setattr(torch._dynamo.config, "recompile_limit", before)
-        assert attention.compiled_flex_attention() == attention.compiled_flex_attention() == "compiled"
+        found = [attention_choice.compiled_flex_attention() for _ in range(2)]
+        assert found == ["compiled"] * 2
         assert torch._dynamo.config.recompile_limit == after
-        assert calls.pop() == (attention.flex_attention, dict(dynamic=False)) and calls == []
-        attention.compiled_flex_attention.cache_clear()
+        assert calls.pop() == (attention_choice.flex_attention, dict(dynamic=False)) and calls == []
+        attention_choice.compiled_flex_attention.cache_clear()
 
 
 def sizes(tensors):
@@ -168,7 +176,7 @@ def test_what_flex_attention_keeps_for_backward(biased):
     with FakeTensorMode():
         q, k, v = (torch.zeros(2, 3, 4, 5, width, dtype=half, requires_grad=True) for width in (16, 17, 18))
         bias = torch.zeros(1, 1, 5, 5, dtype=half, requires_grad=True) if biased else None
-        out = attention.flex_attend(q, k, v, bias)
+        out = attention_choice.flex_attend(q, k, v, bias)
         kept = out.grad_fn.saved_tensors
         assert sizes(kept) == [(2, 3, 4, 5, 16, half), (2, 3, 4, 5, 17, half), (2, 3, 4, 5, 18, half),
                                (1, 4, 5, 5, single) if biased else None, (2, 3, 4, 5, 16, half),
@@ -180,10 +188,10 @@ def test_what_flex_attention_keeps_for_backward(biased):
 
 def test_compiled_code_calls_flex_attention_itself(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(attention, "flex_attention", lambda q, k, v, **options: q + 1)
-    monkeypatch.setattr(attention, "compiled_flex_attention", pytest.fail)
+    monkeypatch.setattr(attention_choice, "flex_attention", lambda q, k, v, **options: q + 1)
+    monkeypatch.setattr(attention_choice, "compiled_flex_attention", pytest.fail)
     q = torch.zeros(2, 3, 4, 5, 16)
-    assert torch.equal(attention.flex_attend(q, q, q, None), q + 1)
+    assert torch.equal(attention_choice.flex_attend(q, q, q, None), q + 1)
 
 
 def there(*shape, gpu=True, dtype=torch.bfloat16):
@@ -191,34 +199,31 @@ def there(*shape, gpu=True, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("ask, fits, does_not", [
-    (triton.runs, [(7,)], []), (triton.fits, [(7, 64), (7, 256)], [(64, 7), (64, 512)]),
-    (lambda x: triton.attends(x, 4), [(7, 512)], [(512, 520)]),
-    (lambda x: triton.projects(x, 4), [(7, 128)], [(128, 7), (128, 256)]),
-    (lambda x: triton.projects(x, 64), [(7, 64)], []), (lambda x: triton.projects(x, 65), [], [(7, 64)]),
-    (lambda x: triton.projects_bias(x, 64), [(7, 256)], [(256, 7)]),
-    (lambda x: triton.projects_bias(x, 65), [], [(7, 64)]),
-    (lambda x: triton.projects_sides(x, 32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
-    (lambda x: triton.projects_sides(x, 16), [(7, 64)], []),
-    (lambda x: triton.projects_sides(x, 8), [], [(7, 64)]),
-    (lambda x: triton.projects_sides(x, 64), [], [(7, 64)]),
-    (lambda x: triton.multiplies_out(x, nn.Linear(1024, 32)), [(7, 7)], []),
-    (lambda x: triton.multiplies_out(x, nn.Linear(1089, 32)), [], [(7, 7)]),
-    (lambda x: triton.multiplies_out(x, nn.Linear(1024, 33)), [], [(7, 7)])])
+    (dispatch.runs, [(7,)], []), (dispatch.fits, [(7, 64), (7, 256)], [(64, 7), (64, 512)]),
+    (lambda x: dispatch.attends(x, 4), [(7, 512)], [(512, 520)]),
+    (lambda x: dispatch.projects(x, 4), [(7, 128)], [(128, 7), (128, 256)]),
+    (lambda x: dispatch.projects(x, 64), [(7, 64)], []), (lambda x: dispatch.projects(x, 65), [], [(7, 64)]),
+    (lambda x: dispatch.projects_bias(x, 64), [(7, 256)], [(256, 7)]),
+    (lambda x: dispatch.projects_bias(x, 65), [], [(7, 64)]),
+    (lambda x: dispatch.projects_sides(x, 32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
+    (lambda x: dispatch.projects_sides(x, 16), [(7, 64)], []),
+    (lambda x: dispatch.projects_sides(x, 8), [], [(7, 64)]),
+    (lambda x: dispatch.projects_sides(x, 64), [], [(7, 64)])])
 def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch):
-    for module in (attention, triton):
+    for module in (attention_choice, dispatch):
         monkeypatch.setattr(module, "HAS_TRITON", True)
     fits, does_not = ([(2, 3, *shape) for shape in shapes] for shapes in (fits, does_not))
     assert all(ask(there(*shape)) for shape in fits) and not any(ask(there(*shape)) for shape in does_not)
     assert not any(ask(there(*shape, gpu=False)) or ask(there(*shape, dtype=torch.float32)) for shape in fits)
-    for module in (attention, triton):
+    for module in (attention_choice, dispatch):
         monkeypatch.setattr(module, "HAS_TRITON", False)
     assert not any(ask(there(*shape)) for shape in fits)
 
 
 def test_which_projections_stay_with_the_library():
     parts = dict(MSA=(64, 4), pair=(256, 4), table=(64, 65))
-    assert triton.projections_by_library(**parts) == "; pair, table: projections by the library"
-    assert triton.projections_by_library(MSA=(64, 4)) == ""
+    assert dispatch.projections_by_library(**parts) == "; pair, table: projections by the library"
+    assert dispatch.projections_by_library(MSA=(64, 4)) == ""
 
 
 # --- What the model's modules become for the kernels ------------------------------------------------------
@@ -234,16 +239,18 @@ def handed(monkeypatch):
             found[name] = arguments
             return result
         return call
-    for module, functions in dict(
-            attention_layer=["attention_layer"], projection=["norm_project"], outer_product=["outer_product"],
-            outer_layout=["outer_layout"],
-            transition=["transition"], triangle_multiplication=["triangle_multiplication"],
-            biased_attention=["gated_attention"], hidden_gradient=["two_layers"],
-            transition_layer=["transition_layer"], side_projection=["side_projection"],
-            messages=["incoming"], gated_rotary=["swiglu", "rotary"]).items():
+    lab = {f"fusion_lab.kernels.{module}": functions for module, functions in {
+        "attention.layer": ["attention_layer"], "norm_projection": ["norm_project"],
+        "outer_product_mean.layout": ["outer_layout"], "attention.operator": ["gated_attention"],
+        "triangle_multiplication.operator": ["triangle_multiplication"],
+        "transition.hidden_gradient": ["two_layers"], "transition.layer": ["transition_layer"],
+        "outer_product_mean.sides": ["side_projection"]}.items()}
+    others = {"companions.kernels.messages": ["incoming"],
+              "companions.kernels.gated_rotary": ["swiglu", "rotary"]} if of_companions else {}
+    for module, functions in {**lab, **others}.items():
         made = SimpleNamespace(**{name: recorder(name, torch.zeros(6)) for name in functions})
-        monkeypatch.setitem(sys.modules, f"fusion_lab.kernels.{module}", made)
-        monkeypatch.setattr(f"fusion_lab.kernels.{module}", made, raising=False)
+        monkeypatch.setitem(sys.modules, module, made)
+        monkeypatch.setattr(module, made, raising=False)
     return found
 
 
@@ -259,116 +266,101 @@ def test_modules_become_arguments(handed):
     first, second = nn.Linear(4, 8), nn.Linear(8, 4)
     x, packed, gate_bias, bias, keys, drop = (torch.randn(4) for _ in range(6))
     for given in (head, None):
-        triton.attention_layer(x, norm, packed, gate_bias, output, 2, 1, bias, given, keys, x, drop,
-                               "again")
+        dispatch.attention_layer(x, norm, packed, gate_bias, output, 2, 1, bias, given, keys, x, drop,
+                                 "recompute")
         is_given(handed["attention_layer"], x, norm.weight, norm.bias, packed, gate_bias, output.weight,
-                 output.bias, 2, 1, bias, given and given.weight, keys, 1e-3, x, drop, "again")
-    triton.transition(x, norm, first, second, None, "again")
-    is_given(handed["transition"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
-             second.bias, 1e-3, None)
-    triton.transition_layer(x, norm, first, second, x, "again")
+                 output.bias, 2, 1, bias, given and given.weight, keys, 1e-3, x, drop, "recompute")
+    dispatch.transition_layer(x, norm, first, second, x, "recompute")
     is_given(handed["transition_layer"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
-             second.bias, 1e-3, x, "again")
-    triton.two_layers(x, first, second)
+             second.bias, 1e-3, x, "recompute")
+    dispatch.two_layers(x, first, second)
     is_given(handed["two_layers"], x, first.weight, first.bias, second.weight, second.bias)
     center = nn.LayerNorm(4)
-    triton.triangle_multiplication(x, norm, packed, gate_bias, center, output, head, keys, True, None, drop,
-                                   "again")
+    dispatch.triangle_multiplication(x, norm, packed, gate_bias, center, output, head, keys, True, None, drop,
+                                     "recompute")
     is_given(handed["triangle_multiplication"], x, norm.weight, norm.bias, packed, gate_bias, center.weight,
              center.bias, output.weight, output.bias, head.weight, None, keys, True, 1e-3, None, drop,
-             "again")
-    triton.gated_attention([x], 2, 1, bias, keys, gate_bias)
+             "recompute")
+    dispatch.gated_attention([x], 2, 1, bias, keys, gate_bias)
     is_given(handed["gated_attention"], [x], 2, 1, bias, keys, gate_bias)
 
 
 def test_the_bias_of_pairs_is_the_second_result_and_what_is_handed_on_the_third(handed):
     norm, head, x = nn.LayerNorm(4, eps=1e-3), nn.Linear(4, 2, bias=False), torch.ones(4)
-    sys.modules["fusion_lab.kernels.projection"].norm_project = lambda *given: ("projected", given, "x")
-    bias, handed_on = triton.head_bias(head, x, norm)
+    sys.modules["fusion_lab.kernels.norm_projection"].norm_project = lambda *given: ("projected", given, "x")
+    bias, handed_on = dispatch.head_bias(head, x, norm)
     is_given(bias, x, norm.weight, norm.bias, None, head.weight, 1e-3, True)
     assert handed_on == "x"
 
 
 def test_sides_are_projected_from_the_alignment(handed):
     norm, (x, weight, bias) = nn.LayerNorm(4, eps=1e-3), torch.randn(3, 4)
-    assert torch.equal(triton.sides(x, norm, weight, bias), torch.zeros(6))
+    assert torch.equal(dispatch.sides(x, norm, weight, bias), torch.zeros(6))
     is_given(handed["side_projection"], x, norm.weight, norm.bias, weight, bias, 1e-3)
 
 
+@with_companions
 @pytest.mark.parametrize("triton_is_there", [True, False])
 def test_which_edges_messages_come_from(monkeypatch, triton_is_there):
-    monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
+    monkeypatch.setattr(of_companions, "HAS_TRITON", triton_is_there)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         expected = triton_is_there and dtype != torch.float64
-        assert triton.hears(there(9, 48, 64, dtype=dtype)) == expected
-    assert not triton.hears(there(9, 64, 48)) and not triton.hears(there(9, 48, 64, gpu=False))
+        assert of_companions.hears(there(9, 48, 64, dtype=dtype)) == expected
+    assert not of_companions.hears(there(9, 64, 48)) and not of_companions.hears(there(9, 48, 64, gpu=False))
 
 
+@with_companions
 @pytest.mark.parametrize("triton_is_there", [True, False])
 def test_which_projections_are_turned_and_gated(monkeypatch, triton_is_there):
-    monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
+    monkeypatch.setattr(of_companions, "HAS_TRITON", triton_is_there)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        taken = triton.takes_elements(there(9, 5, 77, dtype=dtype))
+        taken = of_companions.takes_elements(there(9, 5, 77, dtype=dtype))
         assert taken == (triton_is_there and dtype != torch.float64)
-    assert not triton.takes_elements(there(9, 5, 64, gpu=False))
+    assert not of_companions.takes_elements(there(9, 5, 64, gpu=False))
 
 
+@with_companions
 def test_widths_become_heads(handed):
     packed, angles = torch.randn(1, 3, 20), torch.randn(2, 3, 1)
-    triton.rotary(packed, angles, 12, 4, 4)
+    of_companions.rotary(packed, angles, 12, 4, 4)
     is_given(handed["rotary"], packed, angles, 6, 2)
-    triton.swiglu(packed)
+    of_companions.swiglu(packed)
     is_given(handed["swiglu"], packed)
-
-
-def test_rows_of_an_outer_product_are_counted(handed):
-    output = nn.Linear(9, 5)
-    left, right, residual = torch.randn(3, 2, 7, 4, 3)
-    for rows, counts in ((7, [7, 7]), (torch.tensor([3.0, 6.0]).view(2, 1, 1, 1), [3, 6])):
-        triton.outer_product(left, right, output, rows, residual)
-        is_given(handed["outer_product"], left, right, output.weight, output.bias,
-                 torch.tensor(counts) + 1e-3, residual)
 
 
 def test_an_outer_product_is_handed_on_with_its_projection(handed):
     left, right = torch.randn(2, 2, 7, 4, 3)
     output = nn.Linear(9, 5)
-    triton.outer_layout(left, right, output, "again", 0.25, residual := torch.randn(2, 7, 7, 5))
+    dispatch.outer_layout(left, right, output, "recompute", 0.25, residual := torch.randn(2, 7, 7, 5))
     is_given(handed["outer_layout"], left, right, output.weight, output.bias, 0.25, residual,
-             "again")
-
-
-def test_counts_of_rows_lie_where_the_sides_do(handed):
-    left, output = torch.zeros(2, 7, 4, 3), nn.Linear(9, 5)
-    with torch.device("meta"):
-        triton.outer_product(left, left, output, 7, None)
-    assert handed["outer_product"][4].device == CPU
+             "recompute")
 
 
 @pytest.mark.parametrize("triton_is_there", [True, False])
 def test_the_compiler_knows_our_ops_and_gathers_gradients_if_asked_to(monkeypatch, triton_is_there):
-    made = SimpleNamespace(GatheredGradients=lambda *which: which)
-    monkeypatch.setitem(sys.modules, "fusion_lab.kernels.gathered_gradients", made)
-    monkeypatch.setattr(triton, "HAS_TRITON", triton_is_there)
-    for which in ((True, False), (False, True), (False, False)):
-        expected = dict(post_grad_custom_post_pass=which) if triton_is_there else {}
-        assert triton.gathered_gradients(*which) == expected
+    made = SimpleNamespace(GatheredGradients=lambda gathers: gathers)
+    monkeypatch.setitem(sys.modules, "fusion_lab.kernels.reductions.compile_pass", made)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", triton_is_there)
+    for gathers in (True, False):
+        expected = dict(post_grad_custom_post_pass=gathers) if triton_is_there else {}
+        assert dispatch.gathered_gradients(gathers) == expected
 
 
+@with_companions
 def test_messages_are_flat(handed):
     own, table, edges = torch.randn(2, 3, 1), torch.randn(6, 1), torch.randn(2, 3, 5, 1)
     index, mask = torch.arange(30).view(2, 3, 5), torch.ones(2, 3, 5)
-    kernels = sys.modules["fusion_lab.kernels.messages"]
-    assert triton.incoming(index, 6).shape == (6,)
+    kernels = sys.modules["companions.kernels.messages"]
+    assert of_companions.incoming(index, 6).shape == (6,)
     is_given(handed["incoming"], index.view(6, 5), 6)
     layer, answers, given = nn.Linear(1, 1), iter([torch.zeros(6, 5, 1)] * 2 + [torch.zeros(6, 1)]), []
     kernels.first_layer = kernels.biased_gelu = kernels.sum_over_neighbours = (
         lambda *found: given.append(found) or next(answers))
-    assert triton.message_layer(own, edges, table, index, "leading").shape == edges.shape
+    assert of_companions.message_layer(own, edges, table, index, "leading").shape == edges.shape
     is_given(given[0], own.view(6, 1), edges.view(6, 5, 1), table, index.view(6, 5), "leading")
-    assert triton.linear_gelu(edges, layer).shape == edges.shape
+    assert of_companions.linear_gelu(edges, layer).shape == edges.shape
     is_given(given[1], edges.view(6, 5, 1) * layer.weight[0], layer.bias)
-    assert triton.linear_gelu_sum(edges, layer, mask).shape == own.shape
+    assert of_companions.linear_gelu_sum(edges, layer, mask).shape == own.shape
     is_given(given[2], edges.view(6, 5, 1) * layer.weight[0], layer.bias, mask.view(6, 5))
 
 

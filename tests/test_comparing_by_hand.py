@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusion_lab.measuring import comparison
-from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, UNMEASURED, Variant
+from fusion_lab.measuring.comparison import compare as comparison
+from fusion_lab.measuring.comparison.variants import ALL, AS_GIVEN, BASELINE, UNMEASURED, Variant
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -44,7 +44,7 @@ def program(log, **values):
         log.append(("trainer", program is found, settings, device))
         return Trainer(settings.name, device)
     found = SimpleNamespace(
-        trainer=trainer, flops_vary=False, fusion_config=lambda: "the default",
+        trainer=trainer, fusion_config=lambda: "the default",
         open_source=lambda settings: SimpleNamespace(batch=lambda step: dict(x=step), settings=settings),
         statistics=lambda settings: f"statistics of {settings}", **values)
     return found
@@ -154,10 +154,10 @@ def test_rows_that_were_asked_for_are_measured_even_if_they_are_the_baseline(pla
     variants[0].trainer.amp_dtype = None
     for how, kept, effects in (
             (dict(combinations=True), variants, "effects"), (dict(picked="a"), variants[:2], None),
-            (dict(given=variants), variants, None)):
+            (dict(given=variants), variants, None)):  # of these nobody asked for each
         found = planned(None if "given" in how else variants, GPU, **how)
         measured, = names(found.log, "measure")
-        assert measured[2] == kept and measured[-1] is True
+        assert measured[2] == kept and measured[-1] is ("given" not in how)
         assert found.result["switch_effects"] == effects and not names(found.log, "release")
         assert bool(names(found.log, "comparison_variants")) is ("picked" in how)
         assert names(found.log, "pick") == ([("pick", variants, "a")] if "picked" in how else [])
@@ -173,8 +173,8 @@ def alone(monkeypatch):
     """measure() with recorders of its parts; returns their log."""
     log = []
 
-    def measure_alone(program, variant, device, batch, flops):
-        log.append(("alone", variant.name, device, batch, flops))
+    def measure_alone(program, variant, device, batch):
+        log.append(("alone", variant.name, device, batch))
         variant.found = findings(100) if variant.name != "fails" else None
         variant.reason = None if variant.found else "it fails"
 
@@ -211,7 +211,7 @@ def test_variants_are_measured_alone_then_in_turn(device, compiled, reset, alone
     comparison.measure(lab, variants, device, lab.open_source(None), gate=gate(), note=notes.append,
                        equal=False)
     assert names(alone, "alone") == [
-        ("alone", name, device, dict(x=0), None if name == BASELINE else 100)
+        ("alone", name, device, dict(x=0))
         for name in (BASELINE, "fails", ALL, AS_GIVEN, "large", "other")]
     assert names(alone, "refuse_equal") == [
         ("refuse_equal", name, BASELINE) for name in ("fails", "large", "other")]
@@ -306,29 +306,26 @@ def test_shares_of_the_baseline_s_step(stop, steps, monkeypatch):
     assert calls == [(base.settings, CPU)] and steps in (1, comparison.STEPS) and comparison.STEPS > 1
 
 
-@pytest.mark.parametrize("compiled, counts, vary, peak", [
-    (False, False, False, 5.0), (True, True, True, 5.0), (False, True, False, None)])
-def test_what_is_found_of_a_variant_alone_on_a_cpu(compiled, counts, vary, peak, monkeypatch):
+@pytest.mark.parametrize("compiled, counts, peak", [
+    (False, False, 5.0), (True, True, 5.0), (False, True, None)])
+def test_what_is_found_of_a_variant_alone_on_a_cpu(compiled, counts, peak, monkeypatch):
     log, ticks, made = [], iter([1.0, 3.5]), variant("a", compiled)
     lab = program(log)
-    lab.flops_vary = vary
     monkeypatch.setattr(comparison, "refuse_idle", lambda *given: log.append(("idle", *given)))
     monkeypatch.setattr(comparison.time, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(comparison, "counts_its_first_step", lambda trainer: counts)
     for name, result in dict(process_settings=None, probe=findings(7), operations_by_sublayer="operations",
-                             flops_of_a_step=9, peak_of_two_steps=peak).items():
+                             peak_of_two_steps=peak).items():
         monkeypatch.setattr(comparison, name, lambda *given, name=name, found=result, **named: log.append(
             (name, *given, named)) or found)
     batch = dict(x=torch.zeros(4))
-    comparison.measure_alone(lab, made, CPU, batch, 7)
+    comparison.measure_alone(lab, made, CPU, batch)
     trainer, found = made.trainer, made.found
     assert (found.first_step_time, found.peak_memory_mb) == (None if counts else 2.5, peak)
     assert made.operations == (None if compiled else "operations") and trainer.steps == [batch] * (not counts)
-    assert getattr(found, "own_flops", None) == (9 if vary else None)
     expected = [("idle", made, CPU), ("process_settings", made.settings, CPU, {}),
-                ("trainer", True, made.settings, CPU), ("probe", trainer, batch, dict(flops=7)),
+                ("trainer", True, made.settings, CPU), ("probe", trainer, batch, {}),
                 ("operations_by_sublayer", trainer, batch, {}),
-                ("flops_of_a_step", lab, made.settings, batch, made.settings.fusion, {}),
                 ("peak_of_two_steps", trainer, batch, found, {})]
-    left_out = {"operations_by_sublayer"} if compiled else {"flops_of_a_step"}
+    left_out = {"operations_by_sublayer"} if compiled else set()
     assert log == [entry for entry in expected if entry[0] not in left_out]

@@ -11,13 +11,17 @@ import time
 import pytest
 import torch
 from conftest import PATIENCE, ROOT, last_json, run_program
+from torch._subclasses.fake_tensor import FakeTensor
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import clocks, comparison, worth
-from fusion_lab.measuring.comparison_rows import switch_effects
-from fusion_lab.measuring.comparison_table import print_table
-from fusion_lab.measuring.probe import probe
-from fusion_lab.measuring.variants import (
+from fusion_lab.kernels.library import attention_choice as attention
+from fusion_lab.measuring import clocks
+from fusion_lab.measuring import probe as probing
+from fusion_lab.measuring.comparison import compare as comparison
+from fusion_lab.measuring.comparison import worth
+from fusion_lab.measuring.comparison.rows import switch_effects
+from fusion_lab.measuring.comparison.table import print_table
+from fusion_lab.measuring.comparison.variants import (
     Variant,
     combination_variants,
     comparison_variants,
@@ -25,6 +29,7 @@ from fusion_lab.measuring.variants import (
     refuse_idle,
     with_fusion,
 )
+from fusion_lab.measuring.probe import probe
 from fusion_lab.training.files import UserError
 from fusion_lab.training.options import COMPILE_MODES
 
@@ -41,7 +46,32 @@ def rows_for(fusion, **values):
     return comparison_variants(tof.PROGRAM, with_fusion(tof.PROGRAM.settings(**values), fusion), on_gpu=False)
 
 
-NEVER_ALONE = ("combo_kernels", "torch_compile", "triton_adamw", "triton_weight_gradients", "triton_sums")
+NEVER_ALONE = ("combo_kernels", "torch_compile", "triton_adamw", "triton_weight_gradients")
+
+
+def attention_that_must_compile(q, k, v, bias):
+    """In place of FlexAttention, which runs on a GPU alone: in eager code it compiles itself, and PyTorch
+    refuses that within a dispatch mode."""
+    if modes := torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        raise NotImplementedError(f"no rule for flex_attention and mode {modes[-1]}")
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return (scores if bias is None else scores + bias[:, None]).softmax(dim=-1) @ v
+
+
+def test_a_gpus_path_counts_without_a_mode_round_what_compiles_itself(monkeypatch):
+    """At 908ff9d the rows of fused attention were lost on every GPU and on no CPU."""
+    choose = attention.chosen
+    monkeypatch.setattr(attention, "chosen", lambda requested, q, biased: (
+        choose(requested, q, biased) if requested != "auto" or isinstance(q, FakeTensor) else "flex"))
+    monkeypatch.setattr(attention, "flex_attend", attention_that_must_compile)
+    for module in (comparison, probing):  # as on a GPU: a first step, then what it saves, then its kernels
+        monkeypatch.setattr(module, "counts_its_first_step", lambda trainer: False)
+    rows = [v for v in rows_for(tof.FusionConfig(), **TINY, num_steps=1)
+            if v.name in ("baseline", "flash_attention alone", "all")]
+    comparison.measure(tof.PROGRAM, rows, CPU, tof.PROGRAM.open_source(SETTINGS))
+    assert [v.reason for v in rows] == [None] * 3 and all(v.losses for v in rows)
+    assert set(worth.touched(rows[1].operations, rows[0].operations)) == {
+        name for name in tof.SUBLAYERS if "attention" in name or "attn" in name}
 
 
 def test_variants_come_from_the_config_and_the_baseline_is_first():

@@ -11,9 +11,12 @@ import torch
 from second_program import PROGRAM as SECOND
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import comparison, comparison_table, rung, rungs, worth
-from fusion_lab.measuring.comparison_rows import reduction, rows_of, switch_effects
-from fusion_lab.measuring.comparison_table import (
+from fusion_lab.measuring.comparison import compare as comparison
+from fusion_lab.measuring.comparison import rung, rungs, worth
+from fusion_lab.measuring.comparison import table as comparison_table
+from fusion_lab.measuring.comparison.rows import reduction, rows_of, switch_effects
+from fusion_lab.measuring.comparison.rungs import Rungs
+from fusion_lab.measuring.comparison.table import (
     LiveTable,
     cells,
     detail_table,
@@ -22,10 +25,7 @@ from fusion_lab.measuring.comparison_table import (
     print_table,
     table,
 )
-from fusion_lab.measuring.probe import Findings
-from fusion_lab.measuring.rungs import Rungs
-from fusion_lab.measuring.tables import aligned
-from fusion_lab.measuring.variants import (
+from fusion_lab.measuring.comparison.variants import (
     ALL,
     AS_GIVEN,
     BASELINE,
@@ -35,7 +35,9 @@ from fusion_lab.measuring.variants import (
     distinct,
     with_fusion,
 )
-from fusion_lab.measuring.worth import UNKNOWN, add_worth, operations_by_sublayer, touched
+from fusion_lab.measuring.comparison.worth import UNKNOWN, add_worth, operations_by_sublayer, touched
+from fusion_lab.measuring.probe import Findings
+from fusion_lab.measuring.tables import aligned
 
 PLAIN = SECOND.fusion_config.preset(False)
 SETTINGS = with_fusion(SECOND.settings(batch_size=3), PLAIN)
@@ -70,7 +72,7 @@ def test_figures_of_a_row_by_hand():
         baseline_batch_time=6.5, speedup=1.625, speedup_p20=1.0, speedup_p80=3.0,
         batch_time_reduction_percent=pytest.approx(100 * 2.5 / 6.5), final_loss_difference=0.25, mfu=0.5,
         peak_memory_reduction_percent=25.0, saved_activation_reduction_percent=50.0,
-        launch_reduction_percent=50.0, **UNKNOWN)
+        launch_reduction_percent=50.0, flop_reduction_percent=0.0, **UNKNOWN)
     assert [before[f"{name}_batch_time"] for name in ("p20", "median", "p80")] == [5.0, 6.5, 8.0]
     assert (before["speedup"], before["speedup_p20"], before["speedup_p80"]) == (1.0, 1.0, 1.0)
     assert before["samples_per_second"] == pytest.approx(3 / 6.5) and before["final_loss_difference"] == 0
@@ -97,7 +99,7 @@ def test_a_graph_has_no_phases_and_a_variant_that_failed_a_reason():
     baseline, row, broken = rows_of(variants, 1e12)
     assert [row[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer")] == [None] * 3
     assert broken == dict(name="broken", measured=False, reason="no such kernel", fusion_config=asdict(PLAIN))
-    assert cells(broken) == ["broken", "not measured: no such kernel"]
+    assert cells(broken, None) == ["broken", "not measured: no such kernel"]
     assert [line[0] for line in detail_table([baseline, row, broken])] == ["variant", "baseline", "+ graph"]
     assert detail_table([baseline, row])[1:] == [
         ["baseline", "1625.00", "3250.00", "1625.00", "0.615", "61.5%", "2.50", "", "", ""],
@@ -175,14 +177,16 @@ NOMINAL = dict(kernel_reduction_percent=80.0, total_kernel_reduction=12)
 
 def test_a_row_of_the_table():
     before, after = two_rows()
-    assert cells(after) == ["all", "4000.00 (3000.00, 7000.00)", "0.8", "1.62x", "30.0 (+25.0%)",
+    assert cells(after, before) == ["all", "4000.00 (3000.00, 7000.00)", "0.8", "1.62x", "30.0 (+25.0%)",
                             "4.0 (+50.0%)", "50 (+50.0%)"]
     unknown = dict(after, peak_memory_mb=None, launches_per_step=None)
-    assert cells(unknown)[4:] == ["n/a", "4.0 (+50.0%)", "n/a"]
+    assert cells(unknown, before)[4:] == ["n/a", "4.0 (+50.0%)", "n/a"]
+    compiled = dict(after, baseline_batch_time=5.0)  # of its own process
+    assert cells(compiled, before)[3] == "1.62x of 5000.00 ms"
     lines = table([before, after])
     assert lines[0] == ["variant", "step ms (p20, p80)", "samples/s", "speed-up", "peak MB (saved)",
                         "saved act. MB (saved)", "launches (fewer)"]
-    assert lines[1:] == [cells(before), cells(after)] and len(lines[0]) == len(lines[1])
+    assert lines[1:] == [cells(before, before), cells(after, before)] and len(lines[0]) == len(lines[1])
 
 
 def test_the_headline_is_of_all_default_fusions():
@@ -227,9 +231,9 @@ def test_details_name_what_is_within_noise(capsys):
     assert capsys.readouterr().out.splitlines() == [
         *aligned(table(few["variants"])), "", *aligned(detail_table(few["variants"])), "",
         *headline(few["variants"], None, "gpu_kernels")]
-    for share in (1.0, 1.01):  # of what the machine can, which was measured while it was busy, then
-        print_details(dict(few, variants=[dict(before, mfu=share), dict(rows[2], mfu=9.0)]))
-        assert ("MFU above 100%" in capsys.readouterr().out) == (share > 1)
+    for share in (1.0, 1.01):
+        print_details(dict(few, variants=[before, dict(rows[2], mfu=share)]))
+        assert ("MFU above 100%: a fault of the bound" in capsys.readouterr().out) == (share > 1)
 
 
 def test_the_live_table_prints_every_row_once(monkeypatch, capsys):
@@ -465,11 +469,11 @@ def test_memory_alone_on_a_gpu_is_without_what_others_left(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30 * MB)
     monkeypatch.setattr(comparison, "process_settings", lambda *_: order.append("settings"))
     monkeypatch.setattr(comparison.time, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(comparison, "probe", lambda trainer, batch, flops: Findings({}, flops))
+    monkeypatch.setattr(comparison, "probe", lambda trainer, batch: Findings({}, 7))
     monkeypatch.setattr(comparison, "peak_of_two_steps", lambda *_: 100.0)
     monkeypatch.setattr(comparison, "operations_by_sublayer", lambda *_: {})
     alone = Variant("a", SETTINGS)
-    comparison.measure_alone(program, alone, GPU, batch, 7)
+    comparison.measure_alone(program, alone, GPU, batch)
     assert (alone.found.peak_memory_mb, alone.found.first_step_time, alone.found.flops) == (80.0, 2.5, 7)
     assert alone.trainer is None and order == ["cleared", "settings", "step"]
     idle = Variant("idle", with_fusion(SETTINGS, replace(PLAIN, enable_master_weights=True)))

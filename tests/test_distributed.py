@@ -14,8 +14,9 @@ import torch
 from conftest import PATIENCE, ROOT, last_json, wait_for
 
 import tiny_openfold_v2
-from fusion_lab.measuring import collectives, scaling
+from fusion_lab.measuring.bounds import scaling
 from fusion_lab.measuring.metrics import read_metrics
+from fusion_lab.measuring.trace import collectives
 from fusion_lab.training import torchrun
 from fusion_lab.training.feeding import batch_of, own
 from fusion_lab.training.files import UserError

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion_lab.measuring import collectives, scaling
+from fusion_lab.measuring.bounds import scaling
+from fusion_lab.measuring.trace import collectives
 from fusion_lab.training.files import USAGE, UserError
 
 # --- In a trace -------------------------------------------------------------------------------------------

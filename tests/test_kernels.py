@@ -18,36 +18,26 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
     warnings.simplefilter("ignore")
     from triton_targets import SHARED, compiled_for
 
-from fusion_lab.kernels import (
-    adamw,
-    added_bias,
-    ahead_of_time,
-    attention_layer,
-    biased_attention,
-    gated_rotary,
-    hidden_gradient,
-    messages,
-    outer_layout,
-    outer_product,
-    projection,
-    side_projection,
-    sums,
-    transition,
-    transition_layer,
-    triangle_multiplication,
-    triangle_products,
-    tuner,
-    ultra_block,
-    weight_gradients,
-)
+from fusion_lab.kernels import adamw, ahead_of_time, norm_projection, tuner
+from fusion_lab.kernels.attention import bias_gradient
+from fusion_lab.kernels.attention import layer as attention_layer
+from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.outer_product_mean import layout as outer_layout
+from fusion_lab.kernels.outer_product_mean import sides as outer_sides
+from fusion_lab.kernels.reductions import sums, weight_gradients
+from fusion_lab.kernels.transition import hidden_gradient
+from fusion_lab.kernels.transition import layer as transition_layer
+from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
+from fusion_lab.kernels.triangle_multiplication import products as triangle_products
 
 HERE = pathlib.Path(__file__).parent
+if COMPANIONS := (HERE.parent / "companions").exists():  # they may go
+    from companions.kernels import gated_rotary, messages, ultra_block
 
 
 CHECKS = sorted(p.stem for p in (HERE / "interpreted").glob("check_*.py"))
 UNWRITTEN = "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"  # new memory: -1.7e38, no old result
-IN_NO_PRESET = {"check_messages", "check_outer_product", "check_patterns", "check_transition",
-                "check_ultra_block"}
+IN_NO_PRESET = {"check_messages", "check_patterns", "check_ultra_block"}
 
 
 NONE_SLOW = {"check_adamw", "check_arguments", "check_hidden_gradient"}
@@ -96,6 +86,7 @@ def test_innermost_loops_of_machine_code():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not COMPANIONS, reason="companions were deleted")
 def test_instructions_of_a_loop_are_counted():
     done = subprocess.run([sys.executable, str(HERE.parent / "benchmarks/instructions.py"),
                            "message_gelu_kernel"], capture_output=True, text=True)
@@ -110,7 +101,7 @@ def test_instructions_of_a_loop_are_counted():
 def test_kernels_on_a_cpu_say_what_they_need():
     x, vector = torch.zeros(1, 3, 5, 16), torch.zeros(16)
     with pytest.raises(RuntimeError, match="norm_project is .* needs a GPU, or TRITON_INTERPRET=1"):
-        projection.norm_project(x, vector, vector, torch.zeros(32, 16), None, 1e-5)
+        norm_projection.norm_project(x, vector, vector, torch.zeros(32, 16), None, 1e-5)
 
 
 def attention(length, width, axis, biased, masked, dtype=torch.bfloat16):
@@ -121,22 +112,13 @@ def attention(length, width, axis, biased, masked, dtype=torch.bfloat16):
     gate_bias = torch.empty(heads * width, dtype=dtype, requires_grad=True)
     bias = torch.empty(1, heads, length, length, dtype=dtype, requires_grad=True) if biased else None
     keys = torch.ones(1, length) if masked else None
-    biased_attention.gated_attention([packed], heads, axis, bias, keys, gate_bias).sum().backward()
+    attention_operator.gated_attention([packed], heads, axis, bias, keys, gate_bias).sum().backward()
 
 
 def stored_scores(length):
     """The same where backward stores gradients of scores."""
-    with mock.patch.object(biased_attention, "STORED", biased_attention.STORED[1:]):
+    with mock.patch.object(attention_operator, "STORED", attention_operator.STORED[1:]):
         attention(length, 32, 2, True, False)
-
-
-def transitions(channels):
-    """The same for a transition."""
-    x, units = torch.empty(1, 3, 70, channels, dtype=torch.bfloat16), 4 * channels
-    w1, b1, w2, b2 = (x.new_empty(size) for size in ((units, channels), units, (channels, units), channels))
-    norm = x.new_empty(channels), x.new_empty(channels)
-    transition.forward(x, *norm, w1, b1, w2, b2, x, 1e-5)
-    transition.backward(x, x, *norm, w1, b1, w2, True, 1e-5)
 
 
 def multiplication(channels, length):
@@ -146,10 +128,10 @@ def multiplication(channels, length):
     c, pair = channels, empty(1, length, length, channels)
     weights = [empty(c), empty(c), empty(4 * c, c), empty(4 * c), empty(c), empty(c), empty(c, c), empty(c),
                empty(c, c), empty(c)]
-    for again in (False, True):
-        triangle_multiplication.triangle_multiplication(
+    for recompute in (False, True):
+        triangle_operator.triangle_multiplication(
             pair, *weights, torch.ones(1, length), residual=pair, drop=torch.ones(1, 1, length, c),
-            again=again).sum().backward()
+            recompute=recompute).sum().backward()
 
 
 def short_products(side):
@@ -188,17 +170,17 @@ def many_sums(rows, widths):
 
 
 def bias_sums(n, length, dtype):
-    """The same for sums of parts of a bias's gradient, with and without the transpose."""
-    LP = biased_attention.padded_length(length)
-    for turned in (False, True):
-        added_bias.launch(torch.empty(n, 1, 4, LP, LP, dtype=dtype), length, torch.bfloat16, turned)
+    """The same for sums of partial sums of a bias's gradient, with and without the transpose."""
+    LP = attention_operator.padded_length(length)
+    for transpose in (False, True):
+        bias_gradient.launch(torch.empty(n, 1, 4, LP, LP, dtype=dtype), length, torch.bfloat16, transpose)
 
 
 def heads_of(width):
     """The same for heads that are alone in their tensors."""
     q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
         (1, 3, 2, 256, width), (1, 2, 256, 256)))
-    biased_attention.row_attention(q, q, q, bias).sum().backward()
+    attention_operator.row_attention(q, q, q, bias).sum().backward()
 
 
 def layer(channels, dropped=True):
@@ -209,7 +191,7 @@ def layer(channels, dropped=True):
     weights = empty(c), empty(c), empty(4 * c, c), empty(c), empty(c, c), empty(c)
     attention_layer.attention_layer(x, *weights, 4, 2, head_weight=empty(4, c), residual=x,
                                     drop=torch.ones(1, 1, 64, c) if dropped else None).sum().backward()
-    projection.norm_project(x, *weights[:2], None, empty(4, c), 1e-5)[1].sum().backward()
+    norm_projection.norm_project(x, *weights[:2], None, empty(4, c), 1e-5)[1].sum().backward()
 
 
 def odd_projections(channels):
@@ -222,16 +204,8 @@ def odd_projections(channels):
                                     drop=torch.ones(1, 7, 1, c)).sum().backward()
 
 
-def outer(rows, channels):
-    """The same for the outer product."""
-    def empty(*size):
-        return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
-    outer_product.outer_product(empty(1, rows, 64, 32), empty(1, rows, 64, 32), empty(channels, 1024),
-                                empty(channels), torch.ones(1), empty(1, 64, 64, channels)).sum().backward()
-
-
 def laid_out(rows, length=64, dtype=torch.bfloat16):
-    """The same for its layout, of sides that are one tensor."""
+    """The same for the outer product's layout, of sides that are one tensor."""
     outer_layout.forward(*torch.empty(1, rows, length, 64, dtype=dtype).chunk(2, -1))
 
 
@@ -255,8 +229,8 @@ def sides(channels, h):
     def empty(*size):
         return torch.empty(size, dtype=torch.bfloat16, requires_grad=True)
     c = channels
-    left, right, x = side_projection.side_projection(empty(1, 16, 64, c), empty(c), empty(c), empty(2 * h, c),
-                                                     empty(2 * h))
+    left, right, x = outer_sides.side_projection(empty(1, 16, 64, c), empty(c), empty(c), empty(2 * h, c),
+                                                 empty(2 * h))
     (left.sum() + right.sum() + x.sum()).backward()
 
 
@@ -311,7 +285,6 @@ LAUNCHES = {
     "attention, stored scores, S 200": (stored_scores, 200),
     "columns, N 128": (attention, 128, 32, 1, False, False),
     "columns, N 16": (attention, 16, 16, 1, False, True),
-    **{f"transition, c {c}": (transitions, c) for c in (64, 128, 256)},
     **{f"multiplication, c {c}, S {S}": (multiplication, c, S) for c in (64, 128, 256) for S in (64, 70)},
     **{f"short products, side {side}": (short_products, side) for side in (16, 48, 64)},
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
@@ -321,7 +294,6 @@ LAUNCHES = {
     **{f"two layers, c {c}": (two_layers, c) for c in (64, 128, 256)},
     **{f"transition sub-layer, c {c}": (wrapped_layers, c) for c in (64, 128)},
     "two layers, odd": (two_layers, 128, 77),
-    **{f"outer product, N {rows}, c {c}": (outer, rows, c) for rows, c in ((64, 128), (77, 128), (64, 256))},
     **{f"outer layout, N {rows}, S {S}": (laid_out, rows, S) for rows, S in ((128, 64), (16, 64), (77, 77))},
     **{f"its gradient, c {c}, S {S}": (laid_out_backward, c, S) for c, S in ((128, 64), (64, 77), (72, 77))},
     **{f"outer product added, c {c}, h {h}": (laid_out_and_added, c, h) for c, h in ((128, 32), (64, 12))},
@@ -335,28 +307,33 @@ LAUNCHES = {
     "bias's gradient, S 64": (bias_sums, 64, 64, torch.bfloat16),
     "bias's gradient, S 51": (bias_sums, 77, 51, torch.float16),
     **{f"bias's gradient, {n} parts": (bias_sums, n, 256, torch.float32) for n in (1, 2, 8, 100)},
-    "LLaMA block, c 512": (block, 512, 256),
-    **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
     "AdamW": (optimizer_step, torch.bfloat16, True, False),
     "AdamW, several ranks": (optimizer_step, torch.float32, True, False),
     "AdamW, a scaler, no graph, odd": (optimizer_step, torch.float32, False, True, 1001),
-    "LLaMA's elements, c 1024": (gated_and_turned, 4096, 16, 8, 64),
-    "LLaMA's elements, odd": (gated_and_turned, 77, 3, 1, 6),
-    "LLaMA's elements, float32": (gated_and_turned, 4096, 8, 2, 128, torch.float32),
     "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
     "outer layout, float32": (laid_out, 128, 64, torch.float32),
     "its gradient, float32": (laid_out_backward, 128, 64, torch.float32),
 }
+if COMPANIONS:
+    LAUNCHES.update({
+        "LLaMA block, c 512": (block, 512, 256),
+        **{f"messages, c {c}": (neighbours, c, 48) for c in (16, 128, 256)},
+        "LLaMA's elements, c 1024": (gated_and_turned, 4096, 16, 8, 64),
+        "LLaMA's elements, odd": (gated_and_turned, 77, 3, 1, 6),
+        "LLaMA's elements, float32": (gated_and_turned, 4096, 8, 2, 128, torch.float32)})
 WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
-WITHOUT_PRODUCTS = ("sum_kernel", "sums_kernel", "added_bias_kernel", "padded_bias_kernel", "gate_backward",
-                    "message_", "adamw_", "join_kernel", "norm_kernel ", "swiglu_", "rotary_kernel",
-                    "back_kernel RESIDUAL=False, KEEP=True, OUT=False")  # which stops before its products
+WITHOUT_PRODUCTS = (
+    "sum_kernel", "sums_kernel", "attention_bias_gradient_kernel", "attention_padded_bias_kernel",
+    "attention_gate_backward", "message_", "adamw_", "swiglu_", "rotary_kernel",
+    "triangle_multiplication_back_kernel RESIDUAL=False, SAVE=True, OUT=False")  # which stops before them
 SPILLS = {  # where tiles are not whole
-    ("sm_90", "front_backward_kernel", "EVEN=False, LINES=0, BC=64, BM=64, num_stages=2, num_warps=4"): 8,
-    ("sm_80", "front_backward_kernel", "EVEN=False, LINES=0, BM=64, BC=32, num_warps=4, num_stages=2"): 40,
+    ("sm_90", "triangle_multiplication_front_backward_kernel",
+     "NO_PADDING=False, LINES=0, BC=64, BM=64, num_stages=2, num_warps=4"): 8,
+    ("sm_80", "triangle_multiplication_front_backward_kernel",
+     "NO_PADDING=False, LINES=0, BM=64, BC=32, num_warps=4, num_stages=2"): 40,
     ("sm_90", "norm_project_backward_kernel",
-     "EVEN=False, C=128, BM=64, BN=64, num_stages=4, num_warps=4"): 6}
+     "WHOLE_TILES=False, C=128, BM=64, BN=64, num_stages=4, num_warps=4"): 6}
 
 
 def spills_too_often(target, kernel, used):

@@ -1,4 +1,5 @@
 """Triton kernels on a GPU: outputs and gradients by the 3x rule, the model with them, CUDA graphs."""
+import dataclasses
 import pathlib
 import sys
 from types import SimpleNamespace
@@ -12,15 +13,11 @@ import check_added_bias
 import check_attention_bias
 import check_attention_layer as layers
 import check_biased_attention as attention
-import check_gated_rotary as gated
 import check_hidden_gradient as hidden
-import check_messages as messages
 import check_outer_layout as layouts
-import check_outer_product as outer
 import check_projection as projections
 import check_side_projection as sides
 import check_sums
-import check_transition as transitions
 import check_transition_layer as wrapped
 import check_triangle_multiplication as multiplication
 import check_triangle_products as products
@@ -28,25 +25,22 @@ import check_weight_gradients as weights
 from rule import violations
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import (
-    adamw,
-    added_bias,
-    attention_bias,
-    biased_attention,
-    gathered_gradients,
-    outer_layout,
-    projection,
-    sums,
-    triangle_products,
-    tuner,
-    weight_gradients,
-)
+from fusion_lab.kernels import adamw, dispatch, norm_projection, tuner
+from fusion_lab.kernels.attention import bias_gradient, padded_bias
+from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.outer_product_mean import layout as outer_layout
+from fusion_lab.kernels.reductions import compile_pass, sums, weight_gradients
+from fusion_lab.kernels.triangle_multiplication import products as triangle_products
 from fusion_lab.measuring import accuracy
 from fusion_lab.training import checkpoints
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import process_settings
 from proteins.batches import SyntheticProteins
+
+if COMPANIONS := (pathlib.Path(__file__).resolve().parents[1] / "companions").exists():  # they may go
+    import check_gated_rotary as gated
+    import check_messages as messages
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -60,7 +54,6 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "columns of one row": (attention, lambda S: (1, 1, S, 4, 16, 1, False, False, True)),
     "outgoing": (multiplication, lambda S: (1, S, 128, True, 2, "own", 1, True)),
     "incoming": (multiplication, lambda S: (1, S, 64, False, 2, "own", 2, True)),
-    "transition": (transitions, lambda S: ((1, 5, S, 128), 512, "own")),
     "two layers": (hidden, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (hidden, lambda S: ((1, 3, S, 256), 1024)),
     "transition sub-layer": (wrapped, lambda S: ((2, 5, S, 128), 512, "x")),
@@ -69,16 +62,6 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "sub-layer, ending node": (layers, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
     "sub-layer, MSA rows": (layers, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),
     "sub-layer, columns of one row": (layers, lambda S: (1, 1, S, 64, 4, 1, None, False, True, None)),
-    "messages, first layer": (messages, lambda S: ("first", S, 48, 2 * S, 128)),
-    "messages, GELU": (messages, lambda S: ("gelu", S, 37, 1, 64)),
-    "messages, sum": (messages, lambda S: ("sum", S, 37, 1, 64)),
-    "SwiGLU": (gated, lambda S: ("swiglu", (3, S), 1376)),
-    "SwiGLU, odd": (gated, lambda S: ("swiglu", (2,), S)),
-    "rotary": (gated, lambda S: ("rotary", 2, S, 8, 2, 64)),
-    "rotary, odd": (gated, lambda S: ("rotary", 3, S, 3, 1, 6)),
-    "outer product": (outer, lambda S: (1, 64, S, 32, 128, True, True)),
-    "outer product, odd": (outer, lambda S: (2, 37, S, 32, 64, False, False)),
-    "outer product, one row": (outer, lambda S: (1, 1, S, 32, 128, True, True)),
     "outer layout": (layouts, lambda S: (1, 128, S, 32, 128, True)),
     "outer layout, two samples": (layouts, lambda S: (2, 16, S, 32, 128, False)),
     "outer layout, odd": (layouts, lambda S: (2, 37, S, 12, 72, True)),
@@ -87,6 +70,15 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "sides, two samples, many channels": (sides, lambda S: ((2, 5, S, 128), 32)),
     "sides, few channels": (sides, lambda S: ((1, 3, S, 16), 16)),
 }
+if COMPANIONS:
+    PROBLEMS.update({
+        "messages, first layer": (messages, lambda S: ("first", S, 48, 2 * S, 128)),
+        "messages, GELU": (messages, lambda S: ("gelu", S, 37, 1, 64)),
+        "messages, sum": (messages, lambda S: ("sum", S, 37, 1, 64)),
+        "SwiGLU": (gated, lambda S: ("swiglu", (3, S), 1376)),
+        "SwiGLU, odd": (gated, lambda S: ("swiglu", (2,), S)),
+        "rotary": (gated, lambda S: ("rotary", 2, S, 8, 2, 64)),
+        "rotary, odd": (gated, lambda S: ("rotary", 3, S, 3, 1, 6))})
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -104,16 +96,16 @@ def test_three_times_the_error_of_plain_pytorch(name, size, dtype):
 @pytest.mark.parametrize("name", ["attention, starting node", "attention, ending node",
                                   "sub-layer, starting node", "sub-layer, MSA rows"])
 def test_stored_gradients_of_scores(name, size, most, dtype, monkeypatch):
-    monkeypatch.setattr(biased_attention, "tuner", attention.stored(most))
+    monkeypatch.setattr(attention_operator, "tuner", attention.stored(most))
     module, case = PROBLEMS[name]
     with torch.device(DEVICE):
         assert not violations(*module.problem(dtype, *case(size)))
 
 
-@pytest.mark.parametrize("number", range(len(biased_attention.BACKWARD_SCORES)))
+@pytest.mark.parametrize("number", range(len(attention_operator.BACKWARD_SCORES)))
 @pytest.mark.parametrize("size", [192, 200, 256])
 def test_stored_gradients_of_scores_by_every_tile(number, size, monkeypatch):
-    monkeypatch.setattr(biased_attention, "tuner", attention.stored(1 << 26, number))
+    monkeypatch.setattr(attention_operator, "tuner", attention.stored(1 << 26, number))
     with torch.device(DEVICE):
         assert not violations(*attention.problem(torch.bfloat16, 1, 70, size, 4, 32, 2, True, True, True))
 
@@ -122,7 +114,7 @@ def test_stored_gradients_of_scores_by_every_tile(number, size, monkeypatch):
 @pytest.mark.parametrize("most", [1 << 40, 1 << 18], ids=["one round", "several"])
 @pytest.mark.parametrize("length", [23, 64])
 def test_short_rows(length, most, dtype, monkeypatch):
-    monkeypatch.setattr(biased_attention, "MOST_SCORES", most)
+    monkeypatch.setattr(attention_operator, "MOST_SCORES", most)
     for module, case in ((attention, (2, 70, length, 4, 32, 2, True, True, True)),
                          (layers, (2, length, length, 128, 4, 1, "own", True, True, 2))):
         with torch.device(DEVICE):
@@ -152,7 +144,7 @@ def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(projection.NORM_PROJECT[2, False])))
+@pytest.mark.parametrize("number", range(len(norm_projection.NORM_PROJECT[2, False])))
 def test_norm_project_by_every_tile(number, dtype, monkeypatch):
     """Also where weights stay, and programs make several tiles of positions, whole ones or not."""
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(
@@ -164,7 +156,7 @@ def test_norm_project_by_every_tile(number, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(projection.OUTPUT_PROJECT[2, False])))
+@pytest.mark.parametrize("number", range(len(norm_projection.OUTPUT_PROJECT[2, False])))
 def test_output_project_by_every_tile(number, dtype, monkeypatch):
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
     with torch.device(DEVICE):
@@ -183,8 +175,8 @@ def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
     keys = torch.ones(1, 3, length, device=DEVICE)
     keys[:, 1], keys[:, 2, :-3] = 0, 0
     bias = torch.randn(1, 2, length, length, device=DEVICE, dtype=dtype)
-    out = biased_attention.row_attention(q, k, v, bias, keys)
-    exact = biased_attention.reference(*(t.detach().double() for t in (q, k, v, bias)), keys)
+    out = attention_operator.row_attention(q, k, v, bias, keys)
+    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)), keys)
     assert torch.allclose(out.double(), exact, atol=2e-2)
     out.sum().backward()
     assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
@@ -198,15 +190,15 @@ def test_a_bias_that_masks(dtype, lowest):
     bias = torch.randn(1, 2, 300, 300, device=DEVICE)
     bias[..., :128] = lowest
     bias = bias.to(dtype)  # float16 has -inf for all of them
-    out = biased_attention.row_attention(q, k, v, bias)
-    exact = biased_attention.reference(*(t.detach().double() for t in (q, k, v, bias)))
+    out = attention_operator.row_attention(q, k, v, bias)
+    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)))
     assert torch.allclose(out.double(), exact, atol=2e-2)
     out.sum().backward()
     assert not v.grad[..., :128, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
 
 
-@pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer product",
-                                  "outer layout", "sides", "SwiGLU", "rotary"])
+@pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer layout", "sides",
+                                  "SwiGLU", "rotary"])
 def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
     module, case = PROBLEMS[name]
     with torch.device(DEVICE):
@@ -224,19 +216,17 @@ def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
         assert torch.equal(graph(data), step(data))
 
 
-def settings(amp, everything=True, **sizes):
-    fusion = tof.FusionConfig.ultra()
-    switches = {name: getattr(fusion, name) or everything and name.startswith("enable_triton_")
-                for name in fusion.names()}
-    return tof.PROGRAM.settings(**{**dict(num_blocks=1, batch_size=2, seq_len=96, num_seqs=24), **switches,
-                                   **sizes}, use_amp=True, amp_dtype=amp)
+def settings(amp, **sizes):
+    """With every kernel on."""
+    return tof.PROGRAM.settings(**{**dict(num_blocks=1, batch_size=2, seq_len=96, num_seqs=24),
+                                   **dataclasses.asdict(tof.FusionConfig.ultra()), **sizes},
+                                use_amp=True, amp_dtype=amp)
 
 
 @pytest.mark.parametrize("amp", ["bfloat16", "float16"])
-@pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("sizes", [{}, dict(batch_size=1, seq_len=161, num_seqs=1)])
-def test_the_model_with_ultra_and_with_every_kernel(amp, everything, sizes):
-    found = accuracy.compare_numerics(tof.PROGRAM, settings(amp, everything, **sizes), torch.device(DEVICE))
+def test_the_model_with_ultra(amp, sizes):
+    found = accuracy.compare_numerics(tof.PROGRAM, settings(amp, **sizes), torch.device(DEVICE))
     assert found[1] == []
 
 
@@ -246,19 +236,18 @@ def test_the_model_with_its_outer_product_laid_out(amp, sizes, monkeypatch):
     """Sizes for which it is not re-associated."""
     made = set()
     for name in ("outer_layout", "sides"):
-        call = getattr(tof.triton, name)
-        monkeypatch.setattr(tof.triton, name, lambda *given, name=name, call=call: (
+        call = getattr(dispatch, name)
+        monkeypatch.setattr(dispatch, name, lambda *given, name=name, call=call: (
             made.add(name) or call(*given)))
-    given = settings(amp, enable_triton_outer_product=False, enable_torch_compile=False, **sizes)
+    given = settings(amp, enable_torch_compile=False, **sizes)
     assert accuracy.compare_numerics(tof.PROGRAM, given, torch.device(DEVICE))[1] == []
     assert made == {"outer_layout", "sides"}
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_graphed_steps_with_kernels_are_eager_steps(everything):
+def test_graphed_steps_with_kernels_are_eager_steps():
     losses = []
     for graphs in (False, True):
-        given = settings("bfloat16", everything, enable_cuda_graphs=graphs, dropout=0.0)
+        given = settings("bfloat16", enable_cuda_graphs=graphs, dropout=0.0)
         process_settings(given, torch.device(DEVICE))
         source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
@@ -299,9 +288,9 @@ def test_parts_of_a_bias_s_gradient(turned, dtype):
     with torch.device(DEVICE):
         for case in (*check_added_bias.CASES.values(), *sizes):
             given = check_added_bias.problem(dtype, *case)
-            assert not check_added_bias.wrong(added_bias.OP, given, torch.bfloat16, turned), case
+            assert not check_added_bias.wrong(bias_gradient.OP, given, torch.bfloat16, turned), case
         parts = torch.randn(77, 2, 4, 64, 64).to(dtype)
-        assert torch.equal(*(added_bias.OP(parts, 51, dtype, turned) for _ in range(2)))
+        assert torch.equal(*(bias_gradient.OP(parts, 51, dtype, turned) for _ in range(2)))
 
 
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
@@ -311,20 +300,19 @@ def test_padded_biases(layout, dtype):
     with torch.device(DEVICE):
         for case in (*check_attention_bias.CASES.values(), (1, 4, 512, 512, 1, torch.bool)):
             given = check_attention_bias.problem(dtype, *case, layout)
-            assert not any(check_attention_bias.wrong(attention_bias.OP, given, wide, turn)
+            assert not any(check_attention_bias.wrong(padded_bias.OP, given, wide, turn)
                            for turn in (False, True)), case
 
 
 def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
     """And the pass finds them: in every compiled graph but those of forward."""
-    losses, gathered, gather = [], [], gathered_gradients.gather
-    monkeypatch.setattr(gathered_gradients, "gather", lambda graph, found, op, *given: (
+    losses, gathered, gather = [], [], compile_pass.gather
+    monkeypatch.setattr(compile_pass, "gather", lambda graph, found, op, *given: (
         gathered.append((op, len(found))) or gather(graph, found, op, *given)))
-    monkeypatch.setattr(gathered_gradients.GatheredGradients, "uuid", lambda self: None)
+    monkeypatch.setattr(compile_pass.GatheredGradients, "uuid", lambda self: None)
     for on in (False, True):
         torch._dynamo.reset()
-        given = settings("bfloat16", False, dropout=0.0, seq_len=64, enable_triton_weight_gradients=on,
-                         enable_triton_sums=on)
+        given = settings("bfloat16", dropout=0.0, seq_len=64, enable_triton_weight_gradients=on)
         process_settings(given, torch.device(DEVICE))
         source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
         losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
@@ -339,7 +327,7 @@ def test_graphed_steps_with_selective_checkpointing_are_those_without():
     losses, peaks = [], []
     for on in (False, True):
         torch._dynamo.reset()
-        given = settings("bfloat16", False, dropout=0.1, seq_len=128, num_blocks=3,
+        given = settings("bfloat16", dropout=0.1, seq_len=128, num_blocks=3,
                          enable_selective_checkpointing=on)
         trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
         process_settings(given, torch.device(DEVICE))
@@ -356,7 +344,7 @@ def test_selective_checkpointing_gives_the_same_gradients():
     found = []
     for on in (False, True):
         torch._dynamo.reset()
-        given = settings("bfloat16", False, dropout=0.0, num_blocks=2, enable_selective_checkpointing=on,
+        given = settings("bfloat16", dropout=0.0, num_blocks=2, enable_selective_checkpointing=on,
                          enable_cuda_graphs=False)
         process_settings(given, torch.device(DEVICE))
         trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
@@ -376,7 +364,7 @@ def trained(steps, trainer):
 
 
 def adamw_trainer(kernel, amp, **values):
-    given = settings(amp, False, enable_triton_adamw=kernel, enable_torch_compile=False, dropout=0.0,
+    given = settings(amp, enable_triton_adamw=kernel, enable_torch_compile=False, dropout=0.0,
                      num_steps=20, **values)
     process_settings(given, torch.device(DEVICE))
     trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from fusion_lab.measuring.kinds import (
+from fusion_lab.measuring.trace.kinds import (
     KINDS,
     OF_KERNELS,
     OF_OPERATIONS,
@@ -164,5 +164,6 @@ def test_one_vocabulary():
 
 
 def test_needs_the_standard_library_only():
-    code = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; import fusion_lab.measuring.kinds"
+    code = ("import sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
+            "import fusion_lab.measuring.trace.kinds")
     assert subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT).returncode == 0

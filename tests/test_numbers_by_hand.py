@@ -9,7 +9,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
-from fusion_lab.measuring.probe import flops_of_a_step
+from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.training import options
 from proteins.batches import SyntheticProteins
 from proteins.costs import costs
@@ -267,7 +267,7 @@ def test_the_record_of_the_program():
     kinds = tof.TinyOpenFoldConfig, tof.TrainingConfig
     assert {*line.demo, *tof.PROGRAM.tiny} <= {f.name for kind in kinds for f in dataclasses.fields(kind)}
     assert set(costs(tof.PROGRAM.settings())) == {*tof.SUBLAYERS, "heads"}
-    of_others = {"answers", "flops_vary", "instead"}
+    of_others = {"answers", "instead"}
     assert not any(getattr(tof.PROGRAM, f.name) == f.default for f in dataclasses.fields(tof.PROGRAM)
                    if f.name not in of_others)
 
@@ -283,17 +283,14 @@ def test_defaults_are_the_documented_ones():
     checkpointing = [f"enable_{which}_checkpointing" for which in ("activation", "selective")]
     left_out = [name for name in preset.names() if not getattr(preset, name)]
     assert sorted(left_out) == [*checkpointing, *(f"enable_triton_{name}" for name in (
-        "adamw", "attention", "outer_layout", "outer_product", "projection", "relu", "sums", "transition",
-        "triangle", "weight_gradients"))]
+        "adamw", "attention", "outer_layout", "relu", "triangle", "weight_gradients"))]
     ultra = tof.FusionConfig.ultra()  # what won on an H200
-    assert [name for name in ultra.names() if not getattr(ultra, name)] == [
-        "enable_triton_transition", "enable_triton_outer_product", *checkpointing]
+    assert [name for name in ultra.names() if not getattr(ultra, name)] == checkpointing
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
         "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "combo_kernels", "activation_checkpointing", "triton_attention", "triton_triangle",
-        "triton_outer_layout", "triton_relu", "triton_projection", "triton_weight_gradients",
-        "triton_sums", "triton_adamw", "triton_transition", "triton_outer_product",
+        "triton_outer_layout", "triton_relu", "triton_weight_gradients", "triton_adamw",
         "selective_checkpointing")]
     combos = tof.FusionConfig(enable_combo_kernels=True)
     assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
@@ -332,8 +329,9 @@ def test_fusion_statistics_against_a_hand_count(on, kernels, gemms):
 def test_costs_of_every_sub_layer_by_hand():
     """12 positions of the MSA tensor and 18 of the pair tensor, 4 bytes each: a pass over them is 192 and 432
     bytes, over the outer product's hidden tensor 240, over the biases of rows 144 and of pairs 216."""
-    found = costs(tof.PROGRAM.settings(batch_size=2, num_seqs=2, seq_len=3, msa_dim=4, pair_dim=6,
-                                       msa_heads=2, pair_heads=3, outer_product_dim=5))
+    sizes = dict(batch_size=2, num_seqs=2, seq_len=3, msa_dim=4, pair_dim=6, msa_heads=2, pair_heads=3,
+                 outer_product_dim=5)
+    found = costs(tof.PROGRAM.settings(**sizes))
     multiplication = (8424, 9 * 432, 15 * 432)
     attention = (8424, 11 * 432 + 2 * 216, 18 * 432 + 3 * 216)
     assert {name: dataclasses.astuple(cost) for name, cost in found.items()} == dict(
@@ -343,6 +341,8 @@ def test_costs_of_every_sub_layer_by_hand():
         triangle_mult_outgoing=multiplication, triangle_mult_incoming=multiplication,
         triangle_attn_starting=attention, triangle_attn_ending=attention,
         pair_transition=(10368, 2 * 432, 3 * 432), heads=(16032, None, None))
+    few = tof.PROGRAM.settings(**dict(sizes, batch_size=1, num_seqs=1, seq_len=4))  # re-associated
+    assert costs(few)["outer_product_mean"].flops == 4 * 4 * 4 * 5 + 2 * 4 * 25 * 6 + 2 * 16 * 5 * 6
 
 
 def test_what_masks_leave_defined():
@@ -399,52 +399,33 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
     monkeypatch.setattr(limits, "HAS_TRITON", True)
     assert idle() == idle(**attention) == idle(**triangle) == idle(48, **attention) == []
-    assert idle(enable_triton_transition=True) == []  # for the pair tensor it has one
+    relu = dict(enable_triton_relu=True)
+    assert idle(**relu) == []  # for the pair tensor it has one
     assert idle(on_gpu=False, **attention) == ["Triton kernels need a GPU"]
     assert idle(use_amp=False, **triangle) == [
         "Triton kernels need --use-amp: float32 is more exact without them"]
-    assert idle(96, **attention, **triangle, enable_triton_transition=True) == [
+    assert idle(96, **attention, **triangle, **relu) == [  # attention has one between library projections
         "triton-triangle has no kernel for 96 channels",
-        "triton-transition has no kernel for 48 or 96 channels"]
-    projection, outer = dict(enable_triton_projection=True), dict(enable_triton_outer_product=True)
-    assert idle(**attention, **projection, **outer) == []  # the projections have one for the pair tensor
-    assert idle(**projection) == ["triton-projection works round triton-attention"]
-    assert idle(96, **attention, **projection, **outer) == [
-        "triton-projection has no kernel for attention over 48 (4 heads) or 96 (4 heads) channels",
-        "triton-outer-product has no kernel for sides of 32 to 96 channels"]
-    assert idle(256, **attention, **projection) == []  # the bias of MSA rows has one
-    assert idle(256, msa_dim=256, heads=1, **attention) == [
-        "triton-attention has no kernel for heads of 256 channels"]
-    assert idle(msa_dim=128, heads=128, **attention, **projection) == [
-        "triton-projection has no kernel for attention over 128 (128 heads) channels"]
-    assert idle(ranks=2, **attention, **triangle, **projection, **outer) == [
-        "triton-triangle takes whole pair tensors, not a GPU's part of one",
-        "triton-outer-product takes whole pair tensors, not a GPU's part of one"]
+        "triton-relu has no kernel for 48 or 96 channels"]
+    assert idle(256, msa_dim=256, heads=1, **attention) == []  # the bias of MSA rows has one
+    assert idle(512, msa_dim=256, heads=1, **attention) == [
+        "triton-attention has no kernel for heads of 256 or 512 channels"]
+    assert idle(msa_dim=128, heads=128, **attention) == []
+    assert idle(ranks=2, **attention, **triangle) == [
+        "triton-triangle takes whole pair tensors, not a GPU's part of one"]
     layout = dict(enable_triton_outer_layout=True)
     assert idle(96, **layout) == idle(rows=16, samples=1, **layout) == []
     assert idle(rows=15, samples=1, enable_opm_fusion=False, **layout) == []
     assert idle(rows=15, samples=1, **layout) == [
         "triton-outer-layout is for outer products that are not re-associated"]
-    assert idle(**outer, **layout) == ["triton-outer-layout gives way to triton-outer-product"]
-    assert idle(96, **outer, **layout) == [  # one has no kernel, so the other one's runs
-        "triton-outer-product has no kernel for sides of 32 to 96 channels"]
-    gradients = dict(enable_triton_weight_gradients=True, enable_triton_sums=True)
-    assert idle(**gradients) == [
-        "triton-weight-gradients needs torch.compile", "triton-sums needs torch.compile"]
+    gradients = dict(enable_triton_weight_gradients=True)
+    assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]
     assert idle(enable_torch_compile=True, **gradients) == []
-    relu, transition = dict(enable_triton_relu=True), dict(enable_triton_transition=True)
-    assert idle(**relu, **transition) == ["triton-relu gives way to triton-transition"]
     assert idle(ranks=2, **layout) == [
         "triton-outer-layout takes whole pair tensors, not a GPU's part of one"]
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
         assert idle(**attention, **other) == [
             "triton-attention gives way to the attention that was asked for"]
-        assert idle(**attention, **projection, **other) == [
-            "triton-attention gives way to the attention that was asked for",
-            "triton-projection gives way to the attention that was asked for"]
-        fusion = tof.FusionConfig(**attention, **other)
-        block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(), fusion)
-        assert not block.triangle_attn_starting.triton
     monkeypatch.setattr(limits, "HAS_TRITON", False)
     assert idle(**attention) == ["Triton kernels need Triton (pip install triton)"]
 
@@ -467,9 +448,9 @@ def test_flops_are_counted_without_the_compiler():
     """Of the same switches, by a model that nothing compiles, and that keeps what it makes."""
     seen, wanted = [], tof.FusionConfig(enable_torch_compile=True, activation_memory_budget=0.5,
                                         torch_compile_mode="max-autotune", enable_master_weights=True)
-    settings = tof.PROGRAM.settings(**TINY)
+    settings = dataclasses.replace(tof.PROGRAM.settings(**TINY), fusion=wanted)
     program = dataclasses.replace(
         tof.PROGRAM, model=lambda *given: seen.append(given[1]) or tof.PROGRAM.model(*given))
-    flops_of_a_step(program, settings, tof.PROGRAM.open_source(settings).batch(0), wanted)
+    flops_by_sublayer(program, settings)
     assert seen == [dataclasses.replace(wanted, enable_torch_compile=False, activation_memory_budget=1.0,
                             torch_compile_mode="default")]

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 from fake_rocm import common
 
-from fusion_lab.measuring.kinds import KINDS
+from fusion_lab.measuring.trace.kinds import KINDS
 from fusion_lab.rocm import kernel_summary, records, timeline
 from fusion_lab.rocm.kernel_summary import summarize
 from fusion_lab.training.files import UserError

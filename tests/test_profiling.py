@@ -18,7 +18,6 @@ from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
 from fusion_lab.measuring.counters import OpCounter, gpu_kernels, saved_activations
 from fusion_lab.measuring.probe import (
     Findings,
-    flops_of_a_step,
     peak_megabytes,
     peak_of_two_steps,
     probe,
@@ -188,9 +187,9 @@ def test_kernels_of_a_gpu_are_neither_copies_nor_annotations(monkeypatch):
     order = []
 
     class Profile:
-        def __init__(self, activities):
+        def __init__(self, activities, acc_events):
             kinds = torch.profiler.ProfilerActivity
-            assert set(activities) == {kinds.CPU, kinds.CUDA}
+            assert set(activities) == {kinds.CPU, kinds.CUDA} and acc_events
 
         def __enter__(self):
             return self
@@ -216,9 +215,7 @@ def second(**values):
 
 def test_flops_of_a_step_by_hand():
     """Two layers of two products of 3 x 8 with 8 x 32; backward takes twice as many."""
-    trainer, batch = second()
-    assert flops_of_a_step(SECOND, trainer.settings, batch) == 3 * 2 * 2 * (2 * 3 * 8 * 32)
-    assert probe(trainer, batch).flops == 18432 and probe(trainer, batch, flops=7).flops == 7
+    assert probe(*second()).flops == 3 * 2 * 2 * (2 * 3 * 8 * 32)
 
 
 class Counting:
@@ -255,11 +252,12 @@ def made_up(device, **values):
 
 def test_probe_of_a_gpu_counts_kernels_and_takes_the_peak_of_a_capture(monkeypatch):
     monkeypatch.setattr(probe_module, "gpu_kernels", lambda run: [run(), "b", "c"])
-    found = probe(made_up(GPU, graph=SimpleNamespace(peak=123)), {}, flops=5)
+    monkeypatch.setattr(probe_module, "flops_by_sublayer", lambda *_: dict(up=2, rest=3))
+    found = probe(made_up(GPU, graph=SimpleNamespace(peak=123)), {})
     assert (found.launches, found.peak, found.flops, found.saved, found.timeline) == (3, 123, 5, {}, None)
-    found = probe(made_up(GPU), {}, count_launches=False, flops=5)
+    found = probe(made_up(GPU), {}, count_launches=False)
     assert (found.launches, found.peak) == (None, None)
-    assert not probe(made_up(CPU, enable_torch_compile=True), {}, flops=5).launches  # nothing is dispatched
+    assert not probe(made_up(CPU, enable_torch_compile=True), {}).launches  # nothing is dispatched
 
 
 def test_saved_megabytes_are_a_sum():

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, require_shared, run_program
 
+from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import saved_activations
-from fusion_lab.measuring.probe import flops_of_a_step
-from fusion_lab.measuring.roofline import sublayer_costs
 from fusion_lab.training import checkpoints
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
@@ -166,7 +165,7 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
     batch = PROGRAM.open_source(settings).batch(0)
     flops, saved = [], []
     for fusion in (PROGRAM.fusion_config.preset(False), settings.fusion):
-        flops.append(flops_of_a_step(PROGRAM, settings, batch, fusion))
+        flops.append(sum(flops_by_sublayer(PROGRAM, replace(settings, fusion=fusion)).values()))
         trainer = PROGRAM.trainer(PROGRAM, replace(settings, fusion=fusion), CPU)
         found = saved_activations(trainer.model, [], lambda t=trainer: t.forward(batch)["loss"])
         saved.append(sum(found.values()))
@@ -174,18 +173,19 @@ def test_a_default_step_has_about_half_the_arithmetic_and_three_fifths_of_the_me
 
 
 def test_bounds_are_of_the_arithmetic_that_is_done():
-    """By hand, forward: a decoder layer's W1 works on [own; edge; letter; state] of every edge, then W2, W3.
-    With edges projected for all layers at once, W1's share of the edge moves there."""
+    """By hand, backward twice as much as forward: a decoder layer's W1 works on [own; edge; letter; state] of
+    every edge, then W2, W3. With edges projected for all layers at once, W1's share of it moves there."""
     rows, D = 2 * 16 * 5, 16
     plain = PROGRAM.settings(**SMALL).having(
         enable_split_fusion=False, enable_aggregate_fusion=False, enable_edge_fusion=False)
-    costs = sublayer_costs(PROGRAM, plain)
+    found = flops_by_sublayer(PROGRAM, plain)
+    layers = 3 * PROGRAM.blocks(plain)
     products, dense = 2 * rows * D * D, 2 * 2 * 16 * 8 * D * D
-    assert costs["decoder_edges"].flops == 0 and costs["decoder"].flops == (4 + 1 + 1) * products + dense
-    edges = sublayer_costs(PROGRAM, plain.having(enable_edge_fusion=True))
-    assert edges["decoder_edges"].flops == products and edges["decoder"].flops == 5 * products + dense
+    assert (found["decoder_edges"], found["decoder"]) == (0, layers * (6 * products + dense))
+    edges = flops_by_sublayer(PROGRAM, plain.having(enable_edge_fusion=True))
+    assert (edges["decoder_edges"], edges["decoder"]) == (layers * products, layers * (5 * products + dense))
     compiled = plain.having(enable_torch_compile=True, activation_memory_budget=0.5)
-    assert sublayer_costs(PROGRAM, compiled) == costs
+    assert flops_by_sublayer(PROGRAM, compiled) == found
 
 
 def test_buckets_pad_less_and_change_nothing(tmp_path):

@@ -16,7 +16,8 @@ import torch
 from conftest import KILLED_WRITER, PATIENCE, ROOT, last_json
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import rungs, summary
+from fusion_lab.measuring import summary
+from fusion_lab.measuring.comparison import rungs
 from fusion_lab.training import files, reading
 from fusion_lab.training.checkpoints import read_checkpoint, restore, snapshot
 from fusion_lab.training.files import UserError

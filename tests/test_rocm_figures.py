@@ -222,6 +222,17 @@ def test_main_figures_of_a_run(tmp_path):
     assert main_figures(tmp_path / "absent")["median step ms"] is None
 
 
+def test_main_figures_of_a_session_of_pytorch_s_profiler(tmp_path):
+    (tmp_path / "fusion_analysis.json").write_text(json.dumps(dict(
+        step=dict(untraced_ms=12.5), training_params=dict(batch_size=4), memory_peak_mb=7.0,
+        launches_per_step=90)))
+    found = main_figures(tmp_path)
+    assert (found["median step ms"], found["samples/s"], found["peak memory MB"],
+            found["launches per step, by the trainer"]) == (12.5, 320.0, 7.0, 90)
+    (tmp_path / "fusion_analysis.json").write_text(json.dumps(dict(step=dict(untraced_ms="x"))))
+    assert set(main_figures(tmp_path).values()) == {None}
+
+
 # Records
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from second_program import PROGRAM as SECOND
 
-from fusion_lab.measuring import analysis, attribution
-from fusion_lab.measuring.analysis import SublayerTime, launch_arithmetic
-from fusion_lab.measuring.attribution import (
+from fusion_lab.measuring.bounds.flops import REST
+from fusion_lab.measuring.probe import Findings
+from fusion_lab.measuring.trace import analysis, attribution
+from fusion_lab.measuring.trace.analysis import SublayerTime, launch_arithmetic
+from fusion_lab.measuring.trace.attribution import (
     StepWithoutWork,
     amounts_in_a_step,
     coverage,
@@ -23,9 +25,7 @@ from fusion_lab.measuring.attribution import (
     why_no_step_without_work,
     write_analysis,
 )
-from fusion_lab.measuring.probe import Findings
-from fusion_lab.measuring.roofline import REST
-from fusion_lab.measuring.trace import RECOMPUTE
+from fusion_lab.measuring.trace.trace import RECOMPUTE
 from fusion_lab.profiler import report
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
@@ -52,6 +52,8 @@ def test_launching_on_a_gpu_in_figures_and_words():
     assert (launch.launches, launch.step_ms, launch.busy_ms, launch.host_ms) == (
         1000, pytest.approx(10.5), pytest.approx(4.5), None)
     assert launch.verdict == analysis.UNDECIDED != "launch-bound"  # p80 is 50.0%
+    uncounted = launch_arithmetic(None, [0.010], busy_s=0.0044)  # under --enable-rocm-profiling
+    assert uncounted.text.endswith("the GPU waits for the other 5.60 ms") and uncounted.launches is None
     launch = launch_arithmetic(1000, [0.009, 0.008, 0.010, 0.012, 0.011, 0.013], busy_s=0.0044)
     assert launch_arithmetic(1, [0.001, 0.003, 0.008], busy_s=0.002).step_ms == 3  # no mean of a drifting one
     assert launch.text == (

@@ -201,7 +201,8 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))],
+                         ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if not link.startswith("https://") and link not in ON_ITS_SITE:
@@ -209,6 +210,20 @@ def test_links_lead_somewhere(page):
             target = (page.parent / file).resolve() if file else page
             assert target.exists(), f"{page.name}: {link}"
             assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_raw_results_are_dated_and_named_somewhere():
+    """By a document or a program, at least without their suffix; and what these name is there."""
+    results = {path.name: path.stem for path in ROOT.glob("benchmarks/results/*")}
+    if not results:
+        pytest.skip("raw results were deleted")
+    places = ("models/*.md", "benchmarks/**/*.md", "benchmarks/*.py", "tests/**/*.py")
+    pages = {*PAGES, *(path for place in places for path in ROOT.glob(place))}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+    assert [name for name in results if not re.search(r"_\d{4}-\d\d-\d\d(?![\d-])", name)] == []
+    mentioned = set(re.findall(r"(?<![\w-])\w+_\d{4}-\d\d-\d\d\w*(?![\w-]|\*)", text))
+    assert mentioned == set(results.values())
+    assert set(re.findall(r"results/([\w-]+\.(?:json|png|txt))", text)) <= results.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

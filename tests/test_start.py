@@ -13,7 +13,7 @@ from conftest import PATIENCE, ROOT, last_json, run_program
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics
-from fusion_lab.training import files, reporting, start
+from fusion_lab.training import files, flags, reporting, start
 from fusion_lab.training.flags import make_parser, parse, read_settings, with_demo
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
@@ -81,7 +81,7 @@ def test_help_comes_in_groups_that_fit_a_screen(program, tmp_path, monkeypatch):
     assert "exit codes: 0 done, 1 the thing checked failed, 2 wrong use" in text
     switches = [line for line in text.splitlines() if "--disable-" in line and "all-fusion" not in line]
     assert all(re.match(r"  --enable-([\w-]+), --disable-\1$", line) for line in switches)
-    assert len(switches) == {TRAINER: 23, SESSION: 23, SECOND: 6}.get(program, 0)
+    assert len(switches) == {TRAINER: 19, SESSION: 19, SECOND: 6}.get(program, 0)
 
 
 def test_contradictory_switches_get_a_line(tmp_path):
@@ -90,6 +90,32 @@ def test_contradictory_switches_get_a_line(tmp_path):
     result = run_program("tiny_openfold_v2.py", *flags, env={"PYTHONPATH": str(tmp_path)})
     pair = "--enable-flash-attention, --disable-flash-attention"
     assert result.stderr == f"tiny_openfold_v2.py: note: {pair}: the later one wins\n"
+
+
+RETIRED = {  # flags of switches that went: what is on, what is said of the last one
+    "--enable-triton-projection": (["enable_triton_attention"], "is part of triton-attention now"),
+    "--enable-triton-sums": (["enable_triton_weight_gradients"], "is part of triton-weight-gradients now"),
+    "--enable-triton-attention --disable-triton-projection": ([], "is part of triton-attention now"),
+    "--enable-triton-transition": ([], "went, because it cost time, and is ignored; "
+                                       "--enable-selective-checkpointing saves more memory"),
+    "--disable-triton-outer-product": ([], "--enable-selective-checkpointing saves more memory")}
+
+
+@pytest.mark.parametrize("given", RETIRED)
+def test_switches_that_went_are_still_understood(given, capsys):
+    flags.note.cache_clear()
+    argv, (on, words) = ["--disable-all-fusion", *given.split()], RETIRED[given]
+    for _ in range(2):  # before torch is there, and afterwards
+        _, settings, _ = parse(make_parser(tof.PROGRAM), tof.PROGRAM, argv)
+    assert [name for name in settings.fusion.names() if getattr(settings.fusion, name)] == on
+    said, = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"tiny_openfold_v2.py: note: {argv[-1]}: ") and said.endswith(words)
+    assert argv[-1] not in make_parser(tof.PROGRAM).format_help()
+
+
+def test_switches_that_went_have_successors_that_are_there():
+    kind = tof.FusionConfig
+    assert not kind.RETIRED.keys() & {*kind.names()} and {*kind.RETIRED.values()} <= {None, *kind.names()}
 
 
 @pytest.mark.parametrize("given, expected", [

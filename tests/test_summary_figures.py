@@ -16,7 +16,14 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
-from fusion_lab.training.reporting import print_ending, print_result, require_finite, shorter, step_line
+from fusion_lab.training.reporting import (
+    busy_line,
+    print_ending,
+    print_result,
+    require_finite,
+    shorter,
+    step_line,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PHASES = np.array([[0.1, 0.2, 0.3, 0.4]])  # of a second: data, forward, backward, optimizer
@@ -120,7 +127,7 @@ def test_people_on_a_terminal_get_milliseconds(monkeypatch, capsys):
 def earlier(memory=None, **values):
     """As read_summary() has it."""
     return {**dict(speed=4.0, memory=memory, version="v1", timestamp="then", config={}, training_params={},
-                   system_info={}), **values}
+                   fusion_config={}, system_info={}), **values}
 
 
 def now(peak=30.0, **values):
@@ -145,6 +152,16 @@ def test_against_an_earlier_run(capsys):
     assert summary.print_against(earlier(40.0), now(None))["memory_reduction_percent"] is None
 
 
+def test_no_speed_up_between_different_machines(capsys):
+    here, there = (dict(gpu_name=None, cpu_threads=n, torch_version=v) for n, v in ((2, "2.13"), (1, "2.11")))
+    before = earlier(40.0, system_info=there, fusion_config=dict(enable_x=False))
+    found = summary.print_against(before, now(system_info=here, fusion_config=dict(enable_x=True)))
+    assert found["speedup"] is None and found["differences"] == [
+        "torch_version 2.11 -> 2.13", "cpu_threads 1 -> 2", "enable_x False -> True"]
+    out = capsys.readouterr().out
+    assert "samples/sec, not comparable: cpu_threads 1 -> 2\n" in out and "2.50x" not in out
+
+
 def test_only_summaries_are_read(tmp_path):
     path = tmp_path / "s.json"
     for speed, peak, expected in (("4.5", "40", [4.5, 40.0]), ('"4"', "null", [4.0, None]),
@@ -153,11 +170,11 @@ def test_only_summaries_are_read(tmp_path):
         path.write_text(f'{{"performance_summary": {{{figures}}}}}')
         assert summary.read_summary(path) == dict(
             speed=expected[0], memory=expected[1], version="a run", timestamp="unknown date", config={},
-            training_params={}, system_info={})
+            training_params={}, fusion_config={}, system_info={})
     whole = dict(version="v1", timestamp="then", config=dict(width=8), training_params=dict(batch_size=2),
                  system_info=dict(gpu_name=None))
     path.write_text(json.dumps(dict(whole, performance_summary=dict(avg_training_speed=4, peak_memory_mb=0))))
-    assert summary.read_summary(path) == dict(whole, speed=4.0, memory=None)
+    assert summary.read_summary(path) == dict(whole, fusion_config={}, speed=4.0, memory=None)
     for content, words in (('{"performance_summary": {"avg_training_speed": 0}}', "must be positive"),
                            ('{"performance_summary": {"avg_training_speed": -1}}', "must be positive"),
                            ('{"performance_summary": {"avg_training_speed": NaN}}', "must be positive"),
@@ -303,3 +320,8 @@ def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch,
     monkeypatch.setattr(metrics, "require_matplotlib", lambda: metrics.summary_writer("") or 1 / 0)
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     assert found.draw() is None and capsys.readouterr().err == ""  # not installed: nobody asked for a picture
+
+
+def test_a_busy_machine_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert busy_line(0.9, 2) is None and busy_line(7.19, 2).startswith("Busy machine: load 7.2 on 2 cores; ")

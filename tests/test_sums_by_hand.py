@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from study_parts import WORDS
 
-from fusion_lab.measuring import comparison_rows, worth
+from fusion_lab.measuring.comparison import rows as comparison_rows
+from fusion_lab.measuring.comparison import worth
 from fusion_lab.rocm import records
 from fusion_lab.study.design import Shape
 from fusion_lab.study.recommendation import print_recommendation
@@ -23,16 +24,13 @@ def test_totals_of_kernels():
 
 def test_what_a_row_saves():
     before = dict(peak_memory_mb=100.0, saved_activation_mb=None, launches_per_step=40,
-                  own_flops_per_step=200)
-    row = dict(peak_memory_mb=25.0, saved_activation_mb=10.0, launches_per_step=50, own_flops_per_step=150,
-               flops_per_step=600, median_batch_time=2.0)
+                  flops_per_step=800)
+    row = dict(peak_memory_mb=25.0, saved_activation_mb=10.0, launches_per_step=50, flops_per_step=600,
+               median_batch_time=2.0)
     comparison_rows.add_savings(row, before, 1200.0)
     assert {key: value for key, value in row.items() if key == "mfu" or "reduction" in key} == dict(
         mfu=0.25, peak_memory_reduction_percent=75.0, saved_activation_reduction_percent=None,
         launch_reduction_percent=-25.0, flop_reduction_percent=25.0)
-    del before["own_flops_per_step"], row["flop_reduction_percent"]
-    comparison_rows.add_savings(row, before, 1200.0)
-    assert "flop_reduction_percent" not in row
 
 
 def test_shares_of_a_step_are_medians(monkeypatch):
@@ -54,6 +52,10 @@ def test_a_recommendation_in_words(capsys):
         "   B 2 S 32 N 8: fused, 1.23 ms, 100.1 MB, 2.35x the baseline", "      not all: broken",
         "      run it", "   B 2 S 64 N 8: baseline, 5.00 ms, n/a",
         "   B 2 S 96 N 8: none of the settings qualifies"]
+    print_recommendation(Recommendation(None, (at(
+        32, setting="fused", command="run it", median_ms=1.0, speedup=1.04, speedup_low=0.833,
+        speedup_high=1.296),)))
+    assert "1.04x the baseline (±, 0.83 to 1.30: undecided)\n" in capsys.readouterr().out
     print_recommendation(Recommendation(None, ()))
     assert capsys.readouterr().out == "\nRecommended: fastest, accurate\n"
 

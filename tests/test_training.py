@@ -12,7 +12,7 @@ import torch
 from conftest import KILLED_WRITER, PATIENCE, ROOT, last_json, require_shared, run_program
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import packing
+from fusion_lab.kernels.library import packing
 from fusion_lab.measuring import summary as summaries
 from fusion_lab.training import files
 from fusion_lab.training.flags import make_parser, read_settings

@@ -12,9 +12,12 @@ from triton import CompilationError
 from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import attention, biased_attention, limits, precision, triangle_multiplication, tuner
-from fusion_lab.kernels import transition as transitions
-from fusion_lab.kernels import triton as lab
+from fusion_lab.kernels import dispatch as lab
+from fusion_lab.kernels import limits, precision, tuner
+from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.library import attention_choice
+from fusion_lab.kernels.transition import layer as transition_layers
+from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
 from fusion_lab.measuring import retune
 from fusion_lab.training.files import UserError
 
@@ -161,10 +164,10 @@ def on_gpu(*shape, dtype=torch.bfloat16):
 def test_what_has_a_kernel(x, fits, attends, monkeypatch):
     """With four heads, of 128 channels at most; a position has 16 to 256 channels, a power of two."""
     monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: False)
-    for module in (lab, attention):
+    for module in (lab, attention_choice):
         monkeypatch.setattr(module, "HAS_TRITON", True)
     assert (lab.fits(x), lab.attends(x, 4)) == (fits, attends)
-    for module in (lab, attention):
+    for module in (lab, attention_choice):
         monkeypatch.setattr(module, "HAS_TRITON", False)
     assert not lab.fits(x) and not lab.attends(x, 4)
 
@@ -173,7 +176,7 @@ def test_what_has_a_kernel(x, fits, attends, monkeypatch):
     (128, 64, True, True), (128, 128, False, False), (256, 8, False, True), (512, 8, False, False)])
 def test_whose_projections_have_a_kernel(channels, heads, whole, bias, monkeypatch):
     monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: False)
-    for module in (lab, attention):
+    for module in (lab, attention_choice):
         monkeypatch.setattr(module, "HAS_TRITON", True)
     x = on_gpu(2, 3, channels)
     assert (lab.projects(x, heads), lab.projects_bias(x, heads)) == (whole, bias)
@@ -190,7 +193,7 @@ def test_autocast_says_in_which_precision_a_kernel_runs(monkeypatch):
 
 def test_widths_of_a_switch():
     widths = (8, 16, 32, 48, 64, 96, 128, 256, 512)
-    assert [w for w in widths if limits.takes("enable_triton_transition", w)] == [16, 32, 64, 128, 256]
+    assert [w for w in widths if limits.takes("enable_triton_relu", w)] == [16, 32, 64, 128, 256]
     assert [w for w in widths if limits.takes("enable_triton_attention", w)] == list(widths[:7])
 
 
@@ -200,11 +203,11 @@ def test_modules_are_handed_to_their_kernels_in_order(monkeypatch):
     module = SimpleNamespace
     norm, first, second = module(weight="nw", bias="nb", eps="e"), module(weight="1w", bias="1b"), \
         module(weight="2w", bias="2b")
-    for place, name in ((transitions, "transition"), (biased_attention, "gated_attention"),
-                        (triangle_multiplication, "triangle_multiplication")):
+    for place, name in ((transition_layers, "transition_layer"), (attention_operator, "gated_attention"),
+                        (triangle_operator, "triangle_multiplication")):
         monkeypatch.setattr(place, name, told)
-    assert lab.transition("x", norm, first, second, "r", False) == (
-        "x", "nw", "nb", "1w", "1b", "2w", "2b", "e", "r")
+    assert lab.transition_layer("x", norm, first, second, "r", False) == (
+        "x", "nw", "nb", "1w", "1b", "2w", "2b", "e", "r", False)
     assert lab.gated_attention("p", 4, 1, "b", "k", "g") == ("p", 4, 1, "b", "k", "g")
     center, output, gate = (module(weight=f"{n}w", bias=f"{n}b") for n in "cog")
     assert lab.triangle_multiplication("x", norm, "w", "b", center, output, gate, "m", True, "r", "d",
@@ -216,13 +219,13 @@ def test_modules_are_handed_to_their_kernels_in_order(monkeypatch):
 
 
 def ultra(tmp_path, **values):
-    return tof.PROGRAM.settings(**{**dict(enable_triton_transition=True, enable_torch_compile=True,
+    return tof.PROGRAM.settings(**{**dict(enable_triton_relu=True, enable_torch_compile=True,
                                           enable_cuda_graphs=True, profile_dir=str(tmp_path)), **values})
 
 
 @pytest.mark.parametrize("values, kind, triton, code, words", [
-    (dict(enable_triton_transition=False), "cuda", True, 2, "no Triton kernel is on; add --enable-ultra"),
-    (dict(enable_triton_transition=False, enable_triton_adamw=True), "cuda", True, 2, "kernel is on"),
+    (dict(enable_triton_relu=False), "cuda", True, 2, "no Triton kernel is on; add --enable-ultra"),
+    (dict(enable_triton_relu=False, enable_triton_adamw=True), "cuda", True, 2, "kernel is on"),
     ({}, "cpu", True, 4, "--retune needs a GPU"), ({}, "cuda", False, 3, "--retune needs Triton")])
 def test_retune_says_what_it_lacks(values, kind, triton, code, words, tmp_path, monkeypatch):
     monkeypatch.setattr(retune, "choose_device", lambda name: torch.device(kind))
@@ -239,7 +242,7 @@ def test_retune_runs_one_step_and_keeps_what_wins(kernels, compiled, tmp_path, m
     class Trainer:
         def __init__(self, program, settings, device):
             told.append((settings.fusion.enable_torch_compile, settings.fusion.enable_cuda_graphs,
-                         settings.fusion.enable_triton_transition, device.type))
+                         settings.fusion.enable_triton_relu, device.type))
 
         def step(self, batch):
             told.append(batch)

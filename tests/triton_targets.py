@@ -23,10 +23,9 @@ EXTENTS = ("P", "S", "L", "R")  # of a tuner's class of shape; any of them may m
 
 def widths(key):
     """Kernel, dtype and widths of a key of tiles.json, without numbers of positions and rows: what it may be
-    compiled for. N is a projection's width, but the rows of an outer product."""
+    compiled for."""
     kernel, *words = key.split()
-    extents = (*EXTENTS, *["N"] * kernel.startswith("outer"))
-    return kernel, *(word for word in words if not re.fullmatch(r"[A-Z]\d+", word) or word[0] not in extents)
+    return kernel, *(word for word in words if not re.fullmatch(r"[A-Z]\d+", word) or word[0] not in EXTENTS)
 
 
 @contextlib.contextmanager
@@ -38,8 +37,9 @@ def compiled_for(name, met=None, describe=resources):
 
     def warm_up(self, *arguments, grid, warmup, **options):
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        sizes = {parameter.name for parameter in self.params if not parameter.is_constexpr}  # given by name
         chosen = ", ".join(f"{key}={value}" for key, value in options.items()
-                           if isinstance(value, (int, bool)))
+                           if isinstance(value, (int, bool)) and key not in sizes)
         compiled[f"{self.__name__} {chosen}"] = kernel
 
     def every_configuration(kernel, shape, candidates, run):

@@ -6,8 +6,8 @@ They need Triton and a GPU, and are imported when they are first asked for.
 """
 import importlib
 
-DROP_IN = dict(triangle_attention="biased_attention",
-               triangle_multiplicative_update="triangle_multiplication")
+DROP_IN = dict(triangle_attention="attention.operator",
+               triangle_multiplicative_update="triangle_multiplication.operator")
 
 
 def __getattr__(name):

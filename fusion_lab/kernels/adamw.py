@@ -1,14 +1,17 @@
 """AdamW of one flat tensor and its copy in 16 bits, by a Triton kernel that touches every number once.
 
 torch's fused AdamW has a block of threads for every 65,536 numbers, so a small model leaves most of a GPU
-idle; and round it stand passes of their own: the gradient's cast to float32, its clipping, the weights' copy
-in 16 bits. Here a first kernel of one program makes what all numbers share, in float64 where float32 would
-cancel; the second one reads gradient, weight and both moments, and writes the last three and the copy.
+idle. Beside it stand passes of their own: the gradient's cast to float32, its clipping, the weights' copy in
+16 bits. Here are four kernels instead:
 
-Before them gradients of all weights become one tensor, with its norm (Joined). In a CUDA graph they lie in
-every replay where they lay when it was captured, so a kernel finds them by a table of addresses; a list of
-some hundred tensors would have to be cut into several launches, and most of their programs would have little
-to do.
+    adamw_join_kernel     gradients of all weights become one tensor; sums of squares
+    adamw_norm_kernel     their norm
+    adamw_scalars_kernel  what all numbers share, in float64 where float32 would cancel
+    adamw_kernel          reads gradient, weight and both moments; writes the last three and the copy
+
+The first finds gradients by a table of addresses: in every replay of a CUDA graph they lie where they lay
+when it was captured. A list of some hundred tensors would have to be cut into several launches, and most of
+their programs would have little to do.
 
 Source: Loshchilov and Hutter 2019, Alg. 2 (decoupled weight decay); the state is that of torch.optim.AdamW.
 """
@@ -19,31 +22,36 @@ import triton
 import triton.language as tl
 
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.triton_parts import check_shapes, current_target
+from fusion_lab.kernels.common import check_shapes, current_target
 
 SCALARS = 5  # factor of the gradient, weight decay, step size, 1 / sqrt(second bias correction), skipped
-NUMBERS = 1024  # of a program
-JOINED = 512  # of one that joins gradients: with more, too few programs hide the latency of their loads
-PLACES = 5  # what tells it its numbers: weight, first one, how many, where in the result, how many there
+NUMBERS = 1024  # of a program of adamw_kernel
+JOINED = 512  # of a program of adamw_join_kernel: with more, too few programs hide the latency of loads
+CHUNK = 5  # numbers that describe a chunk of a gradient: weight, first, count, first in out, count in out
 
 
 @triton.jit
-def join_kernel(addresses, places, out, squares, BN: tl.constexpr, PLACES: tl.constexpr):
-    """Numbers of one gradient, and zeros behind it, into out; the sum of their squares. An address of 0: no
-    gradient."""
-    place = places + tl.program_id(0) * PLACES
-    address, n = tl.load(addresses + tl.load(place)), tl.arange(0, BN)
-    count = tl.where(address == 0, 0, tl.load(place + 2))
-    source = address.to(tl.pointer_type(out.dtype.element_ty)) + tl.load(place + 1)
-    g = tl.load(source + n, mask=n < count, other=0.0)
-    tl.store(out + tl.load(place + 3) + n, g, mask=n < tl.load(place + 4))
+def adamw_join_kernel(addresses, chunks, out, squares, BN: tl.constexpr, CHUNK: tl.constexpr):
+    """One program: copies one chunk of one gradient, at most BN numbers, into out; after the gradient's last
+    numbers, zeros. Stores the sum of the chunk's squares. Axis 0: chunks.
+
+        addresses (weights,) int64, where each gradient begins, 0 if there is none
+        chunks (programs, CHUNK) int64: weight, first number, count, first number in out, count in out
+        out (numbers,) in the gradients' dtype; squares (programs,) float32
+    """
+    chunk = chunks + tl.program_id(0) * CHUNK
+    address, n = tl.load(addresses + tl.load(chunk)), tl.arange(0, BN)
+    count = tl.where(address == 0, 0, tl.load(chunk + 2))
+    source = address.to(tl.pointer_type(out.dtype.element_ty)) + tl.load(chunk + 1)
+    g = tl.load(source + n, mask=n < count, other=0.0)  # (BN,)
+    tl.store(out + tl.load(chunk + 3) + n, g, mask=n < tl.load(chunk + 4))
     g = g.to(tl.float32)
     tl.store(squares + tl.program_id(0), tl.sum(g * g))
 
 
 @triton.jit
-def norm_kernel(squares, norm, N, BN: tl.constexpr):
-    """norm = sqrt(sum of squares (N,)); one program."""
+def adamw_norm_kernel(squares, norm, N, BN: tl.constexpr):
+    """One program alone: norm () = sqrt(sum of squares (N,)), BN at a time; all float32."""
     n, total = tl.arange(0, BN), tl.zeros((BN,), tl.float32)
     for first in range(0, N, BN):
         total += tl.load(squares + first + n, mask=first + n < N, other=0.0)
@@ -53,8 +61,16 @@ def norm_kernel(squares, norm, N, BN: tl.constexpr):
 @triton.jit
 def adamw_scalars_kernel(step, norm, rate, found_inf, scalars, limit, decay, LOG1: tl.constexpr,
                          LOG2: tl.constexpr, ON_DEVICE: tl.constexpr, SCALED: tl.constexpr):
-    """Counts the step, and scalars (SCALARS,) of it; LOG1 and LOG2 are logarithms of AdamW's betas. A norm
-    that is not a number makes all weights so, as torch's clipping does."""
+    """One program alone: counts the step t, and makes what all numbers share.
+
+        scalars (SCALARS,): min(1, limit / norm), lr decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), and
+        whether the step is skipped (not 0)
+
+        step, norm () float32; rate () if ON_DEVICE, else a number; found_inf () if SCALED, else None
+
+    LOG1 and LOG2 are logarithms of the betas. A norm that is not a number makes all weights so, as torch's
+    clipping does. The powers are in float64: 1 - beta2^t is about 0.001 at first, and would cancel.
+    """
     skipped = tl.load(found_inf) if SCALED else 0.0
     lr = tl.load(rate) if ON_DEVICE else rate
     count = tl.load(step) + 1
@@ -71,11 +87,20 @@ def adamw_scalars_kernel(step, norm, rate, found_inf, scalars, limit, decay, LOG
 @triton.jit
 def adamw_kernel(flat, gradient, first, second, low, scalars, N, BETA1: tl.constexpr, BETA2: tl.constexpr,
                  EPS: tl.constexpr, SCALED: tl.constexpr, BN: tl.constexpr):
-    """BN numbers. Decay is subtracted, and moments move by a difference: factors next to 1 would be rounded
-    to the same side in every step."""
+    """One program: a step of AdamW for BN numbers. Axis 0: tiles of BN numbers.
+
+        m += (1 - beta1) (g - m);  v += (1 - beta2) (g^2 - v)                 g = gradient, clipped
+        weight -= lr decay weight;  weight -= lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
+
+        flat (N,) weights, first (N,) m, second (N,) v, all float32; gradient, low (N,), the copy of flat, in
+        any precision; scalars (SCALARS,) of adamw_scalars_kernel
+
+    Decay is subtracted, and moments move by a difference: factors next to 1 would be rounded to the same side
+    in every step.
+    """
     n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    there = n < (tl.where(tl.load(scalars + 4) == 0, N, 0) if SCALED else N)
-    weight, m = tl.load(flat + n, mask=there), tl.load(first + n, mask=there)
+    there = n < (tl.where(tl.load(scalars + 4) == 0, N, 0) if SCALED else N)  # none in a skipped step
+    weight, m = tl.load(flat + n, mask=there), tl.load(first + n, mask=there)  # (BN,) each
     v = tl.load(second + n, mask=there)
     g = tl.load(gradient + n, mask=there).to(tl.float32) * tl.load(scalars)
     m += (1 - BETA1) * (g - m)
@@ -89,8 +114,8 @@ def adamw_kernel(flat, gradient, first, second, low, scalars, N, BETA1: tl.const
 
 
 def warps():
-    """For four numbers a thread: 16 bytes of float32. With more, Triton would have 16 bits in another order
-    between threads, and exchange them through shared memory."""
+    """Warps of a program of adamw_kernel with four numbers a thread: 16 bytes of float32. With more, Triton
+    would lay out 16-bit tensors differently, and exchange them between threads through shared memory."""
     target = current_target()
     return NUMBERS // 4 // (target.warp_size if target else 32)
 
@@ -125,10 +150,10 @@ class Joined:
 
     def __init__(self, sizes, starts, length, device):
         rooms = [end - begin for begin, end in zip(starts, [*starts[1:], length], strict=True)]
-        places = [(weight, first, max(0, min(JOINED, size - first)), begin + first, min(JOINED, room - first))
+        chunks = [(weight, first, max(0, min(JOINED, size - first)), begin + first, min(JOINED, room - first))
                   for weight, (size, begin, room) in enumerate(zip(sizes, starts, rooms, strict=True))
-                  for first in range(0, room, JOINED)]
-        self.length, self.places, self.used = length, torch.tensor(places, device=device), False
+                  for first in range(0, room, JOINED)]  # each as CHUNK says
+        self.length, self.chunks, self.used = length, torch.tensor(chunks, device=device), False
         self.addresses = torch.empty(len(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def __call__(self, gradients, dtype):
@@ -136,13 +161,13 @@ class Joined:
         weight. A graph that captures this reads the addresses in every replay: of each Joined, one graph."""
         self.used = True
         self.addresses.copy_(torch.tensor([0 if g is None else g.data_ptr() for g in gradients]))
-        device, many = self.places.device, len(self.places)
+        device, programs = self.chunks.device, len(self.chunks)
         out = torch.empty(self.length, dtype=dtype, device=device)
-        squares, norm = (torch.empty(size, device=device) for size in ((many,), ()))
+        squares, norm = (torch.empty(size, device=device) for size in ((programs,), ()))
         with torch.cuda.device_of(out):
-            start(join_kernel, (many,), self.addresses.to(device, non_blocking=True), self.places, out,
-                  squares, BN=JOINED, PLACES=PLACES, num_warps=4)
-            start(norm_kernel, (1,), squares, norm, many, BN=NUMBERS, num_warps=8)
+            start(adamw_join_kernel, (programs,), self.addresses.to(device, non_blocking=True), self.chunks,
+                  out, squares, BN=JOINED, CHUNK=CHUNK, num_warps=4)
+            start(adamw_norm_kernel, (1,), squares, norm, programs, BN=NUMBERS, num_warps=8)
         return out, norm
 
 

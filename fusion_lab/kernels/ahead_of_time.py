@@ -129,14 +129,16 @@ def overwritten(kernel):
     some numbers are wrong. Only for sm_90, the one target here whose products run on while others begin.
 
     Triton 3.6 and 3.9 make such code where a second product, of fewer rows, takes the same tile from
-    registers. They then plan one place too few: enough for that one, not for the first, which runs on while
-    the next tile arrives.
+    registers. They then plan one stage too few in the buffer: enough for that product, not for the first,
+    which runs on while the next tile arrives.
     """
-    names, places, fills, read = {}, [], [], set()  # names: of a buffer, or a view of one, to its number
+    # names: of a buffer, or a view of one, to its number; stages: tiles that each buffer holds; fills: copies
+    # into each; read: buffers that a product may still read
+    names, stages, fills, read = {}, [], [], set()
     for line in kernel.asm["ttgir"].splitlines():  # in order, since each branch and loop may use a name again
         if found := ALLOCATED.search(line):
-            names[found[1]] = len(places)
-            places.append(int(found[2]))
+            names[found[1]] = len(stages)
+            stages.append(int(found[2]))
             fills.append(0)
         elif found := VIEWED.search(line):
             names[found[1]] = names.get(found[2])
@@ -144,9 +146,10 @@ def overwritten(kernel):
             fills[names[found[1]]] += 1
         elif found := IN_FLIGHT.search(line):
             read |= {names.get(name) for name in re.findall(r"%\w+", found[1])}
-    # Fills before the loop are for turns 0 to p - 1; the one in it is for turn i + p, while turn i is read,
-    # if it stands behind the wait for turn i - 1, as Triton has it: p + 1 places, as many as there are fills.
-    return sum(fills[buffer] > places[buffer] for buffer in read - {None})
+    # Copies before the loop fill stages 0 to p - 1. The copy in it is for iteration i + p. It runs while
+    # iteration i is read, if it stands behind the wait for iteration i - 1, as Triton has it. So p + 1 stages
+    # are needed: as many as there are copies.
+    return sum(fills[buffer] > stages[buffer] for buffer in read - {None})
 
 
 # A line of machine code: NVIDIA's begins with an address and perhaps a predicate; instruction and operands.

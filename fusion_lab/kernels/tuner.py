@@ -1,10 +1,12 @@
 """Which tile sizes a Triton kernel runs with: a table by GPU, kernel and class of shape, and how it is made.
 
-Nothing is timed during training. launch() looks the configuration up: first in what was measured on this GPU
-with this torch and Triton (`--retune`, kept in the user's cache directory), then in tiles.json beside this
-file (shipped for the architectures named there), else it takes the first candidate, a conservative one.
-Within retuning() every launch first times its candidates on its own arguments, taking turns, and keeps the
-winner if it beats the first candidate by more than the spread of both.
+Nothing is timed during training. launch() looks the configuration up:
+    1. in what was measured on this GPU with this torch and Triton (`--retune`, kept in the user's cache)
+    2. in tiles.json beside this file, shipped for the architectures named there
+    3. else it takes the first candidate, a conservative one
+
+Within retuning() every launch first times its candidates on its own arguments, one after the other in each
+round. It keeps the winner if that beats the first candidate by more than the spread of both.
 """
 import contextlib
 import json
@@ -16,12 +18,11 @@ from functools import cache
 import torch
 import triton
 
-from fusion_lab.kernels.attention import architecture
+from fusion_lab.kernels.library.attention_choice import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
-CYCLES = 6_000_000  # for which the GPU waits, about three milliseconds, in which the host queues REPEATS
-# launches of a kernel, or of the few that make one gradient
+CYCLES = 6_000_000  # the GPU waits so long, about 3 ms; meanwhile the host queues REPEATS launches
 found = None  # {kernel and class: configuration} while retuning() measures
 
 
@@ -70,8 +71,8 @@ def launch(kernel, shape, candidates, run):
 
 
 def chosen(kernel, shape, candidates):
-    """The configuration with which launch() runs; while retuning, the one that it knows so far. What is no
-    candidate any more counts as unknown."""
+    """The configuration with which launch() runs; while retuning, the best known so far. A configuration in
+    a table that is no candidate any more counts as unknown."""
     key = f"{kernel} {shape}"
     alike = key.replace(" float16 ", " bfloat16 ")  # which takes the same memory and the same time
     known = [(found or {}).get(key), *(each.get(name) for each in tables() for name in (key, alike))]
@@ -96,7 +97,8 @@ def fastest(key, candidates, run):
 
 
 def winner(times):
-    """The number whose times are shortest, if its slower quartile beats the faster quartile of the first."""
+    """The candidate whose median time is shortest, if its upper quartile is below the lower quartile of the
+    first candidate; else the first. times: {candidate's number: [milliseconds]}."""
     def quartile(number, share):
         return sorted(times[number])[int(share * (len(times[number]) - 1))]
     best = min(times, key=lambda number: quartile(number, 0.5))

@@ -88,7 +88,7 @@ def saved_activations(model, named_modules, compute_loss):
 def gpu_kernels(run):
     """Names of the GPU kernels that run() launches, copies, fills and annotations excluded."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:  # else 2.11 warns
         run()
         torch.cuda.synchronize()
     return [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA

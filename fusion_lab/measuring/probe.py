@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
 from fusion_lab.training.feeding import batch_of, to_device
 from fusion_lab.training.machine import MEGABYTE
@@ -15,8 +15,7 @@ from fusion_lab.training.machine import MEGABYTE
 class Findings:
     """What probe() and warm_up() found; None where it could not be counted or was not measured."""
     saved: dict                     # bytes kept for backward, by sub-layer
-    flops: int                      # of one step of the baseline
-    own_flops: int | None = None    # of this one's, where switches change them
+    flops: int                      # of one step
     launches: int | None = None     # kernels on a GPU, operations on a CPU
     peak: int | None = None         # bytes: live tensors on a CPU; on a GPU while a CUDA graph was captured
     timeline: list | None = None    # (operation number, live bytes), on a CPU
@@ -30,10 +29,10 @@ class Findings:
         return sum(self.saved.values()) / MEGABYTE
 
 
-def probe(trainer, batch, count_launches=True, flops=None):
-    """Findings about one step; flops of it, if they are known. On a CPU, compiled code apart, that is one
-    step, which may be the trainer's first: it costs as much there as those that are timed."""
-    flops = flops or flops_of_a_step(trainer.program, trainer.settings, batch)
+def probe(trainer, batch, count_launches=True):
+    """Findings about one step. On a CPU, compiled code apart, that is one step, which may be the trainer's
+    first: it costs as much there as those that are timed."""
+    flops = sum(flops_by_sublayer(trainer.program, trainer.settings, batch).values())
     if counts_its_first_step(trainer):
         return counted_step(trainer, batch, flops)
     model = trainer.model
@@ -80,18 +79,6 @@ def make_lasting_tensors(trainer):
         weight.grad = torch.zeros_like(weight)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=True)
-
-
-def flops_of_a_step(program, settings, batch, fusion=None):
-    """FLOPs of forward and backward, of the baseline unless there is a fusion."""
-    kept = dict(enable_torch_compile=False, activation_memory_budget=1.0, torch_compile_mode="default")
-    fusion = replace(fusion, **kept) if fusion else program.fusion_config.preset(False)
-    with torch.device("meta"):
-        model = program.model(settings.model, fusion)
-    with FlopCounterMode(display=False) as flops:
-        given = {key: value.to("meta") for key, value in batch.items()} | program.in_a_step
-        model(**given)["loss"].backward()
-    return flops.get_total_flops()
 
 
 def warm_up(trainer, source, stop=None):

@@ -73,7 +73,7 @@ class Profiling:
                 schedule=torch.profiler.schedule(wait=0, warmup=warmup, repeat=1,
                                                  active=min(traced_steps, num_steps - warmup)),
                 on_trace_ready=torch.profiler.tensorboard_trace_handler(config.profile_dir, self.name),
-                record_shapes=True, profile_memory=config.enable_memory_profiling)
+                record_shapes=True, profile_memory=config.enable_memory_profiling, acc_events=True)
 
     def traces(self):
         return set(glob.glob(os.path.join(glob.escape(self.config.profile_dir),

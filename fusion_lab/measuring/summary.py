@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from fusion_lab.measuring.ceilings import matmul_ceiling
+from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.tables import aligned
@@ -108,7 +108,8 @@ def read_summary(path):
             memory=figure(figures, "peak_memory_mb") if figures.get("peak_memory_mb") else None,
             version=str(summary.get("version") or "a run"),
             timestamp=str(summary.get("timestamp") or "unknown date"),
-            **{key: section(summary, key, {}) for key in ("config", "training_params", "system_info")})
+            **{key: section(summary, key, {})
+               for key in ("config", "training_params", "fusion_config", "system_info")})
     except OSError as error:
         raise UserError(f"summary {path}: {error.strerror}") from None
     except ValueError as error:
@@ -142,27 +143,43 @@ def complete(path, result, earlier):
     write_json(path, result)
 
 
+# What makes a ratio of speeds meaningless, and what else runs may differ in beside the model's sizes
+MACHINE = [("system_info", "host_cpu"), ("system_info", "cpu_threads")]
+SETTINGS = [*(("training_params", key) for key in ("batch_size", "use_amp", "amp_dtype")),
+            ("system_info", "torch_version")]
+
+
+def differing(earlier, now, keys):
+    """"KEY OLD -> NEW" for each (section, key) that both summaries have and that is not the same."""
+    pairs = [(key, earlier.get(part, {}).get(key), now.get(part, {}).get(key)) for part, key in keys]
+    return [f"{key} {printable(old):.60} -> {new}" for key, old, new in pairs
+            if old is not None and new is not None and old != new]
+
+
 def print_against(earlier, now):
     """Speed-up and memory against an earlier summary; says so where the two runs are not alike. Returns the
     figures."""
     after = now["performance_summary"]
     speedup = after["avg_training_speed"] / earlier["speed"]
+    machine = differing(earlier, now, MACHINE)
     print(f"\nAgainst {printable(earlier['version'])} of {printable(earlier['timestamp'])}:")
     print(f"   Training speed: {earlier['speed']:.1f} -> {after['avg_training_speed']:.1f} "
-          f"samples/sec, {speedup:.2f}x")
+          f"samples/sec, {'not comparable: ' + '; '.join(machine) if machine else f'{speedup:.2f}x'}")
     memory, reduction = after["peak_memory_mb"], None
     if earlier["memory"] and memory:
         reduction = 100 * (1 - memory / earlier["memory"])
         print(f"   Peak memory: {earlier['memory']:.1f} -> {memory:.1f} MB, {reduction:+.1f}% saved")
     else:
         print("   Peak memory: not measured in both runs")
-    compared = [*(("config", key) for key in now["config"]), ("training_params", "batch_size"),
-                ("training_params", "use_amp")]
-    different = [f"{key} {printable(old):.60} -> {new}" for section, key in compared
-                 if (old := earlier[section].get(key)) is not None and old != (new := now[section].get(key))]
+    different = differing(earlier, now, [*(("config", key) for key in now["config"]), *SETTINGS])
     old_device = earlier["system_info"].get("gpu_name", "unknown")
     if old_device != now["system_info"]["gpu_name"]:
         different.append(f"GPU {printable(old_device):.60} -> {now['system_info']['gpu_name']}")
     if different:
         print(f"   These runs differ in more than fusion: {'; '.join(different)}")
-    return dict(speedup=speedup, memory_reduction_percent=reduction, differences=different)
+    fusions = differing(earlier, now, [("fusion_config", key) for key in now.get("fusion_config", {})])
+    if fusions:
+        print(f"   Fusions: {'; '.join(fusions)}")
+    different += machine + fusions
+    return dict(speedup=None if machine else speedup, memory_reduction_percent=reduction,
+                differences=different)

@@ -1,5 +1,5 @@
 """The command line of run_pytorch_profiler.py. Needs no torch."""
-from fusion_lab.measuring.sizes import other_axes
+from fusion_lab.measuring.bounds.sizes import other_axes
 from fusion_lab.training import flags
 from fusion_lab.training.options import flag
 

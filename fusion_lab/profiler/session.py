@@ -1,18 +1,23 @@
 """One session of the PyTorch profiler: where time and memory go, by sub-layer, forward and backward."""
 
-from fusion_lab.measuring.attribution import ANALYSIS, StepWithoutWork, analysis_of, why_no_step_without_work
-from fusion_lab.measuring.ceilings import measure_ceilings
-from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.predictions import ATTENTION, memory_scaling
-from fusion_lab.measuring.probe import peak_of_two_steps, warm_up
-from fusion_lab.measuring.ranges import Profiling
-from fusion_lab.measuring.roofline import (
+from fusion_lab.measuring.bounds.ceilings import measure_ceilings
+from fusion_lab.measuring.bounds.predictions import ATTENTION, memory_scaling
+from fusion_lab.measuring.bounds.roofline import (
     roofline_rows,
     roofline_table,
 )
-from fusion_lab.measuring.sizes import other_axes
+from fusion_lab.measuring.bounds.sizes import other_axes
+from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.measuring.probe import peak_of_two_steps, warm_up
+from fusion_lab.measuring.ranges import Profiling
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.measuring.trace import (
+from fusion_lab.measuring.trace.attribution import (
+    ANALYSIS,
+    StepWithoutWork,
+    analysis_of,
+    why_no_step_without_work,
+)
+from fusion_lab.measuring.trace.trace import (
     PHASES,
 )
 from fusion_lab.profiler.report import (

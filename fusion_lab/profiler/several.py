@@ -3,11 +3,25 @@ import contextlib
 import os
 from dataclasses import replace
 
-from fusion_lab.measuring.comparison import compare, release
-from fusion_lab.measuring.comparison_table import LiveTable, print_details, table
-from fusion_lab.measuring.sizes import sizes_text
+from fusion_lab.measuring.bounds.sizes import sizes_text
+from fusion_lab.measuring.comparison.compare import compare, release
+from fusion_lab.measuring.comparison.table import (
+    WITHIN_NOISE,
+    LiveTable,
+    print_details,
+    table,
+    within_noise,
+)
+from fusion_lab.measuring.comparison.variants import (
+    ALL,
+    AS_GIVEN,
+    BASELINE,
+    COMPILE,
+    Variant,
+    short,
+    with_fusion,
+)
 from fusion_lab.measuring.tables import code, markdown
-from fusion_lab.measuring.variants import ALL, AS_GIVEN, BASELINE, COMPILE, Variant, short, with_fusion
 from fusion_lab.profiler.plots import plot_ablation
 from fusion_lab.profiler.report import comparison_lines, interleaved_line, write_lines
 from fusion_lab.profiler.session import run_session
@@ -51,16 +65,15 @@ def ablation(program, settings, directory, **options):
 
 
 def summary_lines(program, settings, result):
-    """The ablation as markdown: the table, and which rows show no gain."""
+    """The ablation as markdown: the table, and which rows are within noise."""
     system, rows = result["system_info"], result["variants"]
-    noise = [row["name"] for row in rows[1:]
-             if row["measured"] and row["speedup_p20"] <= 1 <= row["speedup_p80"]]
+    noise = [row["name"] for row in rows[1:] if row["measured"] and within_noise(row)]
     return ["# Ablation", "",
             f"{code(system['gpu_name'] or system['host_cpu'])}, torch {system['torch_version']}, "
-            f"{result['timestamp']}: {settings.training.num_steps} interleaved steps of every variant, "
-            f"{sizes_text(program, settings)}.", "", *markdown(table(rows)), "",
-            "No difference to the baseline shown (p20 to p80 of the paired steps includes 1): "
-            f"{', '.join(noise) or 'none'}."]
+            f"{result['timestamp']}: {settings.training.num_steps} steps of every variant, in turn with a "
+            f"baseline, {sizes_text(program, settings)}. \"of X ms\": a compiled variant's own baseline.", "",
+            *markdown(table(rows)), "",
+            f"{WITHIN_NOISE}: {', '.join(noise) or 'none'}."]
 
 
 def quiet_session(program, variant, path, options):
@@ -86,7 +99,8 @@ def compare_v1(program, settings, directory, **options):
     release()
     after = run_session(program, settings, paths[1], **options, earlier=(paths[0], before.as_dict()))
     comparison = dict(after.compared_with, interleaved=timed)
-    result = dict(comparison, mode="compare_v1")
+    times = [1e3 * row["median_batch_time"] if row["measured"] else None for row in timed]
+    result = dict(comparison, mode="compare_v1", session_step_ms=comparison["step_ms"], step_ms=times)
     write_lines(os.path.join(directory, COMPARISON), comparison_lines(comparison))
     write_json(os.path.join(directory, V1_COMPARISON), finite(result))
     print(f"{interleaved_line(*timed)} All of it: {os.path.join(directory, COMPARISON)}")

@@ -143,8 +143,8 @@ def summary_page(directory, outcomes, command_line):
     figures = {name: kernel_summary.main_figures(outcome.directory) for name, outcome in outcomes.items()
                if result_word(outcome) == "PASS"}
     if figures:
-        lines += ["", "Main figures. Step times are the trainer's own while the profiler was watching: they "
-                  "compare the profilers' overhead, not models.", ""]
+        lines += ["", "Main figures. Step times are the trainer's own while the profiler was watching, those "
+                  "of pytorch without it: they compare the profilers' overhead, not models.", ""]
         lines += markdown([["figure", *figures],
                            *([figure, *(cell(values[figure]) for values in figures.values())]
                              for figure in next(iter(figures.values())))])

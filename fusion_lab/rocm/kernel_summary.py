@@ -14,7 +14,7 @@ import re
 import sys
 from collections import defaultdict
 
-from fusion_lab.measuring.kinds import KINDS, kind_of_kernel
+from fusion_lab.measuring.trace.kinds import KINDS, kind_of_kernel
 from fusion_lab.rocm import records, timeline
 from fusion_lab.rocm.records import Unreadable
 from fusion_lab.training import reading
@@ -226,10 +226,22 @@ def report(summary, comparison=None):
     return render(summary) + ("\n" + render_differences(comparison) if comparison else "")
 
 
+def session_figures(directory):
+    """What a session of PyTorch's profiler left, under the names of a summary."""
+    found = read_json(directory / "fusion_analysis.json")
+    milliseconds = section(found, "step").get("untraced_ms")
+    known = type(milliseconds) is float and 0 < milliseconds < records.LARGEST
+    batch = whole(section(found, "training_params").get("batch_size"))
+    return {"median_batch_time": milliseconds / 1e3 if known else None,
+            "avg_training_speed": batch * 1e3 / milliseconds if known and batch else None,
+            "peak_memory_mb": found.get("memory_peak_mb"),
+            "launches_per_step": found.get("launches_per_step")}
+
+
 def main_figures(directory):
     """The few figures that make different profilers' runs comparable; None where not measured."""
     directory = pathlib.Path(directory)
-    figures = section(program_summary(directory), "performance_summary")
+    figures = section(program_summary(directory), "performance_summary") or session_figures(directory)
     measured = {key: value for key, value in figures.items()
                 if type(value) in (int, float) and abs(value) < records.LARGEST}
     median = measured.get("median_batch_time")

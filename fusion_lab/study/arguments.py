@@ -63,7 +63,7 @@ def switch_list(vocabulary):
     """For argparse: "flash-attention torch-compile" -> names of switches."""
     def convert(text):
         words = list(dict.fromkeys(text.replace(",", " ").split()))
-        unknown = [word for word in words if word not in vocabulary.switches]
+        unknown = [word for word in words if not vocabulary.knows(word)]
         if unknown or not words:
             wrong = unknown[0] if unknown else text
             raise argparse.ArgumentTypeError(f"{wrong!r}: must be among {', '.join(vocabulary.switches)}")

@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from fusion_lab.study.records import Record, as_json, checked, spread
+from fusion_lab.training.flags import note
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import DEFAULT_PROGRAM, ROOT
 
@@ -114,6 +115,11 @@ class Point:
             f"{name[:MAX_NAME - 17]}_{hashlib.sha256(str(self).encode()).hexdigest()[:16]}"
 
 
+def spelled(name):
+    """"enable_opm_fusion" -> "opm-fusion" """
+    return name.removeprefix("enable_").replace("_", "-")
+
+
 class Vocabulary:
     """What a program's studies are made of: axes, switches, and names for sets of switches.
 
@@ -128,7 +134,9 @@ class Vocabulary:
                           for name, letter in program.axes.items())
         # Those that are on by default come first: names of settings in older studies are in this order.
         attributes = sorted(config.names(), key=lambda name: not getattr(defaults.fusion, name))
-        self.switches = {name.removeprefix("enable_").replace("_", "-"): name for name in attributes}
+        self.switches = {spelled(name): name for name in attributes}
+        self.retired = {spelled(name): config.retirement(name) for name in config.RETIRED}
+        self.known = (*self.switches, *self.retired)
         self.defaults, self.everything = map(self.switches_of, (defaults.fusion, config.preset(True)))
         self.named = {"baseline": frozenset(), "fused": self.defaults,
                       "compiled": self.defaults | {"torch-compile"}, "all": self.everything}
@@ -157,19 +165,25 @@ class Vocabulary:
             return f"only-{min(on)}"
         if on < self.everything and len(on) == len(self.everything) - 1:
             return f"without-{min(self.everything - on)}"
-        return "+".join(name for name in self.switches if name in on)
+        return "+".join(name for name in self.known if name in on)
+
+    def knows(self, switch):
+        """Whether it is a switch, or was one when an older study was made: then that is said."""
+        if switch in self.retired:
+            note(f"note: in a study: {switch}: {self.retired[switch]}")
+        return switch in self.known
 
     def parse(self, text):
         """The set of switches that a name stands for. Raises ValueError with the names there are."""
         if text in self.named:
             return self.named[text]
         kind, _, switch = text.partition("-")
-        if kind == "only" and switch in self.switches:
+        if kind == "only" and self.knows(switch):
             return frozenset({switch})
         if kind == "without" and switch in self.everything:
             return self.everything - {switch}
         on = frozenset(text.split("+"))
-        if not on <= set(self.switches):
+        if not all(map(self.knows, on)):
             raise ValueError(f"{text!r} is no setting: must be one of {', '.join(self.named)}, only-X, "
                              f"without-X or X+Y, X and Y one of {', '.join(self.switches)}")
         return on
@@ -181,8 +195,8 @@ class Vocabulary:
         if on == self.everything:
             return ["--enable-all-fusion"]
         if on >= self.defaults:
-            return [f"--enable-{name}" for name in self.switches if name in on - self.defaults]
-        return ["--disable-all-fusion", *(f"--enable-{name}" for name in self.switches if name in on)]
+            return [f"--enable-{name}" for name in self.known if name in on - self.defaults]
+        return ["--disable-all-fusion", *(f"--enable-{name}" for name in self.known if name in on)]
 
     def principal(self, settings):
         """Those of the settings that headlines are about: fused, compiled, all; without these, all but the
@@ -224,7 +238,7 @@ class Study(Record):
         for setting in self.settings:
             self.vocabulary.parse(setting)
         for name in self.switches:
-            if name not in self.vocabulary.switches:
+            if not self.vocabulary.knows(name):
                 raise ValueError(f"{name!r} is no switch of {self.vocabulary.program.name}")
         whole = (("num_runs", 1), ("num_steps", 1), ("warmup_steps", 0), ("seed", 0))
         for name, low in whole:

@@ -3,7 +3,7 @@ import os
 import shlex
 from dataclasses import replace
 
-from fusion_lab.study.summary import Recommendation, Recommended
+from fusion_lab.study.summary import Recommendation, Recommended, gain_of
 from fusion_lab.training.files import UserError, write_json
 from fusion_lab.training.reading import read_json
 
@@ -89,6 +89,11 @@ def too_large(point, limit):
     return f"{point.peak_memory_mb:.1f} MB is over the limit of {limit:g} MB"
 
 
+def mark(gain):
+    """What stands behind a speed-up that its interval leaves open."""
+    return "" if gain.low is None or gain.decided else f" (±, {gain.low:.2f} to {gain.high:.2f}: undecided)"
+
+
 def print_recommendation(recommendation):
     limit = recommendation.memory_limit_mb
     print(f"\nRecommended: fastest, accurate{f', within {limit:g} MB' if limit else ''}")
@@ -97,7 +102,7 @@ def print_recommendation(recommendation):
         if entry.setting:
             memory = "n/a" if entry.peak_memory_mb is None else f"{entry.peak_memory_mb:.1f} MB"
             known = entry.speedup and entry.setting != "baseline"
-            gain = f", {entry.speedup:.2f}x the baseline" if known else ""
+            gain = f", {entry.speedup:.2f}x the baseline{mark(gain_of(entry))}" if known else ""
             figures = f"{entry.setting}, {entry.median_ms:.2f} ms, {memory}{gain}"
         print(f"   {entry.shape}: {figures}")
         for line in entry.passed_over:

@@ -282,10 +282,11 @@ def recommendation_section(summary):
 
 
 def settings_section(study):
-    switches, rows = study.vocabulary.switches, []
-    for setting in study.settings:
-        on = study.vocabulary.parse(setting)
-        rows.append((False, [setting, *("on" if name in on else "·" for name in switches)]))
+    on = {setting: study.vocabulary.parse(setting) for setting in study.settings}
+    used = frozenset().union(*on.values())
+    switches = [name for name in study.vocabulary.known if name in study.vocabulary.switches or name in used]
+    rows = [(False, [setting, *("on" if name in on[setting] else "·" for name in switches)])
+            for setting in on]
     return "<h2>Settings</h2>" + html_table("settings", ("setting", *switches), rows, text_columns=switches)
 
 

@@ -3,8 +3,10 @@ import argparse
 import difflib
 import itertools
 import re
+import sys
 import textwrap
 from dataclasses import asdict, fields
+from functools import cache
 
 from fusion_lab.training import torchrun
 from fusion_lab.training.files import EXIT_CODES
@@ -85,6 +87,13 @@ def converter(kind):
     return convert if kind in (int, float) else kind
 
 
+@cache
+def note(line):
+    """Say a line on stderr, once: a command line is parsed before torch is there and again afterwards."""
+    if torchrun.first():
+        print(line, file=sys.stderr)
+
+
 class OnOff(argparse.Action):
     """--enable-X and --disable-X of one field; the later one on the command line wins."""
 
@@ -93,6 +102,19 @@ class OnOff(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--disable"))
+
+
+class Retired(OnOff):
+    """The same of a switch that went: its successor's, if it has one. Says so."""
+
+    def __init__(self, option_strings, dest, name, kind):
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self.name, self.kind = name, kind
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        note(f"{parser.prog}: note: {option_string}: {self.kind.retirement(self.name)}")
+        if self.kind.RETIRED[self.name]:
+            super().__call__(parser, namespace, values, option_string)
 
 
 def config_groups(config_class, paired):
@@ -148,8 +170,11 @@ def make_parser(program, about=None, prog=None):
     parser = Parser(prog=prog, usage=f"{prog} [flags]", description=summary, epilog=f"{rest}\n{EXIT_CODES}")
     for config_class in config_classes(program):
         add_config_flags(parser, config_class, paired=config_class is program.fusion_config)
-    presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
     kind = program.fusion_config
+    for name, successor in kind.RETIRED.items():
+        parser.add_argument(flag(name), flag(name).replace("--enable", "--disable", 1), action=Retired,
+                            dest=successor or name, name=name, kind=kind)
+    presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
     presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const",
                          const=kind.preset(True),
                          help="everything that makes steps faster, torch.compile included (default: off)")
@@ -229,7 +254,7 @@ def read_settings(program, arguments):
     if given.get("demo"):
         given = {**program.demo, **given}
     if given["enable_all_profiling"]:
-        given = {**{f.name: True for f in fields(ProfilerConfig) if f.metadata["type"] is bool}, **given}
+        given = {**{f.name: True for f in fields(ProfilerConfig) if f.name.startswith("enable_")}, **given}
     given = {**asdict(given["fusion_preset"] or program.fusion_config()), **given}
     return Settings(*(cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
                       for cls in config_classes(program)))

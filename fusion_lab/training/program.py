@@ -54,8 +54,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one sub-layer needs at least, in one block: FLOPs of its forward pass (backward takes twice as
-    many), and bytes moved forward and backward, None where nobody has worked them out."""
+    """What one sub-layer needs at least, in one block, by formulas: FLOPs of its forward pass (backward takes
+    twice as many), and bytes moved forward and backward, None where nobody has worked them out. The FLOPs say
+    which sub-layers do equal work, and stand beside the count (bounds/flops.py) in the tests."""
     flops: float
     forward_bytes: float | None = None
     backward_bytes: float | None = None
@@ -119,7 +120,7 @@ class Program(CommandLine):
     defined: Callable = every_output  # defined(output, batch) -> {name: tensor}, 0 where a mask hides it
     shake: Callable = nothing      # shake(model): weights got noise; now keep kinks away from 0
     sublayers: tuple = ()          # names, in the order in which a step runs them
-    costs: Callable = nothing      # costs(settings) -> {sub-layer: Cost}; missing ones are counted
+    costs: Callable = nothing      # costs(settings) -> {sub-layer: Cost}, or None
     blocks: Callable = lambda settings: 1  # how often a step runs each sub-layer
     evaluate: Callable | None = None  # evaluate(trainer, source, stop, final=False) -> JSON
     evaluation_line: Callable = str  # what that returned, as a line
@@ -133,7 +134,6 @@ class Program(CommandLine):
     start_lines: Callable = nothing
     split: Callable = cannot_split  # split(model, group): from now on the ranks of this process group share
     #                                 every sample, for --sequence-parallel
-    flops_vary: bool = False       # whether switches change how much is computed; then it is counted
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
     instead: Callable = nothing    # instead(program, settings) -> exit code of what it did; None: train
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early

@@ -33,6 +33,13 @@ def step_line(done, training, loss, seconds, memory, world=ALONE):
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
 
 
+def busy_line(load, cores):
+    """What a machine's load says about times, or None: processes that share a core wait for each other."""
+    if load + torch.get_num_threads() <= cores + 1:
+        return None
+    return f"Busy machine: load {load:.1f} on {cores} cores; times are long, with several threads most of all"
+
+
 def describe_start(trainer, source):
     """The start-up lines."""
     program, settings, device = trainer.program, trainer.settings, trainer.device
@@ -64,6 +71,8 @@ def describe_start(trainer, source):
         idle.append("triton-adamw has no kernel for parts of the optimizer's state (--shard-optimizer)")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
+    if device.type == "cpu" and (busy := busy_line(os.getloadavg()[0], os.cpu_count())):
+        print(busy)
     fusion = settings.fusion
     if torch.version.hip and fusion.enable_torch_compile and fusion.torch_compile_mode in MODES_WITH_GRAPHS:
         print(f"Note: on ROCm, training in mode {fusion.torch_compile_mode} was seen to go wrong silently "

@@ -12,6 +12,8 @@ from fusion_lab.training.program import DEFAULT_PROGRAM, load_program
 # one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine and
 # spares a third on a busy one (benchmarks/LOG.md).
 TURNS = ("GOMP_SPINCOUNT", "30000")
+# torch 2.13 prints two lines each time its profiler starts; 5, the default, shows them, and hides errors too.
+PROFILER_WORDS = ("KINETO_LOG_LEVEL", "6")
 
 waiting = {}  # {a program's file: what the tool that imports it does as soon as its CommandLine is known}
 
@@ -47,6 +49,7 @@ def get_ready():
     interrupts.quiet("__main__")  # for programs that have not done so as their first call
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*TURNS)
+    os.environ.setdefault(*PROFILER_WORDS)
 
 
 def go_on(name, judge, command_line):

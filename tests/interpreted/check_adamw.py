@@ -103,10 +103,10 @@ SIZES = (1300, 1, 64, 512, 130, 70)
 STARTS = (0, 1344, 1408, 1472, 1984, 2176)  # multiples of 64
 LENGTH = 2304
 JOIN_MUTANTS = {
-    "a weight's first tile alone": ("+ tl.load(place + 1)\n", "\n"),
+    "a weight's first tile alone": ("+ tl.load(chunk + 1)\n", "\n"),
     "what lies behind a gradient": ("mask=n < count", "mask=n < count + (count > 0)"),
     "what lies behind a gradient, in the norm": ("n < count, other=0.0", "n < count, other=1.0"),
-    "no zeros behind it": ("mask=n < tl.load(place + 4)", "mask=n < count"),
+    "no zeros behind it": ("mask=n < tl.load(chunk + 4)", "mask=n < count"),
     "the first tile's squares": ("squares + tl.program_id(0), tl", "squares, tl"),
     "squares of 1024 numbers": ("range(0, N, BN)", "range(0, 1, BN)"),
     "no root": ("tl.sqrt(tl.sum(total))", "tl.sum(total)"),

@@ -6,9 +6,8 @@ import re
 import check_attention_layer as layers
 import check_biased_attention as attention
 import check_outer_layout as layouts
-import check_outer_product as outer
 import check_projection as projections
-import check_transition as transitions
+import check_transition_layer as transitions
 import check_triangle_multiplication as multiplication
 import pytest
 import torch
@@ -18,7 +17,6 @@ PROBLEMS = {
     "attention": attention.problem(torch.float32, *attention.CASES["columns"]),
     "sub-layer": layers.problem(torch.float32, *layers.CASES["columns"]),
     "norm and projection": projections.norm_problem(torch.float32, (1, 3, 4, 16), 16, 2),
-    "outer product": outer.problem(torch.float32, 2, 3, 3, 8, 16, True, True),
     "outer layout": layouts.problem(torch.float32, 2, 3, 3, 8, 16, True),
     "transition": transitions.problem(torch.float32, (1, 3, 5, 16), 64, "own"),
     "multiplication": multiplication.problem(torch.float32, *multiplication.CASES["small"]),
@@ -38,14 +36,6 @@ def test_vectors_may_have_gaps(name):
                           tensors)
 
 
-def test_the_number_of_rows_may_have_gaps():
-    sides, weight, bias = torch.randn(2, 3, 4, 8), torch.randn(16, 64), torch.randn(16)
-    norm = torch.tensor([2.0, 3.0])
-    results = [outer.outer_product.outer_product(sides, sides, weight, bias, n)
-               for n in (norm, with_gaps(norm))]
-    assert torch.equal(*results)
-
-
 def empty(*sizes):
     return [torch.zeros(size) for size in sizes]
 
@@ -60,13 +50,7 @@ def layer(x=(1, 3, 3, 16), **wrong):
 
 def attend(bias, keys):
     q, *given = empty((2, 3, 2, 5, 16), bias, keys)
-    return attention.biased_attention.row_attention(q, q, q, *given)
-
-
-def outer_of(**wrong):
-    right = dict(left=(2, 3, 4, 8), right=(2, 3, 4, 8), weight=(16, 64), bias=(16,), norm=(2,))
-    return outer.outer_product.outer_product(
-        *(torch.zeros(size) for size in {**right, **wrong}.values()))
+    return attention.attention_operator.row_attention(q, q, q, *given)
 
 
 def laid_out(**wrong):
@@ -76,7 +60,7 @@ def laid_out(**wrong):
 
 def norms(width=16, heads=16):
     x, vector, *weights = empty((1, 3, 4, 16), 16, (32, width), (2, heads))
-    return projections.projection.norm_project(x, vector, vector, *weights, 1e-5)
+    return projections.norm_projection.norm_project(x, vector, vector, *weights, 1e-5)
 
 
 BIAS, KEYS = (2, 2, 5, 5), (2, 5)
@@ -92,9 +76,6 @@ REFUSED = {  # what is wrong: the call, what is said to be what, and what it mus
     "layer: packing": (lambda: layer(weight=(48, 16)), "weight", (48, 16), (64, 16)),
     "layer: heads": (lambda: layer(head_weight=(3, 16)), "head_weight", (3, 16), (2, 16)),
     "layer: oblong": (lambda: layer((1, 3, 5, 16), head_weight=(2, 16)), "x", (1, 3, 5, 16), "(B, X, X, c)"),
-    "outer: rows": (lambda: outer_of(right=(2, 4, 4, 8)), "right", (2, 4, 4, 8), (2, 3, 4, 8)),
-    "outer: norm": (lambda: outer_of(norm=(1,)), "norm", (1,), (2,)),
-    "outer: weight": (lambda: outer_of(weight=(16, 32)), "weight", (16, 32), (16, 64)),
     "layout: positions": (lambda: laid_out(right=(2, 3, 5, 8)), "right", (2, 3, 5, 8), (2, 3, 4, 8)),
     "layout: weight": (lambda: laid_out(weight=(16, 32)), "weight", (16, 32), (16, 64)),
     "layout: bias": (lambda: laid_out(bias=(8,)), "bias", (8,), (16,)),
@@ -114,7 +95,7 @@ def test_the_same_calls_with_right_shapes():
     assert attend(BIAS, KEYS).shape == attend(BIAS, (2, 1, 5)).shape == (2, 3, 2, 5, 16)
     assert layer(head_weight=(2, 16)).shape == (1, 3, 3, 16) == layer(bias=(1, 2, 3, 3), keys=(1, 3)).shape
     assert laid_out().shape == (2, 4, 4, 16)
-    assert outer_of().shape == (2, 4, 4, 16) and norms()[0].shape[-1] == 32
+    assert norms()[0].shape[-1] == 32
 
 
 def test_the_readme_s_example_runs():

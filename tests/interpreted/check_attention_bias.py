@@ -5,7 +5,8 @@ import pytest
 import torch
 from rule import mutant
 
-from fusion_lab.kernels import attention_bias, triton_parts
+from fusion_lab.kernels import common
+from fusion_lab.kernels.attention import padded_bias
 
 CASES = {  # B, H, L, LP, samples of keys or None, their dtype
     "padded, a mask": (2, 3, 37, 64, 2, torch.bool),
@@ -15,16 +16,16 @@ CASES = {  # B, H, L, LP, samples of keys or None, their dtype
     "one residue": (1, 1, 1, 16, 1, torch.bool),
 }
 MUTANTS = {  # what is replaced by what, and the case that must notice
-    "mask ignored": ("present[None, :], found, LOWEST", "present[None, :], found, found", "padded, a mask"),
-    "queries masked": ("present[None, :], found", "present[:, None], found", "padded, a mask"),
-    "keys of the first sample": ("head // H * kb", "0 * head * kb", "padded, a mask"),
+    "mask ignored": ("values, KERNEL_MASKED", "values, values", "padded, a mask"),
+    "queries masked": ("present[None, :], values", "present[:, None], values", "padded, a mask"),
+    "keys of the first sample": ("bh // H * keys_stride", "0 * bh * keys_stride", "padded, a mask"),
     "a sample's keys shared": ("L * (len(keys) > 1)", "0", "padded, a mask"),
-    "not padded": ("tl.where(inside, found, BEYOND)", "found", "padded"),
-    "queries not padded": ("tl.where(inside, found", "tl.where((j < L)[None, :], found", "padded"),
-    "bias of the first head": ("head % H * sh", "0 * head * sh", "padded, a mask"),
-    "bias of the first sample": ("head // H * sb", "0 * head * sb", "padded"),
-    "the transpose not turned": ("(j[:, None] * LP + i[None, :]), tl.trans(found)",
-                                 "(i[:, None] * LP + j[None, :]), found", "padded"),
+    "not padded": ("tl.where(inside, values, KERNEL_PADDING)", "values", "padded"),
+    "queries not padded": ("tl.where(inside, values", "tl.where((j < L)[None, :], values", "padded"),
+    "bias of the first head": ("bh % H * bias_stride_head", "0 * bh * bias_stride_head", "padded, a mask"),
+    "bias of the first sample": ("bh // H * bias_stride_sample", "0 * bh * bias_stride_sample", "padded"),
+    "the transpose not transposed": ("(j[:, None] * LP + i[None, :]), tl.trans(values)",
+                                 "(i[:, None] * LP + j[None, :]), values", "padded"),
     "always the first keys": ("tl.program_id(2) * T", "0 * tl.program_id(2)", "padded"),
 }
 LAYOUTS = {  # of a bias (B, H, L, L)
@@ -41,27 +42,27 @@ def problem(dtype, B, H, L, LP, samples, kind, layout="as it is"):
     return bias, None if samples is None else (torch.rand(samples, L) > 0.4).to(kind), LP
 
 
-def wrong(op, given, dtype, turn):
+def wrong(op, given, dtype, transpose):
     """Whether op makes another bias than plain PyTorch, or lays it out otherwise."""
-    pairs = zip(op(*given, dtype, turn), attention_bias.reference(*given, dtype, turn), strict=True)
+    pairs = zip(op(*given, dtype, transpose), padded_bias.reference(*given, dtype, transpose), strict=True)
     return not all(a.dtype == b.dtype and a.is_contiguous() and a.shape == b.shape and same(a, b)
                    for a, b in pairs)
 
 
 def same(found, expected):
     """Number by number; but what masks and pads the interpreter cuts off where bfloat16 rounds."""
-    low = expected <= attention_bias.MASKED / 2
+    low = expected <= padded_bias.MASKED / 2
     return torch.equal(found[~low], expected[~low]) and torch.allclose(
         found[low], expected[low], rtol=0 if found.is_cuda else 2 ** -7)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", triton_parts.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", common.DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_numbers_as_plain_pytorch(case, dtype, layout):
     given = problem(dtype, *CASES[case], layout)
     wide = torch.float32 if dtype == torch.float16 else dtype
-    assert not any(wrong(attention_bias.OP, given, wide, turn) for turn in (False, True))
+    assert not any(wrong(padded_bias.OP, given, wide, transpose) for transpose in (False, True))
 
 
 def test_offsets_beyond_32_bits():
@@ -70,13 +71,13 @@ def test_offsets_beyond_32_bits():
     far = torch.empty(length * apart, dtype=torch.bfloat16)
     far = far.as_strided((1, 1, length, length), (1, 1, apart, 1))
     given = far.copy_(torch.randn(far.shape)), None, 256
-    assert not wrong(attention_bias.OP, given, torch.bfloat16, True)
+    assert not wrong(padded_bias.OP, given, torch.bfloat16, True)
 
 
 def test_many_heads_fit_one_launch():
     """A GPU takes 65535 programs along the second and the third axis of a grid, 2^31 along the first."""
-    with mock.patch.object(attention_bias, "padded_bias_kernel") as kernel:
-        attention_bias.launch(torch.zeros(2, 1 << 15, 1, 1), None, 16, torch.float32, False)
+    with mock.patch.object(padded_bias, "attention_padded_bias_kernel") as kernel:
+        padded_bias.launch(torch.zeros(2, 1 << 15, 1, 1), None, 16, torch.float32, False)
     (grid,), _ = kernel.__getitem__.call_args
     assert grid == (1 << 16, 1, 1)
 
@@ -85,21 +86,23 @@ def test_many_heads_fit_one_launch():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name, tmp_path):
     old, new, case = MUTANTS[name]
-    module = mutant(attention_bias, old, new, tmp_path)
+    module = mutant(padded_bias, old, new, tmp_path)
     assert wrong(module.OP, problem(torch.float32, *CASES[case]), torch.float32, True)
 
 
 @pytest.mark.slow
 def test_queries_and_keys_exchanged_is_caught(tmp_path):
-    module = mutant(attention_bias, "tl.trans(tl.load(bias + j[:, None] * sj + i[None, :] * si",
-                    "(tl.load(bias + i[:, None] * sj + j[None, :] * si", tmp_path)
+    module = mutant(padded_bias, "bias + j[:, None] * bias_stride_key + i[None, :] * bias_stride_query\n"
+                    "        values = tl.trans(",
+                    "bias + i[:, None] * bias_stride_key + j[None, :] * bias_stride_query\n"
+                    "        values = (", tmp_path)
     assert wrong(module.OP, problem(torch.float32, *CASES["padded"], "transposed"), torch.float32, True)
 
 
 def test_fake_tensors_have_the_same_size():
     bias, keys, LP = problem(torch.float16, *CASES["padded, a mask"])
-    for turn in (False, True):
-        real = attention_bias.OP(bias, keys, LP, torch.float32, turn)
-        fake = attention_bias.OP(bias.to("meta"), keys.to("meta"), LP, torch.float32, turn)
+    for transpose in (False, True):
+        real = padded_bias.OP(bias, keys, LP, torch.float32, transpose)
+        fake = padded_bias.OP(bias.to("meta"), keys.to("meta"), LP, torch.float32, transpose)
         for one, other in zip(real, fake, strict=True):
             assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)

@@ -3,7 +3,9 @@ import pytest
 import torch
 from rule import mutant, same_in_every_mode, violations
 
-from fusion_lab.kernels import attention_layer, biased_attention, gated_output
+from fusion_lab.kernels.attention import layer as attention_layer
+from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.attention import output_backward
 
 CASES = {  # B, X, Y, c, H, axis, what makes the bias, keys, x is the residual, dim that dropout shares
     "starting node": (2, 7, 7, 32, 2, 2, "own", True, True, 1),
@@ -17,29 +19,30 @@ CASES = {  # B, X, Y, c, H, axis, what makes the bias, keys, x is the residual, 
     "wide heads": (1, 3, 5, 128, 2, 1, None, True, True, 2),
 }
 MUTANTS = {  # what is replaced by what, and the case that must notice
-    "bias not turned": ("own_bias.mT if axis == 1 else own_bias\n        padded", "own_bias\n        padded",
-                        "ending node"),
-    "its gradient not turned": ("own_bias and ctx.how[1] == 1", "False", "ending node"),
-    "its gradient turned": ("own_bias and ctx.how[1] == 1", "own_bias", "starting node"),
-    "a given bias's gradient turned": ("own_bias and ctx.how[1] == 1", "True", "long rows"),
+    "bias not transposed": ("own_bias.mT if axis == 1 else own_bias\n        padded",
+                            "own_bias\n        padded", "ending node"),
+    "its gradient not transposed": ("own_bias and ctx.settings[1] == 1", "False", "ending node"),
+    "its gradient transposed": ("own_bias and ctx.settings[1] == 1", "own_bias", "starting node"),
+    "a given bias's gradient transposed": ("own_bias and ctx.settings[1] == 1", "True", "long rows"),
     "bias without a gradient": ("(dbias, None) if own_bias", "(0 * dbias, None) if own_bias", "ending node"),
     "the residual's gradient forgotten": ("gradient if ctx.add else None", "None", "columns"),
     "no residual": ("x if add else None", "None", "columns"),
     "mask ignored": ("attention.padded_bias(bias, keys,", "attention.padded_bias(bias, None,", "columns"),
     "eps as an afterthought": ("head_weight, eps)\n        if", "head_weight, 0.1)\n        if", "columns"),
 }
-OF_THE_GATE = {  # the same in gated_output.py
-    "gate bias forgotten": ("gt.to(tl.float32) + tl", "gt.to(tl.float32) + 0 * tl", "columns"),
-    "derivative of the gate": ("product * (1 - opening)", "product * opening", "columns"),
-    "gradient not gated": ("(t * opening)", "t", "columns"),
-    "delta of the first head": ("h[None, :] * mh", "0 * h[None, :]", "starting node"),
+OF_THE_GATE = {  # the same in output_backward.py
+    "gate bias forgotten": ("float32) + bias_tile", "float32) + 0 * bias_tile", "columns"),
+    "derivative of the gate": ("dout_out * (1 - opening)", "dout_out * opening", "columns"),
+    "gradient not gated": ("(dout * opening)", "dout", "columns"),
+    "delta of the first head": ("h[None, :] * delta_strides[HEAD]", "0 * h[None, :]", "starting node"),
     "delta of the other axis": ("if axis == 1:", "if axis == 2:", "ending node"),
-    "delta of a part of a head": ("k0 // D * mh, row", "k0 // D * mh, tl.sum(product, 1)", "one wide head"),
-    "delta of all heads": ("row = tl.zeros((BM,), tl.float32)\n\n", "\n\n", "wide heads"),
-    "dropout forgotten": ("d *= factors", "d = d + 0 * factors", "starting node"),
-    "last position dropped": ("below(p, left)", "below(p, left - 1)", "columns"),
-    "tiles: of the first line": ("(line % X).to(tl.int64) * mx + ", "", "whole tiles"),
-    "tiles: of one line": ("i // (BM // LINES) * mx", "0 * i", "whole tiles"),
+    "delta of a part of a head": ("delta_strides[HEAD], head_delta",
+                                  "delta_strides[HEAD], tl.sum(dout_out, 1)", "one wide head"),
+    "delta of all heads": ("head_delta = tl.zeros((BM,), tl.float32)\n\n", "\n\n", "wide heads"),
+    "dropout forgotten": ("du_tile *= factors", "du_tile = du_tile + 0 * factors", "starting node"),
+    "last position dropped": ("below(p, remaining)", "below(p, remaining - 1)", "columns"),
+    "tiles: of the first line": ("(line % X).to(", "0 * (line % X).to(", "whole tiles"),
+    "tiles: of one line": ("i // (BM // LINES) * delta_strides[ALONG_X]", "0 * i", "whole tiles"),
 }
 
 
@@ -86,7 +89,7 @@ def test_mutants_are_caught(name, tmp_path):
 @pytest.mark.parametrize("name", OF_THE_GATE)
 def test_mutants_of_the_gate_s_backward_are_caught(name, tmp_path, monkeypatch):
     old, new, case = OF_THE_GATE[name]
-    monkeypatch.setattr(biased_attention, "gated_output", mutant(gated_output, old, new, tmp_path))
+    monkeypatch.setattr(attention_operator, "output_backward", mutant(output_backward, old, new, tmp_path))
     assert violations(*problem(torch.float32, *CASES[case]))
 
 

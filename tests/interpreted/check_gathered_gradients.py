@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import gathered_gradients, sums, triton
+from fusion_lab.kernels import dispatch
+from fusion_lab.kernels.reductions import compile_pass, sums
 from fusion_lab.measuring import accuracy
 
 aten = torch.ops.aten
@@ -23,11 +24,11 @@ class Found(list):
 def made(monkeypatch):
     """What the pass finds and leaves: [(matrix products before, after, gathered)] of each graph, and under
     `sums` the same of these."""
-    monkeypatch.setattr(gathered_gradients, "LEAST_POSITIONS", 12)
+    monkeypatch.setattr(compile_pass, "LEAST_POSITIONS", 12)
     found, kinds = Found(), (
-        (aten.mm.default, gathered_gradients.weight_gradients.OP), (sums.OP, sums.GATHERED_OP))
+        (aten.mm.default, compile_pass.weight_gradients.OP), (sums.OP, sums.GATHERED_OP))
 
-    class Watched(gathered_gradients.GatheredGradients):
+    class Watched(compile_pass.GatheredGradients):
         def __call__(self, graph):
             def nodes(target):
                 return graph.find_nodes(op="call_function", target=target)
@@ -41,16 +42,16 @@ def made(monkeypatch):
         def uuid(self):
             return None  # compiled anew, so that it runs
 
-    monkeypatch.setattr(gathered_gradients, "GatheredGradients", Watched)
+    monkeypatch.setattr(compile_pass, "GatheredGradients", Watched)
     torch._dynamo.reset()
     return found
 
 
 def compiled(function, monkeypatch):
     """torch.compile as the model calls it, but for a CPU."""
-    made = gathered_gradients.GatheredGradients(True, True, "cpu")
-    monkeypatch.setattr(gathered_gradients, "GatheredGradients", lambda *which: made)
-    options = triton.gathered_gradients(True, True)
+    made = compile_pass.GatheredGradients(True, "cpu")
+    monkeypatch.setattr(compile_pass, "GatheredGradients", lambda which: made)
+    options = dispatch.gathered_gradients(True)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
@@ -87,7 +88,7 @@ def test_what_is_not_gathered(made, monkeypatch):
     def graph_of(function, *shapes, dtype=torch.bfloat16, device="cpu", which=True):
         given = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
-        gathered_gradients.GatheredGradients(which, True, device)(graph)
+        compile_pass.GatheredGradients(which, device)(graph)
         return made.pop()[2]
 
     def twice(x, y):
@@ -104,9 +105,9 @@ def test_what_is_not_gathered(made, monkeypatch):
     assert graph_of(twice, *both, dtype=torch.float32) == graph_of(twice, *both, device="cuda") == 0
     for limit, most in (("MOST_NUMBERS", 16 * 32), ("MOST_BYTES", 2 * 12 * 48)):
         with monkeypatch.context() as limited:
-            limited.setattr(gathered_gradients, limit, most)
+            limited.setattr(compile_pass, limit, most)
             assert graph_of(twice, *both) == 2
-            limited.setattr(gathered_gradients, limit, most - 1)
+            limited.setattr(compile_pass, limit, most - 1)
             assert graph_of(twice, *both) == 0
 
 
@@ -115,7 +116,7 @@ def test_which_sums_are_gathered(made, monkeypatch):
     def graph_of(function, *rows, device="cpu", which=True):
         given = [torch.zeros(n, 8) for n in rows]
         graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
-        gathered_gradients.GatheredGradients(True, which, device)(graph)
+        compile_pass.GatheredGradients(which, device)(graph)
         return made.sums.pop()
 
     def each(*parts, dtype=torch.bfloat16):
@@ -128,9 +129,9 @@ def test_which_sums_are_gathered(made, monkeypatch):
     assert graph_of(lambda x, y: [*each(x, y), *each(x, y, dtype=torch.half)], 2, 2) == (4, 0, 4)
     assert graph_of(lambda x, y, z: [*each(x, y), sums.OP(z, torch.half) + 1], 2, 2, 2) == (3, 1, 2)
     assert graph_of(lambda x, y: [wide(t[0], torch.float32) for t in each(x, y)], 2, 2) == (2, 0, 2)
-    monkeypatch.setattr(gathered_gradients, "MOST_TO_ADD_UP", 4 * 8 * (2 + 3))
+    monkeypatch.setattr(compile_pass, "MOST_TO_ADD_UP", 4 * 8 * (2 + 3))
     assert graph_of(each, 2, 3) == (2, 0, 2) and graph_of(each, 3, 4, 2) == (3, 1, 2)
-    monkeypatch.setattr(gathered_gradients, "MOST_TO_ADD_UP", 4 * 8 * (2 + 3) - 1)
+    monkeypatch.setattr(compile_pass, "MOST_TO_ADD_UP", 4 * 8 * (2 + 3) - 1)
     assert graph_of(each, 2, 3) == (2, 2, 0)
 
 
@@ -138,7 +139,7 @@ def test_long_sums_come_first(made):
     parts = [torch.randint(9, size=(n, 8)).float() for n in (2, 300, 3)]
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         lambda *parts: [sums.OP(part, torch.float32) for part in parts], tracing_mode="fake")(*parts)
-    gathered_gradients.GatheredGradients(True, True, "cpu")(graph.graph)
+    compile_pass.GatheredGradients(True, "cpu")(graph.graph)
     graph.recompile()
     call, = graph.graph.find_nodes(op="call_function", target=sums.GATHERED_OP)
     assert [len(node.meta["val"]) for node in call.args[0]] == [300, 3, 2]
@@ -146,7 +147,7 @@ def test_long_sums_come_first(made):
 
 
 def test_equal_code_is_found_again_in_the_compilers_cache():
-    keys = [gathered_gradients.GatheredGradients(True, *how).uuid() for how in (
+    keys = [compile_pass.GatheredGradients(*how).uuid() for how in (
         (True, "cuda"), (True, "cuda"), (True, "cpu"), (False, "cuda"))]
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
@@ -154,8 +155,8 @@ def test_equal_code_is_found_again_in_the_compilers_cache():
 @pytest.mark.slow
 def test_a_block_with_kernels(made, monkeypatch):
     """Also under activation checkpointing, beside compiled code that gathers nothing."""
-    monkeypatch.setattr(triton, "runs", lambda x: True)
-    monkeypatch.setattr(triton, "attends", lambda x, heads: True)
+    monkeypatch.setattr(dispatch, "runs", lambda x: True)
+    monkeypatch.setattr(dispatch, "attends", lambda x, heads: True)
     torch.manual_seed(0)
     config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
     block = tof.FusedEvoformerBlock(config, tof.FusionConfig.ultra())
@@ -177,7 +178,7 @@ def test_a_block_with_kernels(made, monkeypatch):
 
 def test_models_share_compiled_code():
     """The compiler compares options: another one's would be another graph, and after eight it gives up."""
-    assert triton.gathered_gradients(True, True) == triton.gathered_gradients(True, True) != {}
-    made = [gathered_gradients.GatheredGradients(*how) for how in (
-        (True, True, "cpu"), (True, True, "cpu"), (True, True), (True, False, "cpu"), (False, True, "cpu"))]
-    assert made[0] == made[1] and len(set(made)) == 4
+    assert dispatch.gathered_gradients(True) == dispatch.gathered_gradients(True) != {}
+    made = [compile_pass.GatheredGradients(*how) for how in (
+        (True, "cpu"), (True, "cpu"), (True,), (False, "cpu"))]
+    assert made[0] == made[1] and len(set(made)) == 3

@@ -3,7 +3,7 @@ import pytest
 import torch
 from rule import mutant, violations
 
-from fusion_lab.kernels import hidden_gradient
+from fusion_lab.kernels.transition import hidden_gradient
 
 CASES = {  # shape of x, hidden units
     "two tiles, odd": ((2, 5, 7, 32), 128),
@@ -13,14 +13,14 @@ CASES = {  # shape of x, hidden units
 }
 MUTANTS = {
     "ReLU's derivative ignored": ("tl.where(h > 0, dh, 0.0)", "dh"),
-    "the first tile's mask for all": ("h = after", "h = h"),
+    "the first tile's mask for all": ("h = next_h", "h = h"),
     "last tile dropped": ("for p0 in range(first, end, BM):", "for p0 in range(first, end - BM, BM):"),
     "the last mask of whole tiles missing": ("p0 + BM, tl.int64)", "p0 + 2 * BM, tl.int64)"),
     "sums of the last tile alone": ("acc += dh", "acc = dh"),
-    "sums of the first share alone": ("sums.OP(parts, h", "sums.OP(parts[:1], h"),
-    "every chunk the first one's weights": ("w + c[:, None] * K + k[None, :]",
-                                            "w + c[:, None] * K + tl.arange(0, BK)[None, :]"),
-    "second bias without a gradient": ("over_rows(gradient))", "over_rows(0 * gradient))"),
+    "sums of the first share alone": ("sums.OP(partial_sums, h", "sums.OP(partial_sums[:1], h"),
+    "every chunk the first one's weights": ("w2 + c[:, None] * K + k[None, :]",
+                                            "w2 + c[:, None] * K + tl.arange(0, BK)[None, :]"),
+    "second bias without a gradient": ("over_rows(gradient)", "over_rows(0 * gradient)"),
 }
 WHERE = {"the last mask of whole tiles missing": "whole tiles"}
 

@@ -6,7 +6,7 @@ import torch
 from rule import violations
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import triton
+from fusion_lab.kernels import dispatch
 from fusion_lab.measuring import accuracy
 
 CONFIG = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=4,
@@ -18,8 +18,8 @@ PACKINGS = dict(none=dict(enable_qkv_fusion_msa=False, enable_qkv_fusion_triangl
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(triton, "runs", lambda x: True)
-    monkeypatch.setattr(triton, "attends", lambda x, heads: True)
+    monkeypatch.setattr(dispatch, "runs", lambda x: True)
+    monkeypatch.setattr(dispatch, "attends", lambda x, heads: True)
 
 
 def run(block):
@@ -36,13 +36,12 @@ def run(block):
     return call
 
 
-def blocks(packing, without=(), h=4):
-    """(all kernels but those, none), with equal weights; sides of the outer product have h channels."""
+def blocks(packing, h=4):
+    """(all kernels, none), with equal weights; sides of the outer product have h channels."""
     torch.manual_seed(0)
-    kernels = {name: name.removeprefix("enable_triton_") not in without for name in KERNELS}
     config = dataclasses.replace(CONFIG, outer_product_dim=h)
     found = [tof.FusedEvoformerBlock(config, fusion) for fusion in (
-        tof.FusionConfig(**kernels, **PACKINGS[packing]), tof.FusionConfig.preset(False))]
+        tof.FusionConfig(**KERNELS, **PACKINGS[packing]), tof.FusionConfig.preset(False))]
     accuracy.shake(tof.PROGRAM, found[1])
     found[0].load_state_dict(found[1].state_dict())
     return found
@@ -57,30 +56,29 @@ def tensors():
                                               for name in ("none", "gate"))])
 def test_a_block_is_what_it_is_without_kernels(packing):
     ours, plain = blocks(packing)
-    assert all(layer.adds(tensors()[1]) for name, layer in ours.named_children())
+    assert all(layer.takes(tensors()[1]) for name, layer in ours.named_children())
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
 
 
 @pytest.mark.parametrize("packing, layers, h", [
     ("qkv", "transition_layer", 16), *(pytest.param(*given, marks=pytest.mark.slow) for given in (
         ("gate", "transition_layer", 16), ("gate", "transition_layer", 4), ("qkv", "two_layers", 4)))])
-def test_kernels_that_others_replace(packing, layers, h, monkeypatch):
+def test_kernels_by_width(packing, layers, h, monkeypatch):
     """The outer product laid out, from sides with a kernel, or without; transitions round library products,
     or, of many channels, their layers."""
-    monkeypatch.setattr(triton, "wraps", lambda x: layers == "transition_layer")
-    (ours, plain), made = blocks(packing, without=("transition", "outer_product"), h=h), []
+    monkeypatch.setattr(dispatch, "wraps", lambda x: layers == "transition_layer")
+    (ours, plain), made = blocks(packing, h=h), []
     for name in ("outer_layout", "sides", "two_layers", "transition_layer"):
-        call = getattr(triton, name)
-        monkeypatch.setattr(triton, name, lambda *given, name=name, call=call: (
+        call = getattr(dispatch, name)
+        monkeypatch.setattr(dispatch, name, lambda *given, name=name, call=call: (
             made.append(name) or call(*given)))
     assert not violations(run(ours.eval()), run(plain.eval()), tensors())
     assert set(made) == {"outer_layout", layers, *["sides"] * (h == 16)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("without", [(), ("transition", "outer_product")], ids=str)
-def test_compiled_checkpointed_and_without_gradients(without):
-    ours = blocks("gate", without, 16)[0]
+def test_compiled_checkpointed_and_without_gradients():
+    ours = blocks("gate", 16)[0]
     given = [t.requires_grad_() for t in tensors()]
 
     def gradients(function):

@@ -3,8 +3,8 @@ import pytest
 import torch
 from rule import in_dtypes, mutant, violations
 
-from fusion_lab.kernels import projection, tuner
-from fusion_lab.kernels.triton_parts import lines
+from fusion_lab.kernels import norm_projection, tuner
+from fusion_lab.kernels.common import lines
 
 NORM_CASES = {  # B, X, Y, c; n; H
     "two samples, odd": ((2, 5, 7, 32), 128, 4),
@@ -39,39 +39,44 @@ NORM_MUTANTS = {  # what is replaced by what, and the case that must notice, if 
     "last outputs dropped": ("range(0, N, BN)", "range(0, N - BN, BN)"),
     "head of a wrong sample": ("(sample[:, None] * H", "(0 * sample[:, None] * H"),
     "heads exchanged": ("* H + h[None, :]) * PLANE", "* H + H - 1 - h[None, :]) * PLANE"),
-    "head bias's gradient halved": ("t = tl.load(dbias + at", "t = 0.5 * tl.load(dbias + at"),
-    "head bias has no gradient": ("acc = tl.dot(t, ht, acc", "acc += 0 * tl.dot(t, ht, acc"),
-    "sums of the first program alone": ("sums.OP(parts, shared", "sums.OP(parts[:1], shared"),
-    "x not normalised for the weight": ("p, left, normal, C)", "p, left, x_hat, C)"),
+    "head bias's gradient halved": ("= tl.load(dbias + offsets", "= 0.5 * tl.load(dbias + offsets"),
+    "head bias has no gradient": ("dnormed = tl.dot(dbias_tile,", "dnormed += 0 * tl.dot(dbias_tile,"),
+    "sums of the first program alone": ("sums.OP(partial_sums,", "sums.OP(partial_sums[:1],"),
+    "x not normalised for the weight": ("p, remaining, normed, C)", "p, remaining, x_hat, C)"),
     "tiles of a wrong sample": ("(first // PLANE)", "(0 * first // PLANE)", "whole tiles"),
     "always the first tile of a sample": ("tl.multiple_of(first % PLANE, BM)", "0", "whole tiles"),
     "tiles of two samples": ("math.prod(shape[1:3])", "math.prod(shape[:3])", "part of a tile"),
 }
 OUTPUT_MUTANTS = {
-    "dropout of a wrong row": ("y.to(tl.int64) * sy", "(y * 0).to(tl.int64) * sy"),
+    "dropout of a wrong row": ("y.to(tl.int64) * drop_stride_y", "(y * 0).to(tl.int64) * drop_stride_y"),
     "residual dropped too": ("    if RESIDUAL:\n        acc +=", "    if RESIDUAL:\n        acc += factors("
-                             "drop, first + p, P, X, Y, sb, sx, sy, C) *"),
+                             "drop, first + p, P, X, Y, drop_stride_b, drop_stride_x, drop_stride_y, C) *"),
     "no residual": ("acc += rows(residual", "acc += 0 * rows(residual"),
     "last channels dropped": ("range(0, K, BK)", "range(0, K - BK, BK)"),
-    "a tile's lines all the first": ("i // (BM // LINES) * sx", "0 * i", "tiles of lines, columns dropped"),
-    "a tile of one line": ("i % (BM // LINES) * sy", "i * sy", "tiles of lines, rows dropped"),
-    "a tile's positions all the first": ("i % (BM // LINES) * sy", "0 * i", "lines of tiles, rows dropped"),
-    "all lines the first": ("(line % X).to(tl.int64) * sx", "0", "lines of tiles, columns dropped"),
-    "all tiles the first": ("y.to(tl.int64) * sy", "0", "lines of tiles, rows dropped"),
+    "a tile's lines all the first": ("i // (BM // LINES) * drop_stride_x", "0 * i",
+                                    "tiles of lines, columns dropped"),
+    "a tile of one line": ("i % (BM // LINES) * drop_stride_y", "i * drop_stride_y",
+                           "tiles of lines, rows dropped"),
+    "a tile's positions all the first": ("i % (BM // LINES) * drop_stride_y", "0 * i",
+                                        "lines of tiles, rows dropped"),
+    "all lines the first": ("(line % X).to(tl.int64) * drop_stride_x", "0",
+                            "lines of tiles, columns dropped"),
+    "all tiles the first": ("y.to(tl.int64) * drop_stride_y", "0", "lines of tiles, rows dropped"),
     "bias not scaled": ("vector(bias, C) * scale", "vector(bias, C)", "scaled bias, wide"),
 }
 HIDDEN_MUTANTS = {  # the same; whether weights stay
-    "no ReLU": ("t = relu(t + shift[None, :])", "t += shift[None, :]", False),
-    "no bias": ("t = relu(t + shift[None, :])", "t = relu(t)", False),
-    "no ReLU where weights stay": ("relu(t + shifts[i][None, :])", "t + shifts[i][None, :]", True),
-    "always the first bias": ("t + shifts[i][None, :]", "t + shifts[0][None, :]", True),
-    "always the first weights": ("tl.dot(normal, ws[i]", "tl.dot(normal, ws[0]", True),
+    "no ReLU": ("relu(y_tile + hidden_bias_tile[None, :])", "y_tile + hidden_bias_tile[None, :]", False),
+    "no bias": ("relu(y_tile + hidden_bias_tile[None, :])", "relu(y_tile)", False),
+    "no ReLU where weights stay": ("relu(y_tile + hidden_bias_tiles[i][None, :])",
+                                    "y_tile + hidden_bias_tiles[i][None, :]", True),
+    "always the first bias": ("hidden_bias_tiles[i][None, :]", "hidden_bias_tiles[0][None, :]", True),
+    "always the first weights": ("tl.dot(normed, weight_tiles[i]", "tl.dot(normed, weight_tiles[0]", True),
     "last tile of positions not made": ("(tl.program_id(0), tiles,", "(tl.program_id(0), tiles - 1,", True),
     "every program the first tile": ("number = tiles - 1 - ago", "number = tiles - 1", True),
 }
 
 
-def norm_problem(dtype, shape, width, heads, module=projection):
+def norm_problem(dtype, shape, width, heads, module=norm_projection):
     """(ours, plain, tensors) of a case; outputs behind each other in one tensor"""
     torch.manual_seed(0)
     c = shape[-1]
@@ -86,7 +91,7 @@ def norm_problem(dtype, shape, width, heads, module=projection):
             return torch.cat([t.flatten() for t in found if t is not None])
         return run
     tensors = [t.to(dtype) for t in (x, norm_weight, norm_bias, *weights)]
-    return joined(module.norm_project), joined(projection.norm_project_reference), tensors
+    return joined(module.norm_project), joined(norm_projection.norm_project_reference), tensors
 
 
 class WithPlainGradients(torch.autograd.Function):
@@ -101,7 +106,7 @@ class WithPlainGradients(torch.autograd.Function):
         return None, gradient
 
 
-def hidden_problem(dtype, shape, units, heads, module=projection):
+def hidden_problem(dtype, shape, units, heads, module=norm_projection):
     """(ours, plain, tensors) of a hidden layer, beside which heads make a bias."""
     torch.manual_seed(0)
     c = shape[-1]
@@ -109,7 +114,7 @@ def hidden_problem(dtype, shape, units, heads, module=projection):
                c ** -0.5 * torch.randn(units, c), torch.randn(units),
                *[c ** -0.5 * torch.randn(heads, c)] * (heads > 0)]
 
-    def joined(x, *weights, op=projection.norm_project_reference):
+    def joined(x, *weights, op=norm_projection.norm_project_reference):
         *norm, weight, bias, head_weight = (*weights, None)[:5]
         found = op(x, *norm, weight, head_weight, 1e-5, bias)
         return torch.cat([t.flatten() for t in found if t is not None])
@@ -120,7 +125,7 @@ def hidden_problem(dtype, shape, units, heads, module=projection):
     return ours, joined, [t.to(dtype) for t in tensors]
 
 
-def output_problem(dtype, shape, channels, residual, dim, scale=1.0, module=projection):
+def output_problem(dtype, shape, channels, residual, dim, scale=1.0, module=norm_projection):
     torch.manual_seed(0)
     k, out = shape[-1], (*shape[:3], channels)
     drop = (torch.rand([1 if d == dim else n for d, n in enumerate(out)]) > 0.3) / 0.7 if dim else None
@@ -129,10 +134,10 @@ def output_problem(dtype, shape, channels, residual, dim, scale=1.0, module=proj
 
     def plain(*given):
         factors = None if drop is None else drop.to(given[0].dtype)
-        return projection.output_project_reference(*given, *[None] * (4 - len(given)), factors, scale)
+        return norm_projection.output_project_reference(*given, *[None] * (4 - len(given)), factors, scale)
 
     def ours(*given):
-        factors = projection.widened(None if drop is None else drop.to(dtype), channels)
+        factors = norm_projection.widened(None if drop is None else drop.to(dtype), channels)
         found = module.OUTPUT_PROJECT_OP(*(t.detach() for t in given), *[None] * (4 - len(given)), factors,
                                          scale)
         return WithPlainGradients.apply(found, plain(*given))
@@ -160,7 +165,7 @@ def handing_on(module, dtype=torch.float32):
         return torch.cat([bias.flatten(), (x * x).flatten()])
 
     def plain(x, norm_weight, norm_bias, head_weight):
-        _, bias = projection.norm_project_reference(x, norm_weight, norm_bias, None, head_weight, 1e-5)
+        _, bias = norm_projection.norm_project_reference(x, norm_weight, norm_bias, None, head_weight, 1e-5)
         return torch.cat([bias.flatten(), (x * x).flatten()])
     return ours, plain, tensors
 
@@ -168,7 +173,7 @@ def handing_on(module, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [
     torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_x_handed_on_has_its_gradient_added_by_the_kernel(dtype):
-    ours, plain, tensors = handing_on(projection, dtype)
+    ours, plain, tensors = handing_on(norm_projection, dtype)
     assert not violations(ours, plain, tensors)
     with torch.no_grad():
         assert torch.equal(ours(*tensors), ours(*(t.requires_grad_() for t in tensors)))
@@ -176,9 +181,9 @@ def test_x_handed_on_has_its_gradient_added_by_the_kernel(dtype):
 
 @pytest.mark.slow
 def test_x_handed_on_by_compiled_code_and_its_mutant(tmp_path):
-    ours, plain, tensors = handing_on(projection)
+    ours, plain, tensors = handing_on(norm_projection)
     assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)
-    module = mutant(projection, "ctx.eps, residual), None", "ctx.eps, None), None", tmp_path)
+    module = mutant(norm_projection, "ctx.eps, residual), None", "ctx.eps, None), None", tmp_path)
     ours, plain, tensors = handing_on(module)
     assert violations(ours, plain, tensors)
 
@@ -192,7 +197,7 @@ def test_output_project(case, dtype):
 @pytest.mark.parametrize("broken", NORM_MUTANTS)
 def test_mutants_of_norm_project_are_caught(broken, tmp_path):
     old, new, case = (*NORM_MUTANTS[broken], "two samples, odd")[:3]
-    module = mutant(projection, old, new, tmp_path)
+    module = mutant(norm_projection, old, new, tmp_path)
     assert violations(*norm_problem(torch.float32, *NORM_CASES[case], module))
 
 
@@ -200,7 +205,7 @@ def test_mutants_of_norm_project_are_caught(broken, tmp_path):
 @pytest.mark.parametrize("broken", OUTPUT_MUTANTS)
 def test_mutants_of_output_project_are_caught(broken, tmp_path):
     old, new, case = (*OUTPUT_MUTANTS[broken], "rows dropped")[:3]
-    module = mutant(projection, old, new, tmp_path)
+    module = mutant(norm_projection, old, new, tmp_path)
     assert violations(*output_problem(torch.float32, *OUTPUT_CASES[case], module=module))
 
 
@@ -240,7 +245,7 @@ def test_what_is_not_a_number_stays_so(stay, request):
 @pytest.mark.parametrize("broken", HIDDEN_MUTANTS)
 def test_mutants_of_the_hidden_layer_are_caught(broken, tmp_path, request):
     old, new, stay = HIDDEN_MUTANTS[broken]
-    module = mutant(projection, old, new, tmp_path)
+    module = mutant(norm_projection, old, new, tmp_path)
     if stay:
         request.getfixturevalue("weights_stay")
     assert violations(*hidden_problem(torch.bfloat16, *HIDDEN_CASES["whole tiles"], module))
@@ -249,7 +254,7 @@ def test_mutants_of_the_hidden_layer_are_caught(broken, tmp_path, request):
 def test_widths_that_no_tile_divides_are_refused():
     given = torch.ones(1, 2, 3, 40), torch.ones(16, 40), torch.ones(16)
     with pytest.raises(ValueError, match="of 40 channels"):
-        projection.OUTPUT_PROJECT_OP(*given, None, None)
+        norm_projection.OUTPUT_PROJECT_OP(*given, None, None)
 
 
 @pytest.mark.parametrize("X, Y, expected", [(3, 192, 1), (3, 64, 1), (4, 32, 2), (64, 1, 64), (3, 32, 0),

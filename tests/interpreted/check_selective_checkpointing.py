@@ -9,12 +9,13 @@ import torch
 from torch._inductor import lowering
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import gathered_gradients, triton
-from fusion_lab.kernels.attention_layer import attention_layer
-from fusion_lab.kernels.outer_layout import outer_layout
-from fusion_lab.kernels.transition_layer import transition_layer
-from fusion_lab.kernels.triangle_multiplication import triangle_multiplication
-from fusion_lab.kernels.triton_parts import NAMESPACE
+from fusion_lab.kernels import dispatch
+from fusion_lab.kernels.attention.layer import attention_layer
+from fusion_lab.kernels.common import NAMESPACE
+from fusion_lab.kernels.outer_product_mean.layout import outer_layout
+from fusion_lab.kernels.reductions import compile_pass
+from fusion_lab.kernels.transition.layer import transition_layer
+from fusion_lab.kernels.triangle_multiplication.operator import triangle_multiplication
 from fusion_lab.measuring import accuracy
 
 S, C, HEADS = 12, 32, 4
@@ -74,12 +75,12 @@ def test_a_layer_makes_the_same_again(name):
 @pytest.mark.slow
 def test_a_compiled_block_keeps_as_little_and_knows_its_operations(monkeypatch):
     """The compiler may not move what is made again into the forward pass, where it would be kept."""
-    monkeypatch.setattr(triton, "runs", lambda x: True)
-    monkeypatch.setattr(triton, "attends", lambda x, heads: True)
+    monkeypatch.setattr(dispatch, "runs", lambda x: True)
+    monkeypatch.setattr(dispatch, "attends", lambda x, heads: True)
     config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
     given, known, results, kept = [t.bfloat16() for t in check_model.tensors()], set(), [], []
 
-    class Watched(gathered_gradients.GatheredGradients):
+    class Watched(compile_pass.GatheredGradients):
         def __call__(self, graph):
             super().__call__(graph)
             ours = {node.target for node in graph.nodes if getattr(node.target, "namespace", "") == NAMESPACE}
@@ -96,7 +97,7 @@ def test_a_compiled_block_keeps_as_little_and_knows_its_operations(monkeypatch):
         accuracy.shake(tof.PROGRAM, block)
         block = block.bfloat16()
         call = torch.compile(block, fullgraph=True, dynamic=False, options=dict(
-            post_grad_custom_post_pass=Watched(False, False, "cpu")))
+            post_grad_custom_post_pass=Watched(False, "cpu")))
         with counting() as saved:
             out = torch.cat([t.flatten() for t in call(*given)])
         results.append(torch.autograd.grad(out.float().square().sum(), list(block.parameters())))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rule import in_dtypes, mutant, same_in_every_mode, violations
 
-from fusion_lab.kernels import side_projection
+from fusion_lab.kernels.outer_product_mean import sides as outer_sides
 
 CASES = {  # shape of x, channels of a side
     "two samples, odd": ((2, 3, 7, 32), 16),
@@ -12,15 +12,15 @@ CASES = {  # shape of x, channels of a side
     "many channels": ((1, 2, 37, 128), 16),
 }
 MUTANTS = {  # what is replaced by what
-    "one side twice": ("tl.trans(side_weights(w, 1,", "tl.trans(side_weights(w, 0,"),
+    "one side twice": ("tl.trans(side_weights(weight, 1,", "tl.trans(side_weights(weight, 0,"),
     "one bias twice": ("vector(bias + H, H)", "vector(bias, H)"),
-    "one side alone differentiated": ("acc = tl.dot(dr,", "tl.dot(dr,"),
+    "one side alone differentiated": ("dnormal = tl.dot(dr,", "tl.dot(dr,"),
     "what was handed on forgotten": ("result + handed_on.to", "result + 0 * handed_on.to"),
     "shares that overlap": ("tl.minimum(first + SHARE, P)", "tl.minimum(first + SHARE + BM, P)"),
     "the last tile alone": ("right_sums += dr", "right_sums = 0.0 * right_sums + dr"),
     "weights behind each other": ("at + H * C, right_products", "at, right_products"),
     "biases behind each other": ("+ H + h, dright_bias", "+ h, dright_bias"),
-    "norm's vectors behind each other": ("sums + C + c", "sums + c"),
+    "norm's vectors behind each other": ("partial_sums + C + channels", "partial_sums + channels"),
     "norm's weight forgotten": ("right_products * scale", "right_products"),
     "norm's bias forgotten": ("dleft_bias[:, None] * shift", "0 * shift"),
     "norm's weight for one side": ("+ tl.sum(right_weight * right_products, 0)", ""),
@@ -30,7 +30,7 @@ MUTANTS = {  # what is replaced by what
 }
 
 
-def problem(dtype, shape, h, module=side_projection):
+def problem(dtype, shape, h, module=outer_sides):
     """(ours, plain, tensors) of a case; the result is both sides and what is handed on, squared."""
     torch.manual_seed(0)
     c = shape[-1]
@@ -43,13 +43,13 @@ def problem(dtype, shape, h, module=side_projection):
             left, right, x = function(*given)
             return torch.cat([left, right, x.square().to(left.dtype)], -1)
         return call
-    return joined(module.side_projection), joined(side_projection.reference), [t.to(dtype) for t in tensors]
+    return joined(module.side_projection), joined(outer_sides.reference), [t.to(dtype) for t in tensors]
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """So that small problems have several shares of several tiles, too."""
-    monkeypatch.setattr(side_projection, "PROGRAMS", 3)
+    monkeypatch.setattr(outer_sides, "PROGRAMS", 3)
 
 
 @pytest.mark.parametrize("case, dtype", [
@@ -62,7 +62,7 @@ def test_forward_and_gradients(case, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path, monkeypatch):
-    module = mutant(side_projection, *MUTANTS[broken], tmp_path)
+    module = mutant(outer_sides, *MUTANTS[broken], tmp_path)
     monkeypatch.setattr(module, "PROGRAMS", 3)
     assert violations(*problem(torch.float32, *CASES["several tiles"], module=module))
 
@@ -73,20 +73,20 @@ def test_mutants_are_caught(broken, tmp_path, monkeypatch):
 def test_every_tile(number, monkeypatch):
     def chosen(kernel, shape, candidates):
         return candidates[number % len(candidates)]
-    monkeypatch.setattr(side_projection.tuner, "chosen", chosen)
-    monkeypatch.setattr(side_projection.tuner, "launch", lambda *given: given[-1](chosen(*given[:-1])))
+    monkeypatch.setattr(outer_sides.tuner, "chosen", chosen)
+    monkeypatch.setattr(outer_sides.tuner, "launch", lambda *given: given[-1](chosen(*given[:-1])))
     assert not violations(*problem(torch.bfloat16, *CASES["several tiles"]))
 
 
 def test_tiles_that_were_measured_after_the_graph_was_made(monkeypatch):
     """As many parts as the graph has room for, which have the same sum."""
-    monkeypatch.setattr(side_projection, "shares", lambda *_: 2)
+    monkeypatch.setattr(outer_sides, "shares", lambda *_: 2)
     assert not violations(*problem(torch.float32, *CASES["several tiles"]))
 
 
 def test_shares_hold_all_positions():
     for positions in (0, 1, 16, 17, 48, 49, 1000):
-        share, many = side_projection.shared(positions, dict(BM=16))
+        share, many = outer_sides.split_positions(positions, dict(BM=16))
         assert share % 16 == 0 and 1 <= many <= 3 and (many - 1) * share < max(1, positions) <= many * share
 
 
@@ -100,7 +100,7 @@ def test_autocast_rounds_the_sides_and_not_what_is_handed_on():
     *_, tensors = problem(torch.float32, *CASES["two samples, odd"])
     given = [t.requires_grad_() for t in tensors]
     with torch.autocast("cpu", torch.bfloat16):
-        left, right, x = side_projection.side_projection(*given)
+        left, right, x = outer_sides.side_projection(*given)
     assert left.dtype == right.dtype == torch.bfloat16 and torch.equal(x, given[0])
     found = torch.autograd.grad((left + right).sum().float() + x.sum(), given)
     assert all(d.dtype == torch.float32 for d in found)
@@ -118,7 +118,7 @@ def test_what_the_kernels_would_misread_is_refused():
     def call(c=16, h=16, x=None, **wrong):
         sizes = dict(norm_weight=c, norm_bias=c, weight=(2 * h, c), bias=2 * h) | wrong
         given = [torch.ones(size) for size in (x or (1, 2, 3, c), *sizes.values())]
-        return side_projection.side_projection(*given)
+        return outer_sides.side_projection(*given)
     call()
     for wrong, message in ((dict(c=48), "48 channels to sides of 16"), (dict(h=8), "channels to sides of 8"),
                            (dict(h=64), "channels to sides of 64"),
@@ -128,4 +128,4 @@ def test_what_the_kernels_would_misread_is_refused():
         with pytest.raises(ValueError, match=message):
             call(**wrong)
     with pytest.raises(ValueError, match="float64"):
-        side_projection.side_projection(*problem(torch.float64, *CASES["many channels"])[2])
+        outer_sides.side_projection(*problem(torch.float64, *CASES["many channels"])[2])

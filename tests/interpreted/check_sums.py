@@ -8,7 +8,8 @@ import pytest
 import torch
 from rule import mutant, violations
 
-from fusion_lab.kernels import sums, triton_parts, tuner
+from fusion_lab.kernels import common, tuner
+from fusion_lab.kernels.reductions import sums
 
 CASES = {  # sizes of each problem's parts
     "one": [(77, 33)],
@@ -19,9 +20,9 @@ CASES = {  # sizes of each problem's parts
     "more than one launch takes": [(65 + n, 16 + n) for n in range(9)],
 }
 MUTANTS = {  # none of them leaves its memory
-    "parts of the first problem": ("part, R, N, first, at = parts[i]", "part, R, N, first, at = parts[0]"),
-    "rows of the last problem": ("= parts[i], rows[i]", "= parts[i], rows[COUNT - 1]"),
-    "all results in the first's place": ("begin, place\n    n, r", "begin, 0\n    n, r"),
+    "parts of the first problem": ("first, offset = problems[i]", "first, offset = problems[0]"),
+    "rows of the last problem": ("= problems[i], rows[i]", "= problems[i], rows[COUNT - 1]"),
+    "all results in the first's place": ("begin, start\n\n", "begin, 0\n\n"),
     "first columns alone": ("n, r = (number - first)", "n, r = 0 * (number - first)"),
     "last row dropped": ("< R - r0)", "< R - r0 - 1)"),
     "last column not stored": ("mask=n < N)", "mask=n < N - 1)"),
@@ -46,7 +47,7 @@ def few(monkeypatch):
     monkeypatch.setattr(sums, "MOST", 4)
 
 
-@pytest.mark.parametrize("dtype", triton_parts.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", common.DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_sums_are_exact_for_whole_numbers(case, dtype):
     parts = problem(CASES[case])

@@ -3,7 +3,7 @@ import pytest
 import torch
 from rule import mutant, same_in_every_mode, violations
 
-from fusion_lab.kernels import triangle_multiplication as trimul
+from fusion_lab.kernels.triangle_multiplication import operator as trimul
 from fusion_lab.measuring.counters import OpCounter
 
 CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout shares, biases
@@ -54,38 +54,39 @@ def test_forward_and_gradients(dtype, case):
 
 
 MUTANTS = {  # what is replaced by what, and the case that must notice
-    "mask ignored": ("(c0 < C) | BOTH, keep", "(c0 < C) & BOTH, keep", "small"),
-    "mask on left alone": ("(c0 < C) | BOTH, keep", "(c0 < C) | False, keep", "both sides masked"),
+    "mask ignored": ("(c0 < C) | MASK_BOTH, mask_factor", "(c0 < C) & MASK_BOTH, mask_factor", "small"),
+    "mask on left alone": ("(c0 < C) | MASK_BOTH, mask", "(c0 < C) | False, mask", "both sides masked"),
     "mask of rows": ("((0, 1) if outgoing", "((1, 0) if outgoing", "small"),
     "mask forgotten in backward": ("dy *= tl.where(", "dy *= 1 + 0 * tl.where(", "small"),
     "padding not zero": ("value = tl.where(inside[None, :], value, 0.0)", "value *= 1", "small"),
     "gates forgotten": ("value *= sigmoid(gate)", "value *= 1 + 0 * gate", "small"),
     "right gated by left's gate": ("at + 2 * C * C", "at + 2 * C * C - (c0 // C) * C * C", "small"),
-    "output gate forgotten": ("y *= sigmoid(projected(x", "y *= 1 + 0 * sigmoid(projected(x", "small"),
+    "output gate forgotten": ("y *= sigmoid(project(x", "y *= 1 + 0 * sigmoid(project(x", "small"),
     "last channels dropped": ("range(0, C, BC)", "range(0, C - BC, BC)", "small"),
     "projections' last channels dropped": ("range(0, 2 * C, BC)", "range(0, 2 * C - BC, BC)", "small"),
-    "the first chunk's biases": ("value_bias, gate_bias = next_value, next_gate", "pass", "small"),
-    "the first chunk's biases behind": ("value_bias, opening_bias = next_value, next_opening", "pass",
-                                        "no mask"),
+    "the first chunk's biases": ("value_bias, gate_bias = next_value_bias, next_gate_bias", "pass", "small"),
+    "the first chunk's biases behind": ("chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias",
+                                        "pass", "no mask"),
     "the first chunk's bias in backward": ("gate_bias = next_bias", "pass", "small"),
-    "no residual": ("y += given", "y += 0 * given", "small"),
-    "residual's gradient forgotten": ("d += given", "d += 0 * given", "small"),
+    "no residual": ("y += residual_tile", "y += 0 * residual_tile", "small"),
+    "residual's gradient forgotten": ("d += residual_gradient", "d += 0 * residual_gradient", "small"),
     "dropout forgotten": ("y *= factor", "y *= 1 + 0 * factor", "small"),
-    "dropout forgotten in backward": ("d *= rows(drop", "d *= 1 + 0 * rows(drop", "small"),
-    "dropout of the other axis": ("i * di + j * dj", "j * di + i * dj", "small"),
+    "dropout forgotten in backward": ("d *= load_tile(drop", "d *= 1 + 0 * load_tile(drop", "small"),
+    "dropout of the other axis": ("i * drop_stride_i + j * drop_stride_j",
+                                  "j * drop_stride_i + i * drop_stride_j", "small"),
     "gate's derivative": ("dy * y * (1 - gate)", "dy * y * gate", "small"),
     "sides' gates' derivative": ("to(tl.float32) * (1 - gate)", "to(tl.float32) * gate", "small"),
-    "output gate not in pair's gradient": ("dg = rows(dgates", "dg = 0 * rows(dgates", "small"),
-    "outgoing in forward alone": ("d(*given, self.outgoing)", "d(*given, True)", "incoming"),
+    "output gate not in pair's gradient": ("dg = load_tile(dprojected", "dg = 0 * load_tile(dprojected",
+                                           "small"),
+    "outgoing in forward alone": ("d(*matrices, self.outgoing)", "d(*matrices, True)", "incoming"),
     "incoming taken for outgoing": ("(sides), self.outgoing)", "(sides), True)", "incoming"),
     "sides exchanged": ("(sides, dproduct, dsides) for", "(sides.flip(0), dproduct, dsides) for", "small"),
     "sums of the first program": ("sums.OP(each, dtype)", "sums.OP(each[:1], dtype)", "small"),
-    "eps as an afterthought": ("*call.sizes, eps", "*call.sizes, 0.1", "small"),
+    "eps as an afterthought": ("eps=eps", "eps=0.1", "small"),
     "a tile's lines all the first": ("+ q // W", "+ 0 * q", "a whole tile"),
     "a tile's columns all the first": ("+ q % W", "+ 0 * q", "a whole tile"),
     "every tile begins a line": ("tl.multiple_of(first % SP, W)", "0", "parts of lines"),
-    "pair's statistics for the product's": ("statistics[2:],\n             gradient",
-                                            "statistics[:2], gradient", "small"),
+    "pair's statistics for the product's": ("statistics[2:], gradient", "statistics[:2], gradient", "small"),
 }
 
 

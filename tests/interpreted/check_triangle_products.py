@@ -3,7 +3,8 @@ import pytest
 import torch
 from rule import mutant, violations
 
-from fusion_lab.kernels import triangle_products, tuner
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.triangle_multiplication import products as triangle_products
 
 CASES = {"outgoing": (16, 64, True), "incoming": (16, 64, False), "outgoing, odd": (32, 13, True),
          "incoming, odd": (32, 33, False), "outgoing, long": (2, 65, True),

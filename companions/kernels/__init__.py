@@ -1,0 +1,2 @@
+"""Triton kernels that serve the companions alone."""
+__version__ = "0"  # a script's directory is on sys.path: who asks for the library `kernels` may find this

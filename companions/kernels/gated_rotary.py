@@ -1,0 +1,279 @@
+"""What a LLaMA block computes between its products, from packed projections as they are, as Triton kernels
+with derivatives; each tensor is read once and written once.
+
+    swiglu: h = silu(g) * u, of packed = [g; u];    silu(g) = g s,  s = 1 / (1 + exp(-g))
+            dg = dh u s (1 + g (1 - s)),  du = dh g s
+    rotary: q, k, v of packed = [q; k; v]; of every head of q and k the channels i and i + D / 2 are a pair,
+            (a, b) -> (a cos - b sin, b cos + a sin), by the angle of its position and of i;
+            their gradients are rotated back, sin -> -sin
+
+packed (..., 2 F) -> h (..., F); packed (B, S, (H + 2 G) D), angles (2, S, D / 2) -> q (B, H, S, D), k and v
+(B, G, S, D). H heads of queries, G of keys and values, D channels each; P = B S positions.
+
+Left to a compiler, gradients of slices of packed become masked loads in every element, of the other slices'
+gradients too (benchmarks/LOG.md). Float32 within. Kept for backward are packed for swiglu, the angles for
+rotary.
+
+q, k and v lie in memory as (B, S, heads, D). Attention's kernels read such strides, and give their output
+those of q, so that the projection behind it needs no transposed copy. v is copied. As a view of packed it
+would keep all of packed until backward; and not every compiler takes an autograd function whose result is a
+view of its input.
+
+Sources: Shazeer 2020 (SwiGLU), Su et al. 2021 (rotary positions), in the layout of transformers.
+"""
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels.ahead_of_time import start
+from fusion_lab.kernels.common import DTYPES, check_shapes, operation, sigmoid
+
+TILE = 1024  # numbers, or pairs of them, of a program: 8 a thread in four warps, 16 bytes in 16 bits
+
+
+def reference_swiglu(packed):
+    """The same in plain PyTorch."""
+    gate, up = packed.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def reference_rotary(packed, angles, heads, kv_heads):
+    """The same in plain PyTorch."""
+    q, k, v = packed.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2).split(
+        [heads, kv_heads, kv_heads], dim=1)
+    cos, sin = angles.to(packed.dtype)
+
+    def rotated(x):
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated(q), rotated(k), v
+
+
+@triton.jit
+def gate_and_up(packed, C, BN: tl.constexpr):
+    """Of this program: row; channels n (BN,); which of them exist; gate and up, (BN,) float32 each."""
+    tiles = tl.cdiv(C, BN)  # of a row
+    row, n = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BN + tl.arange(0, BN)
+    at, there = packed + row * (2 * C) + n, n < C
+    gate, up = tl.load(at, mask=there, other=0.0), tl.load(at + C, mask=there, other=0.0)
+    return row, n, there, gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def swiglu_kernel(packed, out, C, BN: tl.constexpr):
+    """One program: h = silu(gate) up of BN channels of a row. Axis 0: rows, and within each its tiles.
+
+        packed (P, 2 C) = [gate; up]; out (P, C)
+    """
+    row, n, there, gate, up = gate_and_up(packed, C, BN)
+    h = gate * sigmoid(gate) * up
+    tl.store(out + row * C + n, h.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def swiglu_backward_kernel(gradient, packed, out, C, BN: tl.constexpr):
+    """One program: gradients of gate and up of BN channels of a row. Axis 0: rows, and within each its tiles.
+
+        gradient (P, C) of h; packed, out (P, 2 C) = [gate; up]
+    """
+    row, n, there, gate, up = gate_and_up(packed, C, BN)
+    d = tl.load(gradient + row * C + n, mask=there, other=0.0).to(tl.float32)  # (BN,)
+    share, at = sigmoid(gate), out + row * (2 * C) + n
+    d_gate = d * up * share * (1.0 + gate * (1.0 - share))
+    tl.store(at, d_gate.to(out.dtype.element_ty), mask=there)
+    tl.store(at + C, (d * gate * share).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def rotate_heads(tile, heads, packed, angles, stride_b, stride_s, stride_h, P, S, FIRST: tl.constexpr,
+                 HEADS: tl.constexpr, ROTATED: tl.constexpr, BACKWARD: tl.constexpr, D: tl.constexpr,
+                 W: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+    """Copies BM heads from packed (P, W), where they begin with head FIRST, to heads (B, S, HEADS, D); with
+    BACKWARD the other way. ROTATED: rotates them, by angles (2, S, D / 2). They are tile `tile` of P HEADS,
+    in the order of `heads`, and are held in two tiles (BM, BD): first and second halves of channels."""
+    r, c = tile * BM + tl.arange(0, BM), tl.arange(0, BD)[None, :]  # (BM,), (1, BD)
+    p, h = r // HEADS, (r % HEADS).to(tl.int64)  # (BM,) each: position, head
+    s, there = p % S, (r < P * HEADS)[:, None] & (c < D // 2)
+    heads += ((p // S).to(tl.int64) * stride_b + s.to(tl.int64) * stride_s + h * stride_h)[:, None] + c
+    packed += (p.to(tl.int64) * W + (FIRST + h) * D)[:, None] + c
+    if BACKWARD:
+        source, target = heads, packed
+    else:
+        source, target = packed, heads
+    first = tl.load(source, mask=there, other=0.0).to(tl.float32)  # (BM, BD)
+    second = tl.load(source + D // 2, mask=there, other=0.0).to(tl.float32)  # (BM, BD)
+    if ROTATED:
+        angle = angles + (s * (D // 2))[:, None] + c
+        cos = tl.load(angle, mask=there, other=0.0)  # (BM, BD)
+        sin = tl.load(angle + S * (D // 2), mask=there, other=0.0)  # (BM, BD)
+        if BACKWARD:
+            sin = -sin
+        first, second = first * cos - second * sin, second * cos + first * sin
+    tl.store(target, first.to(target.dtype.element_ty), mask=there)
+    tl.store(target + D // 2, second.to(target.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def rotary_kernel(q, k, v, packed, angles, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
+                  k_stride_h, v_stride_b, v_stride_s, v_stride_h, P, S, H: tl.constexpr, G: tl.constexpr,
+                  D: tl.constexpr, BACKWARD: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+    """One program: BM heads of q, k or v, copied from packed, those of q and k rotated; with BACKWARD packed
+    from these, which are gradients. Axis 0: tiles of q, then of k, then of v.
+
+        q (B, S, H, D), k, v (B, S, G, D), with any strides but in D; packed (P, (H + 2 G) D) = [q; k; v];
+        angles (2, S, D / 2) float32, cosines and sines
+    """
+    tile, of_q, of_k, W = tl.program_id(0), tl.cdiv(P * H, BM), tl.cdiv(P * G, BM), (H + 2 * G) * D
+    if tile < of_q:
+        rotate_heads(tile, q, packed, angles, q_stride_b, q_stride_s, q_stride_h, P, S, 0, H, True, BACKWARD,
+                     D, W, BM, BD)
+    elif tile < of_q + of_k:
+        rotate_heads(tile - of_q, k, packed, angles, k_stride_b, k_stride_s, k_stride_h, P, S, H, G, True,
+                     BACKWARD, D, W, BM, BD)
+    else:
+        rotate_heads(tile - of_q - of_k, v, packed, angles, v_stride_b, v_stride_s, v_stride_h, P, S, H + G,
+                     G, False, BACKWARD, D, W, BM, BD)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Launchers and their derivatives
+# --------------------------------------------------------------------------------------------------------
+
+
+def tiles(rows, channels):
+    """(grid, options) of the kernels of swiglu, for h (rows, channels)."""
+    width = min(TILE, triton.next_power_of_2(channels))
+    return (rows * triton.cdiv(channels, width),), dict(BN=width, num_warps=4)
+
+
+def gated(packed):
+    """h (P, F) of packed (P, 2 F)."""
+    out, channels = gated_sizes(packed), packed.shape[1] // 2
+    grid, options = tiles(len(packed), channels)
+    start(swiglu_kernel, grid, packed, out, channels, **options)
+    return out
+
+
+def gated_sizes(packed):
+    return packed.new_empty(packed.shape[0], packed.shape[1] // 2)
+
+
+def gated_backward(gradient, packed):
+    """The gradient of packed (P, 2 F)."""
+    out = gated_backward_sizes(gradient, packed)
+    grid, options = tiles(*gradient.shape)
+    start(swiglu_backward_kernel, grid, gradient, packed, out, gradient.shape[1], **options)
+    return out
+
+
+def gated_backward_sizes(gradient, packed):
+    return packed.new_empty(packed.shape)
+
+
+def rotate(q, k, v, packed, angles, backward):
+    """Fill q (B, S, H, D), k and v (B, S, G, D), which may have any strides but in D, from packed; if
+    backward, fill packed from these."""
+    (B, S, H, D), G = q.shape, k.shape[2]
+    width = triton.next_power_of_2(D // 2)
+    height = max(1, TILE // width)
+    grid = triton.cdiv(B * S * H, height) + 2 * triton.cdiv(B * S * G, height),
+    strides = {f"{name}_stride_{axis}": stride for name, x in dict(q=q, k=k, v=v).items()
+               for axis, stride in zip("bsh", x.stride()[:3], strict=True)}
+    start(rotary_kernel, grid, q, k, v, packed, angles, **strides, P=B * S, S=S, H=H, G=G, D=D,
+          BACKWARD=backward, BM=height, BD=width, num_warps=4)
+
+
+def rotated(packed, angles, heads, kv_heads):
+    """q (B, S, H, D), k and v (B, S, G, D)."""
+    found = rotated_sizes(packed, angles, heads, kv_heads)
+    rotate(*found, packed, angles, False)
+    return found
+
+
+def rotated_sizes(packed, angles, heads, kv_heads):
+    B, S, channels = packed.shape
+    width = channels // (heads + 2 * kv_heads)
+    return tuple(packed.new_empty(B, S, count, width) for count in (heads, kv_heads, kv_heads))
+
+
+def rotated_backward(q, k, v, angles):
+    """The gradient of packed (B, S, (H + 2 G) D) from those of q (B, S, H, D), k and v (B, S, G, D)."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    packed = rotated_backward_sizes(q, k, v, angles)
+    rotate(q, k, v, packed, angles, True)
+    return packed
+
+
+def rotated_backward_sizes(q, k, v, angles):
+    B, S, H, D = q.shape
+    return q.new_empty(B, S, (H + 2 * k.shape[2]) * D)
+
+
+SWIGLU_OP = operation("swiglu(Tensor packed) -> Tensor", gated, gated_sizes)
+SWIGLU_BACKWARD_OP = operation("swiglu_backward(Tensor gradient, Tensor packed) -> Tensor", gated_backward,
+                               gated_backward_sizes)
+ROTARY_OP = operation("rotary(Tensor packed, Tensor angles, int heads, int kv_heads) -> "
+                      "(Tensor, Tensor, Tensor)", rotated, rotated_sizes)
+ROTARY_BACKWARD_OP = operation("rotary_backward(Tensor q, Tensor k, Tensor v, Tensor angles) -> Tensor",
+                               rotated_backward, rotated_backward_sizes)
+
+
+class SwiGLU(torch.autograd.Function):
+    """swiglu() of (P, 2 F) with its derivative."""
+
+    @staticmethod
+    def forward(ctx, packed):
+        ctx.save_for_backward(packed)
+        return SWIGLU_OP(packed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return SWIGLU_BACKWARD_OP(gradient.contiguous(), *ctx.saved_tensors)
+
+
+class Rotary(torch.autograd.Function):
+    """rotary() with its derivative, heads behind positions."""
+
+    @staticmethod
+    def forward(ctx, packed, angles, heads, kv_heads):
+        ctx.save_for_backward(angles)
+        return ROTARY_OP(packed, angles, heads, kv_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, q, k, v):
+        return ROTARY_BACKWARD_OP(q, k, v, *ctx.saved_tensors), None, None, None
+
+
+def check_dtype(packed):
+    """ValueError for a dtype in which kernels do not compute."""
+    if packed.dtype not in DTYPES:
+        raise ValueError(f"no Triton kernels between projections in {str(packed.dtype)[6:]}")
+
+
+def swiglu(packed):
+    """silu(gate) * up of packed (..., 2 F), gate first: (..., F). ValueError for an odd number of channels or
+    another dtype than kernels compute in."""
+    check_dtype(packed)
+    if packed.shape[-1] % 2:
+        raise ValueError(f"packed has {packed.shape[-1]} channels, an odd number")
+    flat = packed.contiguous().view(-1, packed.shape[-1])
+    return SwiGLU.apply(flat).view(*packed.shape[:-1], packed.shape[-1] // 2)
+
+
+def rotary(packed, angles, heads, kv_heads):
+    """q (B, H, S, D), k and v (B, G, S, D) from packed (B, S, (H + 2 G) D). q and k are rotated by angles
+    (2, S, D / 2), cos and sin. D is even; B S H is less than 2**31. ValueError for other shapes or another
+    dtype than kernels compute in."""
+    check_dtype(packed)
+    B, S, channels = packed.shape
+    width, rest = divmod(channels, heads + 2 * kv_heads)
+    if rest or width % 2:
+        raise ValueError(f"packed has {channels} channels, which are no {heads + 2 * kv_heads} heads of even "
+                         "width")
+    check_shapes(("angles", angles, (2, S, width // 2)))
+    found = Rotary.apply(packed.contiguous(), angles.float().contiguous(), heads, kv_heads)
+    return tuple(x.transpose(1, 2) for x in found)

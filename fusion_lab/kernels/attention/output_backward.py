@@ -1,0 +1,150 @@
+"""Backward of an attention sub-layer's output projection and of the gate before it, as one Triton kernel.
+
+    o = softmax(q k^T scale + bias) v;  out = o sigmoid(gate + gate_bias);  update = drop * (out W^T + b)
+
+    du = drop dupdate;  dout = du W;  do = dout sigmoid(.);  dgate = dout out (1 - sigmoid(.))
+    delta = the sum of do o = dout out over the channels of a head, which the softmax's derivative needs
+
+out, gate, do, dgate (B, X, Y, c), gate and dgate as slices of wider tensors; W (c, c); delta (B, R, H, L).
+Neither o nor dout is ever written. The kernels of attention then read do and delta alone. Computed in there,
+gates were a quarter of the instructions of the gradient of q at 256 keys (counted; LOG.md).
+"""
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels import norm_projection, tuner
+from fusion_lab.kernels.common import below, lines, precision, rows, sigmoid, store_rows, store_sums
+from fusion_lab.kernels.norm_projection import factors, tiles
+from fusion_lab.kernels.reductions import sums
+
+SAMPLE, ALONG_X, ALONG_Y, HEAD = (tl.constexpr(n) for n in range(4))  # of a tuple of strides
+
+
+@triton.jit
+def delta_offsets(X, Y, delta_strides, LINES: tl.constexpr, BM: tl.constexpr):
+    """Offsets (BM,) of this program's positions in delta, of head 0. delta_strides: sample, X, Y, head."""
+    first, i = tl.program_id(0) * BM, tl.arange(0, BM)
+    divided = first if LINES > 0 else first + i  # LINES save the division of every position
+    line, y = divided // Y, divided % Y  # a line has Y positions
+    offsets = (line // X).to(tl.int64) * delta_strides[SAMPLE] + (line % X).to(
+        tl.int64) * delta_strides[ALONG_X] + y.to(tl.int64) * delta_strides[ALONG_Y]
+    if LINES > 0:
+        offsets += i // (BM // LINES) * delta_strides[ALONG_X] + i % (BM // LINES) * delta_strides[ALONG_Y]
+    return offsets
+
+
+@triton.jit
+def attention_output_backward_kernel(dupdate, w, drop, out, gate, gate_bias, do, dgate, delta, du, bias_sums,
+                                     gate_bias_sums, P, X, Y, drop_stride_sample, drop_stride_x,
+                                     drop_stride_y: tl.constexpr, gate_stride, dgate_stride, delta_strides,
+                                     DROP: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
+                                     C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """One program: all gradients of the formulas above at BM positions, in heads of D channels each.
+
+    Grid: axis 0: tiles of BM of the P = B X Y positions.
+    Reads dupdate, out (P, C), gate (P, C) with gate_stride between positions, w (C, C), gate_bias (C,); with
+    DROP drop (B, X, Y, C), broadcast by drop_stride_*.
+    Writes do (P, C), dgate (P, C) with dgate_stride between positions, delta (B, R, H, L) by delta_strides
+    (sample, X, Y, head); with DROP du (P, C).
+    Writes partial sums (programs, C) of the gradients of b and gate_bias: bias_sums, gate_bias_sums.
+    LINES: how many lines of Y positions the tile is the whole of, 1 if a part of one, 0 if neither.
+    """
+    first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)  # -, (BM,), (C,)
+    remaining = None if LINES > 0 else (P - first).to(tl.int32)  # positions from the first on; None: enough
+    dtype: tl.constexpr = w.dtype.element_ty
+    # Gradient of the projection's output, and a partial sum of its bias's gradient.
+    du_tile = rows(dupdate + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
+    if DROP:
+        du_tile *= factors(drop, first + p, P, X, Y, drop_stride_sample, drop_stride_x, drop_stride_y, C,
+                           LINES)
+    bias_sums += tl.program_id(0).to(tl.int64) * C
+    gate_bias_sums += tl.program_id(0).to(tl.int64) * C
+    if DROP:  # store_sums() makes sums as a product with ones: with DROP that spilled on sm_80 (LOG.md)
+        tl.store(bias_sums + c, tl.sum(du_tile, 0))
+    else:
+        store_sums(bias_sums, c, du_tile, dtype, PRECISION, BM)
+    du_tile = du_tile.to(dtype)
+    if DROP:
+        store_rows(du + first * C, p, remaining, du_tile, C)
+    out += first * C
+    do += first * C
+    gate += first * gate_stride
+    dgate += first * dgate_stride
+    delta += delta_offsets(X, Y, delta_strides, LINES, BM)  # (BM,)
+    # BK channels at a time: one or more heads, or a part of one, whose delta head_delta then sums.
+    head_delta, valid = tl.zeros((BM,), tl.float32), below(p, remaining)
+    for k0 in range(0, C, BK):
+        k = k0 + tl.arange(0, BK)  # (BK,)
+        out_tile = tl.load(out + p[:, None] * C + k[None, :], mask=valid[:, None], other=0.0)  # (BM, BK)
+        gate_tile = tl.load(gate + p[:, None] * gate_stride + k[None, :], mask=valid[:, None],
+                            other=0.0)  # (BM, BK)
+        # Gradient of the gated output.
+        w_tile = tl.load(w + c[:, None] * C + k[None, :])  # (C, BK)
+        dout = tl.dot(du_tile, w_tile, input_precision=PRECISION)  # (BM, BK)
+        # The gate's derivative.
+        bias_tile = tl.load(gate_bias + k).to(tl.float32)[None, :]  # (1, BK)
+        opening = sigmoid(gate_tile.to(tl.float32) + bias_tile)  # (BM, BK)
+        dout_out = dout * out_tile.to(tl.float32)  # (BM, BK)
+        dgate_tile = dout_out * (1 - opening)  # (BM, BK)
+        tl.store(do + p[:, None] * C + k[None, :], (dout * opening).to(do.dtype.element_ty),
+                 mask=valid[:, None])
+        tl.store(dgate + p[:, None] * dgate_stride + k[None, :], dgate_tile.to(dgate.dtype.element_ty),
+                 mask=valid[:, None])
+        store_sums(gate_bias_sums, k, dgate_tile, dtype, PRECISION, BM)
+        # delta, summed over the channels of each head.
+        if BK >= D:
+            h = k0 // D + tl.arange(0, BK // D)  # (BK / D,)
+            deltas = tl.sum(tl.reshape(dout_out, (BM, BK // D, D)), 2)  # (BM, BK / D)
+            tl.store(delta[:, None] + h[None, :] * delta_strides[HEAD], deltas, mask=valid[:, None])
+        else:
+            head_delta += tl.sum(dout_out, 1)
+            if (k0 + BK) % D == 0:
+                tl.store(delta + k0 // D * delta_strides[HEAD], head_delta, mask=valid)
+                head_delta = tl.zeros((BM,), tl.float32)
+
+
+TILES = {  # (BM, BK, warps, stages) by bytes of a number and whether there are more than 128 channels
+    (2, False): tiles("BK", (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+                      (32, 64, 4, 3), (128, 64, 8, 2)),
+    (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)),
+    (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
+    (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
+
+
+def looked_up(positions, channels, dtype):
+    """What the tuner goes by: the kernel's name, the class of its arguments, its candidates."""
+    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels}"
+    return attention_output_backward_kernel.__name__, shape, TILES[dtype.itemsize, channels > 128]
+
+
+@sums.constant
+def programs(positions, channels, dtype):
+    """How many programs, each with its partial sums, the kernel has with the tuner's choice."""
+    return triton.cdiv(positions, tuner.chosen(*looked_up(positions, channels, dtype))["BM"])
+
+
+def launch(dupdate, weight, drop, out, gate, gate_bias, do, dgate, delta, du, bias_sums, gate_bias_sums,
+           axis):
+    """Fill do, dgate, delta, du (with drop), and the partial sums (n, c) of the gradients of both biases.
+
+    out and do are contiguous; gate and dgate views (B, R, H, L, D) of tensors (B, X, Y, wide).
+    """
+    norm_projection.check(weight.dtype, len(weight))
+    positions, (X, Y), C = dupdate.numel() // len(weight), dupdate.shape[1:3], len(weight)
+    sample, x, head, y = delta.stride()
+    if axis == 1:  # rows of attention are along Y then
+        x, y = y, x
+    position = 3 if axis == 2 else 1  # the dimension of gate, dgate (B, R, H, L, D) that is Y: L or R
+
+    def run(config):
+        config = dict(config, BK=min(config["BK"], C))
+        size = triton.cdiv(positions, config["BM"])
+        with sums.room(bias_sums, size) as of_bias, sums.room(gate_bias_sums, size) as of_gate:
+            attention_output_backward_kernel[(size,)](
+                dupdate, weight, drop, out, gate, gate_bias, do, dgate, delta, du, of_bias, of_gate,
+                positions, X, Y, *norm_projection.drop_strides(drop, dupdate),
+                gate_stride=gate.stride(position), dgate_stride=dgate.stride(position),
+                delta_strides=(sample, x, y, head), DROP=drop is not None,
+                LINES=lines(X, Y, config["BM"]), PRECISION=precision(weight.dtype), C=C, D=gate.shape[-1],
+                **config)
+    tuner.launch(*looked_up(positions, C, weight.dtype), run)

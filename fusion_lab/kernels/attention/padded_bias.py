@@ -1,0 +1,86 @@
+"""The bias of attention with the key mask in it, padded, and its transpose, as a Triton kernel.
+
+    out = bias; MASKED where a key is masked; PADDING beyond L    bias (B, H, L, L), out (B, H, LP, LP)
+
+The kernels of attention read out and, for the gradients of k and v, its transpose. One launch reads the bias
+once, along that of its last two axes which lies closer together in memory, and writes both.
+"""
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels.common import operation
+
+MASKED = -1e9  # added to scores of masked keys
+PADDING = -1e30  # beyond L: so far below MASKED that it gets no weight even in a row without any key
+KERNEL_MASKED, KERNEL_PADDING = tl.constexpr(MASKED), tl.constexpr(PADDING)  # the same, as kernels read them
+TILE = 32  # queries and keys of a program, at most: 4 KB in float32, transposed in shared memory
+
+
+def reference(bias, keys, LP, dtype, transpose):
+    """The same in plain PyTorch: (out, its transpose or, without transpose, nothing), in dtype.
+
+    keys (B, L) or (1, L): other than 0 where a key is present; or None.
+    """
+    out, pad = bias.to(dtype), LP - bias.shape[-1]
+    if keys is not None:
+        out = torch.where(keys.bool()[:, None, None, :], out, MASKED)
+    out = F.pad(out, (0, pad, 0, pad), value=PADDING)
+    return out, out.mT.contiguous() if transpose else out.new_empty(0)
+
+
+@triton.jit
+def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_stride_sample, bias_stride_head,
+                                 bias_stride_query, bias_stride_key, keys_stride_sample, KEYS: tl.constexpr,
+                                 TRANSPOSE: tl.constexpr, ALONG_QUERIES: tl.constexpr, T: tl.constexpr):
+    """One program: T queries and T keys of one head, of out and of its transpose.
+
+    Grid: axis 0: bh = b H + h; axis 1: tiles of T queries; axis 2: tiles of T keys.
+    Reads bias (B, H, L, L) with any strides, since it may be a part of another tensor; keys (B or 1, L),
+    whose keys_stride_sample is 0 if all samples share them.
+    Writes out (B, H, LP, LP: queries, keys) and, with TRANSPOSE, transposed (B, H, LP, LP: keys, queries).
+    ALONG_QUERIES: queries lie closer together in the bias than keys do, so that it is read along them.
+    """
+    bh, i0, j0 = tl.program_id(0).to(tl.int64), tl.program_id(1) * T, tl.program_id(2) * T
+    i, j = i0.to(tl.int64) + tl.arange(0, T), j0.to(tl.int64) + tl.arange(0, T)  # (T,), (T,)
+    bias += bh // H * bias_stride_sample + bh % H * bias_stride_head
+    inside = (i[:, None] < L) & (j[None, :] < L)  # (T, T): queries, keys
+    if ALONG_QUERIES:
+        pointers = bias + j[:, None] * bias_stride_key + i[None, :] * bias_stride_query
+        values = tl.trans(tl.load(pointers, mask=tl.trans(inside), other=0.0))
+    else:
+        pointers = bias + i[:, None] * bias_stride_query + j[None, :] * bias_stride_key
+        values = tl.load(pointers, mask=inside, other=0.0)
+    values = values.to(out.dtype.element_ty)  # (T, T): queries, keys
+    if KEYS:
+        present = tl.load(keys + bh // H * keys_stride_sample + j, mask=j < L, other=0) != 0  # (T,)
+        values = tl.where(present[None, :], values, KERNEL_MASKED)
+    values = tl.where(inside, values, KERNEL_PADDING)
+    tl.store(out + bh * LP * LP + (i[:, None] * LP + j[None, :]), values)
+    if TRANSPOSE:
+        tl.store(transposed + bh * LP * LP + (j[:, None] * LP + i[None, :]), tl.trans(values))
+
+
+def launch(bias, keys, LP, dtype, transpose):
+    """(out, its transpose or an empty tensor); arguments as in reference()."""
+    out, transposed = sizes(bias, keys, LP, dtype, transpose)
+    B, H, L, _ = bias.shape
+    keys_stride_sample = 0
+    if keys is not None:
+        keys, keys_stride_sample = keys.contiguous(), L * (len(keys) > 1)
+        keys = keys.view(torch.uint8) if keys.dtype == torch.bool else keys
+    T = min(TILE, LP)  # which divides LP
+    attention_padded_bias_kernel[(B * H, LP // T, LP // T)](
+        bias, keys, out, transposed, H, L, LP, *bias.stride(), keys_stride_sample, KEYS=keys is not None,
+        TRANSPOSE=transpose, ALONG_QUERIES=bias.stride(2) < bias.stride(3), T=T)
+    return out, transposed
+
+
+def sizes(bias, keys, LP, dtype, transpose):
+    size = *bias.shape[:2], LP, LP
+    return bias.new_empty(size, dtype=dtype), bias.new_empty(size if transpose else 0, dtype=dtype)
+
+
+OP = operation("padded_bias(Tensor bias, Tensor? keys, int LP, ScalarType dtype, bool transpose) -> "
+               "(Tensor, Tensor)", launch, sizes)

@@ -1,0 +1,326 @@
+"""LayerNorm with all projections of its result, and its derivative; an output projection with dropout and
+residual. They stand before and behind attention; a transition and the outer product use them, too.
+
+    y, head_bias = LayerNorm(x) W^T, LayerNorm(x) Wh^T        out = residual + drop * (og W^T + scale b)
+    or, given a hidden layer's bias, y = relu(LayerNorm(x) W^T + hidden_bias)
+
+x (B, X, Y, c); W (n, c); Wh (H, c); y (B, X, Y, n); hidden_bias (n,); head_bias (B, H, X, Y), the layout of a
+bias of attention; og (B, X, Y, k); W (c, k); scale, a number; residual, out (B, X, Y, c); drop, factors
+without a gradient, broadcast to that.
+
+Each kernel reads its input once. Weights come from the cache, a chunk at a time. Where there is room and that
+was measured to win, they stay in shared memory while a program makes many tiles of positions. Backward
+recomputes LayerNorm from x. Its affine weights are not folded into W: normalised x would be rounded
+differently.
+
+Backward of the first adds up dy W + d(head_bias) Wh and LayerNorm's derivative. Where a whole sub-layer is
+one function (attention/layer.py), it adds the residual's gradient, too. Normalised x is written once more,
+for the product that makes the gradient of W in the BLAS library. The derivative of the output projection is
+in attention/output_backward.py.
+
+The kernels are in kernels.py; here are their tiles, launchers, operators and derivatives.
+
+Sources: AlphaFold 2 supplement, Alg. 7, 8, 13, 14 and 1.11.6 (dropout shared by a row or column).
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.common import (
+    DTYPES,
+    candidates,
+    check_shapes,
+    lines,
+    operation,
+    padded_width,
+    precision,
+    processors,
+    shared_dtype,
+)
+from fusion_lab.kernels.limits import CHANNELS, MOST_HEADS
+from fusion_lab.kernels.norm_projection import kernels
+from fusion_lab.kernels.norm_projection.kernels import factors as factors  # for attention/output_backward.py
+from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.reductions import sums
+
+
+def norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):
+    """NORM_PROJECT_OP in plain PyTorch, with None for what is empty."""
+    x = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
+    y = None if weight is None else F.linear(x, weight, hidden_bias)
+    return (y if hidden_bias is None else y.relu(),
+            None if head_weight is None else F.linear(x, head_weight).permute(0, 3, 1, 2))
+
+
+def output_project_reference(og, weight, bias, residual=None, drop=None, scale=1.0):
+    """OUTPUT_PROJECT_OP in plain PyTorch."""
+    update = F.linear(og, weight, bias * scale)
+    update = update if drop is None else update * drop
+    return update if residual is None else residual + update
+
+
+# --------------------------------------------------------------------------------------------------------
+# Tiles, {(bytes of a number, whether there are more than 128 channels): candidates}; the first of each fits
+# every GPU. Strict float32 has no matrix instructions on NVIDIA, hence small tiles.
+# --------------------------------------------------------------------------------------------------------
+
+
+def tiles(chunk, *values):
+    """Candidates from (BM, chunk, warps, stages), where chunk names the second: "BN" or "BK"."""
+    return candidates(("BM", chunk, "num_warps", "num_stages"), *values)
+
+
+LEAST = 16  # tl.dot takes no tile with fewer channels
+NAMES = ("BM", "BN", "num_warps", "num_stages", "STAY")
+NORM_PROJECT = {
+    (2, False): candidates(NAMES, *((*tile, False) for tile in (
+        (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3))),
+        (64, 128, 8, 3, True), (64, 64, 8, 3, True)),
+    (2, True): candidates(NAMES, *((*tile, False) for tile in (
+        (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2)))),
+    (4, False): candidates(NAMES, (32, 32, 8, 2, False), (64, 32, 8, 2, False)),
+    (4, True): candidates(NAMES, (16, 16, 8, 2, False), (32, 16, 8, 2, False))}
+NORM_PROJECT_BACKWARD = {
+    (2, False): tiles("BN", (64, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2),
+                      (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4)),
+    (2, True): tiles("BN", (32, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3)),
+    (4, False): tiles("BN", (32, 32, 8, 2), (64, 32, 8, 2)),
+    (4, True): tiles("BN", (16, 16, 8, 2), (32, 16, 8, 2))}
+OUTPUT_PROJECT = {
+    (2, False): tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2),
+                      (64, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4)),
+    (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3)),
+    (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
+    (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
+CANDIDATES = dict(norm_project_kernel=NORM_PROJECT, norm_project_backward_kernel=NORM_PROJECT_BACKWARD,
+                  output_project_kernel=OUTPUT_PROJECT)
+
+
+def looked_up(name, positions, channels, other, dtype):
+    """What the tuner goes by: a kernel's name, the class of its arguments, its candidates. other: the
+    projection's width beside `channels`, N or K."""
+    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{other}"
+    return name, shape, CANDIDATES[name][dtype.itemsize, channels > 128]
+
+
+@sums.constant
+def programs(name, positions, channels, other, dtype):
+    """How many programs a kernel has with the tuner's choice: so many partial sums will there be."""
+    return triton.cdiv(positions, tuner.chosen(*looked_up(name, positions, channels, other, dtype))["BM"])
+
+
+def run(kernel, x, weight, other, launch):
+    """launch(grid, options) with the tuner's choice, for x (..., c); other: the projection's other width."""
+    channels, dtype = x.shape[-1], weight.dtype
+    positions = x.numel() // channels
+    if positions >= 1 << 31:  # kernels count them in 32 bits
+        raise ValueError(f"{tuple(x.shape)} are too many positions for one launch")
+    options = dict(C=channels, PRECISION=precision(dtype))
+
+    def fitted(chosen):
+        # No chunk of the inner channels is masked, so BK must divide them.
+        chosen = {key: math.gcd(size, other) if key == "BK" else size for key, size in chosen.items()}
+        launch((triton.cdiv(positions, chosen["BM"]),), dict(options, **chosen))
+    tuner.launch(*looked_up(kernel.__name__, positions, channels, other, dtype), fitted)
+
+
+def whole_tiles(shape, width, options):
+    """Whether tiles of positions (B, X, Y, .), of one sample each, and of so many outputs are all full."""
+    return math.prod(shape[1:3]) % options["BM"] == 0 and width % options["BN"] == 0
+
+
+def check(dtype, channels, heads=0):
+    """ValueError with what unsupported() says, if it says anything."""
+    if message := unsupported(dtype, channels, heads):
+        raise ValueError(message)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Launchers: what each operator runs, and the sizes of its results without the launch
+# --------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(x, weight, head_weight):
+    """Sizes that both kernels with a LayerNorm take by name; x (B, X, Y, c)."""
+    heads = 0 if head_weight is None else len(head_weight)
+    return dict(P=x.numel() // x.shape[-1], PLANE=x.shape[1] * x.shape[2], H=heads,
+                N=0 if weight is None else len(weight), HEADS=padded_width(heads) if heads else 0)
+
+
+def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None, after=None):
+    """y and head_bias, empty where their weight is None. after: a tensor that must be there first, so that a
+    compiler does not make them earlier and keep them."""
+    y, head_bias = found = norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps)
+    given, sizes = head_weight if weight is None else weight, sizes_of(x, weight, head_weight)
+    check(given.dtype, x.shape[-1], sizes["H"])
+
+    def launch(grid, options):
+        stay = options["STAY"] and sizes["N"] % options["BN"] == 0 < sizes["N"]
+        kernels.norm_project_kernel[(min(*grid, processors(x)),) if stay else grid](
+            x, norm_weight, norm_bias, given, head_weight, hidden_bias, y, head_bias, eps=eps, **sizes,
+            WHOLE_TILES=whole_tiles(x.shape, sizes["N"], options), **dict(options, STAY=stay))
+    run(kernels.norm_project_kernel, x, given, sizes["N"], launch)
+    return found
+
+
+def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None, after=None):
+    sample, X, Y, _ = x.shape
+    return (x.new_empty(0) if weight is None else weight.new_empty(sample, X, Y, len(weight)),
+            x.new_empty(0) if head_weight is None else head_weight.new_empty(sample, len(head_weight), X, Y))
+
+
+def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
+                                 parts, total):
+    """dx (B, X, Y, c), to which the gradient `residual` is added; normalised x (P, c), empty without weight;
+    partial sums (parts, 2 + H [+ 1], c) of the gradients of norm_weight, norm_bias, head_weight [and, if
+    total, of residual]. parts: their number, that of programs."""
+    dx, normed, partial_sums = found = norm_project_backward_sizes(
+        dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps, parts, total)
+    given, sizes = head_weight if weight is None else weight, sizes_of(x, weight, head_weight)
+    check(given.dtype, x.shape[-1], sizes["H"])
+
+    def launch(grid, options):
+        with sums.room(partial_sums, *grid) as to:
+            kernels.norm_project_backward_kernel[grid](
+                dy, dbias, x, norm_weight, norm_bias, given, head_weight, residual, dx, normed, to, eps=eps,
+                **sizes, RESIDUAL=residual is not None, TOTAL=int(total),
+                WHOLE_TILES=whole_tiles(x.shape, sizes["N"], options), **options)
+    run(kernels.norm_project_backward_kernel, x, given, sizes["N"], launch)
+    return found
+
+
+def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
+                                parts, total):
+    channels, heads = x.shape[-1], 0 if head_weight is None else len(head_weight)
+    normed = (0,) if weight is None else (x.numel() // channels, channels)
+    return (x.new_empty(x.shape), (head_weight if weight is None else weight).new_empty(normed),
+            x.new_empty(parts, 2 + heads + total, channels, dtype=torch.float32))
+
+
+def output_project_launch(og, weight, bias, residual, drop, scale=1.0):
+    """out (B, X, Y, c) of og (B, X, Y, k)."""
+    out = output_project_sizes(og, weight, bias, residual, drop)
+    (*_, X, Y, channels), width = out.shape, og.shape[-1]
+    check(weight.dtype, channels)
+    if not takes_inner(width):
+        raise ValueError(f"no Triton output projection of {width} channels (but of multiples of {LEAST})")
+    strides = zip("bxy", drop_strides(drop, out), strict=True)
+    sizes = dict(P=out.numel() // channels, X=X, Y=Y, K=width,
+                 **{f"drop_stride_{name}": stride for name, stride in strides})
+    run(kernels.output_project_kernel, out, weight, width, lambda grid, options:
+        kernels.output_project_kernel[grid](
+            og, weight, bias, residual, drop, out, scale=scale, **sizes, RESIDUAL=residual is not None,
+            DROP=drop is not None, LINES=lines(X, Y, options["BM"]), **options))
+    return out
+
+
+def takes_inner(width):
+    """Whether tiles of an output projection divide this width k."""
+    return width > 0 and width % LEAST == 0
+
+
+def output_project_sizes(og, weight, bias, residual, drop, scale=1.0):
+    return (weight if residual is None else residual).new_empty(*og.shape[:-1], len(weight))
+
+
+def drop_strides(drop, out):
+    """Strides along samples, X and Y of factors broadcast to the shape of out; 0 where they are shared."""
+    return (0, 0, 0) if drop is None else drop.expand(out.shape).stride()[:3]
+
+
+def widened(drop, channels):
+    """Dropout's factors with all channels, side by side, as the kernels read them; None for None."""
+    return None if drop is None else drop.expand(*drop.shape[:-1], channels).contiguous()
+
+
+def norm_project_flops(x, norm_weight, norm_bias, weight, head_weight, *_, **__):
+    outputs = sum(shape[0] for shape in (weight, head_weight) if shape is not None)
+    return 2 * math.prod(x) * outputs
+
+
+def norm_project_backward_flops(dy, dbias, *forward, **_):
+    return norm_project_flops(*forward[:5])  # dx; the weight's gradient is a product of its own
+
+
+def output_project_flops(x, weight, *_, **__):
+    return 2 * math.prod(x[:-1]) * math.prod(weight)
+
+
+NORMS = "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor? weight, Tensor? head_weight"
+NORM_PROJECT_OP = operation(
+    f"norm_project({NORMS}, float eps, Tensor? hidden_bias=None, Tensor? after=None) -> (Tensor, Tensor)",
+    norm_project_launch, norm_project_sizes, norm_project_flops)
+NORM_PROJECT_BACKWARD_OP = operation(
+    f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps, "
+    "int parts, bool total) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch,
+    norm_project_backward_sizes, norm_project_backward_flops)
+OUTPUT_PROJECT_OP = operation(
+    "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop, float scale=1.0) "
+    "-> Tensor", output_project_launch, output_project_sizes, output_project_flops)
+
+
+# --------------------------------------------------------------------------------------------------------
+# The derivative without autograd, for functions that hold a whole sub-layer. All tensors are contiguous.
+# --------------------------------------------------------------------------------------------------------
+
+
+def norm_project_backward(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, eps, residual=None,
+                          total=False):
+    """Gradients of x (with that of a residual added), norm_weight, norm_bias, weight and head_weight from
+    those of y and head_bias; if total, with the sum of the residual's over positions behind them."""
+    parameters, channels = (norm_weight, norm_bias, weight, head_weight), x.shape[-1]
+    width, dtype = (0, head_weight.dtype) if weight is None else (len(weight), weight.dtype)
+    number = programs("norm_project_backward_kernel", x.numel() // channels, channels, width, dtype)
+    dx, normed, partial_sums = NORM_PROJECT_BACKWARD_OP(dy, dbias, x, *parameters, residual, eps, number,
+                                                        total)
+    found = sums.OP(partial_sums, shared_dtype((norm_weight, norm_bias, head_weight)))  # (2 + H [+ 1], c)
+    return (dx, found[0].to(norm_weight.dtype), found[1].to(norm_bias.dtype),
+            None if weight is None else dy.flatten(0, -2).t() @ normed,
+            None if head_weight is None else found[2:2 + len(head_weight)].to(head_weight.dtype),
+            *[found[-1]] * total)
+
+
+class NormProject(torch.autograd.Function):
+    """norm_project() with its derivative; saves x. Whoever reads x after it should read the x that this
+    returns: then its kernel adds the gradient of that, which would otherwise take a pass over both."""
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, weight, head_weight, eps, hand_on):
+        ctx.save_for_backward(x, norm_weight, norm_bias, weight, head_weight)
+        ctx.eps = eps
+        y, head_bias = NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
+        return (None if weight is None else y, None if head_weight is None else head_bias,
+                x.view_as(x) if hand_on else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dbias, handed_on):
+        *given, residual = [None if d is None else d.contiguous() for d in (dy, dbias, handed_on)]
+        return *norm_project_backward(*given, *ctx.saved_tensors, ctx.eps, residual), None, None
+
+
+def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hand_on=False):
+    """LayerNorm(x) weight^T (B, X, Y, n) and LayerNorm(x) head_weight^T (B, H, X, Y); None where the weight
+    is. If hand_on, also x, for whoever reads it after this. Under autocast the products are in its dtype."""
+    channels = x.shape[-1]
+    check_shapes(("norm_weight", norm_weight, (channels,)), ("norm_bias", norm_bias, (channels,)),
+                 ("weight", weight, (0 if weight is None else len(weight), channels)),
+                 ("head_weight", head_weight, (0 if head_weight is None else len(head_weight), channels)))
+    weight, head_weight = (None if t is None else t.to(product_dtype(x)).contiguous()
+                           for t in (weight, head_weight))
+    found = NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
+                              head_weight, eps, hand_on)
+    return found if hand_on else found[:2]
+
+
+def unsupported(dtype, channels, heads=0):
+    """Why these kernels cannot take weights of this dtype, so many channels and heads; "" if they can."""
+    if dtype not in DTYPES:
+        return f"no Triton projection in {str(dtype)[6:]}"
+    if channels not in CHANNELS:
+        return f"no Triton projection of {channels} channels (but of {', '.join(map(str, CHANNELS))})"
+    return f"no Triton projection for {heads} heads (at most {MOST_HEADS})" if heads > MOST_HEADS else ""

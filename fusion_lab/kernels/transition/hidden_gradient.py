@@ -1,0 +1,190 @@
+"""Two layers with a ReLU between them. One product of backward is a Triton kernel: the gradient of what
+stands before the ReLU. The others are the BLAS library's.
+
+    h = relu(x W1^T + b1);  y = h W2^T + b2;  dh = (dy W2) * [h > 0];  db1 = sum of dh over positions
+
+x, y (..., c); W1 (u, c); W2 (c, u); h, dh (..., u). The library writes dy W2, which is as wide as h. Then a
+second kernel reads it with h and writes dh, and a third one reads that for db1. Here h is read once and dh
+written once. A program owns a chunk of hidden units, whose weights it loads once, and a share of the
+positions. Over these it adds up db1 in registers, number by number: between threads only at the end.
+
+Source: AlphaFold 2 supplement, Alg. 9 and 15 (transitions).
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.common import (
+    DTYPES,
+    below,
+    candidates,
+    check_shapes,
+    from_the_end,
+    operation,
+    precision,
+    rows,
+)
+from fusion_lab.kernels.limits import CHANNELS
+from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.reductions import sums
+
+PROGRAMS = 1024  # over which chunks and positions are spread: about eight for each processor of a large GPU
+UNIT = 64  # of which the number of hidden units is a multiple: BK of every first candidate divides it
+
+# BM positions and BK hidden units of a tile. By bytes of a number and by whether there are more than 128
+# channels; the first of each fits every GPU.
+TILES = ("BM", "BK", "num_warps", "num_stages")
+CANDIDATES = {
+    (2, False): candidates(TILES, (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 3),
+                           (32, 64, 4, 3), (64, 128, 4, 3)),
+    (2, True): candidates(TILES, (32, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 4, 3),
+                          (64, 128, 8, 3)),
+    (4, False): candidates(TILES, (32, 32, 8, 2)),
+    (4, True): candidates(TILES, (16, 16, 8, 2))}
+
+
+def reference(x, w1, b1, w2, b2):
+    """The same in plain PyTorch."""
+    return F.linear(F.linear(x, w1, b1).relu(), w2, b2)
+
+
+@triton.jit
+def unit_pointers(matrix, p0, m, k, K: tl.constexpr):
+    """Pointers (BM, BK) into a matrix (P, K): units k (BK,) at positions p0 + m (BM,)."""
+    return matrix + p0 * K + m[:, None] * K + k[None, :]
+
+
+@triton.jit
+def transition_hidden_gradient_kernel(
+        gradient,  # (P, C): dy
+        w2,  # (C, K)
+        hidden,  # (P, K): h
+        out,  # (P, K) out: dh
+        partial_sums,  # (shares, K) out: of db1
+        P, SHARE, K: tl.constexpr, WHOLE_TILES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+        BM: tl.constexpr, BK: tl.constexpr):
+    """dh = (dy W2) * [h > 0];  db1 = sum of dh over positions: BK hidden units of K, SHARE positions of P a
+    program, in tiles of BM.
+
+    Grid: axis 0: chunks of BK hidden units; axis 1: shares of the positions, from the last to the first.
+    WHOLE_TILES: BM divides P. h is loaded a tile ahead: no product takes it, so the compiler does not load it
+    early by itself."""
+    k, c, m = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, C), tl.arange(0, BM)
+    share = from_the_end(1)
+    first = share.to(tl.int64) * SHARE
+    end = tl.minimum(first + SHARE, P)
+    w_tile = tl.load(w2 + c[:, None] * K + k[None, :])  # (C, BK), for all positions
+    acc = tl.zeros((BM, BK), tl.float32)  # db1, not yet summed over the BM rows
+    there = below(m, None if WHOLE_TILES else end - first)  # (BM,)
+    h = tl.load(unit_pointers(hidden, first, m, k, K), mask=there[:, None], other=0.0)  # (BM, BK)
+    for p0 in range(first, end, BM):
+        # The next tile of h; none beyond the end
+        remaining = None if WHOLE_TILES else (end - p0).to(tl.int32)  # positions from p0 on
+        ahead = tl.full((BM,), p0 + BM, tl.int64) < end if WHOLE_TILES else m + BM < remaining  # (BM,)
+        next_h = tl.load(unit_pointers(hidden, p0 + BM, m, k, K), mask=ahead[:, None], other=0.0)
+        dh = tl.dot(rows(gradient + p0 * C, m, remaining, C), w_tile, input_precision=PRECISION)  # (BM, BK)
+        dh = tl.where(h > 0, dh, 0.0)
+        acc += dh
+        tl.store(unit_pointers(out, p0, m, k, K), dh.to(out.dtype.element_ty),
+                 mask=below(m, remaining)[:, None])
+        h = next_h
+    tl.store(partial_sums + share * K + k, tl.sum(acc, 0))
+
+
+def looked_up(positions, channels, units, dtype):
+    """What the tuner goes by: the kernel's name, the class of its arguments, its candidates: chunks of hidden
+    units are whole."""
+    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{units}"
+    whole = [each for each in CANDIDATES[dtype.itemsize, channels > 128] if units % each["BK"] == 0]
+    return "transition_hidden_gradient_kernel", shape, whole
+
+
+def split_positions(positions, units, chosen):
+    """Positions of a share, and how many shares that makes, one at least."""
+    tiles = triton.cdiv(positions, chosen["BM"])
+    share = triton.cdiv(tiles, max(1, PROGRAMS * chosen["BK"] // units)) * chosen["BM"]
+    return share, triton.cdiv(positions, share) if positions else 1
+
+
+@sums.constant
+def shares(positions, channels, units, dtype):
+    """How many shares of the positions the kernel makes with the tuner's choice."""
+    return split_positions(positions, units, tuner.chosen(*looked_up(positions, channels, units, dtype)))[1]
+
+
+def launch(gradient, w2, hidden, count):
+    """dh (P, u) and partial sums (count, u) of db1 from dy (P, c), W2 (c, u) and h (P, u)."""
+    out, partial_sums = sizes(gradient, w2, hidden, count)
+    (channels, units), positions = w2.shape, len(hidden)
+    if message := unsupported(w2.dtype, channels, units):
+        raise ValueError(message)
+    if not positions:
+        return out, partial_sums.zero_()
+
+    def run(chosen):
+        share, number = split_positions(positions, units, chosen)
+        with sums.room(partial_sums, number) as room:
+            transition_hidden_gradient_kernel[units // chosen["BK"], number](
+                gradient, w2, hidden, out, room, P=positions, SHARE=share, K=units,
+                WHOLE_TILES=positions % chosen["BM"] == 0, PRECISION=precision(w2.dtype), C=channels,
+                **chosen)
+    tuner.launch(*looked_up(positions, channels, units, w2.dtype), run)
+    return out, partial_sums
+
+
+def sizes(gradient, w2, hidden, count):
+    return hidden.new_empty(hidden.shape), hidden.new_empty(count, hidden.shape[1], dtype=torch.float32)
+
+
+def flops(gradient, w2, *_, **__):
+    return 2 * math.prod(gradient) * w2[1]
+
+
+OP = operation("hidden_gradient(Tensor gradient, Tensor w2, Tensor hidden, int count) -> (Tensor, Tensor)",
+               launch, sizes, flops)
+
+
+class TwoLayers(torch.autograd.Function):
+    """two_layers() with its derivative; saves x and h."""
+
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2):
+        h = torch._addmm_activation(b1, x.flatten(0, -2), w1.t())
+        ctx.save_for_backward(x, w1, w2, h)
+        return F.linear(h, w2, b2).view(*x.shape[:-1], len(w2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x, w1, w2, h = ctx.saved_tensors
+        gradient = gradient.contiguous().flatten(0, -2)
+        dh, partial_sums = OP(gradient, w2, h, shares(len(h), *w2.shape, w2.dtype))  # (P, u), (shares, u)
+        dx, dw1, dw2 = dh @ w1, dh.t() @ x.flatten(0, -2), gradient.t() @ h  # (P, c), (u, c), (c, u)
+        return dx.view(x.shape), dw1, sums.OP(partial_sums, h.dtype), dw2, sums.over_rows(gradient)
+
+
+def two_layers(x, w1, b1, w2, b2):
+    """relu(x w1^T + b1) w2^T + b2, (..., c); under autocast in its dtype. ValueError for what the kernel
+    cannot take."""
+    channels, units = x.shape[-1], len(w1)
+    check_shapes(("w1", w1, (units, channels)), ("b1", b1, (units,)), ("w2", w2, (channels, units)),
+                 ("b2", b2, (channels,)))
+    x, w1, b1, w2, b2 = (t.to(product_dtype(x)).contiguous() for t in (x, w1, b1, w2, b2))
+    if message := unsupported(w1.dtype, channels, units):
+        raise ValueError(message)
+    return TwoLayers.apply(x, w1, b1, w2, b2)
+
+
+def unsupported(dtype, channels, units):
+    """Why the kernel cannot take weights of this dtype, so many channels, hidden units; "" if it can."""
+    if dtype not in DTYPES:
+        return f"no Triton gradient of a hidden layer in {str(dtype)[6:]}"
+    if channels not in CHANNELS:
+        return (f"no Triton gradient of a hidden layer from {channels} channels (but from "
+                f"{', '.join(map(str, CHANNELS))})")
+    return f"{units} hidden units are no multiple of {UNIT}" if units % UNIT else ""

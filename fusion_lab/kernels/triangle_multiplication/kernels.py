@@ -1,0 +1,388 @@
+"""The Triton kernels of triangle multiplication. operator.py launches them in order and has the formulas.
+
+Letters: B samples, S residues, SP = S rounded up to 16, C channels, P = B S S positions.
+A program owns BM positions and all their channels. It passes over the channels in chunks of BC.
+Grid of every kernel here: axis 0: tiles of BM padded positions, B SP SP / BM programs. No other axis.
+
+A position has two numbers:
+    q  in the padded planes (B, SP, SP): sides, product and statistics, whose channels come first
+    p  in (B, S, S): pair, normed, out and others, whose channels come last
+`inside` says which padded positions are real ones. plane = B SP SP is the stride of a channel of the planes.
+"""
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels.common import (
+    affine,
+    layer_norm_backward,
+    moments,
+    normalised,
+    sigmoid,
+    store_sums,
+)
+
+
+@triton.jit
+def tile_positions(S, SP, NO_PADDING: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr):
+    """This program's positions: start (), from which q and p count; q, p, inside (BM,); sample b, row i,
+    column j.
+
+    NO_PADDING: S is SP, so q is p and all are inside. LINES: the tile is so many whole rows i, 1 if it is
+    a part of one row, 0 if neither.
+    """
+    first, q = tl.program_id(0) * BM, tl.arange(0, BM)  # (), (BM,)
+    # Sample, row and column of each position. If LINES, only the first position is divided by SP, not all BM.
+    if LINES > 0:
+        W: tl.constexpr = BM // LINES  # columns of one row in the tile
+        b, i, j = first // (SP * SP), first // SP % SP + q // W, tl.multiple_of(first % SP, W) + q % W
+    else:
+        b, i, j = (first + q) // (SP * SP), (first + q) // SP % SP, (first + q) % SP  # (BM,)
+    # Without padding q and p count from the tile's first position. Addresses then have 32 bits within a tile,
+    # which takes half as many instructions.
+    if NO_PADDING:
+        start, p, inside = first.to(tl.int64), q, tl.full((BM,), True, tl.int1)
+    else:
+        start, p, inside = tl.cast(0, tl.int64), ((b * S + i) * S + j).to(tl.int64), (i < S) & (j < S)
+        q = first + q
+    return start, q, p, inside, b, i, j
+
+
+@triton.jit
+def load_tile(matrix, p, inside, columns, stride):
+    """(BM, columns) of a channel-last matrix, whose rows are `stride` numbers apart; zeros outside."""
+    return tl.load(matrix + p[:, None] * stride + columns[None, :], mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def store_tile(matrix, p, inside, columns, stride, values):
+    """Store values (BM, columns) where load_tile() reads them."""
+    at = matrix + p[:, None] * stride + columns[None, :]  # (BM, columns)
+    tl.store(at, values.to(matrix.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def load_plane_tile(planes, columns, q, plane):
+    """(BM, columns) of channel-first planes (., B SP SP). They need no mask: padding is there, and zero."""
+    return tl.trans(tl.load(planes + columns[:, None].to(tl.int64) * plane + q[None, :]))
+
+
+@triton.jit
+def load_vector(pointer, columns):
+    """(columns,) of a weight or bias, in float32."""
+    return tl.load(pointer + columns).to(tl.float32)
+
+
+@triton.jit
+def load_bias(pointer, columns, BIAS: tl.constexpr):
+    """(columns,) of a bias, or 0 without one. Kernels load the next chunk's while they work on this one: a
+    product starts from its bias, and the compiler does not load so few bytes early."""
+    if BIAS:
+        found = load_vector(pointer, columns)
+    else:
+        found = 0.0
+    return found
+
+
+@triton.jit
+def load_mask(mask, inside, at, MASK: tl.constexpr):
+    """(BM,) factors of the mask in float32, or 1 without a mask."""
+    if MASK:
+        found = tl.load(mask + at, mask=inside, other=1.0).to(tl.float32)
+    else:
+        found = 1.0
+    return found
+
+
+@triton.jit
+def store_statistics(x, statistics, plane, q, eps, C: tl.constexpr):
+    """Mean and 1 / std of x (BM, C), (BM,) each; statistics (2, B SP SP) get them, too."""
+    mean, rstd = moments(x, eps, C)
+    tl.store(statistics + q, mean)
+    tl.store(statistics + plane + q, rstd)
+    return mean, rstd
+
+
+@triton.jit
+def project(x, w, bias, BIAS: tl.constexpr, PRECISION: tl.constexpr):
+    """x (BM, C) times w (BC, C) transposed, plus bias (BC,): (BM, BC) in float32."""
+    y = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+    if BIAS:
+        y += bias[None, :]
+    return y
+
+
+@triton.jit
+def norm_gradient(dy, x, mean, rstd, weight, partial_sums, channels, dtype: tl.constexpr,
+                  PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+    """LayerNorm's derivative: dx (BM, C) from dy and x (BM, C). partial_sums (2, C): of dweight and dbias."""
+    x_hat = normalised(x, mean, rstd)  # (BM, C)
+    store_sums(partial_sums, channels, dy * x_hat, dtype, PRECISION, BM)
+    store_sums(partial_sums + C, channels, dy, dtype, PRECISION, BM)
+    return layer_norm_backward(dy, x_hat, rstd, load_vector(weight, channels), C)
+
+
+@triton.jit
+def triangle_multiplication_front_kernel(
+        pair,  # (P, C)
+        norm_weight, norm_bias,  # (C,) each
+        in_weight, in_bias,  # (4 C, C), (4 C,): left, right, left's gate, right's gate
+        mask,  # of positions, by its strides
+        sides,  # (2 C, B, SP, SP) out: left, right
+        normed,  # (P, C) out: LN(pair)
+        statistics,  # (2, B SP SP) out, float32: pair's mean, 1 / std
+        S, SP, plane, eps, mask_stride_b, mask_stride_i, mask_stride_j,
+        IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, NO_PADDING: tl.constexpr,
+        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """Forward, before the product: left and right of BM positions.
+
+        x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask
+
+    The mask multiplies left alone; both sides if MASK_BOTH. Tiles are made channel first, as sides lie: so
+    weights are the left operands, and no result is transposed.
+    """
+    start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
+    pair, normed, sides, statistics = pair + start * C, normed + start * C, sides + start, statistics + start
+    channels, chunk = tl.arange(0, C), tl.arange(0, BC)
+
+    # LayerNorm, kept for the gradients of weights
+    x = load_tile(pair, p, inside, channels, C)  # (BM, C)
+    value_bias, gate_bias = load_bias(in_bias, chunk, IN_BIAS), load_bias(in_bias, chunk + 2 * C, IN_BIAS)
+    mean, rstd = store_statistics(x, statistics, plane, q, eps, C)  # (BM,)
+    x = affine(normalised(x, mean, rstd), norm_weight, norm_bias, C).to(in_weight.dtype.element_ty)  # (BM, C)
+    store_tile(normed, p, inside, channels, C, x)
+    mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
+    x = tl.trans(x)  # (C, BM)
+
+    # Projections and their gates, BC of the 2 C channels of both sides at a time
+    for c0 in range(0, 2 * C, BC):
+        chunk, next_chunk = c0 + tl.arange(0, BC), (c0 + BC) % (2 * C) + tl.arange(0, BC)
+        next_value_bias = load_bias(in_bias, next_chunk, IN_BIAS)  # (BC,)
+        next_gate_bias = load_bias(in_bias, next_chunk + 2 * C, IN_BIAS)  # (BC,)
+        at = in_weight + chunk[:, None] * C + channels[None, :]  # (BC, C)
+        value = tl.dot(tl.load(at), x, input_precision=PRECISION)  # (BC, BM)
+        gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION)  # (BC, BM); gates: 2 C rows on
+        if IN_BIAS:
+            value += value_bias[:, None]
+            gate += gate_bias[:, None]
+        value *= sigmoid(gate)
+        if MASK:
+            value *= tl.where((c0 < C) | MASK_BOTH, mask_factor, 1.0)[None, :]  # c0 < C: left's channels
+        if not NO_PADDING:
+            value = tl.where(inside[None, :], value, 0.0)  # the product sums over padding
+        tl.store(sides + chunk[:, None].to(tl.int64) * plane + q[None, :], value.to(sides.dtype.element_ty))
+        value_bias, gate_bias = next_value_bias, next_gate_bias
+
+
+@triton.jit
+def triangle_multiplication_back_kernel(
+        product,  # (C, B, SP, SP)
+        normed,  # (P, C): LN(pair)
+        center_weight, center_bias,  # (C,) each
+        out_weight, out_bias,  # (C, C), (C,)
+        gate_weight, gate_bias,  # (C, C), (C,)
+        drop,  # (B, S, S, C) by its strides; channels are contiguous
+        residual,  # (P, C)
+        out,  # (P, C) out
+        normed_product,  # (P, C) out: LN(product)
+        statistics,  # (2, B SP SP) out, float32: the product's mean, 1 / std
+        S, SP, plane, eps, drop_stride_b, drop_stride_i, drop_stride_j,
+        OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
+        SAVE: tl.constexpr, OUT: tl.constexpr, NO_PADDING: tl.constexpr, LINES: tl.constexpr,
+        PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """Forward, behind the product: the result of BM positions.
+
+        out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(LN(pair) Wg^T + bg)
+
+    SAVE: write normed_product, which backward reads. OUT: write out; recomputation for backward does not.
+    """
+    start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
+    normed, out = normed + start * C, out + start * C
+    product, statistics = product + start, statistics + start
+    if SAVE:
+        normed_product += start * C
+    if RESIDUAL:
+        residual += start * C
+    dtype: tl.constexpr = out_weight.dtype.element_ty
+    channels, chunk = tl.arange(0, C), tl.arange(0, BC)
+
+    # LayerNorm of the product; the tiles of LN(product) and LN(pair) stay for all chunks
+    n, x = load_plane_tile(product, channels, q, plane), load_tile(normed, p, inside, channels, C)  # (BM, C)
+    chunk_out_bias = load_bias(out_bias, chunk, OUT_BIAS)  # (BC,)
+    chunk_gate_bias = load_bias(gate_bias, chunk, GATE_BIAS)  # (BC,)
+    mean, rstd = store_statistics(n, statistics, plane, q, eps, C)  # (BM,)
+    n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)  # (BM, C)
+    if SAVE:
+        store_tile(normed_product, p, inside, channels, C, n)
+    if not OUT:
+        return
+
+    # Output projection, gate, dropout and residual, BC channels at a time. Dropout and residual are loaded
+    # before the products, so that they arrive meanwhile.
+    for c0 in range(0, C, BC):
+        chunk, next_chunk = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
+        next_out_bias = load_bias(out_bias, next_chunk, OUT_BIAS)  # (BC,)
+        next_gate_bias = load_bias(gate_bias, next_chunk, GATE_BIAS)  # (BC,)
+        if DROP:
+            factor = load_tile(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside, chunk,
+                               1).to(tl.float32)  # (BM, BC)
+        if RESIDUAL:
+            residual_tile = load_tile(residual, p, inside, chunk, C)  # (BM, BC)
+        at = chunk[:, None] * C + channels[None, :]  # (BC, C)
+        y = project(n, tl.load(out_weight + at), chunk_out_bias, OUT_BIAS, PRECISION)  # (BM, BC)
+        y *= sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS, PRECISION))
+        if DROP:
+            y *= factor
+        if RESIDUAL:
+            y += residual_tile.to(tl.float32)
+        store_tile(out, p, inside, chunk, C, y)
+        chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
+
+
+@triton.jit
+def triangle_multiplication_back_backward_kernel(
+        product,  # (C, B, SP, SP)
+        normed, normed_product,  # (P, C) each: LN(pair), LN(product)
+        center_weight,  # (C,)
+        out_weight, out_bias,  # (C, C), (C,)
+        gate_weight, gate_bias,  # (C, C), (C,)
+        drop,  # (B, S, S, C) by its strides; channels are contiguous
+        statistics,  # (2, B SP SP): the product's mean, 1 / std
+        gradient,  # (P, C): of out
+        dproduct,  # (C, B, SP, SP) out, zero beyond S
+        dout,  # (P, C) out: gradient of the output projection's result
+        dprojected,  # (P, 5 C) out: its last C columns, the gradient of the output gate before its sigmoid
+        partial_sums,  # (programs, 4, C) out: of center_weight's, center_bias's, out_bias's, gate_bias's
+        S, SP, plane, drop_stride_b, drop_stride_i, drop_stride_j,
+        OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, NO_PADDING: tl.constexpr,
+        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """Backward of the back stage: the product's gradient of BM positions. Of value y and gate s:
+
+        dy = drop * gradient * s;  dg = dy * y (1 - s);  dproduct = LN's derivative of dy Wo
+    """
+    start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
+    normed, normed_product, dout = normed + start * C, normed_product + start * C, dout + start * C
+    gradient, dprojected, statistics = gradient + start * C, dprojected + start * 5 * C, statistics + start
+    product, dproduct = product + start, dproduct + start
+    partial_sums += tl.program_id(0).to(tl.int64) * 4 * C
+    channels, chunk = tl.arange(0, C), tl.arange(0, BC)
+    dtype: tl.constexpr = out_weight.dtype.element_ty
+    n, x = load_tile(normed_product, p, inside, channels, C), load_tile(normed, p, inside, channels, C)
+    chunk_out_bias = load_bias(out_bias, chunk, OUT_BIAS)  # (BC,)
+    chunk_gate_bias = load_bias(gate_bias, chunk, GATE_BIAS)  # (BC,)
+    dn = tl.zeros((BM, C), tl.float32)  # gradient of LN(product)
+
+    # Value and gate are recomputed, BC channels at a time; their gradients follow at once
+    for c0 in range(0, C, BC):
+        chunk, next_chunk = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
+        next_out_bias = load_bias(out_bias, next_chunk, OUT_BIAS)  # (BC,)
+        next_gate_bias = load_bias(gate_bias, next_chunk, GATE_BIAS)  # (BC,)
+        d = load_tile(gradient, p, inside, chunk, C).to(tl.float32)  # (BM, BC)
+        at = chunk[:, None] * C + channels[None, :]  # (BC, C)
+        w = tl.load(out_weight + at)  # (BC, C)
+        y = project(n, w, chunk_out_bias, OUT_BIAS, PRECISION)  # (BM, BC)
+        gate = project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS, PRECISION)
+        gate = sigmoid(gate)  # (BM, BC)
+        if DROP:
+            d *= load_tile(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside, chunk,
+                           1).to(tl.float32)
+        dy = d * gate
+        dg = dy * y * (1 - gate)
+        if OUT_BIAS:
+            store_sums(partial_sums + 2 * C, chunk, dy, dtype, PRECISION, BM)
+        if GATE_BIAS:
+            store_sums(partial_sums + 3 * C, chunk, dg, dtype, PRECISION, BM)
+        store_tile(dout, p, inside, chunk, C, dy)
+        store_tile(dprojected, p, inside, chunk + 4 * C, 5 * C, dg)
+        dn = tl.dot(dy.to(dtype), w, dn, input_precision=PRECISION)  # (BM, C)
+        chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
+
+    # LayerNorm's derivative, stored channel first for the library's product
+    mean, rstd = tl.load(statistics + q), tl.load(statistics + plane + q)  # (BM,)
+    d = norm_gradient(dn, load_plane_tile(product, channels, q, plane), mean, rstd, center_weight,
+                      partial_sums, channels, dtype, PRECISION, C, BM).to(dproduct.dtype.element_ty)
+    tl.store(dproduct + channels[:, None].to(tl.int64) * plane + q[None, :], tl.trans(d))  # (C, BM)
+
+
+@triton.jit
+def output_gate_part(dprojected, gate_weight, p, inside, PRECISION: tl.constexpr, C: tl.constexpr,
+                     BM: tl.constexpr, BC: tl.constexpr):
+    """(BM, C) in float32: what the output gate adds to the gradient of LN(pair), dg Wg."""
+    channels, dx = tl.arange(0, C), tl.zeros((BM, C), tl.float32)
+    for c0 in range(0, C, BC):
+        chunk = c0 + tl.arange(0, BC)
+        w = tl.load(gate_weight + chunk[:, None] * C + channels[None, :])  # (BC, C)
+        dg = load_tile(dprojected, p, inside, chunk + 4 * C, 5 * C)  # (BM, BC)
+        dx = tl.dot(dg, w, dx, input_precision=PRECISION)
+    return dx
+
+
+@triton.jit
+def triangle_multiplication_front_backward_kernel(
+        pair, normed,  # (P, C) each; normed = LN(pair)
+        norm_weight,  # (C,)
+        in_weight, in_bias,  # (4 C, C), (4 C,): left, right, left's gate, right's gate
+        gate_weight,  # (C, C)
+        mask,  # of positions, by its strides
+        sides, dsides,  # (2 C, B, SP, SP) each: left, right, and their gradients
+        statistics,  # (2, B SP SP): pair's mean, 1 / std
+        gradient,  # (P, C): of the residual
+        dprojected,  # (P, 5 C) in and out: gradients of left, right, their gates, and (in) the output gate
+        dpair,  # (P, C) out
+        partial_sums,  # (programs, 6, C) out: of norm_weight's, norm_bias's, in_bias's (4)
+        S, SP, plane, mask_stride_b, mask_stride_i, mask_stride_j,
+        IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, ADD_GRADIENT: tl.constexpr,
+        NO_PADDING: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+        BM: tl.constexpr, BC: tl.constexpr):
+    """Backward of the front stage: pair's gradient of BM positions. Of a side y = value * s * mask:
+
+        dvalue = dy * s * mask;  dg = dy * y (1 - s)
+        dx = sum over both sides of (dvalue W + dg G) + the output gate's dg Wg
+        dpair = LN's derivative of dx [+ gradient]
+
+    y is `sides`, so no value is recomputed, only its gate s. Tiles of sides and their gradients are
+    transposed as they are read: what is made of them is a product's left operand as it stands.
+    """
+    start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
+    pair, normed, dpair = pair + start * C, normed + start * C, dpair + start * C
+    gradient, dprojected, statistics = gradient + start * C, dprojected + start * 5 * C, statistics + start
+    partial_sums += tl.program_id(0).to(tl.int64) * 6 * C
+    channels, chunk = tl.arange(0, C), tl.arange(0, BC)
+    dtype: tl.constexpr = in_weight.dtype.element_ty
+    x = load_tile(normed, p, inside, channels, C)  # (BM, C)
+    mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
+    gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)
+    dx = output_gate_part(dprojected, gate_weight, p, inside, PRECISION, C, BM, BC)  # (BM, C)
+
+    # Both sides: gradients of gates, then of values, BC of 2 C channels at a time
+    for c0 in range(0, 2 * C, BC):
+        chunk = c0 + tl.arange(0, BC)
+        next_bias = load_bias(in_bias, (c0 + BC) % (2 * C) + 2 * C + tl.arange(0, BC), IN_BIAS)
+        w = tl.load(in_weight + (chunk[:, None] + 2 * C) * C + channels[None, :])  # (BC, C) of the gate
+        gate = sigmoid(project(x, w, gate_bias, IN_BIAS, PRECISION))  # (BM, BC)
+        dy = load_plane_tile(dsides + start, chunk, q, plane).to(tl.float32)  # (BM, BC)
+        dg = dy * load_plane_tile(sides + start, chunk, q, plane).to(tl.float32) * (1 - gate)
+        if IN_BIAS:
+            store_sums(partial_sums + 4 * C, chunk, dg, dtype, PRECISION, BM)
+        dg = dg.to(dtype)
+        store_tile(dprojected, p, inside, chunk + 2 * C, 5 * C, dg)
+        dx = tl.dot(dg, w, dx, input_precision=PRECISION)
+        dy *= gate
+        if MASK:
+            dy *= tl.where((c0 < C) | MASK_BOTH, mask_factor, 1.0)[:, None]  # c0 < C: left's channels
+        if IN_BIAS:
+            store_sums(partial_sums + 2 * C, chunk, dy, dtype, PRECISION, BM)
+        dvalue = dy.to(dtype)  # (BM, BC)
+        store_tile(dprojected, p, inside, chunk, 5 * C, dvalue)
+        w = tl.load(in_weight + chunk[:, None] * C + channels[None, :])  # (BC, C) of the value
+        dx = tl.dot(dvalue, w, dx, input_precision=PRECISION)
+        gate_bias = next_bias
+
+    # LayerNorm's derivative, and the residual's gradient
+    x, mean, rstd = (load_tile(pair, p, inside, channels, C), tl.load(statistics + q),
+                     tl.load(statistics + plane + q))  # (BM, C), (BM,), (BM,)
+    if ADD_GRADIENT:
+        residual_gradient = load_tile(gradient, p, inside, channels, C)  # (BM, C)
+    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, PRECISION, C, BM)
+    if ADD_GRADIENT:
+        d += residual_gradient.to(tl.float32)
+    store_tile(dpair, p, inside, channels, C, d)

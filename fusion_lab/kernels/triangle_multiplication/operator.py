@@ -1,0 +1,388 @@
+"""AlphaFold 2's triangle multiplication (supplement, Alg. 11, 12) as Triton kernels round a batched GEMM.
+
+    x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask    for left and right
+    product[i, j] = sum over k of left[i, k] right[j, k]             incoming: left[k, i] right[k, j]
+    out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(x Wg^T + bg)
+
+Letters: B samples, S residues, c channels, P = B S S positions; SP is S rounded up to 16. What the batched
+GEMM multiplies lies channel first, (., B, SP, SP), with zeros beyond S: every row is aligned and every tile
+whole. Programs own BM positions of these planes and take BC channels at a time.
+
+Forward, 12 passes over a tensor of pair's size:
+    front                   LayerNorm, projections, gates: both sides
+    product                 by the BLAS library, or products.py where S is short
+    back                    LayerNorm, projection, gate, dropout, residual: out
+Backward, 34 passes (33 where S is short, whose two products are one kernel):
+    back_backward           the product's gradient
+    two products            the sides' gradients
+    front_backward          pair's gradient
+    two GEMMs               gradients of weights, from what the kernels wrote
+
+Gradients of weights need LN(pair) and LN(product) in memory. So forward writes them, and their readers have
+an operand without arithmetic. Backward does not recompute the projection of a side: with
+y = value * sigmoid(gate), which is saved, the gradients are dy sigmoid(gate) and dy y (1 - sigmoid(gate)).
+Sums over positions are one partial sum a program, so every run gives the same bits.
+"""
+import torch
+import torch.nn.functional as F
+import triton
+from torch.autograd.function import once_differentiable
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.common import (
+    DTYPES,
+    candidates,
+    check_shapes,
+    lines,
+    operation,
+    precision,
+    shared_dtype,
+)
+from fusion_lab.kernels.limits import CHANNELS
+from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.reductions import sums
+from fusion_lab.kernels.triangle_multiplication import kernels
+from fusion_lab.kernels.triangle_multiplication import products as triangle_products
+
+PARAMETERS = ("norm_weight", "norm_bias", "in_weight", "in_bias", "center_weight", "center_bias",
+              "out_weight", "out_bias", "gate_weight", "gate_bias")
+SUMMED = ("norm_weight", "norm_bias", "in_bias", "center_weight", "center_bias", "out_bias", "gate_bias")
+# are those whose gradients are sums over positions, which kernels leave as partial sums
+
+# BM positions and BC channels of a tile. The first of each needs no more than any GPU has; the tuner chooses
+# (tuner.py).
+TILES = ("BM", "BC", "num_warps", "num_stages")
+FRONT = candidates(TILES, (32, 32, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+                   (128, 64, 8, 2), (128, 64, 8, 3))
+BACK = candidates(TILES, (64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (128, 32, 8, 3),
+                  (128, 64, 8, 2))
+BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2), (64, 32, 4, 3),
+                           (128, 16, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3))
+FRONT_BACKWARD = candidates(TILES, (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 2))
+WIDE = candidates(TILES, (32, 64, 4, 2))  # of that above 128 channels, where it becomes 16 positions
+SMALL = candidates(TILES, (32, 16, 8, 2))  # for float32, whose products hold whole rows in registers
+CANDIDATES = dict(triangle_multiplication_front_kernel=FRONT, triangle_multiplication_back_kernel=BACK,
+                  triangle_multiplication_back_backward_kernel=BACK_BACKWARD,
+                  triangle_multiplication_front_backward_kernel=FRONT_BACKWARD)
+
+
+def reference(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight,
+              out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5, residual=None, drop=None):
+    """The same in plain PyTorch; arguments as in triangle_multiplication()."""
+    c = pair.shape[-1]
+    x = F.layer_norm(pair, (c,), norm_weight, norm_bias, eps)
+    left, right, left_gate, right_gate = F.linear(x, in_weight, in_bias).chunk(4, dim=-1)
+    left, right = left * left_gate.sigmoid(), right * right_gate.sigmoid()
+    if mask is not None:
+        keep = mask.to(left.dtype)[..., None]
+        if mask.dim() == 3:
+            left, right = left * keep, right * keep
+        else:
+            left = left * (keep[:, None] if outgoing else keep[:, :, None])
+    product = torch.einsum("bikc,bjkc->bijc" if outgoing else "bkic,bkjc->bijc", left, right)
+    update = F.linear(F.layer_norm(product, (c,), center_weight, center_bias, eps), out_weight, out_bias)
+    update = update * F.linear(x, gate_weight, gate_bias).sigmoid()
+    update = update if drop is None else update * drop
+    return update if residual is None else residual + update
+
+
+def padded(S):
+    """SP: 16 numbers of 16 bits are 32 bytes, so that every row of a plane is aligned."""
+    return triton.cdiv(S, 16) * 16
+
+
+def looked_up(name, S, C, dtype):
+    """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
+    wide = C > 128 and name == "triangle_multiplication_front_backward_kernel"
+    return (name, f"{str(dtype)[6:]} C{C} S{triton.next_power_of_2(S)}",
+            SMALL if dtype == torch.float32 else WIDE if wide else CANDIDATES[name])
+
+
+def fitted(config, C):
+    """The configuration, with smaller tiles above 128 channels, and no more channels than there are; at least
+    16, which is the least that a product takes."""
+    wider = max(1, C // 128)  # tiles hold all channels of a position: twice as many, half the positions
+    return {**config, "BM": max(16, config["BM"] // wider), "BC": max(16, min(C, config["BC"] // wider))}
+
+
+@sums.constant
+def programs(name, B, S, C, dtype):
+    """How many programs a kernel has with the tuner's choice."""
+    config = fitted(tuner.chosen(*looked_up(name, S, C, dtype)), C)
+    return B * padded(S) ** 2 // config["BM"]
+
+
+class Call:
+    """What the launches of one call share: weights, sizes, strides, flags, each a group of keywords.
+
+    weights: of PARAMETERS, None for a bias that there is not."""
+
+    def __init__(self, pair, weights, mask, drop, outgoing):
+        self.B, self.S, _, self.C = pair.shape
+        self.SP = padded(self.S)
+        self.plane = self.B * self.SP * self.SP
+        if self.plane >= 1 << 31:  # a program counts positions in 32 bits
+            raise ValueError(f"{tuple(pair.shape)} are too many positions for one launch")
+        self.weights = dict(zip(PARAMETERS, weights, strict=True))
+        self.outgoing, self.dtype = outgoing, self.weights["in_weight"].dtype
+        self.new = self.weights["in_weight"].new_empty
+        self.mask = dict(
+            mask=mask, **named_strides("mask", mask_strides(mask, outgoing)), MASK=mask is not None,
+            MASK_BOTH=mask is not None and mask.dim() == 3)
+        strides = (0, 0, 0) if drop is None else drop.expand(pair.shape).stride()
+        self.drop = dict(drop=drop, **named_strides("drop", strides), DROP=drop is not None)
+        self.sizes = dict(S=self.S, SP=self.SP, plane=self.plane)
+        self.flags = dict(PRECISION=precision(self.dtype), C=self.C, NO_PADDING=self.S == self.SP)
+
+    def weights_named(self, *names):
+        """These weights by name; with a bias of a projection the flag that says whether there is one."""
+        flags = {name.upper(): self.weights[name] is not None for name in names
+                 if name in ("in_bias", "out_bias", "gate_bias")}
+        return {**{name: self.weights[name] for name in names}, **flags}
+
+    def result(self, pair, residual, exists):
+        """Room for out, or for nothing."""
+        return pair.new_empty(pair.shape if exists else 0,
+                              dtype=self.dtype if residual is None else residual.dtype)
+
+    def planes(self, number):
+        """Room for so many tensors of C channels, channel first: (number C, B, SP, SP)."""
+        return self.new(number * self.C, self.B, self.SP, self.SP)
+
+    def matrix(self, width):
+        """Room for a channel-last matrix (P, width)."""
+        return self.new(self.B * self.S * self.S, width)
+
+    def partial_sums(self, count, width):
+        """Room for the partial sums of so many programs, (count, width C)."""
+        return self.new(count, width * self.C, dtype=torch.float32)
+
+    def statistics(self):
+        """Room for mean and 1 / std of pair, then of the product, at each position: (4, B SP SP)."""
+        return self.new(4, self.plane, dtype=torch.float32)
+
+    def run(self, kernel, partial_sums=None, **arguments):
+        """Launch with the tuner's choice of tile. partial_sums, if given, gets a row from every program."""
+        def launch(config):
+            config = fitted(config, self.C)
+            count = self.plane // config["BM"]  # programs
+            whole = lines(self.S, self.S, config["BM"]) if self.S == self.SP else 0
+            everything = {**arguments, **self.sizes, **self.flags, "LINES": whole, **config}
+            if partial_sums is None:
+                return kernel[(count,)](**everything)
+            with sums.room(partial_sums, count) as room:
+                kernel[(count,)](partial_sums=room, **everything)
+        tuner.launch(*looked_up(kernel.__name__, self.S, self.C, self.dtype), launch)
+
+    def matrices(self, planes):
+        """[(C B, SP, SP)] of left and right, or of the product alone."""
+        return planes.view(-1, self.C * self.B, self.SP, self.SP)
+
+    def multiply(self, sides):
+        """The product, (C, B, SP, SP)."""
+        product = triangle_products.multiply(*self.matrices(sides), self.outgoing)
+        return product.view(self.C, *sides.shape[1:])
+
+    def multiply_backward(self, sides, dproduct):
+        """The gradient of sides, (2 C, B, SP, SP)."""
+        dsides = torch.empty_like(sides)
+        matrices = (each for planes in (sides, dproduct, dsides) for each in self.matrices(planes))
+        triangle_products.multiply_backward(*matrices, self.outgoing)
+        return dsides
+
+
+def named_strides(name, strides):
+    """The first three strides, of sample b, row i and column j, by the names that kernels give them."""
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip("bij", strides, strict=False)}
+
+
+def mask_strides(mask, outgoing):
+    """For sample, row and column of left. The product sums over its columns; incoming: over its rows."""
+    if mask is None:
+        return 0, 0, 0
+    return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
+
+
+def forward(pair, weights, mask, drop, residual, outgoing, eps, save, after=None):
+    """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
+
+    LN(product) and the sides are empty unless save. With `after`, when backward recomputes, out is empty
+    (see norm_projection.norm_project_launch())."""
+    call, makes_out = Call(pair, weights, mask, drop, outgoing), after is None
+    statistics, normed, sides = call.statistics(), call.matrix(call.C), call.planes(2)
+    call.run(kernels.triangle_multiplication_front_kernel, pair=pair, sides=sides, normed=normed,
+             statistics=statistics[:2], eps=eps, **call.mask,
+             **call.weights_named("norm_weight", "norm_bias", "in_weight", "in_bias"))
+    product = call.multiply(sides)
+    sides = sides if save else call.planes(0)  # their memory may be out's
+    out, normed_product = call.result(pair, residual, makes_out), call.matrix(call.C * save)
+    call.run(kernels.triangle_multiplication_back_kernel, product=product, normed=normed, residual=residual,
+             out=out, normed_product=normed_product, statistics=statistics[2:], eps=eps,
+             RESIDUAL=residual is not None, SAVE=save, OUT=makes_out, **call.drop,
+             **call.weights_named("center_weight", "center_bias", "out_weight", "out_bias", "gate_weight",
+                          "gate_bias"))
+    return [out, statistics, normed, normed_product, product, sides]
+
+
+def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save, after=None):
+    call = Call(pair, weights, mask, drop, outgoing)
+    return [call.result(pair, residual, after is None), call.statistics(), call.matrix(call.C),
+            call.matrix(call.C * save), call.planes(1), call.planes(2 * save)]
+
+
+def backward(gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
+             residual_is_pair, outgoing, front_programs, back_programs):
+    """The five results, of P = B S S positions:
+
+        dpair               like pair
+        dprojected (P, 5 c) gradients of left, right, their gates and the output gate, before sigmoids
+        dout (P, c)         gradient of the output projection's result
+        front_sums          (front_programs, 6 c) partial sums: norm_weight's, norm_bias's, in_bias's
+        back_sums           (back_programs, 4 c): center_weight's, center_bias's, out_bias's, gate_bias's
+
+    Products of the (P, .) are left to the caller, where torch.compile sees them; so those outlive their use
+    here."""
+    call = Call(pair, weights, mask, drop, outgoing)
+    results = dpair, dprojected, dout, front_sums, back_sums = backward_sizes(
+        gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
+        residual_is_pair, outgoing, front_programs, back_programs)
+    dproduct = call.planes(1)
+    call.run(kernels.triangle_multiplication_back_backward_kernel, back_sums, product=product, normed=normed,
+             normed_product=normed_product, statistics=statistics[2:], gradient=gradient, dproduct=dproduct,
+             dout=dout, dprojected=dprojected, **call.drop,
+             **call.weights_named("center_weight", "out_weight", "out_bias", "gate_weight", "gate_bias"))
+    dsides = call.multiply_backward(sides, dproduct)
+    del dproduct
+    call.run(kernels.triangle_multiplication_front_backward_kernel, front_sums, pair=pair, normed=normed,
+             gate_weight=call.weights["gate_weight"], sides=sides, dsides=dsides, statistics=statistics[:2],
+             gradient=gradient, dprojected=dprojected, dpair=dpair, ADD_GRADIENT=residual_is_pair,
+             **call.mask, **call.weights_named("norm_weight", "in_weight", "in_bias"))
+    return list(results)
+
+
+def backward_sizes(gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
+                   residual_is_pair, outgoing, front_programs, back_programs):
+    call, c = Call(pair, weights, mask, drop, outgoing), pair.shape[-1]
+    return [pair.new_empty(pair.shape), call.matrix(5 * c), call.matrix(c),
+            call.partial_sums(front_programs, 6), call.partial_sums(back_programs, 4)]
+
+
+def flops(shape, second, *others, **_):
+    """Of the model: six projections and the product, which has two gradients; not what is recomputed."""
+    b, s, _, c = shape
+    in_backward = isinstance(second, torch.Size)  # of pair; in forward, weights
+    return 2 * b * s * s * c * (6 * c + (2 if in_backward else 1) * s)
+
+
+FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor? mask, Tensor? drop, "
+                       "Tensor? residual, bool outgoing, float eps, bool save, Tensor? after=None) "
+                       "-> Tensor[]", forward, forward_sizes, flops)
+BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
+                        "Tensor? drop, Tensor statistics, Tensor normed, Tensor normed_product, "
+                        "Tensor product, Tensor sides, bool residual_is_pair, bool outgoing, "
+                        "int front_programs, int back_programs) -> Tensor[]", backward, backward_sizes, flops)
+
+
+class TriangleMultiplication(torch.autograd.Function):
+    """triangle_multiplication() with its derivative. Saves pair and, unless recompute, 3 tensors of its size
+    and both sides."""
+
+    @staticmethod
+    def forward(ctx, pair, mask, drop, residual, residual_is_pair, outgoing, eps, save, recompute, *weights):
+        ctx.residual_is_pair, ctx.outgoing, ctx.eps = residual_is_pair, outgoing, eps
+        save = save and not recompute
+        out, *saved = FORWARD_OP(pair, weights, mask, drop, pair if residual_is_pair else residual, outgoing,
+                                 eps, save)
+        ctx.save_for_backward(pair, mask, drop, *([None] * 5 if recompute else saved), *weights)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        pair, mask, drop, statistics, normed, normed_product, product, sides, *weights = ctx.saved_tensors
+        if sides is None:  # recompute
+            _, statistics, normed, normed_product, product, sides = FORWARD_OP(
+                pair, weights, mask, None, None, ctx.outgoing, ctx.eps, True, gradient)
+        named = dict(zip(PARAMETERS, weights, strict=True))
+        (B, S, _, c), dtype = pair.shape, shared_dtype([named[name] for name in SUMMED])
+        counts = [programs(name, B, S, c, named["in_weight"].dtype) for name in (
+            "triangle_multiplication_front_backward_kernel", "triangle_multiplication_back_backward_kernel")]
+        dpair, dprojected, dout, *partial_sums = BACKWARD_OP(
+            gradient.contiguous(), pair, weights, mask, drop, statistics, normed, normed_product, product,
+            sides, ctx.residual_is_pair, ctx.outgoing, *counts)
+        # Gradients of all weights: two products over positions, and the partial sums added up
+        din_weight, dgate_weight = (dprojected.t() @ normed).split([4 * c, c])  # (4 c, c), (c, c)
+        dout_weight = dout.t() @ normed_product  # (c, c)
+        front, back = [sums.OP(each, dtype) for each in partial_sums]  # (6 c,), (4 c,)
+        dnorm_weight, dnorm_bias, din_bias = front.split([c, c, 4 * c])
+        dcenter_weight, dcenter_bias, dout_bias, dgate_bias = back.split([c, c, c, c])
+        found = (dnorm_weight, dnorm_bias, din_weight, din_bias, dcenter_weight, dcenter_bias, dout_weight,
+                 dout_bias, dgate_weight, dgate_bias)  # as PARAMETERS
+        dweights = [None if w is None else d.to(w.dtype) for d, w in zip(found, weights, strict=True)]
+        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 5, *dweights
+
+
+def check(pair, weights, mask, drop, residual):
+    """ValueError with what is wrong."""
+    B, S, _, c = pair.shape
+    if product_dtype(pair) not in DTYPES or c not in CHANNELS:
+        raise ValueError(f"no Triton kernels for {c} channels in {product_dtype(pair)}, but for "
+                         f"{', '.join(map(str, CHANNELS))} in float16, bfloat16 and float32")
+    sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
+    check_shapes(("pair", pair, (B, S, S, c)), ("mask", mask, (B, S), (B, S, S)),
+                 ("drop", drop, (B, 1, S, c), (B, S, 1, c)), ("residual", residual, (B, S, S, c)),
+                 *zip(PARAMETERS, weights, sizes, strict=True))
+
+
+def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias,
+                            out_weight, out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5,
+                            residual=None, drop=None, recompute=False):
+    """The update of pair (B, S, S, c), or residual + drop * update; see the formula above.
+
+    in_weight (4 c, c), in_bias: left, right, left gate, right gate; out_weight, gate_weight (c, c); biases of
+    projections may be None. mask (B, S), 0 = missing, takes residues out of the sum; a mask (B, S, S)
+    multiplies both sides. residual: pair itself or a tensor like it; drop (B, 1, S, c) or (B, S, 1, c):
+    factors. recompute: save pair alone and run forward once more in backward. No gradients for mask and drop,
+    no second derivatives. ValueError for what the kernels cannot take.
+    """
+    weights = [norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight, out_bias,
+               gate_weight, gate_bias]
+    check(pair, weights, mask, drop, residual)
+    dtype, residual_is_pair = product_dtype(pair), residual is pair
+    for n, w in enumerate(weights):  # LayerNorms compute in float32 anyway
+        weights[n] = None if w is None else (w if n in (0, 1, 4, 5) else w.to(dtype)).contiguous()
+    mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
+    residual = None if residual_is_pair or residual is None else residual.contiguous()
+    return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, residual_is_pair, outgoing,
+                                        eps, torch.is_grad_enabled(), recompute, *weights)
+
+
+def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
+                                   p_in_weight=None, p_in_bias=None, g_in_weight=None, g_in_bias=None,
+                                   norm_out_weight=None, norm_out_bias=None, p_out_weight=None,
+                                   p_out_bias=None, g_out_weight=None, g_out_bias=None, eps=1e-5):
+    """cuEquivariance's function of this name: the update of x (B, N, N, D) or (N, N, D), without residual.
+
+    mask (B, N, N) or (N, N), 1 = present; p_in_weight, g_in_weight (2 D, D): left, then right; p_out_weight,
+    g_out_weight (D, D); biases (2 D,) and (D,). Norms default to 1 and 0, biases of projections to none.
+    Weights of projections must be given: there they would be drawn at random. ValueError for what the kernels
+    cannot take; nothing falls back unseen.
+    """
+    for name, value in dict(p_in_weight=p_in_weight, g_in_weight=g_in_weight, p_out_weight=p_out_weight,
+                            g_out_weight=g_out_weight).items():
+        if value is None:
+            raise ValueError(f"{name} is missing")
+    if direction not in ("outgoing", "incoming"):
+        raise ValueError(f"direction is {direction!r}, but must be 'outgoing' or 'incoming'")
+    pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
+    mask = None if mask is None else mask.expand(pair.shape[:3])
+    one, zero = x.new_ones(c), x.new_zeros(c)
+    in_bias = None
+    if p_in_bias is not None or g_in_bias is not None:
+        in_bias = torch.cat([x.new_zeros(2 * c) if b is None else b for b in (p_in_bias, g_in_bias)])
+    norms = [default if given is None else given for default, given in (
+        (one, norm_in_weight), (zero, norm_in_bias), (one, norm_out_weight), (zero, norm_out_bias))]
+    out = triangle_multiplication(
+        pair, *norms[:2], torch.cat([p_in_weight, g_in_weight]), in_bias, *norms[2:], p_out_weight,
+        p_out_bias, g_out_weight, g_out_bias, mask, direction == "outgoing", eps)
+    return out.view(x.shape)

@@ -1,0 +1,123 @@
+"""The matrix products of triangle multiplication, between its other kernels.
+
+Matrices of short sides have Triton kernels: one in forward, one for both products of backward. Others are the
+BLAS library's.
+
+    outgoing: product = left right^T;  dleft = d right,    dright = d^T left
+    incoming: product = left^T right;  dleft = right d^T,  dright = left d
+
+All are (N, SP, SP) for N = c B matrices, contiguous, with zeros beyond S; d is the gradient of product. The
+library has a launch for each of backward's products, which both read d. At B4 S64 on an H200 it has a memset
+before every product. Here a program owns whole matrices, each of which is read or written once. Not timed on
+a GPU yet.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.common import candidates, precision
+
+# The longest side of a matrix that the kernels take, and the side of every tile, even of shorter matrices:
+# for transposed tiles of 32 rows Triton 3.6 made faulty code.
+LONGEST = 64
+DTYPES = (torch.float16, torch.bfloat16)
+
+# MANY: matrices a program, one after the other, so that the next one's loads run during products. It divides
+# the number of channels, which is a multiple of 16. The first fits every GPU.
+CANDIDATES = candidates(("MANY", "num_warps", "num_stages"), (1, 4, 1), (1, 8, 1), (2, 4, 2), (2, 8, 2),
+                        (4, 4, 2), (4, 4, 3), (8, 4, 3))
+
+
+def reference(left, right, outgoing):
+    """The product in plain PyTorch."""
+    return left @ right.mT if outgoing else left.mT @ right
+
+
+@triton.jit
+def matrix_offsets(number, SP: tl.constexpr, T: tl.constexpr):
+    """Offsets (T, T) of matrix `number` (SP, SP), and which of them lie in it, (T, T)."""
+    i = tl.arange(0, T)
+    at = number.to(tl.int64) * (SP * SP) + i[:, None] * SP + i[None, :]  # (T, T)
+    inside = tl.full((T, T), True, tl.int1) if SP == T else (i < SP)[:, None] & (i < SP)[None, :]
+    return at, inside
+
+
+@triton.jit
+def triangle_multiplication_product_kernel(
+        lefts, rights,  # (N, SP, SP) each
+        products,  # (N, SP, SP) out
+        OUTGOING: tl.constexpr, PRECISION: tl.constexpr, SP: tl.constexpr, T: tl.constexpr,
+        MANY: tl.constexpr):
+    """product = left right^T, or left^T right for incoming edges: MANY whole matrices a program.
+
+    Grid: axis 0: N / MANY programs. T: side of a tile, which holds one matrix."""
+    for number in range(MANY):
+        at, inside = matrix_offsets(tl.program_id(0) * MANY + number, SP, T)
+        left, right = tl.load(lefts + at, inside, 0.0), tl.load(rights + at, inside, 0.0)  # (T, T)
+        if OUTGOING:
+            product = tl.dot(left, tl.trans(right), input_precision=PRECISION)  # (T, T)
+        else:
+            product = tl.dot(tl.trans(left), right, input_precision=PRECISION)
+        tl.store(products + at, product.to(products.dtype.element_ty), inside)
+
+
+@triton.jit
+def triangle_multiplication_product_backward_kernel(
+        lefts, rights, gradients,  # (N, SP, SP) each; gradients: of the products
+        dlefts, drights,  # (N, SP, SP) each, out
+        OUTGOING: tl.constexpr, PRECISION: tl.constexpr, SP: tl.constexpr, T: tl.constexpr,
+        MANY: tl.constexpr):
+    """dleft and dright of MANY whole matrices a program, d being the product's gradient.
+
+        outgoing: dleft = d right,    dright = d^T left
+        incoming: dleft = right d^T,  dright = left d
+
+    Grid: axis 0: N / MANY programs. T: side of a tile, which holds one matrix."""
+    for number in range(MANY):
+        at, inside = matrix_offsets(tl.program_id(0) * MANY + number, SP, T)
+        left, right = tl.load(lefts + at, inside, 0.0), tl.load(rights + at, inside, 0.0)  # (T, T)
+        d = tl.load(gradients + at, inside, 0.0)  # (T, T)
+        if OUTGOING:
+            dleft = tl.dot(d, right, input_precision=PRECISION)  # (T, T)
+            dright = tl.dot(tl.trans(d), left, input_precision=PRECISION)
+        else:
+            dleft = tl.dot(right, tl.trans(d), input_precision=PRECISION)
+            dright = tl.dot(left, d, input_precision=PRECISION)
+        tl.store(dlefts + at, dleft.to(dlefts.dtype.element_ty), inside)
+        tl.store(drights + at, dright.to(drights.dtype.element_ty), inside)
+
+
+def short(matrices):
+    """Whether the kernels take them."""
+    return matrices.shape[-1] <= LONGEST and matrices.dtype in DTYPES
+
+
+def launch(kernel, *tensors, outgoing):
+    """Launch with the tuner's choice, which goes by dtype, P matrices and their side S."""
+    matrices, side, dtype = *tensors[0].shape[:2], tensors[0].dtype
+    shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(matrices)} S{triton.next_power_of_2(side)}"
+
+    def run(config):
+        kernel[(matrices // config["MANY"],)](*tensors, OUTGOING=outgoing, PRECISION=precision(dtype),
+                                              SP=side, T=LONGEST, **config)
+    tuner.launch(kernel.__name__, shape, CANDIDATES, run)
+
+
+def multiply(left, right, outgoing):
+    """The product of each pair of matrices, (N, SP, SP)."""
+    if not short(left):
+        return reference(left, right, outgoing)
+    product = torch.empty_like(left)
+    launch(triangle_multiplication_product_kernel, left, right, product, outgoing=outgoing)
+    return product
+
+
+def multiply_backward(left, right, d, dleft, dright, outgoing):
+    """Fill dleft and dright (N, SP, SP) from the product's gradient d."""
+    if short(left):
+        launch(triangle_multiplication_product_backward_kernel, left, right, d, dleft, dright,
+               outgoing=outgoing)
+    else:
+        torch.bmm(*((d, right) if outgoing else (right, d.mT)), out=dleft)
+        torch.bmm(*((d.mT, left) if outgoing else (left, d)), out=dright)

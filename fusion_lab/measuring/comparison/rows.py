@@ -1,0 +1,88 @@
+"""What a comparison says of each variant: figures of its own, and against the baseline. Keys are those of
+fusion_comparison_*.json; seconds, MB (2**20 bytes), percent; None where something was not measured."""
+import math
+from dataclasses import asdict
+
+import numpy as np
+
+from fusion_lab.measuring.clocks import quantiles
+from fusion_lab.measuring.comparison.worth import UNKNOWN
+from fusion_lab.training.machine import MEGABYTE
+
+SAVINGS = dict(peak_memory="peak_memory_mb", saved_activation="saved_activation_mb",
+               launch="launches_per_step", flop="flops_per_step")
+
+
+def not_measured(variant):
+    return dict(name=variant.name, measured=False, reason=variant.reason,
+                fusion_config=asdict(variant.settings.fusion))
+
+
+def own_figures(variant):
+    """A row without what needs others."""
+    if variant.reason:
+        return not_measured(variant)
+    fusion, phases, found = variant.settings.fusion, variant.timer.seconds(), variant.found
+    p20, median, p80 = quantiles(phases.sum(axis=1))
+    split = [None] * 3 if fusion.enable_cuda_graphs else np.median(phases, axis=0).tolist()
+    return dict(
+        name=variant.name, measured=True, reason=None, fusion_config=asdict(fusion),
+        median_batch_time=median, p20_batch_time=p20, p80_batch_time=p80, median_forward_time=split[0],
+        median_backward_time=split[1], median_optimizer_time=split[2],
+        first_step_time=found.first_step_time,
+        samples_per_second=variant.settings.training.batch_size / median,
+        peak_memory_mb=found.peak_memory_mb, saved_activation_mb=found.saved_mb,
+        saved_activation_mb_by_sublayer={k: v / MEGABYTE for k, v in found.saved.items()},
+        launches_per_step=found.launches, flops_per_step=found.flops,
+        achieved_tflops=found.flops / median / 1e12, first_loss=variant.losses[0],
+        final_loss=variant.losses[-1], **UNKNOWN)
+
+
+def add_speed(row, variant, baseline):
+    """Add to a row how its steps compare with the baseline's, which took turns with them."""
+    steps, before = (v.timer.seconds().sum(axis=1) for v in (variant, baseline))
+    rounds = min(len(steps), len(before))
+    lowest, _, highest = quantiles(before[:rounds] / steps[:rounds])
+    baseline_time = quantiles(before)[1]
+    row.update(baseline_batch_time=baseline_time, speedup=baseline_time / row["median_batch_time"],
+               speedup_p20=lowest, speedup_p80=highest,
+               batch_time_reduction_percent=reduction(baseline_time, row["median_batch_time"]),
+               final_loss_difference=abs(variant.losses[-1] - baseline.losses[len(variant.losses) - 1]))
+
+
+def add_savings(row, baseline_row, ceiling):
+    """Add what it saves against the baseline's row, and its speed against a matrix product (FLOP/s)."""
+    row["mfu"] = row["flops_per_step"] / row["median_batch_time"] / ceiling
+    for name, key in SAVINGS.items():
+        row[f"{name}_reduction_percent"] = reduction(baseline_row[key], row[key])
+
+
+def rows_of(variants, ceiling):
+    """Rows of variants whose steps alternated; the first is the baseline."""
+    rows = [own_figures(variant) for variant in variants]
+    for variant, row in zip(variants, rows, strict=True):
+        if row["measured"]:
+            add_speed(row, variant, variants[0])
+            add_savings(row, rows[0], ceiling)
+    return rows
+
+
+def reduction(before, after):
+    """Percent saved of before; None where either was not measured."""
+    return 100 * (1 - after / before) if before and after is not None else None
+
+
+def switch_effects(program, rows):
+    """For each headline switch: how many times faster it makes a step, as the geometric mean over all
+    settings of the others, with the smallest and largest; and the MB of saved activations it spares."""
+    measured = {tuple(r["fusion_config"][n] for n in program.headline): r for r in rows if r["measured"]}
+    effects = {}
+    for place, name in enumerate(program.headline):
+        pairs = [(r, measured.get(key[:place] + (True,) + key[place + 1:]))
+                 for key, r in measured.items() if not key[place]]
+        gains = [off["median_batch_time"] / on["median_batch_time"] for off, on in pairs if on]
+        spared = [off["saved_activation_mb"] - on["saved_activation_mb"] for off, on in pairs if on]
+        if gains:
+            effects[name] = dict(speedup=math.exp(np.mean(np.log(gains))), smallest=min(gains),
+                                 largest=max(gains), saved_activation_mb=float(np.mean(spared)))
+    return effects

@@ -1,0 +1,133 @@
+"""The comparison on paper: a table that grows while it is measured, details, and four headline figures."""
+import sys
+import time
+
+from fusion_lab.measuring.bounds.roofline import AT_FAULT
+from fusion_lab.measuring.comparison.variants import ALL, short
+from fusion_lab.measuring.tables import aligned, cell
+
+COLUMNS = (("peak MB (saved)", "peak_memory_mb", ".1f", "peak_memory_reduction_percent"),
+           ("saved act. MB (saved)", "saved_activation_mb", ".1f", "saved_activation_reduction_percent"),
+           ("launches (fewer)", "launches_per_step", "d", "launch_reduction_percent"))
+HEADER = ["variant", "step ms (p20, p80)", "samples/s", "speed-up", *(title for title, *_ in COLUMNS)]
+
+
+def cells(row, baseline):
+    """A row of the table. One that took turns with a baseline of its own, as a compiled one does, says how
+    long that took: it is not the one in the table."""
+    if not row["measured"]:
+        return [row["name"], f"not measured: {row['reason']}"]
+    times = [1e3 * row[f"{quantile}_batch_time"] for quantile in ("median", "p20", "p80")]
+    line = [row["name"], "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row['samples_per_second']:.1f}",
+            f"{row['speedup']:.2f}x"]
+    if row["baseline_batch_time"] != baseline["median_batch_time"]:
+        line[-1] += f" of {1e3 * row['baseline_batch_time']:.2f} ms"
+    return line + ["n/a" if row[key] is None else f"{row[key]:{form}} ({row[share]:+.1f}%)"
+                   for _, key, form, share in COLUMNS]
+
+
+def table(rows):
+    """The comparison as rows of cells, the header first."""
+    return [HEADER, *(cells(row, rows[0]) for row in rows)]
+
+
+class LiveTable:
+    """Prints rows as they become known and hands each state of the result to save(result); without save it
+    is silent. What goes on is said on stderr, so that stdout is the table."""
+
+    def __init__(self, save=None):
+        self.save, self.started, self.names, self.printed = save, time.monotonic(), [], 0
+
+    def note(self, text):
+        if self.save:
+            print(f"[{time.monotonic() - self.started:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def begin(self, result, names):
+        """The first rows; names are those of all that may come."""
+        self.names = names
+        self.add(result)
+
+    def add(self, result):
+        """More rows are known than were printed."""
+        if not self.save:
+            return
+        rows = result["variants"]
+        # columns as wide as the rows known by now need, the first one for all names
+        lines = aligned([*table(rows), *([name] for name in self.names)])
+        print("\n".join(lines[self.printed:len(rows) + 1]), flush=True)
+        self.printed = len(rows) + 1
+        self.save(result)
+
+
+def detail_table(rows):
+    """What the comparison found beside, as rows of cells: phases of a step, speed against the matrix product
+    measured here, the first step, which compiles, whether it is worth it (worth.py), and, where rows
+    differ in them, FLOPs. TFLOP/s and MFU are of a row's own FLOPs."""
+    rows = [r for r in rows if r["measured"]]
+    counted = any(r["flop_reduction_percent"] for r in rows)
+    lines = [["variant", "forward ms", "backward ms", "optimizer ms", "TFLOP/s", "MFU", "first step s",
+              "touches", "at most", "reached", *["GFLOP (saved)"] * counted]]
+    for r in rows:
+        phases = [r[f"median_{phase}_time"] for phase in ("forward", "backward", "optimizer")]
+        lines.append([r["name"], *("in one graph" if t is None else f"{1e3 * t:.2f}" for t in phases),
+                      f"{r['achieved_tflops']:.3f}", f"{100 * r['mfu']:.1f}%",
+                      cell(r["first_step_time"]) or "not compiled", cell(r["touched_share"], ".0f", 100, "%"),
+                      cell(r["amdahl_ceiling"], unit="x"), cell(r["amdahl_reached"], ".0f", 100, "%"),
+                      *[f"{r['flops_per_step'] / 1e9:.3f} ({r['flop_reduction_percent']:+.1f}%)"] * counted])
+    return lines
+
+
+WITHIN_NOISE = "Speed-up within noise (p20 to p80 of the paired steps includes 1)"
+
+
+def within_noise(row):
+    return row["speedup_p20"] <= 1 <= row["speedup_p80"]
+
+
+def headline(rows, nominal, launch_kind):
+    """The four lines that users look for: all fusions that are on by default, against the baseline."""
+    before = rows[0]
+    after = next((r for r in rows if r["name"] == ALL and r["measured"]), rows[-1])
+    if not after["measured"]:
+        return [f"No headline: {after['name']} was not measured ({after['reason']})"]
+    said = ["a slowdown"] * (after["speedup"] < 1) + ["within noise"] * within_noise(after)
+    slow = f" ({', '.join(said)})" if said else ""
+    launches = "not measured" if after["launch_reduction_percent"] is None else (
+        f"{after['launch_reduction_percent']:.1f}% measured ({before['launches_per_step']} -> "
+        f"{after['launches_per_step']} {launch_kind} per step)")
+    if nominal:
+        launches += (f"; nominal {nominal['kernel_reduction_percent']}% ({nominal['total_kernel_reduction']} "
+                     "fewer kernels)")
+    memory = "not measured" if after["peak_memory_reduction_percent"] is None else (
+        f"{after['peak_memory_reduction_percent']:.1f}% (peak {before['peak_memory_mb']:.1f} -> "
+        f"{after['peak_memory_mb']:.1f} MB)")
+    return [f"Training speed: {after['speedup']:.2f}x speed-up{slow} ({before['samples_per_second']:.1f} -> "
+            f"{after['samples_per_second']:.1f} samples/sec)",
+            f"Memory reduction: {memory}",
+            f"Batch time improvement: {after['batch_time_reduction_percent']:.1f}%{slow} "
+            f"({1e3 * after['baseline_batch_time']:.2f} -> {1e3 * after['median_batch_time']:.2f} ms)",
+            f"Kernel reduction: {launches}"]
+
+
+def print_table(result):
+    """The whole comparison at once."""
+    print("\n".join(aligned(table(result["variants"]))))
+    print_details(result)
+
+
+def print_details(result):
+    """What comes below the table: phases, what is within noise, the switches' effects, the headline."""
+    rows = result["variants"]
+    if any(" of " in row[3] for row in table(rows)[1:] if len(row) > 3):
+        print('Speed-up "of X ms": these rows took turns with a baseline of their own, of so many ms')
+    print("\n".join(["", *aligned(detail_table(rows)), ""]))
+    if any(r["measured"] and r["mfu"] > 1 for r in rows):
+        print(f"MFU above 100%: {AT_FAULT}, the fastest of the matrix products timed here")
+    noise = [r["name"] for r in rows[1:] if r["measured"] and within_noise(r)]
+    if noise:
+        print(f"{WITHIN_NOISE}: {', '.join(noise)}")
+    for name, effect in (result["switch_effects"] or {}).items():
+        print(f"{short(name):16s} {effect['speedup']:.3f}x over all settings of the others (from "
+              f"{effect['smallest']:.3f} to {effect['largest']:.3f}), saved activations "
+              f"{0.0 - effect['saved_activation_mb']:+.1f} MB")
+    print("\n".join(headline(rows, result["nominal"], result["launch_kind"])))

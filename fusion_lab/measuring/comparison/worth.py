@@ -1,0 +1,100 @@
+"""Is a fusion worth it? The share of the baseline's step in what it touches, what Amdahl's law then allows,
+and how much of that was reached.
+
+A switch touches a sub-layer if other operations run in it than in the baseline's, or on tensors of other
+sizes: that is observed in one forward pass each, so no program has to say it.
+"""
+import time
+from functools import cache, partial
+
+import torch
+
+from fusion_lab.measuring.bounds.flops import REST
+from fusion_lab.measuring.ranges import ranges
+from fusion_lab.measuring.trace.attribution import amounts_in_a_step, medians, share_samples
+
+STEPS = 5  # of the baseline, timed by sub-layer
+UNKNOWN = dict(touched_sublayers=None, touched_share=None, amdahl_ceiling=None, amdahl_reached=None)
+
+
+RANGE = "sub-layer: "  # before its name in the profiler's record
+
+
+def operations_by_sublayer(trainer, batch):
+    """{sub-layer or REST: [(operation, sizes of its tensors)]} of a forward pass, views left out.
+
+    The profiler watches from outside: FlexAttention compiles itself in eager code, and inside of a dispatch
+    mode PyTorch neither compiles nor runs it.
+    """
+    open_ranges = []
+
+    def enter(name):
+        open_ranges.append(torch.profiler.record_function(RANGE + name))
+        open_ranges[-1].__enter__()
+
+    def leave():
+        open_ranges.pop().__exit__(None, None, None)
+
+    activities, found = [torch.profiler.ProfilerActivity.CPU], {}
+    with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+        with ranges(trainer.model.sublayers(), enter, leave):
+            trainer.forward(batch)
+    for event in profiler.events():
+        if not (event.cpu_children or event.name.startswith(RANGE) or is_view(event.name)):
+            found.setdefault(sublayer_of(event), []).append((event.name, event.input_shapes))
+    return found
+
+
+def sublayer_of(event):
+    """Name of the innermost sub-layer within which the profiler saw this event."""
+    while event is not None and not event.name.startswith(RANGE):
+        event = event.cpu_parent
+    return event.name.removeprefix(RANGE) if event else REST
+
+
+@cache
+def is_view(operation):
+    """Whether an operation, "aten::view" for instance, only looks at its tensor in another way."""
+    overloads = getattr(torch.ops.aten, operation.removeprefix("aten::"), None)
+    return overloads is not None and any(getattr(overloads, name).is_view for name in overloads.overloads())
+
+
+def touched(operations, baseline):
+    """Names of the sub-layers, REST among them, in which other operations run than in the baseline's."""
+    return [name for name in {**baseline, **operations} if operations.get(name) != baseline.get(name)]
+
+
+def clock(device):
+    """Seconds; on a GPU those after all work so far is done, so that each sub-layer has its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def shares_of_a_step(trainer, batch, steps):
+    """{sub-layer or REST: its share of a step, forward and backward}, the median of so many steps."""
+    amounts = []
+    for _ in range(steps):
+        amounts.append({})
+        for (name, _), seconds in amounts_in_a_step(trainer, batch, partial(clock, trainer.device)).items():
+            amounts[-1][name] = amounts[-1].get(name, 0.0) + seconds
+    names = {name for sample in amounts for name in sample}
+    return medians(share_samples(amounts, names))
+
+
+def worth(names, shares, speedup):
+    """What a row says of a setting that touches these sub-layers and is this much faster than the baseline.
+    reached: the time saved, as a share of the time there was to save; below 0 for a loss."""
+    if not names:
+        return UNKNOWN
+    share = min(sum(shares.get(name, 0.0) for name in names), 1.0)
+    return dict(touched_sublayers=names, touched_share=share,
+                amdahl_ceiling=1 / (1 - share) if share < 1 else None,
+                amdahl_reached=(1 - 1 / speedup) / share if share else None)
+
+
+def add_worth(rows, variants, shares):
+    """Add it to the rows of variants whose operations are known, the baseline first."""
+    for row, variant in zip(rows, variants, strict=True):
+        if row["measured"]:
+            row.update(worth(touched(variant.operations, variants[0].operations), shares, row["speedup"]))

@@ -1,0 +1,300 @@
+"""Fast twins of the Evoformer's layers: Triton kernels, recomputation, samples that several ranks share.
+
+The model (tiny_openfold_v2.py) is plain: a sub-layer returns its update, and the block adds it. A twin stands
+before the plain class, `class Fast(Twin, Plain)`, so super() is the plain one. It has the same parameters,
+hooks, random numbers and checkpoints, and another forward.
+Called with `onto`, a twin returns that tensor with its update added, because a kernel can add on its way out.
+Kernels run where they take what they are given (device, dtype, width); elsewhere the plain code runs.
+
+`swap_in_twins` swaps the classes of a block where fusion or ranks ask for it, and else changes nothing. Plain
+classes are named Fused after the fusions that PyTorch can show, their twins in use are named Fast.
+Letters in shape comments are the model's; K ranks share a sample.
+"""
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from fusion_lab.kernels import dispatch
+from fusion_lab.kernels.library.custom_gradients import recomputed
+from fusion_lab.kernels.library.exchanges import ALONE, Ranks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fusion and ranks ask of a twin; the defaults ask for nothing."""
+    attention: bool = False  # kernels, by sub-layer
+    triangle_multiplication: bool = False
+    outer_product_mean: bool = False
+    transition: bool = False
+    recompute: bool = False  # in backward, what backward needs of a sub-layer, instead of keeping it
+    ranks: Ranks = ALONE  # those that share every sample
+
+    @classmethod
+    def of(cls, fusion, ranks=ALONE):
+        """From a FusionConfig. --attention-backend NAME turns the kernels of attention off. Two kernels read
+        whole pair tensors, of which each of several ranks has a part."""
+        auto, alone = fusion.enable_flash_attention and fusion.attention_backend == "auto", ranks.size == 1
+        return cls(attention=fusion.enable_triton_attention and auto,
+                   triangle_multiplication=fusion.enable_triton_triangle and alone,
+                   outer_product_mean=fusion.enable_triton_outer_layout and alone,
+                   transition=fusion.enable_triton_relu,
+                   recompute=fusion.enable_selective_checkpointing, ranks=ranks)
+
+
+# --------------------------------------------------------------------------------------------------------
+# Sub-layers
+# --------------------------------------------------------------------------------------------------------
+
+
+def no_dropout(x):
+    """In place of the block's dropout_factors, for a sub-layer that has none."""
+    return None
+
+
+class SubLayerTwin:
+    """What twins of sub-layers share. `plan` is set by swap_in()."""
+
+    def takes(self, x):
+        """Whether kernels run this sub-layer for such an x."""
+        return False
+
+    def forward(self, x, *inputs, onto=None, draw=no_dropout, **masks):
+        """The update. With `onto`: onto + update * draw(x), dropout's factors for an x of its shape."""
+        if self.takes(x):
+            drop = None if onto is None else draw(onto)
+            return self.by_kernel(x, *inputs, onto=onto, factors=drop, **masks)
+        update = recomputed(self.plan.recompute, partial(self.by_library, **masks), x, *inputs)
+        return update if onto is None else add(onto, update, draw(update))
+
+    def by_library(self, *inputs, **masks):
+        return super().forward(*inputs, **masks)
+
+
+def add(residual, update, factors):
+    return residual + (update if factors is None else update * factors)
+
+
+class AttentionTwin(SubLayerTwin):
+    """Of rows, columns and triangles: the sub-layer from LayerNorm to residual in kernels."""
+
+    def takes(self, x):
+        return self.plan.attention and dispatch.projects(x, self.heads)
+
+    def layer(self, x, axis, key_mask, onto, factors, bias=None, head=None):
+        """The whole sub-layer in kernels. The bias (B, H, L, L) is given or projected by `head`."""
+        weight, gate_bias = self.packed(*self.QKV, "gate_proj")
+        return dispatch.attention_layer(x, self.layer_norm, weight, gate_bias, self.o_proj, self.heads, axis,
+                                        bias, head, key_mask, onto, factors, self.plan.recompute)
+
+    def attention(self, x, axis, key_mask=None, bias=None):
+        """The plain one; where only its heads fit, our kernel between the library's projections."""
+        bias = bias if bias is None else self.plan.ranks.gather(bias, 2)  # (B, H, L / K, L) -> (B, H, L, L)
+        if not (self.plan.attention and dispatch.attends(x, self.heads)):
+            return super().attention(x, axis, key_mask, bias)
+        wide = getattr(self, "qkv_gate_proj", None)  # its result lacks the gate's bias: the kernel adds that
+        projected, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
+        return self.o_proj(dispatch.gated_attention(projected, self.heads, axis, bias, key_mask, gate_bias))
+
+
+class RowAttentionTwin(AttentionTwin):
+    """Also returns pair. The gradient of what is read from it next passes through the backward kernel of the
+    bias, which adds the bias's part. Autograd would add the two in one more launch."""
+
+    def forward(self, msa, pair, seq_mask=None, onto=None, draw=no_dropout):
+        """The update of msa; with `onto`, (msa, pair)."""
+        bias, pair = self.bias_and_pair(pair)
+        new = super().forward(msa, bias, seq_mask, onto=onto, draw=draw)
+        return new if onto is None else (new, pair)
+
+    def bias_and_pair(self, pair):
+        if self.plan.attention and dispatch.projects_bias(pair, self.heads):
+            return dispatch.head_bias(self.pair_bias_proj, pair, self.pair_norm)
+        return self.bias(pair), pair
+
+    def by_kernel(self, msa, bias, seq_mask=None, onto=None, factors=None):
+        return self.layer(msa, 2, seq_mask, onto, factors, self.plan.ranks.gather(bias, 2))
+
+    def by_library(self, msa, bias, seq_mask=None):
+        return self.attention(self.layer_norm(msa), 2, seq_mask, bias)
+
+
+class ColumnAttentionTwin(AttentionTwin):
+    def by_kernel(self, msa, row_mask=None, onto=None, factors=None):
+        return self.layer(msa, 1, row_mask, onto, factors)
+
+
+class TriangleAttentionTwin(AttentionTwin):
+    def by_kernel(self, pair, seq_mask=None, onto=None, factors=None):
+        # with `head` the kernels project the bias and, for axis 1, read it transposed
+        axis, bias, head = 2 if self.starting else 1, None, self.triangle_bias_proj
+        if self.plan.ranks.size > 1:  # the kernel projects biases of whole pair tensors alone
+            bias, head = dispatch.head_bias(head, pair, self.layer_norm)[0], None
+            bias = self.plan.ranks.gather(bias if self.starting else bias.mT, 2)
+        return self.layer(pair, axis, seq_mask, onto, factors, bias, head)
+
+
+class TransitionTwin(SubLayerTwin):
+    def takes(self, x):
+        return self.plan.transition and dispatch.wraps(x)
+
+    def by_kernel(self, x, onto=None, factors=None):  # transitions have no dropout
+        return dispatch.transition_layer(x, self.layer_norm, self.linear1, self.linear2, onto,
+                                         self.plan.recompute)
+
+    def two_layers(self, x):
+        """The plain ones; 256 channels, too wide for a whole layer, have the ReLU's gradient in a kernel."""
+        if self.plan.transition and dispatch.fits(x):
+            return dispatch.two_layers(x, self.linear1, self.linear2)
+        return super().two_layers(x)
+
+
+class OuterProductMeanTwin(SubLayerTwin):
+    """Also hands on the MSA, as RowAttentionTwin does pair."""
+
+    def takes(self, msa):
+        return self.plan.outer_product_mean and dispatch.runs(msa) and not self.reassociates(msa)
+
+    def reassociates(self, sides):
+        if self.plan.outer_product_mean and dispatch.runs(sides):
+            return self.fusion.reassociates(*sides.shape[:3], at_most=False)  # level at 4 N = S (LOG.md)
+        return super().reassociates(sides)
+
+    def forward(self, msa, row_mask=None, onto=None):
+        """The update of pair; with `onto`, (pair, msa)."""
+        if self.takes(msa):
+            new, msa = self.by_kernel(msa, row_mask, onto)
+        else:
+            update = self.by_library(msa, row_mask)
+            new = update if onto is None else onto + update
+        return new if onto is None else (new, msa)
+
+    def by_kernel(self, msa, row_mask, onto):
+        """(update or onto + update, msa)"""
+        if dispatch.projects_sides(msa, self.widths["left_proj"]):
+            left, right, msa = dispatch.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
+        else:
+            left, right = self.project(self.layer_norm(msa))
+        left, rows = self.masked(left, row_mask)
+        product = partial(dispatch.outer_layout, left, right, self.output_proj, self.plan.recompute)
+        if row_mask is None:  # one divisor for all: the kernel divides, and adds
+            return product(1 / (rows + 1e-3), onto), msa
+        update = self.mean(product(), rows)
+        return update if onto is None else onto + update, msa
+
+    def products(self, left, right):
+        """The plain ones. right (B, N, S / K, h) is gathered; the outer product is recomputed if asked."""
+        right = self.plan.ranks.gather(right, 2)  # (B, N, S, h)
+        if not self.reassociates(right):
+            return recomputed(self.plan.recompute, super().products, left, right)
+        if self.plan.ranks.size == 1:
+            return super().products(left, right)
+        # sides exchanged, so that the weight meets a rank's own part alone: (B, S, S / K, c_z), turned back
+        return self.project_right_first(right, left, self.output_weight().transpose(0, 1)).transpose(1, 2)
+
+
+class TriangleMultiplicationTwin(SubLayerTwin):
+    def takes(self, pair):
+        return self.plan.triangle_multiplication and dispatch.fits(pair)
+
+    def by_kernel(self, pair, seq_mask=None, onto=None, factors=None):
+        return dispatch.triangle_multiplication(
+            pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm, self.output_proj,
+            self.output_gate, seq_mask, self.outgoing, onto, factors, self.plan.recompute)
+
+    def product(self, left, right, seq_mask=None):
+        if self.plan.ranks.size == 1:
+            return super().product(left, right, seq_mask)
+        if seq_mask is not None:  # (B, S): whole for outgoing edges, for incoming ones this rank's k
+            mask = seq_mask[:, None, :] if self.outgoing else self.plan.ranks.own(seq_mask, 1)[:, :, None]
+            left = left * mask.to(left.dtype)
+        return self.plan.ranks.triangle_product(left, right, self.outgoing)  # (c_z, B, S / K, S)
+
+
+# --------------------------------------------------------------------------------------------------------
+# The block and the model
+# --------------------------------------------------------------------------------------------------------
+
+
+class BlockTwin:
+    """Alg. 6 again: sub-layers add to the residual, two hand on what they read, ranks exchange parts."""
+
+    def forward(self, msa, pair, seq_mask=None, row_mask=None):
+        """As the plain one. A rank has S / K columns of msa and S / K rows of pair, masks whole. turn()
+        exchanges columns for rows, so that attention finds its axis whole. Dropout's factors have size 1
+        along the axis that is split, and ranks of one sample draw the same."""
+        ranks, rows = self.plan.ranks, msa.shape[1]
+        along_1, along_2 = (partial(self.dropout_factors, dim=dim) for dim in (1, 2))
+        msa = ranks.turn(msa, 2, 1)  # (B, N / K, S, c_m)
+        msa, pair = self.msa_row_attention(msa, pair, seq_mask, onto=msa, draw=along_1)
+        msa = ranks.turn(msa, 1, 2, rows)  # (B, N, S / K, c_m)
+        msa = self.msa_column_attention(msa, row_mask, onto=msa)
+        msa = self.msa_transition(msa, onto=msa)
+        pair, msa = self.outer_product_mean(msa, row_mask, onto=pair)  # (B, S / K, S, c_z)
+        pair = self.triangle_mult_outgoing(pair, seq_mask, onto=pair, draw=along_1)
+        pair = self.triangle_mult_incoming(pair, seq_mask, onto=pair, draw=along_1)
+        pair = self.triangle_attn_starting(pair, seq_mask, onto=pair, draw=along_1)
+        pair = ranks.turn(pair, 1, 2)  # (B, S, S / K, c_z)
+        pair = self.triangle_attn_ending(pair, seq_mask, onto=pair, draw=along_2)
+        pair = ranks.turn(pair, 2, 1)  # (B, S / K, S, c_z)
+        pair = self.pair_transition(pair, onto=pair)
+        return msa, pair
+
+
+class CheckpointedTwin:
+    def run_blocks(self, msa, pair, seq_mask, row_mask):
+        """Recompute every block in backward; of several not the last, with which backward begins."""
+        for number, block in enumerate(self.blocks, 1):
+            kept = number == len(self.blocks) > 1
+            msa, pair = recomputed(not kept, block, msa, pair, seq_mask, row_mask,
+                                   random=self.config.dropout > 0)
+        return msa, pair
+
+
+TWINS = dict(
+    msa_row_attention=RowAttentionTwin, msa_column_attention=ColumnAttentionTwin,
+    msa_transition=TransitionTwin, outer_product_mean=OuterProductMeanTwin,
+    triangle_mult_outgoing=TriangleMultiplicationTwin, triangle_mult_incoming=TriangleMultiplicationTwin,
+    triangle_attn_starting=TriangleAttentionTwin, triangle_attn_ending=TriangleAttentionTwin,
+    pair_transition=TransitionTwin)
+
+
+@cache
+def joined(twin, plain):
+    """The plain class with its twin in front. One for all blocks: torch.compile compiles each class anew."""
+    return type(f"Fast{plain.__name__.removeprefix('Fused')}", (twin, plain), {})
+
+
+def swap_in(module, twin, plan=None):
+    """Turn this module into its twin, if it is not one already, and give it this plan."""
+    if not isinstance(module, twin):
+        module.__class__ = joined(twin, type(module))
+    module.plan = plan
+
+
+def swap_in_twins(block, fusion, ranks=ALONE):
+    """Swap in the twins of a block and of its sub-layers, if a FusionConfig or several ranks ask for any."""
+    plan = Plan.of(fusion, ranks)
+    if plan != Plan():
+        swap_in(block, BlockTwin, plan)
+        for name, twin in TWINS.items():
+            swap_in(getattr(block, name), twin, plan)
+
+
+def compiler_options(fusion):
+    """For torch.compile: whether it gathers the small gradients of a block."""
+    return dispatch.gathered_gradients(fusion.enable_triton_weight_gradients)
+
+
+def swap_in_model_twin(model):
+    """Recompute whole blocks, if the model's FusionConfig asks for that. Exempt the last sub-layers from what
+    their twins recompute."""
+    if model.fusion.enable_activation_checkpointing:
+        swap_in(model, CheckpointedTwin)
+    exempt_the_last(model)
+
+
+def exempt_the_last(model):
+    """Backward begins with the last block's last two sub-layers. Recomputing them lowers no peak: it comes
+    when everything else is still kept."""
+    for layer in (model.blocks[-1].triangle_attn_ending, model.blocks[-1].pair_transition):
+        if isinstance(layer, SubLayerTwin):
+            layer.plan = replace(layer.plan, recompute=False)
