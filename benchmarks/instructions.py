@@ -14,7 +14,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
@@ -24,10 +24,9 @@ from fusion_lab.training.flags import Parser
 
 require_packages("instructions.py", "torch", "triton", "pytest")
 
-import test_kernels
-from triton_targets import SHARED, compiled_for
-
 from fusion_lab.kernels.ahead_of_time import innermost_loops, machine_code
+from tests.kernels.launches import LAUNCHES
+from tests.kernels.triton_targets import SHARED, compiled_for
 
 CLASSES = dict(
     matrix=r"H?G?MMA|v_mfma", special=r"MUFU|F2F$|F2F\.|v_(exp|log|rcp|rsq|sqrt)_",
@@ -49,7 +48,7 @@ def rows(word, targets):
     """(kernel and configuration, target, counted()) of kernels whose names contain the word."""
     found = {}
     for target in targets:
-        for function, *arguments in test_kernels.LAUNCHES.values():
+        for function, *arguments in LAUNCHES.values():
             with compiled_for(target, describe=lambda kernel: kernel) as compiled:
                 function(*arguments)
             for name, kernel in compiled.items():

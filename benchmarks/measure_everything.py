@@ -30,7 +30,7 @@ from fusion_lab.training.flags import Parser, regular_expression
 RUNGS = r"\|.(best|ultra|ultra,.(selective.)?checkpointing)$"
 LARGE = "--hidden-size 1024 --num-layers 12 --batch-size 16 --seq-len 512"
 PROGRAMS = {  # name: (most seconds, what Python runs); {out} is the program's own directory
-    "tests": (900, "-m pytest -q -p no:cacheprovider -m gpu tests/test_kernels_gpu.py"),
+    "tests": (900, "-m pytest -q -p no:cacheprovider -m gpu tests/kernels/test_kernels_gpu.py"),
     "ladder": (900, f"benchmarks/measure_ladder.py --out {{out}} --only {RUNGS}"),
     "kernels": (900, "benchmarks/measure_kernels.py --out {out}"),
     "mpnn": (600, "benchmarks/compare_mpnn.py --out {out} --precisions bfloat16 --peer {peer}"),

@@ -52,67 +52,19 @@ from mutmut.mutation import mutators
 from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
 from mutmut.mutation.pragma_handling import IgnoredCode
 
+from tests.layout import modules, tests_of
+
 TABLE = ROOT / "benchmarks" / "mutants.md"
 BY_HAND = "## Why they survive\n"  # what stands below it on the table's page is kept
 GOAL = 85  # percent
 SAYS_NOTHING = ("strict", "metavar", "help")  # arguments: no mutants of these
 FAILED = 1e9  # seconds of a test that fails without any mutant
-
-AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight "
-       "rocm_wrappers")
-SESSION = "session_figures profiler_session profiling"
-COMPARISON = "sums_by_hand comparison_figures comparison profiling"
-STUDY = "sums_by_hand study_figures study_report study_files performance_study"
-TESTS = {  # file: which tests/test_*.py, tests/FOLDER/test_*.py are meant to notice
-    "tiny_openfold_v2.py": "model_by_hand numbers_by_hand steps evoformer training",
-    "proteins/batches.py": "batches coevolution learning training",
-    "proteins/synthetic.py": "batches training",
-    "proteins/fast_evoformer.py": "proteins/fast_evoformer evoformer sequence_parallel",
-    "proteins/splitting.py": "proteins/fast_evoformer sequence_parallel",
-    "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
-    "proteins/files.py": "sums_by_hand protein_data prediction",
-    "fusion_lab/training/checkpoints.py": "checkpoints_by_hand checkpoints choices learning training",
-    "fusion_lab/training/master_weights.py": "masters_by_hand steps evoformer distributed",
-    "fusion_lab/training/feeding.py": "masters_by_hand batches distributed",
-    "fusion_lab/training/torchrun.py": "ranks_by_hand ends_by_hand distributed",
-    "fusion_lab/training/distributed.py": "ranks_by_hand ends_by_hand distributed",
-    "fusion_lab/training/watch.py": "ends_by_hand distributed",
-    "fusion_lab/measuring/trace/collectives.py": "exchanges_by_hand distributed",
-    "fusion_lab/measuring/bounds/scaling.py": "exchanges_by_hand distributed",
-    "proteins/coevolution.py": "coevolution learning", "proteins/yardsticks.py": "yardsticks",
-    "proteins/homology.py": "homology", "proteins/prediction.py": "prediction",
-    "fusion_lab/training/recipe.py": "choices learning",
-    "fusion_lab/training/evaluations.py": "sums_by_hand learning contacts",
-    "fusion_lab/training/models.py": "learning prediction",
-    "fusion_lab/training/files.py": "endings choices reliability checkpoints training start study_files",
-    "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
-    "fusion_lab/measuring/metrics.py": "summary_figures start",
-    "fusion_lab/measuring/summary.py": "summary_figures training",
-    "fusion_lab/measuring/trace/trace.py": "trace profiler_session",
-    "fusion_lab/profiler/report.py": SESSION,
-    "fusion_lab/measuring/retune.py": "tuner", "companions/patterns.py": "fusion_patterns",
-    "fusion_lab/measuring/bounds/sizes.py": "predictions profiler_session",
-    "fusion_lab/kernels/library/attention_choice.py": "choices evoformer numbers_by_hand tuner",
-    **{f"fusion_lab/kernels/{name}.py": "choices tuner evoformer numbers_by_hand" for name in (
-        "library/custom_gradients", "limits", "precision", "dispatch", "tuner")},
-    **{f"companions/kernels/{name}.py": "choices tiny_llama" for name in ("dispatch", "limits")},
-    **{f"fusion_lab/measuring/trace/{name}.py": SESSION for name in ("analysis", "attribution")},
-    "fusion_lab/measuring/comparison/compare.py": f"comparing_by_hand {COMPARISON}",
-    **{f"fusion_lab/measuring/comparison/{name}.py": COMPARISON for name in ("rows", "table", "worth")},
-    **{f"fusion_lab/measuring/bounds/{name}.py": "predictions profiling profiler_session" for name in (
-        "ceilings", "predictions", "roofline")},
-    **{f"fusion_lab/measuring/{name}.py": "profiling numbers_by_hand evoformer profiler_session" for name in (
-        "clocks", "counters", "probe")},
-    **{f"fusion_lab/study/{name}.py": STUDY for name in (
-        "recommendation", "regression", "results", "statistics", "summary")},
-    **{f"fusion_lab/rocm/{name}.py": f"rocm_story sums_by_hand {AMD}" for name in (
-        "kernel_summary records rocprof_compute rocprof_sys rocprofv3 session timeline").split()}}
+NEAREST = 6  # files of tests that a mutant meets at most
 
 
-def test_file(name):
-    """"proteins/batches" -> "tests/proteins/test_batches.py" """
-    folder, _, module = name.rpartition("/")
-    return f"tests/{folder}{'/' * bool(folder)}test_{module}.py"
+def tests_for(file):
+    """What a mutant of this file meets, the nearest first; what needs a GPU sees none."""
+    return [test for test in tests_of(file) if "gpu" not in test][:NEAREST]
 
 
 def left_out(node):
@@ -181,9 +133,9 @@ class Chosen:
         self.seconds, self.left, self.found = seconds, left, {}
 
     def takes(self, name):
-        """Whether any test of tests/test_<name>.py fits in."""
+        """Whether any test of this file fits in."""
         return not self.seconds or any(seconds < self.left for test, seconds in self.seconds.items()
-                                       if test.startswith(f"{test_file(name)}::"))
+                                       if test.startswith(f"{name}::"))
 
     def pytest_collection_modifyitems(self, session, items):
         if self.seconds:
@@ -224,10 +176,10 @@ NOTHING = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # has failed
 
 
 def exit_code(tests, plugin):
-    """pytest's for tests/test_*.py of these names, one after the other until one fails: most mutants are
-    killed by the first, and to collect the others takes longer than that."""
+    """pytest's for these files, one after the other until one fails: most mutants are killed by the first,
+    and to collect the others takes longer than that."""
     options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tree.parent / "tmp")]
-    codes = (pytest.main([*options, test_file(name)], [plugin])
+    codes = (pytest.main([*options, name], [plugin])
              for name in tests if plugin.takes(name))
     return next((code for code in codes if code not in NOTHING), pytest.ExitCode.OK)
 
@@ -243,7 +195,7 @@ def run(tests, limit, plugin):
         log = os.open("../log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1), os.dup2(log, 2)
         sys.path[0] = str(tree)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "fusion_lab"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("fusion_lab", "tests")]:
             del sys.modules[name]  # or what is in it would come from beside this file
         os._exit(exit_code(tests, plugin))
     ended, begun = 0, time.monotonic()
@@ -258,12 +210,12 @@ def run(tests, limit, plugin):
 
 
 def measure(name):
-    """({test: seconds} of tests/test_<name>.py without any mutant, CPU seconds)"""
+    """({test: seconds} of a file of tests without any mutant, CPU seconds)"""
     found = tree.parent / "seconds.json"
     found.unlink(missing_ok=True)  # another file's
     ended, used = run([name], 1200, Chosen())
     if not found.exists():
-        print(f"left out, it does not come to its end (code {ended}): {test_file(name)}", flush=True)
+        print(f"left out, it does not come to its end (code {ended}): {name}", flush=True)
     return json.loads(found.read_text()) if found.exists() else {}, used
 
 
@@ -272,9 +224,13 @@ def judge(task):
     file, (text, code), seconds, budget = task
     whole = (tree / file).read_text(encoding="utf-8")
     (tree / file).write_text(code, encoding="utf-8")
-    ended, used = run(TESTS[file].split(), 3 * budget + 30, Chosen(seconds, budget))
+    ended, used = run(tests_for(file), 3 * budget + 30, Chosen(seconds, budget))
     (tree / file).write_text(whole, encoding="utf-8")
     return file, text, ended, used
+
+
+def in_table():
+    return re.findall(r"^\| ([\w/]+\.py) ", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def write_table(found):
@@ -296,20 +252,21 @@ def write_table(found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*", default=list(TESTS), metavar="FILE", help="default: all")
+    parser.add_argument("files", nargs="*", default=in_table(), metavar="FILE",
+                        help="default: those of the table")
     parser.add_argument("--each", type=int, default=30, help="mutants of a file, 0 for all (default: 30)")
     parser.add_argument("--budget", type=float, default=15, help="seconds of tests (default: 15)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (default: all cores)")
     arguments = parser.parse_args()
-    if unknown := set(arguments.files) - set(TESTS):
-        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(TESTS)}")
+    if unknown := set(arguments.files) - set(modules()):
+        parser.error(f"{', '.join(sorted(unknown))}: not a file of the project's code")
     made = {file: mutants(file, arguments.each) for file in arguments.files}
     found = {file: (number, len(sample), []) for file, (number, sample) in made.items()}
     gc.freeze()  # or pytest collects torch's garbage too, five times at every end
     with tempfile.TemporaryDirectory() as into, get_context("fork").Pool(arguments.jobs, make_tree,
                                                                          [into]) as pool:
         seconds, total = {}, 0
-        names = sorted({name for file in made for name in TESTS[file].split()})
+        names = sorted({name for file in made for name in tests_for(file)})
         for measured, used in pool.imap(measure, names):
             seconds, total = seconds | measured, total + used
         for test in (test for test in seconds if seconds[test] >= FAILED):

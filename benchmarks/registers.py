@@ -11,7 +11,7 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
@@ -21,16 +21,16 @@ from fusion_lab.training.flags import Parser
 
 require_packages("registers.py", "torch", "triton", "pytest")
 
-import test_kernels
 import triton
-from test_kernels import spills_too_often
-from triton_targets import SHARED, compiled_for
+
+from tests.kernels.launches import LAUNCHES, spills_too_often
+from tests.kernels.triton_targets import SHARED, compiled_for
 
 
 def resources(target):
     """{kernel: (registers, bytes of shared memory, spilling instructions, whether too many)}, the most."""
     found = {}
-    for function, *arguments in test_kernels.LAUNCHES.values():
+    for function, *arguments in LAUNCHES.values():
         with compiled_for(target) as compiled:
             function(*arguments)
         for name, used in compiled.items():

@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, complaint, last_json, run_program
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_lab.measuring import accuracy
@@ -21,6 +21,8 @@ from fusion_lab.measuring.comparison.variants import Variant, with_fusion
 from fusion_lab.training.checkpoints import restore, snapshot
 from fusion_lab.training.files import UserError
 from fusion_lab.training.program import PARTS, load_program
+from tests import layout
+from tests.support import ROOT, complaint, last_json, run_program
 
 CPU = torch.device("cpu")
 SECOND = ROOT / "tests" / "second_program.py"
@@ -153,6 +155,13 @@ def test_tests_that_only_a_gpu_runs_name_what_is_there():
                 continue
             missing += [f"{path.name}: {module}.{attribute}"] * (not hasattr(found, attribute))
     assert missing == []
+
+
+def test_every_module_has_tests_and_every_test_lies_where_its_module_does():
+    assert [file for file in layout.modules() if not layout.tests_of(file)] == []
+    rooms = {str(Path(layout.mirror(file)).parent) for file in layout.modules()} | {
+        "tests/model", "tests/programs", "tests"}
+    assert {str(Path(test).parent) for test in layout.all_tests()} <= rooms
 
 
 # Conformance: every program keeps to the seam
@@ -390,8 +399,8 @@ def test_without_companions_all_else_is_whole(tmp_path):
     done = run(tests, tmp_path)
     assert done.returncode == 0 and "[companions/" not in done.stdout, done.stdout[-2000:] + done.stderr
     house = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow",
-             "tests/test_house.py", "tests/test_kernels.py", "tests/test_benchmarks.py", "-k",
-             "record or import or seed or check_ultra or refuse"]
+             "tests/test_house.py", "tests/companions", "tests/programs/test_benchmarks.py", "-k",
+             "record or import or seed or refuse"]
     done = run(house, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     done = run([sys.executable, "tiny_openfold_v2.py", "--check-flags"], tmp_path)

@@ -25,12 +25,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
-from verbs import Run, Verb, judge, perform, read, the_file
 
 from fusion_lab.measuring.comparison import variants
 from fusion_lab.training.flags import make_parser, parse
 from fusion_lab.training.program import load_program
+from tests.programs.verbs import Run, Verb, judge, perform, read, the_file
+from tests.support import ROOT
 
 ON_CPU = os.environ.get("VERBS_ON_CPU") == "1"
 AT_ONCE = int(os.environ.get("VERBS_AT_ONCE", 2 if ON_CPU else max(2, (os.cpu_count() or 1) // 2)))
@@ -259,7 +259,7 @@ def companions():
                           expected=UNPACKED if named else ()))
     patterns = " --patterns add_norm --no-compile --no-ladder" if ON_CPU else ""
     flags = "--quick --sizes 5 --rows 2 --steps 1" if ON_CPU else "--sizes 64 --rows 8 --steps 3"
-    peer = (("PYTHONPATH", str(ROOT / "tests" / "fake_peer")), *[("TRITON_INTERPRET", "1")] * ON_CPU)
+    peer = (("PYTHONPATH", str(ROOT / "tests/programs/fake_peer")), *[("TRITON_INTERPRET", "1")] * ON_CPU)
     return [*found,
             Verb("patterns", (f"companions/fusion_patterns.py --rounds 3{patterns}",),
                  result="pytorch_profiles_v2/fusion_patterns.json", null=("forward", "both"),

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from conftest import ROOT
+from tests.support import ROOT
 
 # A warning of Python, of torch's logging ("W1124 17:31:39.123000 81 torch/...") or of C++ ("[W1124 ...]").
 WARNING = re.compile(r"Warning:|warnings\.warn|^(\[rank\d+\]:)?\[?[WE]\d{4} \d\d:")

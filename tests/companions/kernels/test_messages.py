@@ -1,0 +1,171 @@
+"""Messages between neighbours: numbers, derivatives and mutants, in Triton's interpreter."""
+
+import pytest
+import torch
+
+from tests.kernels.rule import in_dtypes, mutant, violations
+from tests.support import ROOT
+
+pytest.importorskip("companions.kernels", reason="this companion was deleted")
+from companions.kernels import dispatch as kernels
+from companions.kernels import messages
+from fusion_lab.measuring.accuracy import results_and_gradients, shake
+from fusion_lab.training.program import load_program
+
+pytestmark = pytest.mark.interpreted
+
+CASES = {"odd": (5, 131, 7, 16), "whole tiles": (6, 16, 9, 256), "more rows than nodes": (3, 20, 40, 128)}
+MUTANTS = {  # old, new, which function shows it
+    "no density in the slope": ("return share + x * density", "return share", "first"),
+    "mask forgotten in backward": ("d *= present(mask, node, k, K) * vector", "d *= vector", "sum"),
+    "mask forgotten in forward": ("acc += present(mask, node, k, K) * g", "acc += g", "sum"),
+    "bias forgotten": ("K + K, C).to(tl.float32) + vector(bias, C)", "K + K, C).to(tl.float32)", "gelu"),
+    "bias forgotten in backward": ("d = slope(biased(y, bias, node, k, K, C))",
+                                   "d = slope(biased(y, bias, node, k, K, C) - vector(bias, C))", "gelu"),
+    "bias gradient of the last tile": ("acc += d\n", "acc = d\n", "gelu"),
+    "bias gradient of one node": ("partial_sums.sum(0)", "partial_sums[0]", "sum"),
+    "last tile dropped": ("in tl.range(0, K, BE,", "in tl.range(0, K - BE, BE,", "sum"),
+    "last edges of a row": ("tl.load(starts + row + 1), tl", "tl.load(starts + row + 1) - 1, tl", "first"),
+    "one neighbour for all": ("j = tl.load(index + node * K + k,", "j = tl.load(index + 0 * k,", "first"),
+    "own part of the first node": ("vector(own + node * C, C)", "vector(own, C)", "first"),
+    "edges packed that lie apart": ("return edges, edges.stride(1)", "return edges, edges.shape[2]", "first"),
+    "tanh's gelu": ("return tl.where(x < 0, beyond, 1.0 - beyond),",
+                    "return tl.sigmoid(1.5957691216 * (x + 0.044715 * x * x * x)),", "sum"),
+}
+
+
+def problem(dtype, function, nodes, neighbours, table_rows, channels, module=messages):
+    """(ours, plain, tensors)"""
+    torch.manual_seed(0)
+    c, index = channels, torch.randint(table_rows, (nodes, neighbours))
+    index[index == 1] = 0  # a row to which no edge leads
+    leading = module.incoming(index, table_rows)
+    mask = torch.ones(nodes, neighbours)
+    mask[-1, neighbours // 2:] = 0
+    edges = torch.randn(nodes, neighbours, 2 * c).to(dtype)  # of which the second half: rows that lie apart
+    bias = torch.randn(c).to(dtype)
+    if function == "gelu":
+        return (lambda y, bias: module.biased_gelu(y[..., c:], bias),
+                lambda y, bias: messages.reference_gelu(y[..., c:], bias), [edges, bias])
+    if function == "sum":
+        return (lambda y, bias: module.sum_over_neighbours(y[..., c:], bias, mask),
+                lambda y, bias: messages.reference_sum(y[..., c:], bias, mask.to(y.dtype)), [edges, bias])
+    nodes, table = (2 * torch.randn(size, c).to(dtype) for size in (nodes, table_rows))
+    return (lambda own, edges, table: module.first_layer(own, edges[..., c:], table, index, leading),
+            lambda own, edges, table: messages.reference_first_layer(own, edges[..., c:], table, index),
+            [nodes, edges, table])
+
+
+@pytest.mark.parametrize("function", ["first", "gelu", "sum"])
+@pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
+def test_forward_and_gradients(function, case, dtype):
+    assert not violations(*problem(dtype, function, *CASES[case]))
+
+
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_mutants_are_caught(broken, tmp_path):
+    *change, function = MUTANTS[broken]
+    module = mutant(messages, *change, tmp_path)
+    assert violations(*problem(torch.float32, function, *CASES["odd"], module))
+
+
+LAYOUTS = {"every second node": lambda x: torch.stack([x, x], 1).flatten(0, 1)[::2],
+           "channels apart": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+           "the first of more edges": lambda x: torch.cat([x, x], 1)[:, :x.shape[1]]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("neighbours", [1, 3])
+def test_any_layout_gives_the_same(layout, neighbours):
+    """Of tensors and of the gradient, which a sum expands; twice the same bits."""
+    torch.manual_seed(0)
+    own, edges, table, bias = (torch.randn(4, 16), torch.randn(4, neighbours, 16), torch.randn(4, 16),
+                               torch.randn(16))
+    index, mask = torch.randint(4, (4, neighbours)), torch.rand(4, neighbours)
+    leading = messages.incoming(index, 4)
+
+    def results(change):
+        given = [change(x).detach().requires_grad_() for x in (own, edges, table)]
+        out = messages.first_layer(*given, change(index), leading)
+        summed = messages.sum_over_neighbours(change(out), bias, change(mask))
+        return [out, summed, *torch.autograd.grad(summed.sum(), given, retain_graph=True),
+                *torch.autograd.grad(out.sum(), given)]
+    expected = results(lambda x: x)
+    for found in (results(LAYOUTS[layout]), results(LAYOUTS[layout])):
+        assert all(map(torch.equal, found, expected))
+    plain = torch.nn.functional.gelu(own[:, None] + edges + table[index])
+    torch.testing.assert_close(expected[0], plain)
+    torch.testing.assert_close(expected[1], messages.reference_sum(plain, bias, mask))
+
+
+def test_what_would_be_misread_is_refused():
+    own, edges, index = torch.zeros(4, 16), torch.zeros(4, 3, 16), torch.zeros(4, 3, dtype=torch.int64)
+    leading, bias = messages.incoming(index, 5), torch.zeros(16)
+    for call, message in (
+            (lambda: messages.biased_gelu(edges, bias[:8]), r"bias is \(8,\), but must be \(16,\)"),
+            (lambda: messages.sum_over_neighbours(edges, bias, index[:3]), "mask is"),
+            (lambda: messages.first_layer(own, edges, torch.zeros(4, 16), index, leading), "table is"),
+            (lambda: messages.first_layer(own[:3], edges, torch.zeros(5, 16), index, leading), "own is")):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("function", ["first", "gelu", "sum"])
+def test_second_derivatives_are_refused(function):
+    ours, _, tensors = problem(torch.float32, function, *CASES["odd"])
+    tensors = [x.requires_grad_() for x in tensors]
+    gradient, *_ = torch.autograd.grad(ours(*tensors).square().sum(), tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_one_neighbour_whose_stride_means_nothing():
+    """(N, 1, C) is contiguous whatever its second stride is."""
+    edges = torch.randn(1, 4, 16).transpose(0, 1)
+    own, table, index = torch.randn(4, 16), torch.randn(2, 16), torch.tensor([[0], [1], [1], [0]])
+    assert edges.is_contiguous() and edges.stride(1) == 64
+    found = messages.first_layer(own, edges, table, index, messages.incoming(index, 2))
+    torch.testing.assert_close(found, messages.reference_first_layer(own, edges, table, index))
+
+
+def test_the_normal_distribution_is_exact():
+    """To float32's last digits; and to 2% far from 0, where its share vanishes."""
+    x = torch.linspace(-9, 9, 301)[:, None].repeat(1, 16)
+    found = messages.biased_gelu(x[:, None], torch.zeros(16))[:, 0]
+    exact = x.double() * torch.special.erfc(-x.double() * 0.5 ** 0.5) / 2
+    assert (found - exact).abs().max() < 1e-6 and ((found - exact) / exact)[x != 0].abs().max() < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["first", "gelu", "sum"])
+def test_compiles_in_one_piece(function):
+    ours, plain, tensors = problem(torch.float32, function, *CASES["odd"])
+    assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)
+
+
+def test_edges_are_sorted_by_where_they_lead():
+    index = torch.tensor([[2, 0], [2, 3]])
+    found = messages.incoming(index, 5)
+    assert found.order.tolist() == [1, 0, 2, 3] and found.starts.tolist() == [0, 1, 1, 3, 4, 4]
+
+
+@pytest.mark.slow
+def test_protein_mpnn_with_the_kernel_is_protein_mpnn(monkeypatch):
+    """Encoder and decoder, forward and all gradients, edges projected together and each by itself."""
+    file = ROOT / "companions" / "protein_mpnn.py"
+    if not file.exists():
+        pytest.skip("this companion was deleted")
+    monkeypatch.setattr(kernels, "hears", lambda edges: True)  # on the CPU, in the interpreter
+    program = load_program(file)
+    plain = program.settings(hidden_dim=16, num_layers=2, neighbors=5, seq_len=8, dropout=0.0, batch_size=2)
+    kernel = plain.having(enable_message_kernel=True)
+    batch, found = program.check_batch(plain, torch.device("cpu")), []
+    for settings in (plain, kernel, kernel.having(enable_edge_fusion=False, enable_split_fusion=False)):
+        trainer = program.trainer(program, settings, torch.device("cpu"))
+        shake(program, trainer.model)
+        found.append(results_and_gradients(trainer, batch))
+    for name, expected in found[0].items():
+        scale = max(expected.abs().max().item(), 1e-2)
+        for other in found[1:]:
+            assert (other[name] - expected).abs().max() < 2e-5 * scale, name
+    assert not torch.equal(found[0]["log_probs"], found[1]["log_probs"])  # another order of sums

@@ -1,0 +1,124 @@
+"""The ultra-fused block in Triton's interpreter: against the plain block, against transformers' values, every
+parameter's gradient, and mutants. One program: the barriers are passed, but nothing waits at them."""
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.kernels.rule import mutant, violations
+from tests.support import ROOT
+
+pytest.importorskip("companions.kernels", reason="this companion was deleted")
+from companions.kernels import ultra_block as kernels
+from fusion_lab.training.program import load_program
+
+pytestmark = pytest.mark.interpreted
+
+FILE = ROOT / "companions" / "tiny_llama.py"
+if not FILE.exists():
+    pytest.skip("this companion was deleted", allow_module_level=True)
+PROGRAM = load_program(FILE)
+llama, ultra = sys.modules["tiny_llama"], sys.modules["ultra_block"]
+
+SMALL = dict(hidden_size=64, num_heads=2, num_kv_heads=1)
+CASES = {  # hidden size, heads, of keys, intermediate size, B, S
+    "grouped, odd sizes": (64, 2, 1, 80, 2, 11), "two tiles of queries": (64, 2, 2, 96, 1, 40),
+    "four heads in two groups": (128, 4, 2, 80, 1, 11),
+}
+MUTANTS = {
+    "rotation of keys forgotten": ("M, S, C, eps, H + G, H + 2 * G", "M, S, C, eps, H, H + 2 * G"),
+    "the mask lets the next byte in": ("n[None, :] <= m[:, None]", "n[None, :] <= m[:, None] + 1"),
+    "first residual forgotten": ("added(mixed, w_out, x, middle", "added(mixed, w_out, mixed, middle"),
+    "gate and up exchanged": ("gate * tl.sigmoid(gate) * up", "gate * tl.sigmoid(up) * up"),
+    "another eps": ("scale = tl.rsqrt(squares / C + eps)", "scale = tl.rsqrt(squares / C + 0.1)"),
+    "keys of the wrong group": ("head // (H // G)) * D", "head % G) * D"),
+}
+
+
+class WithValues(torch.autograd.Function):
+    """UltraBlock, whose gradients of the block's own parameters are handed to the values in them."""
+
+    @staticmethod
+    def forward(ctx, block, x, angles, *values):
+        with torch.no_grad():
+            for parameter, value in zip(block.parameters(), values, strict=True):
+                parameter.copy_(value)
+        return ultra.UltraBlock.forward(ctx, block, x, angles, *block.parameters())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ultra.UltraBlock.backward(ctx, gradient)
+
+
+def problem(case, dtype):
+    """(ours, plain, tensors): functions of x and a block's parameters."""
+    torch.manual_seed(0)
+    hidden, heads, kv_heads, wide, B, S = CASES[case]
+    config = llama.LlamaConfig(hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads, num_layers=1,
+                               intermediate_size=wide, seq_len=S)
+    block = llama.FusedTransformerBlock(config, llama.LlamaSwitches())
+    angles = llama.rotary(S, hidden // heads, 1e4)
+    names = [name for name, _ in block.named_parameters()]
+
+    def ours(x, *values):
+        ultra.prepare(block.to(x.dtype), angles, False)
+        return WithValues.apply(block, x, angles, *values)
+
+    def plain(x, *values):
+        ultra.prepare(block.to(x.dtype), angles, False)
+        return torch.func.functional_call(block, dict(zip(names, values, strict=True)), (x, angles))
+
+    values = [p.detach() + (0.3 * torch.randn_like(p) if p.dim() == 1 else 0) for p in block.parameters()]
+    return ours, plain, [t.to(dtype) for t in (torch.randn(B, S, hidden), *values)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_every_gradient(case, dtype):
+    assert not violations(*problem(case, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_mutants_are_caught(broken, tmp_path):
+    ours, plain, tensors = problem("four heads in two groups", torch.float32)
+    changed = mutant(kernels, *MUTANTS[broken], tmp_path)
+    with mock.patch.object(kernels, "ultra_block", changed.ultra_block):
+        assert violations(ours, plain, tensors)
+
+
+def trained(fusion, steps=2):
+    settings = PROGRAM.settings(**SMALL, intermediate_size=80, num_layers=2, seq_len=11, batch_size=2,
+                                device="cpu", enable_ultra_block=fusion)
+    trainer = PROGRAM.trainer(PROGRAM, settings, torch.device("cpu"))
+    batch = PROGRAM.check_batch(settings, torch.device("cpu"))
+    with mock.patch.object(ultra, "runs", lambda x: True):
+        trainer.forward(batch)["loss"].backward()
+        gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+        return gradients, [trainer.step(batch).item() for _ in range(steps)], trainer
+
+
+def test_a_model_of_ultra_fused_blocks_trains_every_parameter():
+    (plain, losses, _), (ours, fused, trainer) = trained(False), trained(True)
+    assert ours.keys() == plain.keys() and len(ours) > 10
+    for name, gradient in ours.items():
+        assert gradient.any() and torch.allclose(gradient, plain[name], rtol=1e-4, atol=1e-6), name
+    assert fused == pytest.approx(losses, rel=1e-5)
+    trainer.model.enable_ultra_mode(False)
+    assert not any(block.ultra for block in trainer.model.model.layers)
+
+
+def test_counters_are_ready_for_the_next_launch():
+    ours, _, (x, *values) = problem("grouped, odd sizes", torch.float32)
+    assert torch.equal(ours(x, *values), ours(x, *values))
+
+
+def test_the_comparison_of_a_shape():
+    settings = PROGRAM.settings(**SMALL, intermediate_size=64, num_layers=1, seq_len=8, batch_size=1,
+                                device="cpu")
+    with mock.patch.object(ultra, "runs", lambda x: True):
+        ways = ultra.compare_shape(PROGRAM, settings, torch.device("cpu"), (ultra.ULTRA, ultra.STANDARD),
+                                   rounds=2, repeats=1)
+    assert [way.name for way in ways] == [ultra.ULTRA, ultra.STANDARD]
+    assert all(0 < way.seconds[key][1] for way in ways for key in ("forward", "step"))

@@ -1,0 +1,424 @@
+"""TinyLlama: against transformers' model in float64, what it reads, bits per byte, yardsticks."""
+import itertools
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support import ROOT, require_shared, run_program
+
+pytest.importorskip("companions.kernels", reason="this companion was deleted")
+from companions import text
+from fusion_lab.kernels.library.chunked_loss import ChunkedLoss
+from fusion_lab.kernels.limits import HAS_TRITON
+from fusion_lab.measuring import accuracy
+from fusion_lab.measuring.counters import gpu_kernels
+from fusion_lab.training.checkpoints import unpacked
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import UserError
+from fusion_lab.training.machine import process_settings
+from fusion_lab.training.program import load_program
+
+FILE = ROOT / "companions" / "tiny_llama.py"
+if not FILE.exists():
+    pytest.skip("this companion was deleted", allow_module_level=True)
+PROGRAM = load_program(FILE)
+llama, ultra_block = __import__("tiny_llama"), __import__("ultra_block")
+
+CPU = torch.device("cpu")
+SWITCHES = ("enable_qkv_fusion", "enable_flash_attention", "enable_swiglu_fusion", "enable_norm_fusion",
+            "enable_loss_fusion")
+COMBINATIONS = [llama.LlamaSwitches(**dict(zip(SWITCHES, on, strict=True)))
+                for on in itertools.product((False, True), repeat=len(SWITCHES))]
+SIZES = dict(hidden_size=32, intermediate_size=80, num_layers=2, num_heads=4, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """{key: tensor} of transformers' LlamaForCausalLM, with tied embeddings."""
+    with np.load(require_shared("reference", "companions", "llama_tied.npz")) as file:
+        return {key: torch.from_numpy(file[key]) for key in file}
+
+
+def model_of(reference, fusion):
+    config = llama.LlamaConfig(**SIZES, seq_len=11, vocab_size=64, tie_word_embeddings=True)
+    model = llama.TinyLlama(config, fusion).double()
+    model.load_state_dict({key[6:]: x for key, x in reference.items() if key.startswith("param/")})
+    return model
+
+
+def errors(reference, fusion):
+    """Largest differences from the reference, of all that it has."""
+    model, hidden = model_of(reference, fusion), []
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    ids = reference["ids"]
+    output = model(ids[:, :-1])
+    pairs = [(output["logits"], reference["logits"]), *zip(
+        [*hidden[:2], output["hidden"]], [reference[f"hidden/{i}"] for i in range(3)], strict=True)]
+    loss = model(ids[:, :-1], ids[:, 1:])["loss"]
+    loss.backward()
+    gradients = unpacked(model, {name: p.grad for name, p in model.named_parameters()})
+    expected = {key[5:]: x for key, x in reference.items() if key.startswith("grad/")}
+    assert gradients.keys() == expected.keys()
+    pairs += [(loss, reference["loss"]), *((gradients[name], x) for name, x in expected.items())]
+    return [(mine - theirs).abs().max().item() for mine, theirs in pairs]
+
+
+def test_equals_transformers_under_all_switches(reference):
+    for fusion in COMBINATIONS:
+        assert max(errors(reference, fusion)) < 1e-12, fusion
+
+
+def unrotated(q, angles, seen=[]):  # noqa: B006  every other call is for keys
+    seen.append(q)
+    return q if len(seen) % 2 == 0 else ROTATE(q, angles)
+
+
+ROTATE = llama.rotate
+MUTANTS = {
+    "rotation of keys forgotten": (llama, "rotate", unrotated),
+    "gate and up exchanged": (llama.FusedSwiGLU, "forward", lambda self, x: self.down_proj(
+        F.silu(self.project(x)[1]) * self.project(x)[0])),
+    "the mask lets the next byte in": (F, "scaled_dot_product_attention", lambda q, k, v, is_causal, **rest: (
+        SDPA(q, k, v, **rest, attn_mask=torch.ones(q.shape[2], q.shape[2]).tril(1).bool()))),
+    "neighbouring channels are pairs": (llama, "rotate", lambda x, angles: ROTATE(
+        x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), angles)),
+}
+SDPA = F.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(reference, name):
+    with mock.patch.object(*MUTANTS[name]):
+        assert max(errors(reference, llama.LlamaSwitches())) > 1e-6
+
+
+def test_labels_are_the_next_bytes_and_no_logit_sees_a_later_one():
+    settings = PROGRAM.settings(**SIZES, seq_len=16, batch_size=2, data=str(ROOT / "README.md"))
+    source = PROGRAM.open_source(settings)
+    batch = source.batch(0)
+    assert torch.equal(batch["ids"][:, 1:], batch["targets"][:, :-1])
+    whole = source.seen.tobytes()
+    assert all(bytes([*row.tolist(), last]) in whole for row, last in zip(
+        batch["ids"], batch["targets"][:, -1].tolist(), strict=True))
+    torch.manual_seed(0)
+    model = PROGRAM.model(settings.model, settings.fusion).double()
+    changed = batch["ids"].clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    difference = (model(changed)["logits"] - model(batch["ids"])["logits"]).abs().amax((0, 2))
+    assert difference[:9].max() == 0 and difference[9:].min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_chunked_loss_is_the_loss(dtype):
+    torch.manual_seed(0)
+    targets = torch.randint(50, (3, 7))
+    targets[1, 2:] = -100
+    tensors = [torch.randn(3, 7, 8, dtype=dtype), torch.randn(50, 8, dtype=dtype)]
+    results = []
+    for chunked in (False, True):
+        x, weight = (t.clone().requires_grad_() for t in tensors)
+        with mock.patch("fusion_lab.kernels.library.chunked_loss.LOGITS", 4 * 50):  # the last is not full
+            loss = ChunkedLoss.of(x, weight, targets) if chunked else F.cross_entropy(
+                F.linear(x, weight).flatten(0, 1), targets.flatten())
+            (3 * loss).backward()
+        results.append((loss.detach(), x.grad, weight.grad))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.allclose(plain, ours, rtol=0, atol=20 * torch.finfo(dtype).eps)
+
+
+def test_checkpoints_of_others_load(reference, tmp_path):
+    state = {key[6:]: x.float() for key, x in reference.items() if key.startswith("param/")}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]  # as transformers saves a tied head
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    torch.save(state, tmp_path / "model.pt")
+    settings = PROGRAM.settings(**SIZES, vocab_size=64, tie_word_embeddings=True, seq_len=11,
+                                weights=str(tmp_path / "model.pt"))
+    trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+    logits = trainer.model(reference["ids"][:, :-1])["logits"]
+    assert (logits - reference["logits"]).abs().max() < 1e-5
+    del state["model.norm.weight"]
+    torch.save(state, tmp_path / "model.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save(dict(format="TinyLlama checkpoint 1", model=state), tmp_path / "run.pt")
+    for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file"),
+                        ("list.pt", "no named weights"), ("run.pt", "checkpoints .* --init-from")):
+        with pytest.raises(UserError, match=words):
+            PROGRAM.trainer(PROGRAM, settings.having(weights=str(tmp_path / name)), CPU)
+
+
+def test_training_begins_with_weights_of_others(reference, tmp_path, capsys):
+    state = {key[6:]: x.float() for key, x in reference.items() if key.startswith("param/")}
+    embedding = state["model.embed_tokens.weight"]
+    state["model.embed_tokens.weight"] = embedding.repeat(4, 1)  # text has 256 kinds of bytes
+    torch.save(state, tmp_path / "model.pt")
+    (tmp_path / "text").write_bytes(bytes(range(250)))
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [*sizes, *"--seq-len 11 --tie-word-embeddings --num-steps 1 --warmup-steps 1".split(),
+             *"--learning-rate 0 --device cpu --use-amp --enable-master-weights".split(),
+             "--data", str(tmp_path / "text"), "--weights", str(tmp_path / "model.pt")]
+    saved = tmp_path / "saved.pt"
+    code = llama.main([*flags, "--save-checkpoint", str(saved), "--profile-dir", str(tmp_path / "run")],
+                      program=PROGRAM)
+    assert code == 0, capsys.readouterr().err
+    weights = torch.load(saved, weights_only=True)["model"]
+    assert weights.keys() == state.keys()
+    assert all(torch.equal(weights[name], x) for name, x in state.items())  # a rate of 0 moves nothing
+    with pytest.raises(SystemExit):
+        llama.main([*flags, "--init-from", str(saved)], program=PROGRAM)
+    assert "--weights" in capsys.readouterr().err
+
+
+def test_transformers_agrees():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="eager")
+    theirs = transformers.LlamaForCausalLM(config).double()
+    model = llama.TinyLlama(llama.LlamaConfig(**SIZES, seq_len=11), llama.LlamaSwitches()).double()
+    model.load_state_dict(theirs.state_dict())
+    ids = torch.randint(256, (2, 11))
+    assert (model(ids)["logits"] - theirs(ids).logits).abs().max() < 1e-5  # its norms are float32
+
+
+# The corpus and its measures
+
+
+def test_held_out_files_are_never_read_in_training(tmp_path):
+    names = [f"text{i}" for i in range(60)]
+    held_out = [name for name in names if text.is_held_out(name)]
+    assert 0 < len(held_out) < 15
+    for name in names:
+        (tmp_path / name).write_bytes(bytes([1 if name in held_out else 2]) * 50)
+    source = PROGRAM.open_source(PROGRAM.settings(**SIZES, seq_len=16, data=str(tmp_path)))
+    assert sorted(source.held_out) == sorted(held_out) and not set(source.names) & set(held_out)
+    assert (source.seen == 2).all() and (source.unseen == 1).all()
+    assert all((source.batch(step)["ids"] == 2).all() for step in range(5))
+    [batch] = source.evaluation(source.unseen)
+    assert (batch["targets"] == 1).all()
+    one = tmp_path / "one"
+    one.write_bytes(bytes(range(250)))
+    source = PROGRAM.open_source(PROGRAM.settings(**SIZES, seq_len=16, data=str(one)))
+    assert source.seen.tolist() == [*range(225)] and source.unseen.tolist() == [*range(225, 250)]
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "short").write_bytes(b"x" * 30)
+    for values, words in ((dict(data=str(tmp_path / "absent")), "No such file"),
+                          (dict(data=str(tmp_path / "short")), "only 3 bytes held out"),
+                          (dict(vocab_size=64), "256 kinds")):
+        with pytest.raises(UserError, match=words):
+            PROGRAM.open_source(PROGRAM.settings(**SIZES, **values, seq_len=16))
+
+
+def test_the_standard_library_is_there_and_the_same_every_time():
+    settings = PROGRAM.settings(**SIZES, seq_len=16)
+    first, second = PROGRAM.open_source(settings), PROGRAM.open_source(settings)
+    assert first.sha256 == second.sha256 and len(first.seen) > 5e6 and len(first.unseen) > 3e5
+    assert not any("test" in name.split("/") or "site-packages" in name for name in first.names)
+    assert {"ast.py", "json/decoder.py"} <= {*first.names, *first.held_out}
+
+
+def test_bits_per_byte_by_hand():
+    class Half:
+        device = CPU
+
+        def forward(self, batch):  # two equal choices for each byte
+            return dict(loss=torch.tensor(math.log(2)))
+    batches = [dict(targets=torch.zeros(2, 5)), dict(targets=torch.zeros(1, 5))]
+    assert text.bits_per_byte(Half(), batches) == pytest.approx(1.0)
+    assert text.bits_per_byte(Half(), []) is None
+
+
+def test_n_grams_by_hand():
+    """Of b"abab" a model of pairs: "a" and "b" were followed by one kind of byte, twice and once."""
+    seen, unseen = np.frombuffer(b"abab", np.uint8), np.frombuffer(b"abc", np.uint8)
+    single = (2 + 2 / 256) / 6  # of a and of b: count 2, and one share of two kinds, of six
+    other = (0 + 2 / 256) / 6
+    after_a, after_b = (2 + single) / 3, (0 + other) / 2
+    expected = -np.mean(np.log2([single, after_a, after_b]))
+    assert text.n_gram_bits(seen, unseen, 2) == pytest.approx(expected, rel=1e-12)
+
+
+# One kernel a block, on a GPU; in the interpreter: tests/companions/kernels/test_ultra_block.py
+
+
+def on_gpu(**values):
+    return PROGRAM.settings(**{**dict(hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4,
+                                      num_kv_heads=2, seq_len=128, batch_size=2, use_amp=True,
+                                      amp_dtype="bfloat16", enable_ultra_block=True,
+                                      data=str(ROOT / "README.md")), **values})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [{}, dict(batch_size=1, seq_len=77), dict(
+    enable_master_weights=True, batch_size=4, seq_len=512, enable_qkv_fusion=False)])
+def test_ultra_fused_blocks_keep_every_gradient(values):
+    found, failures = accuracy.compare_numerics(PROGRAM, on_gpu(**values), torch.device("cuda"))
+    assert failures == [] and found["tensors"] > 20
+
+
+@pytest.mark.gpu
+def test_an_ultra_fused_block_is_one_kernel():
+    device = torch.device("cuda")
+    counts = []
+    for layers in (1, 3):
+        settings = on_gpu(num_layers=layers, enable_master_weights=True)
+        trainer, batch = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.check_batch(settings, device)
+        with torch.no_grad():
+            trainer.forward(batch)
+            counts.append(len(gpu_kernels(lambda t=trainer, b=batch: t.forward(b))))
+    assert counts[1] - counts[0] == 2
+
+
+@pytest.mark.gpu
+def test_a_grid_that_does_not_fit_is_refused():
+    from companions.kernels import ultra_block as kernels
+    trainer = PROGRAM.trainer(PROGRAM, on_gpu(enable_master_weights=True), torch.device("cuda"))
+    block, x = trainer.model.model.layers[0], torch.zeros(2, 128, 256, device="cuda", dtype=torch.bfloat16)
+
+    def large(*arguments):
+        return KERNEL(*arguments, grid=100_000)
+    KERNEL = kernels.ultra_block
+    with mock.patch.object(kernels, "ultra_block", large), pytest.raises(RuntimeError):
+        ultra_block.launch(block, x)
+
+
+@pytest.mark.parametrize("medians, expected", [
+    ((1.0, 4.0, 2.0, 0.5), "CUDA graph of the fused block is fastest; ultra-fused is 4.00x Standard, "
+     "2.00x torch.compile, 0.50x CUDA graph of the fused block"),
+    ((1.0, 4.0, 2.0, 1.1), "Ultra-fused is fastest, within noise of CUDA graph of the fused block; "
+     "ultra-fused is 4.00x Standard, 2.00x torch.compile, 1.10x CUDA graph of the fused block")])
+def test_verdicts_on_one_kernel_a_block(medians, expected):
+    names = (ultra_block.ULTRA, ultra_block.STANDARD, ultra_block.COMPILED, ultra_block.GRAPH)
+    ways = [ultra_block.Way(name, {}, seconds=dict(step=(0.9 * t, t, 1.1 * t)))
+            for name, t in zip(names, medians, strict=True)]
+    assert ultra_block.verdict(ways, "step") == expected
+
+
+def test_what_the_kernel_needs_is_where_the_model_is():
+    model = llama.TinyLlama(on_gpu().model, llama.LlamaSwitches()).to("meta")
+    model.enable_ultra_mode()
+    assert all(block.ultra and {block.turns.device.type, block.counters.device.type} == {"meta"}
+               for block in model.model.layers)
+
+
+def test_projections_below_each_other_are_the_same_packed_or_not():
+    found = []
+    for packed in (True, False):
+        torch.manual_seed(0)
+        switches = llama.LlamaSwitches(enable_qkv_fusion=packed, enable_swiglu_fusion=packed)
+        model = llama.TinyLlama(llama.LlamaConfig(**SIZES, seq_len=11), switches)
+        attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+        found.append([attention.packed("q_proj", "k_proj", "v_proj"), mlp.packed(*mlp.SIDES)])
+    for (weight, bias), (other, no_bias) in zip(*found, strict=True):
+        assert torch.equal(weight, other) and bias is no_bias is None
+
+
+def test_the_switch_by_itself_is_no_program():
+    done = run_program("companions/ultra_block.py")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "companions/tiny_llama.py --compare-ultra" in done.stderr
+
+
+def test_one_kernel_a_block_needs_a_gpu_and_says_so(capsys):
+    assert llama.main(["--compare-ultra", "--device", "cpu"], program=PROGRAM) == 4
+    assert "needs a GPU" in capsys.readouterr().err
+    idle = on_gpu().idle(False)
+    assert idle == ["the ultra-fused block needs a GPU, Triton and --use-amp"]
+    if HAS_TRITON:
+        assert on_gpu(num_heads=16, num_kv_heads=2).idle(True) == [
+            "ultra-fused blocks are for heads of 32, 64, 128 channels"]
+
+
+def test_the_pointwise_kernel_says_what_it_needs(monkeypatch):
+    def idle(on_gpu=True, **switches):
+        return PROGRAM.settings(**SIZES, enable_pointwise_kernel=True, **switches).idle(on_gpu)
+    monkeypatch.setattr("companions.kernels.limits.HAS_TRITON", True)
+    [said] = idle(False)
+    assert said == ("the pointwise kernel needs a GPU, Triton and packed projections (--enable-qkv-fusion, "
+                    "--enable-swiglu-fusion)")
+    assert idle() == idle(enable_qkv_fusion=False) == idle(enable_swiglu_fusion=False) == []
+    assert idle(enable_qkv_fusion=False, enable_swiglu_fusion=False) == [said]
+    monkeypatch.setattr("companions.kernels.limits.HAS_TRITON", False)
+    assert idle() == [said]
+
+
+def test_where_the_pointwise_kernel_cannot_run_the_other_paths_do(reference):
+    for on in (True, False):
+        fusion = llama.LlamaSwitches(enable_pointwise_kernel=True, enable_qkv_fusion=on,
+                                     enable_swiglu_fusion=on)
+        assert max(errors(reference, fusion)) < 1e-12
+
+
+def test_angles_are_rounded_to_float32_at_most():
+    """In float32 for 16 bits and float32, in float64 for float64; those of the positions that there are."""
+    model = llama.TinyLlama(llama.LlamaConfig(**SIZES, seq_len=11), llama.LlamaSwitches())
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
+        model(torch.zeros(1, 7, dtype=torch.int64))
+    assert [x.dtype for x in seen] == [torch.float32, torch.float32, torch.float64]
+    assert all(torch.equal(x, model.angles[:, :7].to(x.dtype)) for x in seen)
+
+
+POINTWISE = dict(enable_ultra_block=False, enable_pointwise_kernel=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [
+    {}, dict(enable_torch_compile=True), dict(batch_size=1, seq_len=77), dict(
+        enable_master_weights=True, enable_torch_compile=True, num_heads=8),
+    dict(use_amp=False, amp_dtype=None, enable_flash_attention=False),
+    dict(enable_activation_checkpointing=True)], ids=str)
+def test_the_pointwise_kernel_keeps_every_gradient(values):
+    settings = on_gpu(**POINTWISE, **values)
+    assert settings.idle(True) == []
+    found, failures = accuracy.compare_numerics(PROGRAM, settings, torch.device("cuda"))
+    assert failures == [] and found["tensors"] > 20
+
+
+@pytest.mark.gpu
+def test_compiled_graphed_steps_with_the_pointwise_kernel_are_eager_steps():
+    device, losses = torch.device("cuda"), []
+    for fast in (False, True):
+        settings = on_gpu(enable_ultra_block=False, enable_pointwise_kernel=fast, enable_torch_compile=fast,
+                          enable_cuda_graphs=fast, enable_master_weights=True)
+        process_settings(settings, device)
+        source, trainer = PROGRAM.open_source(settings), PROGRAM.trainer(PROGRAM, settings, device)
+        losses.append([trainer.step(to_device(source.batch(n), device)).item() for n in range(5)])
+        assert (trainer.graph is not None) == fast
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_attention_stays_fused_behind_the_pointwise_kernel():
+    """A compiled block's forward pass: its two kernels, and none of plain attention's softmax."""
+    device = torch.device("cuda")
+    settings = on_gpu(**POINTWISE, enable_torch_compile=True, enable_master_weights=True)
+    trainer = PROGRAM.trainer(PROGRAM, settings, device)
+    block, angles = trainer.model.model.layers[0], trainer.model.angles.float()
+    x = torch.randn(2, 128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    block(x, angles)
+    names = gpu_kernels(lambda: block(x, angles))
+    for word, count in (("rotary_kernel", 1), ("swiglu_kernel", 1), ("softmax", 0)):
+        assert sum(word in name for name in names) == count, names
+
+
+@pytest.mark.slow
+def test_it_learns():
+    small = dict(hidden_size=64, intermediate_size=128, num_layers=2, seq_len=64, eval_windows=32)
+    settings = PROGRAM.settings(**{**PROGRAM.demo, **small}, device="cpu")
+    source, trainer = PROGRAM.open_source(settings), PROGRAM.trainer(PROGRAM, settings, CPU)
+    for step in range(100):
+        trainer.step(source.batch(step))
+    assert text.evaluate(trainer, source)["held_out"] < 4.2
+    shown = text.continued(trainer, b"import ", 20, length=64)
+    assert shown.startswith(b"import ") and len(shown) == 27
+    assert shown == text.continued(trainer, b"import ", 20, length=64)

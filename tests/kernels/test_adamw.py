@@ -1,0 +1,316 @@
+"""AdamW of master weights in Triton's interpreter: torch's own beside it, and mutants that must fail."""
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels import adamw
+from fusion_lab.training import checkpoints
+from fusion_lab.training.distributed import ALONE
+from fusion_lab.training.master_weights import KernelMasters, MasterWeights
+from proteins.batches import SyntheticProteins
+from tests.kernels.rule import mutant
+
+pytestmark = pytest.mark.interpreted
+
+STEPS = 10
+CASES = {  # numbers, dtype of gradients, norm to clip to, weight decay, whether the rate is a tensor
+    "clipped, odd": (2501, torch.bfloat16, 1.0, 0.01, False),
+    "not clipped, rate on the device": (64, torch.bfloat16, 1e3, 0.5, True),
+    "gradients of several ranks": (1025, torch.float32, 2.0, 0.0, True),
+    "half": (1024, torch.float16, 1e-3, 0.1, False),
+}
+MUTANTS = {
+    "no first bias correction": ("lr / (1 - tl.exp(count * LOG1))", "lr + 0 * count"),
+    "no second bias correction": ("1 - tl.exp(count * LOG2)", "1 + 0 * count"),
+    "bias corrections of the next step": ("count = count.to(tl.float64)", "count = 1 + count.to(tl.float64)"),
+    "steps not counted": ("tl.store(step, count,", "tl.store(step, count - 1,"),
+    "decay in the gradient": ("* tl.load(scalars)\n", "* tl.load(scalars) + tl.load(scalars + 1) * weight\n"),
+    "no decay": ("    weight -= tl.load(scalars + 1) * weight\n", ""),
+    "decay without the rate": ("lr * decay", "0.01 * decay"),
+    "clipping forgotten": ("tl.where(factor > 1, 1.0, factor)", "0 * factor + 1"),
+    "small gradients enlarged": ("tl.where(factor > 1, 1.0, factor)", "factor"),
+    "first moment as the second": ("m += (1 - BETA1)", "m += (1 - BETA2)"),
+    "the copy not written": ("    tl.store(low + n, weight.to(low.dtype.element_ty), mask=there)\n", ""),
+    "a copy of the moment": ("weight.to(low", "m.to(low"),
+    "skipped steps counted": (", mask=skipped == 0", ""),
+    "skipped steps made": ("== 0, N, 0)", "== 0, N, N)"),
+    "all steps skipped that could be": ("== 0, N, 0)", "== 0, 0, 0)"),
+    "the first program's numbers alone": ("tl.program_id(0).to(tl.int64) * BN", "0 * tl.program_id(0) * BN"),
+}
+
+
+def gradients(count, dtype):
+    """Of which the last ones are far smaller than the first."""
+    torch.manual_seed(1)
+    scale = torch.logspace(0, -6, STEPS, dtype=torch.float64)
+    return [(factor * torch.randn(count, dtype=torch.float64)).to(dtype) for factor in scale.sqrt()]
+
+
+def by_torch(case, dtype):
+    """[weights, exp_avg, exp_avg_sq] after the steps, computed in this dtype."""
+    count, half, limit, decay, _ = case
+    weight = start_of(count).to(dtype)
+    optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=decay)
+    for number, gradient in enumerate(gradients(count, half)):
+        optimizer.param_groups[0]["lr"] = rate_at(number)
+        weight.grad = gradient.to(dtype)
+        torch.nn.utils.clip_grad_norm_([weight], limit)
+        optimizer.step()
+    state = optimizer.state[weight]
+    assert state["step"] == STEPS
+    return [weight, state["exp_avg"], state["exp_avg_sq"]]
+
+
+def start_of(count):
+    torch.manual_seed(0)
+    return torch.randn(count)
+
+
+def rate_at(number):
+    return torch.tensor(0.01 / (1 + number)).item()  # as float32 has it
+
+
+def by_kernel(case, module=adamw):
+    """(the same, the copy in 16 bits, steps counted), after as many steps that a scaler has skipped"""
+    count, half, limit, decay, on_device = case
+    weight, low = start_of(count), torch.zeros(count, dtype=torch.float16)
+    state = dict(step=torch.zeros(()), exp_avg=torch.zeros(count), exp_avg_sq=torch.zeros(count))
+    for number, gradient in enumerate(gradients(count, half)):
+        rate, norm = rate_at(number), torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        group = dict(lr=torch.tensor(rate) if on_device else rate, betas=(0.9, 0.999), eps=1e-8,
+                     weight_decay=decay)
+        module.update(weight, gradient / 0, state, low, norm / 0, limit, group, torch.tensor(1.0))
+        module.update(weight, gradient, state, low, norm, limit, group, *[torch.tensor(0.0)] * (number % 2))
+    return [weight, state["exp_avg"], state["exp_avg_sq"]], low, state["step"]
+
+
+def faults(case, module=adamw):
+    """What breaks the rule: errors against float64 of at most three times those of torch in float32, and a
+    rounding a step."""
+    exact, own = by_torch(case, torch.float64), by_torch(case, torch.float32)
+    mine, low, steps = by_kernel(case, module)
+    found = [] if steps == STEPS else ["step"]
+    found += [] if torch.equal(low, mine[0].half()) else ["low"]
+    for name, ours, plain, truth in zip(("weights", "exp_avg", "exp_avg_sq"), mine, own, exact, strict=True):
+        error, allowed = ((x - truth).abs().max().item() for x in (ours, plain))
+        allowed = 3 * allowed + STEPS * torch.finfo(torch.float32).eps * truth.abs().max().item()
+        found += [] if error <= allowed else [f"{name}: {error:.2e}, allowed {allowed:.2e}"]
+    return found
+
+
+SIZES = (1300, 1, 64, 512, 130, 70)
+STARTS = (0, 1344, 1408, 1472, 1984, 2176)  # multiples of 64
+LENGTH = 2304
+JOIN_MUTANTS = {
+    "a weight's first tile alone": ("+ tl.load(chunk + 1)\n", "\n"),
+    "what lies behind a gradient": ("mask=n < count", "mask=n < count + (count > 0)"),
+    "what lies behind a gradient, in the norm": ("n < count, other=0.0", "n < count, other=1.0"),
+    "no zeros behind it": ("mask=n < tl.load(chunk + 4)", "mask=n < count"),
+    "the first tile's squares": ("squares + tl.program_id(0), tl", "squares, tl"),
+    "squares of 1024 numbers": ("range(0, N, BN)", "range(0, 1, BN)"),
+    "no root": ("tl.sqrt(tl.sum(total))", "tl.sum(total)"),
+}
+
+
+def joined_faults(module=adamw, repeated=1):
+    """Of gradients that lie anywhere, one of which there is not."""
+    torch.manual_seed(0)
+    sizes, length = SIZES * repeated, LENGTH * repeated
+    starts = [place * LENGTH + start for place in range(repeated) for start in STARTS]
+    memory = torch.randn(3 * length + 2048).bfloat16()
+    gradients, expected = [], torch.zeros(length, dtype=torch.bfloat16)
+    for number, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        gradients.append(None if number == 2 else memory[3 * start + number:][:size])
+        if number != 2:
+            expected[start:start + size] = gradients[-1]
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patched:  # what a kernel does not write is not 0 by chance
+        patched.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(9))
+        joined = module.Joined(sizes, starts, length, torch.device("cpu"))
+        assert not joined.used
+        found, norm = joined(gradients, torch.bfloat16)
+    assert joined.used
+    exact = torch.linalg.vector_norm(expected.double())
+    return [name for name, same in (("numbers", torch.equal(found, expected)),
+                                    ("norm", abs(norm - exact) <= 1e-6 * exact)) if not same]
+
+
+@pytest.mark.parametrize("repeated", [1, 100])  # more tiles than the norm's kernel takes at once
+def test_gradients_are_joined_with_their_norm(repeated):
+    assert joined_faults(repeated=repeated) == []
+
+
+@pytest.mark.parametrize("broken", JOIN_MUTANTS)
+def test_mutants_that_join_are_caught(broken, tmp_path):
+    module = mutant(adamw, *JOIN_MUTANTS[broken], tmp_path)
+    assert any(joined_faults(module, repeated) for repeated in (1, 200))
+
+
+def test_a_captured_step_joins_its_gradients(monkeypatch):
+    """Once: a second graph would write another table over the first one's. Gradients may lie transposed."""
+    model = torch.nn.Sequential(torch.nn.Linear(23, 37), torch.nn.Linear(5, 3))
+    masters, found = KernelMasters(model, torch.float16, wide=False), []
+    for captured in (False, True, True):
+        monkeypatch.setattr(KernelMasters, "captured", lambda self, captured=captured: captured)
+        torch.manual_seed(0)
+        for number, p in enumerate(masters.parameters.values()):
+            p.grad = torch.randn(p.t().shape).half().t() if number != 2 else None
+        assert not masters.parameters["0.weight"].grad.is_contiguous()
+        masters.take_gradients()
+        assert all(p.grad is None for p in masters.parameters.values())
+        found.append((masters.gradient, masters.norm is not None, masters.clip(1.0)))
+    assert [by_kernel for _, by_kernel, _ in found] == [False, True, False] and found[0][0].any()
+    assert all(torch.equal(gradient, found[0][0]) for gradient, *_ in found)
+    assert [norm.item() for *_, norm in found] == pytest.approx([found[0][2].item()] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps_are_torch_s(name):
+    assert faults(CASES[name]) == []
+
+
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_mutants_are_caught(broken, tmp_path):
+    module = mutant(adamw, *MUTANTS[broken], tmp_path)
+    assert any(faults(case, module) for case in CASES.values())
+
+
+def test_moments_do_not_drift():
+    """Of a gradient that stays: factors of float32 that do not add up to 1 would move them by 3e-5."""
+    gradient, weight = torch.tensor([2.0]), torch.zeros(1)
+    state = dict(step=torch.tensor(5e4), exp_avg=torch.tensor([2.0]), exp_avg_sq=torch.tensor([4.0]))
+    for _ in range(100):
+        adamw.update(weight, gradient, state, torch.zeros(1), torch.tensor(2.0), 3.0,
+                     dict(lr=1.0, betas=(0.9, 0.999), eps=0.0, weight_decay=0.0))
+    assert (state["exp_avg"].item(), state["exp_avg_sq"].item()) == (2, 4)
+    assert weight.item() == pytest.approx(-100, rel=1e-6) and state["step"] == 5e4 + 100
+
+
+def test_a_norm_that_is_no_number_is_seen_in_the_weights():
+    for norm in (float("nan"), float("inf")):
+        weight = torch.ones(3)
+        state = dict(step=torch.zeros(()), exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
+        adamw.update(weight, torch.full((3,), norm), state, torch.ones(3), torch.tensor(norm), 1.0,
+                     dict(lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0))
+        assert weight.isnan().all()
+
+
+def test_what_the_kernels_would_misread_is_refused():
+    def update(flat, gradient, low, norm):
+        state = dict(step=torch.zeros(()), exp_avg=flat.clone(), exp_avg_sq=flat.clone())
+        adamw.update(flat, gradient, state, low, norm, 1.0, dict(lr=0.1, betas=(0.9, 0.999), eps=1e-8,
+                                                                 weight_decay=0.0))
+    flat, norm = torch.zeros(3), torch.zeros(())
+    with pytest.raises(ValueError, match="gradient is"):
+        update(flat, torch.zeros(4), flat.half(), norm)
+    with pytest.raises(ValueError, match="low is"):
+        update(flat, flat, torch.zeros(2), norm)
+    for given in ((flat.double(), flat, flat, norm), (flat, flat, flat, norm.double())):
+        with pytest.raises(ValueError, match="must be float32"):
+            update(*given)
+
+
+# --- Master weights, scalers, checkpoints ---------------------------------------------------------------
+
+
+def run(dtype, steps, spoilt=None, scaled=True):
+    """(masters of the kernel, torch's), their optimizers and norms, after steps as a Trainer makes them; the
+    gradient of step `spoilt` is infinite. After each step the optimizers exchange their states."""
+    sides = []
+    for kind in (partial(KernelMasters, wide=scaled), MasterWeights):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+        masters = kind(model, dtype)
+        sides.append(SimpleNamespace(
+            model=model, masters=masters, norms=[],
+            scaler=torch.amp.GradScaler("cpu", 2.0 ** 8, enabled=scaled),
+            optimizer=masters.optimizer(lr=0.1, fused=True, weight_decay=0.1)))
+    torch.manual_seed(1)
+    for number in range(steps):
+        x = torch.randn(4, 7).to(dtype) * (float("inf") if number == spoilt else 1)
+        for side in sides:
+            side.scaler.scale(side.model(x).square().mean()).backward()
+            side.masters.take_gradients()
+            side.scaler.unscale_(side.optimizer)
+            side.norms.append(ALONE.clip([side.masters.flat], 0.5, side.masters).item())
+            side.scaler.step(side.optimizer)
+            side.scaler.update()
+            side.optimizer.zero_grad()
+            side.masters.after_step()
+            assert side.masters.flat.grad is None and getattr(side.masters, "gradient", None) is None
+            assert all(p.grad is None for p in side.model.parameters())
+        states = [side.optimizer.state_dict() for side in sides]
+        for side, state in zip(sides, reversed(states), strict=True):
+            side.optimizer.load_state_dict(state)
+        for side in sides:  # or roundings of products would set them apart
+            side.masters.flat.copy_(sides[1].masters.flat)
+            side.masters.publish()
+    return sides
+
+
+def alike(sides):
+    for kind in ("step", "exp_avg", "exp_avg_sq"):
+        first, second = (side.optimizer.state[side.masters.flat][kind] for side in sides)
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-9)
+    assert sides[0].norms == pytest.approx(sides[1].norms, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype, scaled", [(torch.bfloat16, False), (torch.bfloat16, True),
+                                           (torch.float16, True)])
+def test_states_go_from_torch_s_optimizer_to_this_one_and_back(dtype, scaled):
+    sides = run(dtype, 6, scaled=scaled)
+    alike(sides)
+    assert all(side.optimizer.state[side.masters.flat]["step"] == 6 for side in sides)
+    assert [side.optimizer.state_dict()["param_groups"] for side in sides][0] == \
+        sides[1].optimizer.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("spoilt", [0, 2])
+def test_a_step_with_an_infinite_gradient_changes_nothing_but_the_scale(spoilt):
+    before, after = (run(torch.float16, steps, spoilt) for steps in (spoilt, spoilt + 1))
+    alike(after)
+    for earlier, later in zip(before, after, strict=True):
+        assert torch.equal(earlier.masters.flat, later.masters.flat)
+        assert torch.equal(later.masters.low, later.masters.flat.half())
+        state = later.optimizer.state[later.masters.flat]
+        assert state["step"] == spoilt and state["exp_avg"].isfinite().all()
+        assert later.scaler.get_scale() == 2.0 ** 7
+    alike(run(torch.float16, spoilt + 3, spoilt))
+
+
+def trainer_of(kernel, monkeypatch, **values):
+    """In float16: the interpreter cuts numbers off where it makes bfloat16 of them."""
+    kind = partial(KernelMasters, wide=True) if kernel else MasterWeights
+    with monkeypatch.context() as patch:
+        patch.setattr(tof, "master_weights", lambda model, dtype, *_: kind(model, dtype))
+        return tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(
+            num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
+            seq_len=8, batch_size=1, use_amp=True, amp_dtype="float16", enable_master_weights=True,
+            dropout=0.0, device="cpu", lr_warmup_steps=2, num_steps=9, **values), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_checkpoint_of_one_optimizer_continues_with_the_other(kernel, monkeypatch, tmp_path):
+    weights = []
+    for changes in (False, True):
+        trainer = trainer_of(kernel, monkeypatch, ema_decay=0.5)
+        source = SyntheticProteins(trainer.settings)
+        for number in range(3):
+            with trainer.preserved():
+                trainer.step(source.batch(9))
+            trainer.step(source.batch(number))
+            trainer.step_number += 1
+        if changes:
+            checkpoints.save(trainer, tmp_path / "c.pt")
+            trainer = trainer_of(not kernel, monkeypatch, ema_decay=0.5)
+            checkpoints.restore(trainer, tmp_path / "c.pt")
+            assert trainer.step_number == 3
+        trainer.step(source.batch(3))
+        assert trainer.optimizer.state[trainer.masters.flat]["step"] == 4
+        assert type(trainer.optimizer) is (adamw.AdamW if kernel != changes else torch.optim.AdamW)
+        weights.append([trainer.masters.flat, trainer.average.weights[0], trainer.gradient_norm])
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

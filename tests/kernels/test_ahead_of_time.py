@@ -1,0 +1,199 @@
+"""Triton kernels compiled for GPUs that are not here: registers, shared memory, instructions."""
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from tests.support import ROOT
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
+import triton
+import triton.language as tl
+
+with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contracting multiplications
+    warnings.simplefilter("ignore")
+    from tests.kernels.triton_targets import SHARED, compiled_for
+
+from fusion_lab.kernels import ahead_of_time, norm_projection, tuner
+from fusion_lab.kernels.reductions import weight_gradients
+from tests.kernels.launches import (
+    COMPANIONS,
+    LAUNCHES,
+    WEIGHTS,
+    WITHOUT,
+    WITHOUT_PRODUCTS,
+    bias_sums,
+    many_weights,
+    optimizer_step,
+    spills_too_often,
+)
+
+SASS = """
+.L_x_2:
+        /*0010*/                   FADD R1, R2, R3 ;
+.L_x_1:
+        /*0020*/                   MUFU.EX2 R1, R2 ;
+        /*0030*/              @!P0 FFMA R1, R2, R3, R4 ;
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+        /*0050*/               @P2 BRA `(.L_x_2) ;
+        /*0060*/                   BRA `(.L_x_3) ;
+.L_x_3:
+        /*0070*/                   BRA `(.L_x_3) ;
+"""
+AMD = """
+\ts_branch .LBB0_2
+.LBB0_1:                                ; =>This Inner Loop Header
+\t.loc\t1 131 5
+\tv_exp_f32_e32 v1, v2
+\ts_cbranch_scc1 .LBB0_1
+.LBB0_2:
+"""
+
+
+def test_innermost_loops_of_machine_code():
+    """Not the loop round them, nor the jump to itself in which code for NVIDIA ends."""
+    assert ahead_of_time.innermost_loops(SASS) == [["MUFU.EX2", "FFMA", "BRA"]]
+    assert ahead_of_time.innermost_loops(AMD) == [["v_exp_f32_e32", "s_cbranch_scc1"]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPANIONS, reason="companions were deleted")
+def test_instructions_of_a_loop_are_counted():
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks/instructions.py"),
+                           "message_gelu_kernel"], capture_output=True, text=True)
+    found = [line.split("|")[2:8] for line in done.stdout.splitlines() if "SUM=False, C=128" in line]
+    assert [row[0].strip() for row in found] == ["gfx942", "sm_90"], done.stderr
+    for row in found:
+        instructions, matrix, special, float32, memory = map(int, row[1:])
+        assert matrix == 0 < memory and special % 8 == 0 < special  # two a number, 8 or 16 numbers
+        assert special + float32 + memory < instructions < 40 * 16
+
+
+def test_kernels_on_a_cpu_say_what_they_need():
+    x, vector = torch.zeros(1, 3, 5, 16), torch.zeros(16)
+    with pytest.raises(RuntimeError, match="norm_project is .* needs a GPU, or TRITON_INTERPRET=1"):
+        norm_projection.norm_project(x, vector, vector, torch.zeros(32, 16), None, 1e-5)
+
+
+def described(kernel):
+    return dict(ahead_of_time.resources(kernel), overwritten=ahead_of_time.overwritten(kernel))
+
+
+def check_resources(target, launches):
+    """Every configuration that is shipped for the widths of these launches compiles without spills and fits
+    shared memory, and no loop overwrites what is still read. Returns the keys of tiles.json that this was
+    said of."""
+    faults, met = [], set()
+    for name in launches:
+        function, *arguments = LAUNCHES[name]
+        with compiled_for(target, met, described) as found:
+            function(*arguments)
+        assert found
+        faults += [f"{name}: {kernel}: {used}" for kernel, used in found.items()
+                   if spills_too_often(target, kernel, used) or used["shared"] > SHARED[target]
+                   or used["overwritten"]
+                   or name not in WITHOUT and (used["mma"] == 0) != kernel.startswith(WITHOUT_PRODUCTS)]
+    assert not faults, "\n".join(faults)
+    return met
+
+
+def test_compiles_for_a_gpu_of_amd():
+    check_resources("gfx942", ["columns, N 16"])
+
+
+@triton.jit
+def added_product(acc, a, b, sums, K, SUM: tl.constexpr, BM: tl.constexpr):
+    """acc (BM, BM) + a b, and parts of sums (16, K) of a's columns, as no kernel must make them."""
+    i, r = tl.arange(0, BM), tl.arange(0, 16)
+    for k0 in range(0, K, BM):
+        left, right = tl.load(a + i[:, None] * K + k0 + i), tl.load(b + (k0 + i[:, None]) * BM + i)
+        if SUM:
+            tl.store(sums + k0 + r[:, None] * K + i, tl.dot(tl.full((16, BM), 1, left.dtype), left))
+        acc = tl.dot(left, right, acc)
+    return acc
+
+
+@triton.jit
+def products_kernel(a, b, out, sums, K, FIRST: tl.constexpr, SECOND: tl.constexpr, EITHER: tl.constexpr,
+                    BM: tl.constexpr):
+    """Two loops, or either of two."""
+    acc, i = tl.zeros((BM, BM), tl.float32), tl.arange(0, BM)
+    if EITHER:
+        if tl.program_id(0) == 0:
+            acc = added_product(acc, a, b, sums, K, FIRST, BM)
+        else:
+            acc = added_product(acc, b, a, sums, K, SECOND, BM)
+    else:
+        acc = added_product(acc, a, b, sums, K, FIRST, BM)
+        acc = added_product(acc, b, a, sums, K, SECOND, BM)
+    tl.store(out + i[:, None] * BM + i, acc)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("either", [False, True])
+def test_what_a_loop_overwrites_too_early_is_seen(either, stages):
+    a, out, sums = (torch.empty(64, 256, dtype=dtype) for dtype in (torch.bfloat16, *[torch.float32] * 2))
+    kinds = [(False, False), (True, False), (False, True)]
+    with ahead_of_time.compiling("sm_90") as found:
+        for first, second in kinds:
+            ahead_of_time.start(products_kernel, (1,), a, a, out, sums, 256, FIRST=first, SECOND=second,
+                                EITHER=either, BM=64, num_stages=stages)
+    assert [ahead_of_time.overwritten(each.compiled) for each in found] == [first + second
+                                                                            for first, second in kinds]
+
+
+@pytest.mark.parametrize("target, load, store, wide, narrow", [
+    ("sm_90", "LDG.E.", "STG.E.", "128", "64"),
+    ("gfx942", "(buffer|global)_load_", "(buffer|global)_store_", "dwordx4", "dwordx2")])
+def test_adamw_moves_four_numbers_at_once(target, load, store, wide, narrow):
+    """16 bytes of weights and moments, 8 of gradients and the copy, and none through shared memory."""
+    with compiled_for(target, describe=lambda kernel: kernel) as found:
+        optimizer_step(torch.bfloat16, True, False)
+    kernel, = (found[name] for name in found if name.startswith("adamw_kernel"))
+    code = ahead_of_time.machine_code(kernel)
+    assert [len(re.findall(access + size, code)) for access in (load, store) for size in (wide, narrow)] == [
+        3, 1, 3, 1]
+    assert kernel.metadata.shared == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED)
+def test_every_tile_for_gradients_of_weights_compiles_for(target, monkeypatch):
+    """Into the memory that there is: gfx950 has more than other GPUs of AMD, and copies straight into it.
+    Since all sizes and addresses are known to be aligned, NVIDIA's load 16 bytes at a time."""
+    found, tiles = {}, weight_gradients.CANDIDATES[:6]  # others differ in the number of programs alone
+    for tile in tiles:
+        with compiled_for(target, describe=lambda kernel: (kernel, ahead_of_time.resources(kernel))) as made:
+            monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run, tile=tile: run(tile))
+            many_weights(4096, WEIGHTS)
+        found.update(made)
+    found = {name: each for name, each in found.items() if name.startswith("weight_gradients_kernel")}
+    assert len(found) == len(tiles)
+    for name, (kernel, used) in found.items():
+        assert used["spills"] == 0 < used["mma"] and used["shared"] <= ahead_of_time.MEMORY[target], name
+        narrow = re.findall(r"ld\.global(?!\.v4)\S*|cp\.async\.ca\S*", kernel.asm.get("ptx", ""))
+        assert not narrow, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED)
+def test_sums_are_loaded_16_bytes_at_a_time_for(target):
+    for name, (function, *arguments) in LAUNCHES.items():
+        if function is bias_sums or name == "sums of a block":
+            with compiled_for(target, describe=lambda kernel: kernel) as found:
+                function(*arguments)
+            assert found
+            for kernel in found.values():
+                used, code = ahead_of_time.resources(kernel), kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+                assert used["spills"] == 0 and used["shared"] <= ahead_of_time.MEMORY[target], name
+                loads = re.findall(r"ld\.global\S*|cp\.async\.c[ag]\S*|(?:global|buffer)_load_\S*", code)
+                assert loads and all(re.search(r"v4|async\.cg|x4|b128", each) for each in loads), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", SHARED)
+def test_compiles_for(target):
+    assert check_resources(target, LAUNCHES) == set(tuner.read(tuner.SHIPPED).get(target, {}))

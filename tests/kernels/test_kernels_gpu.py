@@ -1,0 +1,424 @@
+"""Triton kernels on a GPU: outputs and gradients by the 3x rule, the model with them, CUDA graphs."""
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels import adamw, dispatch, norm_projection, tuner
+from fusion_lab.kernels.attention import bias_gradient, padded_bias
+from fusion_lab.kernels.attention import operator as attention_operator
+from fusion_lab.kernels.outer_product_mean import layout as outer_layout
+from fusion_lab.kernels.reductions import compile_pass, sums, weight_gradients
+from fusion_lab.kernels.triangle_multiplication import products as triangle_products
+from fusion_lab.measuring import accuracy
+from fusion_lab.training import checkpoints
+from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.machine import process_settings
+from proteins.batches import SyntheticProteins
+from tests.kernels.attention import test_bias_gradient as check_added_bias
+from tests.kernels.attention import test_layer as layers
+from tests.kernels.attention import test_operator as attention
+from tests.kernels.attention import test_padded_bias as check_attention_bias
+from tests.kernels.norm_projection import test_norm_projection as projections
+from tests.kernels.outer_product_mean import test_layout as layouts
+from tests.kernels.outer_product_mean import test_sides as sides
+from tests.kernels.reductions import test_sums as check_sums
+from tests.kernels.reductions import test_weight_gradients as weights
+from tests.kernels.rule import violations
+from tests.kernels.transition import test_hidden_gradient as hidden
+from tests.kernels.transition import test_layer as wrapped
+from tests.kernels.triangle_multiplication import test_operator as multiplication
+from tests.kernels.triangle_multiplication import test_products as products
+from tests.support import ROOT
+
+if COMPANIONS := (ROOT / "companions").exists():  # they may go
+    from tests.companions.kernels import test_gated_rotary as gated
+    from tests.companions.kernels import test_messages as messages
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+SIZES = (77, 128, 385)
+HALF = (torch.bfloat16, torch.float16)
+PROBLEMS = {  # what a check of the interpreter calls a case, at size S
+    "attention, starting node": (attention, lambda S: (1, 5, S, 4, 32, 2, True, True, True)),
+    "attention, ending node": (attention, lambda S: (2, S, 3, 2, 16, 1, True, True, False)),
+    "attention, columns": (attention, lambda S: (1, S, 7, 4, 16, 1, False, True, True)),
+    "attention, one row": (attention, lambda S: (1, 1, S, 4, 16, 2, True, True, True)),
+    "columns of one row": (attention, lambda S: (1, 1, S, 4, 16, 1, False, False, True)),
+    "outgoing": (multiplication, lambda S: (1, S, 128, True, 2, "own", 1, True)),
+    "incoming": (multiplication, lambda S: (1, S, 64, False, 2, "own", 2, True)),
+    "two layers": (hidden, lambda S: ((2, 5, S, 128), 512)),
+    "two layers, wide": (hidden, lambda S: ((1, 3, S, 256), 1024)),
+    "transition sub-layer": (wrapped, lambda S: ((2, 5, S, 128), 512, "x")),
+    "transition sub-layer, MSA": (wrapped, lambda S: ((1, 3, S, 64), 256, "x")),
+    "sub-layer, starting node": (layers, lambda S: (1, S, S, 128, 4, 2, "own", True, True, 1)),
+    "sub-layer, ending node": (layers, lambda S: (1, S, S, 64, 4, 1, "own", True, True, 2)),
+    "sub-layer, MSA rows": (layers, lambda S: (2, 3, S, 64, 4, 2, "given", True, True, 1)),
+    "sub-layer, columns of one row": (layers, lambda S: (1, 1, S, 64, 4, 1, None, False, True, None)),
+    "outer layout": (layouts, lambda S: (1, 128, S, 32, 128, True)),
+    "outer layout, two samples": (layouts, lambda S: (2, 16, S, 32, 128, False)),
+    "outer layout, odd": (layouts, lambda S: (2, 37, S, 12, 72, True)),
+    "outer layout, residual": (layouts, lambda S: (1, 64, S, 32, 128, True, 0.1, True)),
+    "sides": (sides, lambda S: ((1, 64, S, 64), 32)),
+    "sides, two samples, many channels": (sides, lambda S: ((2, 5, S, 128), 32)),
+    "sides, few channels": (sides, lambda S: ((1, 3, S, 16), 16)),
+}
+if COMPANIONS:
+    PROBLEMS.update({
+        "messages, first layer": (messages, lambda S: ("first", S, 48, 2 * S, 128)),
+        "messages, GELU": (messages, lambda S: ("gelu", S, 37, 1, 64)),
+        "messages, sum": (messages, lambda S: ("sum", S, 37, 1, 64)),
+        "SwiGLU": (gated, lambda S: ("swiglu", (3, S), 1376)),
+        "SwiGLU, odd": (gated, lambda S: ("swiglu", (2,), S)),
+        "rotary": (gated, lambda S: ("rotary", 2, S, 8, 2, 64)),
+        "rotary, odd": (gated, lambda S: ("rotary", 3, S, 3, 1, 6))})
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_three_times_the_error_of_plain_pytorch(name, size, dtype):
+    module, case = PROBLEMS[name]
+    with torch.device(DEVICE):
+        assert not violations(*module.problem(dtype, *case(size)))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("most", [1 << 40, 1 << 20], ids=["one round", "several"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["attention, starting node", "attention, ending node",
+                                  "sub-layer, starting node", "sub-layer, MSA rows"])
+def test_stored_gradients_of_scores(name, size, most, dtype, monkeypatch):
+    monkeypatch.setattr(attention_operator, "tuner", attention.stored(most))
+    module, case = PROBLEMS[name]
+    with torch.device(DEVICE):
+        assert not violations(*module.problem(dtype, *case(size)))
+
+
+@pytest.mark.parametrize("number", range(len(attention_operator.BACKWARD_SCORES)))
+@pytest.mark.parametrize("size", [192, 200, 256])
+def test_stored_gradients_of_scores_by_every_tile(number, size, monkeypatch):
+    monkeypatch.setattr(attention_operator, "tuner", attention.stored(1 << 26, number))
+    with torch.device(DEVICE):
+        assert not violations(*attention.problem(torch.bfloat16, 1, 70, size, 4, 32, 2, True, True, True))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("most", [1 << 40, 1 << 18], ids=["one round", "several"])
+@pytest.mark.parametrize("length", [23, 64])
+def test_short_rows(length, most, dtype, monkeypatch):
+    monkeypatch.setattr(attention_operator, "MOST_SCORES", most)
+    for module, case in ((attention, (2, 70, length, 4, 32, 2, True, True, True)),
+                         (layers, (2, length, length, 128, 4, 1, "own", True, True, 2))):
+        with torch.device(DEVICE):
+            assert not violations(*module.problem(dtype, *case))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("outgoing", [True, False])
+@pytest.mark.parametrize("length", [1, 23, 48, 64])
+def test_products_of_short_sides_with_every_tile(length, outgoing, dtype, monkeypatch):
+    with torch.device(DEVICE):
+        assert not violations(*multiplication.problem(dtype, 2, length, 64, outgoing, 2, "own", 1, True))
+        for number in range(len(triangle_products.CANDIDATES)):
+            monkeypatch.setattr(tuner, "launch", products.tiles(number))
+            assert not violations(*products.problem(dtype, 512, length, outgoing))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("number", range(len(outer_layout.TILES[2])))
+def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
+    """Of whole tiles, several of them a program, and of others."""
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
+    with torch.device(DEVICE):
+        for case in ((1, 128, 64, 32, 128, True), (2, 16, 128, 32, 128, True), (1, 37, 64, 32, 72, True),
+                     (1, 37, 65, 12, 72, True)):
+            assert not violations(*layouts.problem(dtype, *case))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("number", range(len(norm_projection.NORM_PROJECT[2, False])))
+def test_norm_project_by_every_tile(number, dtype, monkeypatch):
+    """Also where weights stay, and programs make several tiles of positions, whole ones or not."""
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(
+        candidates[number] if kernel == "norm_project_kernel" else candidates[0]))
+    with torch.device(DEVICE):
+        for shape in ((1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)):
+            assert not violations(*projections.norm_problem(dtype, shape, 4 * shape[-1], 4))
+            assert not violations(*projections.hidden_problem(dtype, shape, 4 * shape[-1], 0))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("number", range(len(norm_projection.OUTPUT_PROJECT[2, False])))
+def test_output_project_by_every_tile(number, dtype, monkeypatch):
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
+    with torch.device(DEVICE):
+        for case in (((1, 64, 128, 512), 128, True, 1), ((2, 37, 65, 1024), 128, True, 0, 0.1),
+                     ((2, 37, 64, 256), 64, False, 0)):
+            assert not violations(*projections.output_problem(dtype, *case))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("length", [5, 130, 520])
+def test_rows_without_any_key_are_finite_and_have_no_gradient(length, dtype):
+    """Nor do tiles without any key before the first one disturb a row: their maximum is -1e9, and GPUs fuse
+    what the interpreter rounds twice."""
+    q, k, v = (torch.randn(1, 3, 2, length, 16, device=DEVICE, dtype=dtype).requires_grad_()
+               for _ in range(3))
+    keys = torch.ones(1, 3, length, device=DEVICE)
+    keys[:, 1], keys[:, 2, :-3] = 0, 0
+    bias = torch.randn(1, 2, length, length, device=DEVICE, dtype=dtype)
+    out = attention_operator.row_attention(q, k, v, bias, keys)
+    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)), keys)
+    assert torch.allclose(out.double(), exact, atol=2e-2)
+    out.sum().backward()
+    assert not any(x.grad[:, 1].any() for x in (q, k, v)) and v.grad[:, 0].any()
+
+
+@pytest.mark.parametrize("lowest", [-1e10, -1e30, -float("inf")])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_bias_that_masks(dtype, lowest):
+    """Keys of the first tiles: whatever their maximum is, it leaves no trace."""
+    q, k, v = (torch.randn(1, 3, 2, 300, 16, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 2, 300, 300, device=DEVICE)
+    bias[..., :128] = lowest
+    bias = bias.to(dtype)  # float16 has -inf for all of them
+    out = attention_operator.row_attention(q, k, v, bias)
+    exact = attention_operator.reference(*(t.detach().double() for t in (q, k, v, bias)))
+    assert torch.allclose(out.double(), exact, atol=2e-2)
+    out.sum().backward()
+    assert not v.grad[..., :128, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer layout", "sides",
+                                  "SwiGLU", "rotary"])
+def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
+    module, case = PROBLEMS[name]
+    with torch.device(DEVICE):
+        ours, plain, tensors = module.problem(torch.bfloat16, *case(77))
+
+    def step(batch):
+        given = [batch[n].detach().requires_grad_() for n in sorted(batch)]
+        out = ours(*given)
+        grads = torch.autograd.grad(out, given, torch.ones_like(out), allow_unused=True)
+        return torch.cat([t.flatten().float() for t in (out, *grads) if t is not None])
+    batch = {f"{n:02}": t for n, t in enumerate(tensors)}
+    graph = GraphedStep(step, batch, torch.device(DEVICE))
+    new = {n: t + 0.25 * torch.randn_like(t) for n, t in batch.items()}
+    for data in (batch, new):
+        assert torch.equal(graph(data), step(data))
+
+
+def settings(amp, **sizes):
+    """With every kernel on."""
+    return tof.PROGRAM.settings(**{**dict(num_blocks=1, batch_size=2, seq_len=96, num_seqs=24),
+                                   **dataclasses.asdict(tof.FusionConfig.ultra()), **sizes},
+                                use_amp=True, amp_dtype=amp)
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [{}, dict(batch_size=1, seq_len=161, num_seqs=1)])
+def test_the_model_with_ultra(amp, sizes):
+    found = accuracy.compare_numerics(tof.PROGRAM, settings(amp, **sizes), torch.device(DEVICE))
+    assert found[1] == []
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [{}, dict(batch_size=1, seq_len=161, num_seqs=49)])
+def test_the_model_with_its_outer_product_laid_out(amp, sizes, monkeypatch):
+    """Sizes for which it is not re-associated."""
+    made = set()
+    for name in ("outer_layout", "sides"):
+        call = getattr(dispatch, name)
+        monkeypatch.setattr(dispatch, name, lambda *given, name=name, call=call: (
+            made.add(name) or call(*given)))
+    given = settings(amp, enable_torch_compile=False, **sizes)
+    assert accuracy.compare_numerics(tof.PROGRAM, given, torch.device(DEVICE))[1] == []
+    assert made == {"outer_layout", "sides"}
+
+
+def test_graphed_steps_with_kernels_are_eager_steps():
+    losses = []
+    for graphs in (False, True):
+        given = settings("bfloat16", enable_cuda_graphs=graphs, dropout=0.0)
+        process_settings(given, torch.device(DEVICE))
+        source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+        losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
+        assert (trainer.graph is not None) == graphs
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("number", range(len(weight_gradients.CANDIDATES)))
+def test_gradients_of_many_weights_with_every_tile(number, dtype, monkeypatch):
+    monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
+    with torch.device(DEVICE):
+        for case in weights.CASES:
+            assert weights.wrong(weight_gradients.OP, *weights.problem(case, dtype)) == []
+        sizes = [(16384, 128, 512), (16384, 640, 128), (16384, 64, 1024), (4096, 64, 256)] * 9
+        given = [[torch.randn(each[0], each[side]).to(dtype) for each in sizes] for side in (1, 2)]
+        assert weights.wrong(weight_gradients.OP, *given) == []
+        assert torch.equal(*(weight_gradients.OP(*given) for _ in range(2)))
+
+
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+def test_many_sums(dtype):
+    """Of whole numbers, so that they are exact; of others the same bits in every run."""
+    sizes = [(2048, 384), (1024, 640), (777, 3, 40), (256, 1 << 17), (2, 1 << 20), (0, 5), (1, 1)] * 6
+    with torch.device(DEVICE):
+        for case in (*check_sums.CASES.values(), sizes):
+            parts = check_sums.problem(case)
+            assert torch.equal(sums.GATHERED_OP(parts, dtype), check_sums.expected(parts, dtype))
+        parts = [torch.randn(size) for size in sizes]
+        assert torch.equal(*(sums.GATHERED_OP(parts, dtype) for _ in range(2)))
+
+
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_parts_of_a_bias_s_gradient(turned, dtype):
+    """Of whole numbers exact, of others the same bits in every run."""
+    sizes = [(64, 4, 4, 64, 64), (64, 1, 4, 64, 51), (8, 1, 4, 256, 256), (1, 2, 4, 512, 499)]
+    with torch.device(DEVICE):
+        for case in (*check_added_bias.CASES.values(), *sizes):
+            given = check_added_bias.problem(dtype, *case)
+            assert not check_added_bias.wrong(bias_gradient.OP, given, torch.bfloat16, turned), case
+        parts = torch.randn(77, 2, 4, 64, 64).to(dtype)
+        assert torch.equal(*(bias_gradient.OP(parts, 51, dtype, turned) for _ in range(2)))
+
+
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+@pytest.mark.parametrize("layout", check_attention_bias.LAYOUTS)
+def test_padded_biases(layout, dtype):
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    with torch.device(DEVICE):
+        for case in (*check_attention_bias.CASES.values(), (1, 4, 512, 512, 1, torch.bool)):
+            given = check_attention_bias.problem(dtype, *case, layout)
+            assert not any(check_attention_bias.wrong(padded_bias.OP, given, wide, turn)
+                           for turn in (False, True)), case
+
+
+def test_graphed_steps_that_gather_gradients_are_those_that_do_not(monkeypatch):
+    """And the pass finds them: in every compiled graph but those of forward."""
+    losses, gathered, gather = [], [], compile_pass.gather
+    monkeypatch.setattr(compile_pass, "gather", lambda graph, found, op, *given: (
+        gathered.append((op, len(found))) or gather(graph, found, op, *given)))
+    monkeypatch.setattr(compile_pass.GatheredGradients, "uuid", lambda self: None)
+    for on in (False, True):
+        torch._dynamo.reset()
+        given = settings("bfloat16", dropout=0.0, seq_len=64, enable_triton_weight_gradients=on)
+        process_settings(given, torch.device(DEVICE))
+        source, trainer = SyntheticProteins(given), tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+        losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
+        assert bool(gathered) == on
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+    for op, most in ((weight_gradients.OP, 17), (sums.GATHERED_OP, 23)):  # a block's
+        assert max(count for each, count in gathered if each == op) == most
+
+
+def test_graphed_steps_with_selective_checkpointing_are_those_without():
+    """From far less memory, and with the same dropout."""
+    losses, peaks = [], []
+    for on in (False, True):
+        torch._dynamo.reset()
+        given = settings("bfloat16", dropout=0.1, seq_len=128, num_blocks=3,
+                         enable_selective_checkpointing=on)
+        trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+        process_settings(given, torch.device(DEVICE))
+        source = SyntheticProteins(given)
+        losses.append([trainer.step(to_device(source.batch(n), trainer.device)).item() for n in range(5)])
+        peaks.append(trainer.graph.peak)
+        assert trainer.masters.joined.used
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2) and losses[0][0] > losses[0][-1]
+    assert peaks[1] < 0.85 * peaks[0]
+
+
+def test_selective_checkpointing_gives_the_same_gradients():
+    """In compiled blocks, of which the last one keeps more than the others."""
+    found = []
+    for on in (False, True):
+        torch._dynamo.reset()
+        given = settings("bfloat16", dropout=0.0, num_blocks=2, enable_selective_checkpointing=on,
+                         enable_cuda_graphs=False)
+        process_settings(given, torch.device(DEVICE))
+        trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+        accuracy.shake(tof.PROGRAM, trainer.model)
+        trainer.forward(to_device(SyntheticProteins(given).batch(0), trainer.device))["loss"].backward()
+        found.append({name: p.grad.float() for name, p in trainer.model.named_parameters()})
+    for name, expected in found[0].items():
+        assert expected.any() and (found[1][name] - expected).abs().max() <= 0.02 * expected.abs().max(), name
+
+
+def trained(steps, trainer):
+    source, start = SyntheticProteins(trainer.settings), trainer.step_number
+    for number in range(start, start + steps):
+        trainer.step(to_device(source.batch(number), trainer.device))
+        trainer.step_number += 1
+    return trainer
+
+
+def adamw_trainer(kernel, amp, **values):
+    given = settings(amp, enable_triton_adamw=kernel, enable_torch_compile=False, dropout=0.0,
+                     num_steps=20, **values)
+    process_settings(given, torch.device(DEVICE))
+    trainer = tof.Trainer(tof.PROGRAM, given, torch.device(DEVICE))
+    assert isinstance(trainer.optimizer, adamw.AdamW) == kernel
+    return trainer
+
+
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_with_the_kernel_for_adamw_are_those_without(graphs, amp):
+    """Nearly: Adam divides a gradient by its own size, so a rounding in one that is next to nothing moves its
+    weight by the learning rate."""
+    found = [trained(5, adamw_trainer(kernel, amp, enable_cuda_graphs=graphs)) for kernel in (False, True)]
+    plain, ours = (trainer.masters.flat for trainer in found)
+    before = adamw_trainer(False, amp).masters.flat
+    assert (ours - plain).norm() < 0.1 * (plain - before).norm()
+    assert torch.equal(found[1].masters.low, ours.to(found[1].masters.low.dtype))
+    assert found[0].gradient_norm.item() == pytest.approx(found[1].gradient_norm.item(), rel=0.05)
+    steps = [trainer.optimizer.state[trainer.masters.flat]["step"].item() for trainer in found]
+    assert steps[0] == steps[1] and (found[1].graph is not None) == graphs
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_graphed_run_continues_with_the_other_adamw(kernel, tmp_path):
+    first = trained(3, adamw_trainer(kernel, "bfloat16"))
+    checkpoints.save(first, tmp_path / "c.pt")
+    second = adamw_trainer(not kernel, "bfloat16")
+    checkpoints.restore(second, tmp_path / "c.pt")
+    before = second.masters.flat.clone()
+    assert torch.equal(before, first.masters.flat)
+    one, other = (trained(2, trainer).masters.flat for trainer in (first, second))
+    assert (one - other).norm() < 0.1 * (one - before).norm()
+    assert second.optimizer.state[other]["step"] == 5
+
+
+def test_adamw_of_many_numbers_is_torch_s():
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(2, 3_000_001, device=DEVICE)
+    masters = SimpleNamespace(flat=weight.clone(), low=weight.bfloat16(), limit=1.0)
+    ours = adamw.AdamW(masters, lr=0.01, weight_decay=0.1, fused=True)
+    theirs = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1, fused=True)
+    for number in range(10):
+        masters.gradient = (gradient * 0.5 ** number).bfloat16()
+        weight.grad = masters.gradient.float()
+        masters.norm = torch.linalg.vector_norm(masters.gradient, dtype=torch.float32)
+        norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        assert masters.norm.item() == pytest.approx(norm.item(), rel=1e-5)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(masters.flat, weight, rtol=1e-5, atol=1e-6)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(ours.state[masters.flat][kind], theirs.state[weight][kind], rtol=1e-4,
+                                   atol=1e-9)
+    assert torch.equal(masters.low, masters.flat.bfloat16())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one():
+    with torch.device("cuda:1"):
+        assert not violations(*layers.problem(torch.bfloat16, *PROBLEMS["sub-layer, MSA rows"][1](77)))

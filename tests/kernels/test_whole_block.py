@@ -1,0 +1,99 @@
+"""The model's ways into its kernels, in Triton's interpreter: a whole block, as if it lay on a GPU."""
+import dataclasses
+
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels import dispatch
+from fusion_lab.measuring import accuracy
+from tests.kernels.rule import violations
+
+pytestmark = pytest.mark.interpreted
+
+CONFIG = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=4,
+                                dropout=0.2)
+KERNELS = {name: True for name in tof.FusionConfig.names() if name.startswith("enable_triton_")}
+PACKINGS = dict(none=dict(enable_qkv_fusion_msa=False, enable_qkv_fusion_triangle=False),
+                qkv={}, gate=dict(enable_projection_fusion=True))
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "runs", lambda x: True)
+    monkeypatch.setattr(dispatch, "attends", lambda x, heads: True)
+
+
+def run(block):
+    """A function of (msa, pair) with padded residues and a missing row, and of nothing else."""
+    seq_mask, row_mask = torch.ones(1, 4), torch.ones(1, 3)
+    seq_mask[:, 3:] = row_mask[:, 2:] = 0
+
+    def call(msa, pair):
+        torch.manual_seed(1)
+        out = block.to(msa.dtype)(msa, pair, seq_mask, row_mask)
+        valid = out[0] * (row_mask[:, :, None] * seq_mask[:, None])[..., None].to(msa.dtype), out[1] * (
+            seq_mask[:, :, None] * seq_mask[:, None])[..., None].to(msa.dtype)
+        return torch.cat([part.flatten() for part in valid])
+    return call
+
+
+def blocks(packing, h=4):
+    """(all kernels, none), with equal weights; sides of the outer product have h channels."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(CONFIG, outer_product_dim=h)
+    found = [tof.FusedEvoformerBlock(config, fusion) for fusion in (
+        tof.FusionConfig(**KERNELS, **PACKINGS[packing]), tof.FusionConfig.preset(False))]
+    accuracy.shake(tof.PROGRAM, found[1])
+    found[0].load_state_dict(found[1].state_dict())
+    return found
+
+
+def tensors():
+    torch.manual_seed(2)
+    return [torch.randn(1, 3, 4, 16), torch.randn(1, 4, 4, 32)]
+
+
+@pytest.mark.parametrize("packing", ["qkv", *(pytest.param(name, marks=pytest.mark.slow)
+                                              for name in ("none", "gate"))])
+def test_a_block_is_what_it_is_without_kernels(packing):
+    ours, plain = blocks(packing)
+    assert all(layer.takes(tensors()[1]) for name, layer in ours.named_children())
+    assert not violations(run(ours.eval()), run(plain.eval()), tensors())
+
+
+@pytest.mark.parametrize("packing, layers, h", [
+    ("qkv", "transition_layer", 16), *(pytest.param(*given, marks=pytest.mark.slow) for given in (
+        ("gate", "transition_layer", 16), ("gate", "transition_layer", 4), ("qkv", "two_layers", 4)))])
+def test_kernels_by_width(packing, layers, h, monkeypatch):
+    """The outer product laid out, from sides with a kernel, or without; transitions round library products,
+    or, of many channels, their layers."""
+    monkeypatch.setattr(dispatch, "wraps", lambda x: layers == "transition_layer")
+    (ours, plain), made = blocks(packing, h=h), []
+    for name in ("outer_layout", "sides", "two_layers", "transition_layer"):
+        call = getattr(dispatch, name)
+        monkeypatch.setattr(dispatch, name, lambda *given, name=name, call=call: (
+            made.append(name) or call(*given)))
+    assert not violations(run(ours.eval()), run(plain.eval()), tensors())
+    assert set(made) == {"outer_layout", layers, *["sides"] * (h == 16)}
+
+
+@pytest.mark.slow
+def test_compiled_checkpointed_and_without_gradients():
+    ours = blocks("gate", 16)[0]
+    given = [t.requires_grad_() for t in tensors()]
+
+    def gradients(function):
+        out = function(*given)
+        return [out, *torch.autograd.grad(out.square().sum(), [*given, *ours.parameters()])]
+    eager = run(ours)
+    expected = gradients(eager)
+    assert len({t.sum().item() for t in expected[3:]}) > 40  # parameters that all have a gradient
+    checkpointed = gradients(lambda *t: torch.utils.checkpoint.checkpoint(eager, *t, use_reentrant=False))
+    assert all(map(torch.equal, expected, checkpointed))
+    with torch.no_grad():
+        assert torch.equal(eager(*given), expected[0])
+    ours.eval()  # no dropout, whose numbers a compiler draws in its own order
+    expected = gradients(eager)
+    ours.compile(fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, expected, gradients(run(ours))))

@@ -1,0 +1,85 @@
+"""The gradient of a hidden layer in Triton's interpreter: the 3x rule, and mutants that must fail."""
+import pytest
+import torch
+
+from fusion_lab.kernels.transition import hidden_gradient
+from tests.kernels.rule import mutant, violations
+
+pytestmark = pytest.mark.interpreted
+
+CASES = {  # shape of x, hidden units
+    "two tiles, odd": ((2, 5, 7, 32), 128),
+    "fewest channels, several shares": ((1, 3, 130, 16), 64),
+    "one position": ((1, 1, 1, 128), 512),
+    "whole tiles": ((1, 16, 64, 16), 128),
+}
+MUTANTS = {
+    "ReLU's derivative ignored": ("tl.where(h > 0, dh, 0.0)", "dh"),
+    "the first tile's mask for all": ("h = next_h", "h = h"),
+    "last tile dropped": ("for p0 in range(first, end, BM):", "for p0 in range(first, end - BM, BM):"),
+    "the last mask of whole tiles missing": ("p0 + BM, tl.int64)", "p0 + 2 * BM, tl.int64)"),
+    "sums of the last tile alone": ("acc += dh", "acc = dh"),
+    "sums of the first share alone": ("sums.OP(partial_sums, h", "sums.OP(partial_sums[:1], h"),
+    "every chunk the first one's weights": ("w2 + c[:, None] * K + k[None, :]",
+                                            "w2 + c[:, None] * K + tl.arange(0, BK)[None, :]"),
+    "second bias without a gradient": ("over_rows(gradient)", "over_rows(0 * gradient)"),
+}
+WHERE = {"the last mask of whole tiles missing": "whole tiles"}
+
+
+def problem(dtype, shape, units, module=hidden_gradient):
+    """(ours, plain, tensors) of a case"""
+    torch.manual_seed(0)
+    c = shape[-1]
+    sizes, scales = [shape, (units, c), (units,), (c, units), (c,)], [1, c ** -0.5, 1, units ** -0.5, 1]
+    tensors = [(scale * torch.randn(size)).to(dtype) for size, scale in zip(sizes, scales, strict=True)]
+    return module.two_layers, module.reference, tensors
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """So that small problems have several shares of several tiles, too."""
+    monkeypatch.setattr(hidden_gradient, "PROGRAMS", 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_three_times_the_error_of_plain_pytorch(name, dtype):
+    assert not violations(*problem(dtype, *CASES[name]))
+
+
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_mutants_are_caught(broken, tmp_path):
+    module = mutant(hidden_gradient, *MUTANTS[broken], tmp_path)
+    module.PROGRAMS = 16
+    shape = CASES[WHERE.get(broken, "fewest channels, several shares")][0]
+    assert violations(*problem(torch.float32, shape, 128, module))
+
+
+@pytest.mark.parametrize("units", [64, 192, 256])
+def test_every_tile_fills_the_gradient(units, monkeypatch):
+    """Also of numbers of units that are multiples of 64 alone, where a tuner must not choose wider chunks."""
+    ours, plain, tensors = problem(torch.bfloat16, (1, 1, 5, 256), units)
+    tiles = hidden_gradient.looked_up(5, 256, units, torch.bfloat16)[2]
+    assert any(tile["BK"] == 128 for tile in tiles) == (units == 256)
+    for tile in tiles:
+        monkeypatch.setattr(hidden_gradient.tuner, "chosen", lambda *_, tile=tile: tile)
+        assert not violations(ours, plain, tensors)
+
+
+def test_no_position():
+    x, w = torch.ones(0, 5, 16, requires_grad=True), torch.ones(64, 16)
+    b = torch.ones(64, requires_grad=True)
+    hidden_gradient.two_layers(x, w, b, w.t(), torch.ones(16)).sum().backward()
+    assert x.grad.shape == x.shape and not b.grad.any()
+
+
+def test_what_the_kernel_would_misread_is_refused():
+    x, w = torch.ones(3, 48), torch.ones(64, 48)
+    with pytest.raises(ValueError, match="from 48 channels"):
+        hidden_gradient.two_layers(x, w, torch.ones(64), w.t(), torch.ones(48))
+    x, w = torch.ones(3, 16), torch.ones(70, 16)
+    with pytest.raises(ValueError, match="70 hidden units are no multiple of 64"):
+        hidden_gradient.two_layers(x, w, torch.ones(70), w.t(), torch.ones(16))
+    with pytest.raises(ValueError, match="b1 is"):
+        hidden_gradient.two_layers(x, w[:64], torch.ones(70), w[:64].t(), torch.ones(16))

@@ -1,0 +1,107 @@
+"""Whole transitions round library products in Triton's interpreter: outputs and gradients by the 3x rule;
+mutants must fail."""
+import pytest
+import torch
+
+from fusion_lab.kernels import norm_projection
+from fusion_lab.kernels.transition import hidden_gradient
+from fusion_lab.kernels.transition import layer as transition_layer
+from tests.kernels.rule import counted_flops, mutant, same_in_every_mode, violations
+
+pytestmark = pytest.mark.interpreted
+
+CASES = {  # shape of x, hidden units, what is the residual
+    "two samples, odd": ((2, 5, 7, 32), 128, "x"),
+    "several shares": ((1, 3, 130, 16), 64, "x"),
+    "another residual": ((1, 3, 5, 16), 64, "another"),
+    "update alone": ((1, 3, 5, 32), 64, None),
+}
+MUTANTS = {  # what is replaced by what, and the case that must notice
+    "the residual's gradient forgotten": ("gradient if ctx.residual_is_x else None", "0 * gradient",
+                                          "several shares"),
+    "second bias without a gradient": ("db2 = total[0]", "db2 = 0 * total[0]", "several shares"),
+    "the same without a residual": ("over_rows(dupdate)", "over_rows(0 * dupdate)", "update alone"),
+    "no residual": ("x if residual_is_x else None, None", "None, None", "several shares"),
+    "first bias forgotten": ("eps, b1)", "eps, 0 * b1)", "several shares"),
+    "eps as an afterthought": ("w1, None, ctx.eps", "w1, None, 0.1", "several shares"),
+}
+
+
+def problem(dtype, shape, units, residual, module=transition_layer):
+    """(ours, plain, tensors) of a case"""
+    torch.manual_seed(0)
+    c = shape[-1]
+    sizes = shape, (c,), (c,), (units, c), (units,), (c, units), (c,), shape
+    scales = 1, 0.1, 0.1, c ** -0.5, 1, units ** -0.5, 1, 1
+    tensors = [scale * torch.randn(size) for size, scale in zip(sizes, scales, strict=True)]
+    tensors[1] += 1
+
+    def run(function):
+        def call(x, *given):
+            *weights, another = given
+            return function(x, *weights, 1e-5, dict(x=x, another=another).get(residual))
+        return call
+    return run(module.transition_layer), run(transition_layer.reference), [t.to(dtype) for t in tensors]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """So that small problems have several shares of several tiles, too."""
+    monkeypatch.setattr(hidden_gradient, "PROGRAMS", 16)
+
+
+@pytest.mark.parametrize("dtype, case", [
+    (torch.bfloat16, "two samples, odd"), (torch.float32, "several shares"),
+    *(pytest.param(dtype, case, marks=pytest.mark.slow) for dtype, case in (
+        (torch.float32, "two samples, odd"), (torch.bfloat16, "several shares"),
+        (torch.float32, "another residual"), (torch.float32, "update alone"),
+        (torch.bfloat16, "update alone"), (torch.float16, "two samples, odd")))])
+def test_forward_and_gradients(dtype, case):
+    assert not violations(*problem(dtype, *CASES[case]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name, tmp_path):
+    old, new, case = MUTANTS[name]
+    module = mutant(transition_layer, old, new, tmp_path)
+    assert violations(*problem(torch.float32, *CASES[case], module=module))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old, new", [
+    ("(2 + H) * C, c, handed_on,", "(2 + H) * C, c, 0 * handed_on,"),
+    ("* (2 + H + TOTAL) * C", "* (2 + H) * C")], ids=["not summed", "parts on each other"])
+def test_mutants_of_the_residuals_sum_are_caught(old, new, tmp_path, monkeypatch):
+    changed = mutant(norm_projection, old, new, tmp_path)
+    monkeypatch.setattr(norm_projection, "norm_project_backward", changed.norm_project_backward)
+    assert violations(*problem(torch.float32, *CASES["several shares"]))
+
+
+@pytest.mark.slow
+def test_under_compile_checkpoint_and_no_grad():
+    ours, _, tensors = problem(torch.float32, *CASES["two samples, odd"])
+    assert same_in_every_mode(ours, tensors, unused=1)
+
+
+def test_autocast_rounds_products_and_not_the_residual():
+    ours, plain, tensors = problem(torch.float32, *CASES["two samples, odd"])
+    exact = plain(*(t.double() for t in tensors))
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [function(*tensors) for function in (ours, plain)]
+    errors = [(result - exact).abs().max() for result in results]
+    assert results[0].dtype == torch.float32 and 1e-4 < errors[0] <= 3 * errors[1]
+
+
+def test_flops_are_those_of_plain_code():
+    ours, plain, tensors = problem(torch.float32, *CASES["two samples, odd"])
+    assert counted_flops(ours, tensors) == counted_flops(plain, tensors) > 0
+
+
+def test_what_the_kernels_would_misread_is_refused():
+    x, w = torch.ones(1, 2, 3, 48), torch.ones(64, 48)
+    rest = torch.ones(64), w.t(), torch.ones(48)
+    with pytest.raises(ValueError, match="from 48 channels"):
+        transition_layer.transition_layer(x, torch.ones(48), torch.ones(48), w, *rest)
+    with pytest.raises(ValueError, match="norm_weight is"):
+        transition_layer.transition_layer(x, torch.ones(32), torch.ones(48), w, *rest)

@@ -1,0 +1,201 @@
+"""Triangle multiplication in Triton's interpreter: output, gradients by the 3x rule; mutants must fail."""
+import pytest
+import torch
+
+from fusion_lab.kernels.triangle_multiplication import operator as trimul
+from fusion_lab.measuring.counters import OpCounter
+from tests.kernels.rule import mutant, same_in_every_mode, violations
+
+pytestmark = pytest.mark.interpreted
+
+CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout shares, biases
+    "outgoing": (2, 13, 32, True, 2, "own", 1, True),
+    "incoming": (1, 13, 32, False, 2, "own", 2, True),
+    "both sides masked": (2, 5, 16, True, 3, "other", None, True),
+    "update alone": (1, 17, 16, False, 3, None, None, False),
+    "no mask": (1, 16, 64, True, None, "own", None, True),
+    "small": (1, 5, 16, True, 2, "own", 1, True),
+    "one residue": (1, 1, 16, False, 2, None, 1, True),
+    "a whole tile": (2, 16, 16, False, 2, "own", 1, True),
+    "parts of lines": (1, 64, 16, True, 2, "own", 2, True),
+    "whole tiles, but not of lines": (1, 48, 16, False, 3, "own", 1, True),
+}
+RARER = ("both sides masked", "update alone", "parts of lines", "whole tiles, but not of lines")
+
+
+def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, module=trimul):
+    """(ours, plain, tensors) of a case; ours is the module's."""
+    torch.manual_seed(0)
+
+    def near(mean, *size, spread=0.3):
+        return (mean + spread * torch.randn(size)).to(dtype)
+    matrices = [near(0, rows, c, spread=c ** -0.5) for rows in (4 * c, c, c)]
+    tensors = [near(0, B, S, S, c, spread=1), near(1, c), near(0, c), matrices[0], near(0, 4 * c),
+               near(1, c), near(0, c), matrices[1], near(0, c), matrices[2], near(0, c),
+               near(0, B, S, S, c, spread=1)]
+    mask = None if masked is None else torch.rand([B, S, S][:masked]) > 0.25
+    drop = None if shared is None else (torch.rand([(B, 1, S, c), (B, S, 1, c)][shared - 1]) > 0.3) / 0.7
+
+    def run(function):
+        def call(pair, *rest):
+            *weights, other = rest
+            weights = [w if biased or n not in (3, 7, 9) else None for n, w in enumerate(weights)]
+            residual = {"own": pair, "other": other, None: None}[kind]
+            return function(pair, *weights, mask, outgoing, 1e-5, residual,
+                            None if drop is None else drop.to(pair.dtype))
+        return call
+    return run(module.triangle_multiplication), run(trimul.reference), tensors
+
+
+@pytest.mark.parametrize("dtype, case", [
+    *((torch.bfloat16, case) for case in CASES if case not in RARER), (torch.float16, "small"),
+    (torch.float32, "small"), *(pytest.param(torch.bfloat16, case, marks=pytest.mark.slow) for case in RARER),
+    *(pytest.param(torch.float32, case, marks=pytest.mark.slow) for case in CASES if case != "small")])
+def test_forward_and_gradients(dtype, case):
+    assert not violations(*problem(dtype, *CASES[case]))
+
+
+MUTANTS = {  # what is replaced by what, and the case that must notice
+    "mask ignored": ("(c0 < C) | MASK_BOTH, mask_factor", "(c0 < C) & MASK_BOTH, mask_factor", "small"),
+    "mask on left alone": ("(c0 < C) | MASK_BOTH, mask", "(c0 < C) | False, mask", "both sides masked"),
+    "mask of rows": ("((0, 1) if outgoing", "((1, 0) if outgoing", "small"),
+    "mask forgotten in backward": ("dy *= tl.where(", "dy *= 1 + 0 * tl.where(", "small"),
+    "padding not zero": ("value = tl.where(inside[None, :], value, 0.0)", "value *= 1", "small"),
+    "gates forgotten": ("value *= sigmoid(gate)", "value *= 1 + 0 * gate", "small"),
+    "right gated by left's gate": ("at + 2 * C * C", "at + 2 * C * C - (c0 // C) * C * C", "small"),
+    "output gate forgotten": ("y *= sigmoid(project(x", "y *= 1 + 0 * sigmoid(project(x", "small"),
+    "last channels dropped": ("range(0, C, BC)", "range(0, C - BC, BC)", "small"),
+    "projections' last channels dropped": ("range(0, 2 * C, BC)", "range(0, 2 * C - BC, BC)", "small"),
+    "the first chunk's biases": ("value_bias, gate_bias = next_value_bias, next_gate_bias", "pass", "small"),
+    "the first chunk's biases behind": ("chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias",
+                                        "pass", "no mask"),
+    "the first chunk's bias in backward": ("gate_bias = next_bias", "pass", "small"),
+    "no residual": ("y += residual_tile", "y += 0 * residual_tile", "small"),
+    "residual's gradient forgotten": ("d += residual_gradient", "d += 0 * residual_gradient", "small"),
+    "dropout forgotten": ("y *= factor", "y *= 1 + 0 * factor", "small"),
+    "dropout forgotten in backward": ("d *= load_tile(drop", "d *= 1 + 0 * load_tile(drop", "small"),
+    "dropout of the other axis": ("i * drop_stride_i + j * drop_stride_j",
+                                  "j * drop_stride_i + i * drop_stride_j", "small"),
+    "gate's derivative": ("dy * y * (1 - gate)", "dy * y * gate", "small"),
+    "sides' gates' derivative": ("to(tl.float32) * (1 - gate)", "to(tl.float32) * gate", "small"),
+    "output gate not in pair's gradient": ("dg = load_tile(dprojected", "dg = 0 * load_tile(dprojected",
+                                           "small"),
+    "outgoing in forward alone": ("d(*matrices, self.outgoing)", "d(*matrices, True)", "incoming"),
+    "incoming taken for outgoing": ("(sides), self.outgoing)", "(sides), True)", "incoming"),
+    "sides exchanged": ("(sides, dproduct, dsides) for", "(sides.flip(0), dproduct, dsides) for", "small"),
+    "sums of the first program": ("sums.OP(each, dtype)", "sums.OP(each[:1], dtype)", "small"),
+    "eps as an afterthought": ("eps=eps", "eps=0.1", "small"),
+    "a tile's lines all the first": ("+ q // W", "+ 0 * q", "a whole tile"),
+    "a tile's columns all the first": ("+ q % W", "+ 0 * q", "a whole tile"),
+    "every tile begins a line": ("tl.multiple_of(first % SP, W)", "0", "parts of lines"),
+    "pair's statistics for the product's": ("statistics[2:], gradient", "statistics[:2], gradient", "small"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name, tmp_path):
+    old, new, case = MUTANTS[name]
+    module = mutant(trimul, old, new, tmp_path)
+    assert violations(*problem(torch.bfloat16, *CASES[case], module=module))
+
+
+def test_autocast_rounds_products_and_not_the_residual():
+    ours, plain, tensors = problem(torch.float32, *CASES["small"])
+    exact = plain(*(t.double() for t in tensors))
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [function(*tensors) for function in (ours, plain)]
+    errors = [(result - exact).abs().max() for result in results]
+    assert results[0].dtype == torch.float32 and 1e-4 < errors[0] <= 3 * errors[1]
+
+
+@pytest.mark.slow
+def test_under_compile_checkpoint_and_no_grad():
+    ours, _, tensors = problem(torch.float32, *CASES["small"])
+    assert same_in_every_mode(ours, tensors, unused=1)
+
+
+def test_saves_what_it_says():
+    """pair, LN(pair), LN(product); product and sides on planes of 16 by 16, as statistics are."""
+    ours, _, tensors = problem(torch.float32, 1, 13, 32, True, None, "own", None, True)
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()), lambda t: t):
+        ours(*(t.requires_grad_() for t in tensors))
+    weights = sum(t.numel() for t in tensors[1:-1])
+    assert sum(sizes) == 3 * tensors[0].numel() + weights + (3 * 32 + 4) * 256
+
+
+@pytest.mark.parametrize("keep, passes", {True: 6, False: 4}.items())
+def test_forward_holds_nothing_that_nobody_reads(keep, passes, monkeypatch):
+    """x, product, both sides, LN(product), the result; without backward these come when sides are gone."""
+    monkeypatch.setattr(trimul.Call, "run", lambda *_, **__: None)
+    pair, weights = torch.zeros(1, 16, 16, 32), [torch.zeros(32, 32)] * 10
+    with OpCounter() as counter:
+        trimul.forward(pair, weights, None, None, pair, True, 1e-5, keep)
+    assert counter.peak == passes * pair.nbytes + 4 * 4 * 256
+
+
+def test_flops_are_those_of_the_model():
+    ours, _, tensors = problem(torch.float32, 1, 13, 32, True, None, "own", None, True)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        ours(*(t.requires_grad_() for t in tensors)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 13 * 13 * 32 * (6 * 32 + 13)
+
+
+def test_bad_arguments_are_named():
+    pair, weights = torch.zeros(1, 4, 4, 16), [torch.zeros(s) for s in (
+        16, 16, (64, 16), 64, 16, 16, (16, 16), 16, (16, 16), 16)]
+    for wrong, message in [(dict(mask=torch.ones(1, 5)), r"mask is \(1, 5\), but must be \(1, 4\) or"),
+                           (dict(residual=torch.zeros(1, 4, 4, 8)), "residual is"),
+                           (dict(drop=torch.ones(1, 4, 4, 16)), "drop is")]:
+        with pytest.raises(ValueError, match=message):
+            trimul.triangle_multiplication(pair, *weights, **wrong)
+    with pytest.raises(ValueError, match="no Triton kernels for 24 channels"):
+        trimul.triangle_multiplication(torch.zeros(1, 4, 4, 24), *weights)
+
+
+def by_hand(x, direction, mask, norms, p_in, g_in, p_out, g_out):
+    """The definition, element by element of the sum."""
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], *norms[:2])
+    sides = (y @ p_in.T * (y @ g_in.T).sigmoid() * mask[..., None]).chunk(2, dim=-1)
+    if direction == "incoming":
+        sides = [side.transpose(1, 2) for side in sides]
+    product = sum(sides[0][:, :, None, k] * sides[1][:, None, :, k] for k in range(x.shape[1]))
+    product = torch.nn.functional.layer_norm(product, x.shape[-1:], *norms[2:])
+    return product @ p_out.T * (y @ g_out.T).sigmoid()
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_the_names_of_cuequivariance(direction):
+    torch.manual_seed(2)
+    x, mask = torch.randn(2, 5, 5, 16), (torch.rand(2, 5, 5) > 0.3).float()
+    norms = [torch.randn(16) for _ in range(4)]
+    matrices = [torch.randn(rows, 16) / 4 for rows in (32, 32, 16, 16)]
+
+    def call(x, mask, **norms):
+        names = ("p_in_weight", "g_in_weight", "p_out_weight", "g_out_weight")
+        return trimul.triangle_multiplicative_update(x, direction, mask, **norms,
+                                                     **dict(zip(names, matrices, strict=True)))
+    given = dict(norm_in_weight=norms[0], norm_in_bias=norms[1], norm_out_weight=norms[2],
+                 norm_out_bias=norms[3])
+    expected = by_hand(x, direction, mask, norms, *matrices)
+    assert torch.allclose(call(x, mask, **given), expected, atol=1e-4)
+    assert torch.allclose(call(x[1], mask[1], **given), expected[1], atol=1e-4)  # without a batch
+    one, zero = torch.ones(16), torch.zeros(16)
+    assert torch.allclose(call(x, None), by_hand(x, direction, torch.ones(2, 5, 5), [one, zero, one, zero],
+                                                 *matrices), atol=1e-4)
+    with pytest.raises(ValueError, match="p_in_weight is missing"):
+        trimul.triangle_multiplicative_update(x)
+
+
+def test_biases_by_cuequivariances_names():
+    x, zero, identity = torch.zeros(1, 3, 3, 16), torch.zeros(16, 16), torch.eye(16)
+    p_in, right = torch.zeros(32), torch.arange(16.0)
+    p_in[:16], p_in[16:] = 2, right
+    out = trimul.triangle_multiplicative_update(
+        x, p_in_weight=torch.zeros(32, 16), g_in_weight=torch.zeros(32, 16), p_in_bias=p_in,
+        p_out_weight=identity, p_out_bias=torch.full((16,), 3.0), g_out_weight=zero,
+        g_out_bias=torch.full((16,), 50.0))
+    product = 3 * (2 * 0.5) * (right * 0.5)  # three residues; gates of sigmoid(0)
+    expected = (product - product.mean()) / product.std(correction=0) + 3
+    assert torch.allclose(out, expected.expand_as(out), atol=1e-4)

@@ -1,0 +1,496 @@
+"""Clocks and counters against hand counts, directories, tables."""
+import ctypes
+import itertools
+import json
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import clocks
+from fusion_lab.measuring import probe as probe_module
+from fusion_lab.measuring import ranges as ranges_module
+from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
+from fusion_lab.measuring.counters import OpCounter, gpu_kernels, saved_activations
+from fusion_lab.measuring.probe import (
+    Findings,
+    peak_megabytes,
+    peak_of_two_steps,
+    probe,
+    unmeasured_memory,
+    warm_up,
+)
+from fusion_lab.measuring.ranges import Profiling, ranges
+from fusion_lab.measuring.tables import aligned, cell, markdown
+from fusion_lab.training import machine
+from fusion_lab.training.files import UserError, fresh_directory, set_aside, write_text
+from fusion_lab.training.machine import keep_freed_memory
+from fusion_lab.training.options import ProfilerConfig
+from tests.second_program import PROGRAM as SECOND
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
+             num_seqs=6, seq_len=16, batch_size=2)
+
+
+def setup(**values):
+    settings = tof.PROGRAM.settings(**{**SMALL, **values})
+    return tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.open_source(settings).batch(0)
+
+
+def plain(**switches):
+    """A trainer and a batch of the baseline, these switches apart."""
+    return setup(**{**vars(tof.FusionConfig.preset(False)), **switches})
+
+
+# Clocks
+
+
+def test_phases_are_the_times_between_marks(monkeypatch):
+    ticks, said = iter([10.0, 11.0, 13.0, 20.0, 24.0, 32.0]), []
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(ticks))
+    timer = PhaseTimer(CPU, ("a", "b"), said.append, lambda: said.append("left"))
+    for _ in range(2):
+        timer.start()
+        timer.mark()
+        timer.mark()
+    assert timer.seconds().tolist() == [[1.0, 2.0], [4.0, 8.0]]
+    assert said == ["a", "left", "b", "left"] * 2
+    timer = PhaseTimer(CPU)
+    monkeypatch.setattr(clocks.time, "perf_counter", itertools.count().__next__)
+    timer.start()
+    timer.mark()
+    assert timer.seconds().tolist() == [[1]]
+
+
+def test_phases_on_a_gpu_come_from_events_in_milliseconds(monkeypatch):
+    moments, waited = iter([1000.0, 1500.0, 4500.0]), []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.moment = next(moments)
+
+        def elapsed_time(self, later):
+            return later.moment - self.moment
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    timer = PhaseTimer(GPU)
+    timer.start()
+    timer.mark()
+    timer.mark()
+    assert not waited and timer.seconds().tolist() == [[0.5, 3.0]] and waited
+
+
+def test_quantiles_are_a_fifth_the_middle_and_four_fifths():
+    assert quantiles([10.0, 0.0, 4.0, 6.0, 2.0, 8.0, 100.0, 7.0, 1.0, 3.0, 5.0]) == (2.0, 5.0, 8.0)
+
+
+# Counters
+
+
+def test_layer_norm_and_linear_save_exactly_these_bytes():
+    layer = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+    x = torch.randn(5, 8, requires_grad=True)
+    names = [("norm", layer[0]), ("linear", layer[1])]
+    # The norm keeps its input and a mean and a factor per row; the linear layer keeps its input.
+    saved = saved_activations(layer, names, lambda: layer(x).sum())
+    assert saved == {"norm": 4 * (40 + 5 + 5), "linear": 4 * 40}
+
+
+def test_a_transition_launches_exactly_these_operations():
+    trainer, _ = setup()
+    pair = torch.randn(1, 3, 3, 16)
+    with OpCounter() as counter:
+        trainer.model.blocks[0].pair_transition(pair)
+    assert counter.launches == 4  # layer norm, linear, relu, linear
+
+
+def test_saved_activations_of_a_transition_within_one_percent_of_a_hand_count():
+    trainer, batch = plain()
+    saved = probe(trainer, batch).saved
+    pairs, c = 2 * 16 * 16, 16
+    # Norm: input, mean, factor. linear1: the norm's output. relu: its output, which linear2 keeps as well.
+    by_hand = 4 * pairs * (c + 2 + c + 4 * c)
+    assert saved["pair_transition"] == pytest.approx(by_hand, rel=0.01)
+
+
+def test_nothing_is_saved_by_a_fusion_that_saves_nothing():
+    trainer, batch = plain()
+    packed, _ = plain(enable_qkv_fusion_msa=True)
+    before, after = (probe(t, batch) for t in (trainer, packed))
+    assert after.saved_mb == pytest.approx(before.saved_mb, rel=0.002) and after.launches < before.launches
+
+
+def test_range_sums_leave_out_what_is_nested():
+    ticks = iter([0, 1, 4, 10])
+    sums = RangeSums(lambda: next(ticks))
+    sums.enter("outer")
+    sums.enter("inner")
+    sums.leave()
+    sums.leave()
+    assert sums.sums == {"inner": 3, "outer": 7}
+
+
+def test_hooks_close_a_range_that_an_exception_leaves():
+    layer, names = torch.nn.Linear(2, 2), []
+    with pytest.raises(RuntimeError), ranges([("layer", layer)], names.append, names.pop):
+        layer(torch.zeros(3, 3))
+    assert names == []
+
+
+def test_live_bytes_and_their_peak():
+    """The clone is 400 bytes, the sum 4; bare allocations are bytes but no operation, views are neither."""
+    x = torch.ones(100)
+    with OpCounter() as counter:
+        y = x.clone()
+        y.view(10, 10).add_(1.0)  # in place: an operation, no bytes
+        total = y.sum()
+        del y
+        room, nothing = torch.empty(50), torch.empty(0)
+    assert counter.launches == 3 and (counter.live, counter.peak) == (204, 404)
+    assert counter.timeline == [(1, 400), (1, 400), (2, 400), (3, 404), (3, 204), (3, 204)]
+    assert total.item() == 200 and len(room) == 50 and len(nothing) == 0
+    del total
+    assert counter.live == 200
+    with OpCounter() as counter:
+        for _ in range(50):  # memory that is given back and taken again counts again
+            y = x.clone()
+            assert counter.live == 400
+            del y
+
+
+def test_a_storage_is_saved_once_and_the_model_s_own_never():
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.register_buffer("scale", torch.full((4,), 2.0))
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def loss():
+        y = layer(x)  # keeps x, and its weight, which does not count
+        return ((y * layer.scale) * y[:2].sum() * y).sum()
+
+    # Outside: y * scale keeps y for its other factors once; the products keep themselves and the sum.
+    assert saved_activations(layer, [("layer", layer)], loss) == {"layer": 48, "rest": 48 + 48 + 4 + 48}
+
+
+def test_kernels_of_a_gpu_are_neither_copies_nor_annotations(monkeypatch):
+    on_gpu, on_cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [SimpleNamespace(name=name, device_type=device, is_user_annotation=noted) for name, device, noted
+              in (("gemm", on_gpu, False), ("Memcpy HtoD", on_gpu, False), ("Memset", on_gpu, False),
+                  ("aten::mm", on_cpu, False), ("forward", on_gpu, True), ("relu", on_gpu, False))]
+    order = []
+
+    class Profile:
+        def __init__(self, activities, acc_events):
+            kinds = torch.profiler.ProfilerActivity
+            assert set(activities) == {kinds.CPU, kinds.CUDA} and acc_events
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            order.append("end")
+
+        def events(self):
+            return events
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("waited"))
+    assert gpu_kernels(lambda: order.append("ran")) == ["gemm", "relu"] and order == ["ran", "waited", "end"]
+
+
+# The probe
+
+
+def second(**values):
+    settings = SECOND.settings(**{**dict(width=8, depth=2, batch_size=3, device="cpu"), **values})
+    return SECOND.trainer(SECOND, settings, CPU), SECOND.open_source(settings).batch(0)
+
+
+def test_flops_of_a_step_by_hand():
+    """Two layers of two products of 3 x 8 with 8 x 32; backward takes twice as many."""
+    assert probe(*second()).flops == 3 * 2 * 2 * (2 * 3 * 8 * 32)
+
+
+class Counting:
+    """An OpCounter that has seen 1000 bytes alive at once."""
+    launches, peak, timeline, operations = 11, 1000, [(1, 2)], 77
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypatch):
+    """Weights 8 + 2 * (2 * 8 * 32 + 32 + 8), each with two moments; a step count for each of the nine
+    tensors; a batch of two times 3 x 8 and 3."""
+    trainer, batch = second()
+    monkeypatch.setattr(probe_module, "OpCounter", Counting)
+    found = probe(trainer, batch)
+    assert found.peak == 1000 + 4 * (3 * 1112 + 9 + 51)
+    assert (found.launches, found.timeline, found.operations) == (11, [(1, 2)], 77)
+    amp, batch = second(use_amp=True, amp_dtype="bfloat16")
+    assert probe(amp, batch).peak == found.peak  # autocast keeps float32 weights
+
+
+def made_up(device, **values):
+    """A trainer of which probe() hears that a step returns "a", with its optimizer's state in place."""
+    settings = SECOND.settings(**{name: value for name, value in values.items() if name != "graph"})
+    return SimpleNamespace(
+        program=SECOND, settings=settings, device=device, optimizer=SimpleNamespace(state=dict(a=1)),
+        model=SECOND.model(settings.model, SECOND.fusion_config.preset(False)), graph=values.get("graph"),
+        step=lambda batch: "a", forward=lambda batch: dict(loss=batch))
+
+
+def test_probe_of_a_gpu_counts_kernels_and_takes_the_peak_of_a_capture(monkeypatch):
+    monkeypatch.setattr(probe_module, "gpu_kernels", lambda run: [run(), "b", "c"])
+    monkeypatch.setattr(probe_module, "flops_by_sublayer", lambda *_: dict(up=2, rest=3))
+    found = probe(made_up(GPU, graph=SimpleNamespace(peak=123)), {})
+    assert (found.launches, found.peak, found.flops, found.saved, found.timeline) == (3, 123, 5, {}, None)
+    found = probe(made_up(GPU), {}, count_launches=False)
+    assert (found.launches, found.peak) == (None, None)
+    assert not probe(made_up(CPU, enable_torch_compile=True), {}).launches  # nothing is dispatched
+
+
+def test_saved_megabytes_are_a_sum():
+    assert Findings(dict(a=2 ** 20, b=3 * 2 ** 19), 1).saved_mb == 2.5
+
+
+def test_peak_memory_in_megabytes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2 ** 20)
+    for peak, on_cpu, on_gpu in ((None, None, 3.0), (2 ** 19, 0.5, 3.0), (5 * 2 ** 20, 5.0, 5.0)):
+        found = Findings({}, 1, peak=peak)
+        assert (peak_megabytes(CPU, found), peak_megabytes(GPU, found)) == (on_cpu, on_gpu)
+
+
+def test_peak_of_two_steps_leaves_out_the_one_before(monkeypatch):
+    said = []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: said.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 ** 20)
+    trainer = SimpleNamespace(device=GPU, step=said.append)
+    assert peak_of_two_steps(trainer, "step", Findings({}, 1)) == 1.0
+    assert said == ["step", "synchronize", "reset_peak_memory_stats", "step", "step", "synchronize"]
+    assert peak_of_two_steps(SimpleNamespace(device=CPU, step=None), "step", Findings({}, 1)) is None
+
+
+def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
+    """What the steps needed until then is kept, and the allocator begins anew."""
+    said, found = [], Findings({}, 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("waited"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: said.append("reset"))
+    with pytest.raises(KeyError), unmeasured_memory(GPU, found):
+        said.append("within")
+        raise KeyError
+    assert found.peak == 70 and said == ["within", "waited", "reset"]
+    found.peak = 80
+    with unmeasured_memory(GPU, found):
+        pass
+    assert found.peak == 80
+    with unmeasured_memory(CPU, found):
+        assert len(said) == 5
+
+
+def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch, capsys):
+    trainer, _ = second(warmup_steps=3)
+    ticks, asked = iter([0.0, 5.0, 10.0, 11.0, 20.0, 22.0]), []
+
+    def noted(trainer, batch, count_launches):
+        asked.append(count_launches)
+        return Findings({}, 1)
+
+    monkeypatch.setattr(probe_module.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(probe_module, "probe", noted)
+    before, step = [p.detach().clone() for p in trainer.model.parameters()], trainer.step
+    trainer.step = lambda batch: asked.append("step") or step(batch)
+    found = warm_up(trainer, SECOND.open_source(trainer.settings))
+    assert (found.warmup_time, found.first_step_time) == (8.0, 5.0)
+    assert asked == ["step"] * 3 + [True]
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert capsys.readouterr().out == "Warming up: 3 steps, then counting memory and launches\n"
+    compiled = replace(trainer.settings, fusion=replace(trainer.settings.fusion, enable_torch_compile=True))
+    trainer.settings = compiled.having(enable_rocm_profiling=True)
+    stop = SimpleNamespace(signal=2)
+    found = warm_up(trainer, SECOND.open_source(trainer.settings), stop)
+    assert (found.warmup_time, found.first_step_time) == (0, None) and asked[4:] == [False]
+    assert "compiles, which takes a minute or two" in capsys.readouterr().out
+
+
+# Traces
+
+
+def outer_profiling(monkeypatch, said, **values):
+    """Profiling of a run on a GPU under an outer profiler; what is done on the GPU is appended to said."""
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("pop"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
+    config = ProfilerConfig(enable_rocm_profiling=True, profile_dir="/nonexistent", **values)
+    layer = torch.nn.Linear(2, 2)
+    return layer, Profiling(config, GPU, [("layer", layer)], Findings({}, 1), 4)
+
+
+def test_an_outer_profiler_hears_of_steps_ranges_and_pauses(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.version, "hip", None)
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: said.append(name))
+    layer, profiling = outer_profiling(monkeypatch, said)
+    with profiling:
+        layer(torch.zeros(1, 2, requires_grad=True)).sum().backward()
+        with pytest.raises(KeyError), profiling.paused():
+            raise KeyError
+        profiling.step()
+    assert said == ["start", "layer", "pop", "layer.backward", "pop", "stop", "start", "wait", "stop"]
+    layer(torch.zeros(1, 2))
+    assert len(said) == 9 and profiling.trace is None
+
+
+def test_on_rocm_the_outer_profiler_is_reached_by_roctx(monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for name in ("resume", "pause"):
+        monkeypatch.setattr(ranges_module.roctx, name, lambda name=name: said.append(name))
+    with outer_profiling(monkeypatch, said)[1]:
+        pass
+    assert said == ["resume", "wait", "pause"]
+
+    def missing():
+        raise OSError("no library")
+    monkeypatch.setattr(ranges_module.roctx, "resume", missing)
+    ranges_module.switch_outer_profiler(on=True)
+    assert "no profiler start and stop (no library)" in capsys.readouterr().out
+    with Profiling(ProfilerConfig(enable_rocm_profiling=True), CPU, [], Findings({}, 1), 4) as profiling:
+        with profiling.paused():
+            pass
+    assert said == ["resume", "wait", "pause"] and "no GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps, traced, warmup, active", [(10, 5, 1, 5), (4, 5, 1, 3), (1, 5, 0, 1)])
+def test_traced_steps_come_after_one_that_warms_the_profiler_up(steps, traced, warmup, active, tmp_path,
+                                                               monkeypatch, capsys):
+    asked, said = [], []
+    trace = tmp_path / "new.1.pt.trace.json"
+
+    class Profile:
+        def __init__(self, **options):
+            asked.append(options)
+
+        def __enter__(self):
+            said.append("begin")
+
+        def step(self):
+            said.append("step")
+
+        def __exit__(self, *_):
+            trace.write_text("{}")
+
+    monkeypatch.setattr(torch.profiler, "schedule", lambda **plan: plan)
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    for number in range(30):
+        (tmp_path / f"old.{number}.pt.trace.json").write_text("{}")
+    config = ProfilerConfig(enable_pytorch_profiler=True, enable_memory_profiling=True,
+                            profile_dir=str(tmp_path))
+    layer = torch.nn.Linear(2, 2)
+    profiling = Profiling(config, CPU, [("layer", layer)], Findings(dict(a=1), 1), steps)
+    assert asked[0]["schedule"] == dict(wait=0, warmup=warmup, repeat=1, active=active)
+    assert asked[0]["record_shapes"] and asked[0]["profile_memory"] and profiling.traced_steps == traced
+    with profiling:
+        layer(torch.zeros(1, 2))
+        assert profiling.open_ranges == []
+        profiling.step()
+    assert said == ["begin", "step"] and profiling.trace == str(trace)
+    assert "trace of up to 5 steps" in capsys.readouterr().out and (tmp_path / "memory_profile.json").exists()
+
+
+def test_a_run_that_fails_leaves_no_memory_profile(tmp_path):
+    config = ProfilerConfig(profile_dir=str(tmp_path), enable_memory_profiling=True)
+    with pytest.raises(KeyError), Profiling(config, CPU, [], Findings(dict(a=1), 1), 4):
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_memory_profile_is_sorted_and_in_megabytes(tmp_path, capsys):
+    config = ProfilerConfig(profile_dir=str(tmp_path), enable_memory_profiling=True)
+    found = Findings(dict(a=2 ** 20, b=3 * 2 ** 20), 1, timeline=[(1, 8)])
+    with Profiling(config, CPU, [], found, 4):
+        pass
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [f"   {'b':24s}       3.0   75.0%", f"   {'a':24s}       1.0   25.0%"]
+    assert json.loads((tmp_path / "memory_profile.json").read_text()) == dict(
+        saved_activation_bytes=found.saved, timeline_columns=["operation", "live_bytes"], timeline=[[1, 8]])
+
+
+# Command line and files
+
+
+def test_freed_memory_is_kept_by_the_right_words_to_the_c_library(monkeypatch):
+    """malloc.h: M_MMAP_MAX, of which there shall be none, is -4; M_TRIM_THRESHOLD, never, is -1."""
+    said = []
+    libc = SimpleNamespace(mallopt=lambda option, value: said.append((option, value)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc if name is None else None)
+    keep_freed_memory()
+    assert said == [(-4, 0), (-1, -1)]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    keep_freed_memory()  # another C library
+
+
+@pytest.fixture
+def matmul():
+    """torch's settings for products, which are no attributes of an object that monkeypatch could restore."""
+    settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    yield settings
+    settings.allow_tf32 = before
+
+
+def test_what_settings_change_for_the_process(monkeypatch, matmul):
+    kept, matmul.allow_tf32, compiler = [], False, torch._functorch.config
+    monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("memory"))
+    monkeypatch.setattr(machine, "runs_in_tf32", lambda training, device: training.use_tf32)
+    monkeypatch.setattr(compiler, "activation_memory_budget", 1.0)
+    settings = tof.PROGRAM.settings(activation_memory_budget=0.5, use_tf32=True, enable_torch_compile=True)
+    for device, expected in (("cpu", (["memory"], False)), ("cuda", (["memory"], True))):
+        compiler.activation_memory_budget = 1.0
+        machine.process_settings(settings, torch.device(device))
+        assert (kept, matmul.allow_tf32) == expected and compiler.activation_memory_budget == 0.5
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    done, fsync, rename = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append(os.fstat(handle).st_size), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("renamed"), rename(*paths)))
+    write_text(tmp_path / "file", "four")
+    assert done == [4, "renamed"] and (tmp_path / "file").read_text() == "four"
+
+
+def test_directories_are_refused_or_set_aside(tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "result").write_text("old")
+    with pytest.raises(UserError, match="--force"):
+        fresh_directory(full, named=True, force=False)
+    fresh_directory(full, named=True, force=True)
+    assert (full / "result").exists()
+    fresh_directory(full, named=False, force=False)
+    assert list(full.iterdir()) == [] and len(list(tmp_path.glob("full.old-*/result"))) == 1
+    for _ in range(2):
+        (tmp_path / "file").write_text("x")
+        set_aside(tmp_path / "file")
+    assert len(list(tmp_path.glob("file.old-*"))) == 2
+
+
+def test_tables():
+    rows = [["name", "a"], ["long name", "1"], ["short", "a row that overhangs"]]
+    assert aligned(rows)[1] == "long name  1" and markdown(rows)[1] == "|---|---|"
+    assert aligned([["n", "a", "b"], ["x", "the reason"]])[1] == "x  the reason"
+    assert aligned(rows)[0] == "name       a" and aligned([["a", "b"], ["long"]]) == ["a     b", "long"]
+    assert markdown([["n", "a"], ["x"]]) == ["| n | a |", "|---|---|", "| x |  |"]
+    assert (cell(None), cell(0.5), cell(1.25, ".1f", 100, "%")) == ("", "0.50", "125.0%")

@@ -1,0 +1,327 @@
+"""The figures of a training run by a clock made by hand: its summary, its step lines, its comparison."""
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import metrics, summary
+from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.measuring.probe import Findings
+from fusion_lab.training.distributed import ALONE
+from fusion_lab.training.files import UserError
+from fusion_lab.training.reporting import (
+    busy_line,
+    print_ending,
+    print_result,
+    require_finite,
+    shorter,
+    step_line,
+)
+from tests.second_program import PROGRAM as SECOND
+from tests.support import last_json
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+PHASES = np.array([[0.1, 0.2, 0.3, 0.4]])  # of a second: data, forward, backward, optimizer
+FACTORS = (3.0, 1.0, 2.0, 8.0, 5.0, 4.0)  # of the six steps; sorted 1 2 3 4 5 8
+
+
+class Slow(PhaseTimer):
+    """Every step takes as long as FACTORS says, in PHASES."""
+
+    def seconds(self):
+        assert super().seconds().shape[1] == 4
+        return PHASES * np.array(FACTORS[:len(self.steps)])[:, None]
+
+
+def test_a_run_by_hand(monkeypatch, tmp_path, capsys):
+    """Times of the last two or four steps in a step line, of all steps in the summary."""
+    monkeypatch.setattr(tof, "PhaseTimer", Slow)
+    monkeypatch.setattr(summary, "matmul_ceiling", lambda *_: 4e6)
+    settings = SECOND.settings(width=8, batch_size=6, device="cpu", num_steps=6, log_every=4, warmup_steps=1,
+                               profile_dir=str(tmp_path))
+    assert tof.train(SECOND, settings) == 0
+    out = capsys.readouterr().out
+    first, last = [line for line in out.splitlines() if line.startswith("Step ")]
+    assert first.startswith("Step   4/6 | ") and last.startswith("Step   6/6 | ")
+    assert "| Speed:    2.4 samples/sec |" in first and first.endswith("| Time: 2500.0ms")  # of 3 1 2 8
+    assert "| Speed:    1.3 samples/sec |" in last and last.endswith("| Time: 4500.0ms")  # of 2 8 5 4
+    result = last_json(out)
+    figures, losses = result["performance_summary"], [
+        json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    mean = sum(FACTORS) / 6
+    flops = 3 * 2 * 2 * (2 * 6 * 8 * 32)
+    expected = dict(
+        total_samples=36, avg_training_speed=6 / mean, avg_batch_time=mean, avg_data_time=0.1 * mean,
+        avg_forward_time=0.2 * mean, avg_backward_time=0.3 * mean, avg_optimizer_time=0.4 * mean,
+        median_batch_time=3.5, p20_batch_time=2.0, p80_batch_time=5.0, first_loss=losses[0],
+        final_loss=losses[5], avg_loss=sum(losses) / 6, flops_per_step=flops,
+        achieved_tflops=flops / 3.5 / 1e12, matmul_ceiling_tflops=4e-6, mfu=flops / 3.5 / 4e6)
+    assert {key: figures[key] for key in expected} == pytest.approx(expected)
+    assert figures["launch_kind"] == "cpu_ops" and figures["launches_per_step"] > 20
+    assert result["training_params"]["amp_dtype"] is None and result["version"] == "mlp"
+
+
+def test_a_step_line():
+    training = SimpleNamespace(num_steps=120, batch_size=4)
+    assert step_line(5, training, 1.25, 0.0125, 10.26) == (
+        "Step   5/120 | Loss: 1.2500 | Speed:  320.0 samples/sec | Memory:   10.3 MB | Time:  12.5ms")
+    assert "| Memory:    n/a MB |" in step_line(5, training, 1.0, 1.0, None)
+    several = SimpleNamespace(size=4, data_size=2)
+    assert " 640.0 samples/sec (160.0 per GPU) | Memory" in step_line(5, training, 1, 0.0125, None, several)
+
+
+def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
+    losses = [torch.tensor(value) for value in (float("nan"), 1.0, 2.0, float("inf"))]
+    assert require_finite(losses[:3], 1, 10) == 3 and require_finite(losses, 4, 10) == 4
+    with pytest.raises(UserError, match="loss is inf at step 14: "):
+        require_finite(losses, 1, 10)
+
+
+def test_a_summary_of_a_graph_on_a_gpu(monkeypatch):
+    """One graph has no phases; the peak is read before the ceiling allocates its matrices."""
+    order = []
+    monkeypatch.setattr(summary, "matmul_ceiling", lambda *asked: order.append(asked) or 8e12)
+    monkeypatch.setattr(summary, "peak_megabytes", lambda *_: order.append("peak") or 7.5)
+    monkeypatch.setattr(summary, "system_info", lambda device: dict(device=str(device)))
+    settings = SECOND.settings(batch_size=6, use_amp=True)
+    trainer = SimpleNamespace(program=replace(SECOND, evaluation_name="seen", statistics=lambda s: dict(n=1)),
+                              settings=settings, device=GPU, graph="captured", amp_dtype=torch.bfloat16,
+                              world=ALONE)
+    found = Findings(dict(a=3 * 2 ** 20), 2 * 10 ** 12, launches=9, warmup_time=1.5, first_step_time=0.5)
+    times = np.array([[0.0, 1.0, 0.0, 0.0]] * 2)
+    result = summary.summarise(trainer, found, [2.0, 1.0], times, dict(final=3))
+    figures = result["performance_summary"]
+    assert order == ["peak", (GPU, torch.bfloat16)]
+    assert [figures[f"avg_{phase}_time"] for phase in ("forward", "backward", "optimizer")] == [None] * 3
+    assert (figures["launch_kind"], figures["peak_memory_mb"], figures["saved_activation_mb"]) == (
+        "gpu_kernels", 7.5, 3.0)
+    assert (figures["achieved_tflops"], figures["mfu"], figures["warmup_time"]) == (2.0, 0.25, 1.5)
+    assert result["seen"] == dict(final=3) and result["fusion_statistics"] == dict(n=1)
+    assert result["training_params"]["amp_dtype"] == "bfloat16" and figures["first_step_time"] == 0.5
+
+
+def test_people_on_a_terminal_get_milliseconds(monkeypatch, capsys):
+    figures = {**dict.fromkeys(summary.HEADLINES), **dict(
+        first_loss=3.0, final_loss=1.5, median_batch_time=0.0125, p20_batch_time=0.0115, p80_batch_time=0.02,
+        avg_training_speed=320.25, peak_memory_mb=10.26)}
+    result = dict(version="v", performance_summary=figures)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    summary.print_summary(result, "there/s.json", SECOND.settings())
+    assert capsys.readouterr().out.splitlines() == [
+        "   loss         3.0000 -> 1.5000", "   step         12.50 ms (p20 11.50, p80 20.00)",
+        "   speed        320.2 samples/s", "   peak memory  10.3 MB", "Results: there/s.json"]
+    figures["peak_memory_mb"] = None
+    summary.print_summary(result, "s.json", SECOND.settings(json=True))
+    *_, memory, line = capsys.readouterr().out.splitlines()
+    assert memory == "   peak memory  not measured" and json.loads(line)["version"] == "v"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    summary.print_summary(result, "s.json", SECOND.settings())
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def earlier(memory=None, **values):
+    """As read_summary() has it."""
+    return {**dict(speed=4.0, memory=memory, version="v1", timestamp="then", config={}, training_params={},
+                   fusion_config={}, system_info={}), **values}
+
+
+def now(peak=30.0, **values):
+    return {**dict(performance_summary=dict(avg_training_speed=10.0, peak_memory_mb=peak),
+                   config=dict(width=8), training_params=dict(batch_size=4, use_amp=False),
+                   system_info=dict(gpu_name=None)), **values}
+
+
+def test_against_an_earlier_run(capsys):
+    before = earlier(40.0, config=dict(width=8), system_info=dict(gpu_name=None))
+    assert summary.print_against(before, now()) == dict(
+        speedup=2.5, memory_reduction_percent=pytest.approx(25.0), differences=[])
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "Against v1 of then:", "   Training speed: 4.0 -> 10.0 samples/sec, 2.50x",
+        "   Peak memory: 40.0 -> 30.0 MB, +25.0% saved"]
+    other = earlier(config=dict(width=4, depth=9), training_params=dict(batch_size=2, use_amp=True))
+    found = summary.print_against(other, now())
+    assert found == dict(speedup=2.5, memory_reduction_percent=None, differences=[
+        "width 4 -> 8", "batch_size 2 -> 4", "use_amp True -> False", "GPU unknown -> None"])
+    out = capsys.readouterr().out
+    assert "not measured in both runs" in out and "differ in more than fusion: width 4 -> 8; batch" in out
+    assert summary.print_against(earlier(40.0), now(None))["memory_reduction_percent"] is None
+
+
+def test_no_speed_up_between_different_machines(capsys):
+    here, there = (dict(gpu_name=None, cpu_threads=n, torch_version=v) for n, v in ((2, "2.13"), (1, "2.11")))
+    before = earlier(40.0, system_info=there, fusion_config=dict(enable_x=False))
+    found = summary.print_against(before, now(system_info=here, fusion_config=dict(enable_x=True)))
+    assert found["speedup"] is None and found["differences"] == [
+        "torch_version 2.11 -> 2.13", "cpu_threads 1 -> 2", "enable_x False -> True"]
+    out = capsys.readouterr().out
+    assert "samples/sec, not comparable: cpu_threads 1 -> 2\n" in out and "2.50x" not in out
+
+
+def test_only_summaries_are_read(tmp_path):
+    path = tmp_path / "s.json"
+    for speed, peak, expected in (("4.5", "40", [4.5, 40.0]), ('"4"', "null", [4.0, None]),
+                                  ("1e-9", "NaN", [1e-9, None])):
+        figures = f'"avg_training_speed": {speed}, "peak_memory_mb": {peak}'
+        path.write_text(f'{{"performance_summary": {{{figures}}}}}')
+        assert summary.read_summary(path) == dict(
+            speed=expected[0], memory=expected[1], version="a run", timestamp="unknown date", config={},
+            training_params={}, fusion_config={}, system_info={})
+    whole = dict(version="v1", timestamp="then", config=dict(width=8), training_params=dict(batch_size=2),
+                 system_info=dict(gpu_name=None))
+    path.write_text(json.dumps(dict(whole, performance_summary=dict(avg_training_speed=4, peak_memory_mb=0))))
+    assert summary.read_summary(path) == dict(whole, fusion_config={}, speed=4.0, memory=None)
+    for content, words in (('{"performance_summary": {"avg_training_speed": 0}}', "must be positive"),
+                           ('{"performance_summary": {"avg_training_speed": -1}}', "must be positive"),
+                           ('{"performance_summary": {"avg_training_speed": NaN}}', "must be positive"),
+                           ('{"performance_summary": {"avg_training_speed": 1, "peak_memory_mb": -1}}',
+                            "peak_memory_mb = -1: must be positive"),
+                           ('{"performance_summary": {"avg_training_speed": 1}, "config": [1]}',
+                            "config must be an object"),
+                           ('{"performance_summary": {}}', "not a performance summary: it lacks perf"),
+                           ("[]", "not a performance summary: must be an object")):
+        path.write_text(content)
+        with pytest.raises(UserError, match=words):
+            summary.read_summary(path)
+    with pytest.raises(UserError, match="No such file"):
+        summary.read_summary(tmp_path / "absent")
+
+
+def test_the_last_line_is_shortened_from_behind(capsys):
+    assert shorter(dict(a=1, b=2)) == dict(a=1) and shorter(dict(a=1)) is None is shorter(5)
+    assert shorter([1, 2]) == [1] and shorter("ab") == "a" and shorter([]) is None
+    headline = dict(mode="m", rows=list(range(1000)), name="n")
+    print_result(headline, "s.json", SECOND.settings())
+    line = capsys.readouterr().out
+    kept = json.loads(line)["rows"]
+    assert 200 < len(kept) < 260 and kept == list(range(len(kept))) and 1015 < len(line.strip()) <= 1024
+    assert len(headline["rows"]) == 1000
+
+
+def test_how_to_go_on(capsys):
+    def said(done, saved, stopped=False, schedule="constant", unfinished=False):
+        training = SimpleNamespace(save_checkpoint=saved, num_steps=10, lr_schedule=schedule)
+        evaluations = SimpleNamespace(stopped=stopped, in_words=lambda: "stopped" if stopped else None,
+                                      unfinished=lambda: unfinished)
+        trainer = SimpleNamespace(step_number=done, training=training)
+        print_ending(trainer, ["s.json", None, "m.jsonl"], evaluations)
+        return capsys.readouterr().out.splitlines()
+
+    written, go_on = "Written: s.json, m.jsonl", "Continue: the same flags and --resume 'a b.pt' --num-steps"
+    assert said(10, "a b.pt") == [written, f"{go_on} 20"] and said(10, None) == [written]
+    assert said(3, "a b.pt") == ["Interrupted at step 3 of 10", written, f"{go_on} 10"]
+    assert said(3, None) == [
+        "Interrupted at step 3 of 10; without --save-checkpoint FILE there is nothing to continue from",
+        written]
+    assert said(3, None, stopped=True) == ["stopped", written]
+    assert said(10, None, unfinished=True) == [
+        "Interrupted in the last evaluation: it is of a part, or missing", written]
+    assert said(10, "a b.pt", schedule="cosine")[1].endswith("--init-from 'a b.pt'")
+    assert said(3, "a b.pt", schedule="cosine")[2] == f"{go_on} 10"
+
+
+# The metrics of a run
+
+
+def noted(number, loss=1.0, norm=0.5, rate=1e-3):
+    """Arguments of Metrics.step()."""
+    return number, torch.tensor(loss), SimpleNamespace(
+        gradient_norm=torch.tensor(norm), optimizer=SimpleNamespace(param_groups=[dict(lr=rate)]))
+
+
+def test_metrics_are_read_when_they_are_written(tmp_path):
+    """A norm that the trainer overwrites, and a rate that it changes, stay those of their step."""
+    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
+    step = noted(1, loss=2.0)
+    found.step(*step)
+    step[2].gradient_norm.fill_(9.0)
+    found.step(*noted(2, loss=float("nan"), rate=5e-4))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    found.evaluation(2, dict(score=0.25))
+    found.step(*noted(3))
+    found.flush()
+    found.flush()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        dict(step=1, loss=2.0, learning_rate=1e-3, gradient_norm=0.5),
+        dict(step=2, loss=None, learning_rate=5e-4, gradient_norm=0.5),
+        dict(step=2, evaluation=dict(score=0.25)),
+        dict(step=3, loss=1.0, learning_rate=1e-3, gradient_norm=0.5)]
+
+
+def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
+    path, settings = tmp_path / "metrics.jsonl", SECOND.settings(profile_dir=str(tmp_path))
+    lines = '{"step": 1, "loss": 2}\n{"step": 3, "loss": 4}\n{"step": 2, "evaluation": {}}\n[1]\nnonsense\n'
+    path.write_text(lines + '{"step": 3, "loss": 5}\n{"step": 4, "lo')
+    metrics.Metrics(settings.having(resume="c.pt"))
+    assert path.read_text() == lines + '{"step": 3, "loss": 5}\n'
+    assert metrics.read_metrics(path) == (
+        [dict(step=1, loss=2), dict(step=3, loss=5)], [dict(step=2, evaluation={})])
+    metrics.Metrics(settings)
+    assert not path.exists() and len(list(tmp_path.glob("metrics.jsonl.old-*"))) == 1
+    metrics.cut_torn_line(path)
+    path.mkdir()
+    with pytest.raises(UserError, match="cannot write .*metrics.jsonl: Is a directory"):
+        metrics.Metrics.flush(SimpleNamespace(pending=[], path=str(path), writer=None, writes=True))
+
+
+@pytest.mark.parametrize("line", [
+    '"step": "1", "loss": 2', '"step": 1.0, "loss": 2', '"step": true, "loss": 2', '"step": 1, "loss": "2"',
+    '"step": 1, "loss": true', '"step": 1', '"step": 1, "evaluation": {"a": "x"}',
+    '"step": 1, "evaluation": [1]'])
+def test_lines_without_numbers_are_no_metrics(line, tmp_path):
+    good = '{"step": 2, "loss": null}\n{"step": 2, "evaluation": {"a": null, "b": 1}}\n'
+    (tmp_path / "m").write_text(f"{{{line}}}\n{good}")
+    assert metrics.read_metrics(tmp_path / "m") == (
+        [dict(step=2, loss=None)], [dict(step=2, evaluation=dict(a=None, b=1))])
+
+
+def test_tensorboard_hears_every_number(tmp_path, monkeypatch):
+    heard = []
+    writer = SimpleNamespace(add_scalar=lambda *given: heard.append(given),
+                             flush=lambda: heard.append("flushed"))
+    monkeypatch.setattr(metrics, "summary_writer", lambda directory: heard.append(directory) or writer)
+    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path), tensorboard=True))
+    found.step(*noted(7, loss=float("inf")))
+    found.evaluation(8, dict(score=0.25))
+    assert heard == [str(tmp_path), ("learning_rate", 1e-3, 7), ("gradient_norm", 0.5, 7), ("score", 0.25, 8),
+                     "flushed"]
+
+
+def test_an_earlier_learning_curve_is_kept(tmp_path):
+    (tmp_path / "learning_curve.png").write_text("earlier")
+    metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
+    kept, = tmp_path.iterdir()
+    assert kept.name.startswith("learning_curve.png.old-") and kept.read_text() == "earlier"
+
+
+def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch, capsys):
+    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 2, "evaluation": {"a": 0.5, "b": 0.25}}\n'
+        '{"step": 4, "evaluation": {"a": 0.75}}\n')
+    figures = []
+    pyplot = metrics.require_matplotlib()
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    assert found.draw() == str(tmp_path / "learning_curve.png")
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    left, right = figures[0].axes
+    lines = [[line.get_label(), *(list(data) for data in line.get_data())] for line in right.get_lines()]
+    assert lines == [["a", [2, 4], [0.5, 0.75]], ["b", [2], [0.25]]] and right.get_ylim() == (0, 1)
+    loss, = left.get_lines()
+    assert [list(data) for data in loss.get_data()] == [[1, 2], [2, 1]]
+    assert (left.get_xlabel(), left.get_ylabel()) == ("step", "training loss") and right.get_legend()
+    monkeypatch.setattr(metrics, "save", lambda *_: 1 / 0)
+    assert found.draw() is None
+    assert capsys.readouterr().err == "warning: no learning_curve.png: division by zero\n"
+    monkeypatch.setattr(metrics, "require_matplotlib", lambda: metrics.summary_writer("") or 1 / 0)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    assert found.draw() is None and capsys.readouterr().err == ""  # not installed: nobody asked for a picture
+
+
+def test_a_busy_machine_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert busy_line(0.9, 2) is None and busy_line(7.19, 2).startswith("Busy machine: load 7.2 on 2 cores; ")

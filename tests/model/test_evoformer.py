@@ -1,0 +1,709 @@
+"""The model against an independent float64 implementation, and properties of AlphaFold 2's Evoformer."""
+
+import dataclasses
+import gc
+import itertools
+import shutil
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels.library import attention_choice, packing
+from fusion_lab.kernels.library.custom_gradients import (
+    ChannelBias,
+    LinearReLU,
+    SummedRows,
+    TriangleProduct,
+    stored,
+)
+from fusion_lab.kernels.precision import runs_in_tf32
+from fusion_lab.measuring import accuracy
+from fusion_lab.measuring.counters import OpCounter, saved_activations
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.machine import process_settings
+from proteins.batches import SyntheticProteins
+from tests.support import require_shared
+
+COMBINATIONS = list(itertools.product([False, True], repeat=5))
+CPU = torch.device("cpu")
+SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=2)
+
+
+def fusion(switches, **more):
+    names = (
+        "enable_qkv_fusion_msa",
+        "enable_qkv_fusion_triangle",
+        "enable_flash_attention",
+        "enable_triangle_fusion",
+    )
+    more.setdefault("attention_backend", "sdpa")  # which "auto" would not take for biased attention on CPU
+    if len(switches) == 5:
+        more |= dict(enable_projection_fusion=switches[4], enable_transition_fusion=switches[4])
+    return tof.FusionConfig(**dict(zip(names, switches[:4], strict=True)), **more)
+
+
+def given(fusion=None, **values):
+    """Settings of the small model."""
+    values = dict(SMALL, num_seqs=6, seq_len=12, batch_size=2) | values
+    found = tof.PROGRAM.settings(**values)
+    return found if fusion is None else dataclasses.replace(found, fusion=fusion)
+
+
+def trainer_and_batch(settings):
+    """A trainer on the CPU and a batch with masks."""
+    return tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.check_batch(settings, CPU)
+
+
+def failures(settings, device=CPU):
+    """Tensors for which these settings break the accuracy rule."""
+    return accuracy.compare_numerics(tof.PROGRAM, settings, device)[1]
+
+
+@pytest.fixture(scope="module", params=["evoformer_block", "evoformer_block_masked"])
+def reference(request):
+    with np.load(require_shared("reference", f"{request.param}.npz")) as data:
+        return {key: torch.tensor(data[key]).double() for key in data}
+
+
+def reference_block(reference, switches=(True,) * 4):
+    config = tof.TinyOpenFoldConfig(msa_dim=32, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
+    block = tof.FusedEvoformerBlock(config, fusion(switches)).double()
+    block.load_state_dict(
+        {k.removeprefix("param/"): v for k, v in reference.items() if k.startswith("param/")}
+    )
+    return block
+
+
+def errors(block, reference):
+    """Largest deviation of every sub-layer's update, of the block's outputs and of all its gradients."""
+    msa, pair = (reference[f"input/{name}"].clone().requires_grad_() for name in ("msa", "pair"))
+    seq_mask, row_mask = reference["input/seq_mask"], reference["input/row_mask"]
+    valid = dict(
+        msa=(row_mask[:, :, None] * seq_mask[:, None])[..., None],
+        pair=(seq_mask[:, :, None] * seq_mask[:, None])[..., None],
+    )
+    calls = dict(
+        msa_row_attention=(msa, pair, seq_mask),
+        msa_column_attention=(msa, row_mask),
+        msa_transition=(msa,),
+        outer_product_mean=(msa, row_mask),
+        triangle_mult_outgoing=(pair, seq_mask),
+        triangle_mult_incoming=(pair, seq_mask),
+        triangle_attn_starting=(pair, seq_mask),
+        triangle_attn_ending=(pair, seq_mask),
+        pair_transition=(pair,),
+    )
+    found = {}
+    for name, arguments in calls.items():
+        mask = valid["msa" if name.startswith("msa") else "pair"]
+        found[name] = ((getattr(block, name)(*arguments) - reference[f"update/{name}"]) * mask).abs().max()
+    outputs = dict(zip(("msa", "pair"), block(msa, pair, seq_mask, row_mask), strict=True))
+    for name, out in outputs.items():
+        found[f"block {name}"] = ((out - reference[f"block/{name}"]) * valid[name]).abs().max()
+    loss = sum((out * reference[f"loss/{name}_weight"]).sum() for name, out in outputs.items())
+    loss.backward()
+    found["loss"] = (loss - reference["loss/value"]).abs() / reference["loss/value"].abs()
+    found["gradient msa"], found["gradient pair"] = (
+        (x.grad - reference[f"grad/{n}"]).abs().max() for n, x in (("msa", msa), ("pair", pair))
+    )
+    gradients = {name: p.grad for name, p in block.named_parameters()}
+    for name, module in block.named_modules():
+        if isinstance(module, tof.PackedProjections):
+            module.split_packed(gradients, f"{name}.")
+    for name, gradient in gradients.items():  # stored in float32: compared at its resolution
+        truth = reference[f"grad/param/{name}"]
+        found[f"gradient {name}"] = ((gradient - truth).abs().max() - 1e-7 * truth.abs().max()).clamp(min=0)
+    return {name: float(value) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("switches", COMBINATIONS)
+def test_block_matches_independent_implementation(reference, switches):
+    wrong = {
+        name: e
+        for name, e in errors(reference_block(reference, switches), reference).items()
+        if not e < 1e-10
+    }
+    assert not wrong
+
+
+def swapped_einsum(block, _monkeypatch):
+    block.triangle_mult_outgoing.outgoing = False
+
+
+def swapped_gates(block, _monkeypatch):
+    gate = block.triangle_mult_incoming.left_right_gate
+    with torch.no_grad():
+        gate.weight.copy_(torch.cat(gate.weight.chunk(2)[::-1]))
+
+
+def dropped_triangle_bias(block, monkeypatch):
+    monkeypatch.setattr(
+        block.triangle_attn_ending.triangle_bias_proj,
+        "weight",
+        torch.nn.Parameter(torch.zeros_like(block.triangle_attn_ending.triangle_bias_proj.weight)),
+    )
+
+
+def untransposed_ending_bias(block, _monkeypatch):
+    block.triangle_attn_ending.starting = True
+
+
+def wrong_epsilon(block, _monkeypatch):
+    block.pair_transition.layer_norm.eps = 1e-6
+
+
+def count_off_by_epsilon(block, monkeypatch):
+    original = block.outer_product_mean.forward
+    monkeypatch.setattr(
+        block.outer_product_mean, "forward", lambda *given: original(*given) * (1 + 1e-8)
+    )
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        swapped_einsum,
+        swapped_gates,
+        dropped_triangle_bias,
+        untransposed_ending_bias,
+        wrong_epsilon,
+        count_off_by_epsilon,
+    ],
+)
+def test_reference_check_catches_mutants(reference, mutate, monkeypatch):
+    block = reference_block(reference)
+    mutate(block, monkeypatch)
+    assert max(errors(block, reference).values()) > 1e-9
+
+
+def random_block(switches=(True,) * 4, **sizes):
+    torch.manual_seed(0)
+    block = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(**{**SMALL, **sizes}), fusion(switches)).double()
+    accuracy.shake(tof.PROGRAM, block)
+    return block, torch.randn(2, 5, 7, 16).double(), torch.randn(2, 7, 7, 16).double()
+
+
+def test_residue_permutation_permutes_the_output():
+    block, msa, pair = random_block()
+    order = torch.randperm(7)
+    new_msa, new_pair = block(msa, pair)
+    permuted = block(msa[:, :, order], pair[:, order][:, :, order])
+    torch.testing.assert_close(permuted[0], new_msa[:, :, order], rtol=0, atol=1e-11)
+    torch.testing.assert_close(permuted[1], new_pair[:, order][:, :, order], rtol=0, atol=1e-11)
+
+
+def test_row_permutation_leaves_the_pair_representation():
+    block, msa, pair = random_block()
+    order = torch.randperm(5)
+    new_msa, new_pair = block(msa, pair)
+    permuted = block(msa[:, order], pair)
+    torch.testing.assert_close(permuted[0], new_msa[:, order], rtol=0, atol=1e-11)
+    torch.testing.assert_close(permuted[1], new_pair, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("switches", [(False,) * 4, (True,) * 4])
+def test_padding_changes_nothing_valid(switches):
+    block, msa, pair = random_block(switches)
+    expected = block(msa[:, :4, :5], pair[:, :5, :5])
+    msa[:, 4:], msa[:, :, 5:], pair[:, 5:], pair[:, :, 5:] = 1e3, -1e3, 1e3, -1e3  # garbage in the padding
+    seq_mask, row_mask = (
+        torch.tensor([1] * 5 + [0] * 2).expand(2, 7),
+        torch.tensor([True] * 4 + [False]).expand(2, 5),
+    )
+    padded = block(msa, pair, seq_mask, row_mask)
+    torch.testing.assert_close(padded[0][:, :4, :5], expected[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(padded[1][:, :5, :5], expected[1], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["math", "auto"])
+def test_fully_masked_sample_stays_finite(dtype, backend):
+    q = torch.randn(1, 2, 2, 4, 8, dtype=dtype)
+    bias = torch.randn(1, 2, 4, 4, dtype=dtype, requires_grad=True)
+    out = tof.attend(q, q, q, bias, torch.zeros(1, 4), backend)
+    out.sum().backward()
+    assert out.isfinite().all() and bias.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_reassociated_outer_product_is_exact_where_it_is_used(rows):
+    block, _, _ = random_block()
+    module, results = block.outer_product_mean, []
+    for reassociate in (False, True):
+        msa = (
+            torch.randn(2, rows, 8, 16, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "reassociates", lambda left, answer=reassociate: answer)
+            with OpCounter() as counter:
+                update = module(msa, torch.tensor([[1.0] * rows, [1.0] + [0.0] * (rows - 1)]))
+        weight = torch.linspace(-1, 1, update.numel()).double().view_as(update)
+        gradients = torch.autograd.grad((update * weight).sum(), [msa, *module.parameters()])
+        results.append((update, *gradients, counter.peak))
+    for plain, fused in zip(results[0][:-1], results[1][:-1], strict=True):
+        torch.testing.assert_close(fused, plain, rtol=0, atol=1e-12)
+    assert results[0][-1] != results[1][-1]  # the other order of sums did run
+
+
+def test_outer_product_is_reassociated_where_the_rule_says(monkeypatch):
+    module = tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig()).outer_product_mean
+    sizes = {(1, 32, 128): True, (1, 33, 128): False, (2, 32, 128): True, (2, 16, 64): False}
+    for (samples, rows, residues), expected in sizes.items():
+        assert module.reassociates(torch.empty(samples, rows, residues, 4)) is expected
+    assert module.reassociates(torch.empty(1, 16, 64, 4))
+    for rows, strict_float32 in ((16, True), (17, False)):  # on a GPU multiplications count
+        left = SimpleNamespace(shape=(1, rows, 128, 32), is_cuda=True, dtype=torch.float32)
+        for tf32, expected in ((False, strict_float32), (True, True)):
+            monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
+            assert module.reassociates(left) is expected
+    module.fusion = tof.FusionConfig(enable_opm_fusion=False)
+    assert not module.reassociates(torch.empty(1, 16, 64, 4))
+
+
+def test_packed_gate_keeps_autocast_low():
+    block, msa, _ = random_block((True,) * 5)
+    seen = []
+    block.msa_column_attention.float().o_proj.register_forward_pre_hook(lambda _, x: seen.append(x[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        block.msa_column_attention(msa.float())
+    assert seen == [torch.bfloat16]
+
+
+def test_activation_checkpointing_changes_memory_and_nothing_else():
+    """One of four blocks is kept: backward begins with it."""
+    results = []
+    for enabled in (False, True):
+        trainer, batch = trainer_and_batch(given(seq_len=16, num_blocks=4,
+                                                 enable_activation_checkpointing=enabled))
+        accuracy.shake(tof.PROGRAM, trainer.model)
+        saved = saved_activations(trainer.model, [], lambda t=trainer, b=batch: t.forward(b)["loss"])
+        trainer.forward(batch)["loss"].backward()
+        results.append((saved["rest"], [p.grad for p in trainer.model.parameters()]))
+    assert 0.25 * results[0][0] < results[1][0] < 0.4 * results[0][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_selective_checkpointing_changes_memory_and_nothing_else():
+    """Also with dropout, whose random numbers are drawn outside. What backward begins with is kept."""
+    results = []
+    for enabled in (False, True):
+        trainer, batch = trainer_and_batch(given(seq_len=16, num_blocks=2, dropout=0.5,
+                                                 enable_selective_checkpointing=enabled))
+        accuracy.shake(tof.PROGRAM, trainer.model)
+        torch.manual_seed(0)
+        saved = saved_activations(trainer.model, [], lambda t=trainer, b=batch: t.forward(b)["loss"])
+        torch.manual_seed(0)
+        trainer.forward(batch)["loss"].backward()
+        results.append((saved["rest"], [p.grad for p in trainer.model.parameters()]))
+    assert results[1][0] < 0.6 * results[0][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
+def test_compiled_blocks_share_one_graph_and_change_no_number():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert failures(given(num_blocks=3, num_seqs=8, seq_len=24, enable_torch_compile=True)) == []
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
+def test_embedding_and_heads_compile_as_one_graph_each():
+    """On a GPU they run compiled, see TinyOpenFoldV2.forward."""
+    torch._dynamo.reset()
+    trainer, batch = trainer_and_batch(given(enable_torch_compile=True))
+    accuracy.shake(tof.PROGRAM, trainer.model)
+    tokens, targets = batch["msa_tokens"], (batch["msa_targets"], batch["coords"], batch["coord_mask"])
+    runs = []
+    plain, compiled = (trainer.model.embed, trainer.model.heads), trainer.model.gpu_ends
+    for (embed, heads), only_loss in ((plain, False), (compiled, False), (compiled, True)):
+        trainer.model.zero_grad()
+        loss = heads(*embed(tokens, tokens[:, 0]), *targets, only_loss)["loss"]
+        loss.backward()
+        runs.append([loss.detach(), *(p.grad for p in trainer.model.parameters() if p.grad is not None)])
+    assert len(runs[0]) > 8
+    torch.testing.assert_close(runs[1], runs[0])
+    torch.testing.assert_close(runs[2], runs[0])
+
+
+def model_and_batch(switches=(True,) * 4, **sizes):
+    return trainer_and_batch(given(fusion(switches), **{"seq_len": 16, **sizes}))
+
+
+def test_every_parameter_gets_a_gradient():
+    trainer, batch = model_and_batch(seq_len=40)  # longer than the clipped relative positions
+    accuracy.shake(tof.PROGRAM, trainer.model)
+    trainer.forward(batch)["loss"].backward()
+    assert [n for n, p in trainer.model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_model_output_contract():
+    trainer, batch = model_and_batch()
+    output = trainer.model(**batch)
+    assert output["distances"].shape == (2, 16, 16) and output["loss"].shape == ()
+    assert output["msa_repr"].shape == (2, 6, 16, 16) and output["pair_repr"].shape == (2, 16, 16, 16)
+    assert torch.equal(output["distances"], output["distances"].transpose(1, 2))
+    assert "loss" not in trainer.model(batch["msa_tokens"])
+    assert trainer.model.get_fusion_statistics()["kernel_reduction_percent"] == 80.0
+
+
+def test_same_seed_same_weights_under_all_switches_and_every_checkpoint_loads_everywhere():
+    states = {}
+    for switches in COMBINATIONS:
+        states[switches] = model_and_batch(switches)[0].model.state_dict()
+    first = states[COMBINATIONS[0]]
+    for switches, state in states.items():
+        assert state.keys() == first.keys() and all(torch.equal(state[k], first[k]) for k in first), switches
+    trainer, batch = model_and_batch()
+    expected = trainer.model(**batch)["loss"]
+    for switches in COMBINATIONS:
+        other = model_and_batch(switches)[0]
+        accuracy.shake(tof.PROGRAM, other.model)
+        other.model.load_state_dict(first)
+        torch.testing.assert_close(other.model(**batch)["loss"], expected)
+
+
+def test_packed_names_load_too_and_missing_ones_are_reported():
+    for switches, name in (((True,) * 4, "qkv_proj"), ((True,) * 5, "qkv_gate_proj")):
+        trainer, batch = model_and_batch(switches)
+        accuracy.shake(tof.PROGRAM, trainer.model)
+        expected = trainer.model(**batch)["loss"]
+        packed = dict(trainer.model.named_parameters())
+        assert any(name in n for n in packed) and not any(name in n for n in trainer.model.state_dict())
+        for others in ((False,) * 5, (True,) * 4, (True,) * 5):
+            other = model_and_batch(others)[0].model
+            other.load_state_dict(packed)
+            torch.testing.assert_close(other(**batch)["loss"], expected)
+        state = trainer.model.state_dict()
+        del state["blocks.0.msa_row_attention.k_proj.weight"]
+        with pytest.raises(RuntimeError, match=name):
+            trainer.model.load_state_dict(state)
+
+
+def test_baseline_really_is_unfused():
+    for switches, gemms in (((False,) * 4, 20), ((True,) * 4, 8), ((True,) * 5, 6)):
+        model = model_and_batch(switches)[0].model
+        names = (
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "qkv_proj",
+            "left_proj",
+            "right_proj",
+            "left_gate",
+            "right_gate",
+            "left_right_proj",
+            "left_right_gate",
+            "qkv_gate_proj",
+            "left_right_all",
+        )
+        layers = [
+            n
+            for n, m in model.blocks[0].named_modules()
+            if n.split(".")[-1] in names and not n.startswith("outer_product_mean")
+        ]
+        assert len(layers) == gemms == model.get_fusion_statistics()["projection_gemms_per_block"]
+
+
+@pytest.mark.parametrize("outgoing", [True, False])
+def test_derivatives_written_by_hand(outgoing):
+    def tensor(*size):
+        return torch.randn(*size, dtype=torch.float64, requires_grad=True)
+
+    left, right = tensor(2, 3, 4, 4), tensor(2, 3, 4, 4)
+    assert torch.autograd.gradcheck(lambda a, b: TriangleProduct.apply(a, b, outgoing), (left, right))
+    term = "cbik,cbjk->cbij" if outgoing else "cbki,cbkj->cbij"
+    torch.testing.assert_close(TriangleProduct.apply(left, right, outgoing), torch.einsum(term, left, right))
+    assert torch.autograd.gradcheck(ChannelBias.apply, (tensor(3, 2, 4, 4), tensor(3)))
+    assert torch.autograd.gradcheck(LinearReLU.apply, (tensor(2, 3, 4), tensor(5, 4), tensor(5)))
+    x, same = tensor(3, 4), torch.compile(stored, fullgraph=True, backend="aot_eager")
+    assert torch.equal(same(x), x) and torch.equal(torch.autograd.grad(same(x).square().sum(), x)[0], 2 * x)
+    assert stored(x) is x
+
+
+def test_rows_of_tables_are_summed_and_differentiated():
+    """In float64, and in 16 bits, there exactly: by whole numbers."""
+    indices = torch.randint(4, (2, 1, 5)), torch.randint(7, (3, 5)), torch.randint(2, (2, 3, 1))
+    tables = [torch.randint(-3, 4, (n, 3)).double().requires_grad_() for n in (5, 7, 2)]
+    assert torch.autograd.gradcheck(lambda *tables: SummedRows.apply(*tables, *indices), tables)
+    tables = [table.detach().bfloat16().requires_grad_() for table in tables]
+    weights, results = torch.randint(-3, 4, (2, 3, 5, 3)), []
+    plain = sum(map(torch.nn.functional.embedding, indices, tables))
+    for rows in (SummedRows.apply(*tables, *indices), plain):
+        results.append([rows.detach(), *torch.autograd.grad((rows * weights).sum(), tables)])
+    assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
+    assert all(found.any() for found in results[0]) and not results[0][1][4].any()  # of a row never asked for
+
+
+def test_dropout_is_shared_and_off_in_eval():
+    x, block = torch.randn(2, 5, 4, 3), tof.FusedEvoformerBlock(tof.TinyOpenFoldConfig(dropout=0.5))
+    factors = block.dropout_factors(x, 1)
+    assert factors.shape == (2, 1, 4, 3) and set(factors.unique().tolist()) == {0.0, 2.0}
+    assert block.eval().dropout_factors(x, 1) is None and block.drop(x, 1) is x
+
+
+def test_accuracy_check_passes_and_catches_a_broken_fused_path(monkeypatch):
+    assert failures(given()) == []
+    attend, split = tof.attend, packing.split
+
+    def no_bias(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(q, k, v, bias if backend == "math" else None, key_mask, backend)
+
+    def no_mask(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(q, k, v, bias, key_mask if backend == "math" else None, backend)
+
+    def lost_gradient(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(
+            q, k, v, bias if backend == "math" or bias is None else bias.detach(), key_mask, backend
+        )
+
+    def imprecise(q, k, v, bias=None, key_mask=None, backend="auto"):
+        return attend(q, k, v, bias, key_mask, backend) * (1 if backend == "math" else 1 + 1e-5)
+
+    def exchanged(x, widths, dim):
+        return split(x, widths, dim)[::-1]
+
+    mutants = [
+        (tof, "attend", no_bias),
+        (tof, "attend", no_mask),
+        (tof, "attend", lost_gradient),
+        (tof, "attend", imprecise),
+        (packing, "split", exchanged),
+    ]
+    for module, name, mutant in mutants:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, mutant)
+            assert failures(given()) != []
+
+
+def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
+    settings = given(use_amp=True, amp_dtype="bfloat16", learning_rate=1e-5, enable_master_weights=True)
+    assert failures(settings) == []
+    trainer, batch = trainer_and_batch(settings)
+    accuracy.shake(tof.PROGRAM, trainer.model)
+    assert trainer.forward(batch)["pair_repr"].dtype == torch.bfloat16
+    assert all(p.data_ptr() % 16 == 0 for p in trainer.model.parameters())  # as GEMMs want them
+    before = [w.clone() for w in trainer.weights.values()]
+    trainer.step(batch)  # steps of 1e-5 are lost in bfloat16, not in the masters
+    assert all(
+        w.dtype == torch.float32 and not torch.equal(w, b)
+        for w, b in zip(trainer.weights.values(), before, strict=True)
+    )
+
+
+@pytest.mark.parametrize("amp", [None, "bfloat16"])
+def test_wide_projections_and_transitions_pass_the_accuracy_rule(amp):
+    assert failures(given(use_amp=amp is not None, amp_dtype=amp, enable_projection_fusion=True,
+                          enable_transition_fusion=True)) == []
+
+
+def test_accuracy_check_does_not_mistake_a_relu_at_zero_for_an_error():
+    """At these sizes an unprotected check failed: one input of a ReLU was 3.5e-7 and changed sign."""
+    assert failures(tof.PROGRAM.settings(num_blocks=1, seq_len=32, num_seqs=8, batch_size=2)) == []
+
+
+def test_counting_saved_activations_leaves_no_graph_behind():
+    x, kept = torch.randn(3, requires_grad=True), []
+
+    def loss():
+        y = x.exp()  # saves its own output
+        kept.append(weakref.ref(y))
+        return y.sum()
+
+    gc.disable()
+    try:
+        assert saved_activations(torch.nn.Identity(), [], loss) == {"rest": 12} and kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_saved_activations_and_launches_against_a_hand_count():
+    layer = torch.nn.Linear(8, 4)
+    x = torch.randn(5, 8, requires_grad=True)
+    assert saved_activations(layer, [("layer", layer)], lambda: layer(x).sum()) == {"layer": 5 * 8 * 4}
+    with OpCounter() as counter:
+        y = layer(x).relu()  # addmm, relu; the transposed weight is a view
+        peak = counter.peak
+        del y
+    assert counter.launches == 2 and peak == 2 * 5 * 4 * 4 and counter.live == 0
+    found = {}
+    for name, size in (("once", 5), ("again", 5), ("longer", 6)):
+        with OpCounter() as counter:
+            torch.zeros(size).relu()
+        found[name] = counter.operations
+    assert found["once"] == found["again"] != found["longer"]
+
+
+def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
+    monkeypatch.setattr(attention_choice, "HAS_TRITON", True)
+
+    def backend(dtype, length, biased, requested="auto", **more):
+        plain = dict(on_gpu=True, strict=False, width=32, training=True)
+        return attention_choice.attention_backend(
+            requested, dtype=dtype, length=length, biased=biased, **plain | more)
+
+    half, single = torch.bfloat16, torch.float32
+    assert [backend(half, length, biased) for length in (64, 128) for biased in (True, False)] == [
+        "flex", "flex", "flex", "sdpa"]
+    assert [backend(half, 64, biased, width=20) for biased in (True, False)] == ["sdpa", "sdpa"]
+    assert [backend(single, length, biased) for length in (64, 65) for biased in (True, False)] == [
+        "flex", "flex", "flex", "sdpa"]  # in TF32
+    assert {backend(single, length, biased, strict=True) for length in (64, 512) for biased in (True, False)
+            } == {"math"}  # see test_three_truncated_products_are_not_float32
+    assert [backend(half, 64, biased, on_gpu=False) for biased in (True, False)] == ["math", "sdpa"]
+    assert backend(single, 64, True, "flex", strict=True) == "flex"
+    assert backend(half, 64, True, "flex", on_gpu=False) == "sdpa"
+    assert {backend(half, 64, True, name, training=False) for name in ("auto", "flex")} == {"sdpa"}
+    for arch, expected in (("gfx942", ["flex", "sdpa"]), ("gfx1100", ["sdpa", "sdpa"]),
+                           ("gfx906", ["sdpa", "sdpa"])):  # nothing measured
+        for dtype, strict in ((half, False), (single, True)):
+            found = [backend(dtype, 64, biased, strict=strict, arch=arch) for biased in (True, False)]
+            assert found == expected
+    assert attention_choice.remark("gfx90a") == "gfx90a: CDNA, not measured"
+    assert attention_choice.remark("") == ""
+    assert attention_choice.remark("gfx1201") == "gfx1201: not CDNA, so no FlexAttention, not measured"
+
+
+def truncated(x):
+    """float32 -> TF32 (ten bits of mantissa), towards zero."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def three_products(a, b):
+    """A float32 matrix product as three in TF32, the way of SDPA's memory-efficient kernel on NVIDIA."""
+    big_a, big_b = truncated(a), truncated(b)
+    return truncated(a - big_a) @ big_b + big_a @ truncated(b - big_b) + big_a @ big_b
+
+
+def test_three_truncated_products_are_not_float32():
+    """Why strict float32 on NVIDIA keeps to plain attention: single products are nearly float32's, but all
+    err to the same side, and gradients of weights sum thousands of them (GPU: test_strict_float32...)."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(256, 4, 64, 64, generator=generator).softmax(-1)
+    v = torch.randn(256, 4, 64, 16, generator=generator) + 1
+    exact = p.double() @ v.double()
+    plain, three = p @ v - exact, three_products(p, v) - exact
+    assert three.abs().max() < 5 * plain.abs().max() and three.sum().abs() > 50 * plain.sum().abs()
+
+
+def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
+    wanted = SimpleNamespace(use_tf32=True)
+    for expected in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda expected=expected: expected)
+        assert runs_in_tf32(wanted, torch.device("cuda")) is expected
+    assert not runs_in_tf32(wanted, torch.device("cpu"))
+    assert not runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
+
+
+def test_deterministic_is_asked_of_the_process(monkeypatch):
+    asked = []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    for deterministic in (False, True):
+        process_settings(given(deterministic=deterministic), CPU)
+    assert asked == [True]
+
+
+def test_flex_attention_gets_tiles_where_they_were_measured(monkeypatch):
+    seen = []
+
+    def kernel(q, k, v, kernel_options, **_):
+        seen.append(kernel_options.keys() > {"FORCE_USE_FLEX_ATTENTION"})
+        return q
+
+    monkeypatch.setattr(attention_choice, "compiled_flex_attention", lambda: kernel)
+    bias, half, single = torch.zeros(1, 1, 4, 4), torch.bfloat16, torch.float32
+    for dtype, width, given in ((half, 32, bias), (half, 32, None), (single, 32, bias), (single, 32, None),
+                                (half, 64, bias)):
+        attention_choice.flex_attend(*torch.zeros(3, 1, 2, 1, 4, width, dtype=dtype), given)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    attention_choice.flex_attend(*torch.zeros(3, 1, 2, 1, 4, 32), bias)
+    assert seen == [True, True, True, False, False, False]
+
+
+def gpu_trainer(**values):
+    settings = tof.PROGRAM.settings(num_blocks=2, seq_len=32, num_seqs=8, batch_size=2, **values)
+    device = torch.device("cuda")
+    process_settings(settings, device)
+    source = SyntheticProteins(settings)
+    batches = [to_device(source.batch(step), device) for step in range(6)]
+    return tof.Trainer(tof.PROGRAM, settings, device), batches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "more",
+    [{}, dict(use_amp=True, amp_dtype="float16"),
+     dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)],
+)
+def test_graphed_steps_are_eager_steps(more):
+    losses = []
+    for graphs in (False, True):
+        trainer, batches = gpu_trainer(enable_cuda_graphs=graphs, **more)
+        losses.append([trainer.step(batch).item() for batch in batches])
+        assert (trainer.graph is not None) == graphs
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2 if more else 1e-4)
+    assert losses[0][0] > losses[0][-1] and len(set(losses[1])) == 6  # new data every step, and it learns
+
+
+@pytest.mark.gpu
+def test_losses_outlive_the_graphs_of_torch_compile():
+    trainer, batches = gpu_trainer(enable_torch_compile=True, torch_compile_mode="reduce-overhead")
+    losses = [trainer.step(batch) for batch in batches]
+    assert len({loss.item() for loss in losses}) == 6  # read only now, as run_steps does
+
+
+@pytest.mark.gpu
+def test_graph_obeys_learning_rate_and_draws_new_dropout():
+    trainer, batches = gpu_trainer(dropout=0.3, enable_cuda_graphs=True)
+    trainer.step(batches[0])
+    accuracy.shake(tof.PROGRAM, trainer.model)
+    trainer.optimizer.param_groups[0]["lr"].zero_()
+    assert len({trainer.step(batches[0]).item() for _ in range(4)}) == 4
+    before = [p.clone() for p in trainer.model.parameters()]
+    trainer.step(batches[1])
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["math", "sdpa", "flex"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_attention_backends_agree_with_float64_on_gpu(backend, biased):
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 2, 40, 16, device="cuda", generator=generator) for _ in range(3))
+    bias = torch.randn(2, 2, 40, 40, device="cuda", generator=generator)
+    mask = torch.ones(2, 40, device="cuda")
+    mask[1, 30:] = 0
+    weight = torch.randn(2, 5, 2, 40, 16, device="cuda", generator=generator)
+
+    def run(dtype, name):
+        tensors = [t.to(dtype).requires_grad_() for t in ((q, k, v, bias) if biased else (q, k, v))]
+        out = tof.attend(*tensors[:3], tensors[3] if biased else None, mask, name)
+        return [out, *torch.autograd.grad((out * weight.to(dtype)).sum(), tensors)]
+
+    for exact, plain, found in zip(
+        run(torch.float64, "math"), run(torch.float32, "math"), run(torch.float32, backend), strict=True
+    ):
+        own, error = ((x - exact).abs().max().item() for x in (plain, found))
+        assert error <= 3 * own + 4e-7 * exact.abs().max().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", [None, "bfloat16", "float16"])
+def test_accuracy_on_gpu(amp):
+    plain = tof.PROGRAM.settings(num_blocks=2, batch_size=2, use_amp=amp is not None, amp_dtype=amp)
+    for fusion in (plain.fusion, tof.FusionConfig.preset(True)):
+        assert failures(dataclasses.replace(plain, fusion=fusion), torch.device("cuda")) == []
+
+
+@pytest.mark.gpu
+def test_strict_float32_with_everything_on():
+    """At this size SDPA's kernel for columns was 100 times as wrong as the baseline."""
+    settings = tof.PROGRAM.settings(batch_size=1, seq_len=256, num_seqs=64)
+    assert failures(dataclasses.replace(settings, fusion=tof.FusionConfig.preset(True)),
+                    torch.device("cuda")) == []

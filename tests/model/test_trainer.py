@@ -1,0 +1,207 @@
+"""What the model and its trainer hand on, to recorders: to a compiler, to attention's choice, to a graph."""
+import dataclasses
+
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.training.files import UserError
+from proteins.batches import SyntheticProteins
+from tests.model.test_layers import CPU, TINY, model_of, trainer_of
+
+SMALL = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3,
+                               outer_product_dim=4)
+def block_of(fusion):
+    return tof.FusedEvoformerBlock(SMALL, fusion)
+
+
+@pytest.mark.parametrize("seq_len, combos", [(128, True), (129, False)])
+def test_what_is_compiled(seq_len, combos, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: calls.append((type(module), how)))
+    monkeypatch.setattr(torch, "compile",
+                        lambda function, **how: calls.append((function.__name__, how)) or "end")
+    config = dataclasses.replace(SMALL, seq_len=seq_len, num_blocks=2)
+    model = tof.TinyOpenFoldV2(config, tof.FusionConfig())
+    assert calls == [] and model.gpu_ends == (model.embed, model.heads) and len(model.sublayers()) == 18
+    monkeypatch.setattr(tof.fast_evoformer.dispatch, "gathered_gradients", lambda which: dict(gathers=which))
+    fusion = tof.FusionConfig(enable_torch_compile=True, enable_combo_kernels=True,
+                              enable_triton_weight_gradients=combos,
+                              torch_compile_mode="max-autotune-no-cudagraphs")
+    model = tof.TinyOpenFoldV2(config, fusion)
+    how = dict(fullgraph=True, dynamic=False, options=dict(
+        torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), combo_kernels=combos,
+        gathers=combos))
+    assert model.gpu_ends == ("end", "end") and model.sublayers() == []
+    assert calls == [*2 * [(tof.FusedEvoformerBlock, how)], ("embed", how), ("heads", how)]
+
+
+NONE = dict(msa_row_attention=(), msa_column_attention=(), outer_product_mean=(), triangle_mult_outgoing=(),
+            triangle_mult_incoming=(), triangle_attn_starting=(), triangle_attn_ending=())
+MSA = ("msa_row_attention", "msa_column_attention")
+TRIANGLES = ("triangle_attn_starting", "triangle_attn_ending")
+PRODUCTS = ("triangle_mult_outgoing", "triangle_mult_incoming")
+
+
+@pytest.mark.parametrize("switches, packed", [
+    ("", {}), ("qkv_fusion_msa", dict.fromkeys(MSA, ("qkv_proj",))),
+    ("qkv_fusion_triangle", dict.fromkeys(TRIANGLES, ("qkv_proj",))),
+    ("triangle_fusion", dict.fromkeys(PRODUCTS, ("left_right_proj", "left_right_gate"))),
+    ("projection_fusion", dict(outer_product_mean=("left_right_proj",))),
+    ("projection_fusion qkv_fusion_msa qkv_fusion_triangle triangle_fusion", dict(
+        dict.fromkeys((*MSA, *TRIANGLES), ("qkv_gate_proj",)), outer_product_mean=("left_right_proj",),
+        **dict.fromkeys(PRODUCTS, ("left_right_all",))))])
+def test_which_projections_are_one_gemm(switches, packed):
+    fusion = dataclasses.replace(tof.FusionConfig.preset(False), **{
+        f"enable_{name}": True for name in switches.split()})
+    block = block_of(fusion)
+    assert {name: getattr(block, name).active for name in NONE} == {**NONE, **packed}
+
+
+# --- To the choice of attention, to losses ----------------------------------------------------------------
+
+
+def test_what_the_choice_of_attention_hears(monkeypatch):
+    heard, plain = [], dict(on_gpu=False, dtype=torch.float32, strict=True, width=4, length=5, biased=True,
+                            training=True, arch="arch of False")
+    monkeypatch.setattr(tof.attention_choice, "architecture", lambda on_gpu: f"arch of {on_gpu}")
+    monkeypatch.setattr(tof.attention_choice, "attention_backend",
+                        lambda *given, **named: heard.append((*given, named)) or "math")
+    q = torch.randn(1, 2, 3, 5, 4)
+    tof.attend(q, q, q, torch.zeros(1, 3, 5, 5), backend="flex")
+    with torch.no_grad():
+        tof.attend(q.bfloat16(), q.bfloat16(), q.bfloat16())
+    assert heard == [("flex", plain), ("auto", {**plain, "dtype": torch.bfloat16, "strict": False,
+                                                "biased": False, "training": False})]
+
+
+@pytest.mark.parametrize("chosen", ["math", "sdpa", "flex"])
+def test_the_chosen_attention_is_what_runs(chosen, monkeypatch):
+    ran, sdpa = [], tof.F.scaled_dot_product_attention
+    q, k, v = torch.randn(3, 2, 3, 4, 5, 8)
+    monkeypatch.setattr(tof.attention_choice, "attention_backend", lambda *_, **__: chosen)
+    monkeypatch.setattr(tof.attention_choice, "flex_attend",
+                        lambda *given: ran.append(("flex", given)) or given[0])
+    monkeypatch.setattr(tof.F, "scaled_dot_product_attention",
+                        lambda *given: ran.append(("sdpa",)) or sdpa(*given))
+    out = tof.attend(q, k, v)
+    assert ran == {"math": [], "sdpa": [("sdpa",)], "flex": [("flex", (q, k, v, None))]}[chosen]
+    expected = q if chosen == "flex" else (q @ k.mT / 8 ** 0.5).softmax(-1) @ v
+    torch.testing.assert_close(out, expected)
+    tof.attend(q, k, v, torch.zeros(2, 4, 5, 5))
+    assert len(ran) == {"math": 0, "sdpa": 1 + 2, "flex": 2}[chosen]  # with a bias sample by sample
+
+
+def test_defaults_of_the_command_line():
+    assert [f.name for f in dataclasses.fields(tof.FusionConfig) if not f.metadata["alone"]] == [
+        "enable_torch_compile", "enable_triton_adamw", "enable_triton_weight_gradients",
+        "enable_combo_kernels"]
+    assert tof.COMMAND_LINE.study_sizes == dict(batch_size=(2, 4), seq_len=(32, 64))
+
+
+def test_of_how_many_pairs_and_letters_losses_are_means():
+    coords = dict(coords=torch.zeros(2, 4, 3), coord_mask=torch.tensor([[1.0, 1, 1, 0], [0, 1, 0, 0]]))
+    letters = dict(msa_targets=torch.tensor([[[0, 22, -100, -100], [5, -100, -100, -100]]]))
+    count = tof.TinyOpenFoldV2.loss_counts
+    assert count(**coords).tolist() == [10] and count(**letters).tolist() == [3]
+    assert count(**coords, **letters, seq_mask=None).tolist() == [10, 3]
+
+
+def test_which_attention_a_model_names(monkeypatch):
+    heard = []
+
+    def in_words(*given, **parts):
+        heard.append((given, parts))
+        return words
+    monkeypatch.setattr(tof.attention_choice, "in_words", in_words)
+    sizes = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3, seq_len=9, num_seqs=5)
+    model, words = model_of(**sizes), "sdpa"
+    parts = dict(pair=(9, 4, True), rows=(9, 4, True), columns=(5, 4, False))
+    assert model.attention_kernel() == model.attention_kernel(torch.bfloat16) == "sdpa"
+    assert heard == [(("auto", False, False, dtype), parts) for dtype in (torch.float32, torch.bfloat16)]
+    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**sizes, num_blocks=1),
+                               tof.FusionConfig(enable_triton_attention=True))
+    assert model.attention_kernel() == "sdpa" and heard[-1][0][1] is True
+    words = "triton_attention"
+    assert model.attention_kernel() == "triton_attention; MSA, pair: projections by the library"
+
+
+# --- To a graph, to what a run begins with ----------------------------------------------------------------
+
+
+def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
+    trainer, events = trainer_of(ema_decay=0.5), []
+    trainer.use_graph, batch = True, SyntheticProteins(trainer.settings).batch(0)
+
+    def captured(run, inputs, device):
+        assert run == trainer.eager_step and inputs is batch and device == CPU
+        run(inputs)  # to be taken back
+        events.append("captured")
+        return lambda inputs: events.append("replayed") or torch.tensor(2.5)
+    monkeypatch.setattr(tof, "GraphedStep", captured)
+    before = [weight.detach().clone() for weight in trainer.updated]
+    for _ in range(2):
+        assert trainer.step(batch, lambda: events.append("mark")) == 2.5
+    assert events == ["captured", *2 * ["replayed", *3 * ["mark"]]] and trainer.average.steps == 2
+    assert all(map(torch.equal, before, trainer.updated))
+
+
+class Stop(Exception):
+    pass
+
+
+def settings_of(tmp_path, **values):
+    return tof.PROGRAM.settings(**{**TINY, "device": "cpu", "profile_dir": str(tmp_path), **values})
+
+
+@pytest.mark.parametrize("values, expected", [
+    (dict(resume="r.pt"), ["load_run", "r.pt"]), (dict(init_from="i.pt"), ["load_weights", "i.pt"])])
+def test_what_a_run_continues(values, expected, tmp_path, monkeypatch):
+    calls = []
+
+    def stop(name):
+        def record(trainer, path, source):
+            assert isinstance(trainer, tof.Trainer) and isinstance(source, SyntheticProteins)
+            calls.extend([name, path])
+            raise Stop
+        return record
+    for name in ("load_run", "load_weights"):
+        monkeypatch.setattr(tof, name, stop(name))
+    with pytest.raises(Stop):
+        tof.train(tof.PROGRAM, settings_of(tmp_path, **values))
+    assert calls == expected
+
+
+def flags(tmp_path):
+    return ["--device", "cpu", "--profile-dir", str(tmp_path), "--num-blocks", "1"]
+
+
+def test_what_a_program_does_instead_of_training(tmp_path, monkeypatch):
+    seen, codes = [], [7, 0, None]
+    program = dataclasses.replace(
+        tof.PROGRAM, instead=lambda program, settings: seen.append(settings) or codes.pop(0))
+    monkeypatch.setattr(tof, "train", lambda program, settings, earlier: (settings is seen[-1], earlier))
+    assert [tof.run(flags(tmp_path), program) for _ in range(2)] == [7, 0]
+    assert tof.run([*flags(tmp_path), "--compare-with-v1", "v1.json"], program) == (True, "v1.json")
+
+
+def test_modes_are_given_the_program_and_its_settings(tmp_path, monkeypatch):
+    def note(name):
+        return lambda program, settings, *given: (name, settings.model.num_blocks, *given)
+    for module, name in ((tof.accuracy, "validate_setup"), (tof.accuracy, "verify_accuracy"),
+                         (tof.retune, "retune"), (tof.comparison, "compare_fusion")):
+        monkeypatch.setattr(module, name, note(name))
+    program = dataclasses.replace(tof.PROGRAM, modes={"--contacts": note("contacts")})
+    asked = ["--validate-setup", "--verify-accuracy", "--retune"]
+    assert [tof.run([*flags(tmp_path), mode], program) for mode in asked] == [
+        (name, 1) for name in ("validate_setup", "verify_accuracy", "retune")]
+    assert tof.run(["--contacts", "x.a3m"], program) == ("contacts", 4)
+    compare = [*flags(tmp_path), "--compare-fusion"]
+    assert tof.run(compare, program) == ("compare_fusion", 1, None, False)
+    assert tof.run([*compare, "--combinations"], program) == ("compare_fusion", 1, None, True)
+    for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "0202", strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(UserError, match="^--retune is for one process, and torchrun started 2"):
+        tof.run([*flags(tmp_path), "--retune"], program)

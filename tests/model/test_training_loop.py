@@ -1,0 +1,269 @@
+"""The optimizer step and the training loop against numbers worked out by hand: clipping, scaling, AdamW, what
+is restored; which step is logged, saved, evaluated and counted."""
+import contextlib
+import dataclasses
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.measuring.metrics import read_metrics
+from fusion_lab.training import reporting
+from fusion_lab.training.files import FAILED, UserError
+from fusion_lab.training.master_weights import MasterWeights
+from proteins.batches import SyntheticProteins
+from tests.model.test_layers import TINY, trainer_of
+from tests.support import last_json
+
+CPU = torch.device("cpu")
+
+
+# --- Optimizer step ------------------------------------------------------------------------------------
+
+
+def moments(trainer, kind):
+    return torch.cat([state[kind].flatten() for state in trainer.optimizer.state.values()])
+
+
+@pytest.mark.parametrize("amp", [{}, dict(use_amp=True, amp_dtype="float16"),
+                                 dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True),
+                                 dict(use_amp=True, amp_dtype="float16", enable_master_weights=True)])
+def test_gradients_are_unscaled_then_clipped_to_the_norm(amp):
+    """AdamW's first moment after one step is a tenth of the clipped gradient."""
+    trainer = trainer_of(grad_clip=1e-3, **amp)
+    assert trainer.scaler.is_enabled() == (amp.get("amp_dtype") == "float16")
+    batch, reported = SyntheticProteins(trainer.settings).batch(0), trainer.gradient_norm
+    trainer.step(batch)
+    assert trainer.gradient_norm is reported > 0.1  # one tensor, which CUDA graphs of several lengths fill
+    assert moments(trainer, "exp_avg").norm().item() == pytest.approx(1e-4, rel=1e-3)
+    loose = trainer_of(grad_clip=1e3, **amp)
+    loose.step(batch)
+    norm = moments(loose, "exp_avg").norm().item()
+    assert norm == pytest.approx(0.1 * loose.gradient_norm.item(), rel=1e-3)  # smaller ones stay
+    assert loose.gradient_norm.item() == pytest.approx(trainer.gradient_norm.item())
+    assert all(w.grad is None for w in [*loose.updated, *loose.model.parameters()])
+
+
+def test_one_step_is_adamw_with_the_given_learning_rate():
+    trainer = trainer_of(learning_rate=0.01)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    batch = SyntheticProteins(trainer.settings).batch(0)
+    trainer.forward(batch)["loss"].backward()
+    norm = sum(p.grad.square().sum() for p in trainer.model.parameters() if p.grad is not None).sqrt()
+    gradients = {name: p.grad * min(1, 1 / norm) for name, p in trainer.model.named_parameters()
+                 if p.grad is not None}
+    trainer.model.zero_grad()
+    loss = trainer.step(batch)
+    assert not loss.requires_grad and torch.equal(loss, trainer_of().forward(batch)["loss"])
+    moved, state = 0, trainer.optimizer.state
+    for name, weight in trainer.model.named_parameters():
+        if name in gradients:  # decay of 0.01, then a step of the learning rate along the gradient's sign
+            g = gradients[name]
+            expected = before[name] * (1 - 0.01 * 0.01) - 0.01 * g / (g.abs() + 1e-8)
+            torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-4 * 0.01, msg=name)
+            torch.testing.assert_close(state[weight]["exp_avg"], 0.1 * g, rtol=1e-4, atol=1e-9)
+            torch.testing.assert_close(state[weight]["exp_avg_sq"], 0.001 * g * g, rtol=1e-4, atol=1e-12)
+            moved += (weight != before[name]).sum().item()
+    assert moved > 1000
+
+
+def test_an_overflow_in_float16_skips_the_step_and_halves_the_scale():
+    trainer = trainer_of(use_amp=True, amp_dtype="float16")
+    batch = SyntheticProteins(trainer.settings).batch(0)
+    trainer.step(batch)
+    scale, before = trainer.scaler.get_scale(), trainer.weights["distogram_head.weight"].detach().clone()
+    trainer.model.distogram_head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    trainer.step(batch)
+    assert trainer.scaler.get_scale() == scale / 2
+    assert torch.equal(trainer.weights["distogram_head.weight"], before)
+
+
+def test_a_trainer_passes_masks_on():
+    trainer = trainer_of()
+    tof.accuracy.shake(tof.PROGRAM, trainer.model)
+    batch = tof.PROGRAM.check_batch(trainer.settings, CPU)
+    found = [trainer.forward({key: value for key, value in batch.items() if key != left_out})["loss"].item()
+             for left_out in ("", "seq_mask", "row_mask")]
+    assert found[0] == trainer.model(**batch)["loss"].item() and len(set(found)) == 3
+
+
+def everything(trainer):
+    state = trainer.optimizer.state_dict()["state"]
+    return [*(w.detach().clone() for w in trainer.updated), *(p.detach().clone() for p in
+            trainer.model.parameters()), torch.get_rng_state(), torch.tensor(trainer.scaler.get_scale()),
+            *(t.clone() for s in state.values() for t in s.values())]
+
+
+@pytest.mark.parametrize("amp", [{}, dict(use_amp=True, amp_dtype="float16", enable_master_weights=True)])
+def test_preserved_brings_back_a_run_that_is_under_way(amp):
+    trainer = trainer_of(dropout=0.5, **amp)
+    batch = SyntheticProteins(trainer.settings).batch(0)
+    with trainer.preserved():
+        trainer.step(batch)  # the very first one
+    assert not any(t.any() for state in trainer.optimizer.state.values() for t in state.values())
+    trainer.step(batch)
+    before = everything(trainer)
+    with trainer.preserved():
+        trainer.step(batch)
+        trainer.model.distogram_head.weight.register_hook(lambda gradient: gradient * float("inf"))
+        trainer.step(batch)  # in float16 the scale changes
+        assert any(not torch.equal(a, b) for a, b in zip(before, everything(trainer), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(trainer), strict=True))
+
+
+def test_mixed_precision_is_autocast_and_low_weights_with_masters():
+    dtypes = {}
+    for masters in (False, True):
+        trainer = trainer_of(use_amp=True, amp_dtype="bfloat16", enable_master_weights=masters)
+        trainer.model.blocks[0].pair_transition.linear2.register_forward_hook(
+            lambda _, x, y, m=masters: dtypes.update({m: (y.dtype, torch.is_autocast_enabled("cpu"))}))
+        trainer.step(SyntheticProteins(trainer.settings).batch(0))
+        assert (trainer.masters is not None) == masters
+        assert next(trainer.model.parameters()).dtype == (torch.bfloat16 if masters else torch.float32)
+    assert dtypes == {False: (torch.bfloat16, True), True: (torch.bfloat16, False)}
+    assert trainer_of(enable_master_weights=True).masters is None
+
+
+def test_master_weights_lie_in_steps_of_64_and_move_in_float32():
+    layer = torch.nn.Linear
+    model = torch.nn.Sequential(layer(65, 1, bias=False), layer(1, 3), layer(8, 8))
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    masters = MasterWeights(model, torch.bfloat16)
+    assert masters.starts == [0, 128, 192, 256, 320] and masters.flat.shape == (384,)  # of 65, 3, 3, 64, 8
+    assert masters.flat.dtype == torch.float32 and masters.low.dtype == torch.bfloat16
+    for name, p in model.named_parameters():
+        assert torch.equal(masters.views(masters.flat)[name], whole[name])
+        assert torch.equal(p, whole[name].bfloat16()) and p.shape == whole[name].shape
+    gaps = torch.ones(384, dtype=torch.bool)
+    for start, p in zip(masters.starts, whole.values(), strict=True):
+        gaps[start:start + p.numel()] = False
+    assert not masters.flat[gaps].any()
+    model[1](torch.ones(2, 1).bfloat16()).sum().backward()  # the other layers get no gradient
+    masters.take_gradients()
+    assert masters.flat.grad.dtype == torch.float32 and all(p.grad is None for p in model.parameters())
+    assert masters.flat.grad.nonzero().flatten().tolist() == [*range(128, 131), *range(192, 195)]
+    assert masters.flat.grad[128:131].tolist() == [2, 2, 2]
+    masters.flat += 1
+    assert torch.equal(model[1].bias, whole["1.bias"].bfloat16())  # not before publish()
+    masters.publish()
+    assert all(torch.equal(p, (whole[name] + 1).bfloat16()) for name, p in model.named_parameters())
+
+
+# --- Loop ----------------------------------------------------------------------------------------------
+
+
+def flags_of(**values):
+    return [word for name, value in {**TINY, "device": "cpu", "warmup_steps": 1, **values}.items()
+            for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def watched_run(tmp_path, monkeypatch, capsys, interrupt_at=None, **values):
+    """A run of the program with a clock whose step n takes 1, 2, 3 and 4 n² ms in its phases. Returns its
+    exit code, its step lines, its summary, its metrics and what was called: evaluations (step, final), checks
+    of losses (checked, first step), saved steps, steps that the profiler was told of."""
+    calls = dict(evaluate=[], require_finite=[], snapshot=[], profiling=[])
+
+    within = []
+
+    @contextlib.contextmanager
+    def unmeasured(device, found):
+        within.append(found)
+        yield
+        within.pop()
+
+    def evaluate(trainer, source, stop, final=False):
+        assert len(within) == 1  # its memory is not the steps'
+        calls["evaluate"].append((trainer.step_number, final))
+        if trainer.step_number == interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return {}
+
+    def watch(owner, name, key, what):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: calls[key].append(what(*given)) or real(*given))
+
+    with monkeypatch.context() as monkeypatch:
+        monkeypatch.setattr(PhaseTimer, "seconds", lambda timer: 1e-3 * np.outer(
+            np.arange(1, len(timer.steps) + 1) ** 2, [1.0, 2, 3, 4]))
+        monkeypatch.setattr(tof.Metrics, "draw", lambda metrics: None)  # matplotlib takes its time
+        monkeypatch.setattr(tof, "unmeasured_memory", unmeasured)
+        watch(reporting, "require_finite", "require_finite", lambda losses, checked, first: (checked, first))
+        watch(tof, "save", "snapshot", lambda trainer, _: trainer.step_number)
+        watch(tof, "Profiling", "profiling", lambda *given: given[-1])
+        program = dataclasses.replace(tof.PROGRAM, evaluate=evaluate, evaluation_line=lambda _: "evaluated",
+                                      scores=lambda _: dict(score=0.5), closing=lambda *_: None)
+        code = tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=tmp_path / "c.pt", **values), program)
+    out = capsys.readouterr().out
+    lines = [line.split(" | ") for line in out.splitlines() if line.startswith("Step ")]
+    return code, lines, last_json(out), read_metrics(tmp_path / "metrics.jsonl"), calls
+
+
+def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
+    code, lines, result, (steps, evaluations), calls = watched_run(
+        tmp_path, monkeypatch, capsys, num_steps=6, log_every=4, eval_every=3, save_every=2)
+    assert code == 0 and [(line[0], line[2].split()[1], line[4].split()[1]) for line in lines] == [
+        ("Step   4/6", "30.8", "65.0ms"),  # the median of 10, 40, 90, 160 ms, for two samples
+        ("Step   6/6", "9.8", "205.0ms")]  # of 90, 160, 250, 360 ms
+    losses = {step["step"]: step["loss"] for step in steps}
+    assert list(losses) == [1, 2, 3, 4, 5, 6] and len(set(losses.values())) == 6
+    assert [line[1] for line in lines] == [f"Loss: {losses[n]:.4f}" for n in (4, 6)]
+    performance = result["performance_summary"]
+    assert (performance["first_loss"], performance["final_loss"]) == (losses[1], losses[6])
+    assert performance["total_samples"] == 12 and performance["median_batch_time"] == pytest.approx(0.125)
+    assert list(result["contact_precision"]) == ["3", "final"]
+    assert (tmp_path / "performance_summary_v2.json").is_file()
+    assert [(e["step"], e["evaluation"]) for e in evaluations] == [(3, dict(score=0.5)), (6, dict(score=0.5))]
+    assert calls == dict(evaluate=[(3, False), (6, True)], require_finite=[(n, 0) for n in range(6)],
+                         snapshot=[2, 4, 6], profiling=[6])
+
+
+def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsys):
+    assert watched_run(tmp_path, monkeypatch, capsys, num_steps=3)[-1]["snapshot"] == [3]
+    code, lines, result, (steps, _), calls = watched_run(
+        tmp_path, monkeypatch, capsys, interrupt_at=6, num_steps=20, eval_every=2, resume=tmp_path / "c.pt")
+    assert code == 128 + signal.SIGINT and [line[0] for line in lines] == ["Step   7/20"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert result["performance_summary"]["total_samples"] == 8
+    assert calls == dict(evaluate=[(4, False), (6, False)], require_finite=[(n, 3) for n in range(4)],
+                         snapshot=[7], profiling=[17])
+    _, lines, *_ = watched_run(tmp_path, monkeypatch, capsys, num_steps=9, resume=tmp_path / "c.pt")
+    assert [line[0] for line in lines] == ["Step   9/9"]
+
+
+def test_a_checkpoint_knows_what_its_run_has_learned_from(tmp_path, capsys):
+    class Named(SyntheticProteins):
+        def __init__(self, settings):
+            super().__init__(settings)
+            self.names = ["b", "a"]
+    program = dataclasses.replace(tof.PROGRAM, open_source=Named, evaluate=None)
+    path = tmp_path / "c.pt"
+    assert tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=path, num_steps=1), program) == 0
+    assert torch.load(path, weights_only=True)["trained_on"] == ["a", "b"]
+    capsys.readouterr()
+    assert tof.main(flags_of(profile_dir=tmp_path, save_checkpoint=tmp_path, num_steps=1), program) == 2
+    assert "Warming up" not in capsys.readouterr().out  # what cannot be saved is not begun
+
+
+def test_a_cpu_captures_no_graph():
+    trainer = trainer_of(enable_cuda_graphs=True)
+    assert not trainer.use_graph and not trainer.optimizer.defaults["capturable"]
+
+
+@pytest.mark.parametrize("mode", ["--compare-fusion", "--verify-accuracy"])
+def test_where_results_cannot_go_is_said_at_once(mode, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert tof.main([mode, "--profile-dir", str(tmp_path / "file")]) == 2
+    streams = capsys.readouterr()
+    assert "cannot write into" in streams.err and streams.out == ""
+
+
+def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
+    losses = [torch.tensor(value) for value in (float("nan"), 1.0, 2.0, float("inf"))]
+    assert reporting.require_finite(losses[:3], 1, 40) == 3  # the first was looked at before
+    with pytest.raises(UserError, match="loss is inf at step 44: nothing was saved since") as caught:
+        reporting.require_finite(losses, 3, 40)
+    assert caught.value.code == FAILED

@@ -1,0 +1,779 @@
+"""The PyTorch profiler session: traces, findings, reports, roofline, predictions, for any program."""
+import json
+import os
+import stat
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import tables
+from fusion_lab.measuring.bounds import ceilings, predictions, roofline
+from fusion_lab.measuring.bounds.flops import flops_by_sublayer
+from fusion_lab.measuring.bounds.sizes import shapes_around, shrunk
+from fusion_lab.measuring.comparison.variants import with_fusion
+from fusion_lab.measuring.probe import Findings, probe
+from fusion_lab.measuring.ranges import ranges
+from fusion_lab.measuring.trace import analysis, attribution
+from fusion_lab.measuring.trace.attribution import launch_on_cpu, medians, operations_in_a_step, share_samples
+from fusion_lab.measuring.trace.trace import (
+    RECOMPUTE,
+    Ranges,
+    TraceAnalysis,
+    own_times,
+    read_trace,
+    split_name,
+)
+from fusion_lab.profiler import report, several
+from fusion_lab.profiler import session as session_module
+from fusion_lab.profiler.arguments import make_parser
+from fusion_lab.profiler.session import analyse, run_session
+from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.options import option
+from fusion_lab.training.program import Cost
+from proteins.costs import costs
+from run_pytorch_profiler import run
+from tests.support import ROOT, last_json, run_program
+
+CPU = torch.device("cpu")
+PROGRAM = tof.PROGRAM
+SIZES = dict(PROGRAM.tiny, msa_dim=16, pair_dim=16, outer_product_dim=4, batch_size=2, warmup_steps=1,
+             device="cpu")
+FLAGS = [word for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
+
+
+def given(fused=True, **values):
+    settings = PROGRAM.settings(**SIZES)
+    fusion = PROGRAM.fusion_config() if fused else PROGRAM.fusion_config.preset(False)
+    return with_fusion(settings, fusion).having(**values)
+
+
+def two_steps_later(settings):
+    """A trainer whose optimizer has its state, and a batch."""
+    trainer, batch = PROGRAM.trainer(PROGRAM, settings, CPU), PROGRAM.open_source(settings).batch(0)
+    for _ in range(2):
+        trainer.step(batch)
+    return trainer, batch
+
+
+@pytest.mark.parametrize("checkpointing", [None, "selective", "activation"])
+def test_operations_by_sublayer_add_up_to_all(checkpointing):
+    """What a sub-layer makes again by itself is a part of its backward."""
+    which = {f"enable_{checkpointing}_checkpointing": True} if checkpointing else {}
+    trainer, batch = two_steps_later(given(**which))
+    counts = operations_in_a_step(trainer, batch)
+    assert sum(counts.values()) == probe(trainer, batch).launches and min(counts.values()) >= 0
+    directions = ("forward", "backward", *[RECOMPUTE] * (checkpointing == "activation"))
+    assert {(name, d) for name in PROGRAM.sublayers for d in directions} <= set(counts)
+
+
+# Attribution, on a GPU trace made by hand
+
+
+def gpu_trace(steps=2):
+    """Two steps; autograd's thread is 2. Every kernel runs long after its launch, out of its range's time."""
+    events = []
+
+    def add(cat, name, thread, start, length, **arguments):
+        events.append(dict(ph="X", cat=cat, name=name, tid=thread, ts=start, dur=length, args=arguments))
+
+    for step in range(steps):
+        t = 1000.0 * step
+        add("user_annotation", "forward", 1, t, 100.0)
+        add("user_annotation", "pair_transition", 1, t + 10, 40.0)
+        add("cpu_op", "aten::addmm", 1, t + 12, 20.0)
+        add("cuda_runtime", "cudaLaunchKernel", 1, t + 14, 5.0, correlation=10 * step + 1)
+        add("cuda_driver", "cuLaunchKernelEx", 1, t + 60, 5.0, correlation=10 * step + 2)
+        add("user_annotation", "backward", 1, t + 100, 100.0)
+        add("user_annotation", "pair_transition.backward", 2, t + 110, 50.0)
+        add("cuda_runtime", "hipLaunchKernel", 2, t + 120, 5.0, correlation=10 * step + 3)
+        add("kernel", "sm90_gemm", 7, t + 500, 30.0, correlation=10 * step + 1)
+        add("kernel", "vectorized_elementwise_kernel", 7, t + 530, 10.0, correlation=10 * step + 2)
+        add("kernel", "sm90_gemm", 7, t + 535, 60.0, correlation=10 * step + 3)
+        add("gpu_memcpy", "Memcpy HtoD", 8, t + 700, 4.0, correlation=99)
+        events.append(dict(ph="i", name="[memory]", tid=1, ts=t + 13,
+                           args={"Bytes": 256, "Device Type": 1, "Total Allocated": 256}))
+    return events
+
+
+def test_kernels_belong_to_the_range_that_launched_them():
+    trace = TraceAnalysis(gpu_trace(), PROGRAM.sublayers)
+    table = trace.sublayer_table()
+    assert trace.steps == 2 and trace.on_gpu
+    forward, backward = (table["pair_transition", d] for d in ("forward", "backward"))
+    assert (forward["device_us"], forward["launches"], forward["calls"]) == (30.0, 1, 1)
+    assert (forward["host_us"], forward["allocated_bytes"]) == (40.0, 256)
+    assert (backward["device_us"], backward["launches"]) == (60.0, 1)
+    assert table["rest", "forward"]["device_us"] == 10.0 and table["rest", "forward"]["host_us"] == 60.0
+    assert table["rest", "launch not recorded"]["device_us"] == 4.0
+    assert trace.gpu_busy() == 30 + 5 + 60 + 4  # two kernels overlap by 5
+    assert trace.step_us() == 200.0
+    assert trace.memory_timeline() == [(0.0, 256), (1000.0, 512)]
+    assert trace.phase_begins()[:2] == [(-13.0, "forward"), (87.0, "backward")]
+    gemm = trace.kernel_table()[0]
+    assert (gemm["name"], gemm["calls"], gemm["self_us"], gemm["launches"]) == ("sm90_gemm", 2, 90.0, 2)
+    assert gemm["allocated_bytes"] == 256 and gemm["kind"] == "matrix product"
+
+
+def test_gpu_time_of_each_step_is_told_apart():
+    events = gpu_trace(3)
+    slow = next(e for e in events if e["name"] == "sm90_gemm" and e["args"]["correlation"] == 21)
+    slow["dur"] = 300.0
+    steps = TraceAnalysis(events, PROGRAM.sublayers).device_us_by_step()
+    assert [step["pair_transition", "forward"] for step in steps] == [30.0, 30.0, 300.0]
+    assert [step["pair_transition", "backward"] for step in steps] == [60.0] * 3
+    assert [step["rest", "forward"] for step in steps] == [10.0] * 3
+    assert [step["rest", "launch not recorded"] for step in steps] == [4.0] * 3
+
+
+def test_forward_within_backward_is_recomputation():
+    events = gpu_trace()
+    for event in events:
+        if event["name"] == "pair_transition":
+            event["ts"] += 100
+    assert ("pair_transition", RECOMPUTE) in TraceAnalysis(events, PROGRAM.sublayers).sublayer_table()
+
+
+def test_nested_ranges_and_own_times():
+    spans = [dict(tid=1, ts=0, dur=10, name="a"), dict(tid=1, ts=2, dur=3, name="b")]
+    found = Ranges(spans)
+    assert [found.find(1, t) for t in (0, 2, 4.9, 5, 9.9, 10, -1)] == ["a", "b", "b", "a", "a", None, None]
+    assert found.find(2, 1) is None and own_times(spans) == {0: 7, 1: 3}
+
+
+def test_names_of_sublayers_may_have_dots():
+    assert split_name("mlp.up") == ("mlp.up", "forward")
+    assert split_name("mlp.up.backward") == ("mlp.up", "backward")
+    assert split_name(f"mlp.up.{RECOMPUTE}") == ("mlp.up", RECOMPUTE)
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize("busy, verdict", [(0.002, "launch-bound"), (0.007, "partly launch-bound"),
+                                           (0.0095, "not launch-bound")])
+def test_launch_verdict(busy, verdict):
+    result = analysis.launch_arithmetic(1000, 0.010, busy)
+    assert result.verdict == verdict and "one comes every 10.0 µs" in result.text
+    assert f"runs {1000 * busy:.1f} µs" in result.text
+
+
+@pytest.mark.parametrize("without_work, verdict", [(0.006, "launch-bound"), (0.004, "not launch-bound"),
+                                                   (None, "unknown")])
+def test_launch_verdict_on_cpu(without_work, verdict):
+    assert analysis.launch_arithmetic(1000, 0.010, host_s=without_work).verdict == verdict
+
+
+def test_launch_verdict_is_withheld_where_the_steps_disagree():
+    steady = analysis.launch_arithmetic(9, [0.010] * 5, host_s=[0.006, 0.006, 0.007, 0.006, 0.006])
+    assert steady.verdict == "launch-bound" and "p20 to p80 of the steps 60 to 62%" in steady.text
+    torn = analysis.launch_arithmetic(9, [0.010] * 5, host_s=[0.003, 0.006, 0.007, 0.006, 0.002])
+    assert torn.verdict == "undecided" and torn.host_ms == pytest.approx(6)
+    on_gpu = analysis.launch_arithmetic(9, [0.004, 0.010, 0.010, 0.010, 0.004], busy_s=0.0035)
+    assert on_gpu.verdict == "undecided"
+
+
+def test_the_step_without_work_takes_turns_with_the_step_itself(tmp_path):
+    turns = []
+
+    class Noting(tof.Trainer):
+        def step(self, batch, mark=lambda: None):
+            turns.append(self.settings.model.seq_len)
+            return super().step(batch, mark)
+
+    program, settings = replace(PROGRAM, trainer=Noting), given()
+    trainer, source = Noting(program, settings, CPU), program.open_source(settings)
+    found = probe(trainer, source.batch(0))
+    turns.clear()
+    result, _ = analyse(trainer, source, found, str(tmp_path), 3)
+    assert turns[:7] == [2, *[SIZES["seq_len"], 2] * 3] and 2 not in turns[7:]
+    assert "operations at S 2, N 1" in result.launch.text and result.launch.host_ms > 0
+
+
+def test_without_a_smaller_step_the_launch_verdict_is_unknown():
+    untraced = np.ones((3, 4))
+    for values, reason in ((dict(enable_torch_compile=True), "compiled"),
+                           (dict(seq_len=2, num_seqs=2), "smallest sizes")):
+        trainer = tof.Trainer(PROGRAM, given(**values), CPU)
+        launch = launch_on_cpu(trainer, None, None, untraced)
+        assert launch.verdict == "unknown" and reason in launch.text and launch.step_ms == 2000
+
+
+def made_up(shares, samples=(), twins=(), unit="operation", kinds=None, saved=None):
+    """An Analysis in which sub-layers take these shares of the step, forward."""
+    entries = [analysis.SublayerTime(name, "forward", 1, 1e3 * share, 0.0, 0.0, share, None, None, None)
+               for name, share in shares.items()]
+    return analysis.Analysis(
+        program=replace(PROGRAM, sublayers=tuple(shares)), settings=given(), timestamp="", profile_steps=1,
+        system_info={}, trace="", time_kind="", unit=unit, step=dict(phases_ms=dict(forward=1.0)),
+        total_us=1e3, sublayers=entries, launches_per_step=1, coverage={}, kinds=kinds or {},
+        kernels=[dict(name="top", share=0.1, calls=1, self_us=1.0)], short_kernels={},
+        saved_activation_mb=saved or {}, flops_per_step=1, flops_share=dict.fromkeys(shares, 1 / len(shares)),
+        memory_peak_mb=None, launch=analysis.launch_arithmetic(1, 1.0, host_s=0.1),
+        samples=[{(name, "forward"): share for name, share in sample.items()} for sample in samples],
+        twins=list(twins))
+
+
+def test_the_heaviest_sublayer_is_named_with_its_spread():
+    steps = [dict(a=0.5, b=0.2), dict(a=0.4, b=0.2), dict(a=0.45, b=0.1), dict(a=0.5, b=0.2)]
+    first = made_up(dict(a=0.45, b=0.2), steps).findings()[0]
+    assert first.startswith("`a` takes most time of the 2 sub-layers: 45% (p20 to p80 of the")
+    assert "steps 43 to 50%) of the step, with 50% of their FLOPs" in first
+
+
+def test_steps_that_disagree_withhold_the_heaviest_sublayer():
+    steps = [dict(a=0.5, b=0.2, c=0.1), dict(a=0.1, b=0.2, c=0.1), dict(a=0.1, b=0.2, c=0.4),
+             dict(a=0.5, b=0.2, c=0.1)]
+    texts = made_up(dict(a=0.45, b=0.2, c=0.1), steps).findings()
+    assert texts[0] == ("Which sub-layer takes most time is undecided: in 4 steps it was `a` 2x, `b` 1x, "
+                        "`c` 1x.")
+    assert not any("takes most time of" in text or "least efficient" in text for text in texts)
+    texts = made_up(dict(a=0.45, b=0.4, c=0.1), [*steps[:2], dict(a=0.3, b=0.4, c=0.1)]).findings()
+    assert texts[0].startswith("`b` and `a` take most time of the 3 sub-layers, now one, now the other: 40%")
+
+
+def test_the_least_efficient_sublayer_is_named_where_the_steps_agree():
+    def texts(steps):
+        result = made_up(dict(a=0.5, b=0.3), steps)
+        return replace(result, flops_share=dict(a=0.9, b=0.1)).findings()
+
+    sentence = "`b` is the least efficient: 30% of the time for 10% of the sub-layers' FLOPs"
+    assert any(sentence in text for text in texts([dict(a=0.5, b=0.3)] * 3))
+    assert not any(sentence in text for text in texts([dict(a=0.5, b=0.3), dict(a=0.9, b=0.01)]))
+
+
+def test_twins_that_differ_twofold_are_noise():
+    texts = made_up(dict(a=0.5, b=0.2), twins=[("b", "a")]).findings()
+    assert texts[0].startswith("`a` took 2.5 times as long as `b`, which does equal work")
+    assert "noise" in texts[0]
+    assert not any("takes most time of" in text for text in texts)
+    assert "noise" not in made_up(dict(a=0.3, b=0.2), twins=[("b", "a")]).findings()[0]
+    assert "noise" not in made_up(dict(a=0.3, b=0.0), twins=[("b", "a")]).findings()[0]  # not measured
+
+
+@pytest.mark.parametrize("kind", ["attention", "softmax"])
+def test_findings_do_not_leave_out_attention(kind):
+    kinds = {kind: dict(calls=4, self_us=1.0, share=0.6), "view": dict(calls=9, self_us=2.0, share=0.7),
+             "elementwise": dict(calls=4, self_us=1.0, share=0.3)}
+    assert any(f"takes most is {kind}: 60%" in text for text in made_up(dict(a=0.5), kinds=kinds).findings())
+
+
+def test_equal_work_is_told_by_formulas_alone():
+    pairs = roofline.equal_work(PROGRAM, given())
+    assert set(pairs) == {("triangle_mult_outgoing", "triangle_mult_incoming"),
+                          ("triangle_attn_starting", "triangle_attn_ending")}
+
+
+def test_medians_and_shares_of_steps():
+    samples = [{"a": 1.0, "b": 3.0}, {"a": 2.0}, {"a": 9.0, "b": 1.0}]
+    assert medians(samples) == {"a": 2.0, "b": 1.0}
+    assert share_samples(samples, ["a", "b"]) == [
+        dict(a=0.25, b=0.75), dict(a=1.0, b=0.0), dict(a=0.9, b=0.1)]
+
+
+def test_what_bounds_a_sublayer():
+    times = dict(compute=2.0, memory=1.0, launch=3.0)
+    assert roofline.bound(times, 2.5, on_gpu=True) == "launch"  # the host takes longer than the kernels
+    assert roofline.bound(times, 3.5, on_gpu=True) == "compute"
+    assert roofline.bound(times, 3.5, on_gpu=False) == "launch"
+    assert roofline.bound(dict(times, memory=None), 3.5, on_gpu=True) == "compute"
+
+
+# Sessions
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("session") / "out"
+    result = run_program("run_pytorch_profiler.py", *FLAGS, "--profile-steps", 2, "--roofline", "--seq-lens",
+                         "8 16", "--profile-dir", directory)
+    assert result.returncode == 0, result.stderr
+    return directory, last_json(result), result.stdout
+
+
+OF_AN_ANALYSIS = {"mode", "timestamp", "config", "fusion_config", "training_params", "profile_steps",
+                  "system_info", "trace", "time_kind", "unit", "step", "total_us", "sublayers",
+                  "launches_per_step", "coverage", "kernels", "kinds", "short_kernels", "saved_activation_mb",
+                  "flops_per_step", "flops_share", "memory_peak_mb", "launch", "findings"}
+
+
+def test_session_writes_everything(session):
+    directory, result, _ = session
+    assert result == json.loads((directory / "fusion_analysis.json").read_text())
+    assert set(result) == OF_AN_ANALYSIS | {"scaling", "ceilings", "roofline"}
+    names = {path.name for path in directory.iterdir()}
+    assert {"comprehensive_profiling_report.md", "time_by_sublayer.png", "memory_timeline.png",
+            "kernel_histogram.png", result["trace"]} <= names
+    assert len(result["findings"]) == 3
+    text = (directory / "comprehensive_profiling_report.md").read_text()
+    for heading in ("Findings", "Launch-bound?", "Time and memory by sub-layer", "Top 20", "Roofline"):
+        assert heading in text
+    assert all(finding in text for finding in result["findings"])
+    for name in names:
+        assert name.endswith(".png") == (f"]({name})" in text), name
+
+
+def test_findings_are_the_last_that_people_read(session):
+    _, result, output = session
+    lines = output.splitlines()[:-1]  # the last one is JSON, for programs
+    assert [line.strip() for line in lines[-4:]] == [
+        "Findings:", *(f"{i}. {text}" for i, text in enumerate(result["findings"], 1))]
+
+
+def test_trace_has_ranges_of_all_sublayers_in_both_directions(session):
+    directory, result, _ = session
+    events = read_trace(directory / result["trace"])
+    found = {e["name"] for e in events if e.get("cat") == "user_annotation"}
+    assert {*PROGRAM.sublayers, *(f"{name}.backward" for name in PROGRAM.sublayers), "forward", "backward",
+            "data", "optimizer"} <= found
+
+
+def test_session_attributes_time_and_operations(session):
+    result = session[1]
+    table = {(e["name"], e["direction"]): e for e in result["sublayers"]}
+    assert {(n, d) for n in PROGRAM.sublayers for d in ("forward", "backward")} <= set(table)
+    assert sum(e["share"] for e in table.values()) == pytest.approx(1.0)
+    assert sum(e["launches"] or 0 for e in table.values()) == result["launches_per_step"]
+    assert result["coverage"]["unattributed"] == pytest.approx(0, abs=0.01)
+    assert all(e["calls"] == 1 and e["self_us"] > 0 for (name, _), e in table.items() if name != "rest")
+    assert sum(e["share"] for e in result["kernels"]) == pytest.approx(1.0)
+    assert sum(e["saved_activation_mb"] or 0 for e in table.values()) == pytest.approx(
+        sum(result["saved_activation_mb"].values()))
+
+
+def test_scaling_and_roofline_of_a_session(session):
+    result = session[1]
+    assert [p["seq_len"] for p in result["scaling"]["points"]] == [8, 8, 16, 16]
+    assert [p["attention"] for p in result["scaling"]["points"]] == ["plain", "fused"] * 2
+    assert 1 < result["scaling"]["exponents"]["plain"]["saved_activation_mb"] < 3
+    assert "CPU" in result["scaling"]["fused_runs"]
+    assert [e["name"] for e in result["roofline"]] == list(PROGRAM.sublayers)
+    assert all(e["measured_s"] > 0 and "note" not in e for e in result["roofline"])
+    assert {e["bound"] for e in result["roofline"]} <= {"compute", "memory", "launch"}
+
+
+def test_a_second_session_in_a_directory_is_of_its_own_trace(tmp_path, capsys):
+    (tmp_path / "aaa.1.pt.trace.json").write_text(json.dumps(dict(traceEvents=[])))  # an earlier one's
+    flags = "--num-blocks 2 --batch-size 1 --seq-len 4 --num-seqs 2 --warmup-steps 1 --profile-steps 1"
+    assert run([*flags.split(), "--device", "cpu", "--profile-dir", str(tmp_path), "--force"]) == 0
+    result = last_json(capsys.readouterr().out)
+    assert result["trace"] != "aaa.1.pt.trace.json"
+    assert {e["calls"] for e in result["sublayers"] if e["name"] == "pair_transition"} == {2}
+    assert len(result["findings"]) == 3
+
+
+def test_two_sessions_side_by_side(session, tmp_path):
+    before = session[1]
+    after = json.loads(json.dumps(before))
+    after["sublayers"][0]["total_us"] *= 2
+    after["kernels"] = after["kernels"][1:]
+    comparison = report.compare_sessions(before, after, "earlier")
+    first = f"{before['sublayers'][0]['name']}.{before['sublayers'][0]['direction']}"
+    assert {e["name"]: e["ratio"] for e in comparison["sublayers"]}[first] == pytest.approx(2.0)
+    gone = next(e for e in comparison["kernels"] if e["name"] == before["kernels"][0]["name"])
+    assert gone["after_us"] is None and gone["ratio"] is None
+    assert comparison["differences"] == []
+    assert any("| gone |" in line for line in report.comparison_lines(comparison))
+    with pytest.raises(UserError, match="No such file"):
+        report.read_analysis(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [
+    dict(sublayers=[1]), dict(sublayers=None), dict(kernels=[{"name": "k"}]), dict(system_info="A100"),
+    dict(step={}), dict(step=dict(untraced_ms=0)), dict(config=[1]), dict(mode="ablation"),
+    dict(kernels=[{"name": "k", "self_us": "long"}])])
+def test_an_earlier_session_that_cannot_be_compared_is_refused_before_the_session(session, damage, tmp_path):
+    (tmp_path / "fusion_analysis.json").write_text(json.dumps(dict(session[1], **damage)))
+    with pytest.raises(UserError, match="not the analysis of a profiler session"):
+        report.read_analysis(tmp_path)
+    (tmp_path / "fusion_analysis.json").write_text("[" * 200_000)
+    with pytest.raises(UserError, match="not the analysis of a profiler session"):
+        report.read_analysis(tmp_path)
+    (tmp_path / "fusion_analysis.json").write_text(json.dumps(session[1]))
+    assert report.read_analysis(tmp_path) == session[1]
+
+
+def test_names_of_kernels_cannot_break_a_table():
+    rows = report.comparison_rows([dict(name="f|<`x`>\n", before_us=1e3, after_us=2e3, ratio=2.0)], "k")
+    assert tables.markdown(rows)[2] == r"| ``f\|<`x`>\n`` | 1.000 | 2.000 | 2.00 |"
+    assert tables.code("`") == "`` ` ``" and tables.escaped("a<b>*[c]`\\") == r"a\<b\>\*\[c\]\`\\"
+
+
+@pytest.mark.slow
+def test_v1_and_ablation_in_folders_of_their_own(tmp_path, capsys):
+    settings = given(num_steps=2, profile_dir=str(tmp_path))
+    result = several.compare_v1(PROGRAM, settings, str(tmp_path), steps=1)
+    assert set(result) == {"before", "differences", "time_kind", "step_ms", "sublayers", "kernels",
+                           "interleaved", "mode", "session_step_ms"}
+    assert result["step_ms"] == [1e3 * row["median_batch_time"] for row in result["interleaved"]]
+    assert [row["name"] for row in result["interleaved"]] == ["baseline", "as given"]
+    for name in ("v1_baseline/fusion_analysis.json", "v2/fusion_analysis.json", "v1_comparison.md"):
+        assert (tmp_path / name).exists()
+    assert "enable_flash_attention False -> True" in result["differences"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Interleaved steps of both: ")
+
+
+@pytest.mark.slow
+def test_ablation_has_every_fusion_alone_and_left_out(tmp_path, monkeypatch, capsys):
+    variants = several.ablation_variants(PROGRAM, given())
+    usual = [name for name in PROGRAM.fusion_config().names() if getattr(PROGRAM.fusion_config(), name)]
+    assert len(variants) == len({v.settings for v in variants}) == 3 + 2 * len(usual)
+    for name in usual:
+        alone = [v for v in variants if v.name.endswith(" alone") and getattr(v.settings.fusion, name)]
+        without = [v for v in variants if v.name.startswith("all but ")
+                   and not getattr(v.settings.fusion, name)]
+        assert len(alone) == len(without) == 1
+    monkeypatch.setattr(several, "ablation_variants", lambda *_: variants[:2])
+    result = several.ablation(PROGRAM, given(num_steps=2), str(tmp_path), steps=1)
+    assert result == json.loads((tmp_path / "ablation_summary.json").read_text())
+    assert result["mode"] == "ablation" and list(result["folders"]) == [v.name for v in variants[:2]]
+    for folder in result["folders"].values():
+        assert {"session.log", "fusion_analysis.json"} <= set(os.listdir(tmp_path / folder))
+    assert "Speed-up within noise (p20" in (tmp_path / "ablation_summary.md").read_text()
+    assert (tmp_path / "ablation_summary.png").exists()
+
+
+def test_a_session_on_a_gpu_from_its_trace_to_its_report(tmp_path, monkeypatch):
+    """On the trace made by hand: what the CPU cannot run."""
+    (tmp_path / "t.json").write_text(json.dumps(dict(traceEvents=gpu_trace(4))))
+    untraced = np.full((4, 4), 0.25e-3)  # 1 ms a step, of which kernels run for 99 µs
+    monkeypatch.setattr(session_module, "time_and_trace", lambda *_: (untraced, str(tmp_path / "t.json")))
+    monkeypatch.setattr(attribution, "system_info", lambda _: dict(
+        gpu_name="GPU|`1`", host_cpu="CPU", torch_version="2", git_commit=None))
+    trainer = SimpleNamespace(program=PROGRAM, settings=given(), device=torch.device("cuda"))
+    found = Findings(saved=dict(pair_transition=2 ** 20), flops=1, launches=3, peak_memory_mb=5.0)
+    result, trace = analyse(trainer, None, found, str(tmp_path), 4)
+    assert result.unit == "kernel" and result.total_us == 104
+    assert result.times() == {"pair_transition": pytest.approx(90 / 104)}
+    assert all(step["pair_transition", "backward"] == pytest.approx(60 / 104) for step in result.samples)
+    assert result.launch.verdict == "launch-bound" and result.launch.busy_ms == pytest.approx(0.099)
+    assert result.step["gpu_busy_ms"] == pytest.approx(0.099)
+    assert result.coverage["unattributed"] == pytest.approx(4 / 104)
+    assert {kind: entry["calls"] for kind, entry in result.kinds.items()} == {
+        "matrix product": 2, "elementwise": 1, "copy": 1}
+    assert "`pair_transition` takes most time of the 9 sub-layers: 87% (p20" in result.findings()[0]
+    report.write_report(str(tmp_path), result, trace)
+    text = (tmp_path / report.REPORT).read_text()
+    assert all(part in text for part in ("\n`` GPU|`1` ``, torch 2, ", "Top 20 kernels",
+                                         "GPU time in the trace"))
+    assert json.loads((tmp_path / report.ANALYSIS).read_text())["launch"]["verdict"] == "launch-bound"
+
+
+# A new sub-layer and a new switch, which nobody told the lab about
+
+
+@dataclass(frozen=True)
+class MoreSwitches(tof.FusionConfig):
+    """The usual switches and a new one."""
+    enable_scaling: bool = option(True, "a new switch", preset=True)
+
+
+class PairScale(torch.nn.Module):
+    def __init__(self, channels, fused):
+        super().__init__()
+        self.weight, self.fused = torch.nn.Parameter(torch.eye(channels)), fused
+
+    def forward(self, pair):
+        return pair @ self.weight if self.fused else (pair.flatten(0, -2) @ self.weight).view_as(pair)
+
+
+class WithPairScale(tof.TinyOpenFoldV2):
+    """TinyOpenFold with one more sub-layer, the first to run."""
+
+    def __init__(self, config, fusion):
+        super().__init__(config, fusion)
+        self.pair_scale = PairScale(config.pair_dim, fusion.enable_scaling)
+
+    def embed(self, msa_tokens, target, features=None):
+        msa, pair = super().embed(msa_tokens, target, features)
+        return msa, self.pair_scale(pair)
+
+    def sublayers(self):
+        return [("pair_scale", self.pair_scale), *super().sublayers()]
+
+
+NEW_PROGRAM = replace(PROGRAM, model=WithPairScale, fusion_config=MoreSwitches,
+                      sublayers=("pair_scale", *PROGRAM.sublayers))
+
+
+def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys):
+    settings = NEW_PROGRAM.settings(**SIZES)
+    result = run_session(NEW_PROGRAM, settings, str(tmp_path), steps=2, lengths=[8, 16], roofline=True)
+    found = result.as_dict()
+    row = next(row for row in found["roofline"] if row["name"] == "pair_scale")
+    positions = SIZES["batch_size"] * SIZES["seq_len"] ** 2
+    assert row["flops"] == 3 * 2 * positions * SIZES["pair_dim"] ** 2  # counted as a formula would
+    assert row["minimal_bytes"] is None and row["note"] == "bytes not worked out"
+    assert row["measured_s"] > 0 and row["bound"] in ("compute", "launch")
+    assert found["flops_share"]["pair_scale"] > 0 and found["fusion_config"]["enable_scaling"]
+    directions = {e["direction"] for e in found["sublayers"] if e["name"] == "pair_scale"}
+    assert directions == {"forward", "backward"}
+    text = (tmp_path / report.REPORT).read_text()
+    assert "The 10 sub-layers" in text and "bytes not worked out" in text
+    assert "scaling" in text.split("; on: ")[1].splitlines()[0]
+    assert json.loads((tmp_path / report.ANALYSIS).read_text()) == found
+
+
+def test_a_new_sublayer_has_bounds_and_a_new_switch_a_place_in_the_ablation():
+    settings = NEW_PROGRAM.settings(**SIZES)
+    speeds = dict(matmul_flops_per_s=dict(float32=1e9), dtype="float32", copy_bytes_per_s=1e9,
+                  dispatch_s=1e-6)
+    less = roofline.step_floor(PROGRAM, given(), speeds, 0)[0]
+    more = roofline.step_floor(NEW_PROGRAM, settings, speeds, 0)[0]
+    assert more == pytest.approx(less + flops_by_sublayer(NEW_PROGRAM, settings)["pair_scale"] / 1e9)
+    assert roofline.predict(NEW_PROGRAM, settings, CPU, speeds)["peak_memory_mb"] > 0
+    names = {v.name for v in several.ablation_variants(NEW_PROGRAM, settings)}
+    assert {"scaling alone", "all but scaling"} <= names
+
+
+# Roofline and predictions
+
+
+class HalfSeconds:
+    """A PhaseTimer by which the first of six runs takes 0.1 s, the best of the others half a second."""
+
+    def __init__(self, device):
+        self.runs = 0
+
+    def start(self):
+        self.runs += 1
+
+    def mark(self):
+        pass
+
+    def seconds(self):
+        assert self.runs <= 6
+        return np.array([[0.1], [1.0], [0.5], [2.0], [1.0], [3.0]])[:self.runs]
+
+
+def test_ceilings_are_work_over_the_best_time(monkeypatch):
+    monkeypatch.setattr(ceilings, "PhaseTimer", HalfSeconds)
+    assert ceilings.matmul_ceiling(CPU, torch.float32) == 2 * 1024 ** 3 / 0.5
+    assert ceilings.copy_ceiling(CPU) == 2 * 2 ** 26 / 0.5  # read and written
+    ticks = iter(range(100))
+    monkeypatch.setattr(ceilings.time, "perf_counter", lambda: next(ticks))
+    assert ceilings.dispatch_cost(CPU) == 1 / 200
+
+
+def test_ceilings_are_those_of_the_precision(monkeypatch):
+    for name, value in (("matmul_ceiling", 5.0), ("copy_ceiling", 7.0), ("dispatch_cost", 3.0)):
+        monkeypatch.setattr(ceilings, name, lambda *_, value=value: value)
+    found = ceilings.measure_ceilings(CPU, given(use_amp=True).training)
+    assert (found["dtype"], found["element_bytes"], found["dispatch_s"]) == ("bfloat16", 2, 3.0)
+    assert found["matmul_flops_per_s"] == dict(float32=5.0, bfloat16=5.0)
+    found = ceilings.measure_ceilings(CPU, given().training)
+    assert (found["dtype"], found["element_bytes"], found["copy_bytes_per_s"]) == ("float32", 4, 7.0)
+
+
+RECOMPUTING = {"enable_activation_checkpointing", "enable_selective_checkpointing"}
+FEW_ROWS = dict(num_blocks=1, num_seqs=3, seq_len=13, batch_size=1, msa_dim=8, outer_product_dim=6)
+
+
+def of_formulas(settings):
+    """{sub-layer or "rest": FLOPs of a step of one block}; backward takes twice those of forward."""
+    found = {name: 3 * cost.flops for name, cost in costs(settings).items()}
+    return {"rest": found.pop("heads"), **found}
+
+
+def test_flops_under_every_switch_are_those_of_the_formulas():
+    """Few rows of many residues are re-associated, which costs less; recomputation costs more than the
+    formulas, by at most another forward pass."""
+    off, found = tof.FusionConfig.preset(False), {}
+    for name in (None, *off.names()):
+        settings = replace(given(**FEW_ROWS), fusion=replace(off, **{name: True} if name else {}))
+        expected, found[name] = of_formulas(settings), flops_by_sublayer(PROGRAM, settings)
+        if name in RECOMPUTING:
+            assert sum(expected.values()) <= sum(found[name].values()) <= 4 / 3 * sum(expected.values())
+        else:
+            assert found[name] == expected, name
+    assert found["enable_opm_fusion"]["outer_product_mean"] < found[None]["outer_product_mean"]
+    every = replace(settings, fusion=tof.FusionConfig.preset(True))
+    assert flops_by_sublayer(PROGRAM, every) == found["enable_opm_fusion"]
+    more_rows = replace(given(**dict(FEW_ROWS, num_seqs=5, num_blocks=2)), fusion=tof.FusionConfig())
+    plain = replace(more_rows, fusion=off)
+    assert flops_by_sublayer(PROGRAM, more_rows) == flops_by_sublayer(PROGRAM, plain)
+
+
+def test_every_tool_has_the_same_flops():
+    """Roofline, prediction, comparison and summary, of an outer product that is re-associated."""
+    settings = replace(given(**FEW_ROWS), fusion=tof.FusionConfig())
+    flops = flops_by_sublayer(PROGRAM, settings)
+    speeds = dict(matmul_flops_per_s=dict(float32=1.0), dtype="float32", copy_bytes_per_s=1e30, dispatch_s=0)
+    table = roofline.roofline_table(PROGRAM, settings, speeds, {})
+    assert {row["name"]: row["flops"] for row in table} | dict(rest=flops["rest"]) == flops
+    assert roofline.step_floor(PROGRAM, settings, speeds, 0)[0] == sum(flops.values())
+    trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+    assert probe(trainer, PROGRAM.open_source(settings).batch(0)).flops == sum(flops.values())
+
+
+def test_backward_of_a_module_fed_with_data(recwarn):
+    """It ends with the gradients of its parameters: there is none of its input."""
+    model, opened, seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [], []
+    for number, parameter in enumerate(model.parameters()):
+        parameter.register_hook(lambda _, number=number: seen.append((number, list(opened))))
+    for x in (torch.ones(2, 4), torch.ones(2, 4, requires_grad=True)):
+        for named in ([("whole", model)], [("first", model[0]), ("last", model[2])]):
+            with ranges(named, opened.append, opened.pop, backward=True):
+                for _ in range(2):
+                    model(x).sum().backward()
+            assert not opened
+    whole, parts = [(n, ["whole.backward"]) for n in (3, 2, 1, 0)], [
+        (n, ["last.backward" if n > 1 else "first.backward"]) for n in (3, 2, 1, 0)]
+    assert sorted(seen) == sorted(4 * whole + 4 * parts) and not recwarn.list
+
+
+def test_backward_of_a_module_without_parameters_of_its_own():
+    """Fed with data, with another's weights: its backward ends at once, since nothing says when."""
+    owner, opened = nn.Linear(4, 4), []
+    borrower = nn.Sequential(nn.Identity())
+    borrower.forward = lambda x: torch.nn.functional.linear(x, owner.weight)
+    with ranges([("borrower", borrower)], opened.append, opened.pop, backward=True):
+        borrower(torch.ones(2, 4)).sum().backward()
+    assert not opened and owner.weight.grad.any()
+
+
+def test_minimal_bytes_at_the_sizes_of_alphafold():
+    """Where N c_m = S c_z, a pass over either tensor is as long: passes per sub-layer, counted by hand."""
+    settings = PROGRAM.settings(msa_dim=256, pair_dim=128, msa_heads=8, num_seqs=128, seq_len=256,
+                                batch_size=1, use_amp=True)
+    one_pass = 256 * 256 * 128 * 2
+    passes = {name: [None if size is None else size / one_pass
+                     for size in (cost.forward_bytes, cost.backward_bytes)]
+              for name, cost in costs(settings).items()}
+    assert passes["triangle_mult_outgoing"] == [9, 15] and passes["pair_transition"] == [2, 3]
+    assert passes["msa_column_attention"] == [11, 18]
+    assert passes["triangle_attn_starting"] == pytest.approx([11, 18], rel=0.01)
+    assert 2.4 <= passes["outer_product_mean"][0] <= 3.5 and 3 <= passes["outer_product_mean"][1] <= 6
+    full = costs(settings.having(use_amp=False))
+    assert full["pair_transition"].forward_bytes == 2 * 2 * one_pass  # four bytes instead of two
+
+
+def test_the_arithmetic_of_the_roofline_by_hand(monkeypatch):
+    """Two sub-layers, one of them without known bytes, three blocks, and a head."""
+    program = replace(PROGRAM, sublayers=("a", "b"), blocks=lambda settings: 3, costs=lambda settings: dict(
+        a=Cost(1e6, 2e3, 4e3), b=Cost(5e5)))
+    speeds = dict(matmul_flops_per_s=dict(bfloat16=1e9), dtype="bfloat16", copy_bytes_per_s=1e6,
+                  dispatch_s=1e-4)
+    monkeypatch.setattr(roofline, "flops_by_sublayer", lambda *_: dict(a=9e6, b=4.5e6, rest=3e5))
+    a, b = roofline.roofline_table(program, given(), speeds, dict(
+        a=dict(seconds=0.036, launches=10), b=dict(seconds=0.009, launches=100)))
+    assert (a["flops"], a["minimal_bytes"], a["flops_per_byte"]) == (9e6, 18e3, 500)
+    assert (a["compute_s"], a["memory_s"], a["launch_s"]) == pytest.approx((0.009, 0.018, 0.001))
+    assert a["share"] == pytest.approx(0.5) and a["bound"] == "memory" and "note" not in a
+    assert b["bound"] == "launch" and b["share"] == pytest.approx(0.5)
+    assert b["note"] == "bytes not worked out"
+    device, host = roofline.step_floor(program, given(), speeds, parameters=1000, launches=70)
+    assert device == pytest.approx(0.018 + 0.0045 + 0.0003 + 28 * 1000 / 1e6) and host == pytest.approx(0.007)
+
+
+@pytest.mark.parametrize("switches", [{}, dict(use_amp=True), dict(use_amp=True, enable_master_weights=True)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_simulated_memory_agrees_with_the_measured_one(switches, fused):
+    settings = given(fused, **switches)
+    trainer, batch = two_steps_later(settings)
+    found, state = probe(trainer, batch), torch.get_rng_state()
+    peak, saved = roofline.simulate_memory(PROGRAM, settings, CPU)
+    assert peak == pytest.approx(found.peak, rel=0.02)
+    assert saved == pytest.approx(sum(found.saved.values()), rel=0.01)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_simulation_allocates_nothing():
+    """Proteins of 2048 residues in two very wide blocks: more than a terabyte."""
+    settings = given(seq_len=2048, num_blocks=2, pair_dim=512)
+    peak, saved = roofline.simulate_memory(PROGRAM, settings, CPU)
+    assert peak > saved > 2 ** 40
+
+
+def test_exponent_of_a_cubic_is_three():
+    points = [dict(size=s, peak_memory_mb=s ** 3, saved_activation_mb=None) for s in (8, 16, 32)]
+    fitted = predictions.exponents(points, "size")
+    assert fitted["peak_memory_mb"] == pytest.approx(3) == fitted["last_peak_memory_mb"]
+    assert fitted["saved_activation_mb"] is None
+
+
+def test_prediction_checks_cover_six_shapes_at_least():
+    for values in ({}, dict(batch_size=1)):
+        shapes = shapes_around(PROGRAM, PROGRAM.settings(**values))
+        assert len({tuple(shape.values()) for shape in shapes}) == len(shapes) >= 6
+        assert shapes[0] == {axis: PROGRAM.settings(**values).get(axis) for axis in PROGRAM.axes}
+    shortest = shapes_around(PROGRAM, PROGRAM.settings(seq_len=1, num_seqs=1, batch_size=1))
+    assert min(min(shape.values()) for shape in shortest) == 1
+
+
+@dataclass(frozen=True)
+class OfFours(tof.TinyOpenFoldConfig):
+    """A model that takes multiples of four residues only."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.seq_len % 4:
+            self.refuse("seq_len", "must be a multiple of 4")
+
+
+def test_sizes_next_to_nothing_are_those_that_the_program_takes():
+    small = shrunk(PROGRAM, PROGRAM.settings(seq_len=64, num_seqs=16, batch_size=3), largest=2)
+    assert {axis: small.get(axis) for axis in PROGRAM.axes} == dict(batch_size=3, seq_len=2, num_seqs=1)
+    deep = shrunk(PROGRAM, PROGRAM.settings(seq_len=64, num_seqs=512), largest=16)
+    assert (deep.model.seq_len, deep.model.num_seqs) == (2, 16)
+    picky = replace(PROGRAM, model_config=OfFours)
+    settings = picky.settings(seq_len=64, num_seqs=16)
+    assert shrunk(picky, settings, largest=2).model.seq_len == 4
+    assert all(shape["seq_len"] % 4 == 0 for shape in shapes_around(picky, picky.settings(seq_len=4)))
+    batch_only = replace(PROGRAM, axes=dict(batch_size="B"))
+    assert shrunk(batch_only, settings, largest=2) == settings
+
+
+def test_check_of_predictions_prints_errors(capsys):
+    result = predictions.predict_mode(PROGRAM, given(), sizes=(1, 12, 4))
+    assert result["prediction"]["seq_len"] == 12 and result["prediction"]["batch_size"] == 1
+    _, sizes, step, memory = capsys.readouterr().out.splitlines()
+    bound = result["prediction"]
+    assert sizes.split("  ")[0] == "B 1, S 12, N 4" and sizes.split()[-2:] == ["at", "least"]
+    assert step.split()[:4] == ["a", "step", f"{1e3 * bound['step_s']:.3f}", "ms"]
+    assert memory.split()[:4] == ["peak", "memory", f"{bound['peak_memory_mb']:.1f}", "MB"]
+    checks = predictions.check_predictions(PROGRAM, given(), CPU, result["ceilings"],
+                                           [dict(batch_size=1, seq_len=12, num_seqs=4)])
+    assert abs(checks[0]["peak_error_percent"]) < 5 and checks[0]["time_ratio"] > 0
+    assert predictions.prediction_rows(checks, PROGRAM.axes)[1][:3] == ["1", "12", "4"]
+    assert predictions.errors_line(checks).startswith("Over 1 shapes")
+    assert predictions.errors_line([dict(reason="x")]) == "No shape could be measured"
+
+
+# Command line
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--profile-steps", "0"], "--profile-steps"), (["--seq-lens", "a"], "--seq-lens"),
+    (["--validate-setup"], "--validate-setup"), (["--compare-with", "nowhere"], "nowhere"),
+    (["--predict", "1", "2"], "--predict"), (["--baseline", "--ablation"], "--ablation"),
+    (["--predict", "1", "8", "4", "--seq-lens", "8"], "--seq-lens: not with --predict"),
+    (["--program", "nowhere.py"], "nowhere.py"),
+    (["--ablation", "--compare-with", "x"], "--compare-with: not with --ablation")])
+def test_wrong_use_is_one_line_and_exit_two(flags, message, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = exit_code(run, flags, "run_pytorch_profiler.py")
+    except SystemExit as exit_:
+        code = exit_.code
+    err = capsys.readouterr().err
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1 and not any(tmp_path.iterdir())
+
+
+def test_flags_follow_the_axes_of_the_program():
+    parsed = make_parser(PROGRAM).parse_args(["--predict", "1", "2", "3", "--seq-lens", "8 16"])
+    assert parsed.predict == [1, 2, 3] and parsed.seq_lens == [8, 16]
+    other = make_parser(replace(PROGRAM, axes=dict(batch_size="B", num_seqs="N")))
+    assert other.parse_args(["--predict", "1", "2", "--num-seqss", "8"]).num_seqss == [8]
+    alone = make_parser(replace(PROGRAM, axes=dict(batch_size="B")))
+    assert alone.parse_args(["--predict", "1"]).predict == [1]
+    with pytest.raises(SystemExit):
+        alone.parse_args(["--seq-lens", "8"])
+
+
+def test_the_program_is_an_executable_file():
+    assert os.stat(ROOT / "run_pytorch_profiler.py").st_mode & stat.S_IXUSR

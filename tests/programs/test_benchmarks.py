@@ -1,0 +1,339 @@
+"""The programs in benchmarks/, at tiny sizes on a CPU: they run, judge accuracy and write their results."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from fusion_lab.measuring import clocks, contest
+from fusion_lab.training import files
+from tests.support import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+
+def run(program, *flags, **environment):
+    return subprocess.run([sys.executable, ROOT / "benchmarks" / program, *map(str, flags)], text=True,
+                          env={**os.environ, **environment}, capture_output=True, check=False)
+
+
+@pytest.mark.slow
+def test_attention(tmp_path):
+    done = run("measure_attention.py", "--quick", "--precisions", "fp32", "--steps", 2, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert len(rows) == 6 and all(row["accurate"] and row["median_ms"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_ladder(tmp_path):
+    done = run("measure_ladder.py", "--quick", "--only", "master", "--steps", 2, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ladder.json").read_text())["rows"]
+    assert [row["name"].split(" | ")[1] for row in rows] == ["+ master weights"]
+    for wrong in (tmp_path / "ladder.json", tmp_path / "absent.json"):  # a CPU's rows have no memory figure
+        done = run("measure_ladder.py", "--plot", tmp_path / "x.png", wrong)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "x.png").exists()
+    assert rows[0]["accurate"] and rows[0]["median_ms"] > 0
+
+
+def test_verdict_on_peers_of_llama():
+    import compare_llama
+    def rows(*seconds, memory=(100, 110, 50)):
+        names = ("ours, compiled", "Liger", f"transformers, {compare_llama.LOW}")
+        return [dict(name=name, median=t, peak_mb=mb)
+                for name, t, mb in zip(names, seconds, memory, strict=True)]
+    said = compare_llama.verdict([*rows(0.8, 1.0, 0.5), dict(name="Liger, compiled", reason="failed")])
+    assert said == (
+        "ours, compiled takes 0.80 times the time and 0.91 times the memory of Liger: the goal (0.8, no more "
+        "memory) is reached; 1.60 times the time and 2.00 times the memory of transformers, bf16 weights, "
+        "which is less exact")
+    for missed in (rows(0.81, 1.0, 0.5), rows(0.8, 1.0, 0.5, memory=(111, 110, 50))):
+        assert "is missed" in compare_llama.verdict(missed)
+    on_cpu = compare_llama.verdict(rows(1.0, 2.0, 2.0, memory=(None,) * 3))
+    assert on_cpu.startswith("ours, compiled takes 0.50 times the time of Liger;") and "goal" not in on_cpu
+    assert compare_llama.verdict(rows(1.0, 2.0, 2.0)[:1]) == "no peer was measured"
+    assert compare_llama.verdict(rows(1.0, 2.0, 2.0)[1:]) == "none of ours was measured"
+
+
+def test_contenders_warm_up_alone_and_race_in_turn(monkeypatch):
+    steps, now = [], iter(range(1000))
+
+    def contender(name, seconds):
+        def step(batch):
+            steps.append((name, batch))
+            for _ in range(seconds):
+                next(now)
+            return torch.tensor(float(seconds))
+        return contest.Contender(name, lambda: types.SimpleNamespace(step=step), "batch", torch.device("cpu"))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(now)))
+    slow, fast = contender("slow", 5), contender("fast", 2)
+    assert steps == [("slow", "batch")] * 4 + [("fast", "batch")] * 4
+    assert fast.row == dict(name="fast", loss=2.0, peak_mb=None)
+    del steps[:]
+    assert fast.step("other") == 2 and steps.pop() == ("fast", "other")
+    contest.race([slow, fast], "new", 3)  # an untimed step, then a timed one
+    assert steps == [(name, "new") for name in ("slow", "slow", *["fast"] * 4, *["slow"] * 4, "fast", "fast")]
+    assert [(row["p20"], row["median"], row["p80"]) for row in (slow.row, fast.row)] == [(6,) * 3, (3,) * 3]
+    assert contest.cells(dict(slow.row, p20=4.004, p80=7.0)) == ("6000.00 (4004.00, 7000.00)", "n/a")
+    assert contest.cells(dict(fast.row, peak_mb=9.6))[1] == "10"
+    contest.race([], "new", 3)
+
+
+@pytest.mark.slow
+def test_scaling(tmp_path):
+    done = run("measure_scaling.py", "--quick", "--steps", 3, "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "scaling.json").read_text())
+    assert [(row["name"], row["gpus"]) for row in found["rows"]] == [("A", 1), ("B8", 1), ("A", 2), ("B8", 2)]
+    assert [kind for kind, *_ in found["gains"]] == ["weak, A", "weak, B8", "strong, batch 4"]
+    for row in found["rows"]:
+        each = 2 if row["name"] == "A" else 4
+        assert row["samples_per_s"] == pytest.approx(1e3 * row["gpus"] * each / row["median_ms"])
+        assert len(row["peak_mb_by_rank"]) == row["gpus"]
+    assert found["link"]["latency_s"] > 0 and found["predicted_share"]["A"].keys() == {"2", "8", "64"}
+    assert "Predicted, not measured" in done.stdout
+
+
+@pytest.mark.slow
+def test_ladder_of_two_checkouts(tmp_path):
+    """The other one's code runs: there the model says something else of its attention."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "fusion_lab", other / "fusion_lab")
+    shutil.copytree(ROOT / "proteins", other / "proteins")
+    text = (ROOT / "tiny_openfold_v2.py").read_text()
+    (other / "tiny_openfold_v2.py").write_text(text.replace(
+        "\nPROGRAM = ", '\nTinyOpenFoldV2.attention_kernel = lambda *_: "of the other"\n\nPROGRAM = '))
+    done = run("measure_ladder.py", "--quick", "--only", "fused bf16", "--steps", 2, "--out", tmp_path,
+               "--root", ROOT, other)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ladder.json").read_text())["rows"]
+    assert [row["name"].split(" | ")[1] for row in rows] == [f"fused bf16 autocast ({root})"
+                                                             for root in (ROOT, other)]
+    assert [row["kernel"] == "of the other" for row in rows] == [False, True]
+    done = run("measure_ladder.py", "--root", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr
+
+
+def test_a_rung_that_fails_is_a_row_with_its_reason(tmp_path):
+    import measure_ladder
+    rung = measure_ladder.Rung("x", ROOT, ["--use-tf32", "--batch-size", "0"], 2)
+    assert not rung.guest.wait_until_ready()
+    assert "--batch-size" in rung.finish()["failed"]
+
+
+@pytest.mark.slow
+def test_roofline_and_its_tables(tmp_path):
+    import measure_fusion
+    done = run("measure_fusion.py", "--quick", "--part", "roofline", "--shapes", "1,8,4", "--precisions",
+               "fp32", "--steps", 2, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "fusion.json").read_text())
+    assert result["compare"] == {} and list(result["roofline"]) == ["B1 S8 N4 fp32"]
+    part = result["roofline"]["B1 S8 N4 fp32"]
+    lines = measure_fusion.tables(result)
+    assert [line.startswith("| ") for line in lines].count(True) == 2 + 9 + len(part["checks"])
+    assert f"The step is {part['launch']['text']}." in lines
+
+
+def test_peers(tmp_path):
+    done = run("compare_peers.py", "--quick", "--steps", 2, "--out", tmp_path,
+               PYTHONPATH=str(ROOT / "tests/programs/fake_peer"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "peers.json").read_text())["results"]["tiny"]
+    assert set(rows) == {"plain", "ours", "cuEquivariance"}
+    assert all(row["error"] < 3e-5 for row in rows.values()), rows
+
+
+def test_peers_that_are_not_installed():
+    if any(os.path.isdir(os.path.join(path, "cuequivariance_torch")) for path in sys.path):
+        pytest.skip("cuEquivariance is installed")
+    done = run("compare_peers.py")
+    assert done.returncode == 3 and done.stderr.count("\n") == 1
+    assert "pip install cuequivariance" in done.stderr
+
+
+@pytest.mark.slow
+def test_openfold_with_our_kernels(tmp_path):
+    """In Triton's interpreter, round a stand-in; and its errors are found."""
+    pytest.importorskip("triton")
+    flags = "--quick", "--sizes", 5, "--rows", 2, "--steps", 1, "--out", tmp_path
+    there = dict(PYTHONPATH=str(ROOT / "tests/programs/fake_peer"), TRITON_INTERPRET="1")
+    done = run("patch_openfold.py", *flags, **there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "openfold.json").read_text())["results"]["S 5, N 2"]
+    assert set(found) == {"openfold", "patched"} and found["patched"]["broken"] == []
+    assert 0 < found["patched"]["worst_error"] < 1e-4 and found["patched"]["median_ms"] > 0
+    broken = tmp_path / "benchmarks" / "patch_openfold.py"  # a copy that forgets the mask
+    shutil.copytree(ROOT / "fusion_lab", tmp_path / "fusion_lab")
+    broken.parent.mkdir()
+    text = (ROOT / "benchmarks" / "patch_openfold.py").read_text()
+    mask = "mask.reshape(-1, *mask.shape[-2:]))\n    out ="
+    assert text.count(mask) == 1
+    broken.write_text(text.replace(mask, "None)\n    out ="))
+    done = run(broken, *flags[:-2], **there)
+    assert done.returncode == 1 and "gradient" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_openfold_that_is_not_there():
+    done = run("patch_openfold.py")
+    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "OpenFold" in done.stderr
+
+
+@pytest.mark.slow
+def test_loss_curves(tmp_path):
+    tiny = "--num-blocks 1 --seq-len 16 --num-seqs 4 --batch-size 2 --msa-dim 16 --pair-dim 16 --device cpu"
+    done = run("loss_curves.py", "--steps", 10, "--seeds", 1, "--out", tmp_path, "--", *tiny.split(),
+               "--disable-torch-compile", "--eval-every", 10, "--warmup-steps", 1)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "loss_curves.json").read_text())["runs"]
+    assert len(runs) == 4 and all(len(r["losses"]) == 2 and "10" in r["p_l2"] for r in runs)
+    done = run("loss_curves.py", "--out", tmp_path, "--", "--num-steps=3")  # it would read earlier results
+    assert done.returncode == 2 and "--num-steps" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_real_families_never_trains_on_a_relative_of_what_it_looks_at(tmp_path, monkeypatch):
+    import real_families
+    families = [types.SimpleNamespace(name=name) for name in "abcdef"]
+    related = [["b", "e"], ["a"], ["c"], ["d"], ["f"]]
+    monkeypatch.setattr(real_families.homology, "clusters", lambda found: related)
+    folds = real_families.folds_of(families, 3)
+    assert sorted(sum(folds, [])) == [*"abcdef"] and ["b", "e"] in folds
+    assert [len(fold) for fold in folds] == [2, 2, 2]
+    started = {}
+
+    def train(directory, options, common, environment):
+        started[directory.name] = options | dict(gpu=environment.get("CUDA_VISIBLE_DEVICES"), common=common)
+        return dict(seconds=1.0)
+
+    monkeypatch.setattr(real_families, "train", train)
+    arguments = real_families.parse([
+        "--data", "x", "--out", str(tmp_path), "--recipes", "full", "half mixed", "scratch", "--seeds", "1",
+        "2", "--gpus", "2", "--most-steps", "5", "--", "--msa-dim", "16"])
+    pretrained, tuned = real_families.Runs(arguments, folds).run()
+    assert set(pretrained) == {("full", 1), ("full", 2)} and len(tuned) == 3 * 2 * 3  # one start serves both
+    assert set(started) == {"full-1", "full-2"} | {
+        f"{recipe}-{seed}-fold-{fold}" for recipe in ("full", "half-mixed", "scratch") for seed in (1, 2)
+        for fold in range(3)}
+    for fold in range(3):
+        options = started[f"half-mixed-2-fold-{fold}"]
+        assert options["holdout"] == ",".join(folds[fold]) and options["mix_synthetic"] == 0.5
+        assert options["init_from"] == tmp_path / "runs" / "full-2" / "c.pt" and options["num_steps"] == 5
+        assert options["validate_fraction"] == 0.1 and options["common"] == ["--msa-dim", "16"]
+    assert "init_from" not in started["scratch-1-fold-0"]
+    assert {options["gpu"] for options in started.values()} == {"0", "1"}
+
+
+def test_real_families_looks_at_the_step_that_validation_chose():
+    import real_families
+
+    def at(validation, held_out):
+        return dict(validation={"v": dict(p_l2=validation)},
+                    held_out={"h": dict(p_l2=held_out, p_l2_long=None)})
+    summary = dict(contact_precision={"10": at(0.3, 0.9), "20": at(0.5, 0.2), "final": at(0.4, 0.8)},
+                   performance_summary=dict(median_batch_time=0.5))
+    assert real_families.chosen_step(summary) == ("20", {"h": dict(p_l2=0.2, p_l2_long=None)})
+    assert real_families.curve(summary) == [(5.0, 0.9), (10.0, 0.2)]
+    values = dict(a=0.1, b=0.4, c=0.6)
+    scores = {"m": {name: dict(p_l2=value, p_l2_long=value / 2) for name, value in values.items()}}
+    found = real_families.table(scores, dict(a="x", b="x", c="x"))["m"]["x"]
+    assert (found["median"], found["median_long"], found["families"]) == (0.4, 0.2, 3)
+    assert found["interval"] == [0.1, 0.6] and found["mean"] == pytest.approx(1.1 / 3)
+
+
+@pytest.mark.parametrize("longest", [600, 1000, 1100, 1190, 2000])
+def test_the_longest_protein_is_found_in_few_trials(longest, tmp_path):
+    """The memory of two short ones promises 1159 residues; really so many fit."""
+    import measure_long
+    asked = types.SimpleNamespace(lengths=[64, 256, 512], trials=4, stride=8, limit=1.0, quick=False)
+    tried = []
+
+    def launch(part, ranks, lengths, steps):
+        tried.append(lengths)
+        return [dict(length=n, ranks=ranks, part=part, peak_mb=100 + n * n * 6.6e-4) if n <= longest else
+                dict(length=n, ranks=ranks, part=part, out_of_memory=True, reason="out of memory")
+                for n in lengths]
+    measurement = measure_long.Measurement(asked, dict(rows=[], seconds=[]))
+    measurement.launch = launch
+    rows = measurement.longest(2)
+    trials = [row for row in rows if row.get("trial")]
+    assert tried[0] == [256, 512] and len(trials) == len(tried) - 1 <= 4
+    fit = max(row["length"] for row in trials if "peak_mb" in row)
+    assert all(row["length"] % 8 == 0 for row in trials) and fit <= longest
+    assert fit > 0.9 * min(longest, 1159)
+    assert any(str(fit) in line for line in measure_long.findings(rows))
+
+
+def test_the_longest_protein_is_one_that_was_no_trial():
+    import measure_long
+    rows = [dict(length=n, ranks=2, part="longest", peak_mb=n) for n in (16, 32)]
+    rows += [dict(length=64, ranks=2, part="longest", trial=True, out_of_memory=True)]
+    assert measure_long.findings(rows) == ["Longest S that trains on 2: 32; 64 does not fit."]
+    assert measure_long.findings(rows[:2]) == ["Longest S that trains on 2: 32; nothing longer was tried."]
+
+
+@pytest.mark.parametrize("program, flags, words", [
+    ("mpnn_recovery.py", "--data . --out OUT --steps 31,30", "--steps: more than the 30"),
+    ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
+                         "--seq-len 16 --batch-size 1 --only nothing", "--only nothing: no contender")])
+def test_what_benchmarks_refuse(program, flags, words, tmp_path):
+    if not (ROOT / "companions").exists():
+        pytest.skip("companions were deleted")
+    done = run(program, *(str(tmp_path) if flag == "OUT" else flag for flag in flags.split()))
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_of_long_proteins_compares_with_one_gpu():
+    import measure_long
+    times = dict(median_ms=10.0, p20_ms=9.0, p80_ms=11.0, peak_mb=500.0, length=768, part="steps")
+    rows = [dict(times, ranks=1), dict(times, ranks=2, median_ms=8.0, peak_mb=275.0,
+                                       collectives_ms={"all-gather": 1.0, "all-to-all": 1.0})]
+    _, one, two = measure_long.table(rows)
+    assert one[4] == "" and two[4] == "1.25x" and two[6] == "0.55" and two[7] == "2.00 (25%)"
+    assert measure_long.findings(rows) == ["Peak at S 768 on two GPUs (steps): 0.55 of one's; "
+                                           "goal at 768: 0.6."]
+
+
+@pytest.mark.slow
+def test_long_proteins(tmp_path):
+    done = run("measure_long.py", "--quick", "--lengths", 8, 16, "--steps", 2, "--only", "accuracy|steps",
+               "--out", tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = json.loads((tmp_path / "long.json").read_text())["rows"]
+    assert [(row["part"], row["ranks"]) for row in rows] == [("accuracy", 2), *[("steps", 1)] * 2,
+                                                             *[("steps", 2)] * 2]
+    assert rows[0]["accurate"]
+    assert all(0 < row["peak_mb"] and 0 < row["median_ms"] for row in rows[1:])
+    assert set(rows[4]["collectives_ms"]) >= {"all-gather", "all-to-all", "all-reduce"}
+    done = run("measure_long.py", "--quick", "--lengths", 8, 16, "--steps", 2, "--only", "steps",
+               "--ranks", 1, "--limit", 1e-4, "--out", tmp_path)
+    row = json.loads((tmp_path / "long.json").read_text())["rows"][0]
+    assert row["out_of_memory"] and row["reason"] == "out of memory"
+
+
+def test_everything_goes_on_where_one_program_fails(tmp_path, monkeypatch, capsys):
+    import measure_everything
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(files.UserError, match="needs a GPU"):
+        measure_everything.run(["--out", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure_everything, "PROGRAMS", dict(
+        late=(1, "-c __import__('time').sleep(60)"), wrong=(60, "-c raise(SystemExit(3))"),
+        right=(60, "-c print('{out}')"), peers=(60, "-c print('{peer}')")))
+    flags = ["--out", str(tmp_path / "new" / "out"), "--skip", "late"]
+    assert measure_everything.run(flags) == 1
+    assert re.findall(r"^(\w+): (\S+),", capsys.readouterr().out, re.M) == [("wrong", "3"), ("right", "0")]
+    assert (tmp_path / "new/out/right.txt").read_text() == f"{tmp_path}/new/out/right\n"
+    assert measure_everything.run([*flags, "--only", "right|peers", "--peer", "a/b.py"]) == 0
+    assert (tmp_path / "new/out/peers.txt").read_text() == f"{ROOT}/a/b.py\n"
+    assert measure_everything.run(["--out", str(tmp_path), "--only", "late"]) == 1
+    assert re.search(r"^late +over 1 s +\d+$", capsys.readouterr().out, re.M)
+    with pytest.raises(SystemExit, match="2"):
+        measure_everything.run(["--out", str(tmp_path), "--only", "nothing"])

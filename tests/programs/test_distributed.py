@@ -1,0 +1,293 @@
+"""Several processes train one model: what they reckon, how they end. ranks.py has what the ranks do."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_openfold_v2
+from fusion_lab.measuring.bounds import scaling
+from fusion_lab.measuring.metrics import read_metrics
+from fusion_lab.measuring.trace import collectives
+from fusion_lab.training import torchrun
+from fusion_lab.training.feeding import batch_of, own
+from fusion_lab.training.files import UserError
+from fusion_lab.training.machine import choose_device
+from fusion_lab.training.options import ProfilerConfig
+from fusion_lab.training.program import load_program
+from tests.programs import ranks
+from tests.support import PATIENCE, ROOT, last_json, wait_for
+
+QUICK = ("equal", "differ", "agree", "one", "two", "killed", "terminated", "nan", "memory", "warming",
+         "evaluating", "no_data", "no_rank")
+SLOW = ("equal_of_four", "asleep", "mistake", "flags", "mode")
+
+
+def outcomes(directory, names):
+    """What ranks.py found: {scenario: {codes, out, err, seconds}}."""
+    done = subprocess.run([sys.executable, RANKS, directory, *names], timeout=PATIENCE,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    return outcomes(directory, QUICK), directory
+
+
+@pytest.mark.parametrize("name", ["equal", "differ", "agree"])
+def test_several_do_what_one_does(name, ran):
+    assert ran[0][name]["codes"] == [0, 0], ran[0][name]["err"]
+
+
+def losses(path):
+    return [step["loss"] for step in read_metrics(path)[0]]
+
+
+def test_a_whole_run_of_two_prints_and_writes_once_and_is_that_of_one(ran):
+    found, directory = ran
+    one, two = found["one"], found["two"]
+    assert two["codes"] == [0, 0] and two["err"] == ["", ""] and two["out"][1] == ""
+    assert "Ranks: 2 (2 with samples of their own), gloo" in two["out"][0]
+    after = [losses(directory / name / "results" / "metrics.jsonl") for name in ("one", "two")]
+    assert after[0] == pytest.approx(after[1], rel=1e-5) and len(after[0]) == 6
+    results = [last_json(run["out"][0]) for run in (one, two)]
+    assert [r["contact_precision"].keys() for r in results] == [{"3", "final"}] * 2
+    alone, both = (torch.load(directory / name / f"{name}.pt") for name in ("one", "two"))
+    assert both["updates"] == alone["updates"] == 6
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        a, b = ((saved["moments"].get(kind) or saved["model"]) for saved in (alone, both))
+        assert all(torch.allclose(a[key], b[key], rtol=1e-3, atol=1e-5) for key in a)
+    assert sorted(path.name for path in (directory / "two").iterdir()) == [
+        "rank0.err", "rank0.out", "rank1.err", "rank1.out", "results", "two.pt"]
+
+
+@pytest.mark.parametrize("name, codes, words", [
+    ("killed", [1, -9], "rank 1 has ended without a word"), ("nan", [1, 1], "loss is nan at step 4"),
+    ("memory", [1, 1], "out of memory: lower"), ("warming", [1, 1], "out of memory: lower"),
+    ("evaluating", [1, 1], "out of memory: lower"), ("no_data", [2, 2], "absent: no such directory"),
+    ("no_rank", [2, 2], "--profile-rank 2: there are 2 ranks")])
+def test_what_ends_one_ends_all_with_one_line(name, codes, words, ran):
+    found = ran[0][name]
+    assert found["codes"] == codes and found["seconds"] < 60
+    said = "".join(found["err"])
+    assert words in said and said.count("\n") == 1, said
+
+
+def test_a_signal_to_one_ends_all_in_order(ran):
+    found, directory = ran
+    ended = found["terminated"]
+    assert ended["codes"] == [143, 143] and ended["err"] == ["", ""]
+    step = int(re.search(r"Interrupted at step (\d+) of 100000", ended["out"][0])[1])
+    assert torch.load(directory / "terminated" / "run.pt")["step"] == step
+    assert torch.load(directory / "killed" / "run.pt")["step"] % 3 == 0
+
+
+
+def test_which_ranks_are_profiled():
+    alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
+    assert alone.of_rank(1, 2) == alone.of_rank(0, 1) == alone
+    assert not alone.of_rank(0, 2).enable_pytorch_profiler
+    with pytest.raises(ValueError, match="must be a rank's number, or all"):
+        ProfilerConfig(profile_rank="first")
+
+
+@pytest.mark.slow
+def test_a_profile_of_every_rank_tells_what_collectives_take(tmp_path):
+    found, directory = outcomes(tmp_path, ["profiled"]), tmp_path
+    assert found["profiled"]["codes"] == [0, 0], found["profiled"]["err"]
+    results = directory / "profiled" / "results"
+    analyses = [json.loads((results / name).read_text()) for name in ("fusion_analysis.json",
+                                                                     "fusion_analysis_rank1.json")]
+    assert analyses[0]["collectives"] == analyses[1]["collectives"]
+    exchanged = analyses[0]["collectives"]
+    assert {*exchanged["by_rank"]} == {"0", "1"} and min(exchanged["wait_us"].values()) == 0
+    reduced = exchanged["by_rank"]["0"]["all-reduce"]
+    assert reduced["calls"] == pytest.approx(2)  # gradients with the loss; counts
+    said = found["profiled"]["out"][0]
+    assert "Collectives in a step of rank 1: all-reduce" in said and len([*results.glob("rank?.*.json")]) == 2
+
+
+def event(name, start, duration, cat="kernel"):
+    return dict(name=name, ts=start, dur=duration, cat=cat, tid=1)
+
+
+def test_what_hides_a_collective_is_other_work_at_the_same_time():
+    work = [event("gemm", 0, 10), event("ncclDevKernel_AllReduce_Sum_f32", 5, 20), event("copy", 8, 4),
+            event("ncclDevKernel_AllGather_RING", 30, 4), event("ncclDevKernel_SendRecv", 40, 2)]
+    found = collectives.collectives(SimpleNamespace(on_gpu=True, work=work, steps=2))
+    assert found == {"all-reduce": dict(calls=0.5, us=10, hidden_us=3.5),
+                     "all-gather": dict(calls=0.5, us=2, hidden_us=0),
+                     "all-to-all": dict(calls=0.5, us=1, hidden_us=0)}
+    other = {"all-reduce": dict(calls=0.5, us=11, hidden_us=0)}
+    ranks_found = collectives.of_ranks({0: found, 2: other})
+    assert ranks_found["wait_us"] == {0: 2, 2: 0} and collectives.of_ranks({1: other})["wait_us"] is None
+    assert collectives.sentences(ranks_found)[1] == (
+        "Collectives in a step of rank 2: all-reduce 0.011 ms (0 calls, 0% hidden); 0.000 ms of it waits for "
+        "other ranks")
+
+
+def test_a_prediction_for_more_gpus_is_latency_by_levels_and_bytes_by_links(tmp_path):
+    link = scaling.Link.fitted({8: 1e-5, 800: 1.1e-5, 10 ** 8: 1e-5 + 1e-3})
+    assert link.latency_s == 1e-5 and link.bytes_per_s == pytest.approx(1e11)
+    assert link.all_reduce(10 ** 8, 1) == 0 and link.all_reduce(10 ** 8, 2) == pytest.approx(1e-5 + 1e-3)
+    assert link.all_reduce(10 ** 8, 8) == pytest.approx(3e-5 + 1.75e-3)
+    assert link.all_reduce(10 ** 8, 64) == pytest.approx(6e-5 + 2 * 63 / 64 * 1e8 / 5e10)
+    seconds, share = scaling.step_on(2, 1e-3, 10 ** 7, link)
+    assert seconds == pytest.approx(1e-3 + 1.1e-4 + 1e-5) and share == pytest.approx(1e-3 / seconds)
+    header, row = scaling.gpu_rows(1e-3, 4, 10 ** 7, link, [2])
+    assert row == ["2", "1.120", "0.120", "7142.9", "89.3%"] and len(header) == 5
+    path = tmp_path / "scaling.json"
+    path.write_text(json.dumps(dict(link=vars(link))))
+    assert scaling.read_link(path) == link
+    for text in ("{}", '{"link": {"latency_s": 0, "bytes_per_s": 1}}', '{"link": {"latency_s": "x"}}', "["):
+        path.write_text(text)
+        with pytest.raises(UserError, match="--link"):
+            scaling.read_link(path)
+    with pytest.raises(UserError, match="No such file"):
+        scaling.read_link(tmp_path / "absent")
+
+
+@pytest.mark.slow
+def test_four_ranks_and_rarer_ends(tmp_path):
+    found = outcomes(tmp_path, SLOW)
+    assert found["equal_of_four"]["codes"] == [0] * 4, found["equal_of_four"]["err"]
+    for name, codes, words in (("asleep", [124, 124], "rank 0 has waited 2 s for the others"),
+                               ("flags", [2, 2], "--batch-size: 0"),
+                               ("mode", [2, 2], "--compare-fusion is for one process")):
+        said = "".join(found[name]["err"])
+        assert found[name]["codes"] == codes and words in said and said.count("\n") == 1, said
+    assert found["mistake"]["codes"] == [1, 1]
+    assert "".join(found["mistake"]["err"]).count("Traceback") == 1
+
+
+@pytest.mark.parametrize("environment, words", [
+    (dict(WORLD_SIZE="2"), "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE: not set"),
+    (dict(RANK="0", WORLD_SIZE="x", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"), "WORLD_SIZE='x'"),
+    (dict(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"), "this cannot be"),
+    (dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"), "this cannot be"),
+    (dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"), "MASTER_ADDR, MASTER_PORT: not")])
+def test_a_world_that_cannot_be_is_refused(environment, words, monkeypatch):
+    for name in (*torchrun.COUNTS, *torchrun.MEETING_POINT):
+        monkeypatch.delenv(name, raising=False)
+    assert torchrun.place() == torchrun.Place() and torchrun.first()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        torchrun.place()
+    assert caught.value.code == 2
+
+
+def test_every_rank_has_a_gpu_of_its_own(monkeypatch):
+    counts = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="x",
+                  MASTER_PORT="1")
+    for name, value in counts.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 1)
+    with pytest.raises(UserError, match="2 ranks cannot share a GPU"):
+        choose_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="2 ranks on this host, but torch .* sees 1 GPU") as caught:
+        choose_device("auto")
+    assert caught.value.code == 4 and choose_device("cpu").type == "cpu"
+
+
+class Rank:
+    def __init__(self, rank, size):
+        self.data_rank, self.data_size = rank, size
+
+
+def there(*files):
+    """Those of these programs that there are: companions may go."""
+    return [file for file in files if (ROOT / file).exists()]
+
+
+@pytest.mark.parametrize("file, values", [
+    ("tiny_openfold_v2.py", dict(synthetic_world="covarying")), *((file, {}) for file in there(
+        "tiny_openfold_v2.py", "tests/second_program.py", "companions/protein_mpnn.py",
+        "companions/tiny_llama.py"))])
+def test_the_samples_of_all_ranks_are_those_of_one_process(file, values):
+    program = load_program(ROOT / file)
+    source = program.open_source(program.settings(batch_size=6, device="cpu", **values))
+    for size in (2, 3):
+        whole, parts = source.batch(2), [batch_of(source, 2, Rank(rank, size)) for rank in range(size)]
+        assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
+
+
+@pytest.mark.parametrize("file", there("tiny_openfold_v2.py", "companions/protein_mpnn.py"))
+def test_a_loss_is_that_of_its_parts_by_their_counts(file):
+    program = load_program(ROOT / file)
+    settings = program.settings(batch_size=3, device="cpu")
+    torch.manual_seed(0)
+    model = program.model(settings.model, settings.fusion).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight += 0.1 * torch.randn_like(weight)  # heads begin at zero, where all losses are alike
+    batch = program.open_source(settings).batch(0)
+    next(batch[key] for key in ("coord_mask", "mask") if key in batch)[0, ::2] = 0
+    parts = [own(batch, rank, 3) for rank in range(3)]
+    counts = [model.loss_counts(**part) for part in parts]
+    whole, parts = model(**batch)["loss"].item(), [model(**part) for part in parts]
+    found = sum((part.get("loss_terms", part["loss"]) * count / sum(counts)).sum().item()
+                for part, count in zip(parts, counts, strict=True))
+    assert found == pytest.approx(whole, rel=1e-6)
+    assert sum(part["loss"].item() for part in parts) / 3 != pytest.approx(whole, rel=1e-4)
+
+
+def test_real_families_too_and_the_natural_world_repeats_no_sample():
+    source = ranks.real_source(ranks.settings(batch_size=4))
+    whole, parts = source.batch(1), [source.part(1, rank, 2) for rank in range(2)]
+    assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
+    known = [part["coord_mask"].sum() for part in parts]
+    assert known[0] != known[1], "the test of unequal masks needs such"
+    program = load_program()
+    natural = program.open_source(ranks.settings(batch_size=4, synthetic_world="natural", device="cpu"))
+    found = [natural.part(step, rank, 2)["coords"] for step in range(2) for rank in range(2)]
+    assert len({x.numpy().tobytes() for part in found for x in part}) == 8
+    one = program.open_source(ranks.settings(batch_size=2, synthetic_world="natural", device="cpu"))
+    assert all(torch.equal(one.batch(i)["coords"], x) for i, x in enumerate(found))
+    assert [x.tolist() for x in own(dict(a=np.arange(6)), 1, 3).values()] == [[2, 3]]
+
+
+RANKS = ROOT / "tests/programs/ranks.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_and_hands_on_a_signal_and_one_process_continues(tmp_path, capsys):
+    flags = [*ranks.FLAGS, "--device", "cpu", "--profile-dir", tmp_path / "p", "--save-checkpoint",
+             tmp_path / "c.pt"]
+    command = [*TORCHRUN, ROOT / "tiny_openfold_v2.py", *flags, "--num-steps", "9999", "--batch-size", "2",
+               "--save-every", "3"]
+    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+                               stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    wait_for(lambda: (tmp_path / "c.pt").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert "Interrupted at step" in out and "tiny_openfold_v2.py: error" not in err
+    step = torch.load(tmp_path / "c.pt")["step"]
+    assert f"Interrupted at step {step} of" in out and last_json(out)["performance_summary"]["final_loss"] < 5
+    steps = ["--num-steps", step + 2, "--batch-size", 4, "--resume", tmp_path / "c.pt"]
+    assert tiny_openfold_v2.main(list(map(str, [*flags, *steps]))) == 0
+    said = capsys.readouterr().out
+    assert f"at step {step}; different now: batch_size 2 -> 4, ranks 2 -> 1" in said
+    done, _ = read_metrics(tmp_path / "p" / "metrics.jsonl")
+    assert [line["step"] for line in done] == [*range(1, step + 3)]
+
+
+@pytest.mark.gpu
+def test_two_gpus_do_what_one_does():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    done = subprocess.run([*TORCHRUN, RANKS, "same"], capture_output=True, text=True,
+                          timeout=2 * PATIENCE, check=False)
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,392 @@
+"""Nothing lost, nothing silently wrong: Ctrl-C, kills, full disks, devices, names, earlier results."""
+import copy
+import dataclasses
+import errno
+import fcntl
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import summary
+from fusion_lab.measuring.comparison import rungs
+from fusion_lab.training import files, reading
+from fusion_lab.training.checkpoints import read_checkpoint, restore, snapshot
+from fusion_lab.training.files import UserError
+from proteins.files import DataError, read_alignment, read_structure
+from tests.support import KILLED_WRITER, PATIENCE, ROOT, last_json
+
+SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
+         "--num-seqs 4 --seq-len 8 --batch-size 1 --warmup-steps 0 --num-steps 2 --device cpu").split()
+
+
+def train(directory, *flags, program=tof.PROGRAM):
+    return tof.main([*SMALL, "--profile-dir", str(directory), *map(str, flags)], program)
+
+
+# --- The summary is there whatever fails after the training ------------------------------------------------
+
+
+def test_a_failing_evaluation_or_comparison_leaves_the_summary(tmp_path, monkeypatch):
+    def evaluate(*_, final=False):
+        raise RuntimeError("no map today")
+
+    with pytest.raises(RuntimeError, match="no map today"):
+        train(tmp_path, program=dataclasses.replace(tof.PROGRAM, evaluate=evaluate))
+    path = tmp_path / "performance_summary_v2.json"
+    assert json.loads(path.read_text())["performance_summary"]["total_samples"] == 2
+    path.unlink()
+    (tmp_path / "v1.json").write_text(json.dumps(EARLIER))
+    monkeypatch.setattr(summary, "print_against", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, "--compare-with-v1", tmp_path / "v1.json")
+    assert json.loads(path.read_text())["performance_summary"]["total_samples"] == 2
+
+
+EARLIER = dict(version="v1", performance_summary=dict(avg_training_speed=1e-3, peak_memory_mb=float("nan")))
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(system_info="A100"), "system_info must be an object"), (dict(config="x"), "config must be"),
+    (dict(training_params=[1]), "training_params must be"), (dict(performance_summary=None), "it lacks"),
+    (dict(performance_summary=dict(avg_training_speed=1e-320)), "avg_training_speed = 1e-320: must be"),
+    (dict(performance_summary=dict(avg_training_speed=10 ** 400)), "must be positive, and a number below"),
+    (dict(performance_summary=dict(avg_training_speed=5, peak_memory_mb="nan")), "peak_memory_mb = 'nan'"),
+    (dict(version="\ud800"), "surrogates"), (dict(config=json.loads("[" * 51 + "]" * 51)), "nested")])
+def test_an_earlier_summary_is_judged_before_the_training(change, words, tmp_path, capsys):
+    (tmp_path / "v1.json").write_text(json.dumps({**EARLIER, **change}))
+    assert train(tmp_path / "p", "--compare-with-v1", tmp_path / "v1.json") == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and not (tmp_path / "p").exists()
+
+
+def test_what_an_earlier_summary_says_is_printed_on_a_line(tmp_path, capsys):
+    strange = dict(config={"msa_dim": "a\nb"}, version="v\n1", system_info={"gpu_name": "x" * 500})
+    (tmp_path / "v1.json").write_text(json.dumps({**EARLIER, **strange}))
+    assert train(tmp_path, "--compare-with-v1", tmp_path / "v1.json") == 0
+    out = capsys.readouterr().out
+    assert r"Against v\n1 of unknown date:" in out and "Peak memory: not measured in both runs" in out
+    assert last_json(out)["compared_with_v1"]["differences"] == [
+        r"msa_dim a\nb -> 8", f"GPU {'x' * 60} -> None"]
+
+
+def written(stream):
+    stream.seek(0)
+    return stream.buffer.read().decode(errors="surrogateescape")
+
+
+def test_names_of_any_bytes(tmp_path, monkeypatch):
+    """Where the terminal takes UTF-8 only: names that are none, that break lines, that are mathematics."""
+    pytest.importorskip("gemmi")
+    from tests.proteins.test_files import model
+    place = tmp_path / os.fsdecode(b"dir \xe9\nx")
+    place.mkdir()
+    for name, letters in ((b"a$^$b", "MKTAYIAKQRQISFVKSHFS"), (b"\xe9\n", "GSWEDLKRTPYCHNMQVIFA")):
+        (place / os.fsdecode(name + b".a3m")).write_text(f">q\n{letters}\n")
+        (place / os.fsdecode(name + b".pdb")).write_text("\n".join([*model(letters), "END", ""]))
+    (place / os.fsdecode(b"\xe8\n.a3m")).touch()
+    flags = [*SMALL, "--data", str(place), "--profile-dir", str(place / "p"), "--save-checkpoint",
+             str(place / "c.pt")]
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8", "strict"))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace"))
+    assert tof.main([*flags, "--holdout", "a$^$b", "--plot-contacts", str(place / "maps")]) == 0
+    text, error = written(sys.stdout), written(sys.stderr)
+    assert error == ""
+    assert "\nData: 1 real proteins, 1 held out, left out for want of a partner: \udce8\\n.a3m |" in text
+    assert json.loads(text.splitlines()[-1])["summary_file"] == str(place / "p/performance_summary_v2.json")
+    assert len(list((place / "maps").glob("a_b~*.png"))) == 1
+    assert tof.main([*flags, "--holdout", os.fsdecode(b"\xff")]) == 2
+    error = written(sys.stderr)
+    assert error.count("\n") == 1 and r"--holdout \udcff: no such family in" in error and r"\udce9\n" in error
+
+
+# --- Files -------------------------------------------------------------------------------------------------
+
+
+def test_only_regular_files_are_read_and_replaced(tmp_path):
+    fifo, link = tmp_path / "fifo", tmp_path / "link.a3m"
+    os.mkfifo(fifo)
+    link.symlink_to(fifo)
+    for path in (fifo, link):
+        for write in (files.require_writable, lambda path: files.write_text(path, "x")):
+            with pytest.raises(UserError, match="cannot write .*: not a regular file"):
+                write(path)
+        with pytest.raises(UserError, match="not a regular file"):
+            read_checkpoint(path, tof.PROGRAM, tof.TinyOpenFoldConfig())
+        with pytest.raises(UserError, match="not a regular file"):
+            summary.read_summary(path)
+        for read in (read_alignment, read_structure):
+            with pytest.raises(DataError, match="not a regular file"):
+                read(path)
+    assert fifo.is_fifo() and link.is_symlink()
+    with pytest.raises(UserError, match="is a directory"):
+        files.write_text(tmp_path, "x")
+
+
+def test_what_killed_runs_left_goes_with_the_next_write(tmp_path, monkeypatch):
+    path = tmp_path / "c.pt"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", KILLED_WRITER, str(path)], check=False)
+    strangers = [tmp_path / name for name in ("c.pt.part", "c.ptABCDEFGH.part", "other_a1b2c3d.part")]
+    for stranger in strangers:
+        stranger.touch()
+    assert len(list(tmp_path.iterdir())) == 1 + len(strangers)  # the second one removed what the first left
+
+    def write(file):
+        files.write_text(path, "meanwhile")  # which sees this one's temporary file, and leaves it alone
+        file.write(b"last")
+    files.write_atomically(path, write)
+    assert path.read_bytes() == b"last" and set(tmp_path.iterdir()) == {path, *strangers}
+    left = tmp_path / "c.pta1b2c3d_.part"
+    left.touch()
+    with monkeypatch.context() as another:
+        another.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
+        files.remove_leftovers(str(tmp_path), "c.pt")
+    assert left.exists()
+    files.remove_leftovers(str(tmp_path), "c.pt")
+    assert not left.exists()
+
+
+def test_a_temporary_file_that_vanishes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    lock = fcntl.flock
+
+    def late(handle, kind):
+        if not isinstance(handle, int) or calls:
+            return lock(handle, kind)
+        calls.append(handle)
+        for path in tmp_path.iterdir():
+            path.unlink()
+    calls = []
+    monkeypatch.setattr(fcntl, "flock", late)
+    files.write_text(tmp_path / "x", "y")
+    assert len(calls) == 1 and [p.read_text() for p in tmp_path.iterdir()] == ["y"]
+
+
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path):
+    for name in ("n" * 255, "蛋" * 85):
+        files.write_text(tmp_path / name, "x")
+        assert (tmp_path / name).read_text() == "x"
+
+
+@pytest.fixture
+def small_disk():
+    """No file may become larger than 100 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_said_in_the_systems_words(tmp_path, small_disk):
+    """Not in torch's, which tells of positions in an archive, nor in those of a library for pictures."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure = pyplot.figure(figsize=(6, 6), dpi=100)
+    figure.figimage(torch.rand(600, 600).numpy())
+    for write in (lambda file: torch.save(torch.zeros(10 ** 6), file),
+                  lambda file: figure.savefig(file, format="png")):
+        (tmp_path / "x").write_text("old")
+        with pytest.raises(UserError, match=f"cannot write .*: {os.strerror(errno.EFBIG)}$"):
+            files.write_atomically(tmp_path / "x", write)
+        assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
+    pyplot.close(figure)
+
+
+def test_a_write_that_fails_elsewhere_is_not_blamed_on_stdout(capsys):
+    def run(_argv):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert files.exit_code(run, [], "p") == 1
+    assert capsys.readouterr().err == f"p: error: writing a file: {os.strerror(errno.ENOSPC)}\n"
+
+
+@pytest.mark.parametrize("text", [
+    "[" * 200_000, "[" * 51 + "]" * 51, '{"a": "\\ud800"}', "NaN", '{"a"', b"\xff\xfe{", "9" * 5000, ""])
+def test_json_that_cannot_be_used_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        reading.parse_json(text)
+
+
+def test_json_that_can():
+    assert reading.parse_json('{"a": NaN}', nan=True) == {"a": None}
+    name = os.fsdecode(b"\xe9")
+    assert reading.parse_json(json.dumps([name])) == [name]
+    assert reading.parse_json("[" * 50 + "]" * 50)
+
+
+def test_a_checkpoint_with_one_flipped_bit_is_refused(tmp_path, capsys):
+    path = tmp_path / "c.pt"
+    assert train(tmp_path, "--save-checkpoint", path) == 0
+    whole, saved = path.read_bytes(), torch.load(path)
+    weight = saved["model"]["msa_embedding.weight"].numpy().tobytes()
+    at = whole.index(weight) + 3  # sign and exponent of the first weight
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1:])
+    capsys.readouterr()
+    assert train(tmp_path, "--resume", path, "--num-steps", 9) == 2
+    error = capsys.readouterr().err
+    assert "the checksum of its part" in error and error.count("\n") == 1
+    del saved["moments"]["exp_avg"]["msa_embedding.weight"]
+    torch.save(saved, path)
+    assert train(tmp_path, "--resume", path, "--num-steps", 9) == 2
+    assert "names of moments exp_avg cannot be used" in capsys.readouterr().err
+
+
+WEIGHT = "msa_embedding.weight"  # (23, 8)
+ZEROS = torch.zeros(23, 8)
+
+
+@pytest.mark.parametrize("place, value, words", [
+    (("step",), "x", "step is of the wrong type"), (("step",), True, "step is of the wrong type"),
+    (("step",), -1, "step cannot be used"), (("step",), 10 ** 400, "step cannot be used"),
+    (("updates",), float("nan"), "updates cannot be used"), (("updates",), -0.5, "updates cannot be used"),
+    (("trained_on",), [1], "trained_on"), (("training",), [1], "training"),
+    (("config",), [1], "config is of"), (("config", "msa_dim"), ZEROS, "made for another model"),
+    (("model", WEIGHT), None, "names of model"), (("model", "more"), ZEROS, "names of model"),
+    (("model", WEIGHT), [1.0], f"model {WEIGHT}"), (("model", WEIGHT), ZEROS[:, :7], f"model {WEIGHT}"),
+    (("model", WEIGHT), ZEROS.double(), f"model {WEIGHT}"),
+    (("model", WEIGHT), ZEROS.to_sparse(), f"model {WEIGHT}"),
+    (("model", WEIGHT), ZEROS + float("inf"), f"model {WEIGHT}"),
+    (("moments",), {"exp_avg": {}}, "moments"), (("moments", "exp_avg"), [1], "names of moments exp_avg"),
+    (("moments", "exp_avg_sq", WEIGHT), ZEROS[0], f"moments exp_avg_sq {WEIGHT}"),
+    (("scaler",), {"scale": 1.0}, "scaler"), (("scaler", "scale"), "x", "scaler"),
+    (("scaler", "scale"), float("inf"), "scaler"), (("rng",), {}, "rng cpu"),
+    (("rng", "cpu"), "x", "rng cpu"), (("rng", "cpu"), torch.zeros(5056), "rng cpu"),
+    (("rng", "cpu"), torch.zeros(7, dtype=torch.uint8), "rng cpu")],
+    ids=lambda part: "-".join(part) if isinstance(part, tuple) else "")
+def test_every_field_of_a_checkpoint_is_checked_before_any_is_used(place, value, words, tmp_path):
+    sizes = dict(num_blocks=1, msa_dim=8, pair_dim=8, num_seqs=4, seq_len=8, batch_size=1, use_amp=True,
+                 amp_dtype="float16")
+    trainer = tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**sizes), torch.device("cpu"))
+    trainer.step(tof.PROGRAM.open_source(trainer.settings).batch(0))
+    saved = copy.deepcopy(snapshot(trainer))
+    before = copy.deepcopy(trainer.model.state_dict())
+    restore(trainer, save(saved, tmp_path))
+    inner = saved
+    for key in place[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value
+    with pytest.raises(UserError, match="checkpoint .*") as caught:
+        restore(trainer, save(saved, tmp_path))
+    assert words in str(caught.value) and caught.value.code == 2
+    assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
+
+
+def save(content, directory):
+    torch.save(content, directory / "c.pt")
+    return directory / "c.pt"
+
+
+# --- Ctrl-C and kills --------------------------------------------------------------------------------------
+
+PROGRAMS = {  # a program and a module that it imports early; the first is what comes right after quiet()
+    "tiny_openfold_v2.py": ("dataclasses", "torch"), "run_pytorch_profiler.py": ("torch",),
+    "profile_summary.py": ("csv",), "run_rocprofv3.sh": ("csv",), "run_all_profilers.sh": ("csv",),
+    "run_pytorch_profiler.sh": ("torch",), "launch_performance_study.sh": ("torch",),
+    "fusion_lab/environment.py": ("shlex",),
+    **{f"benchmarks/{path.name}": ("torch",) for path in sorted((ROOT / "benchmarks").glob("*.py"))
+       if "exit_code(" in path.read_text()}}
+
+
+@pytest.mark.parametrize("program, module", [(program, module) for program, found in PROGRAMS.items()
+                                             for module in found])
+def test_ctrl_c_while_modules_are_imported(program, module, tmp_path):
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+                                           "import time\ntime.sleep(9)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHON": sys.executable}
+    command = [str(ROOT / program)] if program.endswith(".sh") else [sys.executable, str(ROOT / program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode in (130, -signal.SIGINT) and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr == "interrupted\n" or "environment" in program
+
+
+@pytest.mark.parametrize("where, said", [("within", "p: error: interrupted\n"), ("after", "interrupted\n"),
+                                         ("in words", "p: error: interrupted\n")])
+def test_ctrl_c_during_and_after_the_work(where, said):
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from fusion_lab.training import interrupts
+interrupts.quiet(__name__)
+from fusion_lab.training import files
+def strike(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+def run(argv):
+    if {where!r} == "within":
+        strike()
+    raise files.UserError("wrong")
+if {where!r} == "in words":
+    files.printable, whole = lambda text: (setattr(files, "printable", whole), strike()), files.printable
+if {where!r} == "after":
+    sys.stderr.write, write = lambda text: None, sys.stderr.write
+code = files.exit_code(run, [], "p")
+if {where!r} == "after":
+    sys.stderr.write = write
+    strike()
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, said)
+
+
+def test_compiled_rungs_of_a_killed_comparison_are_known_to_the_guardian(monkeypatch):
+    """Stopped processes would stay for ever; the guardian's own work is tested with the study."""
+    told = []
+
+    class Recorder:
+        def tell(self, sign, group):
+            told.append((sign, group))
+
+        def close(self):
+            told.append("closed")
+
+    class Child:
+        def __init__(self, _program, variant):
+            self.variant, self.guest = variant, self
+            self.process, self.pid = self, 10 + variant.number
+
+        def end(self):
+            told.append(("ended", self.pid))
+
+    @dataclasses.dataclass
+    class Variant:
+        number: int
+        reason: str | None = None
+
+    monkeypatch.setattr(rungs, "Guardian", Recorder)
+    monkeypatch.setattr(rungs, "Rung", Child)
+    monkeypatch.setattr(rungs, "refuse_idle", lambda *_: None)
+    with rungs.Rungs(None, [Variant(1), Variant(2, "idle"), Variant(3)], torch.device("cuda"), print):
+        assert told == [("+", 11), ("+", 13)]
+    assert told[2:] == [("ended", 11), ("-", 11), ("ended", 13), ("-", 13), "closed"]
+    with rungs.Rungs(None, [Variant(1)], torch.device("cpu"), print):
+        assert len(told) == 7
+
+
+def test_results_of_an_interrupted_program_are_whole(tmp_path):
+    """The second Ctrl-C comes at once, in the middle of whatever the first one began."""
+    path = tmp_path / "c.pt"
+    command = [sys.executable, "-u", str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--num-steps", "100000",
+               "--log-every", "1", "--profile-dir", str(tmp_path), "--save-checkpoint", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert any(line.startswith("Step ") for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "Traceback" not in err
+    if path.exists():
+        assert read_checkpoint(path, tof.PROGRAM, tof.PROGRAM.settings(
+            num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4).model)
+    assert not list(tmp_path.glob("*.part"))

@@ -1,0 +1,69 @@
+"""The six scripts start from anywhere: by a link, with blanks in paths, beside folders of the same names."""
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import PATIENCE, ROOT
+
+AMD = ["run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh", "run_all_profilers.sh"]
+SCRIPTS = [*AMD, "run_pytorch_profiler.sh", "launch_performance_study.sh"]
+TRAPS = ["study", "rocm", "fusion_lab", "proteins", "torch", "tests"]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project under a name with blanks."""
+    place = tmp_path_factory.mktemp("home") / "my pro ject"
+    shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(
+        ".*", "tests", "benchmarks", "__pycache__", "*profiles_v2*", "*.old-*"))
+    return place
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """The user's own directory, where everything is called as something of ours or of Python's."""
+    place = tmp_path / "their own directory"
+    for name in TRAPS:
+        (place / name).mkdir(parents=True)
+        (place / name / "__init__.py").write_text(f"raise SystemExit('{name} of the user was imported')\n")
+    for name in ("statistics.py", "random.py", "tiny_openfold_v2.py", "json.py"):
+        (place / name).write_text(f"raise SystemExit('{name} of the user was imported')\n")
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.delenv("TINYOPENFOLD_SCRIPT", raising=False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    return place
+
+
+def run(*command, cwd=None):
+    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_is_the_same_from_anywhere(script, project, elsewhere):
+    at_home = run(f"./{script}", "--help", cwd=project)
+    os.symlink(project / script, elsewhere / "a link.sh")
+    away = run("./a link.sh", "--help")
+    assert (away.returncode, away.stdout) == (at_home.returncode, at_home.stdout), away.stderr
+    assert "of the user" not in away.stdout + away.stderr
+
+
+@pytest.mark.parametrize("file", ["tiny_openfold_v2.py", "run_pytorch_profiler.py"])
+def test_programs_can_be_called_by_their_path(file):
+    """`rocprof-sys-python -- ./tiny_openfold_v2.py` is how people call them."""
+    assert os.access(ROOT / file, os.X_OK)
+    assert (ROOT / file).read_text().startswith("#!/usr/bin/env python3\n")
+
+
+@pytest.mark.parametrize("script", AMD)
+@pytest.mark.slow
+def test_dry_run_from_anywhere(script, project, elsewhere):
+    """Also the process that judges the flags sees the project, not the directory of the user."""
+    os.symlink(project / script, elsewhere / "a link.sh")
+    done = run("./a link.sh", "--dry-run", "--num-steps", "3", "-o", "out put")
+    assert done.returncode == 0, done.stderr
+    assert "of the user" not in done.stdout and "not judged" not in done.stdout
+    assert str(project / "tiny_openfold_v2.py") in done.stdout and not (elsewhere / "out put").exists()

@@ -1,0 +1,240 @@
+"""The beginning and the end of a run: flags judged before torch, the demonstration, the result line,
+metrics, what a second and a resumed run say."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import metrics
+from fusion_lab.training import files, flags, reporting, start
+from fusion_lab.training.flags import make_parser, parse, read_settings, with_demo
+from tests.support import PATIENCE, ROOT, last_json, run_program
+
+SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
+         "--num-seqs 6 --seq-len 16 --batch-size 2 --warmup-steps 1 --device cpu").split()
+
+
+def train(directory, *flags):
+    return tof.main([*SMALL, "--profile-dir", str(directory), *map(str, flags)])
+
+
+# What people start, with the line of flags that a wrong one is told by
+TRAINER, SESSION, SECOND = "tiny_openfold_v2.py", "run_pytorch_profiler.py", "tests/second_program.py"
+SESSION_SH, STUDY = "run_pytorch_profiler.sh", "launch_performance_study.sh"
+
+
+def begun(program, *flags, torch, directory):
+    """CompletedProcess of a program in whose place of torch there is a module with this text."""
+    (directory / "torch.py").write_text(torch)
+    environment = dict(os.environ, PYTHON=sys.executable, PYTHONPATH=str(directory))
+    command = [*([sys.executable] if program.endswith(".py") else []), str(ROOT / program), *flags]
+    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True,
+                          timeout=PATIENCE, check=False)
+
+
+@pytest.mark.parametrize("program, flags, code, words", [
+    (TRAINER, ["--batchsize", "3"], 2, "did you mean --batch-size?"),
+    (TRAINER, ["--version"], 0, "TinyOpenFold 2"), (TRAINER, ["--help"], 0, "--demo"),
+    (TRAINER, ["--seq-len", "0"], 2, "must be at least 1"),
+    (TRAINER, ["--program", SECOND, "--widt", "3"], 2, "did you mean --width?"),
+    (TRAINER, ["--program", "nowhere.py"], 2, "no such Python file"),
+    (SECOND, ["--width", "0"], 2, "must be at least 1"),
+    (SESSION, ["--profile-step", "3"], 2, "did you mean --profile-steps?"),
+    (SESSION, ["--predict", "1", "2"], 2, "expected 3 arguments"), (SESSION, ["--help"], 0, "--roofline"),
+    (SESSION_SH, ["--validate-setup"], 2, "belongs to tiny_openfold_v2.py"),
+    (SESSION, ["--program", SECOND, "--predict", "1", "0"], 2, "must be a whole number of at least 1"),
+    (STUDY, ["--num-run", "3"], 2, "did you mean --num-runs?"), (STUDY, ["--help"], 0, "--recommend"),
+    (STUDY, ["--", "--num-bloks", "1"], 2, "did you mean --num-blocks?"),
+    (STUDY, ["--msa-heads", "5"], 2, "go behind --"),
+    (STUDY, ["--", "--msa-heads", "5"], 2, "must divide"),
+    (STUDY, ["--program", SECOND, "--widths", "x"], 2, "argument --widths")])
+def test_flags_are_judged_before_torch_is_imported(program, flags, code, words, tmp_path):
+    flags = [str(ROOT / word) if word == SECOND else word for word in flags]
+    done = begun(program, *flags, torch="raise SystemExit('torch was imported')", directory=tmp_path)
+    assert done.returncode == code and words in done.stdout + done.stderr, done.stderr
+    assert code == 0 or done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("program", [TRAINER, SECOND, SESSION, SESSION_SH, STUDY])
+def test_a_sign_of_life_comes_before_torch_and_ctrl_c_meanwhile_is_one_line(program, tmp_path):
+    done = begun(program, "--num-steps", "1", directory=tmp_path,
+                 torch="import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    name = SESSION if program == SESSION_SH else os.path.basename(program)
+    assert done.returncode == 130 and done.stderr == "interrupted\n"
+    assert done.stdout == f"{name}: loading PyTorch ...\n"
+
+
+@pytest.mark.parametrize("program", [
+    TRAINER, SECOND, SESSION, STUDY, "profile_summary.py", "run_rocprofv3.sh", "run_rocprof_sys.sh",
+    "run_rocprof_compute.sh", "run_all_profilers.sh"])
+def test_help_comes_in_groups_that_fit_a_screen(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = begun(program, "--help", torch="raise SystemExit('torch was imported')", directory=tmp_path).stdout
+    groups = [group.strip("\n").splitlines() for group in text.split("\n\n")]
+    assert max(map(len, groups)) <= 24 and max(map(len, text.splitlines())) <= 80
+    assert "exit codes: 0 done, 1 the thing checked failed, 2 wrong use" in text
+    switches = [line for line in text.splitlines() if "--disable-" in line and "all-fusion" not in line]
+    assert all(re.match(r"  --enable-([\w-]+), --disable-\1$", line) for line in switches)
+    assert len(switches) == {TRAINER: 19, SESSION: 19, SECOND: 6}.get(program, 0)
+
+
+def test_contradictory_switches_get_a_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit(0)")
+    flags = ["--enable-flash-attention", "--disable-flash-attention", "--enable-opm-fusion"]
+    result = run_program("tiny_openfold_v2.py", *flags, env={"PYTHONPATH": str(tmp_path)})
+    pair = "--enable-flash-attention, --disable-flash-attention"
+    assert result.stderr == f"tiny_openfold_v2.py: note: {pair}: the later one wins\n"
+
+
+RETIRED = {  # flags of switches that went: what is on, what is said of the last one
+    "--enable-triton-projection": (["enable_triton_attention"], "is part of triton-attention now"),
+    "--enable-triton-sums": (["enable_triton_weight_gradients"], "is part of triton-weight-gradients now"),
+    "--enable-triton-attention --disable-triton-projection": ([], "is part of triton-attention now"),
+    "--enable-triton-transition": ([], "went, because it cost time, and is ignored; "
+                                       "--enable-selective-checkpointing saves more memory"),
+    "--disable-triton-outer-product": ([], "--enable-selective-checkpointing saves more memory")}
+
+
+@pytest.mark.parametrize("given", RETIRED)
+def test_switches_that_went_are_still_understood(given, capsys):
+    flags.note.cache_clear()
+    argv, (on, words) = ["--disable-all-fusion", *given.split()], RETIRED[given]
+    for _ in range(2):  # before torch is there, and afterwards
+        _, settings, _ = parse(make_parser(tof.PROGRAM), tof.PROGRAM, argv)
+    assert [name for name in settings.fusion.names() if getattr(settings.fusion, name)] == on
+    said, = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"tiny_openfold_v2.py: note: {argv[-1]}: ") and said.endswith(words)
+    assert argv[-1] not in make_parser(tof.PROGRAM).format_help()
+
+
+def test_switches_that_went_have_successors_that_are_there():
+    kind = tof.FusionConfig
+    assert not kind.RETIRED.keys() & {*kind.names()} and {*kind.RETIRED.values()} <= {None, *kind.names()}
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
+def test_threads_wait_less_unless_the_user_decides(given, expected, tmp_path):
+    shown = "str(os.environ.get('GOMP_SPINCOUNT'))"
+    (tmp_path / "torch.py").write_text(f"import os\nraise SystemExit({shown})")
+    environment = {"PYTHONPATH": str(tmp_path), **given}
+    result = run_program("tiny_openfold_v2.py", "--num-steps", "1", env=environment)
+    assert result.stderr == f"{expected}\n"
+
+
+def test_a_shell_that_ignores_ctrl_c_in_the_background_is_obeyed(monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(sys, "argv", ["tiny_openfold_v2.py", "--num-steps", "1"])
+        start.begin(tof.COMMAND_LINE, "__main__")
+        assert files.exit_code(lambda _: 0, None, "x") == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
+    parser = make_parser(tof.PROGRAM)
+    settings = read_settings(tof.PROGRAM, parser.parse_args(with_demo([])))
+    assert settings == tof.PROGRAM.settings(**tof.PROGRAM.demo) and settings.model.num_blocks == 1
+    settings = read_settings(tof.PROGRAM, parser.parse_args(["--seq-len", "40", "--demo"]))
+    assert settings.model.seq_len == 40 and settings.training.batch_size == tof.PROGRAM.demo["batch_size"]
+    _, settings, _ = parse(parser, tof.PROGRAM, with_demo(["--seed", "1"]))
+    assert settings.model == tof.TinyOpenFoldConfig()
+
+
+def test_the_result_line_has_headlines_within_a_kilobyte(tmp_path, capsys):
+    settings, path = tof.PROGRAM.settings(), str(tmp_path / "result.json")
+    large = dict(mode="x", rows=[dict(name=f"row {i}", value=i / 7) for i in range(100)], words="y" * 900)
+    reporting.print_result(large, path, settings)
+    line = capsys.readouterr().out
+    found = json.loads(line)
+    assert len(line.strip().encode()) <= 1024 and found["summary_file"] == path and found["mode"] == "x"
+    assert found["rows"] == large["rows"][:len(found["rows"])] and large["words"].startswith(found["words"])
+
+
+def on_a_terminal(*flags):
+    """(exit code, output) of the trainer on a pseudo-terminal."""
+    leader, follower = os.openpty()
+    process = subprocess.Popen([sys.executable, str(ROOT / "tiny_openfold_v2.py"), *map(str, flags)],
+                               stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    output = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        output += part
+    os.close(leader)
+    return process.wait(), output.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.slow
+def test_people_on_a_terminal_read_a_table_and_json_on_demand(tmp_path):
+    code, out = on_a_terminal(*SMALL, "--num-steps", 1, "--profile-dir", tmp_path / "a")
+    assert code == 0 and "loading PyTorch" in out and "{" not in out
+    assert out.strip().splitlines()[-1] == f"Results: {tmp_path / 'a' / 'performance_summary_v2.json'}"
+    code, out = on_a_terminal(*SMALL, "--num-steps", 1, "--json", "--profile-dir", tmp_path / "b")
+    assert code == 0 and last_json(out)["version"] == "v2_fused"
+
+
+def test_metrics_hold_every_step_and_evaluation_and_a_resumed_run_continues_them(tmp_path, capsys):
+    saved = tmp_path / "c.pt"
+    assert train(tmp_path, "--num-steps", 3, "--eval-every", 2, "--save-checkpoint", saved) == 0
+    out = capsys.readouterr().out
+    steps, evaluations = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    losses = [entry["loss"] for entry in steps]
+    assert [entry["step"] for entry in steps] == [1, 2, 3] and losses[-1] == last_json(out)[
+        "performance_summary"]["final_loss"]
+    assert all(entry["learning_rate"] == 3e-4 and entry["gradient_norm"] > 0 for entry in steps)
+    assert [entry["step"] for entry in evaluations] == [2, 3]
+    assert set(evaluations[0]["evaluation"]) == {"training P(L/2)", "held-out P(L/2)"}
+    assert f"--resume {saved} --num-steps 6" in out and "In words: after step 3," in out
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 4, "lo')  # a kill
+    assert train(tmp_path, "--num-steps", 5, "--resume", saved, "--seed", 1) == 0
+    out = capsys.readouterr().out
+    assert f"Resumed from {saved} at step 3; different now: seed 42 -> 1" in out
+    steps, _ = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4, 5] and [s["loss"] for s in steps[:3]] == losses
+    assert (tmp_path / "learning_curve.png").stat().st_size > 1000
+
+
+def test_the_gradient_norm_is_the_one_before_clipping(tmp_path):
+    settings = tof.PROGRAM.settings(num_blocks=1, msa_dim=8, pair_dim=8, num_seqs=4, seq_len=8, batch_size=1,
+                                    grad_clip=1e-3)
+    trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
+    batch = tof.PROGRAM.open_source(settings).batch(0)
+    trainer.forward(batch)["loss"].backward()
+    norm = sum(p.grad.square().sum() for p in trainer.weights.values() if p.grad is not None) ** 0.5
+    trainer.model.zero_grad()
+    trainer.step(batch)
+    assert trainer.gradient_norm.item() == pytest.approx(norm.item(), rel=1e-5) and norm > 0.1
+
+
+def test_a_second_run_sets_the_first_aside(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = [*SMALL, "--num-steps", "1"]
+    assert tof.main(flags) == tof.main(flags) == 0
+    assert len(list(tmp_path.glob("pytorch_profiles_v2.old-*"))) == 1
+    flags = ["--num-steps", 2, "--eval-every", 1]
+    assert train("mine", *flags) == train("mine", *flags) == 0
+    assert "Its contact map: mine/contacts.png, the numbers mine/contacts.tsv" in capsys.readouterr().out
+    names = [path.name for path in (tmp_path / "mine").iterdir()]
+    for kept in ("performance_summary_v2.json", "metrics.jsonl", "contacts.png", "contacts.tsv"):
+        assert kept in names and sum(name.startswith(f"{kept}.old-") for name in names) == 1
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    assert train(tmp_path, "--num-steps", 1, "--tensorboard") == 3
+    assert capsys.readouterr().err.strip().endswith("pip install tensorboard")

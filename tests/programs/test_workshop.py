@@ -1,0 +1,92 @@
+"""The workshop: short, its flags are flags, and every block of commands runs, at toy size."""
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from fusion_lab.training.flags import make_parser, parse, program_file
+from fusion_lab.training.program import load_program
+from tests.support import PATIENCE, ROOT
+
+TEXT = (ROOT / "WORKSHOP.md").read_text(encoding="utf-8")
+EXERCISE = re.compile(r"^## (\d+\.[^\n]*)\n.*?^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCKS = {title: [line for line in block.splitlines() if line] for title, block in EXERCISE.findall(TEXT)}
+STEPS = "--num-steps 2 --device cpu"
+EVOFORMER = ("--num-blocks 1 --num-seqs 4 --msa-dim 16 --pair-dim 16 --msa-heads 2 --pair-heads 2 "
+             f"--batch-size 2 --seq-len 16 {STEPS}")
+TOY = {  # what makes a program's commands small; later flags win
+    "tiny_openfold_v2.py": EVOFORMER, "./run_pytorch_profiler.sh": f"{EVOFORMER} --profile-steps 2",
+    "companions/protein_mpnn.py": f"--hidden-dim 16 --num-layers 1 --neighbors 6 --seq-len 20 {STEPS}",
+    "companions/tiny_llama.py": (
+        "--hidden-size 32 --intermediate-size 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --seq-len 16 "
+        f"--eval-windows 4 --data {ROOT / 'README.md'} {STEPS}"),
+    "companions/fusion_patterns.py": "--patterns conv --rounds 2 --no-compile --no-ladder --device cpu",
+    "./launch_performance_study.sh": "--device cpu --no-plots"}
+NO_GPU = 4  # exit code of what needs one
+
+
+def words_of(command):
+    words = shlex.split(command)
+    return words[1:] if words[0] == "python" else words
+
+
+def test_it_is_short_and_has_its_parts():
+    assert TEXT.count("\n") <= 250 and len(BLOCKS) == 10
+    for number, block in enumerate(re.split(r"^## \d+\.", TEXT, flags=re.MULTILINE)[1:], 1):
+        assert "**Question:**" in block, number
+    for title in ("Wrong arithmetic", "When it does not go", "Further reading"):
+        assert f"## {title}" in TEXT
+    assert TEXT.count("https://") >= 8
+
+
+@pytest.mark.parametrize("title", BLOCKS)
+def test_flags_are_judged_as_they_stand(title):
+    for command in BLOCKS[title]:
+        program, *flags = words_of(command)
+        if program == "companions/fusion_patterns.py" or not program.endswith(".py"):
+            continue
+        if not (ROOT / program).exists():
+            pytest.skip("companions were deleted")
+        record = load_program(ROOT / program)
+        assert program_file(flags, program) is None
+        parse(make_parser(record), record, flags or ["--demo"])
+
+
+def run(command, directory):
+    program, *flags = words_of(command)
+    if program == "torchrun":
+        if not (ROOT / "docs" / "distributed.md").exists():
+            pytest.skip("training on several GPUs is not there yet")
+        beside, python = ["--standalone"], [sys.executable, "-m", "torch.distributed.run"]
+        place = flags.index("tiny_openfold_v2.py")
+        started = [*python, *beside, *flags[:place], ROOT / flags[place], *flags[place + 1:],
+                   *TOY["tiny_openfold_v2.py"].split()]
+    else:
+        toy = shlex.split(TOY.get(program, ""))
+        if "--compare-ultra" in flags:
+            toy = []
+        if "--" in flags:  # the study's own flags stand before those of the trainer
+            place = flags.index("--")
+            flags[place:place] = toy
+        else:
+            flags += toy
+        started = [*([sys.executable] if program.endswith(".py") else []), ROOT / program, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    return subprocess.run(list(map(str, started)), cwd=directory, env=environment, timeout=PATIENCE,
+                          capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", BLOCKS)
+def test_every_command_runs_at_toy_size(title, tmp_path):
+    if "companions/" in "".join(BLOCKS[title]) and not (ROOT / "companions").exists():
+        pytest.skip("companions were deleted")
+    for command in BLOCKS[title]:
+        done, expected = run(command, tmp_path), 0
+        if "--compare-ultra" in command and not shutil.which("nvidia-smi"):
+            expected = NO_GPU
+        assert done.returncode == expected, f"{command}: {done.stderr[-2000:]}"

@@ -1,0 +1,436 @@
+"""Contact precision and its maps: picture, table and text, the file's numbering, names of any spelling."""
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fusion_lab.training.distributed import ALONE
+from fusion_lab.training.files import UserError
+from proteins import contacts, files, maps
+from proteins.contacts import contact_map, contact_map_text, contact_precision, write_map
+from proteins.secondary import secondary_structure
+from tests.support import last_json, require_shared, run_program
+
+TRAINER = ["--num-blocks", 1, "--msa-dim", 8, "--pair-dim", 8, "--msa-heads", 2, "--pair-heads", 2,
+           "--outer-product-dim", 4, "--num-seqs", 6, "--seq-len", 16, "--batch-size", 2, "--warmup-steps", 1,
+           "--num-steps", 1, "--device", "cpu"]
+NAMES = ["../x", "a/b", "a_b", "", ".", "..", "/etc/x", "x\0y", "-rf", "Case", "case", "a b", "a\nb", "$\\x$",
+         "~", "n" * 300, "n" * 301, "\udcff", "\udcfe", "蛋白", maps.file_names(["a/b"])["a/b"]]
+
+
+def test_contact_precision_against_a_hand_count():
+    coords = torch.zeros(8, 3)
+    coords[:, 0] = torch.tensor([0.0, 10, 20, 30, 40, 50, 5, 100])
+    probability = torch.zeros(8, 8)
+    probability[0, 6], probability[1, 7], probability[0, 7] = 0.9, 0.8, 0.1  # only 0 and 6 touch
+    found = contact_precision(probability, coords, torch.ones(8))
+    assert found == dict(p_l2=pytest.approx(1 / 3), p_l=pytest.approx(1 / 3), chance=pytest.approx(1 / 3))
+    seen = torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1])  # residue 1 has no coordinates
+    assert contact_precision(probability, coords, seen)["chance"] == pytest.approx(1 / 2)
+
+
+def hairpin(size=14, unseen=()):
+    """probability, distances, coords, coord_mask: residues i and size-1-i are 5 Å apart, others 10 or more.
+    Of the L/2 most probable pairs the ones on the hairpin are right: (0, 13), (1, 12) and (3, 10)."""
+    place = np.arange(size)
+    arm = np.minimum(place, size - 1 - place)
+    coords = torch.tensor(np.stack([10.0 * arm, 5.0 * (place > arm), 0 * place], 1), dtype=torch.float32)
+    probability = torch.zeros(size, size)
+    for rank, (i, j) in enumerate([(0, 13), (0, 8), (1, 12), (2, 9), (3, 10), (5, 13), (6, 12)]):
+        probability[i, j] = probability[j, i] = 0.9 - 0.1 * rank
+    mask = torch.ones(size)
+    mask[list(unseen)] = 0
+    return probability, torch.full((size, size), 12.0), coords, mask
+
+
+def a_map(name="x", protein=None, **kwargs):
+    arrays = hairpin(**kwargs)
+    return contact_map(name, protein, torch.arange(len(arrays[3])) % 20, arrays)
+
+
+def a_protein(numbers):
+    return files.Protein("x", np.zeros((1, len(numbers)), np.uint8), None, "B", tuple(numbers),
+                         "-HHHH  EEEHH--")
+
+
+# --- Numbers as in the file ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".pdb", ".cif"])
+def test_residue_numbers_are_the_files_own(tmp_path, suffix):
+    """Negative, with insertion codes, with a residue that the file lacks and one without CB."""
+    pytest.importorskip("gemmi")
+    from tests.proteins.test_files import CODES, as_cif, atom, write_model
+    numbers = ["-1", "0", "1", "2", "2A", "2B", "3", "6", "7", "8"]
+    sequence = "MKVLAWDERQ"
+    path = write_model(tmp_path / "x.pdb", *(
+        atom(name, CODES[letter], "B", int(number.rstrip("AB")), (3.8 * place, dy, 0),
+             number[-1] if number[-1] in "AB" else " ")
+        for place, (number, letter) in enumerate(zip(numbers, sequence, strict=True))
+        for name, dy in (("N", 1), ("CA", 0), ("C", -1), ("CB", 1.5)) if (place, name) != (8, "CB")))
+    path = as_cif(path) if suffix == ".cif" else path
+    (tmp_path / "x.a3m").write_text(f">q\nGG{sequence}\n")
+    protein = files.load_protein(tmp_path / "x.a3m", path)
+    assert protein.chain == "B" and protein.numbers == ("", "", *numbers)
+    assert np.isnan(protein.coords[:, 0]).nonzero()[0].tolist() == [0, 1, 10]
+    assert maps.jumps(protein.numbers) == [9]  # 3 to 6; the insertions are no jump
+
+
+@pytest.mark.parametrize("pair, chain, first, last", [
+    (("1a3a_A.a3m", "1a3a.pdb"), "A", "4", "148"), (("3I2Z_A.a3m", "3I2Z_A.pdb"), None, "-1", "69"),
+    (("4CUP_A.a3m", "4CUP.cif"), None, "1856", "1970")])
+def test_real_structures_keep_their_numbers(pair, chain, first, last):
+    pytest.importorskip("gemmi")
+    protein = files.load_protein(*(require_shared("data", "pairs", name) for name in pair), chain)
+    numbered = [number for number in protein.numbers if number]
+    assert len(protein.numbers) == protein.length and (numbered[0], numbered[-1]) == (first, last)
+
+
+def test_ticks_are_round_numbers_of_the_file():
+    numbers = ["", "", *(str(n) for n in range(-1, 52)), "51A", "51B", *(str(n) for n in range(60, 70)), ""]
+    places, labels = maps.ticks(numbers)
+    assert labels == ["0", "10", "20", "30", "40", "50", "60"]
+    assert all(numbers[place] == label for place, label in zip(places, labels, strict=True))
+    assert maps.jumps(numbers) == [numbers.index("60")]
+    odd = ["7A", "7B", "7C", "7D"]
+    assert maps.ticks(odd) == ([0, 1, 2, 3], odd) and maps.ticks(["", ""]) == ([], [])
+    assert len(maps.ticks([f"1{c}" for c in "ABCDEFGHIJKLMNOPQRST"])[0]) <= 8
+    assert maps.jumps(["5", "6", "4", "", "9"]) == [2]  # beside a residue without a number nothing is known
+
+
+# --- Helices and strands ---------------------------------------------------------------------------------
+
+
+def recorded(path, chain):
+    """{residue number: "H" or "E"} of a PDB file's HELIX records of class 1 (alpha) and its SHEET records."""
+    found = {}
+    for line in path.read_text().splitlines():
+        if line.startswith("HELIX ") and line[19] == chain and line[38:40].strip() == "1":
+            found |= {str(n): "H" for n in range(int(line[21:25]), int(line[33:37]) + 1)}
+        if line.startswith("SHEET ") and line[21] == chain:
+            found |= {str(n): "E" for n in range(int(line[22:26]), int(line[33:37]) + 1)}
+    return found
+
+
+@pytest.mark.parametrize("folder, file, kind, share", [
+    ("pairs", "1a3a.pdb", "H", 1), ("nasty", "1pko.pdb", "E", 0.95)])
+def test_helices_and_strands_are_those_of_the_files_records(folder, file, kind, share):
+    pytest.importorskip("gemmi")
+    path = require_shared("data", folder, file)
+    chain, = files.read_structure(path, "A")
+    records = recorded(path, "A")
+    expected = np.array([records.get(number, "-") for number in chain.numbers]) == kind
+    assert expected.sum() > 40 and (chain.secondary[expected] == kind).mean() >= share
+    if kind == "E":
+        assert expected[chain.secondary == kind].mean() >= share
+    assert set(chain.secondary[~chain.seen]) == {" "} and " " not in chain.secondary[chain.seen]
+
+
+def chain_of(size, phi, psi):
+    """(size, 4, 3) backbone N, CA, C, O with these torsion angles in degrees."""
+    atoms = [np.array(p, float) for p in ((0, 0, 0), (1.46, 0, 0), (2, 1.42, 0))]
+
+    def add(a, b, c, length, angle, torsion):
+        """Position of an atom bound to c, from bond length, angle b-c-new and torsion a-b-c-new."""
+        angle, torsion = np.radians(180 - angle), np.radians(torsion)
+        along = (c - b) / np.linalg.norm(c - b)
+        normal = np.cross(b - a, along)
+        normal /= np.linalg.norm(normal)
+        return c + length * (np.cos(angle) * along + np.sin(angle) * np.cos(torsion) * np.cross(normal, along)
+                             + np.sin(angle) * np.sin(torsion) * normal)
+
+    for _ in range(size):
+        atoms.append(add(*atoms[-3:], 1.33, 116.6, psi))    # N
+        atoms.append(add(*atoms[-3:], 1.46, 121.7, 180.0))  # CA
+        atoms.append(add(*atoms[-3:], 1.53, 111.0, phi))    # C
+    residues = np.stack(atoms[:3 * size]).reshape(size, 3, 3)
+    oxygen = [add(*residue, 1.23, 120.5, psi + 180) for residue in residues]
+    return np.concatenate([residues, np.stack(oxygen)[:, None]], axis=1)
+
+
+def test_a_helix_is_bonds_four_residues_apart():
+    backbone, donors, whole = chain_of(14, -57, -47), np.ones(14, bool), np.zeros(13, bool)
+
+    def letters(backbone=backbone, donors=donors, broken=whole):
+        return "".join(secondary_structure(backbone, donors, broken))
+
+    assert letters() == "-HHHHHHHHHHHH-"
+    assert letters(chain_of(14, -120, 130)) == 14 * "-"  # one strand has no partner
+    assert letters(broken=np.arange(13) == 6) == "-HHHHH--HHHHH-"
+    assert letters(donors=~donors) == 14 * "-"  # proline alone gives no bond
+    lost = backbone.copy()
+    lost[6, 3] = np.nan
+    assert letters(lost) == "-HHHHH HHHHHH-" and letters(np.full_like(backbone, np.nan)) == 14 * " "
+    assert letters(backbone[:1], donors[:1], whole[:0]) == "-"
+
+
+# --- Names ----------------------------------------------------------------------------------------------
+
+
+def test_file_names_are_safe_and_never_collide():
+    found = maps.file_names(NAMES)
+    assert list(found) == NAMES and len({stem.lower() for stem in found.values()}) == len(NAMES)
+    for name, stem in found.items():
+        assert stem.isascii() and 0 < len(stem) <= 100 and not set(stem) & set("/\\\0\n $"), name
+        assert stem[0] not in ".-~" and stem == os.path.basename(stem)
+    assert maps.file_names(["2O9S_A", "1a3a.x"]) == {"2O9S_A": "2O9S_A", "1a3a.x": "1a3a.x"}
+    assert maps.file_names(["a/b"])["a/b"] == found["a/b"]  # no matter who else is there
+
+
+def test_every_name_gets_its_picture_in_the_directory(tmp_path, capsys, recwarn):
+    pytest.importorskip("matplotlib")
+    directory = tmp_path / "deep" / "maps"
+    names = ["../x", "a/b", "", "n" * 300, "\udcff", "$\\x$", "蛋\n白"]
+    stems = maps.file_names(names)
+    for name in names:
+        write_map(os.path.join(directory, stems[name]), name, None, torch.zeros(14, dtype=int), hairpin())
+    assert capsys.readouterr() == ("", "") and not recwarn.list
+    assert {p.name for p in directory.iterdir()} == {s + suffix for s in stems.values()
+                                                     for suffix in (".png", ".tsv")}
+    assert [p.name for p in tmp_path.iterdir()] == ["deep"] and len(list(directory.parent.iterdir())) == 1
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in directory.glob("*.png"))
+
+
+def test_long_names_are_shortened_in_titles():
+    assert maps.printable("2O9S_A") == "2O9S_A" and maps.printable("a\nb\udcff") == "a\ufffdb\ufffd"
+    assert maps.printable("a" * 30 + "b" * 30) == "a" * 19 + "…" + "b" * 20
+
+
+# --- Table and picture ----------------------------------------------------------------------------------
+
+
+def test_table_holds_every_pair(tmp_path):
+    protein = a_protein(["", "5", "6", "6A", *(str(n) for n in range(9, 19))])
+    maps.write_table(tmp_path / "x.tsv", a_map(protein=protein, unseen=[0]))
+    lines = (tmp_path / "x.tsv").read_text().splitlines()
+    rows = {tuple(line.split("\t")[-2:]): line.split("\t")[:-2] for line in lines[1:]}
+    assert lines[0].split("\t") == list(maps.COLUMNS) and len(rows) == len(lines) - 1 == 14 * 13 // 2
+    assert rows["1", "14"] == ["", "18", "A", "Q", "0.9000", "12.00", "", "unknown"]
+    assert rows["2", "13"] == ["5", "17", "C", "P", "0.7000", "12.00", "5.00", "yes"]
+    assert rows["3", "4"] == ["6", "6A", "D", "E", "0.0000", "12.00", "10.00", "no"]
+
+
+def test_marked_are_the_pairs_that_precision_counts():
+    found = a_map()
+    marked = list(zip(*(index.tolist() for index in found.chosen), strict=True))
+    assert marked == [(0, 13), (0, 8), (1, 12), (2, 9), (3, 10), (5, 13), (6, 12)]
+    assert found.precision["p_l2"] == pytest.approx(3 / 7) and not found.missing.any()
+    assert found.numbers == tuple(str(number) for number in range(1, 15))  # a built-in protein has no others
+    found = a_map(unseen=[0, 13])
+    assert len(found.chosen[0]) == 6 and not {0, 13} & {*found.chosen[0], *found.chosen[1]}
+    assert found.missing.nonzero()[0].tolist() == [0, 13]
+
+
+def test_picture_shows_right_wrong_near_and_missing():
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+    found = a_map(protein=a_protein(["1", "2", *(str(n) for n in range(10, 22))]), unseen=[5, 6])
+    axis = Figure().subplots()
+    labels = [handle.get_label() for handle in maps.draw_contacts(axis, found)]
+    right, wrong = (set(zip(line.get_ydata(), line.get_xdata(), strict=True)) for line in axis.lines)
+    assert {(0, 13), (1, 12), (3, 10)} <= right and {(0, 8), (2, 9)} <= wrong and len(right | wrong) == 6
+    assert labels == ["contact (CB < 8 Å)", "|i-j| < 6, not counted", f"top L/2, right: {len(right)}",
+                      f"wrong: {len(wrong)}", "helix", "strand", "no coordinates"]
+    assert len(axis.patches) == 2 * 3 and not any(patch.get_clip_on() for patch in axis.patches)
+    assert [patch.get_xy()[:, 0].min() for patch in axis.patches[::2]] == [0.5, 9.5, 6.5]  # H, H, E
+    image = np.asarray(axis.images[0].get_array())
+    colours = [image[pair].tobytes() for pair in ((0, 13), (13, 0), (0, 3), (0, 7))]
+    assert colours[0] == colours[1] and len(set(colours)) == 3
+    maps.dress(axis, found, "x")
+    assert [bool(patch.get_hatch()) for patch in axis.patches] == 6 * [False] + 2 * [True]  # row and column
+    assert axis.get_xlabel() == "residue number in the structure file; dotted: it jumps"
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
+
+
+# --- Runs ------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_picture_is_a_line_and_the_run_goes_on(tmp_path):
+    """The stand-in for matplotlib imports and cannot draw; its error has three lines."""
+    (tmp_path / "matplotlib").mkdir()
+    for name, text in (("__init__", "use = print"), ("pyplot", ""),
+                       ("figure", "def Figure(**_):\n    raise RuntimeError('no\\n  font\\nhere')")):
+        (tmp_path / "matplotlib" / f"{name}.py").write_text(text.replace("print", "str"))
+    flags = [*TRAINER, "--plot-contacts", "maps"]
+    result = run_program("tiny_openfold_v2.py", *flags, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 0, result.stderr
+    assert len(last_json(result)["contact_precision"]["final"]["held_out"]) == 16
+    warned = [line for line in result.stderr.splitlines() if "warning" in line]
+    assert warned[:16] == [f"warning: no contact map of 'synthetic-{i}': no font here" for i in range(16)]
+    assert len(warned) == 17 and warned[16].startswith("warning: no learning_curve.png: ")
+    assert {p.suffix for p in (tmp_path / "maps").iterdir()} == {".tsv"}  # the numbers are there
+    assert (tmp_path / "pytorch_profiles_v2" / "performance_summary_v2.json").exists()
+    result = run_program("tiny_openfold_v2.py", *flags, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "--plot-contacts maps: it holds synthetic-0.tsv already" in result.stderr
+
+
+def test_a_directory_that_went_away_is_a_line(tmp_path, capsys):
+    (tmp_path / "maps").write_text("a file now")
+    write_map(str(tmp_path / "maps" / "x"), "x\ny", None, torch.zeros(14, dtype=int), hairpin())
+    error = capsys.readouterr().err
+    assert error.startswith("warning: no contact map of 'x\\ny': cannot write") and error.count("\n") == 1
+
+
+# --- Text ------------------------------------------------------------------------------------------------
+
+GOLDEN = """\
+┌──────────────┐
+│·       ▀   ▄▀│
+│  ·      ▀▄   │
+│    ·        ▄│
+│      ·     ▀ │
+│        ·     │
+│  ▄▀      ·   │
+│▄▀          · │
+└──────────────┘
+above: top L/2, 3 of 7 right; below: true, CB < 8 Å"""
+
+
+def test_text_map_of_a_hairpin():
+    probability, _, coords, mask = hairpin()
+    assert contact_map_text(probability, coords, mask, 80, "utf-8") == GOLDEN
+    plain = contact_map_text(probability, coords, mask, 80, "ascii")
+    table = str.maketrans("┌┐└┘─│▀▄·Å", "++++-|'.\\A")
+    assert plain == GOLDEN.translate(table) and plain.isascii()
+    assert contact_map_text(probability, coords, mask, 80, "no such encoding") == plain
+
+
+def test_text_map_marks_residues_without_coordinates():
+    probability, _, coords, mask = hairpin(unseen=[12])
+    lines = contact_map_text(probability, coords, mask, 80, "utf-8").splitlines()
+    assert lines[7] == "│▄░░░░░░░░░░░░░│" and all(line[13] in "░▀▄─" for line in lines[:9])
+    assert lines[-1].endswith("; ░ unknown")
+    plain = contact_map_text(probability, coords, mask, 80, "latin-1")
+    assert plain.isascii() and plain.splitlines()[7] == "|." + 13 * "?" + "|"
+
+
+@pytest.mark.parametrize("size", [32, 78, 79, 200, 512])
+@pytest.mark.parametrize("width", [1, 40, 80])
+def test_text_map_fits_and_loses_nothing_when_shrunk(size, width):
+    rng = np.random.default_rng(size)
+    coords = torch.tensor(np.cumsum(rng.normal(0, 2, (size, 3)), 0), dtype=torch.float32)
+    mask = torch.ones(size)
+    mask[:3] = 0
+    probability = torch.tensor(rng.random((size, size)), dtype=torch.float32)
+    *lines, legend = contact_map_text(probability, coords, mask, width, "utf-8").splitlines()
+    factor = -(-size // max(width - 2, 1))
+    dots = -(-size // factor)
+    assert {len(line) for line in lines} == {dots + 2} and dots + 2 <= max(width, 3) and len(legend) <= 80
+    assert len(lines) == 2 + -(-dots // 2) and (f"{factor} to a dot" in legend) == (factor > 1)
+    rows = [[line[column] in filled for column in range(1, dots + 1)]
+            for line in lines[1:-1] for filled in ("▀█", "▄█")]
+    i, j = (index[:(size - 3) // 2] for index in contacts.ranked_pairs(probability, mask))
+    true = contacts.true_distances(coords, mask) < contacts.CONTACT_DISTANCE
+    low = true.tril(-contacts.SEPARATION).nonzero().T
+    expected = {(a, b) for pairs in (torch.stack([i, j]), low)
+                for a, b in (pairs // factor).T.tolist() if a != b}
+    assert {(a, b) for a, row in enumerate(rows) for b, full in enumerate(row) if full} == expected
+
+
+# --- What a run says of them -----------------------------------------------------------------------------
+
+PART, OTHER = dict(p_l2=0.5, p_l=0.25, chance=0.125), dict(p_l2=1.0, p_l=0.75, chance=0.375)
+
+
+def test_means_over_proteins():
+    found = dict(training=dict(a=PART, b=OTHER), held_out=dict(c=PART), more={})
+    assert contacts.scores(found) == {"training P(L/2)": 0.75, "held-out P(L/2)": 0.5}
+    assert contacts.contact_line(found) == (
+        "Contacts: training P(L/2) 0.750 P(L) 0.500 chance 0.250 (2 proteins) | held-out P(L/2) 0.500 "
+        "P(L) 0.250 chance 0.125 (1 proteins)")
+    assert contacts.contact_line(dict(training={})) == "Contacts: no protein has enough coordinates"
+
+
+class OneProtein:
+    """A source whose proteins "y" and "x" are the hairpin, and a model that returns it."""
+    probability, distances, coords, coord_mask = hairpin()
+
+    def __init__(self):
+        self.trained, self.structures = [], []
+
+    def evaluation(self):
+        batch = dict(target_tokens=torch.arange(14)[None], coords=self.coords[None],
+                     coord_mask=self.coord_mask[None])
+        return dict(training=iter(()), held_out=iter([("y", dict(batch)), ("x", dict(batch))]))
+
+    def structure(self, name):
+        self.structures.append(name)
+
+    training = True
+
+    def train(self, mode=True):
+        self.training = mode
+
+    def eval(self):
+        self.training = False
+
+    def __call__(self, target_tokens):
+        return dict(contact_probability=self.probability[None], distances=self.distances[None])
+
+
+@pytest.mark.parametrize("terminal, evaluated, asked, found, shows, draws", [
+    (False, 1, None, True, False, False), (True, 1, None, True, True, False),
+    (False, 2, None, True, False, True), (True, 2, None, True, True, True),
+    (False, 2, "maps", True, False, False), (False, 2, None, False, False, False)])
+def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, shows, draws, tmp_path,
+                                            monkeypatch, capsys):
+    drawn, source = [], OneProtein()
+    monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
+    monkeypatch.setattr(contacts, "find_spec", lambda name: found and name == "matplotlib")
+    monkeypatch.setattr(contacts.sys.stdout, "isatty", lambda: terminal)
+    trainer = SimpleNamespace(
+        model=source, device=torch.device("cpu"), step_number=7, world=ALONE,
+        training=SimpleNamespace(plot_contacts=asked),
+        settings=SimpleNamespace(profiler=SimpleNamespace(profile_dir=str(tmp_path))))
+    for suffix in contacts.SUFFIXES:
+        (tmp_path / f"contacts{suffix}").write_text("earlier")
+    evaluations = {"final": dict(held_out=dict(x=OTHER)), **({3: {}} if evaluated > 1 else {})}
+    contacts.closing(trainer, source, evaluations)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == ("In words: after step 7, 100% of the residue pairs that the model is surest of do "
+                    "touch, in 1 proteins it never saw; by chance 38% would.")
+    path = str(tmp_path / "contacts")
+    text = contact_map_text(source.probability, source.coords, source.coord_mask).splitlines()
+    assert lines == ["x, which it never saw:", *text] * shows + [
+        f"Its contact map: {path}.png, the numbers {path}.tsv"] * draws
+    assert source.training
+    assert [given[:2] for given in drawn] == [(path, "x")] * draws and source.structures == ["x"] * draws
+    for *_, tokens, arrays in drawn:
+        assert tokens.tolist() == list(range(14)) and len(arrays) == 4
+        assert all(torch.equal(a, b) for a, b in zip(arrays, hairpin(), strict=True))
+    aside = sorted(p.name.partition(".old-")[0] for p in tmp_path.glob("*.old-*"))
+    assert aside == sorted(f"contacts{suffix}" for suffix in contacts.SUFFIXES) * draws
+    contacts.closing(trainer, source, {"final": dict(held_out={})})
+    assert capsys.readouterr().out == ""
+
+
+def test_maps_that_cannot_be_drawn_are_refused_at_once(tmp_path):
+    def require(held_out, place="maps"):
+        training = SimpleNamespace(plot_contacts=place and str(tmp_path / place))
+        contacts.require_plots(SimpleNamespace(training=training), SimpleNamespace(held_out=held_out))
+    require([], None)
+    with pytest.raises(UserError, match="--plot-contacts .*maps: no protein is held out"):
+        require([])
+    require(["x"])
+    (tmp_path / "maps" / "other.png").write_text("")
+    require(["x"])
+    for suffix in contacts.SUFFIXES:
+        (tmp_path / "maps" / f"x{suffix}").write_text("")
+        with pytest.raises(UserError, match=f"it holds x{suffix} already; name another one"):
+            require(["x"])
+        (tmp_path / "maps" / f"x{suffix}").unlink()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write into"):
+        require(["x"], "file")
+
+
+def test_letters_of_a_text_map_are_those_of_the_output(monkeypatch):
+    arrays = hairpin()[0], *hairpin()[2:]
+    blocks, plain = (contact_map_text(*arrays, encoding=name) for name in ("utf-8", "ascii"))
+    assert blocks != plain and plain.isascii()
+    for encoding, expected in (("utf-8", blocks), ("ascii", plain), (None, plain)):
+        monkeypatch.setattr(contacts.sys, "stdout", SimpleNamespace(encoding=encoding))
+        assert contact_map_text(*arrays) == expected

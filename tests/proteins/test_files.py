@@ -1,0 +1,728 @@
+"""protein_data against real files with known answers, and against each way such a file can differ."""
+import gzip
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from proteins import files
+from proteins.files import DataError, load_families, load_protein, map_query, read_alignment, read_structure
+from proteins.matching import align
+from tests.support import ROOT, require_shared
+
+pytest.importorskip("gemmi")
+
+CODES = dict(zip("ACDEFGHIKLMNPQRSTVWYmsu", (
+    "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR MSE SEP UNK").split(),
+    strict=True))
+
+
+def data(*parts):
+    return require_shared("data", *parts)
+
+
+def write(path, text):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def letters(msa):
+    return ["".join(files.LETTERS[token] for token in row) for row in msa]
+
+
+def contact_share(coords, places=None):
+    """Share of CB < 8 Å among residue pairs at least six apart."""
+    places = np.arange(len(coords)) if places is None else places
+    distances = np.linalg.norm(coords[:, None] - coords, axis=-1)
+    pairs = (places[None] - places[:, None] >= 6) & np.isfinite(distances)
+    return (distances[pairs] < 8).mean()
+
+
+def atom(name, residue, chain, number, xyz, insertion=" ", alternate=" ", occupancy=1.0, record="ATOM"):
+    x, y, z = xyz
+    return (f"{record:<6}{1:5d}  {name:<3}{alternate}{residue:>3} {chain}{number:4d}{insertion}   "
+            f"{x:8.3f}{y:8.3f}{z:8.3f}{occupancy:6.2f}{10:6.2f}          {name[0]:>2}")
+
+
+def model(sequence, chain="A", start=1, skip=(), beta=-1.5, leave_out=()):
+    """PDB lines of an extended chain: residue i has CA at (3.8 i, 0, 0) and CB at (3.8 i, beta, 0)."""
+    lines = []
+    for i, letter in enumerate(sequence):
+        for name, dx, dy in (("N", -1.2, 0), ("CA", 0, 0), ("C", 1.2, 0.5), ("O", 1.2, 1.7), ("CB", 0, beta)):
+            if i not in skip and (i, name) not in leave_out and (letter, name) != ("G", "CB"):
+                lines.append(atom(name, CODES[letter], chain, start + i, (3.8 * i + dx, dy, 0),
+                                  record="HETATM" if letter.islower() else "ATOM"))
+    return lines
+
+
+def write_model(path, *lines, end="\n"):
+    return write(path, end.join([*lines, "END", ""]))
+
+
+def as_cif(path):
+    """The same model as mmCIF, written by gemmi."""
+    import gemmi
+    structure = gemmi.read_structure(str(path))
+    structure.setup_entities()
+    structure.assign_label_seq_id()
+    structure.make_mmcif_document().write_file(str(path.with_suffix(".cif")))
+    return path.with_suffix(".cif")
+
+
+def columns_with_coords(coords):
+    return np.flatnonzero(np.isfinite(coords).all(1)).tolist()
+
+
+def one_line_error(call, *args, **kwargs):
+    with pytest.raises(DataError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- Real pairs -----------------------------------------------------------------------------------------
+
+PAIRS = [  # alignment, structure, chain, query; rows; L query, mapped, identical, located; share of contacts
+    ("pairs/1a3a_A.a3m", "pairs/1a3a.pdb", "A", None, 1303, 145, 145, 145, 145, 0.033),
+    ("pairs/2PPN_A.a3m", "pairs/2PPN_A.pdb", "A", None, 931, 107, 107, 107, 107, 0.050),
+    # GLU 78 of 3BR8 has no CB in the model
+    ("pairs/3BR8_A.a3m", "pairs/3BR8_A.pdb", "A", None, 560, 90, 90, 90, 89, 0.058),
+    ("pairs/1PTF_A.a3m", "pairs/1PTF_A.pdb", "A", None, 627, 87, 87, 87, 87, 0.056),
+    ("pairs/3I2Z_A.a3m", "pairs/3I2Z_A.pdb", "A", None, 807, 71, 71, 71, 71, 0.077),
+    ("pairs/4CUP_A.a3m", "pairs/4CUP.cif", "A", None, 569, 117, 115, 115, 115, 0.021),
+    # the ground truth's .066 counts separation in alignment columns; in residues it is .064
+    ("pairs/RRM_1.sto", "pairs/2X1B_A.pdb", "A", "RNA15_YEAST/20-91", 79, 72, 72, 72, 72, 0.064),
+    # the query's X is a selenomethionine: mapped, neither identical nor different
+    ("nasty/1pko_A.a3m", "nasty/1pko.pdb", "A", None, 616, 139, 124, 123, 124, 0.043),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1])
+def test_pair_has_the_known_mapping(pair):
+    msa_file, structure_file, chain_name, query, rows, length, mapped, identical, located, share = pair
+    protein = load_protein(data(msa_file), data(structure_file), chain_name, query)
+    chain, = read_structure(data(structure_file), chain_name)
+    index, same, different = map_query(protein.msa[0], chain)
+    assert protein.msa.shape == (rows, length) and protein.msa.dtype == np.uint8
+    assert ((index >= 0).sum(), same, different) == (mapped, identical, 0)
+    assert (np.diff(index[index >= 0]) > 0).all()
+    assert protein.coords.shape == (length, 3) and protein.coords.dtype == np.float32
+    assert np.isfinite(protein.coords).all(1).sum() == located
+    assert round(contact_share(protein.coords), 3) == share
+
+
+def test_separation_in_columns_explains_the_share_of_the_rrm_pair():
+    names, rows = files._parse_alignment(data("pairs/RRM_1.sto"))
+    assert names[15] == "RNA15_YEAST/20-91"
+    protein = load_protein(data("pairs/RRM_1.sto"), data("pairs/2X1B_A.pdb"), query=names[15])
+    columns = np.flatnonzero(np.frombuffer(rows[15], np.uint8) != ord("."))
+    assert round(contact_share(protein.coords, columns), 3) == 0.066
+
+
+def test_every_residue_of_1pko_sits_at_its_own_number():
+    """SEQRES position = residue number + 3, read from the columns of the file, so that a residue on the wrong
+    side of the missing 43-44, at MSE 35 or at an alternate location cannot hide."""
+    protein = load_protein(data("nasty/1pko_A.a3m"), data("nasty/1pko.pdb"))
+    best = {}
+    for line in data("nasty/1pko.pdb").read_text().splitlines():
+        if line[:6] in ("ATOM  ", "HETATM") and line[17:20] != "HOH":
+            place, occupancy = int(line[22:26]) + 3, float(line[54:60])
+            if line[12:16].strip() == ("CA" if line[17:20] == "GLY" else "CB") and occupancy > best.get(
+                    place, (0,))[0]:
+                best[place] = occupancy, [float(line[k:k + 8]) for k in (30, 38, 46)]
+    assert columns_with_coords(protein.coords) == sorted(best)
+    assert 38 in best and not {46, 47} & set(best)  # MSE 35; 43 and 44
+    for place, (_, xyz) in best.items():
+        np.testing.assert_allclose(protein.coords[place], xyz, atol=1e-3)
+    assert protein.sequence[38] == "X" and protein.length == 139
+
+
+def test_real_mmcif_leaves_the_unresolved_end_without_coordinates():
+    protein = load_protein(data("pairs/4CUP_A.a3m"), data("pairs/4CUP.cif"))
+    assert columns_with_coords(protein.coords) == list(range(115))
+    chain, = read_structure(data("pairs/4CUP.cif"))  # ligands and waters bear the same auth name
+    assert chain.name == "A" and len(chain.sequence) == 117 and chain.seen.sum() == 115
+
+
+def test_missing_residues_differ_between_the_chains_of_1a3a():
+    chains = read_structure(data("pairs/1a3a.pdb"))
+    assert [(c.name, len(c.sequence), int(c.seen.sum())) for c in chains] == [
+        ("A", 148, 145), ("B", 148, 141), ("C", 148, 146), ("D", 148, 144)]
+    assert load_protein(data("pairs/1a3a_A.a3m"), data("pairs/1a3a.pdb")).chain == "A"  # C ties, A is first
+    shorter = load_protein(data("pairs/1a3a_A.a3m"), data("pairs/1a3a.pdb"), chain="B")
+    assert shorter.chain == "B" and np.isfinite(shorter.coords).all(1).sum() == 141
+    error = one_line_error(read_structure, data("pairs/1a3a.pdb"), "E")
+    assert "1a3a.pdb" in error and "A (145 residues)" in error and "D (144 residues)" in error
+
+
+def test_the_most_complete_chain_is_chosen_for_a_full_query(tmp_path):
+    chain_a = read_structure(data("pairs/1a3a.pdb"), "A")[0]
+    msa = write(tmp_path / "x.fasta", f">q\n{letters([chain_a.sequence])[0]}\n")
+    protein = load_protein(msa, data("pairs/1a3a.pdb"))
+    assert (protein.name, protein.length, protein.chain) == ("x", 148, "C")
+
+
+def test_query_of_observed_residues_only_maps_across_the_gap(tmp_path):
+    chain, = read_structure(data("nasty/1pko.pdb"))
+    msa = write(tmp_path / "x.a3m", f">q\n{letters([chain.sequence[chain.seen]])[0]}\n")
+    protein = load_protein(msa, data("nasty/1pko.pdb"))
+    np.testing.assert_array_equal(protein.coords, chain.coords[chain.seen])
+    assert protein.length == 124 and len(columns_with_coords(protein.coords)) == 124
+
+
+def test_families_have_the_known_shapes_and_contact_shares(families_dir):
+    table = re.findall(r"(?m)^\| (\w+_A) \| PF\d+ [^|]*\|[^|]*\| (\d+) \| (\d+) \([^|]*\| ([\d.]+) \|",
+                       data("README.md").read_text())
+    assert len(table) == 32
+    proteins = load_families(families_dir)
+    assert [protein.name for protein in proteins] == sorted(name for name, *_ in table)
+    by_name = {protein.name: protein for protein in proteins}
+    for name, length, rows, share in table:
+        assert by_name[name].msa.shape == (int(rows), int(length)), name
+        assert round(contact_share(by_name[name].coords), 3) == float(share), name
+        assert by_name[name].msa.max() <= files.GAP and (by_name[name].msa[0] < files.GAP).all()
+
+
+def test_raw_alignment_without_its_query_first_names_the_row_to_ask_for(tmp_path):
+    fasta, pdb = data("pairs/PF00708.align.80.fasta"), data("pairs/3BR8_A.pdb")
+    error = one_line_error(load_protein, fasta, pdb)
+    row = re.search(r"--query '([^']+)'", error)[1]
+    names, rows = files._parse_alignment(fasta)
+    assert names.index(row) == 145 and "3BR8_A.pdb" in error and "PF00708" in error
+    protein = load_protein(fasta, pdb, query=row)
+    assert protein.sequence == rows[145].decode().replace("-", "")
+    assert protein.msa.shape == (559, 89) and np.isfinite(protein.coords).all(1).sum() == 88
+
+
+def test_structure_of_another_protein_is_refused():
+    for msa, structure in (("pairs/1a3a_A.a3m", "pairs/4CUP.cif"),
+                           ("nasty/boltz_seq2.a3m", "pairs/1PTF_A.pdb"),
+                           ("nasty/PF07686.align.80.fasta", "nasty/1pko.pdb")):
+        assert "same protein" in one_line_error(load_protein, data(msa), data(structure))
+
+
+@pytest.mark.parametrize("name", ["nasty/boltz_seq2.a3m", "nasty/1pko_A.a3m", "pairs/1a3a_A.a3m"])
+def test_real_a3m_equals_a_slow_reading(name):
+    expected = []
+    for record in data(name).read_text().split(">")[1:]:
+        row = "".join(letter for letter in "".join(record.split("\n")[1:]) if not letter.islower())
+        expected.append(row.translate(str.maketrans("BZUJO", "DECXX")))
+    assert letters(read_alignment(data(name))) == expected
+
+
+def test_query_twice_keeps_both_rows():
+    msa = read_alignment(data("nasty/boltz_seq2.a3m"))
+    assert (msa[43] == msa[0]).all() and (msa[0] == files.UNKNOWN).sum() == 2
+
+
+def test_interleaved_stockholm_follows_its_first_sequence():
+    msa = read_alignment(data("nasty/globins4.sto"))
+    assert msa.shape == (4, 146)
+    assert letters(msa)[0].startswith("VHLTPEEKSAVTALWGKVNVDEVGGEALGRLLVVYPWTQRFFESFGDLSTPDAVMGNPKVKAHGKKVLG")
+    myoglobin = read_alignment(data("nasty/globins4.sto"), query="MYG_PHYCA")
+    assert myoglobin.shape == (4, 153) and letters(myoglobin)[0].endswith("DIAAKYKELGYQG")
+
+
+# --- Alignments, one way to differ at a time ------------------------------------------------------------
+
+PLAIN = ["ACDEF", "AC-EF", "GHIKL"]
+SAME_ALIGNMENT = {  # file name, content: all the same three rows
+    "plain": ("x.a3m", ">q\nACDEF\n>a\nAC-EF\n>b\nGHIKL\n"),
+    "insertions": ("x.a3m", ">q\nACDEF\n>a\nACgg-EFwww\n>b\naGHIKL\n"),
+    "insertions of the query": ("x.a3m", ">q\nACkDEF\n>a\nAC-EF\n>b\nGHIKL\n"),
+    "padded insertions": ("x.a2m", ">q\nAC..DEF\n>a\nACgg-EF\n>b\nGH.wIKL\n"),
+    "dots as gaps": ("x.a3m", ">q\nACDEF\n>a\nACk.EF\n>b\nGHIKL\n"),
+    "colabfold line": ("x.a3m", "#5\t1\n>101\nACDEF\n>a\t12\t0.5\nAC-EF\n>b\nGHIKL\n"),
+    "servers' NUL": ("x.a3m", "\0>101\nACDEF\n>a\nAC-EF\n\0>b\nGHIKL\n\0"),
+    "odd headers": ("x.a3m", ">>q\nACDEF\n>\nAC-EF\n> \tb\tc\nGHIKL\n"),
+    "headers that are no text": ("x.a3m", b">q\xff\xe9\nACDEF\n>\x80\nAC-EF\n>b\nGHIKL\n"),
+    "secondary structure": ("x.a3m", ">ss_pred\nHHHHC\n>ss_conf\n98765\n>q\nACDEF\n>a\nAC-EF\n>b\nGHIKL\n"),
+    "columns without query": ("x.a3m", ">q\nA-CDEF\n>a\nAWC-EF\n>b\nGWHIKL\n"),
+    "lowercase query of an A3M": ("x.a3m", ">q\nacdef\n>a\nAC-EF\n>b\nGHIwKL\n"),
+    "all lowercase A3M": ("x.a3m", ">q\nacdef\n>a\nac-ef\n>b\nghikl\n"),
+    "wrapped, spaced, blank lines": ("x.a3m", "\n>q\nACD\nEF\n\n>a\nAC-\n EF \n\n>b\nGHI KL"),
+    "windows": ("x.a3m", "\ufeff>q\r\nACDEF\r\n>a\r\nAC-EF\r\n>b\r\nGHIKL\r\n"),
+    "utf-16": ("x.a3m", ">q\nACDEF\n>a\nAC-EF\n>b\nGHIKL\n".encode("utf-16")),
+    "old mac": ("x.fasta", ">q\rACDEF\r>a\rAC-EF\r>b\rGHIKL\r"),
+    "end marks": ("x.fasta", ">q\nACDEF*\n>a\nAC-EF\n>b\nGHIKL*\n//\n"),
+    "fasta in lowercase": ("x.FA", ">q\nacdef\n>a\nac~ef\n>b\nGHikl\n"),
+    "fasta that is A3M": ("x.fasta", ">q\nACDEF\n>a\nACgg-EF\n>b\nGHIKL\n"),
+    "stockholm": ("x.sto", "# STOCKHOLM 1.0\n#=GF ID x\n#=GS b DE hit\n#=GS q DE query\n"
+                           "q ACDEF\n#=GR q PP 99999\na AC.EF\nb ghikl\n#=GC RF xxxxx\n//\n"
+                           "# STOCKHOLM 1.0\nother WW\n//\n"),
+    "stockholm interleaved": ("x.stk", "# STOCKHOLM 1.0\r\n\r\nq ACD\r\na AC-\r\nb GHI\r\n#=GC SS CCC\r\n\r\n"
+                                       "q EF\r\n#=GR q PP 99\r\na EF\r\nb KL\r\n//\r\n"),
+    "stockholm inserts": ("x.sto", "# STOCKHOLM 1.0\nq A..CDEF\na AwwC.EF\nb G.wHIKL\n"),
+    "stockholm by content": ("x.txt", "\n# STOCKHOLM 1.0\nq ACDEF\na AC-EF\nb GHIKL\n//\n"),
+    "clustal": ("x.aln", "CLUSTAL W (1.83)\n\n\nq   ACD 3\na   AC- 2\nb   GHI 3\n    * :\n\n"
+                         "q   EF 5\na   EF 4\nb   KL 5\n"),
+    "bare rows": ("x.aln", "ACDEF\nAC-EF\nGHIKL\n"),
+}
+
+
+@pytest.mark.parametrize("case", SAME_ALIGNMENT)
+@pytest.mark.parametrize("zipped", [False, True], ids=["", "gz"])
+def test_same_alignment_in_every_dress(case, zipped, tmp_path):
+    name, text = SAME_ALIGNMENT[case]
+    path = write(tmp_path / name, text)
+    if zipped:
+        path = write(tmp_path / f"{name}.gz", gzip.compress(path.read_bytes()))
+    msa = read_alignment(path)
+    assert letters(msa) == PLAIN and msa.dtype == np.uint8
+
+
+def test_every_letter_has_its_token(tmp_path):
+    everything = "ACDEFGHIKLMNPQRSTVWYXBZUJO"
+    msa = read_alignment(write(tmp_path / "x.fasta", f">q\n{everything}\n>a\n{everything.lower()}\n"))
+    assert msa.tolist() == 2 * [[*range(21), 2, 3, 1, 20, 20]]
+    gaps = read_alignment(write(tmp_path / "y.fasta", ">q\nAAAA\n>a\n-.~C\n"))
+    assert gaps[1].tolist() == [21, 21, 21, 1]
+    assert files.AMINO_ACIDS == "ACDEFGHIKLMNPQRSTVWY"
+
+
+def test_a_name_twice_in_one_stockholm_block_is_two_rows(tmp_path):
+    text = "# STOCKHOLM 1.0\n\nq AC\nq AC\na A-\n\nq DE\nq DE\na DE\n//\n"
+    for content in (text, text.replace("\n", "\r\n")):
+        assert letters(read_alignment(write(tmp_path / "x.sto", content))) == ["ACDE", "ACDE", "A-DE"]
+
+
+@pytest.mark.parametrize("query, first", [
+    ("b", "GHIKL"), ("b a long header", "GHIKL"), ("P1/1-5", "AC-EF"), ("P1", "AC-EF"), ("P12345", "MMMM-"),
+    ("sp|P", "MMMM-"), ("SHORT", "WWWWW"), ("twice", "ACDEF"), ("TAIL", "FFFFF"),
+])
+def test_query_by_name(query, first, tmp_path):
+    path = write(tmp_path / "x.fasta", ">twice\nACDEF\n>P1/1-5 x\nAC-EF\n>P10/1-5\nYYYYY\n"
+                                       ">b a long header\nGHIKL\n>sp|P12345|NAME_X\nMMMM-\n"
+                                       ">SHORT_TAIL\nWWWWW\n>twice\nACDEF\n>>TAIL\nFFFFF\n")
+    msa = read_alignment(path, query)
+    kept = [i for i, letter in enumerate(first) if letter != "-"]
+    assert letters(msa)[0] == first.replace("-", "") and msa.shape == (8, len(kept))
+    if query != "twice":
+        assert letters(msa)[1] == "".join("ACDEF"[i] for i in kept)  # the others keep their order
+
+
+def test_query_that_is_no_row_or_several(tmp_path):
+    path = write(tmp_path / "x.fasta", ">P1/1-5\nACDEF\n>P2/1-5\nAC-EF\n>P2/7-11\nGHIKL\n")
+    error = one_line_error(read_alignment, path, "Q")
+    assert str(path) in error and "'Q'" in error and "P1/1-5" in error
+    error = one_line_error(read_alignment, path, "P2")
+    assert "several" in error and "P2/1-5" in error and "P2/7-11" in error and "P1" not in error
+    assert "no names" in one_line_error(read_alignment, write(tmp_path / "x.aln", "AC\nAC\n"), "q")
+
+
+BAD_ALIGNMENTS = {  # file name, content, what the message must say
+    "short row": ("x.a3m", ">q\nACDEF\n>a\nACDEF\n>hit 3\nACEF\n",
+                  ["row 2", "'hit 3'", "4 match columns", "expected 5"]),
+    "a3m of equal lengths": ("x.a3m", ">q\nACDEF\n>hit\nACdEF\n", ["row 1 ('hit')", "4 match", "expected 5"]),
+    "unaligned": ("x.fasta", ">q\nACDEF\n>hit\nACDEFGHI\n", ["row 1 ('hit')", "8 columns", "expected 5"]),
+    "row without sequence": ("x.a3m", ">q\nACDEF\n>hit\n", ["row 1 ('hit')", "0 match", "expected 5"]),
+    "stockholm": ("x.sto", "# STOCKHOLM 1.0\nq ACDEF\nhit ACD\n//\n",
+                  ["row 1 ('hit')", "3 columns", "expected 5"]),
+    "stockholm without rows": ("x.sto", "# STOCKHOLM 1.0\n#=GF ID x\n//\n", ["no sequences"]),
+    "symbols": ("x.fasta", ">q\nACDEF\n>hit\nAC1EF\n", ["row 1", "'hit'", "'1'"]),
+    "query of gaps": ("x.fasta", ">q\n-----\n>hit\nACDEF\n", ["no residues"]),
+    "empty": ("x.a3m", "", ["empty"]),
+    "blank": ("x.a3m", " \n\r\n", ["empty"]),
+    "comments only": ("x.a3m", "# nothing\n", ["not an alignment"]),
+    "binary": ("x.a3m", bytes(range(256)) * 50, ["not an alignment"]),
+    "binary after a header": ("x.a3m", b">q\n" + bytes(range(128, 256)), ["not an alignment"]),
+    "structure": ("x.fasta", "HEADER    HYDROLASE\nATOM      1  N   MET A   1\n", ["not an alignment"]),
+    "cut gzip": ("x.a3m.gz", gzip.compress(b">q\nACDEF\n" * 999, mtime=0)[:-9], ["gzip"]),
+    "broken gzip": ("x.a3m.gz", b"\x1f\x8b" + bytes(99), ["gzip"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ALIGNMENTS)
+def test_bad_alignment_is_one_clear_line(case, tmp_path):
+    name, text, expected = BAD_ALIGNMENTS[case]
+    error = one_line_error(read_alignment, write(tmp_path / name, text))
+    assert name in error and all(part in error for part in expected), error
+
+
+@pytest.mark.parametrize("read", [read_alignment, read_structure, load_families])
+def test_missing_file_and_directory(read, tmp_path):
+    assert "absent.pdb" in one_line_error(read, tmp_path / "absent.pdb")
+    if read is not load_families:
+        assert "directory" in one_line_error(read, tmp_path)
+
+
+def test_large_alignment_is_read_without_a_loop_over_letters(tmp_path):
+    """The time is not asserted, but a Python loop over the 5 million letters would show in the suite's."""
+    row = "ACDEFGHIKL" * 30
+    path = write(tmp_path / "x.a3m", "".join(f">h{i}\n{row}acd\n" for i in range(16000)))
+    assert read_alignment(path).shape == (16000, 300)
+
+
+# --- Structures, one way to differ at a time ------------------------------------------------------------
+
+SEQUENCE = "MASGHKWDEF"
+
+
+@pytest.fixture
+def query(tmp_path):
+    return write(tmp_path / "query.fasta", f">q\n{SEQUENCE}\n")
+
+
+@pytest.mark.parametrize("name", ["x.PDB", "x.ent", "x.pdb.gz", "x.cif", "x.CIF.GZ", "misnamed.txt"])
+def test_the_format_is_told_by_content(name, query, tmp_path):
+    path = write_model(tmp_path / "x.pdb", *model(SEQUENCE), "TER")
+    content = (as_cif(path) if ".cif" in name.lower() else path).read_bytes()
+    path = write(tmp_path / name, gzip.compress(content) if name.lower().endswith("gz") else content)
+    protein = load_protein(query, path)
+    np.testing.assert_allclose(protein.coords[:, 0], 3.8 * np.arange(10), atol=1e-3)
+    np.testing.assert_allclose(protein.coords[:, 1], [0 if a == "G" else -1.5 for a in SEQUENCE], atol=1e-3)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_atom_lines_only_with_odd_numbers_and_no_chain_name(end, query, tmp_path):
+    lines = model(SEQUENCE, chain=" ", start=-3)
+    lines = [line[:22] + "   2A" + line[27:] if line[22:26] == "   3" else line for line in lines]
+    protein = load_protein(query, write(tmp_path / "x.pdb", "\ufeff" + end.join(lines)))
+    assert columns_with_coords(protein.coords) == list(range(10)) and protein.chain == ""
+
+
+@pytest.mark.parametrize("fmt", ["pdb", "cif"])
+def test_only_the_protein_of_the_first_model_is_read(fmt, tmp_path):
+    calcium = atom("CA", "CA", "A", 500, (1, 1, 1), record="HETATM").replace("  CA  ", " CA   ", 1)
+    ligand = [line.replace("ATOM  ", "HETATM") for line in model("E", start=600)]
+    water = [atom("O", "HOH", "A", 700 + i, (9, 9, i), record="HETATM") for i in range(3)]
+    dna = [atom(name, base, "D", i, (4 * i, 20, 0)) for i, base in enumerate(["DA", "DC", "DG", "DT"])
+           for name in ("P", "C1'", "N1")]
+    first = [*model(SEQUENCE), "TER", *model("WYWYWY", chain="B"), "TER", *dna, "TER",
+             calcium, *ligand, *water]
+    second = [*model(SEQUENCE, beta=-9), "TER"]
+    path = write_model(tmp_path / "x.pdb",
+                       "MODEL        1", *first, "ENDMDL", "MODEL        2", *second, "ENDMDL")
+    chains = read_structure(as_cif(path) if fmt == "cif" else path)
+    assert [(c.name, *letters([c.sequence])) for c in chains] == [("A", SEQUENCE), ("B", "WYWYWY")]
+    assert chains[0].coords[0, 1] == -1.5
+    assert "'D'" in one_line_error(read_structure, path, "D")
+
+
+@pytest.mark.parametrize("fmt", ["pdb", "cif"])
+def test_modified_residues_belong_to_the_chain(fmt, tmp_path):
+    path = write_model(tmp_path / "x.pdb", *model("AmDsEuF"), "TER")
+    chain, = read_structure(as_cif(path) if fmt == "cif" else path)
+    assert letters([chain.sequence]) == ["AMDSEXF"] and columns_with_coords(chain.coords) == list(range(7))
+
+
+def test_modified_residue_unknown_to_everybody_is_named_by_its_file(tmp_path):
+    lines = [line.replace("MSE", "ZZQ") for line in model("AmDE")]
+    chain, = read_structure(write_model(tmp_path / "x.pdb", *lines))
+    assert letters([chain.sequence]) == ["AXDE"]
+    chain, = read_structure(write_model(tmp_path / "x.pdb", "MODRES 1ABC ZZQ A    2  LYS  X", *lines))
+    assert letters([chain.sequence]) == ["AKDE"]
+
+
+@pytest.mark.parametrize("fmt", ["pdb", "cif"])
+def test_highest_occupancy_of_alternate_locations_and_residues(fmt, tmp_path):
+    lines = model("AMDE", leave_out=[(1, "CB"), (2, "CB")])
+    lines += [atom("CB", "MET", "A", 2, (1, 1, 1), alternate="A", occupancy=0.4),
+              atom("CB", "MET", "A", 2, (2, 2, 2), alternate="B", occupancy=0.6)]
+    lines = [line[:16] + "A" + line[17:54] + "  0.30" + line[60:] if line[22:26] == "   3" else line
+             for line in lines]
+    lines += [atom("CA", "ASN", "A", 3, (7.6, 0, 0), alternate="B", occupancy=0.7),
+              atom("CB", "ASN", "A", 3, (3, 3, 3), alternate="B", occupancy=0.7)]
+    lines.sort(key=lambda line: int(line[22:26]))
+    path = write_model(tmp_path / "x.pdb", *lines, "TER")
+    chain, = read_structure(as_cif(path) if fmt == "cif" else path)
+    assert letters([chain.sequence]) == ["AMNE"]
+    assert chain.coords[1:3].tolist() == [[2, 2, 2], [3, 3, 3]]
+
+
+def test_first_of_equal_occupancies(tmp_path):
+    lines = model("AME", leave_out=[(1, "CB")])
+    lines += [atom("CB", "MET", "A", 2, (i, i, i), alternate="AB"[i], occupancy=0.5) for i in range(2)]
+    lines.sort(key=lambda line: int(line[22:26]))
+    chain, = read_structure(write_model(tmp_path / "x.pdb", *lines))
+    assert chain.coords[1].tolist() == [0, 0, 0]
+
+
+def test_no_cb_no_coordinates_except_glycine(query, tmp_path):
+    path = write_model(tmp_path / "x.pdb", *model(SEQUENCE, leave_out=[(4, "CB")]))
+    assert columns_with_coords(load_protein(query, path).coords) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    trace = write_model(tmp_path / "ca.pdb", *(line for line in model(SEQUENCE) if line[12:16] == " CA "))
+    error = one_line_error(load_protein, query, trace)
+    assert "ca.pdb" in error and "only 1 of 10" in error
+
+
+@pytest.mark.parametrize("sequence, missing", [
+    ("ACDESPSFGHIK", (4, 5)), ("ACDESPSFGHIK", (5, 6)), ("ACDESSFGHIK", (4,)), ("ACDESSFGHIK", (5,))])
+@pytest.mark.parametrize("seqres", [False, True])
+def test_residue_beside_a_gap_stays_on_its_side(sequence, missing, seqres, tmp_path):
+    """S-P-S with one S seen: the letters cannot tell which, the geometry of the chain can."""
+    msa = write(tmp_path / "x.fasta", f">q\n{sequence}\n")
+    header = [f"SEQRES   1 A   12  {' '.join(CODES[a] for a in sequence)}"] * seqres
+    path = write_model(tmp_path / "x.pdb", *header, *model(sequence, skip=missing), "TER")
+    located = columns_with_coords(coords := load_protein(msa, path).coords)
+    assert located == [i for i in range(len(sequence)) if i not in missing]
+    np.testing.assert_allclose(coords[located, 0], 3.8 * np.array(located), atol=1e-3)
+
+
+def cif_with_labels(path, sequence, labels, entity=None, **kwargs):
+    """mmCIF of `sequence` whose residues bear the given label_seq_id in the sequence of the entity."""
+    import gemmi
+    structure = gemmi.read_pdb_string("\n".join(model(sequence, **kwargs)))
+    structure.setup_entities()
+    structure.entities[0].full_sequence = [CODES[a] for a in entity or sequence]
+    for residue, label in zip(structure[0]["A"], labels, strict=True):
+        residue.label_seq = label
+    structure.make_mmcif_document().write_file(str(path))
+    return path
+
+
+@pytest.mark.parametrize("alone", [4, 6, 8])
+def test_mmcif_says_which_residue_was_seen(alone, tmp_path):
+    """One S between two gaps: not even geometry can tell which of three it is, label_seq_id does."""
+    sequence, located = "ACDESPSPSFGHIK", [0, 1, 2, 3, alone, 9, 10, 11, 12, 13]
+    path = cif_with_labels(tmp_path / "x.cif", sequence, [i + 1 for i in located],
+                           skip=set(range(4, 9)) - {alone})
+    protein = load_protein(write(tmp_path / "x.fasta", f">q\n{sequence}\n"), path)
+    assert columns_with_coords(protein.coords) == located
+
+
+@pytest.mark.parametrize("sequence, labels, entity", [
+    (SEQUENCE, range(10, 0, -1), None), (SEQUENCE, range(1, 11), "W" * 12), ("A" * 10, 10 * [3], None)])
+def test_labels_that_make_no_sense_are_not_believed(sequence, labels, entity, tmp_path):
+    path = cif_with_labels(tmp_path / "x.cif", sequence, labels, entity)
+    assert letters([read_structure(path)[0].sequence]) == [sequence]
+    protein = load_protein(write(tmp_path / "x.fasta", f">q\n{sequence}\n"), path)
+    np.testing.assert_allclose(protein.coords[:, 0], 3.8 * np.arange(10), atol=1e-3)
+
+
+@pytest.mark.parametrize("residues", [5, 10, 12])
+def test_seqres_of_another_chain_is_not_believed(residues, query, tmp_path):
+    header = f"SEQRES   1 A   {residues:2d}  {' '.join(residues * ['TRP'])}"
+    path = write_model(tmp_path / "x.pdb", header, *model(SEQUENCE), "TER")
+    chain, = read_structure(path)
+    assert letters([chain.sequence]) == [SEQUENCE]
+    assert columns_with_coords(load_protein(query, path).coords) == list(range(10))
+
+
+def test_chain_in_two_parts_is_one(query, tmp_path):
+    path = write_model(tmp_path / "x.pdb", *model(SEQUENCE, skip=range(5, 10)), *model("WYWY", chain="B"),
+                       *model(SEQUENCE, skip=range(5)))
+    assert columns_with_coords(load_protein(query, path).coords) == list(range(10))
+
+
+def test_cif_with_other_blocks_and_capital_keyword(query, tmp_path):
+    text = as_cif(write_model(tmp_path / "x.pdb", *model(SEQUENCE))).read_text()
+    text = "# comment\nDATA_other\n_a.b 1\n" + re.sub("(?m)^data_", "DATA_", text)
+    assert np.isfinite(load_protein(query, write(tmp_path / "y.cif", text)).coords).all()
+
+
+@pytest.mark.parametrize("mutations, accepted", [(2, True), (4, False)])
+def test_point_mutants_pass_and_homologues_do_not(mutations, accepted, tmp_path):
+    sequence = 3 * SEQUENCE
+    path = write_model(tmp_path / "x.pdb", *model(sequence))
+    for k in range(mutations):
+        sequence = sequence[:4 + 7 * k] + "Y" + sequence[5 + 7 * k:]
+    msa = write(tmp_path / "x.fasta", f">q\n{sequence}\n")
+    if accepted:
+        assert np.isfinite(load_protein(msa, path).coords).all()
+    else:
+        assert "26 agree, 4 differ" in one_line_error(load_protein, msa, path)
+
+
+def test_unknown_residues_of_the_query_cost_nothing(tmp_path):
+    path = write_model(tmp_path / "x.pdb", *model(2 * SEQUENCE + "TTTTTTTTTT" + SEQUENCE))
+    msa = write(tmp_path / "x.fasta", f">q\n{2 * SEQUENCE}XXXXXXXXXX{SEQUENCE}\n")
+    assert np.isfinite(load_protein(msa, path).coords).all()
+
+
+def test_query_longer_and_shorter_than_the_chain(tmp_path):
+    path = write_model(tmp_path / "x.pdb", *model("GVLIPFYWTSCMAGHKWDEFNQRST"))
+    domain = load_protein(write(tmp_path / "d.fasta", ">q\nCMAGHKWDEF\n"), path)
+    np.testing.assert_allclose(domain.coords[:, 0], 3.8 * np.arange(10, 20), atol=1e-3)
+    tagged = load_protein(write(tmp_path / "t.fasta", ">q\nHHHHHHGVLIPFYWTSCMAGHKWDEFNQRSTEKEK\n"), path)
+    assert columns_with_coords(tagged.coords) == list(range(6, 31))
+    mutant = load_protein(write(tmp_path / "m.fasta", ">q\nGVLIPFYWTSCMAAHKWDEFNQRST\n"), path)
+    assert columns_with_coords(mutant.coords) == list(range(25))
+    deletion = load_protein(write(tmp_path / "x.fasta", ">q\nGVLIPFYWTSWDEFNQRST\n"), path)
+    np.testing.assert_allclose(deletion.coords[:, 0], 3.8 * np.r_[0:10, 16:25], atol=1e-3)
+
+
+@pytest.mark.parametrize("inserted, broken, bridged", [
+    (0, False, True), (31, False, True), (33, False, False), (127, True, True), (129, True, False)])
+def test_a_gap_costs_by_its_length(inserted, broken, bridged):
+    """Two residues behind an insertion: matched across it they gain 2 * 32, aligned with it instead they lose
+    as much. Opening the gap costs 96, but nothing where the chain is broken, and each residue in it 1: 31 of
+    them leave one of 128, 33 none."""
+    short, long = np.arange(10), np.r_[np.arange(8), np.full(inserted, 19), 8, 9]
+    breaks = np.isin(np.arange(11), (0, 8, 10) if broken else (0, 10))
+    index = align(long, short, breaks, unknown=20)
+    assert index[:8].tolist() == list(range(8))
+    assert (index[-2:].tolist() == [8, 9]) is bridged
+    if not broken:  # what the chain has in addition costs the same
+        ends = np.isin(np.arange(len(long) + 1), (0, len(long)))
+        last = [len(long) - 2, len(long) - 1] if bridged else [8, 9]
+        assert align(short, long, ends, unknown=20).tolist() == [*range(8), *last]
+
+
+def test_unknown_letters_and_overhangs_cost_nothing():
+    """Six matches gain 192, and only 64 with four mismatches between them; three at the end gain 96."""
+    known, unknown = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]), np.array([1, 2, 3, 20, 20, 20, 20, 8, 9, 10])
+    other, last = np.array([1, 2, 3, 11, 12, 13, 14, 8, 9, 10]), [15, 16, 17, 1, 2, 3]
+    ends = np.isin(np.arange(17), (0, 16))
+    for query, chain, index in ((known, unknown, list(range(10))), (unknown, known, list(range(10))),
+                                (known, other, [13, 14, 15, *[-1] * 7])):
+        assert align(query, np.r_[chain, last], ends, unknown=20).tolist() == index
+    tail = np.full(200, 19)
+    for left, right in ((tail, tail), (tail, tail[:0]), (tail[:0], tail)):
+        long, ends = np.r_[left, known, right], np.isin(np.arange(11), (0, 10))
+        index = [-1] * len(left) + list(range(10)) + [-1] * len(right)
+        assert align(long, known, ends, unknown=20).tolist() == index
+        ends = np.isin(np.arange(len(long) + 1), (0, len(long)))
+        assert align(known, long, ends, unknown=20).tolist() == list(range(len(left), len(left) + 10))
+
+
+def test_a_long_query_does_not_match_by_chance(tmp_path):
+    """With gaps of any length at one price, 50,000 random letters match 40 residues."""
+    letters_ = np.random.default_rng(0).choice(list(files.AMINO_ACIDS), 50_040)
+    path = write_model(tmp_path / "x.pdb", *model("".join(letters_[:40])))
+    alignment = write(tmp_path / "x.a3m", f">q\n{''.join(letters_[40:])}\n")
+    assert "does not match" in one_line_error(load_protein, alignment, path)
+
+
+def test_coordinates_that_no_atom_has(query, tmp_path):
+    """One unknown of three makes a residue unseen; a molecule of kilometres is a damaged file."""
+    lines = model("MKTAYIAKQR")
+    path = write_model(tmp_path / "x.pdb", *lines)
+    text = as_cif(path).read_text()
+    msa = write(tmp_path / "x.fasta", ">q\nMKTAYIAKQR\n")
+    assert "3.8 -1.5 0 " in text
+    path = write(tmp_path / "x.cif", text.replace("3.8 -1.5 0 ", "3.8 ? 0 "))
+    assert columns_with_coords(load_protein(msa, path).coords) == [0, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert np.isnan(load_protein(msa, path).coords[1]).all()
+    for far in ("1e7", "1e308"):
+        path = write(tmp_path / "x.cif", text.replace("3.8 -1.5 0 ", f"3.8 -{far} 0 "))
+        assert "from the origin; the file is damaged" in one_line_error(read_structure, path)
+
+
+def test_gzip_unpacks_to_a_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SMALL", 10_000)
+    honest = ">q\n" + "".join(np.random.default_rng(0).choice(list("ACDE"), 20_000)) + "\n"
+    path = write(tmp_path / "x.a3m.gz", gzip.compress(honest.encode()))
+    assert read_alignment(path).shape == (1, 20_000)
+    write(path, gzip.compress(b">q\n" + b"A" * 10 ** 7))
+    assert "unzips to more than 100 times its size" in one_line_error(read_alignment, path)
+
+
+def test_exact_fragment_goes_before_a_homologue(tmp_path):
+    path = write_model(tmp_path / "x.pdb", *model("MAYGHYWDYFMYSGYKWYEF"), "TER",
+                       *model("MASGHKWDEF", chain="B"), "TER")
+    msa = write(tmp_path / "x.fasta", ">q\nMASGHKWDEFMASGHKWDEF\n")
+    assert load_protein(msa, path).chain == "B"
+
+
+def test_wrong_row_and_wrong_chain_are_named(tmp_path):
+    other = "WYWYTPTPLVLVNQNQ"
+    path = write_model(tmp_path / "x.pdb", *model(SEQUENCE), "TER", *model(other, chain="B"), "TER")
+    msa = write(tmp_path / "x.fasta", f">first\n{other[:10]}\n>second row\n{SEQUENCE}\n")
+    assert load_protein(msa, path).chain == "B"
+    assert "--query 'second'" in one_line_error(load_protein, msa, path, chain="A")
+    assert load_protein(msa, path, chain="A", query="second").sequence == SEQUENCE
+    alone = write(tmp_path / "alone.fasta", f">first\n{other}\n")
+    assert f"use {path}:B" in one_line_error(load_protein, alone, path, chain="A")
+
+
+@pytest.mark.parametrize("name, text", [
+    ("x.pdb", b"hello\n"), ("x.pdb", bytes(range(256)) * 20), ("x.cif", b"data_x\n_a 1\n"), ("x.cif", b""),
+    ("x.cif", b"data_x\nloop_\n_atom_site.id\n_atom_site.type_symbol\n1 N 2\n"), ("x.pdb", b"ATOM\n"),
+    ("x.pdb.gz", gzip.compress(b"ATOM  " * 99, mtime=0)[:-5]), ("x.pdb", b">q\nACDEF\n"),
+    ("x.pdb", atom("CA", "CA", "A", 1, (0, 0, 0), record="HETATM").encode()),
+])
+def test_bad_structure_is_one_line_with_the_file(name, text, tmp_path):
+    assert name in one_line_error(read_structure, write(tmp_path / name, text))
+
+
+def test_bytes_that_are_no_text_do_no_harm(query, tmp_path):
+    path = write(tmp_path / "x.pdb", b"AUTHOR    \xc9T\xc9\n" + "\n".join(model(SEQUENCE)).encode())
+    assert np.isfinite(load_protein(query, path).coords).all()
+    path = write(tmp_path / "x.pdb", "\n".join(model(SEQUENCE, chain="\xc9")).encode("latin-1"))
+    assert load_protein(query, path).chain == "?"
+
+
+def test_cut_cif_is_refused(tmp_path):
+    text = data("pairs/4CUP.cif").read_bytes()
+    assert "x.cif" in one_line_error(read_structure, write(tmp_path / "x.cif", text[:100000]))
+
+
+def test_structure_argument(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    split = files.split_structure_argument
+    write(tmp_path / "odd:A", "")
+    write(tmp_path / "odd:name.pdb", "")
+    assert [split(a) for a in ("x.pdb", "x.pdb:A", "x.cif.gz:AB", "x.pdb:", "odd:A", "odd:A:B")] == [
+        ("x.pdb", None), ("x.pdb", "A"), ("x.cif.gz", "AB"), ("x.pdb", None), ("odd:A", None), ("odd:A", "B")]
+    assert split("odd:name.pdb") == ("odd:name.pdb", None)
+    assert split("odd:name.pdb:C") == ("odd:name.pdb", "C")
+    assert split("dir:x/absent.pdb") == ("dir:x/absent.pdb", None)
+
+
+# --- Directories and packages ---------------------------------------------------------------------------
+
+def family(directory, name, msa=".a3m", structure=".pdb"):
+    directory.mkdir(exist_ok=True)
+    for suffix, source in ((msa, "3I2Z_A.a3m"), (structure, "3I2Z_A.pdb")):
+        if suffix:
+            content = data("families", source).read_bytes()
+            write(directory / (name + suffix), gzip.compress(content) if suffix.endswith(".gz") else content)
+
+
+def test_families_in_other_dress_are_the_same(tmp_path):
+    family(tmp_path / "d", "b", ".a3m.gz", ".pdb.gz")
+    family(tmp_path / "d", "a", ".A3M", ".ENT")
+    family(tmp_path / "d", "c.1", ".fasta", ".pdb")
+    shutil.copy(data("nasty/1pko.pdb"), tmp_path / "d" / ".hidden.pdb")
+    write(tmp_path / "d" / "notes.txt", "x")
+    (tmp_path / "d" / "folder.pdb").mkdir()
+    first, *others = load_families(tmp_path / "d")
+    assert [first.name, *(protein.name for protein in others)] == ["a", "b", "c.1"]
+    assert first.msa.shape == (807, 71)
+    for protein in others:
+        assert (protein.msa == first.msa).all()
+        np.testing.assert_array_equal(protein.coords, first.coords)
+
+
+@pytest.mark.parametrize("files, expected", [
+    ([("a", ".a3m", None)], ["a.a3m", "no a.cif or .pdb"]),
+    ([("a", ".a3m", ".pdb"), ("b", None, ".pdb")], ["b.pdb", "no b.a3m"]),
+    ([("a", ".a3m", ".pdb"), ("a", ".fasta", None)], ["a.a3m", "a.fasta", "keep one"]),
+    ([("a", ".a3m", ".pdb"), ("a", None, ".pdb.gz")], ["a.pdb", "a.pdb.gz", "keep one"]),
+    ([], ["no families"]),
+])
+def test_directory_that_is_not_pairs(files, expected, tmp_path):
+    (tmp_path / "d").mkdir()
+    for name, msa, structure in files:
+        family(tmp_path / "d", name, msa, structure)
+    error = one_line_error(load_families, tmp_path / "d")
+    assert str(tmp_path / "d") in error and all(part in error for part in expected), error
+
+
+def test_strays_beside_whole_families_are_named_and_left_out(tmp_path):
+    for name, msa, structure in (("a", ".a3m", ".pdb"), ("b", None, ".pdb"), ("c", ".fasta", None)):
+        family(tmp_path / "d", name, msa, structure)
+    strays = []
+    assert [protein.name for protein in load_families(tmp_path / "d", strays)] == ["a"]
+    assert strays == ["b.pdb", "c.fasta"]
+    (tmp_path / "d" / "a.pdb").unlink()
+    with pytest.raises(DataError, match="beside it"):
+        load_families(tmp_path / "d", strays)
+
+
+def test_without_gemmi_alignments_are_still_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gemmi", None)
+    assert read_alignment(data("nasty/globins4.sto")).shape == (4, 146)
+    with pytest.raises(files.MissingPackageError, match="pip install gemmi") as caught:
+        load_protein(data("pairs/1PTF_A.a3m"), data("pairs/1PTF_A.pdb"))
+    assert isinstance(caught.value, ImportError) and "\n" not in str(caught.value)
+
+
+def test_import_brings_neither_torch_nor_the_trainer_nor_gemmi():
+    code = ("import sys, proteins.files; "
+            "sys.exit(bool({'torch', 'gemmi', 'tiny_openfold_v2'} & set(sys.modules)))")
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,363 @@
+"""--contacts: predictions for one alignment, their files, the model files they come from."""
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring.counters import OpCounter
+from fusion_lab.training import machine
+from fusion_lab.training.checkpoints import snapshot
+from fusion_lab.training.files import UserError
+from fusion_lab.training.models import read_model, save_model
+from proteins import contacts, files, prediction, yardsticks
+from proteins.batches import RealProteins
+from tests.support import ROOT, require_shared
+
+CPU = torch.device("cpu")
+SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
+SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVGH"
+CARD = dict(about="for tests", scores=[0.5, None])
+
+
+def a_model(seed=0, **fusion):
+    torch.manual_seed(seed)
+    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES), tof.FusionConfig(**fusion)).eval()
+    for parameter in model.parameters():  # the last layers of residual branches begin at 0
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No pictures, and no measuring how fast the machine is, but where a test wants them."""
+    monkeypatch.setattr(prediction, "find_spec", lambda name: None)
+    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    model = a_model()
+    save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, CARD)
+    return tmp_path / "m.pt"
+
+
+def an_alignment(path, rows=20, sequence=SEQUENCE):
+    rng = np.random.default_rng(0)
+    letters = np.array([*"ACDEFGHIKLMNPQRSTVWY-"])
+    drawn = letters[rng.integers(0, 21, (rows - 1, len(sequence)))]
+    path.write_text("".join(f">row{i}\n{''.join(row)}\n" for i, row in enumerate([[*sequence], *drawn])))
+    return path
+
+
+def run(*argv):
+    try:
+        return tof.main([*map(str, argv)])
+    except SystemExit as error:
+        return error.code
+
+
+def refused(capsys, *argv):
+    """The one line of a run that is refused."""
+    assert run(*argv) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    return error
+
+
+def rr_pairs(path):
+    lines = path.read_text().splitlines()
+    body = [line.split() for line in lines if len(line.split()) == 5]
+    return lines, [(int(i), int(j), float(p)) for i, j, low, high, p in body if (low, high) == ("0", "8")]
+
+
+# --- Predictions ----------------------------------------------------------------------------------------
+
+
+def test_files_say_what_the_model_says(tmp_path, model_file, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.undo()  # quick
+    alignment = an_alignment(tmp_path / "fam.1.a3m")
+    monkeypatch.chdir(tmp_path)
+    assert run("--contacts", alignment, "--resume", model_file, "--device", "cpu") == 0
+    out, stem = capsys.readouterr().out, tmp_path / "contacts" / "fam.1"
+    saved = read_model(model_file, tof.PROGRAM)
+    model = tof.TinyOpenFoldV2(saved.config).eval()
+    model.load_state_dict(saved.weights)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(files.read_alignment(alignment).astype(np.int64))[None])
+    arrays = np.load(f"{stem}.npz")
+    assert arrays["sequence"] == SEQUENCE and arrays["name"] == "fam.1"
+    assert arrays["numbers"].tolist() == [str(n) for n in range(1, len(SEQUENCE) + 1)]
+    for key, name in (("contact_probability", "probability"), ("distances", "distances")):
+        assert arrays[name] == pytest.approx(expected[key][0].numpy(), abs=1e-5)
+
+    lines, pairs = rr_pairs(stem.with_name("fam.1.rr"))
+    assert lines[:2] == ["PFRMAT RR", "TARGET fam.1"] and lines[-1] == "END" and SEQUENCE in lines
+    size = len(SEQUENCE)
+    assert len(pairs) == len({(i, j) for i, j, _ in pairs}) == (size - 6) * (size - 5) // 2
+    assert all(j - i >= 6 and p == pytest.approx(arrays["probability"][i - 1, j - 1], abs=1e-5)
+               for i, j, p in pairs)
+    assert all(before[2] >= after[2] for before, after in zip(pairs, pairs[1:], strict=False))
+    table = stem.with_name("fam.1.tsv").read_text().splitlines()
+    assert len(table) == 1 + size * (size - 1) // 2 and table[1].split("\t")[7] == "unknown"
+    i, j, _ = pairs[0]
+    assert f"{i:4d} {j:4d}  {SEQUENCE[i - 1]}{i} {SEQUENCE[j - 1]}{j}" in out
+    result = json.loads(stem.with_name("fam.1.json").read_text())
+    assert result["card"] == CARD and result["rows_used"] == 20 and "precision" not in result
+    assert result["model_config"]["outer_product_dim"] == 4 and "fam.1.rr" in out
+    assert json.loads(out.splitlines()[-1])["summary_file"] == str(stem) + ".json"
+    suffixes = {".npz", ".tsv", ".rr", ".json", ".png"}
+    assert {path.name for path in stem.parent.iterdir()} == {f"fam.1{suffix}" for suffix in suffixes}
+
+    before = stem.with_name("fam.1.rr").read_bytes()  # again: nothing is overwritten
+    assert run("--contacts", alignment, "--resume", model_file, "--device", "cpu", "--eval-seqs", 5) == 0
+    old, = stem.parent.glob("fam.1.rr.old-*")
+    assert old.read_bytes() == before != stem.with_name("fam.1.rr").read_bytes()
+    assert len(list(stem.parent.iterdir())) == 10
+    assert (stem.with_name("fam.1.png")).read_bytes()[:4] == b"\x89PNG"
+
+
+def with_structure(tmp_path):
+    pytest.importorskip("gemmi")
+    from tests.proteins.test_files import model as pdb_lines
+    from tests.proteins.test_files import write_model
+    lines = pdb_lines(SEQUENCE, start=5, skip=(12, 13))
+    return an_alignment(tmp_path / "x.a3m"), write_model(tmp_path / "x.pdb", *lines)
+
+
+def test_with_a_structure_there_is_precision_beside_the_yardsticks(tmp_path, model_file, capsys):
+    alignment, structure = with_structure(tmp_path)
+    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
+    assert run("--contacts", alignment, "--structure", f"{structure}:A", *flags) == 0
+    out = capsys.readouterr().out
+    arrays = np.load(tmp_path / "out" / "x.npz")
+    assert arrays["numbers"][0] == "5" and arrays["numbers"][12] == "" and arrays["numbers"][14] == "19"
+    protein = files.load_protein(alignment, structure)
+    coords = torch.from_numpy(np.nan_to_num(protein.coords))
+    mask = torch.from_numpy(np.isfinite(protein.coords[:, 0])).float()
+    found = json.loads((tmp_path / "out" / "x.json").read_text())["precision"]
+    scores = {"model": arrays["probability"], "MI-APC": yardsticks.mutual_information(protein.msa),
+              "mean-field DCA": yardsticks.mean_field_dca(protein.msa)}
+    assert list(found) == list(scores) and mask.sum() == len(SEQUENCE) - 2
+    for method, values in scores.items():
+        for separation in (6, 24):
+            expected = contacts.contact_precision(torch.from_numpy(values), coords, mask, separation)
+            assert found[method][str(separation)] == pytest.approx(expected), method
+    assert "mean-field DCA" in out and "chance" in out and "L/2 = 16" in out
+    table = [line.split("\t") for line in (tmp_path / "out" / "x.tsv").read_text().splitlines()]
+    assert table[1][:2] == ["5", "6"] and {row[7] for row in table[1:]} == {"yes", "no", "unknown"}
+
+
+@pytest.mark.parametrize("coevolution", ["none", "couplings"])
+def test_what_the_model_knew_and_saw_is_told(tmp_path, capsys, coevolution):
+    alignment, structure = with_structure(tmp_path)
+    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES, coevolution=coevolution), tof.FusionConfig())
+    for names in (["x"], ["y"]):
+        save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, dict(trained_on=names))
+        flags = ["--resume", tmp_path / "m.pt", "--device", "cpu", "-o", tmp_path / "out", "--eval-seqs", 5]
+        assert run("--contacts", alignment, "--structure", structure, *flags) == 0
+        out, found = capsys.readouterr().out, json.loads((tmp_path / "out" / "x.json").read_text())
+        assert found["trained_on"] is (names == ["x"]) is ("trained on a family of this name" in out)
+        extra = 20 if coevolution == "couplings" else 0
+        assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, extra)
+        assert ("couplings of 20" in (tmp_path / "out" / "x.rr").read_text()) is bool(extra)
+
+
+def test_dca_is_left_out_for_long_chains_and_says_so(tmp_path, model_file, capsys, monkeypatch):
+    alignment, structure = with_structure(tmp_path)
+    monkeypatch.setattr(prediction, "LONGEST_FOR_DCA", 30)
+    flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out", "--query", "row0"]
+    assert run("--contacts", alignment, "--structure", structure, *flags) == 0
+    out = capsys.readouterr().out
+    assert "mean-field DCA is left out above 30 residues" in out and "pip install matplotlib" in out
+    assert not (tmp_path / "out" / "x.png").exists()
+
+
+@pytest.mark.parametrize("coevolution", ["none", "couplings"])
+def test_long_alignments_are_subsampled_as_in_the_trainers_evaluation(tmp_path, coevolution):
+    alignment, structure = with_structure(tmp_path)
+    an_alignment(alignment, rows=600)
+    protein = files.load_protein(alignment, structure)
+    tokens = prediction.model_input(protein, tof.TinyOpenFoldConfig(), 512, 42)["msa_tokens"][0]
+    assert tokens.shape == (512, len(SEQUENCE)) and torch.equal(tokens[0], torch.from_numpy(protein.msa[0]))
+    settings = tof.PROGRAM.settings(msa=str(alignment), structure=str(structure), eval_seqs=100, seed=7,
+                                    coevolution=coevolution)
+    _, batch = next(RealProteins(settings).evaluation()["training"])
+    found = prediction.model_input(protein, settings.model, 100, 7)
+    assert found.keys() <= batch.keys() and torch.equal(found["msa_tokens"], batch["msa_tokens"])
+    if coevolution != "none":  # all rows, of which the order does not matter
+        assert sorted(found["extra_msa"][0].tolist()) == sorted(batch["extra_msa"][0].tolist())
+
+
+@pytest.mark.parametrize("sequence", ["M", "MKTAYIA"])
+def test_short_chains(tmp_path, model_file, capsys, sequence):
+    alignment = an_alignment(tmp_path / "a b.aln.a3m", rows=1, sequence=sequence)
+    assert run("--contacts", alignment, "--resume", model_file, "--device", "cpu", "-o", tmp_path / "o") == 0
+    path, = (tmp_path / "o").glob("*.rr")
+    lines, pairs = rr_pairs(path)
+    assert len(pairs) == max(len(sequence) - 6, 0) and lines[1] == "TARGET a_b.aln"
+    assert ("No two residues are 6 apart" in capsys.readouterr().out) is (len(sequence) < 7)
+
+
+def test_checkpoints_of_any_switches_serve(tmp_path):
+    maps = []
+    for number, fusion in enumerate(({}, dict(enable_projection_fusion=True, enable_flash_attention=False))):
+        settings = tof.PROGRAM.settings(**SIZES, **fusion, num_seqs=6, seq_len=16, batch_size=2)
+        trainer = tof.Trainer(tof.PROGRAM, settings, CPU)
+        trainer.step(tof.PROGRAM.open_source(settings).batch(0))
+        torch.save(snapshot(trainer), tmp_path / f"{number}.pt")
+        saved = read_model(tmp_path / f"{number}.pt", tof.PROGRAM)
+        batch = dict(msa_tokens=torch.arange(60).reshape(1, 5, 12) % 20)
+        probability, _ = prediction.run_model(tof.PROGRAM, saved.weights, saved.config, batch, CPU, None)
+        maps.append(probability.numpy())
+        assert saved.card == dict(step=0, trained_on=[], chosen_by=[])
+    assert maps[0] == pytest.approx(maps[1], abs=1e-4) and maps[0].std() > 0
+
+
+def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypatch):
+    alignment, usual = an_alignment(tmp_path / "x.a3m"), ["--resume", model_file, "--device", "cpu"]
+    (tmp_path / "bad.a3m").write_text(">q\nMKT\n>r\nMK\n")
+    (tmp_path / "bad.pt").write_bytes(model_file.read_bytes()[:-100])
+    monkeypatch.chdir(tmp_path)
+    for words, argv in {
+            "bad.a3m: row 1": ["--contacts", "bad.a3m", *usual],
+            "no.a3m: cannot be read": ["--contacts", "no.a3m", *usual],
+            "query 'nobody' is not a row": ["--contacts", alignment, "--query", "nobody", *usual],
+            "--contacts: '': must not be empty": ["--contacts", "", *usual],
+            "model bad.pt: damaged": ["--contacts", alignment, "--resume", "bad.pt"],
+            "model no.pt: No such file": ["--contacts", alignment, "--resume", "no.pt"],
+            "model x.a3m: damaged or not a model": ["--contacts", alignment, "--resume", "x.a3m"],
+            "no-model.pt; name a model file or a checkpoint by --resume": ["--contacts", alignment],
+            "cannot write into /proc/no": ["--contacts", alignment, *usual, "-o", "/proc/no"],
+            "--pair-dim: not with --contacts, which takes --s": ["--contacts", "x", "--pair-dim", "8"],
+            "--disable-flash-attention: not with": ["--contacts", "x", "--disable-flash-attention"],
+            "--disable-all-fusion: not with": ["--contacts", "x", "--disable-all-fusion"],
+            "--num-steps: not with": ["--contacts", "x", "--num-steps", "50"],
+            "--data: not with": ["--contacts", "x", "--data", "x"],
+            "--demo: not with": ["--contacts", "x", "--demo"],
+            "not allowed with": ["--contacts", "x", "--retune"],
+            "--output: 'x': needs --contacts": ["-o", "x"],
+            "must come together with --msa or --contacts": ["--structure", "x"]}.items():
+        monkeypatch.setattr(prediction, "MODEL", "no-model.pt")
+        assert words in refused(capsys, *argv)
+    monkeypatch.setattr(prediction, "free_memory", lambda device: 1000)
+    line = refused(capsys, "--contacts", alignment, *usual, "-o", "o")
+    assert "34 residues and 20 rows need 0.0 GB, 0.0 GB are free on cpu: lower --eval-seqs" in line
+    assert not (tmp_path / "contacts").exists() and not list((tmp_path / "o").iterdir())
+
+
+def test_other_tools_leave_it_to_the_trainer(tmp_path):
+    for program, words in (("run_pytorch_profiler.py", "--contacts: belongs to tiny_openfold_v2.py"),
+                           ("launch_performance_study.sh", "--contacts after --: the study sets it itself")):
+        flags = ["--contacts", "x"] if program.endswith("py") else ["--", "--contacts", "x"]
+        command = [*[sys.executable] * program.endswith("py"), ROOT / program, *flags]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False,
+                              env={**os.environ, "PYTHON": sys.executable})
+        assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_the_memory_that_is_foretold_is_what_the_model_takes():
+    for length, rows in ((40, 30), (20, 60)):
+        config = tof.TinyOpenFoldConfig(**SIZES, num_seqs=rows, seq_len=length)
+        batch = dict(msa_tokens=torch.randint(0, 20, (1, rows, length)))
+        memory, flops = prediction.needs(tof.PROGRAM, config, batch, CPU, None)
+        model = a_model()
+        with torch.no_grad(), OpCounter() as counter, FlopCounterMode(display=False) as counted:
+            model(**batch)
+        weights = sum(4 * parameter.numel() for parameter in model.parameters())
+        assert memory == pytest.approx(counter.peak + weights, rel=0.05)
+        assert flops == pytest.approx(counted.get_total_flops(), rel=0.01)
+
+
+def test_free_memory_is_told():
+    found = machine.free_memory(CPU)
+    assert found is None or 2 ** 20 < found < 2 ** 50
+
+
+def test_evaluation_hands_sdpa_a_bias_that_it_need_not_copy(monkeypatch):
+    """On a CPU its kernel copies one whose last dimension is not dense for every row that shares it."""
+    strides, sdpa = [], F.scaled_dot_product_attention
+
+    def noting(*args):
+        strides.append(1 if args[3] is None else args[3].stride(-1))
+        return sdpa(*args)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    with torch.no_grad():
+        a_model()(torch.randint(0, 20, (1, 5, 9)))
+    assert len(strides) == 8 and set(strides) == {1}
+
+
+# --- Model files ----------------------------------------------------------------------------------------
+
+
+def test_a_model_file_is_small_and_whole(model_file):
+    model, saved = a_model(), read_model(model_file, tof.PROGRAM)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert model_file.stat().st_size < 2 * parameters + 1000 * len(model.state_dict())
+    assert saved.card == CARD and saved.config == tof.TinyOpenFoldConfig(**SIZES)
+    assert all(torch.equal(saved.weights[name], weight.bfloat16().float())
+               for name, weight in model.state_dict().items())
+    packed = a_model(enable_projection_fusion=True).state_dict()
+    save_model(model_file, tof.PROGRAM, packed, model.config, CARD)
+    assert read_model(model_file, tof.PROGRAM).weights.keys() == saved.weights.keys()
+
+
+BIAS = "masked_msa_head.bias"
+
+
+@pytest.mark.parametrize("words, change", [
+    ("names of model", lambda saved: saved["model"].pop(BIAS)),
+    ("names of model", lambda saved: saved["model"].update(more=torch.zeros(1))),
+    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(5)})),
+    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.full((23,), float("nan"))})),
+    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(23, dtype=torch.int64)})),
+    ("model", lambda saved: saved.update(model=[])), ("model", lambda saved: saved["model"].update(x=1)),
+    ("config", lambda saved: saved.update(config=None)),
+    ("config", lambda saved: saved["config"].update(x=1)),
+    ("config", lambda saved: saved["config"].update(msa_heads=3)),
+    ("config", lambda saved: saved["config"].update(num_blocks=10 ** 9)),
+    ("config", lambda saved: saved["config"].update(pair_dim=2 * 10 ** 9)),
+    ("names of model", lambda saved: saved["config"].update(num_blocks=3)),
+    ("card", lambda saved: saved.update(card=None)),
+    ("card", lambda saved: saved["card"].update(x=float("nan")))])
+def test_a_model_file_that_cannot_be_used_is_refused(model_file, words, change):
+    saved = torch.load(model_file, weights_only=True)
+    change(saved)
+    torch.save(saved, model_file)
+    with pytest.raises(UserError, match=f"damaged, or of another version: .*{words}.* cannot be used"):
+        read_model(model_file, tof.PROGRAM)
+
+
+def test_foreign_files_and_weights_are_refused(model_file, tmp_path):
+    for content in ([1], dict(format="second_program model 1"), dict()):
+        torch.save(content, tmp_path / "c.pt")
+        with pytest.raises(UserError, match="neither a model file nor a checkpoint of tiny_openfold_v2.py"):
+            read_model(tmp_path / "c.pt", tof.PROGRAM)
+    model = a_model()
+    weights = dict(model.state_dict(), **{BIAS: torch.full((23,), float("inf"))})
+    before = model_file.read_bytes()
+    with pytest.raises(UserError, match="cannot be saved"):
+        save_model(model_file, tof.PROGRAM, weights, model.config, CARD)
+    assert model_file.read_bytes() == before
+
+
+# --- The whole of it ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_real_alignment_as_a_user_does_it(tmp_path, model_file):
+    alignment, structure = (require_shared("data", "pairs", name) for name in ("1a3a_A.a3m", "1a3a.pdb"))
+    command = [sys.executable, ROOT / "tiny_openfold_v2.py", "--contacts", alignment, "--structure",
+               f"{structure}:A", "--resume", model_file, "-o", tmp_path / "o"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    found = json.loads((tmp_path / "o" / "1a3a_A.json").read_text())
+    assert found["precision"]["mean-field DCA"]["6"]["p_l2"] == pytest.approx(0.83, abs=0.005)
+    assert found["rows"] == 1303 and found["rows_used"] == 512 and found["residues"] == 145

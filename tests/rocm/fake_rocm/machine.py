@@ -1,0 +1,46 @@
+"""What the tests of the ROCm wrappers share: start a wrapper, read what it and the stand-ins recorded."""
+import json
+import pathlib
+import subprocess
+
+from tests.support import PATIENCE, ROOT
+
+from . import common
+
+FAKES = pathlib.Path(common.__file__).parent
+GENERATIONS = ("6.3", "7.0", "10.1")
+RELEASES = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.13", "10.1", "wheels")
+WRAPPERS = {"run_rocprofv3.sh": "rocprofv3", "run_rocprof_sys.sh": "rocprof-sys-python",
+            "run_rocprof_compute.sh": "rocprof-compute"}
+ODD_FLAGS = ["--data", "my files/a b", "--title=x  y", "--note", "it's \"quoted\" $HOME *", "-5",
+             "--empty", "", "--text", "a\nEND_OF_FILE\ntouch PWNED\n"]
+
+
+def start(script, *arguments):
+    return subprocess.run([ROOT / script, *map(str, arguments)], capture_output=True, text=True,
+                          timeout=PATIENCE)
+
+
+def recorded(tmp_path):
+    """argv and cwd of every run of the stand-in for the trainer."""
+    return [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+
+
+def manifest(directory):
+    return json.loads((pathlib.Path(directory) / "manifest.json").read_text())
+
+
+def interrupt(script, number, machine, *arguments):
+    """Start, wait for the trainer's first step, send the signal; (exit code, directory)."""
+    workplace = machine("7.0", FAKE_TRAINER="hang")
+    process = subprocess.Popen([ROOT / script, "-o", "out", *arguments], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    try:
+        for line in process.stdout:
+            if line.startswith("step 1"):
+                break
+        process.send_signal(number)
+        output = process.communicate(timeout=PATIENCE)[0]
+    finally:
+        process.kill()
+    return process.returncode, workplace / "out", output

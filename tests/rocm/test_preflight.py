@@ -1,0 +1,122 @@
+"""--preflight, and what it looks at: tool, torch, GPU, permissions, clocks, packages."""
+import os
+import re
+
+import pytest
+
+from fusion_lab.rocm import machine as rocm_machine
+from fusion_lab.rocm import preflight
+from tests.rocm.fake_rocm.machine import FAKES, RELEASES, WRAPPERS, start
+
+pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """gpu(version, level) makes the driver's records of a GPU; version as the kernel writes it, 90402."""
+    def make(version, level="auto"):
+        node = tmp_path / "driver" / "KFD_TOPOLOGY" / "1"
+        device = tmp_path / "driver" / "DRM_DEVICES" / "card1" / "device"
+        node.mkdir(parents=True, exist_ok=True)
+        device.mkdir(parents=True, exist_ok=True)
+        (node / "properties").write_text(f"simd_count 304\ngfx_target_version {version}\nvendor_id 4098\n")
+        (device / "power_dpm_force_performance_level").write_text(f"{level}\n")
+    return make
+
+
+@pytest.mark.parametrize("version, name, rdna", [
+    (90402, "gfx942", False), (90010, "gfx90a", False), (90500, "gfx950", False), (90008, "gfx908", False),
+    (100300, "gfx1030", True), (110000, "gfx1100", True), (110501, "gfx1151", True),
+    (120001, "gfx1201", True),
+])
+def test_architecture_by_the_drivers_number(version, name, rdna, gpu, machine):
+    machine(None)
+    gpu(version)
+    assert rocm_machine.architectures() == [name] and rocm_machine.is_rdna(name) == rdna
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("script", WRAPPERS)
+def test_a_machine_on_which_all_is_well(script, release, machine, gpu):
+    workplace = machine(release)
+    gpu(90402)
+    done = start(script, "--preflight")
+    missing = release == "wheels" and script != "run_rocprofv3.sh"
+    assert done.returncode == (3 if missing else 0), done.stdout + done.stderr
+    assert done.stdout.startswith(WRAPPERS[script]) and "gfx942" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("  cannot profile" if missing else "  can profile")
+    assert not list(workplace.iterdir())
+    assert ("problem" in done.stdout) == missing and "torch 2.13.0" in done.stdout
+
+
+def test_every_problem_of_every_tool_at_once(machine, gpu):
+    workplace = machine(None, KFD_DEVICE="/nonexistent/kfd", FAKE_HIP="")
+    done = start("run_all_profilers.sh", "--preflight")
+    assert done.returncode == 3 and not list(workplace.iterdir())
+    for tool in WRAPPERS.values():
+        assert f"{tool} not found on PATH" in done.stdout
+    assert done.stdout.count("is not a ROCm build") == done.stdout.count("no /nonexistent/kfd") == 3
+    assert done.stdout.count("cannot profile here") == 3
+
+
+def test_rocm_from_wheels_under_a_tool_from_packages(machine, tmp_path):
+    torch = {"hip": "7.14.1", "path": str(tmp_path / "site" / "torch" / "__init__.py")}
+    (tmp_path / "site" / "_rocm_sdk_core").mkdir(parents=True)
+    tool = rocm_machine.Tool("rocprofv3", "/opt/rocm/bin/rocprofv3", rocm="7.14")
+    warning, = preflight.mismatch_warnings(tool, torch)
+    assert "torch has its ROCm from pip wheels" in warning and "rocm-sdk path --bin" in warning
+    inside = rocm_machine.Tool("rocprofv3", str(tmp_path / "site" / "_rocm_sdk_core" / "bin" / "rocprofv3"))
+    assert not list(preflight.mismatch_warnings(inside, torch))
+
+
+@pytest.mark.parametrize("script, release, version, code", [
+    ("run_rocprof_compute.sh", "7.2", 110000, 1), ("run_rocprof_compute.sh", "7.2", 110501, 1),
+    ("run_rocprof_compute.sh", "10.1", 110501, 0), ("run_rocprof_compute.sh", "10.1", 110000, 1),
+    ("run_rocprofv3.sh", "7.2", 110000, 0),
+])
+def test_architectures_that_rocprof_compute_does_not_know(script, release, version, code, machine, gpu):
+    machine(release)
+    gpu(version)
+    done = start(script, "--preflight")
+    assert done.returncode == code and ("does not know gfx11" in done.stdout) == bool(code)
+
+
+@pytest.mark.parametrize("version, level, warned", [
+    (110000, "auto", True), (110000, "profile_standard", False), (90402, "auto", False)])
+def test_clocks_that_make_counters_zero(version, level, warned, machine, gpu):
+    machine("7.2")
+    gpu(version, level)
+    assert any(preflight.clock_warnings()) == warned
+    done = start("run_rocprofv3.sh", "--pmc", "SQ_WAVES")
+    assert done.returncode == 0 and ("amd-smi set" in done.stdout) == warned
+    assert "amd-smi set" not in start("run_rocprofv3.sh").stdout  # nothing to do with a plain trace
+
+
+def test_permissions_of_the_render_nodes(machine, tmp_path, monkeypatch):
+    machine("7.2")
+    node = tmp_path / "driver" / "DRI_DEVICES" / "renderD128"
+    node.parent.mkdir(parents=True)
+    node.touch()
+    assert not list(preflight.render_problems())
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    problem, = preflight.render_problems()
+    assert "renderD128" in problem.what and "usermod -aG render,video" in problem.advice
+
+
+@pytest.mark.parametrize("pandas, problems", [("2.3.3", 0), ("3.1.1", 1)])
+def test_pandas_of_the_tools_own_interpreter(pandas, problems, tmp_path):
+    python = tmp_path / "python3"
+    python.write_text(f"#!/bin/sh\necho {pandas}\n")
+    python.chmod(0o755)
+    tool = tmp_path / "rocprof-compute"
+    tool.write_text(f"#!{python}\n")
+    assert rocm_machine.own_interpreter(tool) == [str(python)]
+    listed = list(preflight.pandas_problems(rocm_machine.Tool("rocprof-compute", str(tool))))
+    assert len(listed) == problems and all("pip install 'pandas<3'" in problem.advice for problem in listed)
+    assert rocm_machine.own_interpreter(FAKES / "common.py") == []
+
+
+def test_the_library_path_of_rocprof_sys(machine):
+    machine("7.0")
+    shown = start("run_rocprof_sys.sh", "--preflight").stdout
+    assert re.search(r"ok +torch's own libraries will be found: LD_LIBRARY_PATH=.*torch/lib", shown)

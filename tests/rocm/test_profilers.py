@@ -1,0 +1,364 @@
+"""Each ROCm wrapper by itself, and run_all_profilers.sh, with strict stand-ins for the tools."""
+import json
+import os
+import re
+import signal
+import sys
+
+import pytest
+
+from fusion_lab.rocm import all_profilers, kernel_summary, wrappers
+from fusion_lab.rocm.session import Outcome
+from fusion_lab.training.files import UserError
+from tests.rocm.fake_rocm import common
+from tests.rocm.fake_rocm.machine import (
+    FAKES,
+    GENERATIONS,
+    ODD_FLAGS,
+    ROOT,
+    interrupt,
+    manifest,
+    recorded,
+    start,
+)
+
+pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
+everywhere = pytest.mark.parametrize("generation", GENERATIONS)
+
+
+def wrapper(name, *arguments):
+    return wrappers.WRAPPERS[name].from_arguments([*arguments])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# rocprofv3
+
+@everywhere
+def test_rocprofv3_switches(generation, machine):
+    workplace = machine(generation, ROCPROF_OUTPUT_FORMAT="json", ROCPROF_OUTPUT_PATH="/nonexistent",
+                        ROCPROF_OUTPUT_FILE_NAME="theirs")
+    done = start("run_rocprofv3.sh", "--hip-trace", "--memory-trace", "--runtime-trace", "--sys-trace",
+                 "--marker-trace", "--truncate-kernels", "--pftrace", "--pmc", "SQ_WAVES, GRBM_COUNT")
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = workplace / "rocprofv3_profiles_v2"
+    argv = manifest(out)["commands"][0]["argv"]
+    assert argv[argv.index("--pmc") + 1:][:2] == ["SQ_WAVES", "GRBM_COUNT"]
+    assert {"--memory-copy-trace", "--memory-allocation-trace"} < set(argv)
+    assert argv[argv.index("--output-format") + 1:][:2] == ["csv", "pftrace"]
+    assert argv.index("--") < argv.index("--enable-rocm-profiling")  # ranges come from the trainer
+    assert list(out.glob("trainer_[0-9]*_kernel_stats.csv")) and list(out.glob("*.pftrace"))
+    launches = 1663 if generation == "7.0" else 1657  # 7.0 counts the evaluation as well
+    summary = json.loads((out / "rocprofv3_summary.json").read_text())
+    assert summary["counters"] == dict.fromkeys(("SQ_WAVES", "GRBM_COUNT"), 32 * launches)
+
+
+@everywhere
+def test_rocprofv3_summary(generation, machine):
+    workplace = machine(generation)
+    done = start("run_rocprofv3.sh", "-o", "x")
+    golden = (FAKES / "golden_summary.txt").read_text().splitlines()
+    text = (workplace / "x" / "rocprofv3_summary.txt").read_text()
+    lines = text.splitlines()
+    assert lines.pop(7) == "GPU busy                 93.6 %  of the time from first to last kernel"
+    assert lines[3:] == golden[3:] and text in done.stdout
+    summary = json.loads((workplace / "x" / "rocprofv3_summary.json").read_text())
+    assert summary["launches"] == 1663 and summary["steps"] == 13 and len(summary["top_kernels"]) == 12
+
+
+@everywhere
+def test_selected_regions(generation, machine, tmp_path):
+    workplace = machine(generation)
+    done = start("run_rocprofv3.sh", "--selected-regions", "-o", "x")
+    assert done.returncode == 0
+    summary = json.loads((workplace / "x" / "rocprofv3_summary.json").read_text())
+    assert "--enable-rocm-profiling" in recorded(tmp_path)[0]["argv"]
+    if generation == "6.3":
+        assert done.stdout.count("has no --selected-regions: the whole run is recorded") == 1
+        assert (summary["launches"], summary["steps"]) == (1663, 13)
+    else:
+        assert (summary["launches"], summary["steps"]) == (831, 10)
+
+
+@everywhere
+def test_rocpd_is_read_where_csv_was_not_written(generation, machine):
+    workplace = machine(generation, FAKE_FAIL="rocpd_only")
+    assert start("run_rocprofv3.sh", "-o", "x").returncode == 0
+    summary = json.loads((workplace / "x" / "rocprofv3_summary.json").read_text())
+    assert (summary["source"], summary["launches"]) == ("rocpd database", 1663)
+
+
+def test_compare_fused_with_baseline(machine):
+    workplace = machine("7.0")
+    assert start("run_rocprofv3.sh", "-o", "base", "--disable-all-fusion").returncode == 0
+    done = start("run_rocprofv3.sh", "-o", "fused", "--selected-regions", "--compare", "base")
+    assert done.returncode == 0 and "Compared with base, per step" in done.stdout and "Caution" in done.stdout
+    comparison = json.loads((workplace / "fused" / "rocprofv3_summary.json").read_text())["comparison"]
+    assert comparison["rows"][0]["current"] == pytest.approx(83.1)
+
+
+def test_kernel_records_of_another_run_are_not_added_up(machine):
+    workplace = machine("7.0")
+    (workplace / "mine").mkdir()
+    common.write_stats(workplace / "mine" / "by_hand_kernel_stats.csv")
+    done = start("run_rocprofv3.sh", "-o", "mine", "--force")
+    assert done.returncode == 2 and "by_hand_kernel_stats.csv" in done.stderr
+
+
+def test_modes_of_the_trainer_have_no_steps(machine):
+    workplace = machine("7.0")
+    assert start("run_rocprofv3.sh", "-o", "x", "--compare-fusion").returncode == 0
+    assert json.loads((workplace / "x" / "rocprofv3_summary.json").read_text())["launches_per_step"] is None
+
+
+def test_an_option_that_the_release_lacks(machine):
+    machine(None)
+    dry = ["--dry-run", "--rocm", "6.2"]
+    with pytest.raises(UserError, match="--runtime-trace: not an option of rocprofv3 of ROCm 6.2; it came"):
+        wrapper("rocprofv3", *dry, "--runtime-trace").commands()
+    newer = wrapper("rocprofv3", "--dry-run", "--selected-regions")
+    assert "this is for ROCm 7.0 to" in newer.script_text(newer.commands())
+    copies = wrapper("rocprofv3", "--dry-run", "--memory-trace").commands()[0].argv
+    assert "--memory-copy-trace" in copies and "--memory-allocation-trace" not in copies  # accepted by all
+
+
+# ---------------------------------------------------------------------------------------------------------
+# rocprof-sys
+
+@everywhere
+def test_rocprof_sys_writes_what_was_asked_for_whatever_the_defaults(generation, machine):
+    workplace = machine(generation, ROCPROFSYS_OUTPUT_PREFIX="theirs", ROCPROFSYS_TIME_OUTPUT="ON")
+    done = start("run_rocprof_sys.sh", "--rocpd", "--modules", "a b", "--modules", "c|d")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {re.sub(r"-\d+", "", path.name) for path in (workplace / "rocprof_sys_profiles_v2").iterdir()}
+    wanted = {"perfetto-trace.proto", "wall_clock.txt", "wall_clock.json", "trip_count.txt"}
+    assert wanted <= names and ("rocpd.db" in names) == (generation == "10.1")
+    assert "ui.perfetto.dev" in done.stdout and " kB " in done.stdout
+    argv = manifest(workplace / "rocprof_sys_profiles_v2")["commands"][0]["argv"]
+    assert argv[:5] == ["rocprof-sys-python", "--module-restrict", "a b", "c|d", "--function-exclude"]
+    assert argv[argv.index("--") + 1].endswith("trainer.py")  # never python
+
+
+def test_rocprof_sys_default_workload_is_small(machine, tmp_path):
+    machine("7.0")
+    start("run_rocprof_sys.sh")
+    flags = " ".join(recorded(tmp_path)[0]["argv"])
+    assert "--num-steps 3 --warmup-steps 1 --seq-len 16" in flags
+
+
+def test_rocprof_sys_wants_a_result_of_this_run(machine, tmp_path):
+    """An old summary in a directory of the user must not pass for the result of a program that died."""
+    workplace = machine("7.0", FAKE_TRAINER="exit3")
+    (workplace / "theirs").mkdir()
+    old = workplace / "theirs" / "performance_summary_v2.json"
+    old.write_text("{}")
+    os.utime(old, (1, 1))
+    assert start("run_rocprof_sys.sh", "--profile-dir", "theirs").returncode == 5
+
+
+# ---------------------------------------------------------------------------------------------------------
+# rocprof-compute
+
+@everywhere
+def test_rocprof_compute_profile_then_analyze(generation, machine, tmp_path):
+    workplace = machine(generation)
+    done = start("run_rocprof_compute.sh", "--device", "1")
+    assert done.returncode == 0 and "--list-stats" in done.stdout
+    out = workplace / "rocprof_compute_profiles_v2"
+    assert {path.name for path in out.glob("workloads/*")} == {"trainer_counters", "trainer_roof"}
+    assert len(recorded(tmp_path)) == 3 and recorded(tmp_path)[0]["argv"][-2:] == ["--device", "1"]
+    assert "--deterministic" in recorded(tmp_path)[0]["argv"]
+    listed = start("run_rocprof_compute.sh", "--list-stats", "--dispatch", "3", "--dispatch", "12")
+    assert listed.returncode == 0 and "Dispatch list" in (out / "list_stats.txt").read_text()
+    assert "12" in (out / "dispatch_12.txt").read_text() and (out / "dispatch_3.txt").exists()
+    assert manifest(out)["reason"].startswith("counters") and manifest(out / "analysis")["exit_code"] == 0
+    assert len(recorded(tmp_path)) == 3  # analyzing ran no trainer
+
+
+def test_rocprof_compute_reports_are_set_aside(machine):
+    out = machine("7.0") / "rocprof_compute_profiles_v2"
+    for arguments in ([], ["--mode", "analyze"], ["--dispatch", "12"], ["--dispatch", "12"]):
+        assert start("run_rocprof_compute.sh", *arguments).returncode == 0
+    assert (out / "analysis_counters.txt").exists() and (out / "analysis_roof.txt").exists()
+    assert len(list(out.glob("dispatch_12.txt.old-*"))) == 1 and len(list(out.glob("analysis.old-*"))) == 2
+
+
+@pytest.mark.parametrize("arguments,parts", [(["--roof-only"], ["roof"]), (["--mode", "roof"], ["roof"]),
+                                             (["--no-roof"], ["counters"])])
+def test_rocprof_compute_parts(arguments, parts, machine):
+    workplace = machine("7.0")
+    assert start("run_rocprof_compute.sh", *arguments, "--output-name", "mine").returncode == 0
+    found = (workplace / "rocprof_compute_profiles_v2" / "workloads").iterdir()
+    assert sorted(path.name for path in found) == [f"mine_{part}" for part in parts]
+
+
+def test_rocprof_compute_spelling_follows_the_installed_tool(machine):
+    machine("next")
+    argv = [command.argv for command in wrapper("rocprof-compute").commands()]
+    assert argv[1][4:7] == ["--roofline", "--roofline-device", "0"]
+    assert start("run_rocprof_compute.sh").returncode == 0
+    machine("10.1")  # the word --roofline-data-type or prose in its help must not mislead
+    argv = [command.argv for command in wrapper("rocprof-compute", "--device", "2").commands()]
+    assert argv[1][4:7] == ["--roof-only", "--device", "2"]
+
+
+@everywhere
+def test_rocprof_compute_into_a_directory_with_an_old_workload(generation, machine):
+    """With --force; a release refuses, or mixes the old files in. A wrapper does neither."""
+    workplace = machine(generation)
+    old = workplace / "mine" / "workloads" / "trainer_counters" / "MI300X_A1" / "pmc_perf.csv"
+    old.parent.mkdir(parents=True)
+    old.write_text("old")
+    assert start("run_rocprof_compute.sh", "-o", "mine", "--force", "--no-roof").returncode == 0
+    kept, = (workplace / "mine" / "workloads").glob("trainer_counters.old-*")
+    assert (kept / "MI300X_A1" / "pmc_perf.csv").read_text() == "old"
+    assert kernel_summary.summarize(workplace / "mine")["launches"] == 1663
+
+
+def test_rocprof_compute_analyze_before_profile(machine):
+    workplace = machine("7.0")
+    done = start("run_rocprof_compute.sh", "--list-stats")
+    assert done.returncode == 2 and "run_rocprof_compute.sh first" in done.stderr
+    assert not list(workplace.iterdir())
+    shown = start("run_rocprof_compute.sh", "--dispatch", "7", "--dry-run")
+    assert shown.returncode == 0 and "--dispatch 7" in shown.stdout and "GPU_MODEL" in shown.stdout
+
+
+def test_rocprof_compute_keeps_the_counters_when_the_roofline_fails(machine, installations, tmp_path):
+    """MI100 has no roofline: the second command fails, the first one's result is still named."""
+    real = installations / "rocm-7.0" / "bin" / "rocprof-compute"
+    shim = tmp_path / "rocprof-compute"
+    shim.write_text('#!/bin/sh\ncase "$*" in *--roof-only*" -- "*) echo no roofline on MI100; exit 1;; esac\n'
+                    f'exec {real} "$@"\n')
+    shim.chmod(0o755)
+    workplace = machine("7.0", PATH=f"{tmp_path}:/usr/bin:/bin")
+    done = start("run_rocprof_compute.sh")
+    assert done.returncode == 1 and "itself failed: no roofline on MI100" in done.stderr
+    assert "counters: " in done.stdout
+    assert list((workplace / "rocprof_compute_profiles_v2").rglob("pmc_perf.csv"))
+
+
+def test_rocprof_sys_hides_the_exit_code_but_not_the_programs_last_words(machine, tmp_path):
+    """Its summary is there before the evaluation, so it does not tell that all went well."""
+    workplace = machine("7.0")
+    (workplace / "performance_summary_v2.json").write_text("{}")
+    judged = wrapper("rocprof-sys", "-o", ".").judge("Step 1\ntrainer.py: error: out of memory: lower it\n")
+    assert judged == (5, "out of memory: lower it")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# All of them
+
+@pytest.fixture
+def pytorch_profiler(tmp_path, monkeypatch):
+    """A stand-in for run_pytorch_profiler.sh; returns its path."""
+    script = tmp_path / "run_pytorch_profiler.sh"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKES / "trainer.py"} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def results(workplace):
+    directory = next(workplace.glob("complete_profiling_*"))
+    rows = {name: entry["result"] for name, entry in manifest(directory)["profilers"].items()}
+    return rows, (directory / "PROFILING_SUMMARY.md").read_text(), directory
+
+
+@everywhere
+def test_all_profilers(generation, machine, pytorch_profiler, tmp_path):
+    workplace = machine(generation, PYTORCH_PROFILER_SCRIPT=pytorch_profiler)
+    done = start("run_all_profilers.sh", "--quick", *ODD_FLAGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, page, directory = results(workplace)
+    assert rows == dict.fromkeys(("pytorch", "rocprofv3", "rocprof-sys", "rocprof-compute"), "PASS")
+    assert all(run["argv"][-len(ODD_FLAGS):] == ODD_FLAGS for run in recorded(tmp_path))
+    assert all("--num-steps 3 --warmup-steps 1" in " ".join(run["argv"]) for run in recorded(tmp_path))
+    assert "| median step ms | 12.5 | 12.5 | 12.5 | 12.5 |" in page and "not measured" in page
+    assert re.search(r"\| slowest kernel \|.*Cijk_", page) and "| rocprofv3 | PASS |" in page
+    assert (directory / "rocprofv3" / "rocprofv3_summary.txt").exists()
+
+
+def test_a_failure_does_not_stop_the_rest(machine, pytorch_profiler):
+    workplace = machine("7.0", PYTORCH_PROFILER_SCRIPT=pytorch_profiler, FAKE_FAIL="fatal")
+    done = start("run_all_profilers.sh", "--skip", "compute", "-o", "complete_profiling_x")
+    rows, page, _ = results(workplace)
+    assert done.returncode == 1 and rows == {"pytorch": "PASS", "rocprofv3": "FAIL", "rocprof-sys": "PASS"}
+    assert re.search(r"\| rocprofv3 \| FAIL \|.*librocprofiler-sdk-tool.so does not exist", page)
+    assert start("run_all_profilers.sh", "-o", "complete_profiling_x").returncode == 2  # not empty
+
+
+def test_all_profilers_without_rocm(machine, pytorch_profiler):
+    workplace = machine(None, PYTORCH_PROFILER_SCRIPT=pytorch_profiler, FAKE_HIP="",
+                        KFD_DEVICE="/nonexistent")
+    done = start("run_all_profilers.sh", "--quick")
+    rows, page, _ = results(workplace)
+    assert done.returncode == 0 and rows["pytorch"] == "PASS" and list(rows.values()).count("SKIP") == 3
+    assert "rocprofv3 not found on PATH" in page and "not a ROCm build; no /nonexistent" in page
+
+
+def test_profilers_asked_for_by_name_must_run(machine):
+    workplace = machine(None)
+    done = start("run_all_profilers.sh", "--only", "pytorch,sys")
+    rows, page, _ = results(workplace)
+    assert done.returncode == 1 and rows == {"pytorch": "SKIP", "rocprof-sys": "SKIP"}
+    assert "run_pytorch_profiler.sh not found" in page
+
+
+def test_all_profilers_failing_pytorch_and_dry_run(machine, pytorch_profiler):
+    workplace = machine("7.0", PYTORCH_PROFILER_SCRIPT=pytorch_profiler, FAKE_TRAINER="raise")
+    shown = start("run_all_profilers.sh", "--dry-run", "--only", "pytorch,rocprofv3,compute")
+    assert shown.returncode == 0 and not list(workplace.iterdir())
+    assert "run_pytorch_profiler.sh --profile-dir" in shown.stdout
+    assert "rocprof-compute profile" in shown.stdout and "rocprofv3 --kernel-trace" in shown.stdout
+    assert start("run_all_profilers.sh", "--only", "pytorch").returncode == 1
+    assert results(workplace)[0] == {"pytorch": "FAIL"}
+    assert start("run_all_profilers.sh", "--only", "nonsense").returncode == 2
+    assert start("run_all_profilers.sh", "--only", "sys", "--skip", "rocprof-sys").returncode == 2
+
+
+def test_words_from_elsewhere_do_not_break_the_page(tmp_path):
+    outcome = Outcome(1, "operator| <b>*x*</b>\n| a | b |", str(tmp_path / "a|b"))
+    page = all_profilers.summary_page(tmp_path, {"rocprofv3": outcome}, "x --note '`|`' '\n# y'")
+    command, *_, row, end = page.split("\n")[2:]
+    assert command.endswith(r", ``x --note '`|`' '\n# y'``") and not end
+    assert row == r"| rocprofv3 | FAIL | 0.0 s | a\|b | operator\| \<b\>\*x\*\</b\>\\n\| a \| b \| |"
+
+
+def test_interrupting_all_profilers(machine):
+    code, out, _ = interrupt("run_all_profilers.sh", signal.SIGINT, machine, "--only", "rocprofv3,compute")
+    assert code == 130
+    rows = {name: entry["result"] for name, entry in manifest(out)["profilers"].items()}
+    assert rows == {"rocprofv3": "FAIL", "rocprof-compute": "SKIP"}
+    assert "not started: interrupted" in (out / "PROFILING_SUMMARY.md").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The real programs of the project, on CPU
+
+TINY = ["--msa-dim", "8", "--pair-dim", "8", "--num-blocks", "1", "--num-seqs", "4", "--seq-len", "8",
+        "--batch-size", "1", "--num-steps", "2", "--warmup-steps", "1"]
+
+
+@pytest.mark.slow
+def test_real_trainer(machine):
+    """The flags of the wrapper are the trainer's, and its summary is found; torch here is no ROCm build."""
+    workplace = machine("7.0", TINYOPENFOLD_SCRIPT=str(ROOT / "tiny_openfold_v2.py"), PYTHONPATH="",
+                        PYTHONPYCACHEPREFIX="")
+    done = start("run_rocprofv3.sh", "--skip-preflight", "-o", "out", *TINY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record, summary = manifest(workplace / "out"), kernel_summary.summarize(workplace / "out")
+    assert record["steps"] == {"measured": 2, "warmup": 1, "selected_regions": False,
+                               "ends_with_steps": False}
+    assert summary["steps"] == 3
+    figures = kernel_summary.main_figures(workplace / "out")
+    assert figures["median step ms"] > 0 and figures["samples/s"] > 0
+
+
+@pytest.mark.slow
+def test_quick_on_a_machine_without_rocm(machine):
+    workplace = machine(None, TINYOPENFOLD_SCRIPT="", PYTHONPATH="", KFD_DEVICE="/nonexistent",
+                        PYTORCH_PROFILER_SCRIPT="", PYTHONPYCACHEPREFIX="")
+    done = start("run_all_profilers.sh", "--quick", *TINY)
+    rows, page, _ = results(workplace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rows == {"pytorch": "PASS", "rocprofv3": "SKIP", "rocprof-sys": "SKIP", "rocprof-compute": "SKIP"}
+    assert "not a ROCm build" in page

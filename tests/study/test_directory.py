@@ -1,0 +1,54 @@
+"""Files of a performance study that are damaged or half written; test_fuzz.py has many more."""
+import json
+import pathlib
+
+import pytest
+
+from fusion_lab.study import directory, regression
+from fusion_lab.study.results import Results
+from fusion_lab.training.files import UserError
+from tests.study.study_parts import WORDS, write_study
+
+
+@pytest.fixture
+def study(tmp_path):
+    return write_study(tmp_path)
+
+
+def test_half_a_row_and_a_deep_one(study, tmp_path):
+    """What a kill leaves at the end is taken off; what is wrong before that is named by its line."""
+    file = pathlib.Path(tmp_path / "results.jsonl")
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"batch_size": 2, "seq')
+    results = Results(str(tmp_path), WORDS.axes)
+    results.load()
+    assert len(results.rows) == 12 and file.read_bytes() == whole
+    file.write_bytes(whole + b"[" * 200_000 + b"\n")
+    with pytest.raises(UserError, match="line 13 is not the result of a run"):
+        Results(str(tmp_path), WORDS.axes).load()
+
+
+def test_a_study_that_would_never_end_is_refused(study, tmp_path):
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["study"]["num_runs"] = 10 ** 12
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="not the config of a study: num_runs = 1000000000000: makes"):
+        directory.read_config(str(tmp_path), WORDS)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(format="another"), "not the results_summary.json"),
+    (dict(points=[]), "not the results_summary.json"),
+    (dict(study=dict(trainer_flags=["--x"])), r"made with trainer_flags = \['--x'\], this study has \[\]"),
+    (dict(study=dict(amp_dtype="bfloat16")), "made with amp_dtype = bfloat16, this study has None"),
+    (dict(study=dict(program="other.py")), "program = other.py, this study has tiny_openfold_v2.py"),
+    (dict(study=dict(num_runs=1)), "without at least two runs .* there 1, here 2")])
+def test_only_what_was_measured_alike_is_a_reference(changes, words, tmp_path):
+    study, path = write_study(tmp_path), tmp_path / "results_summary.json"
+    known = regression.read_reference(path, study).study
+    assert known == dict(program="tiny_openfold_v2.py", trainer_flags=[], amp_dtype=None, num_runs=2)
+    content = json.loads(path.read_text())
+    content |= {key: {**content[key], **value} if key == "study" else value for key, value in changes.items()}
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=words):
+        regression.read_reference(path, study)

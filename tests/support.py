@@ -1,0 +1,100 @@
+"""What tests share: where the ground truth lies, how a program of this project is started and read."""
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"  # reference values and real proteins; never copied into the project
+sys.path.insert(0, str(ROOT))
+# One OpenMP thread: two that spin on a core shared with another process are a hundred times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Shells let what runs in the background ignore Ctrl-C, and that is handed on to every program started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+PATIENCE = 300  # s, on any machine under any load; only what hangs is kept waiting so long
+# A program that is killed while it writes argv[1].
+KILLED_WRITER = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from fusion_lab.training import files
+def write(file):
+    file.write(b"half of the new checkpoint")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+files.write_atomically(sys.argv[1], write)
+"""
+
+
+def require_shared(*parts):
+    """Path below ../shared. Absent: skip with the reason, except in CI, where that is a failure."""
+    path = SHARED.joinpath(*parts)
+    if not path.exists():
+        reason = f"ground truth not found: {path}"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    return path
+
+
+def wait_for(condition, patience=PATIENCE):
+    """Return as soon as condition() holds; a test whose condition never comes fails."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail("this should have happened by now")
+        time.sleep(0.02)
+
+
+def state_of(pid):
+    """"S" of a process that sleeps, "T" of one that was stopped, "Z" of one that has ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+def gone(pid):
+    """Whether a process has ended; a zombie that nobody has reaped yet has."""
+    return state_of(pid) == "Z"
+
+
+def complaint(stderr):
+    """What an AMD wrapper says on stderr, but its sign of life, which only a busy machine brings."""
+    return re.sub(r"^\S+: looking for .*\n", "", stderr, flags=re.MULTILINE)
+
+
+def run_program(program, *args, cwd=None, env=None):
+    """Run a program of this project as a user does; returns CompletedProcess with text output."""
+    command = [sys.executable, str(ROOT / program), *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+                          timeout=PATIENCE, capture_output=True, text=True, check=False)
+
+
+def last_json(result):
+    """The contract of every run: its last stdout line is JSON of at most 1 kB, headline figures of the file
+    that it names. Returns the content of that file."""
+    text = result if isinstance(result, str) else result.stdout
+    line = text.strip().splitlines()[-1]
+    headline = json.loads(line)
+    path = headline.pop("summary_file", None)
+    if path is None:  # --check-flags, predictions: nothing but this line
+        return headline
+    assert len(line.encode()) <= 1024
+    whole = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    for key, value in headline.items():
+        assert contains(whole[key], value), key
+    return whole
+
+
+def contains(whole, part):
+    """Whether part says nothing that whole does not say in the same place."""
+    if isinstance(part, dict):
+        return all(key in whole and contains(whole[key], value) for key, value in part.items())
+    if isinstance(part, list):
+        return all(contains(a, b) for a, b in zip(whole, part, strict=False))
+    return whole == part or isinstance(part, str) and whole.startswith(part)

@@ -1,0 +1,395 @@
+"""What makes it learn real alignments: the recipe over steps, the world `natural`, coevolution features."""
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import one_hot
+
+import tiny_openfold_v2 as tof
+from fusion_lab.training import models, recipe
+from fusion_lab.training.checkpoints import restore, save, snapshot
+from fusion_lab.training.distributed import ALONE
+from fusion_lab.training.evaluations import Evaluations, evaluating
+from fusion_lab.training.files import UserError
+from fusion_lab.training.models import load_weights, save_model
+from proteins import batches, coevolution, contacts, files, folds, natural, yardsticks
+from tests.support import ROOT, require_shared
+
+SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
+             seq_len=12, batch_size=2, extra_seqs=16)
+COUPLINGS = dict(SMALL, coevolution="couplings")
+
+
+def settings_of(**values):
+    return tof.PROGRAM.settings(**{**SMALL, **values})
+
+
+def trainer_of(**values):
+    return tof.Trainer(tof.PROGRAM, settings_of(**values), torch.device("cpu"))
+
+
+def trained(trainer, steps):
+    source = batches.open_source(trainer.settings)
+    for _ in range(steps):
+        trainer.step(source.batch(trainer.step_number))
+        trainer.step_number += 1
+    return trainer
+
+
+# --- Learning rate, averaged weights, the best evaluation -----------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "rates"), [
+    ("constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]), ("linear", [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]),
+    ("cosine", [0.25, 0.5, 0.75, 1, 1, 0.5 + 2 ** -1.5, 0.5, 0.5 - 2 ** -1.5])])
+def test_learning_rates_by_hand(schedule, rates):
+    training = settings_of(num_steps=8, lr_warmup_steps=4, lr_schedule=schedule, learning_rate=1.0).training
+    assert [recipe.learning_rate(training, step) for step in range(8)] == pytest.approx(rates)
+
+
+def test_a_step_uses_the_rate_of_its_number():
+    trainer = trainer_of(num_steps=4, lr_schedule="linear", learning_rate=1e-3)
+    trainer.step_number = 3
+    trained(trainer, 1)
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-3)
+    assert trainer_of(weight_decay=0.5).optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_average_of_weights_by_hand():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    average = recipe.average([weight], 0.5)
+    expected = 0.0
+    for step in range(1, 12):
+        weight.data += 1
+        average.update()
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    assert average.weights[0].item() == pytest.approx(expected, rel=1e-6)
+    published = []
+    with average.swapped_in(lambda: published.append(weight.item()), ALONE):
+        assert weight.item() == pytest.approx(expected, rel=1e-6)
+    assert weight.item() == 11 and published == pytest.approx([expected, 11])
+    assert recipe.average([weight], 0.0) is None
+
+
+@pytest.mark.parametrize("more", [{}, dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)])
+def test_averaged_weights_are_saved_and_continued(tmp_path, more):
+    whole = trained(trainer_of(ema_decay=0.9, **more), 4)
+    save(trained(trainer_of(ema_decay=0.9, **more), 2), tmp_path / "c.pt")
+    second = trainer_of(ema_decay=0.9, seed=7, **more)
+    restore(second, tmp_path / "c.pt")
+    second.training = whole.training
+    second.settings = whole.settings
+    trained(second, 2)
+    assert second.average.steps == 4
+    assert all(map(torch.equal, second.average.weights, whole.average.weights))
+    assert all(map(torch.equal, second.updated, whole.updated))
+    assert not torch.equal(second.average.weights[0], second.updated[0])
+
+
+def test_what_runs_aside_leaves_the_average_alone():
+    trainer = trained(trainer_of(ema_decay=0.9), 2)
+    before = [weight.clone() for weight in trainer.average.weights]
+    with trainer.preserved():
+        trained(trainer, 1)
+    assert trainer.average.steps == 2 and all(map(torch.equal, trainer.average.weights, before))
+
+
+def test_a_new_run_begins_with_averaged_weights(tmp_path):
+    first = trained(trainer_of(ema_decay=0.9), 3)
+    first.trained_on = {"a"}
+    save(first, tmp_path / "c.pt")
+    second, source = trainer_of(seed=7), batches.open_source(settings_of())
+    load_weights(second, tmp_path / "c.pt", source)
+    assert second.step_number == 0 and second.trained_on == {"a"} and not second.optimizer.state
+    named = snapshot(second)["model"]
+    assert all(torch.equal(named[name], weight) for name, weight in snapshot(first)["average"].items())
+    source.held_out = ["a"]
+    with pytest.raises(UserError, match="--init-from .* was trained on a, held out now"):
+        load_weights(second, tmp_path / "c.pt", source)
+    first.trained_on, first.chosen_by = set(), {"b"}
+    save(first, tmp_path / "d.pt")
+    source.held_out = ["b"]
+    with pytest.raises(UserError, match="was chosen by b, held out now"):
+        load_weights(second, tmp_path / "d.pt", source)
+    save_model(tmp_path / "m.pt", tof.PROGRAM, named, first.settings.model, dict(trained_on=["z"]))
+    load_weights(second, tmp_path / "m.pt", source)
+    assert second.trained_on == {"z"}
+    with pytest.raises(UserError, match="made for another model; to use it, pass --pair-dim 8$"):
+        load_weights(trainer_of(pair_dim=16), tmp_path / "m.pt", source)
+
+
+def test_evaluations_are_without_dropout():
+    model = nn.Sequential(nn.Dropout(0.5))
+    for training in (True, False):
+        model.train(training)
+        with pytest.raises(KeyError), evaluating(model):
+            assert not model[0].training and not torch.is_grad_enabled()
+            raise KeyError
+        assert model[0].training is training
+
+
+def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):
+    trainer = trainer_of(early_stopping=2, validate_fraction=0.5, data="d", save_best=str(tmp_path / "b.pt"))
+    scores = iter([0.2, 0.5, 0.5, 0.4])
+    monkeypatch.setattr(contacts, "evaluate", None)
+    trainer.program = type("Scored", (), dict(
+        evaluate=lambda self, *_, **__: next(scores), score=lambda self, found: found, name=tof.PROGRAM.name,
+        scores=lambda self, found: {"p": found}, evaluation_line=lambda self, found: f"{found}"))()
+    metrics, stop = type("M", (), dict(evaluation=lambda *_: None))(), type("S", (), dict(signal=None))()
+    found, stopped = Evaluations(trainer, None, metrics), []
+    for step in range(1, 5):
+        trainer.step_number = step
+        found.take(step, stop)
+        stopped.append(found.stopped)
+    assert stopped == [False, False, False, True]
+    assert found.in_words().startswith("Best evaluation: 0.500 after step 2, saved in")
+    assert torch.load(tmp_path / "b.pt", weights_only=True)["step"] == 2
+    save(trainer, tmp_path / "c.pt")  # a resumed run goes on counting
+    second = trainer_of()
+    restore(second, tmp_path / "c.pt")
+    assert second.best == dict(score=0.5, step=2, since=2)
+
+
+def test_a_program_without_a_score_cannot_choose(tmp_path):
+    run = subprocess.run([sys.executable, ROOT / "tests" / "second_program.py", "--early-stopping", "2",
+                          "--profile-dir", tmp_path], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "--early-stopping: second_program.py does not say which evaluation is better" in run.stderr
+
+
+# --- Families for validation, synthetic batches among real ones ------------------------------------------
+
+
+def test_validation_families_are_neither_trained_on_nor_held_out():
+    source = batches.open_source(settings_of(
+        data=str(require_shared("data", "families")), holdout="1PTF_A", validate_fraction=0.25,
+        **{"coevolution": "couplings"}))
+    validation = {family.name for family in source.validation}
+    assert len(validation) == 8 and "1PTF_A" not in validation and not validation & set(source.names)
+    assert len(source.names) == 23
+    groups = source.evaluation()
+    assert list(groups) == ["training", "validation", "held_out"]
+    assert {name for name, _ in groups["validation"]} == validation
+    name, batch = next(iter(source.evaluation()["held_out"]))
+    family = source.structure(name)
+    assert batch["extra_msa"].shape == (1, min(len(family.msa), 4096), family.length)
+    extra = {row.tobytes() for row in batch["extra_msa"][0].numpy()}
+    assert {row.astype(np.uint8).tobytes() for row in batch["msa_tokens"][0].numpy()} <= extra
+
+
+def test_a_share_of_batches_is_synthetic():
+    source = batches.open_source(settings_of(data=str(require_shared("data", "families")), mix_synthetic=0.5,
+                                             seq_len=20))
+    made = [dict(source.world.batch(step)) for step in range(40)]
+    synthetic = [torch.equal(source.batch(step)["coords"], made[step]["coords"]) for step in range(40)]
+    assert 10 <= sum(synthetic) <= 30
+    assert len({tuple(sorted(source.batch(step))) for step in range(8)}) == 1
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--resume a --init-from b", "init_from"), ("--mix-synthetic .5", "--data"),
+    ("--data d --synthetic-world natural", "--mix-synthetic"),
+    ("--early-stopping 2", "--validate-fraction"), ("--save-best b.pt", "--validate-fraction"),
+    ("--validate-fraction .5", "--data"), ("--ema-decay 1", "less than 1"), ("--coevolution x", "couplings"),
+    ("--lr-schedule x", "cosine"), ("--extra-seqs 0", "at least 1")])
+def test_senseless_flags_are_one_line(flags, said):
+    run = subprocess.run([sys.executable, ROOT / "tiny_openfold_v2.py", "--check-flags", *flags.split()],
+                         capture_output=True, text=True, check=False)
+    assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1
+    assert said.replace("_", "-") in run.stderr.replace("_", "-")
+
+
+# --- Folds and alignments of the world `natural` ---------------------------------------------------------
+
+
+def test_folds_are_chains_with_the_contacts_of_domains():
+    source, rng = folds.Folds(3, 64), np.random.default_rng(0)
+    pieces = np.stack([source.piece(rng) for _ in range(30)])
+    assert pieces.shape == (30, 64, 3) and np.isfinite(pieces).all()
+    bonds = np.linalg.norm(np.diff(pieces, axis=1), axis=2)
+    assert 4.5 < np.median(bonds) < 6.5 and np.quantile(bonds, 0.99) < 9  # CB to CB, Å
+    contact = [folds.contacts_per_residue(piece) for piece in pieces]
+    assert 1.2 < np.median(contact) < 2.6
+    again = folds.Folds(3, 64).piece(np.random.default_rng(0))
+    assert np.array_equal(again, pieces[0])
+    assert not np.allclose(folds.Folds(4, 64).piece(np.random.default_rng(0)), pieces[0])
+
+
+def test_a_helix_and_a_strand_have_their_distances():
+    helix, strand = folds.helix(12), folds.strand(8)
+    assert np.linalg.norm(np.diff(helix, axis=0), axis=1) == pytest.approx(np.full(11, 3.8), abs=0.1)
+    assert np.linalg.norm(helix[4:] - helix[:-4], axis=1) == pytest.approx(np.full(8, 6.2), abs=0.2)
+    assert np.linalg.norm(np.diff(strand, axis=0), axis=1) == pytest.approx(np.full(7, 3.76), abs=0.02)
+    assert np.linalg.norm(folds.side_chains(helix)[1:-1] - helix[1:-1], axis=1) == pytest.approx(
+        np.full(10, folds.CB_LENGTH), rel=0.25)
+
+
+def test_natural_alignments_covary_where_residues_touch():
+    source, rng = folds.Folds(0, 64), np.random.default_rng(1)
+    coords = torch.from_numpy(np.stack([source.piece(rng) for _ in range(4)]))
+    msa = natural.natural_alignments(torch.Generator().manual_seed(0), coords, 300)
+    assert msa.shape == (4, 300, 64) and not (msa[:, 0] == files.GAP).any()
+    assert set(msa.unique().tolist()) == {*range(20), files.GAP}
+    assert 0.005 < (msa == files.GAP).float().mean() < 0.25
+    above = []
+    for one, xyz in zip(msa.numpy().astype(np.uint8), coords, strict=True):
+        scores = torch.from_numpy(yardsticks.mean_field_dca(one))
+        found = contacts.contact_precision(scores, xyz, torch.ones(64))
+        above.append(found["p_l2"] / found["chance"])
+    assert np.mean(above) > 3  # times as often in contact as pairs at random
+    again = natural.natural_alignments(torch.Generator().manual_seed(0), coords, 300)
+    other = natural.natural_alignments(torch.Generator().manual_seed(1), coords, 300)
+    assert torch.equal(msa, again) and not torch.equal(msa, other)
+
+
+def test_couplings_lie_on_contacts_and_are_symmetric():
+    coords = torch.from_numpy(folds.Folds(0, 24).piece(np.random.default_rng(0)))[None]
+    distances = torch.cdist(coords, coords)
+    matrix = natural.couplings(natural.Draw(torch.Generator().manual_seed(0)), distances)[0]
+    assert torch.equal(matrix, matrix.T)
+    tables = matrix.unflatten(0, (24, 20)).unflatten(2, (24, 20)).transpose(1, 2)  # (S, S, A, A)
+    strong = tables.abs().amax((2, 3)) > 0
+    assert not (strong & (distances[0] >= natural.FAR)).any() and not strong.diagonal().any()
+    assert strong.sum() > 0.3 * (distances[0] < natural.NEAR).fill_diagonal_(False).sum()
+    assert tables.sum(2).abs().max() < 1e-4 and tables.sum(3).abs().max() < 1e-4
+
+
+def test_natural_batches_are_a_function_of_their_step():
+    settings = settings_of(**COUPLINGS, synthetic_world="natural")
+    source = batches.open_source(settings)
+    first, again = source.batch(3), batches.open_source(settings).batch(3)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert first["extra_msa"].shape == (2, 16, 12) and first["extra_msa"].dtype == torch.uint8
+    assert not torch.equal(first["coords"], source.batch(4)["coords"])
+    depths = {int((batch["extra_msa"] != files.GAP).any(2).sum(1).max())
+              for batch in map(source.batch, range(20))}
+    assert depths == {4, 8, 16}  # never fewer rows than the MSA representation has
+    held_out = dict(source.evaluation()["held_out"])
+    assert list(held_out) == [f"synthetic-{i}" for i in range(16)]
+    held_out["synthetic-0"].pop("coords")  # as an evaluation does
+    assert "coords" in dict(source.evaluation()["held_out"])["synthetic-0"]
+
+
+# --- Coevolution features --------------------------------------------------------------------------------
+
+
+def test_covariance_by_hand():
+    """Rows AC, AD, GC and GD, once each: independent; AC twice and GD twice: covariance 1/4."""
+    def rows(*texts):
+        return torch.tensor([[[files.LETTERS.index(letter) for letter in text] for text in texts]])
+
+    a, c, d, g = (files.LETTERS.index(letter) for letter in "ACDG")
+    table = coevolution.pair_features(rows("AC", "GD"), "covariance")[0, 0, 1, :-1].view(21, 21)
+    assert table[a, c].item() == pytest.approx(coevolution.SCALE["covariance"] / 4)
+    assert table[a, d].item() == pytest.approx(-coevolution.SCALE["covariance"] / 4)
+    assert table[g, d].item() == pytest.approx(coevolution.SCALE["covariance"] / 4)
+    assert table.abs().sum().item() == pytest.approx(coevolution.SCALE["covariance"])
+    independent = coevolution.pair_features(rows("AC", "AD", "GC", "GD"), "covariance")
+    assert independent.abs().max() < 1e-4
+
+
+def test_strength_of_couplings_is_mean_field_dca():
+    source = folds.Folds(0, 20)
+    coords = torch.from_numpy(source.piece(np.random.default_rng(0)))[None]
+    msa = natural.natural_alignments(torch.Generator().manual_seed(0), coords, 80)
+    features = coevolution.pair_features(msa, "couplings")[0]
+    expected = torch.from_numpy(yardsticks.mean_field_dca(msa[0].numpy().astype(np.uint8))).float()
+    off = ~torch.eye(20, dtype=torch.bool)
+    ratio = features[..., -1][off] / expected[off]
+    assert ratio.std() / ratio.mean() < 1e-2
+    assert features[..., -1][off].square().mean().item() == pytest.approx(1, rel=1e-2)
+    tables = features[..., :-1].unflatten(-1, (21, 21))
+    assert torch.allclose(tables, tables.permute(1, 0, 3, 2), atol=1e-2) and not features.diagonal().any()
+
+
+@pytest.mark.parametrize("kind", ["covariance", "couplings"])
+def test_padding_changes_no_feature(kind):
+    msa = torch.randint(0, 22, (1, 30, 9), generator=torch.Generator().manual_seed(0))
+    padded = torch.full((1, 34, 12), files.GAP)
+    padded[:, :30, :9] = msa
+    mask = (torch.arange(12) < 9).float()[None]
+    plain, more = coevolution.pair_features(msa, kind), coevolution.pair_features(padded, kind, mask)
+    assert torch.allclose(plain, more[:, :9, :9], atol=2e-3)
+    assert not more[:, 9:].any() and not more[:, :, 9:].any()
+
+
+def test_the_model_reads_them_and_alone_is_what_it_was():
+    plain, reading = trainer_of(), trainer_of(**COUPLINGS)
+    batch = batches.open_source(reading.settings).batch(0)
+    rows = batch["extra_msa"].clone()
+    first = reading.model(**batch)["pair_repr"]
+    batch["extra_msa"] = rows.flip(1)  # the order of rows does not matter
+    assert torch.allclose(reading.model(**batch)["pair_repr"], first, atol=1e-3)
+    batch["extra_msa"] = rows.roll(1, 2)
+    assert not torch.allclose(reading.model(**batch)["pair_repr"], first, atol=1e-2)
+    with pytest.raises(KeyError):
+        plain.model.state_dict()["coevolution_embedding.weight"]
+    reading.step(batch), reading.step(batch)  # heads begin with zeros
+    weight = reading.model.coevolution_embedding.weight
+    assert reading.optimizer.state[weight]["exp_avg"].abs().sum() > 0
+
+
+def test_inverse_by_newton_is_the_inverse():
+    """The GPU's way, on a CPU: matrix products alone."""
+    class Elsewhere(torch.Tensor):
+        is_cuda = True
+
+    letters = torch.randint(0, 21, (200, 8), generator=torch.Generator().manual_seed(0))
+    matrix = 0.5 * torch.cov(one_hot(letters, 21).flatten(1).float().T) + 0.02 * torch.eye(168)
+    found = coevolution.inverse(matrix[None].as_subclass(Elsewhere)).as_subclass(torch.Tensor)[0]
+    assert (found @ matrix - torch.eye(168)).abs().max() < 1e-3
+    assert math.isclose(found.trace().item(), torch.linalg.inv(matrix).trace().item(), rel_tol=1e-4)
+
+
+@pytest.mark.gpu
+def test_statistics_on_a_gpu_are_those_of_a_cpu():
+    rows = torch.randint(0, 21, (2, 64, 24), generator=torch.Generator().manual_seed(0))
+    before = torch.backends.cuda.matmul.allow_tf32
+    for kind in ("covariance", "couplings"):
+        there = coevolution.pair_features(rows.cuda(), kind).cpu()
+        assert torch.allclose(there, coevolution.pair_features(rows, kind), atol=5e-3, rtol=1e-3)
+    assert torch.backends.cuda.matmul.allow_tf32 is before
+
+
+@pytest.mark.gpu
+def test_the_world_in_a_cuda_graph_follows_its_seed():
+    coords = torch.randn(2, 32, 3).cumsum(1) * 3
+    world = natural.GraphedWorld(torch.device("cuda"), coords, 16)
+    first = world(1, coords).clone()
+    assert first.shape == (2, 16, 32) and first.max() <= files.GAP and (first[:, 0] < files.GAP).all()
+    assert not torch.equal(world(2, coords), first)
+    assert torch.equal(world(1, coords), first)
+    alone = natural.natural_alignments(torch.Generator("cuda").manual_seed(1), coords.cuda(), 16)
+    assert alone.shape == first.shape and not torch.equal(world(1, coords.flip(0)), first)
+
+
+def test_files_of_weights(tmp_path, monkeypatch):
+    """Names and tensors, read to the host, without running anything that a file brings."""
+    asked, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **how: asked.append(how) or load(path, **how))
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    assert models.read_weights(path)["a"].tolist() == [1, 1]
+    assert asked == [dict(map_location="cpu", weights_only=True)]
+
+    def refusal(path):
+        with pytest.raises(UserError) as caught:
+            models.read_weights(path)
+        return str(caught.value).replace(f"--weights {path}: ", ""), caught.value.code
+    for unnamed in ({1: torch.ones(2)}, [torch.ones(2)], {"a": torch.ones(2), 2: torch.ones(2)}):
+        torch.save(unnamed, path)
+        assert refusal(path) == ("holds no named weights", 2)
+    path.write_bytes(b"PK\3\4 nothing")
+    assert refusal(path) == ("damaged, or no file of weights", 2)
+    assert refusal(tmp_path / "absent") == ("No such file or directory", 2)
+    with pytest.raises(UserError, match=f"{path}: holds more than weights .'a checkpoint'.: checkpoints"):
+        models.put_weights(nn.Linear(1, 1), dict(format="a checkpoint"), path)
+    with pytest.raises(UserError, match=f"{path}: holds none of this model's weights"):
+        models.put_weights(nn.Linear(1, 1), dict(other=torch.ones(1)), path)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert refusal("x.safetensors") == ("needs safetensors: pip install safetensors", 3)
