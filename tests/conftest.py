@@ -7,8 +7,9 @@ import signal
 
 import pytest
 
-from tests.interpreter import pytest_configure, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 from tests.support import gone, require_shared, wait_for
+
+pytest_plugins = ("tests.interpreter", "tests.checked", "tests.times")
 
 
 @pytest.fixture(scope="session")

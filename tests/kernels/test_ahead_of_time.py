@@ -61,6 +61,7 @@ def test_innermost_loops_of_machine_code():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPANIONS, reason="companions were deleted")
+@pytest.mark.full
 def test_instructions_of_a_loop_are_counted():
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks/instructions.py"),
                            "message_gelu_kernel"], capture_output=True, text=True)
@@ -100,6 +101,8 @@ def check_resources(target, launches):
     return met
 
 
+@pytest.mark.full
+@pytest.mark.sample
 def test_compiles_for_a_gpu_of_amd():
     check_resources("gfx942", ["columns, N 16"])
 
@@ -134,6 +137,8 @@ def products_kernel(a, b, out, sums, K, FIRST: tl.constexpr, SECOND: tl.constexp
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("either", [False, True])
+@pytest.mark.full
+@pytest.mark.sample
 def test_what_a_loop_overwrites_too_early_is_seen(either, stages):
     a, out, sums = (torch.empty(64, 256, dtype=dtype) for dtype in (torch.bfloat16, *[torch.float32] * 2))
     kinds = [(False, False), (True, False), (False, True)]
@@ -148,6 +153,8 @@ def test_what_a_loop_overwrites_too_early_is_seen(either, stages):
 @pytest.mark.parametrize("target, load, store, wide, narrow", [
     ("sm_90", "LDG.E.", "STG.E.", "128", "64"),
     ("gfx942", "(buffer|global)_load_", "(buffer|global)_store_", "dwordx4", "dwordx2")])
+@pytest.mark.full
+@pytest.mark.sample
 def test_adamw_moves_four_numbers_at_once(target, load, store, wide, narrow):
     """16 bytes of weights and moments, 8 of gradients and the copy, and none through shared memory."""
     with compiled_for(target, describe=lambda kernel: kernel) as found:
@@ -161,6 +168,7 @@ def test_adamw_moves_four_numbers_at_once(target, load, store, wide, narrow):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
+@pytest.mark.full
 def test_every_tile_for_gradients_of_weights_compiles_for(target, monkeypatch):
     """Into the memory that there is: gfx950 has more than other GPUs of AMD, and copies straight into it.
     Since all sizes and addresses are known to be aligned, NVIDIA's load 16 bytes at a time."""
@@ -180,6 +188,7 @@ def test_every_tile_for_gradients_of_weights_compiles_for(target, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
+@pytest.mark.full
 def test_sums_are_loaded_16_bytes_at_a_time_for(target):
     for name, (function, *arguments) in LAUNCHES.items():
         if function is bias_sums or name == "sums of a block":
@@ -195,5 +204,6 @@ def test_sums_are_loaded_16_bytes_at_a_time_for(target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
+@pytest.mark.full
 def test_compiles_for(target):
     assert check_resources(target, LAUNCHES) == set(tuner.read(tuner.SHIPPED).get(target, {}))

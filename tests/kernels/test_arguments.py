@@ -14,7 +14,7 @@ from tests.kernels.transition import test_layer as transitions
 from tests.kernels.triangle_multiplication import test_operator as multiplication
 from tests.support import ROOT
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 PROBLEMS = {
     "attention": attention.problem(torch.float32, *attention.CASES["columns"]),
@@ -31,6 +31,7 @@ def with_gaps(vector):
     return torch.stack([vector, torch.full_like(vector, torch.nan)], 1)[:, 0]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_vectors_may_have_gaps(name):
     ours, plain, tensors = PROBLEMS[name]

@@ -18,7 +18,7 @@ from fusion_lab.kernels.triangle_multiplication.operator import triangle_multipl
 from fusion_lab.measuring import accuracy
 from tests.kernels import test_whole_block as check_model
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 S, C, HEADS = 12, 32, 4
 

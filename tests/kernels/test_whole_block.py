@@ -9,7 +9,7 @@ from fusion_lab.kernels import dispatch
 from fusion_lab.measuring import accuracy
 from tests.kernels.rule import violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 CONFIG = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=4,
                                 dropout=0.2)

@@ -13,7 +13,7 @@ from companions.kernels import gated_rotary
 from fusion_lab.measuring.accuracy import results_and_gradients, shake
 from fusion_lab.training.program import load_program
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 CASES = {  # rows and channels F; or B, S, heads H and G, width D
     "odd": ("swiglu", (2, 3), 77), "two tiles": ("swiglu", (3,), 1100), "one channel": ("swiglu", (5,), 1),

@@ -12,7 +12,7 @@ from companions.kernels import messages
 from fusion_lab.measuring.accuracy import results_and_gradients, shake
 from fusion_lab.training.program import load_program
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 CASES = {"odd": (5, 131, 7, 16), "whole tiles": (6, 16, 9, 256), "more rows than nodes": (3, 20, 40, 128)}
 MUTANTS = {  # old, new, which function shows it

@@ -8,7 +8,7 @@ pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions.kernels import pattern_linear, pattern_norms, pattern_softmax
 from companions.kernels import pattern_references as plain_code
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -66,6 +66,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients(case, dtype):

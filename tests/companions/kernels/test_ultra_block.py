@@ -13,7 +13,7 @@ pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions.kernels import ultra_block as kernels
 from fusion_lab.training.program import load_program
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 FILE = ROOT / "companions" / "tiny_llama.py"
 if not FILE.exists():

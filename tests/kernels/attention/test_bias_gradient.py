@@ -6,7 +6,7 @@ from fusion_lab.kernels import common
 from fusion_lab.kernels.attention import bias_gradient
 from tests.kernels.rule import mutant
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # n, B, H, LP, length
     "one partial sum": (1, 2, 3, 16, 13),
@@ -46,6 +46,7 @@ def wrong(op, given, dtype, transpose):
     return found.dtype != dtype or not found.is_contiguous() or not torch.equal(found, expected)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", common.DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,7 @@ from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.attention import output_backward
 from tests.kernels.rule import mutant, same_in_every_mode, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # B, X, Y, c, H, axis, what makes the bias, keys, x is the residual, dim that dropout shares
     "starting node": (2, 7, 7, 32, 2, 2, "own", True, True, 1),
@@ -70,6 +70,7 @@ def problem(dtype, B, X, Y, c, heads, axis, maker, masked, add, shared, module=a
     return run(module.attention_layer), run(attention_layer.reference), [t.to(dtype) for t in tensors]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype, case", [
     (torch.bfloat16, "ending node"), (torch.float32, "columns"),
     *(pytest.param(dtype, case, marks=pytest.mark.slow) for dtype, case in (

@@ -7,7 +7,7 @@ import torch
 from fusion_lab.kernels.attention import operator as attention_operator
 from tests.kernels.rule import mutant, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # B, X, Y, H, D, axis, bias, keys, packed
     "long rows, two tiles, a mask": (1, 3, 77, 2, 16, 2, True, True, True),
@@ -40,6 +40,7 @@ def problem(dtype, B, X, Y, H, D, axis, biased, masked, packed, module=attention
     return ours, plain, [x, gate_bias, bias]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype, case", [
     *(pytest.param(torch.bfloat16, case, marks=[pytest.mark.slow] * (case == "ending node"))
       for case in CASES),

@@ -8,7 +8,7 @@ from fusion_lab.kernels import common
 from fusion_lab.kernels.attention import padded_bias
 from tests.kernels.rule import mutant
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # B, H, L, LP, samples of keys or None, their dtype
     "padded, a mask": (2, 3, 37, 64, 2, torch.bool),
@@ -58,6 +58,7 @@ def same(found, expected):
         found[low], expected[low], rtol=0 if found.is_cuda else 2 ** -7)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", common.DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,7 @@ from fusion_lab.kernels import norm_projection, tuner
 from fusion_lab.kernels.common import lines
 from tests.kernels.rule import in_dtypes, mutant, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 NORM_CASES = {  # B, X, Y, c; n; H
     "two samples, odd": ((2, 5, 7, 32), 128, 4),
@@ -153,6 +153,7 @@ def sharpest_first(cases):
         for case, dtype in in_dtypes(cases)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case, dtype", sharpest_first(NORM_CASES))
 def test_norm_project(case, dtype):
     assert not violations(*norm_problem(dtype, *NORM_CASES[case]))

@@ -7,7 +7,7 @@ from fusion_lab.kernels.outer_product_mean import layout as outer_layout
 from fusion_lab.kernels.precision import product_dtype
 from tests.kernels.rule import counted_flops, in_dtypes, mutant, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # B, N, S, h, c, packed[, scale[, whether there is a residual]]
     "two samples, odd": (2, 7, 9, 8, 12, True, 0.3),
@@ -99,6 +99,7 @@ def problem(dtype, samples, rows, size, h, channels, packed, scale=1.0, adds=Fal
             [t.to(dtype).contiguous() for t in tensors])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case, dtype", [
     pytest.param(case, dtype, marks=[pytest.mark.slow] * ((case, dtype) == ("parts of lines", torch.float32)))
     for case, dtype in in_dtypes(CASES)])

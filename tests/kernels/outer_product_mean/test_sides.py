@@ -6,7 +6,7 @@ import torch
 from fusion_lab.kernels.outer_product_mean import sides as outer_sides
 from tests.kernels.rule import in_dtypes, mutant, same_in_every_mode, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # shape of x, channels of a side
     "two samples, odd": ((2, 3, 7, 32), 16),
@@ -54,6 +54,7 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(outer_sides, "PROGRAMS", 3)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case, dtype", [
     pytest.param(case, dtype, marks=[pytest.mark.slow] * (case == "many channels"))
     for case, dtype in in_dtypes(CASES)])

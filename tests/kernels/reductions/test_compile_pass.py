@@ -12,7 +12,7 @@ from fusion_lab.kernels.reductions import compile_pass, sums
 from fusion_lab.measuring import accuracy
 from tests.kernels import test_whole_block as check_model
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
 
 aten = torch.ops.aten
 

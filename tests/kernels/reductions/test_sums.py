@@ -11,7 +11,7 @@ from tests.kernels.rule import mutant, violations
 from tests.kernels.transition import test_hidden_gradient as hidden
 from tests.kernels.triangle_multiplication import test_operator as multiplication
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # sizes of each problem's parts
     "one": [(77, 33)],
@@ -49,6 +49,7 @@ def few(monkeypatch):
     monkeypatch.setattr(sums, "MOST", 4)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", common.DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_sums_are_exact_for_whole_numbers(case, dtype):
@@ -70,6 +71,7 @@ def test_sums_over_rows_are_the_same_compiled(rows, dtype, monkeypatch):
     assert made == ([] if rows % sums.SHARE else [(2, 24)])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(sums, *MUTANTS[broken], tmp_path)

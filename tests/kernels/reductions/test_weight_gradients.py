@@ -6,7 +6,7 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.reductions import weight_gradients
 from tests.kernels.rule import mutant
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # P, n, m of each problem
     "one": [(77, 32, 16)],
@@ -57,6 +57,7 @@ def few(monkeypatch):
     monkeypatch.setattr(weight_gradients, "LEAST", 200)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", weight_gradients.DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_three_times_the_error_of_plain_pytorch(case, dtype):
@@ -72,6 +73,7 @@ def test_mutants_are_caught(broken, tmp_path):
     assert wrong(module.OP, *problem(case, torch.bfloat16))
 
 
+@pytest.mark.sample
 def test_only_the_first_launch_is_caught(tmp_path):
     module = mutant(weight_gradients, "lefts[first:last]", "lefts[:last - first]", tmp_path)
     module.MOST = 4

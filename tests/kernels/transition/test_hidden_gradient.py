@@ -5,7 +5,7 @@ import torch
 from fusion_lab.kernels.transition import hidden_gradient
 from tests.kernels.rule import mutant, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # shape of x, hidden units
     "two tiles, odd": ((2, 5, 7, 32), 128),
@@ -42,12 +42,14 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(hidden_gradient, "PROGRAMS", 16)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_three_times_the_error_of_plain_pytorch(name, dtype):
     assert not violations(*problem(dtype, *CASES[name]))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_mutants_are_caught(broken, tmp_path):
     module = mutant(hidden_gradient, *MUTANTS[broken], tmp_path)

@@ -8,7 +8,7 @@ from fusion_lab.kernels.transition import hidden_gradient
 from fusion_lab.kernels.transition import layer as transition_layer
 from tests.kernels.rule import counted_flops, mutant, same_in_every_mode, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # shape of x, hidden units, what is the residual
     "two samples, odd": ((2, 5, 7, 32), 128, "x"),
@@ -50,6 +50,7 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(hidden_gradient, "PROGRAMS", 16)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype, case", [
     (torch.bfloat16, "two samples, odd"), (torch.float32, "several shares"),
     *(pytest.param(dtype, case, marks=pytest.mark.slow) for dtype, case in (

@@ -6,7 +6,7 @@ from fusion_lab.kernels.triangle_multiplication import operator as trimul
 from fusion_lab.measuring.counters import OpCounter
 from tests.kernels.rule import mutant, same_in_every_mode, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout shares, biases
     "outgoing": (2, 13, 32, True, 2, "own", 1, True),
@@ -47,6 +47,7 @@ def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, module=trimu
     return run(module.triangle_multiplication), run(trimul.reference), tensors
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype, case", [
     *((torch.bfloat16, case) for case in CASES if case not in RARER), (torch.float16, "small"),
     (torch.float32, "small"), *(pytest.param(torch.bfloat16, case, marks=pytest.mark.slow) for case in RARER),

@@ -6,7 +6,7 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.triangle_multiplication import products as triangle_products
 from tests.kernels.rule import mutant, violations
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
 CASES = {"outgoing": (16, 64, True), "incoming": (16, 64, False), "outgoing, odd": (32, 13, True),
          "incoming, odd": (32, 33, False), "outgoing, long": (2, 65, True),
@@ -65,6 +65,7 @@ def tiles(number):
     return launch
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case, dtype", [
     *((case, torch.bfloat16) for case in CASES), ("outgoing, odd", torch.float16)])
 def test_products_and_gradients(case, dtype):
