@@ -10,7 +10,7 @@ train:
 	@$(IN) requirements.txt tiny_openfold_v2.py --demo $(ARGS)
 
 test:
-	@$(IN) requirements-dev.txt -m pytest -n 2 $(ARGS)
+	@$(IN) requirements-dev.txt -m pytest -n 2 --dist worksteal $(ARGS)
 
 mutants:
 	@$(IN) requirements-mutants.txt benchmarks/mutants.py $(ARGS)

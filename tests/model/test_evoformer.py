@@ -303,6 +303,7 @@ def test_selective_checkpointing_changes_memory_and_nothing_else():
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
 def test_compiled_blocks_share_one_graph_and_change_no_number():
     torch._dynamo.reset()
@@ -312,6 +313,7 @@ def test_compiled_blocks_share_one_graph_and_change_no_number():
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
 def test_embedding_and_heads_compile_as_one_graph_each():
     """On a GPU they run compiled, see TinyOpenFoldV2.forward."""

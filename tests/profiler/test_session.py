@@ -356,6 +356,7 @@ def test_scaling_and_roofline_of_a_session(session):
     assert {e["bound"] for e in result["roofline"]} <= {"compute", "memory", "launch"}
 
 
+@pytest.mark.slow
 def test_a_second_session_in_a_directory_is_of_its_own_trace(tmp_path, capsys):
     (tmp_path / "aaa.1.pt.trace.json").write_text(json.dumps(dict(traceEvents=[])))  # an earlier one's
     flags = "--num-blocks 2 --batch-size 1 --seq-len 4 --num-seqs 2 --warmup-steps 1 --profile-steps 1"
@@ -500,6 +501,7 @@ NEW_PROGRAM = replace(PROGRAM, model=WithPairScale, fusion_config=MoreSwitches,
                       sublayers=("pair_scale", *PROGRAM.sublayers))
 
 
+@pytest.mark.slow
 def test_a_new_sublayer_and_a_new_switch_walk_through_a_session(tmp_path, capsys):
     settings = NEW_PROGRAM.settings(**SIZES)
     result = run_session(NEW_PROGRAM, settings, str(tmp_path), steps=2, lengths=[8, 16], roofline=True)
@@ -728,6 +730,7 @@ def test_sizes_next_to_nothing_are_those_that_the_program_takes():
     assert shrunk(batch_only, settings, largest=2) == settings
 
 
+@pytest.mark.slow
 def test_check_of_predictions_prints_errors(capsys):
     result = predictions.predict_mode(PROGRAM, given(), sizes=(1, 12, 4))
     assert result["prediction"]["seq_len"] == 12 and result["prediction"]["batch_size"] == 1

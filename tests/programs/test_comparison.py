@@ -216,6 +216,7 @@ def test_a_first_step_counts_as_much_as_the_third(values):
     assert dataclasses.replace(first, timeline=None) == dataclasses.replace(third, timeline=None)
 
 
+@pytest.mark.slow
 def test_a_fusion_that_changes_no_operation_is_named_instead_of_timed(monkeypatch):
     """At these sizes the outer product mean is the baseline's; who asks for the row gets it."""
     settings, names = SETTINGS.having(num_steps=1), ("baseline", "opm alone", "all", "projection alone")

@@ -43,6 +43,7 @@ def ran(tmp_path_factory):
     return outcomes(directory, QUICK), directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["equal", "differ", "agree"])
 def test_several_do_what_one_does(name, ran):
     assert ran[0][name]["codes"] == [0, 0], ran[0][name]["err"]
@@ -52,6 +53,7 @@ def losses(path):
     return [step["loss"] for step in read_metrics(path)[0]]
 
 
+@pytest.mark.slow
 def test_a_whole_run_of_two_prints_and_writes_once_and_is_that_of_one(ran):
     found, directory = ran
     one, two = found["one"], found["two"]
@@ -70,6 +72,7 @@ def test_a_whole_run_of_two_prints_and_writes_once_and_is_that_of_one(ran):
         "rank0.err", "rank0.out", "rank1.err", "rank1.out", "results", "two.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, codes, words", [
     ("killed", [1, -9], "rank 1 has ended without a word"), ("nan", [1, 1], "loss is nan at step 4"),
     ("memory", [1, 1], "out of memory: lower"), ("warming", [1, 1], "out of memory: lower"),
@@ -82,6 +85,7 @@ def test_what_ends_one_ends_all_with_one_line(name, codes, words, ran):
     assert words in said and said.count("\n") == 1, said
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_ends_all_in_order(ran):
     found, directory = ran
     ended = found["terminated"]

@@ -372,6 +372,7 @@ def test_compiled_rungs_of_a_killed_comparison_are_known_to_the_guardian(monkeyp
         assert len(told) == 7
 
 
+@pytest.mark.slow
 def test_results_of_an_interrupted_program_are_whole(tmp_path):
     """The second Ctrl-C comes at once, in the middle of whatever the first one began."""
     path = tmp_path / "c.pt"

@@ -172,6 +172,7 @@ def test_preserved_restores_also_when_its_body_fails():
     assert all(not t.any() for state in trainer.optimizer.state.values() for t in state.values())
 
 
+@pytest.mark.slow
 def test_resume_does_not_pass_off_trained_families_as_unseen(families_dir, tmp_path, capsys):
     flags = ["--data", families_dir, "--resume", tmp_path / "c.pt", "--num-steps", "2"]
     first = [*flags[:2], "--holdout", "2PPN_A", "--num-steps", "1", "--save-checkpoint", tmp_path / "c.pt"]
@@ -213,7 +214,8 @@ def test_failed_write_is_one_error_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
     command = [
         sys.executable,

@@ -247,6 +247,7 @@ def test_picture_shows_right_wrong_near_and_missing():
 # --- Runs ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failing_picture_is_a_line_and_the_run_goes_on(tmp_path):
     """The stand-in for matplotlib imports and cannot draw; its error has three lines."""
     (tmp_path / "matplotlib").mkdir()

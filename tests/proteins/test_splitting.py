@@ -23,6 +23,7 @@ def errors(names, **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_losses_and_all_gradients_are_those_of_one_process():
     cases = (f"{name} / {ON.get(name, '2')}" for name in CASES if name not in LONG)
     found = errors(["trained", "peaks / 24", *cases])
