@@ -143,17 +143,17 @@ def complete(path, result, earlier):
     write_json(path, result)
 
 
-# What makes a ratio of speeds meaningless, and what else runs may differ in beside the model's sizes
-MACHINE = [("system_info", "host_cpu"), ("system_info", "cpu_threads")]
+# What, beside the model's sizes, makes a ratio of speeds meaningless; and what else runs may differ in
+MACHINE = [("system_info", key) for key in ("host_cpu", "cpu_threads", "gpu_name")]
 SETTINGS = [*(("training_params", key) for key in ("batch_size", "use_amp", "amp_dtype")),
             ("system_info", "torch_version")]
 
 
 def differing(earlier, now, keys):
     """"KEY OLD -> NEW" for each (section, key) that both summaries have and that is not the same."""
-    pairs = [(key, earlier.get(part, {}).get(key), now.get(part, {}).get(key)) for part, key in keys]
-    return [f"{key} {printable(old):.60} -> {new}" for key, old, new in pairs
-            if old is not None and new is not None and old != new]
+    both = [(key, earlier[part][key], now[part][key]) for part, key in keys
+            if key in earlier.get(part, {}) and key in now.get(part, {})]
+    return [f"{key} {printable(old):.60} -> {new}" for key, old, new in both if old != new]
 
 
 def print_against(earlier, now):
@@ -161,25 +161,24 @@ def print_against(earlier, now):
     figures."""
     after = now["performance_summary"]
     speedup = after["avg_training_speed"] / earlier["speed"]
-    machine = differing(earlier, now, MACHINE)
+    reasons = differing(earlier, now, [*(("config", key) for key in now["config"]), *MACHINE])
     print(f"\nAgainst {printable(earlier['version'])} of {printable(earlier['timestamp'])}:")
     print(f"   Training speed: {earlier['speed']:.1f} -> {after['avg_training_speed']:.1f} "
-          f"samples/sec, {'not comparable: ' + '; '.join(machine) if machine else f'{speedup:.2f}x'}")
+          f"samples/sec, {'not comparable: ' + '; '.join(reasons) if reasons else f'{speedup:.2f}x'}")
     memory, reduction = after["peak_memory_mb"], None
     if earlier["memory"] and memory:
         reduction = 100 * (1 - memory / earlier["memory"])
         print(f"   Peak memory: {earlier['memory']:.1f} -> {memory:.1f} MB, {reduction:+.1f}% saved")
     else:
         print("   Peak memory: not measured in both runs")
-    different = differing(earlier, now, [*(("config", key) for key in now["config"]), *SETTINGS])
-    old_device = earlier["system_info"].get("gpu_name", "unknown")
-    if old_device != now["system_info"]["gpu_name"]:
-        different.append(f"GPU {printable(old_device):.60} -> {now['system_info']['gpu_name']}")
+    different = differing(earlier, now, SETTINGS)
+    if "gpu_name" not in earlier["system_info"]:
+        different.append(f"gpu_name unknown -> {now['system_info']['gpu_name']}")
     if different:
         print(f"   These runs differ in more than fusion: {'; '.join(different)}")
     fusions = differing(earlier, now, [("fusion_config", key) for key in now.get("fusion_config", {})])
     if fusions:
         print(f"   Fusions: {'; '.join(fusions)}")
-    different += machine + fusions
-    return dict(speedup=None if machine else speedup, memory_reduction_percent=reduction,
+    different += reasons + fusions
+    return dict(speedup=None if reasons else speedup, memory_reduction_percent=reduction,
                 differences=different)

@@ -143,13 +143,23 @@ def test_against_an_earlier_run(capsys):
     assert capsys.readouterr().out.splitlines()[1:] == [
         "Against v1 of then:", "   Training speed: 4.0 -> 10.0 samples/sec, 2.50x",
         "   Peak memory: 40.0 -> 30.0 MB, +25.0% saved"]
-    other = earlier(config=dict(width=4, depth=9), training_params=dict(batch_size=2, use_amp=True))
+    other = earlier(config=dict(depth=9), training_params=dict(batch_size=2, use_amp=True))
     found = summary.print_against(other, now())
     assert found == dict(speedup=2.5, memory_reduction_percent=None, differences=[
-        "width 4 -> 8", "batch_size 2 -> 4", "use_amp True -> False", "GPU unknown -> None"])
+        "batch_size 2 -> 4", "use_amp True -> False", "gpu_name unknown -> None"])
     out = capsys.readouterr().out
-    assert "not measured in both runs" in out and "differ in more than fusion: width 4 -> 8; batch" in out
+    assert "not measured in both runs" in out and "differ in more than fusion: batch_size 2 -> 4" in out
     assert summary.print_against(earlier(40.0), now(None))["memory_reduction_percent"] is None
+
+
+@pytest.mark.parametrize("before, after, said", [
+    (dict(system_info=dict(gpu_name="A")), dict(system_info=dict(gpu_name="B")), "gpu_name A -> B"),
+    (dict(system_info=dict(gpu_name="A")), {}, "gpu_name A -> None"),
+    (dict(config=dict(width=4), system_info=dict(gpu_name=None)), {}, "width 4 -> 8")])
+def test_no_speed_up_between_gpus_or_sizes(before, after, said, capsys):
+    found = summary.print_against(earlier(**before), now(**after))
+    assert found["speedup"] is None and found["differences"] == [said]
+    assert f"samples/sec, not comparable: {said}\n" in capsys.readouterr().out
 
 
 def test_no_speed_up_between_different_machines(capsys):
