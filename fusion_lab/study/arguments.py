@@ -12,6 +12,7 @@ from fusion_lab.training.flags import (
     Parser,
     config_classes,
     flag,
+    note,
     read_settings,
     whole_number,
     whole_numbers,
@@ -127,8 +128,8 @@ def add_what(add, vocabulary):
         help="add each fusion alone, each left out, all and none (default: off)")
     add("--all-combinations", action="store_true", help="add every combination of switches (default: off)")
     add("--switches", type=switch_list(vocabulary), metavar="LIST",
-        default=[name for name in vocabulary.switches if name in vocabulary.everything],
-        help="what --ablation and --all-combinations combine; others stay off (default: those of all)")
+        help="what --ablation and --all-combinations combine; others stay off (default: those of all, but "
+             "on a CPU those that change something there)")
     add("--num-steps", type=whole_number(), default=20, metavar="N",
         help="measured steps (default: %(default)s)")
     add("--warmup-steps", type=whole_number(0), default=5, metavar="N",
@@ -179,6 +180,30 @@ def add_decisions(add):
         help="the batch with most samples/s, or the largest that fits (default: %(default)s)")
 
 
+def combined_switches(options, vocabulary, use_amp):
+    """Of --switches, or those of all; where no GPU is there, without those that change nothing on a CPU, even
+    under torch.compile."""
+    if options.switches:
+        return options.switches
+    switches = [name for name in vocabulary.switches if name in vocabulary.everything]
+    if not (options.ablation or options.all_combinations) or has_gpu(options.device):
+        return switches
+    program, off = vocabulary.program, vocabulary.program.fusion_config.preset(False)
+    compiled = dict.fromkeys(off.names(), False) | dict(enable_torch_compile=True, use_amp=use_amp)
+    idle = [name for name in switches
+            if program.settings(**{**compiled, vocabulary.switches[name]: True}).idle(on_gpu=False)]
+    if idle:
+        note(f"note: not combined, since they change nothing on a CPU: {', '.join(idle)}")
+    return [name for name in switches if name not in idle]
+
+
+def has_gpu(device):
+    if device == "auto":
+        import torch
+        return torch.cuda.is_available()
+    return device != "cpu"
+
+
 def choose_settings(options, vocabulary):
     names = options.settings or (["fused"] if options.find_batch_size else ["baseline", "fused"])
     wanted = [vocabulary.parse(name) for name in names]
@@ -200,6 +225,7 @@ def parse(argv, program):
     own, vocabulary = own_part(argv), Vocabulary(program)
     parser = make_parser(vocabulary)
     options, unknown = parser.parse_known_args(own)
+    options.switches = combined_switches(options, vocabulary, bool(options.amp_dtype) or "--use-amp" in argv)
     if unknown:
         parser.error(f"unrecognized arguments: {shlex.join(unknown)}; flags of {vocabulary.program.name} go "
                      "behind --")
