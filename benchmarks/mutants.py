@@ -91,6 +91,7 @@ TESTS = {  # file: which tests/test_*.py, tests/FOLDER/test_*.py are meant to no
     "fusion_lab/measuring/trace/trace.py": "trace profiler_session",
     "fusion_lab/profiler/report.py": SESSION,
     "fusion_lab/measuring/retune.py": "tuner", "companions/patterns.py": "fusion_patterns",
+    "fusion_lab/measuring/bounds/flops.py": "measuring/flops predictions profiler_session",
     "fusion_lab/measuring/bounds/sizes.py": "predictions profiler_session",
     "fusion_lab/kernels/library/attention_choice.py": "choices evoformer numbers_by_hand tuner",
     **{f"fusion_lab/kernels/{name}.py": "choices tuner evoformer numbers_by_hand" for name in (
