@@ -1,13 +1,13 @@
 """Where the test of a thing is.
 
-tests/kernels/attention/test_operator.py tests fusion_lab/kernels/attention/operator.py, and so on: folders are
-as in fusion_lab, proteins and companions. `python tests/layout.py FILE` lists the tests of any file.
+tests/kernels/attention/test_operator.py tests fusion_lab/kernels/attention/operator.py, and so on: folders
+are as in fusion_lab, proteins and companions. `python tests/layout.py FILE` lists the tests of any file.
 
     model/       tiny_openfold_v2.py: layers, Evoformer, trainer, training loop
     programs/    whole programs as a user starts them: runs, stops, wrong use, damaged files, verbs on a GPU
     test_house   imports run one way, and every program keeps to the seam
 
-`make test` runs the quick ones, `make test ARGS="-m slow"` the long ones, `make test ARGS="-m gpu"` what needs
-a GPU, `make test ARGS="-m full"` every case of every kernel (checked.py). interpreter.py runs kernels on a CPU,
-support.py starts programs and reads what they print; stand-ins lie beside their users.
+`make test` runs the quick ones. ARGS="-m slow" runs the long ones, "-m gpu" what needs a GPU, "-m full" every
+case of every kernel (checked.py). interpreter.py runs kernels on a CPU, support.py starts programs and reads
+what they print. Stand-ins lie beside their users.
 """

@@ -14,8 +14,9 @@ def strict_float32(dtype):
 
 def product_dtype(x):
     """The dtype that autocast gives to products of x, where it is on; else that of x."""
-    on = torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if on else x.dtype
+    kind = x.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else x.dtype
 
 
 def amp_dtype(training, device):

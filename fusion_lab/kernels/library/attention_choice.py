@@ -132,8 +132,8 @@ def compiled_flex_attention():
 
 
 class FlexAttentionSizes(torch.autograd.Function):
-    """FlexAttention on fake tensors, which have sizes and no values: it cannot be compiled for them. The
-    kernel keeps q, k, v, a float32 bias, its output and one float32 per row of scores."""
+    """FlexAttention on tensors without values, fake or meta: it cannot be compiled for them. The kernel
+    keeps q, k, v, a float32 bias, its output and one float32 per row of scores."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias):
@@ -153,7 +153,7 @@ def flex_attend(q, k, v, bias):
     which a transposed bias would keep far apart."""
     rows = q.shape[1]
     bias = None if bias is None else bias.expand(-1, q.shape[2], q.shape[3], -1).float().contiguous()
-    if isinstance(q, FakeTensor):
+    if q.is_meta or isinstance(q, FakeTensor):
         return FlexAttentionSizes.apply(q, k, v, bias)
 
     def add_bias(score, b, h, i, j):

@@ -1,15 +1,17 @@
 """FLOPs of a step: the one count that rooflines, predictions, comparisons and summaries have.
 
-PyTorch's counter watches a step on fake tensors, which have sizes and no values. They are a CPU's: where
-kernels of a GPU take another order of sums, that of plain PyTorch counts.
+A step is watched on meta tensors, which have sizes and no values. They take a CPU's path: where kernels of
+a GPU take another order of sums, that of plain PyTorch counts.
 """
+import contextlib
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from fusion_lab.measuring.clocks import RangeSums
 from fusion_lab.measuring.ranges import ranges
@@ -42,28 +44,76 @@ def made_in_place(program, device):
     return make
 
 
-def counting():
-    """PyTorch's counter (2.13), and what it does not know: a product with its ReLU."""
-    def product(bias, left, right, **_):
-        return 2 * left[0] * left[1] * right[1]
+@cache
+def is_new(operation):
+    """Whether all that an operation returns is new memory, whose sizes follow from those of its arguments."""
+    return not any(argument.alias_info for argument in operation._schema.arguments)
 
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten._addmm_activation: product})
+
+def form(value):
+    """An argument of an operation, of a tensor all but its content. With its type, as 1 == True."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride()
+    return tuple(map(form, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+class FlopCounter(TorchDispatchMode):
+    """`total` FLOPs of what runs within, by the formulas of PyTorch's counter (2.13). That one asks every
+    operation what smaller ones it is made of, which takes most of its time. What ran before on tensors of
+    the same form does not run again, since they have no values: blocks repeat each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.known = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        key = (func, form(args), form([*kwargs.items()])) if is_new(func) else None
+        if key in self.known:
+            flops, one, outputs = self.known[key]
+            self.total += flops
+            made = tuple(x if x is None else x.new_empty_strided(x.shape, x.stride()) for x in outputs)
+            return made[0] if one else made
+        result = func(*args, **kwargs)
+        flops = flops_of(func.overloadpacket, args, kwargs, result)
+        self.total += flops
+        outputs = result if isinstance(result, tuple) else (result,)
+        if key and all(x is None or isinstance(x, torch.Tensor) for x in outputs):
+            self.known[key] = flops, outputs is not result, outputs
+        return result
+
+
+def flops_of(operation, args, kwargs, result):
+    if operation is torch.ops.aten._addmm_activation:  # a product with its ReLU has no formula in there
+        return 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1]
+    formula = flop_registry.get(operation)
+    return formula(*args, **kwargs, out_val=result) if formula else 0
+
+
+def counted(program, settings, batch, device, mode):
+    """(all FLOPs of a step, {sub-layer or its name + ".backward": FLOPs}) of tensors on a device, which a
+    mode makes."""
+    with torch.random.fork_rng([]), mode or contextlib.nullcontext():
+        model = made_in_place(program, device)(settings.model, replace(settings.fusion, **EAGER))
+        given = {key: (mode.from_tensor(value) if mode else value).to(device) for key, value in batch.items()}
+        # there is no formula for the fused attention of a CPU
+        with FlopCounter() as counter, sdpa_kernel(SDPBackend.MATH):
+            sums = RangeSums(lambda: counter.total)
+            with ranges(model.sublayers(), sums.enter, sums.leave, backward=True):
+                model(**given | program.in_a_step)["loss"].backward()
+    return counter.total, sums.sums
 
 
 def flops_by_sublayer(program, settings, batch=None):
     """{sub-layer or REST: FLOPs of one step}, forward and backward of all blocks, as these settings compute
     it eagerly: what is computed again in backward counts again. batch: by default the program's first."""
     batch = program.open_source(settings).batch(0) if batch is None else batch
-    with torch.random.fork_rng([]), FakeTensorMode() as fake:
-        model = made_in_place(program, torch.device("cpu"))(settings.model, replace(settings.fusion, **EAGER))
-        given = {key: fake.from_tensor(value).cpu() for key, value in batch.items()}
-        # the counter knows no fused attention of a CPU
-        with counting() as counter, sdpa_kernel(SDPBackend.MATH):
-            sums = RangeSums(counter.get_total_flops)
-            with ranges(model.sublayers(), sums.enter, sums.leave, backward=True):
-                model(**given | program.in_a_step)["loss"].backward()
+    try:
+        total, sums = counted(program, settings, batch, torch.device("meta"), None)
+    except RuntimeError:  # a model that asks what device it is on, for its autocast; four times as slow
+        total, sums = counted(program, settings, batch, torch.device("cpu"), FakeTensorMode())
     found = dict.fromkeys((*program.sublayers, REST), 0)
-    for name, flops in sums.sums.items():
+    for name, flops in sums.items():
         found[name.removesuffix(".backward")] += flops
-    found[REST] = counter.get_total_flops() - sum(found.values())
+    found[REST] = total - sum(found.values())
     return found

@@ -1,0 +1,84 @@
+"""The count of FLOPs: that of PyTorch's counter, at a fraction of its cost."""
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusion_lab.measuring.bounds import flops as counting
+from fusion_lab.training.program import load_program
+from tests.second_program import PROGRAM as SECOND
+from tests.support import ROOT
+
+META = torch.device("meta")
+PROGRAMS = ["tiny_openfold_v2", "companions/protein_mpnn", "companions/tiny_llama"]
+
+
+def small(program, **switches):
+    settings = program.settings(device="cpu").having(**program.tiny)
+    return replace(settings, fusion=replace(program.fusion_config.preset(False), **switches))
+
+
+def of_pytorch(program, settings):
+    """FLOPs of a step as PyTorch counts them on fake tensors, as this project did before."""
+    def product(bias, left, right, **_):
+        return 2 * left[0] * left[1] * right[1]
+    batch = program.open_source(settings).batch(0)
+    with FakeTensorMode() as fake:
+        model = counting.made_in_place(program, torch.device("cpu"))(settings.model, settings.fusion)
+        given = {key: fake.from_tensor(value) for key, value in batch.items()}
+        counter = FlopCounterMode(display=False,
+                                  custom_mapping={torch.ops.aten._addmm_activation: product})
+        with counter, sdpa_kernel(SDPBackend.MATH):
+            model(**given | program.in_a_step)["loss"].backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("switches", [{}, dict(enable_flash_attention=True),
+                                      dict(enable_activation_checkpointing=True)])
+def test_it_is_pytorch_s_count(switches):
+    program = load_program(os.path.join(ROOT, "tiny_openfold_v2.py"))
+    settings = small(program, **switches)
+    assert sum(counting.flops_by_sublayer(program, settings).values()) == of_pytorch(program, settings) > 0
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_programs_here_are_counted_without_fake_tensors(name, monkeypatch):
+    monkeypatch.setattr(counting, "FakeTensorMode", lambda: pytest.fail("four times as slow"))
+    program = load_program(os.path.join(ROOT, f"{name}.py"))
+    for preset in (False, True):
+        settings = replace(small(program), fusion=program.fusion_config.preset(preset))
+        assert sum(counting.flops_by_sublayer(program, settings).values()) > 0
+
+
+def test_a_model_that_asks_for_its_device_s_autocast_is_counted():
+    settings = replace(small(SECOND), fusion=SECOND.fusion_config.preset(True))
+    batch = SECOND.open_source(settings).batch(0)
+    with pytest.raises(RuntimeError, match="autocast"):
+        counting.counted(SECOND, settings, batch, META, None)
+    found = counting.flops_by_sublayer(SECOND, settings)
+    eager = replace(settings, fusion=replace(settings.fusion, **counting.EAGER))
+    assert sum(found.values()) == of_pytorch(SECOND, eager) > 0
+
+
+def test_blocks_that_repeat_run_no_operation_again(monkeypatch):
+    made, program = [], load_program(os.path.join(ROOT, "tiny_openfold_v2.py"))
+
+    class Watched(counting.FlopCounter):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+    monkeypatch.setattr(counting, "FlopCounter", Watched)
+    few, many = (counting.flops_by_sublayer(program, small(program).having(num_blocks=n)) for n in (2, 5))
+    assert len(made[0].known) == len(made[1].known) > 20 and many["rest"] == few["rest"]
+    assert {2 * many[name] for name in program.sublayers} == {5 * few[name] for name in program.sublayers}
+
+
+def test_arguments_that_are_equal_and_not_the_same_are_told_apart():
+    with counting.FlopCounter():
+        made = [torch.full((2,), value, device=META) for value in (1, True, 1.0)]
+        assert [x.dtype for x in made] == [torch.int64, torch.bool, torch.float32]
+        assert [torch.cat(made[:n]).shape for n in (1, 2, 3)] == [(2,), (4,), (6,)]
