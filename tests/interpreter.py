@@ -68,6 +68,7 @@ def pytest_runtest_protocol(item, nextitem):
     for report in stash[started].run(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(nextitem)  # fixtures of folders that the last test of here was in
     return True
 
 

@@ -128,8 +128,8 @@ def add_what(add, vocabulary):
         help="add each fusion alone, each left out, all and none (default: off)")
     add("--all-combinations", action="store_true", help="add every combination of switches (default: off)")
     add("--switches", type=switch_list(vocabulary), metavar="LIST",
-        help="what --ablation and --all-combinations combine; others stay off (default: those of all, but "
-             "on a CPU those that change something there)")
+        help="what --ablation and --all-combinations combine (default: those of all that change something "
+             "here)")
     add("--num-steps", type=whole_number(), default=20, metavar="N",
         help="measured steps (default: %(default)s)")
     add("--warmup-steps", type=whole_number(0), default=5, metavar="N",

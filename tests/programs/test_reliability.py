@@ -74,7 +74,7 @@ def test_what_an_earlier_summary_says_is_printed_on_a_line(tmp_path, capsys):
     out = capsys.readouterr().out
     assert r"Against v\n1 of unknown date:" in out and "Peak memory: not measured in both runs" in out
     assert last_json(out)["compared_with_v1"]["differences"] == [
-        r"msa_dim a\nb -> 8", f"GPU {'x' * 60} -> None"]
+        r"msa_dim a\nb -> 8", f"gpu_name {'x' * 60} -> None"]
 
 
 def written(stream):

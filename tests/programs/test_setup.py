@@ -123,7 +123,8 @@ def test_a_venv_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
 def test_make_starts_the_activated_python(tmp_path):
     place = make_environment(tmp_path / "env", {**COMPLETE, "torch": "2.12.0"})
     done = run("make", "--no-print-directory", "test", "ARGS=-k 'two words'", env=activate(place))
-    assert done.stdout == f"stub {place / 'bin' / 'python3'} ['-n', '2', '-k', 'two words']\n", done.stderr
+    given = ["-n", "2", "--dist", "worksteal", "-k", "two words"]
+    assert done.stdout == f"stub {place / 'bin' / 'python3'} {given}\n", done.stderr
     done = run("make", "--no-print-directory", "train", env=activate(place))
     assert done.returncode == 2 and "stub " in done.stderr, done.stderr  # the stand-in for numpy or torch
 

@@ -47,7 +47,7 @@ def switch_outer_profiler(word):
     """By the project's own code, on a stand-in for the library."""
     import roctx as library
     library.install()
-    sys.path.append(str(pathlib.Path(library.__file__).resolve().parents[2]))
+    sys.path.append(str(pathlib.Path(library.__file__).resolve().parents[3]))
     from fusion_lab.measuring import roctx
     try:
         getattr(roctx, word)()
