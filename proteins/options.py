@@ -93,7 +93,7 @@ class DesignTraining(Families):
             self.require(name, needed)
 
 
-COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/LOG.md)
+COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/diary)
 
 
 @dataclass(frozen=True)
