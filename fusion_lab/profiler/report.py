@@ -64,8 +64,8 @@ def run_lines(analysis):
             f"{analysis.timestamp}, commit {(system['git_commit'] or 'unknown')[:12]}.",
             f"{analysis.program.name}: {sizes_text(analysis.program, settings)}; {sizes}; on: "
             f"{', '.join(on) or 'nothing'}.",
-            f"{counted(analysis.profile_steps, 'step')} traced after warm-up: {step['traced_ms']:.2f} ms each "
-            f"under the profiler, {step['untraced_ms']:.2f} ms without it (median). Shares are of "
+            f"{counted(analysis.profile_steps, 'step')} traced after warm-up: {step['traced_ms']:.2f} ms "
+            f"each under the profiler, {step['untraced_ms']:.2f} ms without it (median). Shares are of "
             f"{analysis.time_kind}, {analysis.total_us / 1e3:.2f} ms per step."]
 
 
