@@ -3,11 +3,11 @@
 
     python benchmarks/measure_fusion.py --out OUT              # everything, some minutes
     python benchmarks/measure_fusion.py --out OUT --part compare --shapes "4,64,16" --precisions fp32
-    python benchmarks/measure_fusion.py --render OUT/fusion.json           # tables into README.md
+    python benchmarks/measure_fusion.py --render OUT/fusion.json           # tables into tables.md
 
 Every pair of shape and precision is a process of its own; its variants are interleaved. Writes
 OUT/fusion.json after each; --render puts its tables, and those of further files, between the markers of
-benchmarks/README.md, so that no table is typed by hand.
+benchmarks/tables.md, so that no table is typed by hand.
 """
 import argparse
 import itertools
@@ -197,7 +197,7 @@ def roofline_part(options, out, results, save):
 
 
 def tables(result):
-    """Markdown lines for benchmarks/README.md from the content of fusion.json."""
+    """Markdown lines for benchmarks/tables.md from the content of fusion.json."""
     lines = [f"`{result['command']}`, {result['timestamp']}"]
     checks = []
     for name, part in result["compare"].items():
@@ -235,9 +235,9 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 def render(paths):
-    """Replace what is between the markers in README.md by the tables of result files."""
-    readme, parts = ROOT / "benchmarks" / "README.md", []
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    """Replace what is between the markers in tables.md by the tables of result files."""
+    page, parts = ROOT / "benchmarks" / "tables.md", []
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     for path in paths:
         try:
@@ -245,7 +245,7 @@ def render(paths):
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: no result of this program") from None
     body = "\n\n".join(parts)
-    write_text(readme, f"{before}{BEGIN}\n{body}\n{END}{after}")
+    write_text(page, f"{before}{BEGIN}\n{body}\n{END}{after}")
 
 
 def parse_shapes(text):
@@ -270,7 +270,7 @@ def main(argv=None):
     parser = Parser(prog="measure_fusion.py", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="directory for fusion.json and logs")
     parser.add_argument("--render", metavar="JSON", nargs="+",
-                        help="write the tables of these results into benchmarks/README.md")
+                        help="write the tables of these results into benchmarks/tables.md")
     parser.add_argument("--part", choices=("all", "compare", "roofline"), default="all",
                         help="(default: all)")
     parser.add_argument("--shapes", type=parse_shapes, default=parse_shapes(SHAPES), metavar='"B,S,N ..."',

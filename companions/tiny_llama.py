@@ -114,6 +114,7 @@ from fusion_lab.kernels.library.custom_gradients import recomputed
 from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import at_least_float32
 from fusion_lab.training.checkpoints import put
+from fusion_lab.training.files import counted
 from fusion_lab.training.models import put_weights, read_weights
 from fusion_lab.training.recipe import average
 from tiny_openfold_v2 import Trainer, main
@@ -335,7 +336,8 @@ def start_lines(trainer):
     c, weight = trainer.settings.model, trainer.model.model.embed_tokens.weight
     kernel = causal_kernel((c.num_heads, c.num_kv_heads, c.num_kv_heads), c.seq_len,
                            c.hidden_size // c.num_heads, weight.device, trainer.amp_dtype or weight.dtype)
-    return dict(sizes=f"{c.num_layers} blocks, c {c.hidden_size}, heads {c.num_heads} and {c.num_kv_heads}",
+    return dict(sizes=f"{counted(c.num_layers, 'block')}, c {c.hidden_size}, heads {c.num_heads} and "
+                f"{c.num_kv_heads}",
                 remarks=dict(enable_flash_attention=kernel))
 
 

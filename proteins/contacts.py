@@ -10,7 +10,7 @@ import torch
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, require_directory, set_aside
+from fusion_lab.training.files import UserError, counted, require_directory, set_aside
 from proteins import maps
 from proteins.files import LETTERS
 
@@ -101,7 +101,7 @@ def contact_line(evaluation):
             mean = {key: statistics.fmean(p[key] for p in proteins.values())
                     for key in ("p_l2", "p_l", "chance")}
             parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
-                         f"chance {mean['chance']:.3f} ({len(proteins)} proteins)")
+                         f"chance {mean['chance']:.3f} ({counted(len(proteins), 'protein')})")
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 
 
@@ -116,7 +116,8 @@ def closing(trainer, source, evaluations):
         show_one(trainer, source, held_out, picture)
     found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
     print(f"In words: after step {trainer.step_number}, {found:.0f}% of the residue pairs that the model is "
-          f"surest of do touch, in {len(held_out)} proteins it never saw; by chance {chance:.0f}% would.")
+          f"surest of do touch, in {counted(len(held_out), 'protein')} it never saw; "
+          f"by chance {chance:.0f}% would.")
 
 
 def show_one(trainer, source, held_out, picture):

@@ -12,6 +12,7 @@ import torch
 
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import counted
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.models import put_weights, read_weights, refuse_other_sizes
 from proteins import backbones, files
@@ -192,7 +193,7 @@ def evaluation_line(evaluation):
         if evaluation[group]:
             share, perplexity, count = pooled(evaluation[group])
             parts.append(f"{group.replace('_', '-')} recovery {share:.3f} perplexity {perplexity:.2f} "
-                         f"({len(evaluation[group])} proteins, {count} residues)")
+                         f"({counted(len(evaluation[group]), 'protein')}, {count} residues)")
     if yardsticks := evaluation["yardsticks"]:
         parts.append(f"always {yardsticks['constant']}: {yardsticks['recovery']:.3f}, background perplexity "
                      f"{yardsticks['perplexity']:.2f}")
@@ -207,8 +208,8 @@ def closing(trainer, source, evaluations):
         yardsticks = final["yardsticks"]
         best = "" if source.real else f", {100 * BEST_RECOVERY:.0f}% could be"
         print(f"In words: after step {trainer.step_number} it names {100 * share:.0f}% of {count} residues "
-              f"of {len(final['held_out'])} proteins it never saw, by backbone and residues before; "
-              f"always {yardsticks['constant']} would be {100 * yardsticks['recovery']:.0f}%{best}.")
+              f"of {counted(len(final['held_out']), 'protein')} it never saw, by backbone and residues "
+              f"before; always {yardsticks['constant']} would be {100 * yardsticks['recovery']:.0f}%{best}.")
 
 
 # --- Design ---------------------------------------------------------------------------------------------

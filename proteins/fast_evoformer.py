@@ -155,7 +155,7 @@ class OuterProductMeanTwin(SubLayerTwin):
 
     def reassociates(self, sides):
         if self.plan.outer_product_mean and dispatch.runs(sides):
-            return self.fusion.reassociates(*sides.shape[:3], at_most=False)  # level at 4 N = S (LOG.md)
+            return self.fusion.reassociates(*sides.shape[:3], at_most=False)  # level at 4 N = S (the diary)
         return super().reassociates(sides)
 
     def forward(self, msa, row_mask=None, onto=None):

@@ -93,7 +93,7 @@ class DesignTraining(Families):
             self.require(name, needed)
 
 
-COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/LOG.md)
+COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/diary)
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class TritonSwitches(options.Switches):
     """Triton kernels of this project, for a GPU (docs/kernels.md)."""
     enable_triton_attention: bool = option(False, "attention, its gate and, where widths fit, the whole "
                                            "sub-layer round it", ultra=True, rung=8)
-    enable_triton_triangle: bool = option(False, "triangle multiplication round GEMMs", ultra=True, rung=9)
-    enable_triton_outer_layout: bool = option(False, "outer product mean, not re-associated: no copies of "
-                                              "its (S, S, h*h) tensors", ultra=True, rung=10)
-    enable_triton_relu: bool = option(False, "transitions: ReLU, its gradient and more in the kernels of "
-                                      "their products", ultra=True, rung=11)
-    enable_triton_weight_gradients: bool = option(False, "a block's small gradients and sums together",
-                                                  ultra=True, rung=12, alone=False)
+    enable_triton_triangle: bool = option(False, "triangle multiplication but for its large GEMM",
+                                          ultra=True, rung=9)
+    enable_triton_outer_layout: bool = option(False, "outer product mean in its plain order, without "
+                                              "copies of (S, S, h*h) tensors", ultra=True, rung=10)
+    enable_triton_relu: bool = option(False, "transitions, from LayerNorm to residual", ultra=True, rung=11)
+    enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
+                                                  "one launch each", ultra=True, rung=12, alone=False)
 
     RETIRED = dict(enable_triton_projection="enable_triton_attention",
                    enable_triton_sums="enable_triton_weight_gradients",

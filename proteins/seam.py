@@ -5,7 +5,7 @@ import torch
 
 from fusion_lab.kernels import dispatch
 from fusion_lab.kernels.library import attention_choice
-from fusion_lab.training.files import MISSING, UserError
+from fusion_lab.training.files import MISSING, UserError, counted
 from proteins import files
 from proteins.fast_evoformer import Plan
 
@@ -61,7 +61,7 @@ def start_lines(trainer):
     c, model = trainer.settings.model, trainer.model
     counts = model.get_fusion_statistics()
     kernel = model.attention_kernel(trainer.amp_dtype)
-    return dict(sizes=f"{c.num_blocks} blocks, c_m {c.msa_dim}, c_z {c.pair_dim}, heads {c.msa_heads} and "
-                f"{c.pair_heads}", remarks=dict(enable_flash_attention=kernel),
+    return dict(sizes=f"{counted(c.num_blocks, 'block')}, c_m {c.msa_dim}, c_z {c.pair_dim}, "
+                f"heads {c.msa_heads} and {c.pair_heads}", remarks=dict(enable_flash_attention=kernel),
                 last=f"Kernel Reduction: {counts['kernel_reduction_percent']}% "
                 f"({counts['total_kernel_reduction']} fewer kernels) [nominal]")

@@ -8,6 +8,7 @@ import torch
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
 from fusion_lab.training.feeding import batch_of, to_device
+from fusion_lab.training.files import counted
 from fusion_lab.training.machine import MEGABYTE
 
 
@@ -86,7 +87,7 @@ def warm_up(trainer, source, stop=None):
     times, batch = [], to_device(batch_of(source, trainer.step_number, trainer.world),
                                 trainer.device)
     compiling = trainer.settings.fusion.enable_torch_compile
-    print(f"Warming up: {trainer.training.warmup_steps} steps, then counting memory and launches"
+    print(f"Warming up: {counted(trainer.training.warmup_steps, 'step')}, then counting memory and launches"
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         for _ in range(trainer.training.warmup_steps):

@@ -8,7 +8,7 @@ import torch
 
 from fusion_lab.measuring import roctx
 from fusion_lab.training import distributed
-from fusion_lab.training.files import write_json
+from fusion_lab.training.files import counted, write_json
 from fusion_lab.training.machine import MEGABYTE
 
 
@@ -122,7 +122,8 @@ class Profiling:
         if self.profiler:
             self.profiler.__exit__(*error)
             self.trace = next(iter(self.traces() - self.earlier), None)
-            print(f"PyTorch profiler: trace of up to {self.traced_steps} steps in {self.config.profile_dir}")
+            print(f"PyTorch profiler: trace of up to {counted(self.traced_steps, 'step')} in "
+                  f"{self.config.profile_dir}")
         self.hooks.__exit__(*error)
         if self.config.enable_memory_profiling and error[0] is None:
             self.write_memory_profile()

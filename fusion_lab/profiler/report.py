@@ -9,7 +9,7 @@ from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.measuring.trace.attribution import ANALYSIS
 from fusion_lab.profiler.plots import HISTOGRAM, SUBLAYERS, TIMELINE, write_plots
-from fusion_lab.training.files import UserError, write_json, write_text
+from fusion_lab.training.files import UserError, counted, write_json, write_text
 from fusion_lab.training.machine import MEGABYTE
 from fusion_lab.training.reading import read_json
 
@@ -64,8 +64,8 @@ def run_lines(analysis):
             f"{analysis.timestamp}, commit {(system['git_commit'] or 'unknown')[:12]}.",
             f"{analysis.program.name}: {sizes_text(analysis.program, settings)}; {sizes}; on: "
             f"{', '.join(on) or 'nothing'}.",
-            f"{analysis.profile_steps} steps traced after warm-up: {step['traced_ms']:.2f} ms each under the "
-            f"profiler, {step['untraced_ms']:.2f} ms without it (median). Shares are of "
+            f"{counted(analysis.profile_steps, 'step')} traced after warm-up: {step['traced_ms']:.2f} ms "
+            f"each under the profiler, {step['untraced_ms']:.2f} ms without it (median). Shares are of "
             f"{analysis.time_kind}, {analysis.total_us / 1e3:.2f} ms per step."]
 
 

@@ -37,7 +37,7 @@ from fusion_lab.study.regression import check, read_reference, spoken
 from fusion_lab.study.results import Results
 from fusion_lab.study.runner import VISIBLE_GPUS, Runner, duration, run_points, seconds_left
 from fusion_lab.study.summary import gain_of, summarise
-from fusion_lab.training.files import FAILED, NO_GPU, OK, UserError, exit_code
+from fusion_lab.training.files import FAILED, NO_GPU, OK, UserError, counted, exit_code
 from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device, cpu_name
 from fusion_lab.training.program import load_program
@@ -74,7 +74,7 @@ def dry_run(options, study):
     for point in todo:
         print(f"{point}: {shlex.join(study.flags(point.shape, point.setting))}")
     basis = "from the finished ones" if rows else "a guess: start-up and compilation, steps not counted"
-    print(f"{len(todo)} points to run, {len(points) - len(todo)} finished; about "
+    print(f"{counted(len(todo), 'point')} to run, {len(points) - len(todo)} finished; about "
           f"{duration(seconds_left(study, todo, rows, options.jobs))} ({basis})")
     return OK
 

@@ -5,6 +5,7 @@ import numpy as np
 
 from fusion_lab.study.statistics import mean_ratio_interval, ratio_interval
 from fusion_lab.study.summary import INTERVAL, gain_of
+from fusion_lab.training.files import counted
 
 TEXT_COLUMNS = {"shape", "setting", "switch", "switch, or pair", "of", "in", "at", "over"}
 REASON_COLUMNS = {"reason", "passed over"}
@@ -140,7 +141,7 @@ def findings(summary):
                                  summary.vocabulary.principal(summary.study.settings))]
     failed = sum(p.n_failed for p in summary.points)
     if failed:
-        items.append(f"{failed} runs failed; their reasons are in a table below.")
+        items.append(f"{counted(failed, 'run')} failed; the reasons are in a table below.")
     if len(summary.machines) > 1:
         items.append("<b>The runs come from more than one machine or version.</b>")
     if any(p.n == 2 for p in summary.points):

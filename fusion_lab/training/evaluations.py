@@ -4,7 +4,7 @@ import contextlib
 import torch
 
 from fusion_lab.training.checkpoints import save
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import UserError, counted
 from fusion_lab.training.program import nothing
 
 
@@ -72,4 +72,5 @@ class Evaluations:
             return None
         return (f"Best evaluation: {best['score']:.3f} after step {best['step']}"
                 + (f", saved in {path}" if path else "")
-                + (f"; stopped, as {best['since']} since were no better" if self.stopped else ""))
+                + (f"; stopped: the next {counted(best['since'], 'evaluation')} brought nothing better"
+                   if self.stopped else ""))

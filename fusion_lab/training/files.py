@@ -270,6 +270,11 @@ def printable(text):
     return "".join(c if c.isprintable() or "\udc80" <= c <= "\udcff" else ascii(c)[1:-1] for c in str(text))
 
 
+def counted(number, noun):
+    """As in "1 step" and "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def exit_code(run, argv, program, speaks=lambda code: True):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code, if
     speaks(code), which may leave it to another process."""

@@ -89,7 +89,7 @@ def print_ending(trainer, paths, evaluations):
         print(f"Interrupted at step {done} of {planned}"
               + ("" if saved else "; without --save-checkpoint FILE there is nothing to continue from"))
     elif evaluations.unfinished():
-        print("Interrupted in the last evaluation: it is of a part, or missing")
+        print("Interrupted in the last evaluation: it is incomplete or missing")
     print(f"Written: {', '.join(path for path in paths if path)}")
     if saved and done == planned and trainer.training.lr_schedule != "constant":
         print(f"Its learning rate has come down to 0; to go on: --init-from {shlex.quote(saved)}")

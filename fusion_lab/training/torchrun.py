@@ -33,7 +33,7 @@ def place():
         raise UserError(f"{' '.join(f'{name}={os.environ[name]}' for name in COUNTS)}: this cannot be; "
                         "each rank must be less than its size; torchrun sets them")
     if found.size > 1 and (absent := [name for name in MEETING_POINT if not os.environ.get(name)]):
-        raise UserError(f"{', '.join(absent)}: not set: where do {found.size} ranks meet? torchrun sets it")
+        raise UserError(f"{', '.join(absent)}: not set, but {found.size} ranks need it; torchrun sets it")
     return found
 
 

@@ -229,7 +229,7 @@ def test_how_to_go_on(capsys):
         written]
     assert said(3, None, stopped=True) == ["stopped", written]
     assert said(10, None, unfinished=True) == [
-        "Interrupted in the last evaluation: it is of a part, or missing", written]
+        "Interrupted in the last evaluation: it is incomplete or missing", written]
     assert said(10, "a b.pt", schedule="cosine")[1].endswith("--init-from 'a b.pt'")
     assert said(3, "a b.pt", schedule="cosine")[2] == f"{go_on} 10"
 

@@ -102,7 +102,8 @@ def test_the_best_evaluation_in_words():
         assert found.take(step, trainer.stop) == f"line {found.by_step[step]}"
         assert found.stopped == (number > 2)
     assert trainer.finals == [False] * 4 + [True] and trainer.best == dict(score=0.75, step=1, since=2)
-    assert found.in_words() == "Best evaluation: 0.750 after step 1; stopped, as 2 since were no better"
+    assert found.in_words() == "Best evaluation: 0.750 after step 1; stopped: the next 2 evaluations "\
+        "brought nothing better"
     assert not found.unfinished()
     found.interrupted = True
     assert found.unfinished()

@@ -202,8 +202,9 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))],
-                         ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "models" / "README.md", *sorted((ROOT / "benchmarks").rglob("*.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if not link.startswith("https://") and link not in ON_ITS_SITE:

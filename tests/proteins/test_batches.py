@@ -338,7 +338,7 @@ def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
         b=dict(p_l2=1.0, p_l=0.5, chance=0.25), c=dict(p_l2=0.5, p_l=0.0, chance=0.05)))
     assert contacts.scores(evaluation) == {"training P(L/2)": 0.5, "held-out P(L/2)": 0.75}
     assert contacts.contact_line(evaluation) == (
-        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 (1 proteins) | "
+        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 (1 protein) | "
         "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 (2 proteins)")
     empty = dict(training={}, held_out={})
     assert contacts.scores(empty) == {}

@@ -341,7 +341,7 @@ def test_means_over_proteins():
     assert contacts.scores(found) == {"training P(L/2)": 0.75, "held-out P(L/2)": 0.5}
     assert contacts.contact_line(found) == (
         "Contacts: training P(L/2) 0.750 P(L) 0.500 chance 0.250 (2 proteins) | held-out P(L/2) 0.500 "
-        "P(L) 0.250 chance 0.125 (1 proteins)")
+        "P(L) 0.250 chance 0.125 (1 protein)")
     assert contacts.contact_line(dict(training={})) == "Contacts: no protein has enough coordinates"
 
 
@@ -392,7 +392,7 @@ def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, s
     contacts.closing(trainer, source, evaluations)
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == ("In words: after step 7, 100% of the residue pairs that the model is surest of do "
-                    "touch, in 1 proteins it never saw; by chance 38% would.")
+                    "touch, in 1 protein it never saw; by chance 38% would.")
     path = str(tmp_path / "contacts")
     text = contact_map_text(source.probability, source.coords, source.coord_mask).splitlines()
     assert lines == ["x, which it never saw:", *text] * shows + [

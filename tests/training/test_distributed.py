@@ -132,9 +132,9 @@ def test_one_alone_asks_nobody():
      "must be less than its size; torchrun sets them", False),
     (dict(RANK="2 2 0 1"), "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1: this cannot be; each rank "
      "must be less than its size; torchrun sets them", False),
-    (dict(RANK="1 2 0 1", MASTER_ADDR="a"), "MASTER_PORT: not set: where do 2 ranks meet? torchrun sets it",
+    (dict(RANK="1 2 0 1", MASTER_ADDR="a"), "MASTER_PORT: not set, but 2 ranks need it; torchrun sets it",
      False),
-    (dict(RANK="1 2 0 1"), "MASTER_ADDR, MASTER_PORT: not set: where do 2 ranks meet? torchrun sets it",
+    (dict(RANK="1 2 0 1"), "MASTER_ADDR, MASTER_PORT: not set, but 2 ranks need it; torchrun sets it",
      False)])
 def test_what_torchrun_says(environment, place, first, monkeypatch):
     for name in (*torchrun.COUNTS, *torchrun.MEETING_POINT):

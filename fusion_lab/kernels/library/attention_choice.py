@@ -1,4 +1,4 @@
-"""Which implementation of attention runs, and FlexAttention called so that it pays (benchmarks/LOG.md)."""
+"""Which implementation of attention runs, and FlexAttention called so that it pays (benchmarks/diary)."""
 from functools import cache
 
 import torch
@@ -11,7 +11,7 @@ from fusion_lab.kernels.limits import HAS_TRITON, WIDEST_HEAD
 from fusion_lab.kernels.precision import strict_float32
 
 FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
-TRITON_DTYPES = (torch.float16, torch.bfloat16)  # float32 goes 1.1 times beyond the 3x rule (LOG.md)
+TRITON_DTYPES = (torch.float16, torch.bfloat16)  # float32 goes 1.1 times beyond the 3x rule (the diary)
 CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD's architectures with matrix cores, MI100 to MI350
 SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 
@@ -78,7 +78,7 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
     requested is what --attention-backend says; strict: products are float32 throughout; width of a head,
     length of a row; biased: with a bias that is trained; arch: an AMD GPU's, else "". FlexAttention is the
     one PyTorch kernel that neither copies a bias shared by many rows nor writes the bias gradient once per
-    row. "auto" goes by measurements on NVIDIA and on CPU (benchmarks/LOG.md); on AMD nothing was measured.
+    row. "auto" goes by measurements on NVIDIA and on CPU (benchmarks/diary); on AMD nothing was measured.
     """
     flex_fits = on_gpu and HAS_TRITON and dtype != torch.float64 and width in FLEX_WIDTHS
     if requested == "flex" and not flex_fits:
@@ -94,7 +94,7 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
     if on_gpu and strict:
         # FlexAttention's products are 1.4 times slower in float32 without TF32. SDPA's kernel makes each of
         # three truncated TF32 products, which all err to the same side: single results are 2 to 5 times, sums
-        # of many (gradients of weights) 100 times as wrong as float32 is (LOG.md).
+        # of many (gradients of weights) 100 times as wrong as float32 is (the diary).
         return "math"
     if biased:
         return "flex" if flex_fits else "sdpa"
@@ -110,7 +110,7 @@ def chosen(requested, q, biased):
 
 NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing
 BACKWARD_TILES = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
-                      bwd_num_stages=2)  # within 4% of the fastest of six on an H200 (benchmarks/LOG.md)
+                      bwd_num_stages=2)  # within 4% of the fastest of six on an H200 (benchmarks/diary)
 
 
 def prepare_flex_attention(device):

@@ -156,7 +156,7 @@ def on_several(program, settings, step_s, gpus, link):
     """The bound of a step on so many GPUs, each with such a batch; printed and returned as a dict."""
     size = 4 * sum(p.numel() for p in unfused_on_meta(program, settings).parameters())  # gradients, float32
     seconds, share = step_on(gpus, step_s, size, link)
-    print(f"Predicted for {gpus} GPUs, not measured; {size / 1e6:.1f} MB of gradients, hidden by nothing:")
+    print(f"Predicted for {gpus} GPUs, not measured; {size / 1e6:.1f} MB of gradients that nothing hides:")
     print("\n".join(aligned(gpu_rows(step_s, settings.training.batch_size, size, link, (1, gpus)))))
     return dict(count=gpus, step_s=seconds, share_of_perfect=share, gradient_bytes=size, link=vars(link))
 

@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Draw the README's plot from the raw results: time and peak memory of a training step at B1 S256 N64.
+
+    python benchmarks/plot_results.py > docs/results.svg
+
+Plain SVG, written here, so that the same results give the same bytes and a test can compare them.
+"""
+import json
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SHAPE = "B1 S256 N64"
+ROWS = (  # what the plot calls it, raw file, its name there
+    ("plain PyTorch, float32", "fusion_h200_2026-11-21_b1_s256_n64.json", "baseline"),
+    ("bfloat16, compiled, CUDA graph", "ladder_h200_2026-11-21.json", "+ compile"),
+    ("every PyTorch fusion", "ladder_h200_2026-11-23.json", "best"),
+    ("our Triton kernels", "ladder_h200_2026-11-24.json", "ultra"),
+    ("... and selective checkpointing", "ladder_h200_2026-11-24.json", "ultra, selective checkpointing"),
+)
+LEFT, BAR, GAP, LINE = 230, 220, 88, 27  # pixels: labels, longest bar, room for a number, one row
+COLORS = ("#8a8a8a", "#8a8a8a", "#8a8a8a", "#1f6fb4", "#1f6fb4")  # grey: PyTorch's; blue: ours
+
+
+def figures(file, name, shape=SHAPE):
+    """(milliseconds, MB) of a training step, from a raw file of measure_fusion.py or measure_ladder.py."""
+    result = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    if "compare" in result:
+        row = next(r for r in result["compare"][f"{shape} fp32"]["variants"] if r["name"] == name)
+        return 1e3 * row["median_batch_time"], row["peak_memory_mb"]
+    row = next(r for r in result["rows"] if r["name"] == f"{shape} | {name}")
+    return row["median_ms"], row["peak_mb"]
+
+
+def panel(x, title, numbers, unit):
+    """One column of bars, the longest BAR wide, each with its number behind it."""
+    yield f'<text x="{x}" y="22" font-weight="bold">{title}</text>'
+    for row, (number, color) in enumerate(zip(numbers, COLORS, strict=True)):
+        width, y = BAR * number / max(numbers), 36 + LINE * row
+        yield f'<rect x="{x}" y="{y}" width="{width:.1f}" height="18" fill="{color}"/>'
+        text = f"{number:.2f}" if number < 100 else f"{number:,.0f}"
+        yield f'<text x="{x + width + 5:.1f}" y="{y + 13}">{text} {unit}</text>'
+
+
+def drawing():
+    times, memory = zip(*(figures(file, name) for _, file, name in ROWS), strict=True)
+    width, height = LEFT + 2 * (BAR + GAP), 46 + LINE * len(ROWS)
+    second = LEFT + BAR + GAP
+    labels = [f'<text x="{LEFT - 8}" y="{49 + LINE * row}" text-anchor="end">{label}</text>'
+              for row, (label, _, _) in enumerate(ROWS)]
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="sans-serif" font-size="13" role="img">',
+        f"<title>Training step at {SHAPE}, one NVIDIA H200: time and peak memory</title>",
+        f'<rect width="{width}" height="{height}" fill="white"/>', *labels,
+        *panel(LEFT, "time of a training step", times, "ms"),
+        *panel(second, "peak memory", memory, "MB"), "</svg>"]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(drawing())
