@@ -4,8 +4,8 @@
     python profile_summary.py DIR --compare EARLIER  # against another run
     python profile_summary.py DIR --json             # for programs
 
-Reads *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and of `rocpd convert`, rocpd
-databases (*.db), and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
+Reads rocpd databases (*.db), else *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and
+of `rocpd convert`, and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
 standard library only, works offline, writes nothing.
 """
 import json
@@ -114,7 +114,7 @@ def summarize(directory):
 
     counters = counter_figures(directory)
     counting = counters["counters"] or counters["counter_averages"]  # which keeps kernels apart
-    traced = kernels.source in records.OF_ROCPROFV3 and not counting
+    traces = timeline.read_traces(directory) if kernels.source in records.OF_ROCPROFV3 else []
 
     def share(time):
         return 100 * time / total if total else 0.0
@@ -135,9 +135,10 @@ def summarize(directory):
         "top_kernels": [{"name": name, "kind": kind_of_kernel(name), "calls": calls, "time_ms": time / 1e6,
                          "average_us": time / calls / 1e3, "percent": share(time)}
                         for name, (calls, time) in ordered[:TOP_KERNELS]],
-        "gpu_busy_percent": timeline.busy_percent(directory) if traced else None,
+        "gpu_busy_percent": None if counting else timeline.busy_percent(traces),
+        "graphs": timeline.graph_launches(traces),
         "by_range": [{"range": name, "launches": calls, "time_ms": time / 1e6, "percent": share(time)}
-                     for name, (calls, time) in sorted(timeline.time_by_range(directory).items(),
+                     for name, (calls, time) in sorted(timeline.time_by_range(traces).items(),
                                                        key=lambda item: -item[1][1])],
         "memory_copies": records.read_memory_copies(directory), **counters,
     }
@@ -161,6 +162,9 @@ def render(summary):
     if summary["gpu_busy_percent"] is not None:
         busy = summary["gpu_busy_percent"]
         lines += [f"GPU busy         {busy:12.1f} %  of the time from first to last kernel"]
+    if summary["graphs"]:
+        lines += ["HIP graphs       {launches:12d}    with {kernels} kernels, {time_ms:.3f} ms".format(
+            **summary["graphs"])]
     if summary["memory_gb_per_s"] is not None:
         lines += [f"Memory traffic   {summary['memory_gb_per_s']:12.1f} GB/s while kernels ran"]
     if summary["memory_copies"]:

@@ -11,8 +11,8 @@ from fusion_lab.rocm import machine
 from fusion_lab.rocm.failures import STABLE_CLOCKS, known_failure
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
 
-CHOOSE_TOOL = ("Take both from one: PATH=$(rocm-sdk path --bin):$PATH for wheels, ROCM_PATH=/opt/rocm-X.Y "
-               "for packages, or another PYTHON.")
+CHOOSE_TOOL = ("Take both from one: PYTHON=venv/bin/python where pip installed torch and ROCm, or a torch that "
+               "was built for the ROCm of ROCM_PATH.")
 JOIN_GROUPS = ("Join its groups (sudo usermod -aG render,video $USER) and log in again; in a container, "
                "--group-add video --group-add render")
 
@@ -24,12 +24,12 @@ class Problem:
     advice: str
 
 
-def tool_problems(tool, install_hint, old_pandas=True):
+def tool_problems(tool, install_hint):
     if tool.path is None:
         rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
         yield Problem(MISSING, f"{tool.name} not found on PATH and in {rocm}/bin", install_hint)
     elif tool.trouble:
-        said, _, advice = known_failure(tool.trouble, old_pandas) or (
+        said, _, advice = known_failure(tool.trouble) or (
             tool.trouble.splitlines()[-1], MISSING, f"See what {shlex.join([tool.path, '--help'])} prints.")
         yield Problem(MISSING, f"{tool.path} does not start ({said})", advice)
 
@@ -77,13 +77,27 @@ def render_problems():
         yield Problem(NO_GPU, f"no permission for {nodes[0]}", f"{JOIN_GROUPS}.")
 
 
-def architecture_problems(executable, newest_only):
-    """rocprof-compute knows CDNA, and in its newest releases the RDNA of some Ryzen processors."""
-    names = machine.architectures()
-    newer = "gfx115" if not newest_only else "none"
-    known = [name for name in names if not machine.is_rdna(name) or name.startswith(newer)]
-    if names and not known:
-        yield Problem(FAILED, f"{executable} does not know {', '.join(sorted(set(names)))}",
+# The first release of rocprof-compute that knows a GPU of a Ryzen processor; it knows no other RDNA, and every
+# Instinct. Then the first that draws its roofline; None: none does so far.
+RYZEN = {"gfx1150": "7.14", "gfx1151": "7.13", "gfx1152": "7.14", "gfx1153": "10.0"}
+ROOFLINE = {"gfx908": None, "gfx942": "6.4", "gfx1150": "10.0", "gfx1151": "10.0", "gfx1152": "10.0",
+            "gfx1153": None, "gfx1250": None}
+
+
+def lacking_architectures(first, before):
+    """The GPUs here, if none is for this release: first, {name: the release it came with, None for never};
+    before(release) tells whether the tool's is an earlier one."""
+    names = sorted(set(machine.architectures()))
+    there = [name for name in names if name not in first or first[name] and not before(first[name])]
+    return [] if there else names
+
+
+def architecture_problems(executable, before):
+    """What rocprof-compute would refuse after a run of the program."""
+    others = dict.fromkeys(filter(machine.is_rdna, machine.architectures()))
+    names = lacking_architectures({**others, **RYZEN}, before)
+    if names:
+        yield Problem(FAILED, f"{executable} does not know {', '.join(names)}",
                       "./run_rocprofv3.sh --pmc counts on this GPU.")
 
 

@@ -131,13 +131,13 @@ def signal_group(process, number):
         os.killpg(process.pid, number)
 
 
-def failure(ended, log_text, old_pandas=True):
+def failure(ended, log_text):
     """(exit code, reason) of a command that did not end well."""
     if ended.interrupted:
         return 128 + ended.interrupted, f"got {signal.Signals(ended.interrupted).name}"
     if ended.timed_out:
         return TIMEOUT, f"stopped after {ended.seconds:.0f} s by --timeout"
-    known = known_failure(log_text, old_pandas)
+    known = known_failure(log_text)
     if known:
         return known[1], f"{known[0]}. {known[2]}"
     number = -ended.code if ended.code < 0 else ended.code - 128

@@ -1,7 +1,8 @@
-"""Reading what AMD's profilers write: CSV of every rocprofv3 and rocprof-compute generation, and rocpd.
+"""Reading what AMD's profilers write: rocpd, and CSV of every rocprofv3 and rocprof-compute generation.
 
-Columns are found by name, because their order and number changed with ROCm 6.3, 7.0 and rocpd. Times are in
-nanoseconds. Standard library only.
+A run is read once: from its databases, or from its CSV where it has none, since releases from 10.0 on write
+both. Columns are found by name, because their order and number changed. Times are in nanoseconds. Standard
+library only.
 """
 import contextlib
 import csv
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 from fusion_lab.training.files import UserError
 from fusion_lab.training.reading import read_regular, require_regular
 
-OF_ROCPROFV3 = ("kernel statistics CSV", "kernel trace CSV", "rocpd database")
-KERNEL_FILES = ("*kernel_stats.csv", "*kernel_trace.csv", "*.db", "pmc_perf*.csv", "results_pmc_perf_*.csv",
+OF_ROCPROFV3 = ("rocpd database", "kernel statistics CSV", "kernel trace CSV")
+KERNEL_FILES = ("*.db", "*kernel_stats.csv", "*kernel_trace.csv", "pmc_perf*.csv", "results_pmc_perf_*.csv",
                 "results_pmc_perf_*.csv.gz")
 WORKLOADS = "workloads"  # of rocprof-compute: workloads/NAME/GPU, with folders of their own in newer releases
 PASS = re.compile(r"pass_\d+")  # of rocprofv3, which runs a program again for each group of counters
@@ -74,16 +75,16 @@ def result_folders(directory):
     return found
 
 
-def result_files(directory, pattern):
+def result_files(directory, pattern, every_pass=False):
     """Regular files of the run in a directory, without those that were set aside and without lists that a
-    profiler was given. Of several passes over the same program the first counts."""
+    profiler was given. Of several passes over the same program the first counts, or every one."""
     files = []
     for path in sorted(path for folder in result_folders(directory) for path in folder.glob(pattern)):
         folders = path.relative_to(directory).parts
         if not any(".old-" in folder for folder in folders) and OWN_INPUT not in folders and path.is_file():
             files.append(path)
     passes = sorted({pass_of(path) or "" for path in files} - {""})
-    return [path for path in files if pass_of(path) in (None, *passes[:1])]
+    return files if every_pass else [path for path in files if pass_of(path) in (None, *passes[:1])]
 
 
 def has_kernels(directory):
@@ -228,7 +229,7 @@ def query_rocpd(path, *queries, names=1):
             try:
                 rows = connection.execute(query).fetchall()
                 return [[*map(str, row[:names]), *map(number, row[names:])] for row in rows]
-            except sqlite3.OperationalError as error:  # no such table or view: not this generation
+            except sqlite3.OperationalError as error:  # no such table or column: not this generation
                 problem = error
             except (sqlite3.Error, TypeError, ValueError) as error:
                 problem = error
@@ -242,31 +243,34 @@ NANOSECONDS = """CASE SUM(typeof(k."end") != 'integer' OR typeof(k.start) != 'in
 
 
 def read_rocpd(path):
-    rows = query_rocpd(
-        path, f"SELECT s.display_name, COUNT(*), {NANOSECONDS}, 1 FROM rocpd_kernel_dispatch k JOIN "
-        "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid GROUP BY 1",
-        "SELECT name, total_calls, total_duration, 1000 FROM top_kernels")  # this view is in microseconds
-    return of_calls(path, ((name, calls, time * factor) for name, calls, time, factor in rows))
+    return of_calls(path, query_rocpd(
+        path, f"SELECT s.display_name, COUNT(*), {NANOSECONDS} FROM rocpd_kernel_dispatch k JOIN "
+        "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid GROUP BY 1"))
 
 
-def optional_rocpd(directory, query, names=0):
-    """Rows of all databases below directory; none where they lack the tables, as other generations do."""
-    for path in result_files(directory, "*.db"):
-        with contextlib.suppress(Unreadable):
-            yield from query_rocpd(path, query, names=names)
+def optional_rocpd(path, *queries, names=0):
+    """The same as query_rocpd; none where the database lacks the tables, as other generations do."""
+    with contextlib.suppress(Unreadable):
+        return query_rocpd(path, *queries, names=names)
+    return []
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Kernels, copies, counters of a result directory
 
+def timed(path):
+    """Has a CSV file the columns of kernels? rocprof-compute has lists of dispatches without times, too."""
+    return {"kernelname", *TIMES} <= set(map(plain, read_header(path)))
+
+
 def read_kernels(directory):
     """Kernels, from the best source there is."""
     sources = zip((*OF_ROCPROFV3, *["rocprof-compute counters"] * 3), KERNEL_FILES,
-                  (read_stats, read_trace, read_rocpd, read_trace, *[read_long_form] * 2), strict=True)
+                  (read_rocpd, read_stats, read_trace, read_trace, *[read_long_form] * 2), strict=True)
     for source, pattern, reader in sources:
         files = result_files(directory, pattern)
         if source == "rocprof-compute counters":
-            files = preferably_counters(files)[:1]  # each file is one more run of the program
+            files = list(filter(timed, preferably_counters(files)))[:1]  # each is one more run of the program
         elif any(WORKLOADS in path.relative_to(directory).parts for path in files):
             first = preferably_counters(files)[0]
             files = [path for path in files if path.parents[1] == first.parents[1]]  # processes of one run
@@ -278,39 +282,53 @@ def read_kernels(directory):
 
 def read_memory_copies(directory):
     """Copies by the DMA engines; copies done by a kernel are in the kernel table. None if not traced."""
-    copies = merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv")))
+    copies = add_up(("copy", 1, time) for path in result_files(directory, "*.db")
+                    for (time,) in optional_rocpd(path, 'SELECT "end" - start FROM rocpd_memory_copy'))
+    if not copies:
+        copies = merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv")))
     if not copies:
         copies = merge(read_trace(path, "direction")
                        for path in result_files(directory, "*memory_copy_trace.csv"))
-    if not copies:
-        copies = add_up(("copy", 1, time) for (time,) in
-                        optional_rocpd(directory, 'SELECT "end" - start FROM rocpd_memory_copy'))
     if not copies:
         return None
     return {"count": sum(calls for calls, _ in copies.values()),
             "time_ms": sum(time for _, time in copies.values()) / 1e6}
 
 
-def read_counters(directory):
-    """(counter, value, nanoseconds of the dispatch) for each dispatch that rocprofv3 counted."""
-    for path in result_files(directory, "*counter_collection.csv"):
-        timed = set(TIMES) <= set(map(plain, read_header(path)))
-        for name, value, *times in read_rows(path, "countername", numbers=("countervalue", *TIMES * timed)):
-            yield name, value, times[1] - times[0] if timed else 0.0
-    yield from optional_rocpd(
-        directory, 'SELECT i.name, p.value, k."end" - k.start FROM rocpd_pmc_event p '
+def read_counter_csv(path):
+    timed = set(TIMES) <= set(map(plain, read_header(path)))
+    for name, value, *times in read_rows(path, "countername", numbers=("countervalue", *TIMES * timed)):
+        yield name, value, times[1] - times[0] if timed else 0.0
+
+
+def read_counter_rocpd(path):
+    return optional_rocpd(
+        path, 'SELECT i.name, p.value, k."end" - k.start FROM rocpd_pmc_event p '
         "JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid "
         "JOIN rocpd_kernel_dispatch k ON k.event_id = p.event_id AND k.guid = p.guid", names=1)
 
 
+def read_counters(directory):
+    """[(counter, value, nanoseconds of the dispatch)] of what rocprofv3 counted, in all passes; a counter of
+    several passes is that of the first."""
+    for pattern, reader in (("*.db", read_counter_rocpd), ("*counter_collection.csv", read_counter_csv)):
+        passes = {}
+        rows = [row for path in result_files(directory, pattern, every_pass=True) for row in reader(path)
+                if passes.setdefault(row[0], pass_of(path)) == pass_of(path)]
+        if rows:
+            return rows
+    return []
+
+
 def wanted_counters(workload):
-    """Counters that rocprof-compute set out to collect, by the lists that it wrote for itself."""
+    """Counters that rocprof-compute set out to collect, by the lists that it wrote for itself: `pmc: A B` in
+    text, from 7.13 on a YAML list."""
     words = set()
-    for path in (workload / OWN_INPUT).glob("*.txt"):
+    for path in [*(workload / OWN_INPUT).glob("*.txt"), *(workload / OWN_INPUT).glob("pmc_*.yaml")]:
         with contextlib.suppress(OSError):
-            for line in read_regular(path).decode(errors="replace").splitlines():
-                if line.startswith("pmc:"):
-                    words.update(line[4:].split())
+            text = read_regular(path).decode(errors="replace")
+            words.update(*map(str.split, re.findall(r"^pmc:(.*)$", text, re.MULTILINE)),
+                         re.findall(r"^\s*- ['\"]?(?!gfx\d)(\w+(?:\[\d+\])?)['\"]?$", text, re.MULTILINE))
     return {word for word in words if "ACCUM_PREV" not in word}  # those get another name in the results
 
 
@@ -324,8 +342,15 @@ def collected_counters(workload):
         elif "kernelname" in map(plain, header):
             names.update(cell for cell in header if plain(cell) not in NO_COUNTER)
     for path in workload.rglob("*.db"):
-        with contextlib.suppress(Unreadable):
-            names.update(name for (name,) in query_rocpd(
-                path, "SELECT DISTINCT i.name FROM rocpd_pmc_event p "
-                "JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid"))
+        names.update(name for (name,) in optional_rocpd(
+            path, "SELECT DISTINCT i.name FROM rocpd_pmc_event p "
+            "JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid", names=1))
     return names
+
+
+def missing_counters(workload):
+    """Counters that are wanted and not there. 7.0 to 7.12 call all *_ACCUM by one name in their results."""
+    found = collected_counters(workload)
+    renamed = "SQ_ACCUM_PREV_HIRES" in found
+    return sorted(name for name in wanted_counters(workload) - found
+                  if not (renamed and name.endswith("_ACCUM")))

@@ -22,9 +22,10 @@ class RocprofCompute(Wrapper):
                 "--deterministic"]
     sizes = [("--seq-len", "32")]
     help_arguments = ("profile", "--help")
-    install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer; pip wheels of ROCm do not "
-                    "have it), or set ROCM_PATH.")
-    since = {"--roofline": "99.0"}  # it came after 10.1: only --help can tell
+    install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer), for ROCm from pip the wheel "
+                    "rocm-profiler (7.13 or newer), or set ROCM_PATH.")
+    since = {"--roofline": "99.0",  # it came after 10.1: only --help can tell
+             "--iteration-multiplexing": "7.12"}
     examples = """examples:
   ./run_rocprof_compute.sh                 counters, then roofline: a dozen runs
   ./run_rocprof_compute.sh --roof-only     roofline alone; --no-roof: counters
@@ -39,6 +40,9 @@ class RocprofCompute(Wrapper):
                                  "(default: profile; analyze with --list-stats or --dispatch)")
         parser.add_argument("--roof-only", action="store_true", help="the same as --mode roof")
         parser.add_argument("--no-roof", action="store_true", help="counters only")
+        parser.add_argument("--one-run", action="store_true",
+                            help="all counters in one run of 20 steps, each launch counts a few; less exact "
+                                 "(ROCm 7.12 or newer)")
         parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
         parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append",
                             help="report on one dispatch; take the ID from --list-stats; may be repeated")
@@ -62,6 +66,11 @@ class RocprofCompute(Wrapper):
         if self.analyze and own_flags:
             raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
+        if self.analyze:
+            self.help_arguments = ("analyze", "--help")
+        if options.one_run:
+            self.workload = ["20" if word == "2" and before == "--num-steps" else word
+                             for before, word in zip(["", *self.workload], self.workload, strict=False)]
         super().__init__(options, own_flags)
         self.name = name or self.profiled.short_name()
         self.runs_program = not self.analyze
@@ -69,6 +78,14 @@ class RocprofCompute(Wrapper):
             raise UserError(f"-o {self.directory}: rocprof-compute refuses a path that contains '..'")
         if self.analyze:
             self.records = os.path.join(self.directory, "analysis")  # the profile keeps its own
+        elif self.parts[1:] and self.no_roofline():
+            self.parts = ["counters"]
+            self.notes.append(f"{self.tool_and_release()} draws no roofline of {self.no_roofline()}: left out")
+
+    def no_roofline(self):
+        """GPUs of this machine of which this release draws no roofline, in words."""
+        return ", ".join(preflight.lacking_architectures(preflight.ROOFLINE, self.before)
+                         if self.is_known() else [])
 
     def extra_flags(self):
         return [] if self.options.device is None else ["--device", str(self.options.device)]
@@ -108,12 +125,14 @@ class RocprofCompute(Wrapper):
             arguments = ["--name", f"{self.name}_{part}"]
             if part == "counters":
                 arguments += ["--no-roof"]
+                if self.options.one_run:
+                    arguments += [self.require("--iteration-multiplexing"), "kernel_launch_params"]
             elif self.has("--roofline"):
                 arguments += ["--roofline", "--roofline-device", str(self.options.device or 0)]
             else:
                 arguments += ["--roof-only", "--device", str(self.options.device or 0)]
-            commands.append(Command([self.tool.command, "profile", *arguments, "--", sys.executable,
-                                     "workload.py"], cwd=self.directory))
+            commands.append(Command([self.tool.command, "profile", *self.with_tool_options(arguments), "--",
+                                     sys.executable, "workload.py"], cwd=self.directory))
         return commands
 
     def analyze_commands(self):
@@ -132,17 +151,21 @@ class RocprofCompute(Wrapper):
         first = next(iter(workloads))
         jobs = [(first, *job) for job in jobs] or [(part, f"analysis_{part}.txt", []) for part in workloads]
         self.reports = ", ".join(name for _, name, _ in jobs)
-        return [Command([self.tool.command, "analyze", "--path", str(workloads[part]), *arguments],
-                        cwd=self.directory, log=name, echo=name == "list_stats.txt")
-                for part, name, arguments in jobs]
+        return [Command([self.tool.command, "analyze",
+                         *self.with_tool_options(["--path", str(workloads[part]), *arguments])], cwd=self.directory,
+                        log=name, echo=name == "list_stats.txt") for part, name, arguments in jobs]
 
     def problems(self):
         if self.analyze:
-            yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
+            yield from preflight.tool_problems(self.tool, self.install_hint)
         else:
             yield from super().problems()
             yield from preflight.interpreter_problems(self.executable, sys.executable)
-            yield from preflight.architecture_problems(self.executable, self.before("10.0"))
+            if self.is_known():
+                yield from preflight.architecture_problems(self.executable, self.before)
+            if self.no_roofline() and self.parts == ["roof"]:
+                yield preflight.Problem(FAILED, f"no roofline of {self.no_roofline()} in this release",
+                                        "--no-roof collects its counters.")
             if self.before("7.13"):
                 yield from preflight.pandas_problems(self.tool)
 
@@ -188,8 +211,7 @@ class RocprofCompute(Wrapper):
                    for path in records.result_files(place, pattern))
 
     def lacking_counters(self):
-        place = self.workload_directory("counters")
-        return sorted(records.wanted_counters(place) - records.collected_counters(place))
+        return records.missing_counters(self.workload_directory("counters"))
 
     def amount(self, part):
         """"counters", or "3 of 4 counters" where some that the tool asked for are not there."""

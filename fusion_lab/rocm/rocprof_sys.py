@@ -18,9 +18,9 @@ class RocprofSys(Wrapper):
     script, executable, default_dir = "run_rocprof_sys.sh", "rocprof-sys-python", "rocprof_sys_profiles_v2"
     workload = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
     sizes = [("--seq-len", "16")]
-    install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer; pip wheels of ROCm do not "
-                    "have it), or set ROCM_PATH. Where only its Python part is missing: rocprof-sys-sample "
-                    "-- python3 PROGRAM")
+    install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer), for ROCm from pip the wheel "
+                    "rocm-profiler (7.13 or newer), or set ROCM_PATH. Where only its Python part is missing: "
+                    "rocprof-sys-sample -- python3 PROGRAM")
     components = "wall_clock trip_count cpu_clock peak_rss page_rss"
     examples = """examples:
   ./run_rocprof_sys.sh                         a small batch, 3 steps
@@ -52,8 +52,8 @@ class RocprofSys(Wrapper):
             "ROCPROFSYS_OUTPUT_PATH": self.directory, "ROCPROFSYS_TIME_OUTPUT": "OFF",
             "ROCPROFSYS_USE_PID": "ON", "PYTHON_EXECUTABLE": versioned_python(), **self.loader_path()}
         # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
-        return [Command([self.tool.command, "--module-restrict", *modules,
-                         "--function-exclude", "_call_impl", "--", self.profiled.path, *self.program_flags],
+        arguments = self.with_tool_options(["--module-restrict", *modules, "--function-exclude", "_call_impl"])
+        return [Command([self.tool.command, *arguments, "--", self.profiled.path, *self.program_flags],
                         set_env=environment,
                         unset_env=("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE"))]
 

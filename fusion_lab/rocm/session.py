@@ -74,7 +74,7 @@ def execute(wrapper, commands):
         ended = run(command, wrapper.directory, wrapper.options.timeout)
         log = without_colours(pathlib.Path(wrapper.directory, command.log).read_text(errors="replace"))
         if ended.code or ended.interrupted or ended.timed_out:
-            code, reason = wrapper.explain(*failure(ended, log, wrapper.before("7.13")), log)
+            code, reason = wrapper.explain(*failure(ended, log), log)
             write_manifest(wrapper, commands, Outcome(code, reason))
             break
     try:

@@ -96,9 +96,8 @@ class Wrapper:
             self.tool = machine.find_tool(self.executable, *self.help_arguments)
         elif not options.dry_run:
             raise UserError("--rocm: chooses what --dry-run prints; a run asks the installed tool")
-        oldest, newest = release_key(OLDEST_ROCM), release_key(NEWEST_ROCM)
-        if self.release() and not oldest <= release_key(self.release()) <= newest:
-            self.notes.append(f"ROCm {self.release()} is not among those known here ({OLDEST_ROCM} to "
+        if (self.release() or self.tool.path) and not self.is_known():
+            self.notes.append(f"ROCm {self.release() or '?'} is not among those known here ({OLDEST_ROCM} to "
                               f"{NEWEST_ROCM}): what this release does differently was not looked at")
 
     @classmethod
@@ -109,7 +108,10 @@ class Wrapper:
         parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, workload)
         parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
                             help="with --dry-run: print for this release, not for the installed tool")
-        cls.add_options(parser.add_argument_group(cls.executable))
+        group = parser.add_argument_group(cls.executable)
+        group.add_argument("--tool-option", metavar="WORD", action="append", default=[],
+                           help=f"passed on to {cls.executable}, --tool-option=--name for a name; repeatable")
+        cls.add_options(group)
         options, own_flags = parser.split(arguments)
         program = os.path.basename(profiled.chosen_program(options.program))
         with said_if_slow(f"{cls.script}: looking for {cls.executable}, asking {program} for its flags ..."):
@@ -153,9 +155,24 @@ class Wrapper:
             self.oldest = max(self.oldest, self.since[option], key=release_key)
         return option
 
+    def with_tool_options(self, arguments):
+        """Arguments of the tool, and what the user passes on to it; its own --help must know each option."""
+        for word in self.options.tool_option:
+            name = word.partition("=")[0]
+            if name in (*arguments, "--"):
+                raise UserError(f"--tool-option={word}: this script says it to {self.executable} itself")
+            if name.startswith("-") and not name[1:2].isdigit():
+                self.require(name)
+        return [*arguments, *self.options.tool_option]
+
     def release(self):
         """ROCm release of the tool, or the one that --rocm names; None where nobody knows."""
         return self.options.rocm or self.tool.rocm
+
+    def is_known(self):
+        """Is the tool of a release whose tools are known here?"""
+        return bool(self.release()) and (
+            release_key(OLDEST_ROCM) <= release_key(self.release()) <= release_key(NEWEST_ROCM))
 
     def before(self, release):
         """Is, or may, the tool be of an earlier release than this?"""
@@ -178,7 +195,7 @@ class Wrapper:
     def problems(self):
         """Everything that stands in the way."""
         self.torch = self.profiled.torch()
-        yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
+        yield from preflight.tool_problems(self.tool, self.install_hint)
         if not os.access(self.profiled.path, os.R_OK):
             yield preflight.Problem(MISSING, f"cannot read {self.profiled.path}",
                                     f"--program or {profiled.VARIABLE} names the program.")
