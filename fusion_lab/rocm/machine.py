@@ -78,8 +78,7 @@ def performance_levels():
 
 
 def wheel_folders():
-    """Where the tools of ROCm from pip wheels are, for this interpreter: console scripts beside it, or in the
-    wheels themselves."""
+    """Where this interpreter's ROCm from pip wheels has its tools: console scripts beside it, or inside."""
     wheels = sorted({path for place in filter(None, sys.path)
                      for path in pathlib.Path(place).glob("_rocm_*/bin")},
                     key=lambda path: "_core" not in str(path))
@@ -95,12 +94,9 @@ def from_wheels(path):
 
 def own_interpreter(tool_path):
     """Words that start the Python that a tool names in its first line; empty where it is no Python script."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # bytes or quotes that make no words
         with open(tool_path, "rb") as file:
             start = re.match(rb"#!\s*(.*python[\d.]*)\s*$", file.readline(200))
-    except OSError:
-        return []
-    with contextlib.suppress(ValueError):  # bytes or quotes that make no words
         return shlex.split(start[1].decode()) if start else []
     return []
 
@@ -109,17 +105,15 @@ def release_of_tree(tool_path):
     """'7.0' for a tool in a ROCm tree, or of pip wheels; None for any other."""
     with contextlib.suppress(OSError, ValueError, importlib.metadata.PackageNotFoundError):
         text = importlib.metadata.version("rocm-sdk-core") if from_wheels(tool_path) else (
-            pathlib.Path(tool_path).resolve().parent.parent / ".info" / "version").read_text()
-        start = re.match(r"\d+\.\d+", text)
-        return start and start[0]
+            pathlib.Path(tool_path).resolve().parents[1] / ".info" / "version").read_text()
+        return re.match(r"\d+\.\d+|", text)[0] or None
     return None
 
 
 def find_tool(name, *help_arguments):
-    """The tool of this interpreter's ROCm wheels, on PATH, or in the ROCm tree, and what it says of itself."""
-    places = [*wheel_folders(), os.environ.get("PATH"), os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"),
-                                                                     "bin")]
-    path = shutil.which(name, path=os.pathsep.join(filter(None, places)))
+    """The tool of this interpreter's wheels, on PATH or in the ROCm tree, and what it says of itself."""
+    tree = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "bin")
+    path = shutil.which(name, path=os.pathsep.join([*wheel_folders(), os.environ.get("PATH") or tree, tree]))
     if not path:
         return Tool(name)
     tool = Tool(name, path, rocm=release_of_tree(path))

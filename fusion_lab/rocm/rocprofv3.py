@@ -41,9 +41,8 @@ class Rocprofv3(Wrapper):
             parser.add_argument(switch, action="store_true", help=meaning)
         parser.add_argument("--memory-trace", action="store_true", help="memory copies and allocations")
         parser.add_argument("--pftrace", action="store_true", help="also a Perfetto trace (ui.perfetto.dev)")
-        parser.add_argument("--pmc", metavar="COUNTERS", action="append", default=[],
-                            help="hardware counters that fit into one pass, by space or comma; repeated, one "
-                                 "more run each (ROCm 7.12 or newer)")
+        parser.add_argument("--pmc", metavar="COUNTERS", action="append", default=[], help="hardware counters"
+                            " of one run, by space or comma; repeatable (ROCm 7.12 or newer)")
         parser.add_argument("--selected-regions", action="store_true",
                             help="the measured steps only, no start-up and warm-up (ROCm 7.0 or newer)")
         parser.add_argument("--compare", metavar="DIR", help="compare with an earlier result directory")
@@ -51,15 +50,14 @@ class Rocprofv3(Wrapper):
     def __init__(self, options, own_flags):
         super().__init__(options, own_flags)
         if len(options.pmc) > 1 and self.before("7.12"):
-            raise UserError("--pmc: given twice, and releases before 7.12 keep only the last. Name the "
-                            "counters of one pass in one --pmc, and run once for each pass.")
+            raise UserError("--pmc: given twice, and releases before 7.12 keep the last. Run once for each.")
         self.selected = options.selected_regions and self.has("--selected-regions") is not False
         self.earlier = None
-        if options.compare and not options.dry_run:
-            try:
+        try:
+            if options.compare and not options.dry_run:
                 self.earlier = kernel_summary.load(options.compare)
-            except (UserError, OSError) as error:
-                raise UserError(f"--compare: {error}") from None
+        except (UserError, OSError) as error:
+            raise UserError(f"--compare: {error}") from None
 
     def passes(self):
         """The counters of each run of the program: [["A", "B"], ["C"]]"""
@@ -75,22 +73,18 @@ class Rocprofv3(Wrapper):
 
     def commands(self):
         options, switches = self.options, self.chosen_switches()
-        # Direct CSV is deprecated. rocpd came with --version, and needs no --stats. Before 7.13 counting goes on
-        # where recording is paused, which databases cannot hold.
+        # Direct CSV is deprecated. rocpd came with --version, and needs no --stats. Before 7.13 counting goes
+        # on where recording is paused, which databases cannot hold.
         pauses = self.selected or not WITH_MARKERS.isdisjoint(switches)
         rocpd = self.has("--version") and not (options.pmc and pauses and self.before("7.13"))
         arguments = ["--kernel-trace"] if rocpd else ["--kernel-trace", "--stats"]
         if self.selected and MARKERS not in switches:  # without, 7.0 to 7.2 do not hear start and stop
             switches.append(MARKERS)
         arguments += [self.require(switch) for switch in switches]
-        if self.has("--hip-graph-trace"):
-            arguments.append("--hip-graph-trace")
+        arguments += ["--hip-graph-trace"] * bool(self.has("--hip-graph-trace"))
         if options.memory_trace:
             arguments.append("--memory-copy-trace")
-            if self.has("--memory-allocation-trace"):
-                arguments.append("--memory-allocation-trace")
-            else:
-                self.notes.append("memory allocations are traced where rocprofv3 can (ROCm 6.3 or newer)")
+            arguments += ["--memory-allocation-trace"] * bool(self.has("--memory-allocation-trace"))
         for counters in self.passes():
             arguments += [self.require("--pmc"), *counters]
         if self.selected:
@@ -112,11 +106,10 @@ class Rocprofv3(Wrapper):
                             "ends_with_steps": not WITH_MARKERS.isdisjoint(self.chosen_switches())}
 
     def replaced(self):
-        stale = [path for pattern in records.KERNEL_FILES[:3]
-                 for path in records.result_files(pathlib.Path(self.directory), pattern)]
-        if stale:
-            raise UserError(f"-o {self.directory}: holds kernel records ({stale[0].name}) that would be "
-                            "added to the new ones. Name a fresh directory.")
+        for pattern in records.KERNEL_FILES[:3]:
+            for path in records.result_files(pathlib.Path(self.directory), pattern):
+                raise UserError(f"-o {self.directory}: holds kernel records ({path.name}) that would be "
+                                "added to the new ones. Name a fresh directory.")
         return set()
 
     def judge(self, log_text):
@@ -130,16 +123,14 @@ class Rocprofv3(Wrapper):
         write_text(place + ".txt", text)
         write_json(place + ".json", {**summary, "comparison": differences})
         say("", text)
-        missing = self.why_no_counters({**summary["counters"], **summary["counter_averages"]})
-        if missing:
+        if missing := self.why_no_counters({**summary["counters"], **summary["counter_averages"]}):
             return NO_DATA, missing
         return OK, f"{summary['launches']} kernel launches, {summary['kernel_time_ms']:.3f} ms of kernels"
 
     def why_no_kernel(self, log_text):
         if not self.selected:
             return "the program used no GPU, or only one that is hidden from the profiler"
-        unheard = re.search(r"no profiler start and stop \((.*)\)", log_text)
-        if unheard:
+        if unheard := re.search(r"no profiler start and stop \((.*)\)", log_text):
             return f"the program could not say where its measured steps begin, {unheard[1]}"
         return "no region was marked by roctxProfilerResume; try without --selected-regions"
 

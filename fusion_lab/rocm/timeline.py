@@ -20,25 +20,17 @@ class Trace(NamedTuple):
     ranges: list   # (name, thread, start, end)
 
 
-EVENTS = "JOIN rocpd_event e ON e.id = {0}.event_id AND e.guid = {0}.guid"
-REGIONS = ('SELECT c.string, s.string, e.extdata, r.tid, e.stack_id, r.start, r."end" FROM rocpd_region r '
-           f"{EVENTS.format('r')} JOIN rocpd_string s ON s.id = r.name_id AND s.guid = r.guid "
-           "JOIN rocpd_string c ON c.id = e.category_id AND c.guid = e.guid "
-           "WHERE c.string LIKE 'HIP%' OR c.string LIKE 'MARKER%'")
+EVENT = "JOIN rocpd_event e ON e.id = k.event_id AND e.guid = k.guid"
+REGIONS = ('SELECT c.string, s.string, e.extdata, k.tid, e.stack_id, k.start, k."end" FROM rocpd_region k '
+           f"{EVENT} JOIN rocpd_string s ON s.id = k.name_id AND s.guid = k.guid JOIN rocpd_string c ON c.id "
+           "= e.category_id AND c.guid = e.guid WHERE c.string LIKE 'HIP%' OR c.string LIKE 'MARKER%'")
 
 
 def read_activity(path, table, agent):
     """Kernels or copies of a database; from ROCm 10.0 on it says which node of which graph they are."""
-    query = f'SELECT k.{agent}, e.stack_id, k.start, k."end", %s FROM {table} k {EVENTS.format("k")}'
+    query = f'SELECT k.{agent}, e.stack_id, k.start, k."end", %s FROM {table} k {EVENT}'
     graphs = "IFNULL(k.graph_exec_id, 0), IFNULL(k.graph_node_id, 0)"
     return optional_rocpd(path, query % graphs, query % "0, 0", names=1)
-
-
-def message_in(about, otherwise):
-    """The text that a program gave roctx, from what an event says of itself in JSON."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(parse_json(about)["message"])
-    return otherwise
 
 
 def read_rocpd(path):
@@ -47,7 +39,9 @@ def read_rocpd(path):
         if category.startswith("HIP"):
             calls.append((function, thread, number, start))
         else:
-            ranges.append((message_in(about, function), thread, start, end))
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # the text that a program gave roctx
+                function = str(parse_json(about)["message"])
+            ranges.append((function, thread, start, end))
     return Trace(read_activity(path, "rocpd_kernel_dispatch", "agent_id"),
                  read_activity(path, "rocpd_memory_copy", "dst_agent_id"), calls, ranges)
 
@@ -76,8 +70,7 @@ def read_traces(directory):
 
 
 def busy_percent(traces):
-    """Share of the time between first and last kernel in which one ran at least, over all GPUs; None without
-    a trace."""
+    """Share of the time between first and last kernel in which one ran at least, over all GPUs, or None."""
     by_gpu = defaultdict(list)
     for trace in traces:
         for gpu, _, start, end, *_ in trace.kernels:
@@ -121,8 +114,8 @@ def call_ranges(trace):
 
 
 def node_ranges(trace, names):
-    """{(graph, node): name of the range in which it was captured}. A step that was captured on one stream is
-    a chain: its nodes are the calls of the capture, in order. Left out where their numbers differ."""
+    """{(graph, node): range in which it was captured}. A step that was captured on one stream is a chain: its
+    nodes are the calls of the capture, in order. Left out where their numbers differ."""
     nodes, captures, current, found = defaultdict(set), [], None, {}
     for *_, graph, node in (*trace.kernels, *trace.copies):
         nodes[graph].add(node)
@@ -142,8 +135,8 @@ def node_ranges(trace, names):
 
 
 def time_by_range(traces):
-    """{range: (launches, nanoseconds of kernels)}: a kernel belongs to the range that was open where the CPU
-    launched it, or captured it. Empty unless ranges and HIP calls were traced both."""
+    """{range: (launches, nanoseconds of kernels)}, by where the CPU launched or captured a kernel; {} unless
+    ranges and HIP calls were traced both."""
     totals = defaultdict(lambda: (0, 0.0))
     for trace in traces:
         if trace.calls and trace.ranges:
@@ -154,12 +147,3 @@ def time_by_range(traces):
                 launches, time = totals[name]
                 totals[name] = (launches + 1, time + end - start)
     return dict(totals)
-
-
-def graph_launches(traces):
-    """{"launches", "kernels", "time_ms"} of HIP graphs, or None: no graph, or a release that does not tell."""
-    inside = [(place, number, end - start) for place, trace in enumerate(traces)
-              for _, number, start, end, graph, _ in trace.kernels if graph]
-    launches = {(place, number) for place, number, _ in inside}
-    return {"launches": len(launches), "kernels": len(inside),
-            "time_ms": sum(time for *_, time in inside) / 1e6} if inside else None

@@ -39,9 +39,8 @@ class Parser(flags.Parser):
                          usage=f"./{script} [options] [--] [flags of {default}]")
         self.add_argument("--program", metavar="FILE",
                           help=f"the program to profile (default: {default} next to this script)")
-        self.add_argument("-o", "--output-dir", metavar="DIR",
-                          help=f"fresh directory for the results (default: ./{default_dir}, where earlier "
-                               "results are set aside)")
+        self.add_argument("-o", "--output-dir", metavar="DIR", help="fresh directory for the results "
+                          f"(default: ./{default_dir}, where earlier results are set aside)")
         self.add_argument("--force", action="store_true",
                           help="use a directory that is not empty; earlier results in it are set aside")
         self.add_argument("--dry-run", action="store_true", help="print the exact commands, run nothing")
@@ -76,13 +75,12 @@ def release_key(text):
 class Wrapper:
     """A subclass adds options, command lines and the verdict on what was written."""
     script = executable = default_dir = examples = install_hint = ""
-    timeout = 3600
+    timeout, runs_program = 3600, True
     workload = []                  # flags of the program before the user's, besides OUTER
     sizes = []                     # the same, (flag, value), for programs that have these flags
     help_arguments = ("--help",)   # what makes the tool list its options
     oldest = OLDEST_ROCM           # the first release that has all that was asked for
     since = {}                     # options that came later: the first release that has them
-    runs_program = True
 
     def __init__(self, options, own_flags):
         self.options = options
@@ -102,8 +100,7 @@ class Wrapper:
 
     @classmethod
     def from_arguments(cls, arguments, sizes=None):
-        """A wrapper that is ready to run, with other sizes than its own if they are given. Raises UserError,
-        also where the program refuses its flags."""
+        """A wrapper that is ready to run. Raises UserError, also where the program refuses its flags."""
         workload = [*cls.workload, *(word for pair in cls.sizes for word in pair)]
         parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, workload)
         parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
@@ -119,13 +116,10 @@ class Wrapper:
             if sizes is not None:
                 wrapper.sizes = sizes
             if wrapper.runs_program:
-                wrapper.ask_program()
+                wrapper.profiled = profiled.ask(wrapper.profiled.path, wrapper.flags_with([]))
+                if wrapper.profiled.unjudged:
+                    wrapper.notes.append(f"flags were not judged: {wrapper.profiled.unjudged}")
         return wrapper
-
-    def ask_program(self):
-        self.profiled = profiled.ask(self.profiled.path, self.flags_with([]))
-        if self.profiled.unjudged:
-            self.notes.append(f"flags were not judged: {self.profiled.unjudged}")
 
     def extra_flags(self):
         return []
@@ -158,9 +152,9 @@ class Wrapper:
     def with_tool_options(self, arguments):
         """Arguments of the tool, and what the user passes on to it; its own --help must know each option."""
         for word in self.options.tool_option:
-            name = word.partition("=")[0]
+            name = (word or "--").partition("=")[0]  # argparse makes [] of "--"
             if name in (*arguments, "--"):
-                raise UserError(f"--tool-option={word}: this script says it to {self.executable} itself")
+                raise UserError(f"--tool-option={word or '--'}: this script says it to {self.executable} itself")
             if name.startswith("-") and not name[1:2].isdigit():
                 self.require(name)
         return [*arguments, *self.options.tool_option]
