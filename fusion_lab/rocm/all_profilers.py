@@ -29,7 +29,6 @@ PROFILING_SUMMARY.md with the result, duration and main figures of each."""
 EXAMPLES = """examples:
   ./run_all_profilers.sh --quick     a small model, 3 steps: minutes
   ./run_all_profilers.sh --only pytorch,rocprofv3 --batch-size 8
-  ./run_all_profilers.sh --skip rocprof-compute -o before
 """
 
 
@@ -97,10 +96,8 @@ def run_one(start):
     begin = time.monotonic()
     try:
         return start()
-    except UserError as error:
-        return Outcome(error.code, str(error), "", time.monotonic() - begin)
-    except OSError as error:
-        return Outcome(FAILED, str(error), "", time.monotonic() - begin)
+    except (UserError, OSError) as error:
+        return Outcome(getattr(error, "code", FAILED), str(error), "", time.monotonic() - begin)
 
 
 def result_word(outcome):

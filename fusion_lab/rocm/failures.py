@@ -14,7 +14,7 @@ OWN_PACKAGES = ("Give it an environment of its own: python3 -m venv compute; com
                 "'pandas<3' -r $ROCM_PATH/libexec/rocprofiler-compute/requirements.txt. Then start this "
                 "with PYTHON=$(command -v python3) PATH=$PWD/compute/bin:$PATH")
 TWO_ROCMS = ("Two ROCms are in one process. Take torch and the profiler from one: PYTHON=venv/bin/python "
-             "where pip installed both, else a torch built for the ROCm of ROCM_PATH; none in LD_LIBRARY_PATH.")
+             "where pip installed both, else a torch for the ROCm of ROCM_PATH; none in LD_LIBRARY_PATH.")
 STABLE_CLOCKS = ("On RDNA GPUs counters need a stable performance level: sudo amd-smi set --gpu all "
                  "--perf-level STABLE_STD, and AUTO afterwards.")
 KNOWN_FAILURES = [(re.compile(pattern, re.MULTILINE), code, advice) for pattern, code, advice in (

@@ -75,8 +75,7 @@ TRAFFIC = ("fetchsize", "writesize")
 
 
 def counter_figures(directory):
-    """{"counters": sums, "counter_averages": means weighted by the kernels' times, "memory_gb_per_s": of the
-    counters of memory traffic, in kilobytes, and the kernels' time; None without them}."""
+    """{"counters": sums, "counter_averages": means by time, "memory_gb_per_s": of kilobytes, or None}"""
     sums, weighted = defaultdict(float), defaultdict(lambda: [0.0, 0.0])
     traffic, traffic_time = defaultdict(float), 0.0
     for name, value, time in records.read_counters(directory):

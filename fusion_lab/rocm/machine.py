@@ -124,8 +124,6 @@ def find_tool(name, *help_arguments):
     tool.options = options_in(text)
     if "--version" in tool.options:  # rocprofv3 has it from ROCm 7.0 on, rocprof-sys-python never
         _, text = output_of(path, "--version")
-        version = re.search(r"version:?\s*v?(\d[\w.]*)", text)
-        rocm = re.search(r"rocm_version:\s*(\d+\.\d+)", text)
-        tool.version = version[1] if version else "unknown"
-        tool.rocm = tool.rocm or (rocm[1] if rocm else None)
+        tool.version = (re.search(r"version:?\s*v?(\d[\w.]*)", text) or ["", "unknown"])[1]
+        tool.rocm = tool.rocm or (re.search(r"rocm_version:\s*(\d+\.\d+)", text) or ["", None])[1]
     return tool

@@ -8,11 +8,10 @@ import sys
 from dataclasses import dataclass
 
 from fusion_lab.rocm import machine
-from fusion_lab.rocm.failures import STABLE_CLOCKS, known_failure
+from fusion_lab.rocm.failures import STABLE_CLOCKS, TWO_ROCMS, known_failure
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
 
-CHOOSE_TOOL = ("Take both from one: PYTHON=venv/bin/python where pip installed torch and ROCm, else a torch "
-               "that was built for the ROCm of ROCM_PATH.")
+CHOOSE_TOOL = TWO_ROCMS.partition(". ")[2]
 JOIN_GROUPS = ("Join its groups (sudo usermod -aG render,video $USER) and log in again; in a container, "
                "--group-add video --group-add render")
 
@@ -84,8 +83,7 @@ ROOFLINE = {"gfx908": None, "gfx942": "6.4", "gfx1150": "10.0", "gfx1151": "10.0
 
 
 def lacking(first, before):
-    """The GPUs here, in words, if none is for a release: first is {name: release, None for never}, and
-    before(release) tells whether the tool is earlier."""
+    """The GPUs here, in words, if the tool is for none of them; first: {name: first release, or None}."""
     names = sorted(set(machine.architectures()))
     there = [name for name in names if name not in first or first[name] and not before(first[name])]
     return "" if there else ", ".join(names)

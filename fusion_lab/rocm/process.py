@@ -13,7 +13,6 @@ from fusion_lab.rocm.failures import known_failure, last_exception
 from fusion_lab.training.files import PROGRAM_FAILED, TIMEOUT, drop_output
 
 FLUSH_SECONDS = 60  # how long a profiler may write after SIGINT before it gets SIGTERM, then SIGKILL
-SLOW_SECONDS = 1.2
 
 
 def say(*lines):
@@ -27,7 +26,7 @@ def say(*lines):
 @contextlib.contextmanager
 def said_if_slow(text):
     """Say on stderr what takes longer than a moment; what is refused at once leaves its one line alone."""
-    timer = threading.Timer(SLOW_SECONDS, print, [text], dict(file=sys.stderr, flush=True))
+    timer = threading.Timer(1.2, print, [text], dict(file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:

@@ -38,8 +38,6 @@ class Kernels(NamedTuple):
     files: list
 
 
-# Which files
-
 def pass_of(path):
     """What run of the program a file comes from, where the profiler ran it again and again, or None."""
     folder = re.search(r"/(pass_\d+)/|/workloads/.+/out/([^/]+)/", path.absolute().as_posix())
@@ -100,8 +98,6 @@ def preferably_counters(files):
     """Of rocprof-compute's workloads, the one with counters rather than the roofline."""
     return sorted(files, key=lambda path: "_roof" in str(path))
 
-
-# CSV
 
 LONGEST_LINE = 2 ** 20  # letters; a gzip bomb can be one line
 LARGEST = 1e30  # no figure comes near it, and products of two stay finite
@@ -199,11 +195,9 @@ def read_long_form(path):
     return add_up((kernel, 1, end - start) for _, kernel, start, end in launches)
 
 
-# rocpd: plain SQLite; ROCm's own reader is tied to one Python version, so not used
-
 def query_rocpd(path, *queries, names=1):
-    """Rows of the first query that this generation's tables answer, as lists: the first `names` columns are
-    text, the others numbers. Raises Unreadable."""
+    """Rows of the first query that this generation's tables answer: the first `names` columns are text, the
+    others numbers. Plain SQLite: ROCm's own reader is tied to one Python version. Raises Unreadable."""
     try:
         require_regular(path)
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
@@ -232,8 +226,6 @@ def optional_rocpd(path, *queries, names=0):
         return query_rocpd(path, *queries, names=names)
     return []
 
-
-# Kernels, copies, counters of a result directory
 
 def read_kernels(directory):
     """Kernels, from the best source there is."""

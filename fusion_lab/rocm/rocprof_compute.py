@@ -102,8 +102,7 @@ class RocprofCompute(Wrapper):
         return self.analyze_commands() if self.analyze else self.profile_commands()
 
     def profile_commands(self):
-        """In the result directory, where all releases write workloads/NAME/<GPU model>. The program's first
-        word is a path, which 3.0 insists on, and no shell, which hands on no variables of 3.5 and 3.6."""
+        """The program's first word is a path, for 3.0, and no shell, which loses variables of 3.5 and 3.6."""
         commands = []
         for part in self.parts:
             arguments = ["--name", f"{self.name}_{part}"]
@@ -121,8 +120,7 @@ class RocprofCompute(Wrapper):
         workloads = {part: path for part in self.parts if (path := self.workload_directory(part))}
         if not workloads and self.options.dry_run:
             self.notes.append("GPU_MODEL stands for the folder that profiling creates")
-            place = pathlib.Path(self.directory, "workloads", f"{self.name}_counters")
-            workloads = {"counters": place / "GPU_MODEL"}
+            workloads = {"counters": f"{self.directory}/workloads/{self.name}_counters/GPU_MODEL"}
         if not workloads:
             raise UserError(f"{self.directory}: no workload {self.name}_* there. Run "
                               f"./{self.script} first, or name its directory with -o.")
@@ -184,10 +182,9 @@ class RocprofCompute(Wrapper):
     @staticmethod
     def has_results(part, place):
         """Did the tool write results? The lists of counters that it writes for itself are none."""
-        if part == "counters":
-            return bool(records.collected_counters(place))
-        return any(path.stat().st_size for pattern in ("roofline*", "empirRoof*")
-                   for path in records.result_files(place, pattern))
+        return bool(records.collected_counters(place)) if part == "counters" else any(
+            path.stat().st_size for pattern in ("roofline*", "empirRoof*")
+            for path in records.result_files(place, pattern))
 
     def amount(self, part, lacking=False):
         """"counters", or "3 of 4 counters" where some that the tool asked for are not there; or these."""

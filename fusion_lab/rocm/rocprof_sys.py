@@ -23,7 +23,6 @@ class RocprofSys(Wrapper):
                     "missing: rocprof-sys-sample -- python3 PROGRAM")
     components = "wall_clock trip_count cpu_clock peak_rss page_rss"
     examples = """examples:
-  ./run_rocprof_sys.sh                         a small batch, 3 steps
   ./run_rocprof_sys.sh --modules . -o all      every Python call: slow and large
   ./run_rocprof_sys.sh --rocpd --num-steps 5   child threads too, from ROCm 7.2
 """

@@ -28,7 +28,6 @@ class Rocprofv3(Wrapper):
                 "--marker-trace": "the trainer's named ranges",
                 "--truncate-kernels": "short kernel names; the roll-up by kind becomes coarser"}
     examples = """examples:
-  ./run_rocprofv3.sh                               10 steps of the default model
   ./run_rocprofv3.sh --selected-regions -o fused   only warm steps (ROCm 7.0 on)
   ./run_rocprofv3.sh --selected-regions -o base --disable-all-fusion
   python profile_summary.py fused --compare base   both runs side by side

@@ -99,8 +99,6 @@ def check_directory(directory, options):
     return not options.output_dir or (path / "manifest.json").exists()
 
 
-# Records
-
 def write_records(wrapper, commands):
     """What was run (command.txt) and in which environment (env.txt), and the files that the commands need."""
     os.makedirs(wrapper.records, exist_ok=True)

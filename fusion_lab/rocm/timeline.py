@@ -135,8 +135,7 @@ def node_ranges(trace, names):
 
 
 def time_by_range(traces):
-    """{range: (launches, nanoseconds of kernels)}, by where the CPU launched or captured a kernel; {} unless
-    ranges and HIP calls were traced both."""
+    """{range: (launches, nanoseconds of kernels)}, by where the CPU launched or captured them."""
     totals = defaultdict(lambda: (0, 0.0))
     for trace in traces:
         if trace.calls and trace.ranges:

@@ -154,7 +154,7 @@ class Wrapper:
         for word in self.options.tool_option:
             name = (word or "--").partition("=")[0]  # argparse makes [] of "--"
             if name in (*arguments, "--"):
-                raise UserError(f"--tool-option={word or '--'}: this script says it to {self.executable} itself")
+                raise UserError(f"--tool-option={word or '--'}: this script says it to the tool itself")
             if name.startswith("-") and not name[1:2].isdigit():
                 self.require(name)
         return [*arguments, *self.options.tool_option]
