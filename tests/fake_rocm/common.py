@@ -50,12 +50,12 @@ TRACE_HEADERS["rocprof-compute 3.2"] = (*TRACE_HEADERS["rocprof-compute"], "SQ_A
 
 
 def gpu():
-    """"gfx942", or what the test's record of the driver says."""
+    """"gfx90a", or what the test's record of the driver says."""
     import pathlib
     for path in pathlib.Path(os.environ.get("KFD_TOPOLOGY", "/nonexistent")).glob("*/properties"):
         number = int(path.read_text().split("gfx_target_version ")[1].split()[0])
         return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
-    return "gfx942"
+    return "gfx90a"
 
 
 def at_least(release):
