@@ -1,7 +1,4 @@
-"""All profilers, one after the other, and one page about them: the work behind run_all_profilers.sh.
-
-A profiler that cannot run here is a SKIP with its reason, a failure does not stop the rest.
-"""
+"""All profilers, one after the other, and one page about them: the work behind run_all_profilers.sh."""
 import argparse
 import dataclasses
 import os
@@ -13,23 +10,14 @@ import time
 from fusion_lab.measuring.tables import code, escaped, markdown
 from fusion_lab.rocm import kernel_summary, session
 from fusion_lab.rocm.failures import MEANING
+from fusion_lab.rocm.preflight import worst_code
 from fusion_lab.rocm.process import Command, failure, run, say
 from fusion_lab.rocm.profiled import ask, chosen_program
 from fusion_lab.rocm.session import Outcome
 from fusion_lab.rocm.wrapper import Parser
 from fusion_lab.rocm.wrappers import WRAPPERS
-from fusion_lab.training import torchrun
-from fusion_lab.training.files import (
-    FAILED,
-    MISSING,
-    NO_GPU,
-    OK,
-    UserError,
-    exit_code,
-    set_aside,
-    write_json,
-    write_text,
-)
+from fusion_lab.training import files, torchrun
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
 from fusion_lab.training.program import ROOT
 
 SCRIPT = "run_all_profilers.sh"
@@ -41,7 +29,6 @@ PROFILING_SUMMARY.md with the result, duration and main figures of each."""
 EXAMPLES = """examples:
   ./run_all_profilers.sh --quick     a small model, 3 steps: minutes
   ./run_all_profilers.sh --only pytorch,rocprofv3 --batch-size 8
-  ./run_all_profilers.sh --skip rocprof-compute -o before
 """
 
 
@@ -56,9 +43,8 @@ def profiler_list(text):
 
 def parse(arguments):
     parser = Parser(SCRIPT, ABOUT, EXAMPLES, 14400, "complete_profiling_<time>", [])
-    parser.add_argument("--quick", action="store_true",
-                        help=f"small and short: {' '.join([*QUICK, *map(' '.join, QUICK_SIZES)])}, and no "
-                             "roofline")
+    parser.add_argument("--quick", action="store_true", help="small and short: "
+                        f"{' '.join([*QUICK, *map(' '.join, QUICK_SIZES)])}, and no roofline")
     parser.add_argument("--only", metavar="LIST", type=profiler_list, help="run these; each must be possible")
     parser.add_argument("--skip", metavar="LIST", type=profiler_list, default=[], help="leave these out")
     options, own_flags = parser.split(arguments)
@@ -71,16 +57,14 @@ def parse(arguments):
 def make_wrapper(name, options, directory, own_flags):
     """The wrapper of a profiler. Raises UserError where the program refuses its flags."""
     own = ["-o", str(directory), "--timeout", str(options.timeout)]
-    own += ["--program", options.program] * bool(options.program)
-    own += ["--preflight"] * options.preflight
+    own += ["--program", options.program] * bool(options.program) + ["--preflight"] * options.preflight
     own += ["--dry-run"] * options.dry_run + ["--skip-preflight"] * options.skip_preflight
     own += ["--no-roof"] * (options.quick and name == "rocprof-compute")
     return WRAPPERS[name].from_arguments([*own, "--", *own_flags], QUICK_SIZES if options.quick else None)
 
 
 def session_sizes(options, wrappers):
-    """Flags that make the PyTorch session small with --quick, by what the program told another wrapper, or
-    tells now."""
+    """Flags that make the PyTorch session small with --quick, by what the program told or tells."""
     if not options.quick or "pytorch" not in options.names:
         return []
     asked = next((wrapper.profiled for wrapper in wrappers.values() if wrapper.runs_program), None)
@@ -112,10 +96,8 @@ def run_one(start):
     begin = time.monotonic()
     try:
         return start()
-    except UserError as error:
-        return Outcome(error.code, str(error), "", time.monotonic() - begin)
-    except OSError as error:
-        return Outcome(FAILED, str(error), "", time.monotonic() - begin)
+    except (UserError, OSError) as error:
+        return Outcome(getattr(error, "code", FAILED), str(error), "", time.monotonic() - begin)
 
 
 def result_word(outcome):
@@ -145,9 +127,9 @@ def summary_page(directory, outcomes, command_line):
     if figures:
         lines += ["", "Main figures. Step times are the trainer's own while the profiler was watching, those "
                   "of pytorch without it: they compare the profilers' overhead, not models.", ""]
-        lines += markdown([["figure", *figures],
-                           *([figure, *(cell(values[figure]) for values in figures.values())]
-                             for figure in next(iter(figures.values())))])
+        lines += markdown([["figure", *figures], *(
+            [figure, *(cell(values[figure]) for values in figures.values())]
+            for figure in next(iter(figures.values())))])
     return "\n".join(lines) + "\n"
 
 
@@ -162,11 +144,10 @@ def run_all(arguments):
     wrappers = {name: make_wrapper(name, options, place, own_flags) for name, place in places.items()
                 if name in WRAPPERS}
     if options.preflight:
-        codes = {session.profile(wrapper).code for wrapper in wrappers.values()}
-        return next((code for code in (MISSING, NO_GPU, FAILED) if code in codes), OK)
+        return worst_code([session.profile(wrapper) for wrapper in wrappers.values()])
     if not options.dry_run:
         if session.check_directory(directory, options):
-            set_aside(directory)
+            files.set_aside(directory)
         directory.mkdir(parents=True, exist_ok=True)
     sizes = session_sizes(options, wrappers)
     outcomes = dict.fromkeys(options.names)
@@ -182,8 +163,8 @@ def run_all(arguments):
         return OK
     command_line = shlex.join([f"./{SCRIPT}", *arguments])
     page = summary_page(directory, outcomes, command_line)
-    write_text(directory / "PROFILING_SUMMARY.md", page)
-    write_json(directory / "manifest.json", {
+    files.write_text(directory / "PROFILING_SUMMARY.md", page)
+    files.write_json(directory / "manifest.json", {
         "script": SCRIPT, "command": command_line,
         "profilers": {name: {"result": result_word(outcome),
                              **(dataclasses.asdict(outcome) if outcome else {})}
@@ -204,4 +185,4 @@ def overall_code(options, outcomes):
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(run_all, sys.argv[1:], SCRIPT))
+    sys.exit(files.exit_code(run_all, sys.argv[1:], SCRIPT))

@@ -5,41 +5,40 @@ import re
 from fusion_lab.training.files import FAILED, MISSING, NO_DATA, NO_GPU, OK, PROGRAM_FAILED, TIMEOUT, USAGE
 
 MEANING = {OK: "done", FAILED: "the profiler failed", USAGE: "wrong use", MISSING: "something is missing",
-           NO_GPU: "no usable GPU", PROGRAM_FAILED: "the profiled program failed",
-           NO_DATA: "the profiler produced no data", TIMEOUT: "time limit", 130: "interrupted",
-           143: "terminated"}
+           NO_GPU: "no usable GPU", PROGRAM_FAILED: "the profiled program failed", TIMEOUT: "time limit",
+           NO_DATA: "the profiler produced no data", 130: "interrupted", 143: "terminated"}
 # rocprof-compute before 3.5 joins its tables by columns of type `object`, which pandas 3 does not have.
-OLD_PANDAS = ("It cannot work with pandas 3, and its list of packages allows that: python3 -m pip "
-              "install 'pandas<3' for its interpreter.")
+OLD_PANDAS = ("It cannot work with pandas 3, which its list of packages allows: python3 -m pip install "
+              "'pandas<3' for its interpreter.")
+OWN_PACKAGES = ("Give it an environment of its own: python3 -m venv compute; compute/bin/pip install "
+                "'pandas<3' -r $ROCM_PATH/libexec/rocprofiler-compute/requirements.txt. Then start this "
+                "with PYTHON=$(command -v python3) PATH=$PWD/compute/bin:$PATH")
+TWO_ROCMS = ("Two ROCms are in one process. Take torch and the profiler from one: PYTHON=venv/bin/python "
+             "where pip installed both, else a torch for the ROCm of ROCM_PATH; none in LD_LIBRARY_PATH.")
 STABLE_CLOCKS = ("On RDNA GPUs counters need a stable performance level: sudo amd-smi set --gpu all "
                  "--perf-level STABLE_STD, and AUTO afterwards.")
 KNOWN_FAILURES = [(re.compile(pattern, re.MULTILINE), code, advice) for pattern, code, advice in (
-    (r"No module named '?rocprofsys", MISSING,
-     "It has no bindings for this Python. Set PYTHON to the version it was built for, or sample without "
-     "bindings: rocprof-sys-sample -- python3 PROGRAM"),
-    (r"The '.*' package was not found", MISSING,
-     "Install its Python packages, best in a virtual environment of their own: python3 -m pip install -r "
-     "$ROCM_PATH/libexec/rocprofiler-compute/requirements.txt{pandas}"),
-    (r"unsupported locale setting", MISSING,
-     "It wants the locale en_US.UTF-8: sudo locale-gen en_US.UTF-8 (in a bare container first: apt-get "
-     "install locales)."),
+    (r"No module named '?rocprofsys", MISSING, "It has no bindings for this Python. Set PYTHON to the "
+     "version it was built for, or sample without bindings: rocprof-sys-sample -- python3 PROGRAM"),
+    (r"The '.*' package was not found|^.*does not meet version requirements", MISSING, OWN_PACKAGES),
+    (r"unsupported locale setting", MISSING, "It wants the locale en_US.UTF-8: sudo locale-gen en_US.UTF-8 "
+     "(in a bare container first: apt-get install locales)."),
     (r"Cannot write results for|no counter csv files generated", NO_DATA, OLD_PANDAS),
-    (r"Cannot find a supported arch in rocminfo", FAILED,
-     "It knows AMD Instinct GPUs and, in the newest releases, some Ryzen ones. ./run_rocprofv3.sh --pmc "
-     "counts on others too."),
-    (r"No HIP GPUs are available", NO_GPU,
-     "Torch sees no GPU under the profiler: its ROCm differs from the profiler's, or the GPU is hidden."),
-    (r"CONFIGURATION_LOCKED", FAILED,
-     "Two copies of rocprofiler-sdk were loaded, or torch.profiler ran as well. Use the profiler of torch's "
-     "own ROCm, and no --enable-pytorch-profiler."),
-    (r"exceeds the capabilities of the hardware", FAILED,
-     "They do not fit into one pass: name fewer counters in one --pmc, and run once for each group."),
-    (r"^(rocprofv3(\.py)?|rocprofsys|tool|rocprof-compute): error: .*", FAILED,
-     "The tool refused its command line; please report it, with command.txt and env.txt."),
+    (r"Cannot find a supported arch in rocminfo", FAILED, "It knows AMD Instinct GPUs and, from 7.13 on, "
+     "some Ryzen ones. ./run_rocprofv3.sh --pmc counts on others too."),
+    (r"No HIP GPUs are available", NO_GPU, "Torch sees no GPU under the profiler: its ROCm differs from the "
+     "profiler's, or the GPU is hidden."),
+    (r"^.*(registered more than once|ROCPROFILER_REGISTER_LIBRARY is already set to|undefined symbol: hsa_)",
+     FAILED, TWO_ROCMS),
+    (r"CONFIGURATION_LOCKED", FAILED, "Two copies of rocprofiler-sdk were loaded, or torch.profiler ran as "
+     "well. Use the profiler of torch's own ROCm, and no --enable-pytorch-profiler."),
+    (r"exceeds the capabilities of the hardware", FAILED, "They do not fit into one pass: name fewer "
+     "counters in one --pmc, and run once for each group."),
+    (r"^(rocprofv3(\.py)?|rocprofsys|tool|rocprof-compute): error: .*", FAILED, "The tool refused its "
+     "command line; please report it, with command.txt and env.txt."),
     (r"Fatal error: .*", FAILED, "The profiler stopped before the program ran."),
-    (r"^F\d{4,8} \d\d:\d\d:\S+ +\d+ \S+\.cpp:\d+\] .*", FAILED,
-     "The profiler's library ended the program; try fewer kinds of trace."),
-)]
+    (r"^F\d{4,8} \d\d:\d\d:\S+ +\d+ \S+\.cpp:\d+\] .*", FAILED, "The profiler's library ended the "
+     "program; try fewer kinds of trace."))]
 
 
 def without_colours(text):
@@ -47,13 +46,11 @@ def without_colours(text):
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
 
 
-def known_failure(text, old_pandas=True):
-    """(what the tool said, exit code, advice) for the first known message in its output, or None. old_pandas:
-    the tool is of a release that pandas 3 breaks."""
+def known_failure(text):
+    """(what the tool said, exit code, advice) for the first known message in its output, or None."""
     for pattern, code, advice in KNOWN_FAILURES:
-        said = pattern.search(text)
-        if said:
-            return said[0].strip()[:200], code, advice.replace("{pandas}", " 'pandas<3'" * old_pandas)
+        if said := pattern.search(text):
+            return said[0].strip()[:200], code, advice
     return None
 
 

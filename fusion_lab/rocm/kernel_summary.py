@@ -1,17 +1,16 @@
 """What ran on the GPU, how often, how long and of what kind: a summary of profiler results.
 
-    python profile_summary.py DIR                    # of run_rocprofv3.sh
+    python profile_summary.py DIR                    # of run_rocprofv3.sh; --json for programs
     python profile_summary.py DIR --compare EARLIER  # against another run
-    python profile_summary.py DIR --json             # for programs
 
-Reads *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and of `rocpd convert`, rocpd
-databases (*.db), and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
+Reads rocpd databases (*.db), else *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and
+of `rocpd convert`, and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
 standard library only, works offline, writes nothing.
 """
+import contextlib
 import json
 import pathlib
 import re
-import sys
 from collections import defaultdict
 
 from fusion_lab.measuring.trace.kinds import KINDS, kind_of_kernel
@@ -25,9 +24,6 @@ PROGRAM = "profile_summary.py"
 TOP_KERNELS, MOST_NAMES = 20, 10  # in a summary; in a message
 SUMMARIES = "performance_summary*.json"  # of any program
 
-
-# ---------------------------------------------------------------------------------------------------------
-# What the run was
 
 def read_json(path):
     """A JSON object, or {}: these files describe a result, they are not the result."""
@@ -57,43 +53,38 @@ def whole(value):
 
 def steps_profiled(directory):
     """(number of steps, measured steps only?, in words); the number is None where nothing tells."""
-    training, manifest = section(program_summary(directory), "training_params"), read_json(
-        directory / "manifest.json")
+    training = section(program_summary(directory), "training_params")
     steps = {"measured": training.get("num_steps"), "warmup": training.get("warmup_steps")}
+    manifest = read_json(directory / "manifest.json")
     steps = section(manifest, "steps") if "steps" in manifest else steps  # null there: nobody knows
     measured, warmup = whole(steps.get("measured")), whole(steps.get("warmup"))
     selected = bool(steps.get("selected_regions"))
-    rest = "start-up is in the count, evaluation is not" if steps.get("ends_with_steps") else \
-        "start-up and evaluation are in the count"
     if measured and selected:
         return measured, selected, f"{measured} measured steps, nothing else"
     if measured and warmup is not None:
-        return measured + warmup, selected, f"{measured} measured + {warmup} warm-up steps; {rest}"
+        ends = " is in the count, evaluation is not" if steps.get("ends_with_steps") else \
+            " and evaluation are in the count"
+        return measured + warmup, selected, f"{measured} measured + {warmup} warm-up steps; start-up{ends}"
     return None, selected, "the number of steps is unknown"
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Summary, comparison, text
 
 # Counts of a hardware block add up over kernels, as kilobytes do; what else there is are shares and averages.
 ADDITIVE = re.compile(r"(SQC?|T[AD]|TC[ACP]|GRBM|CP[CF]|SPI|GL[012]\w*|GCEA|GCR|UTCL\d)_[A-Z0-9_]+"
                       r"(\[\d+\])?(_sum)?|(FETCH|WRITE)_?SIZE|TOTAL_\d+_OPS|(Fetch|Write)Size")
-
 TRAFFIC = ("fetchsize", "writesize")
 
 
 def counter_figures(directory):
-    """{"counters": sums, "counter_averages": means weighted by the kernels' times, "memory_gb_per_s": from
-    the counters of memory traffic, which are in kilobytes, and the kernels' time; None without them}."""
+    """{"counters": sums, "counter_averages": means by time, "memory_gb_per_s": of kilobytes, or None}"""
     sums, weighted = defaultdict(float), defaultdict(lambda: [0.0, 0.0])
     traffic, traffic_time = defaultdict(float), 0.0
     for name, value, time in records.read_counters(directory):
+        kind = records.plain(name)
+        if kind in TRAFFIC:
+            traffic[kind] += 1024 * value
+            traffic_time += time * (kind == TRAFFIC[0])
         if ADDITIVE.fullmatch(name):
             sums[name] += value
-            kind = records.plain(name)
-            if kind in TRAFFIC:
-                traffic[kind] += 1024 * value
-                traffic_time += time * (kind == TRAFFIC[0])
         else:
             weight = time if time > 0 else 1
             weighted[name][0] += value * weight
@@ -105,40 +96,32 @@ def counter_figures(directory):
 
 
 def summarize(directory):
-    """Everything known about one result directory, as the dict that becomes rocprofv3_summary.json."""
+    """Everything known about one result directory, as in rocprofv3_summary.json."""
     directory = pathlib.Path(directory)
-    kernels = records.read_kernels(directory)
-    launches = sum(calls for calls, _ in kernels.totals.values())
-    total = sum(time for _, time in kernels.totals.values())
+    kernels, counters = records.read_kernels(directory), counter_figures(directory)
+    launches, total = (sum(column) for column in zip((0, 0), *kernels.totals.values(), strict=True))
     steps, selected, counted = steps_profiled(directory)
-
-    counters = counter_figures(directory)
     counting = counters["counters"] or counters["counter_averages"]  # which keeps kernels apart
-    traced = kernels.source in records.OF_ROCPROFV3 and not counting
+    traces = timeline.read_traces(directory) if kernels.source != records.OF_COMPUTE else []
 
-    def share(time):
-        return 100 * time / total if total else 0.0
+    def row(launches, time, calls="launches"):
+        return {calls: launches, "time_ms": time / 1e6, "percent": 100 * time / total if total else 0.0}
 
-    by_kind = {kind: [0, 0.0] for kind in KINDS}
-    for name, (calls, time) in kernels.totals.items():
-        by_kind[kind_of_kernel(name)][0] += calls
-        by_kind[kind_of_kernel(name)][1] += time
+    by_kind = dict.fromkeys(KINDS, (0, 0.0)) | records.add_up(
+        (kind_of_kernel(name), *figures) for name, figures in kernels.totals.items())
     ordered = sorted(kernels.totals.items(), key=lambda item: (-item[1][1], item[0]))
+    by_range = sorted(timeline.time_by_range(traces).items(), key=lambda item: -item[1][1])
     return {
         "directory": str(directory), "source": kernels.source, "files": kernels.files,
         "distinct_kernels": len(kernels.totals), "launches": launches, "kernel_time_ms": total / 1e6,
         "steps": steps, "selected_regions": selected, "steps_counted": counted,
         "launches_per_step": launches / steps if steps else None,
         "kernel_time_ms_per_step": total / 1e6 / steps if steps else None,
-        "by_kind": [{"kind": kind, "launches": calls, "time_ms": time / 1e6, "percent": share(time)}
-                    for kind, (calls, time) in by_kind.items()],
-        "top_kernels": [{"name": name, "kind": kind_of_kernel(name), "calls": calls, "time_ms": time / 1e6,
-                         "average_us": time / calls / 1e3, "percent": share(time)}
-                        for name, (calls, time) in ordered[:TOP_KERNELS]],
-        "gpu_busy_percent": timeline.busy_percent(directory) if traced else None,
-        "by_range": [{"range": name, "launches": calls, "time_ms": time / 1e6, "percent": share(time)}
-                     for name, (calls, time) in sorted(timeline.time_by_range(directory).items(),
-                                                       key=lambda item: -item[1][1])],
+        "by_kind": [{"kind": kind, **row(*figures)} for kind, figures in by_kind.items()],
+        "top_kernels": [{"name": name, "kind": kind_of_kernel(name), **row(calls, time, "calls"),
+                         "average_us": time / calls / 1e3} for name, (calls, time) in ordered[:TOP_KERNELS]],
+        "gpu_busy_percent": None if counting else timeline.busy_percent(traces),
+        "by_range": [{"range": name, **row(*figures)} for name, figures in by_range],
         "memory_copies": records.read_memory_copies(directory), **counters,
     }
 
@@ -165,13 +148,12 @@ def render(summary):
         lines += [f"Memory traffic   {summary['memory_gb_per_s']:12.1f} GB/s while kernels ran"]
     if summary["memory_copies"]:
         lines += ["DMA copies       {count:12d}    {time_ms:.3f} ms".format(**summary["memory_copies"])]
-    lines += ["", f"{'kind':<14}{'launches':>10}{'ms':>12}{'share':>8}"]
-    lines += ["{kind:<14}{launches:>10}{time_ms:>12.3f}{percent:>7.1f}%".format(**row)
-              for row in summary["by_kind"] if row["launches"]]
-    if summary["by_range"]:
-        lines += ["", f"{'range':<34}{'launches':>10}{'ms':>12}{'share':>8}"]
-        lines += ["{range:<34}{launches:>10}{time_ms:>12.3f}{percent:>7.1f}%".format(**row)
-                  for row in summary["by_range"]]
+    for name, width in (("kind", 14), ("range", 34)):
+        rows = [row for row in summary[f"by_{name}"] if row["launches"]]
+        if rows or name == "kind":
+            lines += ["", f"{name:<{width}}{'launches':>10}{'ms':>12}{'share':>8}"]
+        lines += [f"{row[name]:<{width}}" + "{launches:>10}{time_ms:>12.3f}{percent:>7.1f}%".format(**row)
+                  for row in rows]
     lines += ["", f"Top {len(summary['top_kernels'])} kernels by total time",
               f"{'calls':>8}{'ms':>12}{'average us':>12}{'share':>8}  kind           name"]
     lines += ["{calls:>8}{time_ms:>12.3f}{average_us:>12.2f}{percent:>7.1f}%  {kind:<14} ".format(**row)
@@ -190,16 +172,15 @@ def differences(current, earlier):
     """Current against earlier, per step where both know their steps, else in total."""
     rows = [(label, earlier[key], current[key])
             for label, key in (("launches", "launches"), ("kernel time ms", "kernel_time_ms"))]
-    for before, now in zip(earlier["by_kind"], current["by_kind"], strict=True):
-        if now["launches"] or before["launches"]:
-            rows += [(f"{now['kind']} launches", before["launches"], now["launches"]),
-                     (f"{now['kind']} ms", before["time_ms"], now["time_ms"])]
+    rows += [(f"{now['kind']} {unit}", before[key], now[key])
+             for before, now in zip(earlier["by_kind"], current["by_kind"], strict=True)
+             if now["launches"] or before["launches"]
+             for unit, key in (("launches", "launches"), ("ms", "time_ms"))]
     ranges = [{row["range"]: row["time_ms"] for row in summary["by_range"]} for summary in (earlier, current)]
     if all(ranges):
         rows += [(f"{name} ms", ranges[0].get(name, 0.0), ranges[1].get(name, 0.0))
                  for name in dict.fromkeys([*ranges[1], *ranges[0]])]
-    per_step = bool(current["steps"] and earlier["steps"])
-    if per_step:
+    if per_step := bool(current["steps"] and earlier["steps"]):
         rows = [(label, a / earlier["steps"], b / current["steps"]) for label, a, b in rows]
     for label, key in (("GPU busy %", "gpu_busy_percent"), ("memory traffic GB/s", "memory_gb_per_s")):
         if current[key] is not None and earlier[key] is not None:
@@ -244,21 +225,18 @@ def main_figures(directory):
     figures = section(program_summary(directory), "performance_summary") or session_figures(directory)
     measured = {key: value for key, value in figures.items()
                 if type(value) in (int, float) and abs(value) < records.LARGEST}
-    median = measured.get("median_batch_time")
-    try:
+    median, kernels = measured.get("median_batch_time"), {}
+    with contextlib.suppress(Unreadable):
         kernels = summarize(directory)
-    except Unreadable:
-        kernels = {"launches": 0}
-    seen = kernels["launches"] > 0
-    top = kernels["top_kernels"][0] if seen else {}
+    kernels = kernels if kernels.get("launches") else {}
+    top = kernels["top_kernels"][0] if kernels else {}
     return {
         "median step ms": median * 1e3 if median is not None else None,
-        "samples/s": measured.get("avg_training_speed"),
-        "peak memory MB": measured.get("peak_memory_mb"),
+        "samples/s": measured.get("avg_training_speed"), "peak memory MB": measured.get("peak_memory_mb"),
         "launches per step, by the trainer": measured.get("launches_per_step"),
-        "launches per step, recorded": kernels["launches_per_step"] if seen else None,
-        "kernel time ms per step": kernels["kernel_time_ms_per_step"] if seen else None,
-        "GPU busy %": kernels["gpu_busy_percent"] if seen else None,
+        "launches per step, recorded": kernels.get("launches_per_step"),
+        "kernel time ms per step": kernels.get("kernel_time_ms_per_step"),
+        "GPU busy %": kernels.get("gpu_busy_percent"),
         "slowest kernel": f"{short_name(top['name'], 40)} ({top['percent']:.0f}%)" if top else None,
     }
 
@@ -288,16 +266,10 @@ def run(argv=None):
     options = parser.parse_args(argv)
     summary = load(options.directory)
     comparison = differences(summary, load(options.compare)) if options.compare else None
-    if options.json:
-        print(json.dumps({**summary, "comparison": comparison}))
-    else:
-        print(report(summary, comparison), end="")
+    print(json.dumps({**summary, "comparison": comparison}) + "\n" if options.json
+          else report(summary, comparison), end="")
     return OK
 
 
 def main(argv=None):
     return exit_code(run, argv, PROGRAM)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

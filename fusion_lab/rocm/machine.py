@@ -1,5 +1,6 @@
 """The tool on this machine: where it is, which release, which options it has. Runs no program."""
 import contextlib
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -63,7 +64,8 @@ def architectures():
 
 
 def is_rdna(architecture):
-    return re.fullmatch(r"gfx1[0-2]\w\w", architecture) is not None
+    """gfx1250 is an Instinct."""
+    return re.fullmatch(r"gfx1[0-2]\w\w", architecture) is not None and architecture != "gfx1250"
 
 
 def performance_levels():
@@ -75,36 +77,43 @@ def performance_levels():
     return levels
 
 
+def wheel_folders():
+    """Where this interpreter's ROCm from pip wheels has its tools: console scripts beside it, or inside."""
+    wheels = sorted({path for place in filter(None, sys.path)
+                     for path in pathlib.Path(place).glob("_rocm_*/bin")},
+                    key=lambda path: "_core" not in str(path))
+    return [os.path.dirname(sys.executable), *map(str, wheels)] if wheels else []
+
+
 def from_wheels(path):
-    """Does a file belong to the ROCm that pip installs?"""
-    return "_rocm_sdk" in str(pathlib.Path(path or "").resolve())
+    """Does a tool belong to the ROCm that pip installs? Its console scripts stand in bin, beside lib."""
+    path = pathlib.Path(path or "")
+    return "_rocm_" in str(path.resolve()) or any(path.parent.parent.glob(
+        "lib/python3*/*-packages/_rocm_sdk_core"))
 
 
 def own_interpreter(tool_path):
     """Words that start the Python that a tool names in its first line; empty where it is no Python script."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # bytes or quotes that make no words
         with open(tool_path, "rb") as file:
             start = re.match(rb"#!\s*(.*python[\d.]*)\s*$", file.readline(200))
-    except OSError:
-        return []
-    with contextlib.suppress(ValueError):  # bytes or quotes that make no words
         return shlex.split(start[1].decode()) if start else []
     return []
 
 
 def release_of_tree(tool_path):
-    """'7.0' for a tool in a ROCm tree, or None, as for one in a virtual environment."""
-    with contextlib.suppress(OSError, ValueError):
-        text = (pathlib.Path(tool_path).resolve().parent.parent / ".info" / "version").read_text()
-        start = re.match(r"\d+\.\d+", text)
-        return start and start[0]
+    """'7.0' for a tool in a ROCm tree, or of pip wheels; None for any other."""
+    with contextlib.suppress(OSError, ValueError, importlib.metadata.PackageNotFoundError):
+        text = importlib.metadata.version("rocm-sdk-core") if from_wheels(tool_path) else (
+            pathlib.Path(tool_path).resolve().parents[1] / ".info" / "version").read_text()
+        return re.match(r"\d+\.\d+|", text)[0] or None
     return None
 
 
 def find_tool(name, *help_arguments):
-    """The tool on PATH, or in the ROCm tree, and what it says of itself."""
-    rocm_bin = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "bin")
-    path = shutil.which(name) or shutil.which(name, path=rocm_bin)
+    """The tool of this interpreter's wheels, on PATH or in the ROCm tree, and what it says of itself."""
+    tree = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "bin")
+    path = shutil.which(name, path=os.pathsep.join([*wheel_folders(), os.environ.get("PATH") or tree, tree]))
     if not path:
         return Tool(name)
     tool = Tool(name, path, rocm=release_of_tree(path))
@@ -115,8 +124,6 @@ def find_tool(name, *help_arguments):
     tool.options = options_in(text)
     if "--version" in tool.options:  # rocprofv3 has it from ROCm 7.0 on, rocprof-sys-python never
         _, text = output_of(path, "--version")
-        version = re.search(r"version:?\s*v?(\d[\w.]*)", text)
-        rocm = re.search(r"rocm_version:\s*(\d+\.\d+)", text)
-        tool.version = version[1] if version else "unknown"
-        tool.rocm = tool.rocm or (rocm[1] if rocm else None)
+        tool.version = (re.search(r"version:?\s*v?(\d[\w.]*)", text) or ["", "unknown"])[1]
+        tool.rocm = tool.rocm or (re.search(r"rocm_version:\s*(\d+\.\d+)", text) or ["", None])[1]
     return tool

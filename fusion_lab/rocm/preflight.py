@@ -8,11 +8,10 @@ import sys
 from dataclasses import dataclass
 
 from fusion_lab.rocm import machine
-from fusion_lab.rocm.failures import STABLE_CLOCKS, known_failure
+from fusion_lab.rocm.failures import STABLE_CLOCKS, TWO_ROCMS, known_failure
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
 
-CHOOSE_TOOL = ("Take both from one: PATH=$(rocm-sdk path --bin):$PATH for wheels, ROCM_PATH=/opt/rocm-X.Y "
-               "for packages, or another PYTHON.")
+CHOOSE_TOOL = TWO_ROCMS.partition(". ")[2]
 JOIN_GROUPS = ("Join its groups (sudo usermod -aG render,video $USER) and log in again; in a container, "
                "--group-add video --group-add render")
 
@@ -24,12 +23,12 @@ class Problem:
     advice: str
 
 
-def tool_problems(tool, install_hint, old_pandas=True):
+def tool_problems(tool, install_hint):
     if tool.path is None:
-        rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
-        yield Problem(MISSING, f"{tool.name} not found on PATH and in {rocm}/bin", install_hint)
+        yield Problem(MISSING, f"{tool.name} not found on PATH and in "
+                      f"{os.environ.get('ROCM_PATH', '/opt/rocm')}/bin", install_hint)
     elif tool.trouble:
-        said, _, advice = known_failure(tool.trouble, old_pandas) or (
+        said, _, advice = known_failure(tool.trouble) or (
             tool.trouble.splitlines()[-1], MISSING, f"See what {shlex.join([tool.path, '--help'])} prints.")
         yield Problem(MISSING, f"{tool.path} does not start ({said})", advice)
 
@@ -60,9 +59,8 @@ def bindings_problems(tool):
     minor = sys.version_info.minor
     yield from interpreter_problems("rocprof-sys-python", machine.versioned_python())
     libraries = pathlib.Path(tool.path or "").resolve().parent.parent.glob(
-        "lib*/python*/site-packages/rocprofsys/libpyrocprofsys.*.so")
-    built = [re.search(r"cpython-3(\d+)", path.name) for path in libraries]
-    minors = sorted({int(version[1]) for version in built if version})
+        "lib*/python*/site-packages/rocprofsys/libpyrocprofsys.cpython-3*.so")
+    minors = sorted({int(re.search(r"cpython-3(\d*)", path.name)[1] or 0) for path in libraries})
     if minors and minor not in minors and not tool.trouble:
         yield Problem(MISSING, "the Python bindings of rocprof-sys are for Python "
                       f"{', '.join(f'3.{version}' for version in minors)}, {sys.executable} is 3.{minor}",
@@ -77,24 +75,33 @@ def render_problems():
         yield Problem(NO_GPU, f"no permission for {nodes[0]}", f"{JOIN_GROUPS}.")
 
 
-def architecture_problems(executable, newest_only):
-    """rocprof-compute knows CDNA, and in its newest releases the RDNA of some Ryzen processors."""
-    names = machine.architectures()
-    newer = "gfx115" if not newest_only else "none"
-    known = [name for name in names if not machine.is_rdna(name) or name.startswith(newer)]
-    if names and not known:
-        yield Problem(FAILED, f"{executable} does not know {', '.join(sorted(set(names)))}",
+# The first release of rocprof-compute that knows the GPU of a Ryzen processor; it knows no other RDNA, and
+# every Instinct. Then the first that draws its roofline; None: none does so far.
+RYZEN = {"gfx1150": "7.14", "gfx1151": "7.13", "gfx1152": "7.14", "gfx1153": "10.0"}
+ROOFLINE = {"gfx908": None, "gfx942": "6.4", "gfx1150": "10.0", "gfx1151": "10.0", "gfx1152": "10.0",
+            "gfx1153": None, "gfx1250": None}
+
+
+def lacking(first, before):
+    """The GPUs here, in words, if the tool is for none of them; first: {name: first release, or None}."""
+    names = sorted(set(machine.architectures()))
+    there = [name for name in names if name not in first or first[name] and not before(first[name])]
+    return "" if there else ", ".join(names)
+
+
+def architecture_problems(executable, before):
+    rdna = dict.fromkeys(filter(machine.is_rdna, machine.architectures()))
+    if names := lacking(rdna | RYZEN, before):
+        yield Problem(FAILED, f"{executable} does not know {names}",
                       "./run_rocprofv3.sh --pmc counts on this GPU.")
 
 
 def pandas_problems(tool):
     """Releases before 7.13 lose every counter with pandas 3, which their own list of packages allows."""
-    python = machine.own_interpreter(tool.path) if tool.path else []
-    if not python:
-        return
-    code, text = machine.output_of(*python, "-c", "import pandas; print(pandas.__version__)")
-    version = re.match(r"\d+", text)
-    if code == 0 and version and int(version[0]) >= 3:
+    python = machine.own_interpreter(tool.path or "")
+    question = "import pandas; print(pandas.__version__)"
+    code, text = machine.output_of(*python, "-c", question) if python else (1, "")
+    if code == 0 and int(re.match(r"\d+|", text)[0] or 0) >= 3:
         yield Problem(MISSING, f"{tool.name} would lose its counters with pandas {text.strip()}",
                       f"{shlex.join(python)} -m pip install 'pandas<3'")
 
@@ -126,18 +133,16 @@ def mismatch_warnings(tool, torch):
                f"({tool.path}). {CHOOSE_TOOL}")
     wheels = any(pathlib.Path(torch.get("path") or "").parent.parent.glob("_rocm_sdk*"))
     if tool.path and hip and wheels != machine.from_wheels(tool.path):
-        places = ("pip wheels", "packages of the system")
-        yield (f"torch has its ROCm from {places[not wheels]}, {tool.name} ({tool.path}) is from "
-               f"{places[wheels]}. {CHOOSE_TOOL}")
+        places = ("packages of the system", "pip wheels")
+        yield (f"torch has its ROCm from {places[wheels]}, {tool.name} ({tool.path}) is from "
+               f"{places[not wheels]}. {CHOOSE_TOOL}")
 
 
 def clock_warnings():
     """Counters of RDNA stay 0 while the driver moves the clocks."""
-    if any(map(machine.is_rdna, machine.architectures())):
-        moving = sorted(level for level in set(machine.performance_levels())
-                        if not level.startswith("profile_"))
-        if moving:
-            yield f"performance level {', '.join(moving)}. {STABLE_CLOCKS}"
+    moving = sorted(level for level in set(machine.performance_levels()) if not level.startswith("profile_"))
+    if moving and any(map(machine.is_rdna, machine.architectures())):
+        yield f"performance level {', '.join(moving)}. {STABLE_CLOCKS}"
 
 
 def environment_warnings(handled):
@@ -161,5 +166,4 @@ def refuse(problems):
         raise UserError("; ".join(problem.what for problem in problems), worst_code(problems),
                         (f"cannot profile here, {len(problems)} problem(s); nothing was run:",
                          *(f"  - {problem.what}. {problem.advice}" for problem in problems),
-                         "--dry-run shows the commands without running them, --skip-preflight skips these "
-                         "checks."))
+                         "--dry-run shows the commands, --skip-preflight skips these checks."))

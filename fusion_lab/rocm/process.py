@@ -14,8 +14,6 @@ from fusion_lab.training.files import PROGRAM_FAILED, TIMEOUT, drop_output
 
 FLUSH_SECONDS = 60  # how long a profiler may write after SIGINT before it gets SIGTERM, then SIGKILL
 
-SLOW_SECONDS = 1.2
-
 
 def say(*lines):
     """Print, also where nobody reads any more (`| head`): a session ends in order, its files are complete."""
@@ -28,7 +26,7 @@ def say(*lines):
 @contextlib.contextmanager
 def said_if_slow(text):
     """Say on stderr what takes longer than a moment; what is refused at once leaves its one line alone."""
-    timer = threading.Timer(SLOW_SECONDS, print, [text], dict(file=sys.stderr, flush=True))
+    timer = threading.Timer(1.2, print, [text], dict(file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:
@@ -94,15 +92,11 @@ def caught_signals():
 
 
 def run(command, directory, timeout):
-    """Run a command in its own process group, its output shown and logged.
-
-    Ctrl-C, a kill and the time limit all reach the group as SIGINT, so that the trainer ends its step and the
-    profiler writes its files. What has not ended FLUSH_SECONDS later, or at a second Ctrl-C, gets SIGTERM,
-    then SIGKILL.
-    """
+    """Run a command in its own process group, its output shown and logged. Ctrl-C, a kill and the time limit
+    all reach the group as SIGINT, so that the trainer ends its step and the profiler writes its files. What
+    has not ended FLUSH_SECONDS later, or at a second Ctrl-C, gets SIGTERM, then SIGKILL."""
     start = time.monotonic()
-    deadline = start + (timeout or float("inf"))
-    ladder = iter((signal.SIGINT, signal.SIGTERM))
+    deadline, ladder = start + (timeout or float("inf")), iter((signal.SIGINT, signal.SIGTERM))
     ended, heard = Ended(), 0
     with open(os.path.join(directory, command.log), "ab") as log, caught_signals() as caught:
         process = subprocess.Popen(command.argv, cwd=command.cwd, env=command.environment(),
@@ -131,14 +125,13 @@ def signal_group(process, number):
         os.killpg(process.pid, number)
 
 
-def failure(ended, log_text, old_pandas=True):
+def failure(ended, log_text):
     """(exit code, reason) of a command that did not end well."""
     if ended.interrupted:
         return 128 + ended.interrupted, f"got {signal.Signals(ended.interrupted).name}"
     if ended.timed_out:
         return TIMEOUT, f"stopped after {ended.seconds:.0f} s by --timeout"
-    known = known_failure(log_text, old_pandas)
-    if known:
+    if known := known_failure(log_text):
         return known[1], f"{known[0]}. {known[2]}"
     number = -ended.code if ended.code < 0 else ended.code - 128
     if number in (signal.SIGINT, signal.SIGTERM):
@@ -146,5 +139,4 @@ def failure(ended, log_text, old_pandas=True):
     if number in list(signal.Signals):  # not all numbers up to 64 are, so 160 is a code like any other
         return PROGRAM_FAILED, (f"it died of {signal.Signals(number).name}. Try the lightest trace, and the "
                                 "same program without the profiler.")
-    _, exception = last_exception(log_text)
-    return PROGRAM_FAILED, exception or f"it ended with exit code {ended.code}"
+    return PROGRAM_FAILED, last_exception(log_text)[1] or f"it ended with exit code {ended.code}"

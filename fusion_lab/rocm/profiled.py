@@ -1,7 +1,5 @@
-"""The program that is profiled: what it says of itself, of its flags and of its torch.
-
-It is asked in a process of its own, by `PROGRAM FLAGS --check-flags`, since nothing here may need torch.
-"""
+"""The program that is profiled: what it says of itself, its flags and its torch, in a process of its own, by
+`PROGRAM FLAGS --check-flags`, since nothing here may need torch."""
 import contextlib
 import functools
 import os
@@ -84,12 +82,10 @@ def last_line(text):
 
 
 def answer_in(output):
-    """What a program's print_settings() says, its last line, with the types that are counted on here; None
-    for anything else."""
-    try:
+    """What a program's print_settings() says, its last line, if it has the types counted on here; or None."""
+    answer = None
+    with contextlib.suppress(ValueError):
         answer = parse_json(last_line(output))
-    except ValueError:
-        return None
     if not isinstance(answer, dict) or answer.get("mode") != "check_flags":
         return None
     kinds = dict(config=dict, training_params=dict, profiler_config=dict, summary=str, torch_path=str)
@@ -126,8 +122,8 @@ def probe_torch():
     """The same facts from the interpreter itself, for a program that cannot be asked."""
     try:
         done = start_python("-c", PROBE)
+        return parse_json(last_line(done.stdout))
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
-    with contextlib.suppress(ValueError):
-        return parse_json(last_line(done.stdout))
-    return {"error": last_line(done.stderr) or f"exit code {done.returncode}"}
+    except ValueError:
+        return {"error": last_line(done.stderr) or f"exit code {done.returncode}"}

@@ -1,7 +1,7 @@
-"""Reading what AMD's profilers write: CSV of every rocprofv3 and rocprof-compute generation, and rocpd.
+"""Reading what AMD's profilers write: rocpd, and CSV of every rocprofv3 and rocprof-compute generation.
 
-Columns are found by name, because their order and number changed with ROCm 6.3, 7.0 and rocpd. Times are in
-nanoseconds. Standard library only.
+A run is read from its databases, or from its CSV where it has none: ROCm 10.0 may write both. Columns are
+found by name, because their order and number changed. Times are in nanoseconds. Standard library only.
 """
 import contextlib
 import csv
@@ -11,36 +11,32 @@ import re
 import sqlite3
 import zlib
 from collections import defaultdict
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fusion_lab.training.files import UserError
 from fusion_lab.training.reading import read_regular, require_regular
 
-OF_ROCPROFV3 = ("kernel statistics CSV", "kernel trace CSV", "rocpd database")
-KERNEL_FILES = ("*kernel_stats.csv", "*kernel_trace.csv", "*.db", "pmc_perf*.csv", "results_pmc_perf_*.csv",
+KERNEL_FILES = ("*.db", "*kernel_stats.csv", "*kernel_trace.csv", "pmc_perf*.csv", "results_pmc_perf_*.csv",
                 "results_pmc_perf_*.csv.gz")
+OF_COMPUTE = "rocprof-compute counters"  # the source of the last three
 WORKLOADS = "workloads"  # of rocprof-compute: workloads/NAME/GPU, with folders of their own in newer releases
 PASS = re.compile(r"pass_\d+")  # of rocprofv3, which runs a program again for each group of counters
 OWN_INPUT = "perfmon"  # folder of rocprof-compute with the lists of counters that it is to collect
-NO_COUNTER = {"gpuid", "dispatchid", "gridsize", "workgroupsize", "kernelname", "starttimestamp",
-              "endtimestamp", "kernelid", "ldsperworkgroup", "scratchperworkitem", "archvgpr", "accumvgpr",
-              "sgpr"}
+NO_COUNTER = set("gpuid dispatchid gridsize workgroupsize kernelname starttimestamp endtimestamp kernelid "
+                 "ldsperworkgroup scratchperworkitem archvgpr accumvgpr sgpr queueid pid tid wavesize "
+                 "correlationid guid".split())
 
 
 class Unreadable(UserError):
     """A file that is there but is not what its name says."""
 
 
-@dataclass
-class Kernels:
+class Kernels(NamedTuple):
     """What ran: {kernel name: (calls, nanoseconds)}, in whose words, from which files."""
-    totals: dict = field(default_factory=dict)
-    source: str | None = None
-    files: list = field(default_factory=list)
+    totals: dict
+    source: str | None
+    files: list
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Which files
 
 def pass_of(path):
     """What run of the program a file comes from, where the profiler ran it again and again, or None."""
@@ -61,8 +57,7 @@ def is_session(directory):
 
 def result_folders(directory):
     """Where the files of one run can lie: the directory, HOST, pass_1 and pass_1/HOST in it, and whatever is
-    below rocprof-compute's `workloads`. What else is below, other sessions among it, is none of its business,
-    and may be a whole disk."""
+    below rocprof-compute's `workloads`. What else is below may be a whole disk."""
     if WORKLOADS in directory.absolute().parts:
         return [directory, *(path for path in directory.rglob("*") if path.is_dir())]
     found = [directory]
@@ -74,16 +69,14 @@ def result_folders(directory):
     return found
 
 
-def result_files(directory, pattern):
-    """Regular files of the run in a directory, without those that were set aside and without lists that a
-    profiler was given. Of several passes over the same program the first counts."""
-    files = []
-    for path in sorted(path for folder in result_folders(directory) for path in folder.glob(pattern)):
-        folders = path.relative_to(directory).parts
-        if not any(".old-" in folder for folder in folders) and OWN_INPUT not in folders and path.is_file():
-            files.append(path)
+def result_files(directory, pattern, every_pass=False):
+    """Files of the run in a directory: of its first pass or of all, none that was set aside or given."""
+    files = [path for path in sorted({path for folder in result_folders(directory)
+                                      for path in folder.glob(pattern)})
+             if ".old-" not in str(path.relative_to(directory)) and path.is_file()
+             and OWN_INPUT not in path.relative_to(directory).parts]
     passes = sorted({pass_of(path) or "" for path in files} - {""})
-    return [path for path in files if pass_of(path) in (None, *passes[:1])]
+    return files if every_pass else [path for path in files if pass_of(path) in (None, *passes[:1])]
 
 
 def has_kernels(directory):
@@ -91,8 +84,7 @@ def has_kernels(directory):
 
 
 def other_runs(directory):
-    """Names of folders with kernel records in a directory that has none itself, if they are not one run of
-    which it is the directory: sessions of their own, or several."""
+    """Names of folders with kernel records in a directory that has none, if they are no run of its own."""
     if has_kernels(directory):
         return []
     folders = [path for path in folders_below(directory) if path.name != WORKLOADS]
@@ -106,9 +98,6 @@ def preferably_counters(files):
     """Of rocprof-compute's workloads, the one with counters rather than the roofline."""
     return sorted(files, key=lambda path: "_roof" in str(path))
 
-
-# ---------------------------------------------------------------------------------------------------------
-# CSV
 
 LONGEST_LINE = 2 ** 20  # letters; a gzip bomb can be one line
 LARGEST = 1e30  # no figure comes near it, and products of two stay finite
@@ -150,9 +139,8 @@ def number(cell):
 
 
 def read_rows(path, *names, numbers=()):
-    """The columns `names`, as text, and `numbers` of every row. A damaged last row is left out, as what an
-    interrupted run leaves; so is the header where it comes again. Raises Unreadable where a column is missing
-    or any other row is damaged."""
+    """The columns `names`, as text, and `numbers` of every row; without a damaged last one, which an
+    interrupted run leaves, and without repeated headers. Raises Unreadable."""
     rows = csv_rows(path)
     first = next(rows, [])
     header, wanted, damaged = [plain(cell) for cell in first], (*names, *numbers), None
@@ -183,22 +171,18 @@ def add_up(entries):
 
 
 def merge(readings):
-    return add_up((name, calls, time) for reading in readings for name, (calls, time) in reading.items())
-
-
-def of_calls(path, rows):
-    """add_up() of (name, calls, nanoseconds) where all have calls. Raises Unreadable."""
-    rows = [(name, int(calls), time) for name, calls, time in rows]
-    if any(calls < 1 for _, calls, _ in rows):
-        raise Unreadable(f"{path}: it has a kernel without calls")
-    return add_up(rows)
+    return add_up((name, *figures) for reading in readings for name, figures in reading.items())
 
 
 TIMES = ("starttimestamp", "endtimestamp")
 
 
 def read_stats(path):
-    return of_calls(path, read_rows(path, "name", numbers=("calls", "totaldurationns")))
+    rows = [(name, int(calls), time) for name, calls, time in read_rows(
+        path, "name", numbers=("calls", "totaldurationns"))]
+    if any(calls < 1 for _, calls, _ in rows):
+        raise Unreadable(f"{path}: it has a kernel without calls")
+    return add_up(rows)
 
 
 def read_trace(path, name="kernelname"):
@@ -211,12 +195,9 @@ def read_long_form(path):
     return add_up((kernel, 1, end - start) for _, kernel, start, end in launches)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# rocpd: plain SQLite; ROCm's own reader is tied to one Python version, so not used
-
 def query_rocpd(path, *queries, names=1):
-    """Rows of the first query that this generation's tables answer, as lists: the first `names` columns are
-    text, the others numbers. Raises Unreadable."""
+    """Rows of the first query that this generation's tables answer: the first `names` columns are text, the
+    others numbers. Plain SQLite: ROCm's own reader is tied to one Python version. Raises Unreadable."""
     try:
         require_regular(path)
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
@@ -228,89 +209,84 @@ def query_rocpd(path, *queries, names=1):
             try:
                 rows = connection.execute(query).fetchall()
                 return [[*map(str, row[:names]), *map(number, row[names:])] for row in rows]
-            except sqlite3.OperationalError as error:  # no such table or view: not this generation
-                problem = error
             except (sqlite3.Error, TypeError, ValueError) as error:
                 problem = error
-                break
     raise Unreadable(f"{path}: not a rocpd database: {problem}")
 
 
-# SQLite reckons with whatever is no number as 0; here it becomes NULL, which is no number either.
-NANOSECONDS = """CASE SUM(typeof(k."end") != 'integer' OR typeof(k.start) != 'integer') WHEN 0
-                 THEN SUM(k."end" - k.start) END"""
-
-
 def read_rocpd(path):
-    rows = query_rocpd(
-        path, f"SELECT s.display_name, COUNT(*), {NANOSECONDS}, 1 FROM rocpd_kernel_dispatch k JOIN "
-        "rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid GROUP BY 1",
-        "SELECT name, total_calls, total_duration, 1000 FROM top_kernels")  # this view is in microseconds
-    return of_calls(path, ((name, calls, time * factor) for name, calls, time, factor in rows))
+    return add_up((name, 1, end - start) for name, start, end in query_rocpd(
+        path, 'SELECT s.display_name, k.start, k."end" FROM rocpd_kernel_dispatch k '
+        "JOIN rocpd_info_kernel_symbol s ON s.id = k.kernel_id AND s.guid = k.guid"))
 
 
-def optional_rocpd(directory, query, names=0):
-    """Rows of all databases below directory; none where they lack the tables, as other generations do."""
-    for path in result_files(directory, "*.db"):
-        with contextlib.suppress(Unreadable):
-            yield from query_rocpd(path, query, names=names)
+def optional_rocpd(path, *queries, names=0):
+    """The same as query_rocpd; none where the database lacks the tables, as other generations do."""
+    with contextlib.suppress(Unreadable):
+        return query_rocpd(path, *queries, names=names)
+    return []
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Kernels, copies, counters of a result directory
 
 def read_kernels(directory):
     """Kernels, from the best source there is."""
-    sources = zip((*OF_ROCPROFV3, *["rocprof-compute counters"] * 3), KERNEL_FILES,
-                  (read_stats, read_trace, read_rocpd, read_trace, *[read_long_form] * 2), strict=True)
-    for source, pattern, reader in sources:
+    names = "rocpd database", "kernel statistics CSV", "kernel trace CSV", *[OF_COMPUTE] * 3
+    readers = read_rocpd, read_stats, read_trace, read_trace, read_long_form, read_long_form
+    for source, pattern, reader in zip(names, KERNEL_FILES, readers, strict=True):
         files = result_files(directory, pattern)
-        if source == "rocprof-compute counters":
-            files = preferably_counters(files)[:1]  # each file is one more run of the program
+        if source == OF_COMPUTE:  # each file is one more run; and there are lists of dispatches without times
+            files = [path for path in preferably_counters(files)
+                     if set(TIMES) <= set(map(plain, read_header(path)))][:1]
         elif any(WORKLOADS in path.relative_to(directory).parts for path in files):
             first = preferably_counters(files)[0]
             files = [path for path in files if path.parents[1] == first.parents[1]]  # processes of one run
-        totals = merge(map(reader, files))
-        if totals:
+        if totals := merge(map(reader, files)):
             return Kernels(totals, source, [str(path.relative_to(directory)) for path in files])
-    return Kernels()
+    return Kernels({}, None, [])
 
 
 def read_memory_copies(directory):
     """Copies by the DMA engines; copies done by a kernel are in the kernel table. None if not traced."""
-    copies = merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv")))
-    if not copies:
-        copies = merge(read_trace(path, "direction")
-                       for path in result_files(directory, "*memory_copy_trace.csv"))
-    if not copies:
-        copies = add_up(("copy", 1, time) for (time,) in
-                        optional_rocpd(directory, 'SELECT "end" - start FROM rocpd_memory_copy'))
-    if not copies:
-        return None
+    copies = add_up(("copy", 1, time) for path in result_files(directory, "*.db")
+                    for (time,) in optional_rocpd(path, 'SELECT "end" - start FROM rocpd_memory_copy'))
+    copies = copies or merge(map(read_stats, result_files(directory, "*memory_copy_stats.csv")))
+    copies = copies or merge(read_trace(path, "direction")
+                             for path in result_files(directory, "*memory_copy_trace.csv"))
     return {"count": sum(calls for calls, _ in copies.values()),
-            "time_ms": sum(time for _, time in copies.values()) / 1e6}
+            "time_ms": sum(time for _, time in copies.values()) / 1e6} if copies else None
 
 
-def read_counters(directory):
-    """(counter, value, nanoseconds of the dispatch) for each dispatch that rocprofv3 counted."""
-    for path in result_files(directory, "*counter_collection.csv"):
-        timed = set(TIMES) <= set(map(plain, read_header(path)))
-        for name, value, *times in read_rows(path, "countername", numbers=("countervalue", *TIMES * timed)):
-            yield name, value, times[1] - times[0] if timed else 0.0
-    yield from optional_rocpd(
-        directory, 'SELECT i.name, p.value, k."end" - k.start FROM rocpd_pmc_event p '
+def read_counter_csv(path):
+    times = TIMES if set(TIMES) <= set(map(plain, read_header(path))) else ()
+    return ((name, value, end - start) for name, value, start, end in (
+        (*row, 0, 0)[:4] for row in read_rows(path, "countername", numbers=("countervalue", *times))))
+
+
+def read_counter_rocpd(path):
+    return optional_rocpd(
+        path, 'SELECT i.name, p.value, k."end" - k.start FROM rocpd_pmc_event p '
         "JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid "
         "JOIN rocpd_kernel_dispatch k ON k.event_id = p.event_id AND k.guid = p.guid", names=1)
 
 
+def read_counters(directory):
+    """[(counter, value, nanoseconds of the dispatch)] of rocprofv3, each of the first pass that has it."""
+    for pattern, reader in (("*.db", read_counter_rocpd), ("*counter_collection.csv", read_counter_csv)):
+        passes = {}
+        rows = [row for path in result_files(directory, pattern, every_pass=True) for row in reader(path)
+                if passes.setdefault(row[0], pass_of(path)) == pass_of(path)]
+        if rows:
+            return rows
+    return []
+
+
 def wanted_counters(workload):
-    """Counters that rocprof-compute set out to collect, by the lists that it wrote for itself."""
+    """Counters that rocprof-compute set out to collect, by its own lists: text, from 7.13 on YAML."""
     words = set()
-    for path in (workload / OWN_INPUT).glob("*.txt"):
+    for path in [*(workload / OWN_INPUT).glob("*.txt"), *(workload / OWN_INPUT).glob("pmc_*.yaml")]:
         with contextlib.suppress(OSError):
-            for line in read_regular(path).decode(errors="replace").splitlines():
-                if line.startswith("pmc:"):
-                    words.update(line[4:].split())
+            text = read_regular(path).decode(errors="replace")
+            words.update(*map(str.split, re.findall(r"^pmc:(.*)$", text, re.MULTILINE)),
+                         re.findall(r"^\s*- ['\"]?(?!gfx\d)(\w+(?:\[\d+\])?)['\"]?$", text, re.MULTILINE))
     return {word for word in words if "ACCUM_PREV" not in word}  # those get another name in the results
 
 
@@ -324,8 +300,15 @@ def collected_counters(workload):
         elif "kernelname" in map(plain, header):
             names.update(cell for cell in header if plain(cell) not in NO_COUNTER)
     for path in workload.rglob("*.db"):
-        with contextlib.suppress(Unreadable):
-            names.update(name for (name,) in query_rocpd(
-                path, "SELECT DISTINCT i.name FROM rocpd_pmc_event p "
-                "JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid"))
+        names.update(name for (name,) in optional_rocpd(
+            path, "SELECT DISTINCT i.name FROM rocpd_pmc_event p "
+            "JOIN rocpd_info_pmc i ON i.id = p.pmc_id AND i.guid = p.guid", names=1))
     return names
+
+
+def missing_counters(workload):
+    """Counters that are wanted and not there. 7.0 to 7.12 call all *_ACCUM by one name in their results."""
+    found = collected_counters(workload)
+    renamed = "SQ_ACCUM_PREV_HIRES" in found
+    return sorted(name for name in wanted_counters(workload) - found
+                  if not (renamed and name.endswith("_ACCUM")))

@@ -22,8 +22,8 @@ class RocprofCompute(Wrapper):
                 "--deterministic"]
     sizes = [("--seq-len", "32")]
     help_arguments = ("profile", "--help")
-    install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer; pip wheels of ROCm do not "
-                    "have it), or set ROCM_PATH.")
+    install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer), beside ROCm from pip the "
+                    "wheel rocm-profiler (7.13 or newer), or set ROCM_PATH.")
     since = {"--roofline": "99.0"}  # it came after 10.1: only --help can tell
     examples = """examples:
   ./run_rocprof_compute.sh                 counters, then roofline: a dozen runs
@@ -34,16 +34,15 @@ class RocprofCompute(Wrapper):
 
     @classmethod
     def add_options(cls, parser):
-        parser.add_argument("--mode", choices=("profile", "roof", "analyze"),
-                            help="counters and roofline, roofline only, or report on an earlier profile "
-                                 "(default: profile; analyze with --list-stats or --dispatch)")
+        parser.add_argument("--mode", choices=("profile", "roof", "analyze"), help="both, or report on an "
+                            "earlier profile (default: profile; analyze with --list-stats or --dispatch)")
         parser.add_argument("--roof-only", action="store_true", help="the same as --mode roof")
         parser.add_argument("--no-roof", action="store_true", help="counters only")
         parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
         parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append",
                             help="report on one dispatch; take the ID from --list-stats; may be repeated")
-        parser.add_argument("--output-name", metavar="NAME",
-                            help="workloads become NAME_counters and NAME_roof (default: the program's name)")
+        parser.add_argument("--output-name", metavar="NAME", help="of the workloads, NAME_counters and "
+                            "NAME_roof (default: the program's name)")
         parser.add_argument("--device", metavar="N", type=whole_number(0),
                             help="GPU index for roofline and trainer (default: 0 and the trainer's own)")
 
@@ -62,6 +61,8 @@ class RocprofCompute(Wrapper):
         if self.analyze and own_flags:
             raise UserError(f"{shlex.join(own_flags)}: --mode analyze runs no trainer")
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
+        if self.analyze:
+            self.help_arguments = ("analyze", "--help")
         super().__init__(options, own_flags)
         self.name = name or self.profiled.short_name()
         self.runs_program = not self.analyze
@@ -69,6 +70,10 @@ class RocprofCompute(Wrapper):
             raise UserError(f"-o {self.directory}: rocprof-compute refuses a path that contains '..'")
         if self.analyze:
             self.records = os.path.join(self.directory, "analysis")  # the profile keeps its own
+        self.no_roofline = self.is_known() and preflight.lacking(preflight.ROOFLINE, self.before)
+        if self.no_roofline and self.parts[1:] and not self.analyze:
+            self.parts = ["counters"]
+            self.notes.append(f"{self.tool_and_release()} draws no roofline of {self.no_roofline}: left out")
 
     def extra_flags(self):
         return [] if self.options.device is None else ["--device", str(self.options.device)]
@@ -78,9 +83,8 @@ class RocprofCompute(Wrapper):
 
     def replaced(self):
         """What is there is set aside: old releases mix old files with new ones, from 10.0 they refuse."""
-        workloads = {os.path.join(self.directory, "workloads", f"{self.name}_{part}")
-                     for part in self.parts}
-        return {self.records} if self.analyze else workloads
+        return {self.records} if self.analyze else {
+            os.path.join(self.directory, "workloads", f"{self.name}_{part}") for part in self.parts}
 
     def files(self):
         """rocprof-compute joins the program's words by spaces and splits them again: give it simple ones."""
@@ -98,11 +102,7 @@ class RocprofCompute(Wrapper):
         return self.analyze_commands() if self.analyze else self.profile_commands()
 
     def profile_commands(self):
-        """Run in the result directory, where every release writes workloads/NAME/<GPU model> by default.
-
-        The program's first word is a path, which 3.0 insists on, and no shell: 3.5 and 3.6 set variables in a
-        way that a shell does not hand on.
-        """
+        """The program's first word is a path, for 3.0, and no shell, which loses variables of 3.5 and 3.6."""
         commands = []
         for part in self.parts:
             arguments = ["--name", f"{self.name}_{part}"]
@@ -112,37 +112,39 @@ class RocprofCompute(Wrapper):
                 arguments += ["--roofline", "--roofline-device", str(self.options.device or 0)]
             else:
                 arguments += ["--roof-only", "--device", str(self.options.device or 0)]
-            commands.append(Command([self.tool.command, "profile", *arguments, "--", sys.executable,
-                                     "workload.py"], cwd=self.directory))
+            commands.append(Command([self.tool.command, "profile", *self.with_tool_options(arguments),
+                                     "--", sys.executable, "workload.py"], cwd=self.directory))
         return commands
 
     def analyze_commands(self):
-        workloads = {part: self.workload_directory(part) for part in self.parts}
-        workloads = {part: path for part, path in workloads.items() if path}
+        workloads = {part: path for part in self.parts if (path := self.workload_directory(part))}
         if not workloads and self.options.dry_run:
             self.notes.append("GPU_MODEL stands for the folder that profiling creates")
-            place = pathlib.Path(self.directory, "workloads", f"{self.name}_counters")
-            workloads = {"counters": place / "GPU_MODEL"}
+            workloads = {"counters": f"{self.directory}/workloads/{self.name}_counters/GPU_MODEL"}
         if not workloads:
             raise UserError(f"{self.directory}: no workload {self.name}_* there. Run "
                               f"./{self.script} first, or name its directory with -o.")
-        jobs = [("list_stats.txt", ["--list-stats"])] if self.options.list_stats else []
-        jobs += [(f"dispatch_{dispatch}.txt", ["--dispatch", str(dispatch)])
-                 for dispatch in self.options.dispatch or []]
         first = next(iter(workloads))
-        jobs = [(first, *job) for job in jobs] or [(part, f"analysis_{part}.txt", []) for part in workloads]
+        jobs = [(first, "list_stats.txt", ["--list-stats"])] * self.options.list_stats
+        jobs += [(first, f"dispatch_{number}.txt", ["--dispatch", str(number)])
+                 for number in self.options.dispatch or []]
+        jobs = jobs or [(part, f"analysis_{part}.txt", []) for part in workloads]
         self.reports = ", ".join(name for _, name, _ in jobs)
-        return [Command([self.tool.command, "analyze", "--path", str(workloads[part]), *arguments],
-                        cwd=self.directory, log=name, echo=name == "list_stats.txt")
-                for part, name, arguments in jobs]
+        return [Command([self.tool.command, "analyze", *self.with_tool_options(
+            ["--path", str(workloads[part]), *arguments])], cwd=self.directory, log=name,
+            echo=name == "list_stats.txt") for part, name, arguments in jobs]
 
     def problems(self):
         if self.analyze:
-            yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
+            yield from preflight.tool_problems(self.tool, self.install_hint)
         else:
             yield from super().problems()
             yield from preflight.interpreter_problems(self.executable, sys.executable)
-            yield from preflight.architecture_problems(self.executable, self.before("10.0"))
+            if self.is_known():
+                yield from preflight.architecture_problems(self.executable, self.before)
+            if self.no_roofline and self.parts == ["roof"]:
+                yield preflight.Problem(FAILED, f"{self.tool_and_release()} draws no roofline of "
+                                        f"{self.no_roofline}", "--no-roof collects its counters.")
             if self.before("7.13"):
                 yield from preflight.pandas_problems(self.tool)
 
@@ -168,37 +170,28 @@ class RocprofCompute(Wrapper):
             return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
         places = {part: self.workload_directory(part) for part in self.parts}
         missing = [part for part, place in places.items() if not (place and self.has_results(part, place))]
-        for part in self.parts:
-            if part not in missing:
-                say(f"{part}: {places[part]}")
+        say(*(f"{part}: {place}" for part, place in places.items() if part not in missing))
         if missing:
             known = known_failure(log_text)
             why = f": {known[0]}. {known[2]}" if known else ""
             return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/{why}"
         where = f" -o {shlex.quote(self.options.output_dir)}" if self.options.output_dir else ""
         say(f"Next: ./{self.script}{where} --list-stats, then --dispatch ID")
-        return OK, " and ".join(map(self.amount, self.parts)) + " collected" + self.lacking()
+        return OK, f"{' and '.join(map(self.amount, self.parts))} collected{self.amount(self.parts[0], True)}"
 
     @staticmethod
     def has_results(part, place):
         """Did the tool write results? The lists of counters that it writes for itself are none."""
-        if part == "counters":
-            return bool(records.collected_counters(place))
-        return any(path.stat().st_size for pattern in ("roofline*", "empirRoof*")
-                   for path in records.result_files(place, pattern))
+        return bool(records.collected_counters(place)) if part == "counters" else any(
+            path.stat().st_size for pattern in ("roofline*", "empirRoof*")
+            for path in records.result_files(place, pattern))
 
-    def lacking_counters(self):
-        place = self.workload_directory("counters")
-        return sorted(records.wanted_counters(place) - records.collected_counters(place))
-
-    def amount(self, part):
-        """"counters", or "3 of 4 counters" where some that the tool asked for are not there."""
-        if part != "counters" or not self.lacking_counters():
-            return part
-        wanted = len(records.wanted_counters(self.workload_directory(part)))
-        return f"{wanted - len(self.lacking_counters())} of {wanted} counters"
-
-    def lacking(self):
-        names = self.lacking_counters() if "counters" in self.parts else []
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        return f" (not {', '.join(names[:5])}{more})" if names else ""
+    def amount(self, part, lacking=False):
+        """"counters", or "3 of 4 counters" where some that the tool asked for are not there; or these."""
+        place = self.workload_directory("counters") if part == "counters" else None
+        names = records.missing_counters(place) if place else []
+        if lacking:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            return f" (not {', '.join(names[:5])}{more})" if names else ""
+        wanted = len(records.wanted_counters(place)) if names else 0
+        return f"{wanted - len(names)} of {wanted} {part}" if names else part

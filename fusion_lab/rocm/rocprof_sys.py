@@ -18,21 +18,19 @@ class RocprofSys(Wrapper):
     script, executable, default_dir = "run_rocprof_sys.sh", "rocprof-sys-python", "rocprof_sys_profiles_v2"
     workload = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
     sizes = [("--seq-len", "16")]
-    install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer; pip wheels of ROCm do not "
-                    "have it), or set ROCM_PATH. Where only its Python part is missing: rocprof-sys-sample "
-                    "-- python3 PROGRAM")
+    install_hint = ("Install the package rocprofiler-systems (ROCm 6.3 or newer), beside ROCm from pip the "
+                    "wheel rocm-profiler (7.13 or newer), or set ROCM_PATH. Where only its Python part is "
+                    "missing: rocprof-sys-sample -- python3 PROGRAM")
     components = "wall_clock trip_count cpu_clock peak_rss page_rss"
     examples = """examples:
-  ./run_rocprof_sys.sh                         a small batch, 3 steps
   ./run_rocprof_sys.sh --modules . -o all      every Python call: slow and large
   ./run_rocprof_sys.sh --rocpd --num-steps 5   child threads too, from ROCm 7.2
 """
 
     @classmethod
     def add_options(cls, parser):
-        parser.add_argument("--modules", metavar="REGEX", action="append",
-                            help="record Python calls of files whose path matches; may be repeated (default: "
-                                 "the profiled program, torch/nn/modules, torch/optim)")
+        parser.add_argument("--modules", metavar="REGEX", action="append", help="record Python calls of files"
+                            " with such a path; repeatable (default: program, torch/nn/modules, torch/optim)")
         parser.add_argument("--rocpd", action="store_true", help="also write a rocpd database")
 
     def commands(self):
@@ -46,16 +44,15 @@ class RocprofSys(Wrapper):
             self.notes.append("from ROCm 7.13 on the GPU side covers the measured steps only, because "
                               "rocprof-sys hears the program's start and stop")
         environment = {  # all explicit: the defaults depend on each other, and changed with ROCm 7.1 and 10.1
-            "ROCPROFSYS_TRACE": "ON", "ROCPROFSYS_PROFILE": "ON",
-            "ROCPROFSYS_USE_ROCPD": "ON" if rocpd else "OFF",
-            "ROCPROFSYS_TIMEMORY_COMPONENTS": self.components,
-            "ROCPROFSYS_OUTPUT_PATH": self.directory, "ROCPROFSYS_TIME_OUTPUT": "OFF",
-            "ROCPROFSYS_USE_PID": "ON", "PYTHON_EXECUTABLE": versioned_python(), **self.loader_path()}
+            "ROCPROFSYS_TRACE": "ON", "ROCPROFSYS_PROFILE": "ON", "ROCPROFSYS_TIME_OUTPUT": "OFF",
+            "ROCPROFSYS_USE_ROCPD": "ON" if rocpd else "OFF", "ROCPROFSYS_OUTPUT_PATH": self.directory,
+            "ROCPROFSYS_TIMEMORY_COMPONENTS": self.components, "ROCPROFSYS_USE_PID": "ON",
+            "PYTHON_EXECUTABLE": versioned_python(), **self.loader_path()}
         # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
-        return [Command([self.tool.command, "--module-restrict", *modules,
-                         "--function-exclude", "_call_impl", "--", self.profiled.path, *self.program_flags],
-                        set_env=environment,
-                        unset_env=("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE"))]
+        arguments = ["--module-restrict", *modules, "--function-exclude", "_call_impl"]
+        return [Command([self.tool.command, *self.with_tool_options(arguments), "--", self.profiled.path,
+                         *self.program_flags],
+                        environment, ("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE"))]
 
     def loader_path(self):
         """Torch's own GPU libraries, for the loader: without, early releases see nothing of the GPU."""
@@ -71,8 +68,7 @@ class RocprofSys(Wrapper):
 
     def facts(self):
         yield from super().facts()
-        path = self.loader_path().get("LD_LIBRARY_PATH")
-        if path:
+        if path := self.loader_path().get("LD_LIBRARY_PATH"):
             yield f"torch's own libraries will be found: LD_LIBRARY_PATH={path}"
 
     def judge(self, log_text):
@@ -112,8 +108,7 @@ class RocprofSys(Wrapper):
 
 
 def sees_gpu(results):
-    """Is there a GPU kernel in a timeline? Its category stands there as text; before 6.4 it had another name.
-    True where there is no timeline."""
+    """Is there a GPU kernel in a timeline, or no timeline? Its category stands there as text."""
     timelines = [path for path in results if path.suffix == ".proto"]
     for path in timelines:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

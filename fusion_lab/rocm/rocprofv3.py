@@ -20,7 +20,7 @@ class Rocprofv3(Wrapper):
     workload = ["--num-steps", "10", "--warmup-steps", "3"]
     install_hint = "Install the package rocprofiler-sdk (ROCm 6.3 or newer), or set ROCM_PATH."
     since = {"--runtime-trace": "6.3", "--pmc": "6.3", "--memory-allocation-trace": "6.3",
-             "--selected-regions": "7.0"}
+             "--selected-regions": "7.0", "--version": "7.0", "--hip-graph-trace": "10.0"}
     inherited = ("ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH", "ROCPROF_OUTPUT_FILE_NAME")
     switches = {"--hip-trace": "HIP API calls as well",
                 "--runtime-trace": "HIP API, markers, copies, allocations",
@@ -28,7 +28,6 @@ class Rocprofv3(Wrapper):
                 "--marker-trace": "the trainer's named ranges",
                 "--truncate-kernels": "short kernel names; the roll-up by kind becomes coarser"}
     examples = """examples:
-  ./run_rocprofv3.sh                               10 steps of the default model
   ./run_rocprofv3.sh --selected-regions -o fused   only warm steps (ROCm 7.0 on)
   ./run_rocprofv3.sh --selected-regions -o base --disable-all-fusion
   python profile_summary.py fused --compare base   both runs side by side
@@ -41,64 +40,64 @@ class Rocprofv3(Wrapper):
             parser.add_argument(switch, action="store_true", help=meaning)
         parser.add_argument("--memory-trace", action="store_true", help="memory copies and allocations")
         parser.add_argument("--pftrace", action="store_true", help="also a Perfetto trace (ui.perfetto.dev)")
-        parser.add_argument("--pmc", metavar="COUNTERS", action="append",
-                            help="hardware counters that fit into one pass, by space or comma")
+        parser.add_argument("--pmc", metavar="COUNTERS", action="append", default=[], help="hardware counters"
+                            " of one run, by space or comma; repeatable (ROCm 7.12 or newer)")
         parser.add_argument("--selected-regions", action="store_true",
                             help="the measured steps only, no start-up and warm-up (ROCm 7.0 or newer)")
         parser.add_argument("--compare", metavar="DIR", help="compare with an earlier result directory")
 
     def __init__(self, options, own_flags):
         super().__init__(options, own_flags)
-        if options.pmc and len(options.pmc) > 1:
-            raise UserError("--pmc: given twice, and releases before 7.13 keep only the last. Name the "
-                            "counters of one pass in one --pmc, and run once for each pass.")
+        if len(options.pmc) > 1 and self.before("7.12"):
+            raise UserError("--pmc: given twice, and releases before 7.12 keep the last. Run once for each.")
         self.selected = options.selected_regions and self.has("--selected-regions") is not False
         self.earlier = None
-        if options.compare and not options.dry_run:
-            try:
+        try:
+            if options.compare and not options.dry_run:
                 self.earlier = kernel_summary.load(options.compare)
-            except (UserError, OSError) as error:
-                raise UserError(f"--compare: {error}") from None
+        except (UserError, OSError) as error:
+            raise UserError(f"--compare: {error}") from None
 
-    def counters(self):
-        return re.split(r"[\s,]+", self.options.pmc[0].strip(" ,")) if self.options.pmc else []
+    def passes(self):
+        """The counters of each run of the program: [["A", "B"], ["C"]]"""
+        return [re.split(r"[\s,]+", names.strip(" ,")) for names in self.options.pmc]
 
     def warnings(self, commands):
         yield from super().warnings(commands)
-        if self.counters() or self.options.preflight:
+        if self.options.pmc or self.options.preflight:
             yield from preflight.clock_warnings()
 
     def chosen_switches(self):
         return [switch for switch in self.switches if getattr(self.options, switch[2:].replace("-", "_"))]
 
     def commands(self):
-        options, arguments = self.options, ["--kernel-trace", "--stats"]
-        switches = self.chosen_switches()
+        options, switches = self.options, self.chosen_switches()
+        # Direct CSV is deprecated. rocpd came with --version, and needs no --stats. Before 7.13 counting goes
+        # on where recording is paused, which databases cannot hold.
+        pauses = self.selected or not WITH_MARKERS.isdisjoint(switches)
+        rocpd = self.has("--version") and not (options.pmc and pauses and self.before("7.13"))
+        arguments = ["--kernel-trace"] if rocpd else ["--kernel-trace", "--stats"]
         if self.selected and MARKERS not in switches:  # without, 7.0 to 7.2 do not hear start and stop
             switches.append(MARKERS)
         arguments += [self.require(switch) for switch in switches]
+        arguments += ["--hip-graph-trace"] * bool(self.has("--hip-graph-trace"))
         if options.memory_trace:
             arguments.append("--memory-copy-trace")
-            if self.has("--memory-allocation-trace"):
-                arguments.append("--memory-allocation-trace")
-            else:
-                self.notes.append("memory allocations are traced where rocprofv3 can (ROCm 6.3 or newer)")
-        if options.pmc:
-            arguments += [self.require("--pmc"), *self.counters()]
+            arguments += ["--memory-allocation-trace"] * bool(self.has("--memory-allocation-trace"))
+        for counters in self.passes():
+            arguments += [self.require("--pmc"), *counters]
         if self.selected:
             arguments.append(self.require("--selected-regions"))
-            if options.pmc and self.release() in ("7.0", "7.1"):
-                self.notes.append(f"ROCm {self.release()} gives counters of the whole run, whatever is "
-                                  "selected")
+            if options.pmc and self.before("7.13"):
+                self.notes.append(f"{self.tool_and_release()} counts the whole run, whatever is selected")
         elif options.selected_regions:
             self.notes.append(f"{self.tool_and_release()} has no --selected-regions: the whole run is "
                               "recorded, start-up and warm-up included")
-        # The default format became rocpd with ROCm 7.0, and ROCPROF_OUTPUT_* from outside would join ours.
-        arguments += ["--output-format", "csv", *(["pftrace"] if options.pftrace else []),
+        arguments += ["--output-format", "rocpd" if rocpd else "csv", *["pftrace"] * options.pftrace,
                       "--output-directory", self.directory,
                       "--output-file", f"{self.profiled.short_name()}_%pid%"]
-        return [Command([self.tool.command, *arguments, "--", sys.executable, self.profiled.path,
-                         *self.program_flags], unset_env=self.inherited)]
+        return [Command([self.tool.command, *self.with_tool_options(arguments), "--", sys.executable,
+                         self.profiled.path, *self.program_flags], unset_env=self.inherited)]
 
     def steps(self):
         counted = super().steps()
@@ -106,10 +105,10 @@ class Rocprofv3(Wrapper):
                             "ends_with_steps": not WITH_MARKERS.isdisjoint(self.chosen_switches())}
 
     def replaced(self):
-        stale = records.result_files(pathlib.Path(self.directory), "*kernel_stats.csv")
-        if stale:
-            raise UserError(f"-o {self.directory}: holds kernel records ({stale[0].name}) that would be "
-                            "added to the new ones. Name a fresh directory.")
+        for pattern in records.KERNEL_FILES[:3]:
+            for path in records.result_files(pathlib.Path(self.directory), pattern):
+                raise UserError(f"-o {self.directory}: holds kernel records ({path.name}) that would be "
+                                "added to the new ones. Name a fresh directory.")
         return set()
 
     def judge(self, log_text):
@@ -123,22 +122,20 @@ class Rocprofv3(Wrapper):
         write_text(place + ".txt", text)
         write_json(place + ".json", {**summary, "comparison": differences})
         say("", text)
-        missing = self.why_no_counters({**summary["counters"], **summary["counter_averages"]})
-        if missing:
+        if missing := self.why_no_counters({**summary["counters"], **summary["counter_averages"]}):
             return NO_DATA, missing
         return OK, f"{summary['launches']} kernel launches, {summary['kernel_time_ms']:.3f} ms of kernels"
 
     def why_no_kernel(self, log_text):
         if not self.selected:
             return "the program used no GPU, or only one that is hidden from the profiler"
-        unheard = re.search(r"no profiler start and stop \((.*)\)", log_text)
-        if unheard:
+        if unheard := re.search(r"no profiler start and stop \((.*)\)", log_text):
             return f"the program could not say where its measured steps begin, {unheard[1]}"
         return "no region was marked by roctxProfilerResume; try without --selected-regions"
 
     def why_no_counters(self, values):
         """What {counter: value} lacks of what was asked for, or None; rocprofv3 itself only warns."""
-        names = [name.partition(":")[0] for name in self.counters()]  # NAME:device=0 picks a GPU
+        names = [name.partition(":")[0] for names in self.passes() for name in names]  # of NAME:device=0
         missing = [name for name in names if name not in values]
         if missing:
             return (f"rocprofv3 left no value of {', '.join(missing)}: misspelled, or no counter of this "

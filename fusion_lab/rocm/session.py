@@ -55,8 +55,7 @@ def profile(wrapper):
 
 def preflight_only(wrapper, commands):
     """Everything that was looked at, in order of what helps or hinders."""
-    problems = list(wrapper.problems())
-    warnings = list(wrapper.warnings(commands))
+    problems, warnings = list(wrapper.problems()), list(wrapper.warnings(commands))
     say(wrapper.executable, *(f"  ok       {text}" for text in wrapper.facts()),
         *(f"  note     {text}" for text in wrapper.notes), *(f"  warning  {text}" for text in warnings),
         *(f"  problem  {problem.what}. {problem.advice}" for problem in problems))
@@ -67,14 +66,13 @@ def preflight_only(wrapper, commands):
 
 def execute(wrapper, commands):
     """Run the commands up to the first that fails, then judge what is there: half a trace is a trace."""
-    code, reason = OK, ""
-    start, wrapper.started = time.monotonic(), time.time()
+    code, reason, start, wrapper.started = OK, "", time.monotonic(), time.time()
     write_manifest(wrapper, commands, Outcome(None, "running"))
     for command in commands:
         ended = run(command, wrapper.directory, wrapper.options.timeout)
         log = without_colours(pathlib.Path(wrapper.directory, command.log).read_text(errors="replace"))
         if ended.code or ended.interrupted or ended.timed_out:
-            code, reason = wrapper.explain(*failure(ended, log, wrapper.before("7.13")), log)
+            code, reason = wrapper.explain(*failure(ended, log), log)
             write_manifest(wrapper, commands, Outcome(code, reason))
             break
     try:
@@ -101,9 +99,6 @@ def check_directory(directory, options):
     return not options.output_dir or (path / "manifest.json").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Records
-
 def write_records(wrapper, commands):
     """What was run (command.txt) and in which environment (env.txt), and the files that the commands need."""
     os.makedirs(wrapper.records, exist_ok=True)
@@ -125,14 +120,13 @@ def write_records(wrapper, commands):
 def write_manifest(wrapper, commands, outcome):
     """What was run, how it ended, what lies there. How many steps a failed run did, nobody knows."""
     directory = pathlib.Path(wrapper.directory)
-    started = time.localtime(wrapper.started)
     manifest = {
         "script": wrapper.script, "status": MEANING.get(outcome.code, "running"), "reason": outcome.reason,
-        "exit_code": outcome.code, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
-        "seconds": round(outcome.seconds, 3), "tool": wrapper.tool.path, "tool_version": wrapper.tool.version,
-        "rocm": wrapper.tool.rocm, "torch": wrapper.torch, "notes": wrapper.notes,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(wrapper.started)),
+        "exit_code": outcome.code, "seconds": round(outcome.seconds, 3), "tool": wrapper.tool.path,
+        "tool_version": wrapper.tool.version, "rocm": wrapper.tool.rocm, "torch": wrapper.torch,
         "steps": wrapper.steps() if outcome.code in (None, OK) else None,
-        "summary": wrapper.profiled.summary(),
+        "notes": wrapper.notes, "summary": wrapper.profiled.summary(),
         "commands": [{"argv": command.argv, "cwd": command.cwd, "environment": command.set_env,
                       "unset": list(command.unset_env)} for command in commands],
         "files": [{"path": str(path.relative_to(directory)), "bytes": path.stat().st_size}

@@ -39,9 +39,8 @@ class Parser(flags.Parser):
                          usage=f"./{script} [options] [--] [flags of {default}]")
         self.add_argument("--program", metavar="FILE",
                           help=f"the program to profile (default: {default} next to this script)")
-        self.add_argument("-o", "--output-dir", metavar="DIR",
-                          help=f"fresh directory for the results (default: ./{default_dir}, where earlier "
-                               "results are set aside)")
+        self.add_argument("-o", "--output-dir", metavar="DIR", help="fresh directory for the results "
+                          f"(default: ./{default_dir}, where earlier results are set aside)")
         self.add_argument("--force", action="store_true",
                           help="use a directory that is not empty; earlier results in it are set aside")
         self.add_argument("--dry-run", action="store_true", help="print the exact commands, run nothing")
@@ -76,13 +75,12 @@ def release_key(text):
 class Wrapper:
     """A subclass adds options, command lines and the verdict on what was written."""
     script = executable = default_dir = examples = install_hint = ""
-    timeout = 3600
+    timeout, runs_program = 3600, True
     workload = []                  # flags of the program before the user's, besides OUTER
     sizes = []                     # the same, (flag, value), for programs that have these flags
     help_arguments = ("--help",)   # what makes the tool list its options
     oldest = OLDEST_ROCM           # the first release that has all that was asked for
     since = {}                     # options that came later: the first release that has them
-    runs_program = True
 
     def __init__(self, options, own_flags):
         self.options = options
@@ -96,20 +94,21 @@ class Wrapper:
             self.tool = machine.find_tool(self.executable, *self.help_arguments)
         elif not options.dry_run:
             raise UserError("--rocm: chooses what --dry-run prints; a run asks the installed tool")
-        oldest, newest = release_key(OLDEST_ROCM), release_key(NEWEST_ROCM)
-        if self.release() and not oldest <= release_key(self.release()) <= newest:
-            self.notes.append(f"ROCm {self.release()} is not among those known here ({OLDEST_ROCM} to "
+        if (self.release() or self.tool.path) and not self.is_known():
+            self.notes.append(f"ROCm {self.release() or '?'} is not among those known here ({OLDEST_ROCM} to "
                               f"{NEWEST_ROCM}): what this release does differently was not looked at")
 
     @classmethod
     def from_arguments(cls, arguments, sizes=None):
-        """A wrapper that is ready to run, with other sizes than its own if they are given. Raises UserError,
-        also where the program refuses its flags."""
+        """A wrapper that is ready to run. Raises UserError, also where the program refuses its flags."""
         workload = [*cls.workload, *(word for pair in cls.sizes for word in pair)]
         parser = Parser(cls.script, cls.__doc__, cls.examples, cls.timeout, cls.default_dir, workload)
         parser.add_argument("--rocm", metavar="X.Y", type=rocm_release,
                             help="with --dry-run: print for this release, not for the installed tool")
-        cls.add_options(parser.add_argument_group(cls.executable))
+        group = parser.add_argument_group(cls.executable)
+        group.add_argument("--tool-option", metavar="WORD", action="append", default=[],
+                           help=f"passed on to {cls.executable}, --tool-option=--name for a name; repeatable")
+        cls.add_options(group)
         options, own_flags = parser.split(arguments)
         program = os.path.basename(profiled.chosen_program(options.program))
         with said_if_slow(f"{cls.script}: looking for {cls.executable}, asking {program} for its flags ..."):
@@ -117,13 +116,10 @@ class Wrapper:
             if sizes is not None:
                 wrapper.sizes = sizes
             if wrapper.runs_program:
-                wrapper.ask_program()
+                wrapper.profiled = profiled.ask(wrapper.profiled.path, wrapper.flags_with([]))
+                if wrapper.profiled.unjudged:
+                    wrapper.notes.append(f"flags were not judged: {wrapper.profiled.unjudged}")
         return wrapper
-
-    def ask_program(self):
-        self.profiled = profiled.ask(self.profiled.path, self.flags_with([]))
-        if self.profiled.unjudged:
-            self.notes.append(f"flags were not judged: {self.profiled.unjudged}")
 
     def extra_flags(self):
         return []
@@ -153,9 +149,24 @@ class Wrapper:
             self.oldest = max(self.oldest, self.since[option], key=release_key)
         return option
 
+    def with_tool_options(self, arguments):
+        """Arguments of the tool, and what the user passes on to it; its own --help must know each option."""
+        for word in self.options.tool_option:
+            name = (word or "--").partition("=")[0]  # argparse makes [] of "--"
+            if name in (*arguments, "--"):
+                raise UserError(f"--tool-option={word or '--'}: this script says it to the tool itself")
+            if name.startswith("-") and not name[1:2].isdigit():
+                self.require(name)
+        return [*arguments, *self.options.tool_option]
+
     def release(self):
         """ROCm release of the tool, or the one that --rocm names; None where nobody knows."""
         return self.options.rocm or self.tool.rocm
+
+    def is_known(self):
+        """Is the tool of a release whose tools are known here?"""
+        return bool(self.release()) and (
+            release_key(OLDEST_ROCM) <= release_key(self.release()) <= release_key(NEWEST_ROCM))
 
     def before(self, release):
         """Is, or may, the tool be of an earlier release than this?"""
@@ -178,7 +189,7 @@ class Wrapper:
     def problems(self):
         """Everything that stands in the way."""
         self.torch = self.profiled.torch()
-        yield from preflight.tool_problems(self.tool, self.install_hint, self.before("7.13"))
+        yield from preflight.tool_problems(self.tool, self.install_hint)
         if not os.access(self.profiled.path, os.R_OK):
             yield preflight.Problem(MISSING, f"cannot read {self.profiled.path}",
                                     f"--program or {profiled.VARIABLE} names the program.")

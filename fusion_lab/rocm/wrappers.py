@@ -1,10 +1,4 @@
-"""The three ROCm profilers by name, and the command line behind their scripts.
-
-    python -m fusion_lab.rocm.wrappers {rocprofv3,rocprof-sys,rocprof-compute} [options] [--] [flags]
-
-The tools' command lines keep to what their own parsers accept from ROCm 6.3 to 10.1; where releases differ,
-the --help of the installed tool decides.
-"""
+"""The three ROCm profilers by name, and the command line behind their scripts."""
 import sys
 
 from fusion_lab.rocm import session
@@ -13,7 +7,6 @@ from fusion_lab.rocm.rocprof_sys import RocprofSys
 from fusion_lab.rocm.rocprofv3 import Rocprofv3
 
 WRAPPERS = {"rocprofv3": Rocprofv3, "rocprof-sys": RocprofSys, "rocprof-compute": RocprofCompute}
-
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in WRAPPERS:

@@ -255,7 +255,7 @@ def profiler_files():
         (place / name).write_text(json.dumps(RUN))
         (place / "manifest.json").write_text(json.dumps({"steps": steps, "summary": name}))
         common.write_rocpd(place / "7_results.db", KERNELS, counters=["SQ_WAVES"], copies=2)
-        common.write_rocpd(place / "8_results.db", KERNELS, dispatch_tables=False)
+        common.write_rocpd(place / "8_results.db", KERNELS, calls=True, markers=True, graphs=True)
         return {path.name: path.read_bytes() for path in place.iterdir()}
 
 
@@ -263,7 +263,7 @@ SOURCES = {"stats": ("7_kernel_stats.csv", "7_memory_copy_stats.csv"),
            "trace": ("7_kernel_trace.csv", "7_hip_api_trace.csv", "7_marker_api_trace.csv"),
            "counters": ("7_counter_collection.csv", "7_kernel_stats.csv"),
            "compute": ("pmc_perf.csv",), "long form": ("results_pmc_perf_0.csv",),
-           "database": ("7_results.db",), "view": ("8_results.db",)}
+           "database": ("7_results.db",), "ranges": ("8_results.db",)}
 BESIDE = ("manifest.json", "performance_summary.json")
 
 

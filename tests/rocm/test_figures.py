@@ -322,10 +322,10 @@ def test_busy_time_within_and_between_kernels(tmp_path):
     """Sorted by start: 0-100 holds 20-30; 100-150 follows at once; 200-210 after a gap. 160 of 210 ns."""
     csv(tmp_path / "7_kernel_trace.csv", "Kernel_Name,Start_Timestamp,End_Timestamp", ("a", 200, 210),
         ("b", 20, 30), ("a", 100, 150), ("a", 0, 100))
-    assert timeline.busy_percent(tmp_path) == pytest.approx(100 * 160 / 210)
-    assert timeline.busy_percent(tmp_path / "none") is None
+    assert timeline.busy_percent(timeline.read_traces(tmp_path)) == pytest.approx(100 * 160 / 210)
+    assert timeline.busy_percent(timeline.read_traces(tmp_path / "none")) is None
     csv(tmp_path / "7_kernel_trace.csv", "Kernel_Name,Start_Timestamp,End_Timestamp", ("a", 5, 5))
-    assert timeline.busy_percent(tmp_path) is None
+    assert timeline.busy_percent(timeline.read_traces(tmp_path)) is None
 
 
 def test_kernels_belong_to_ranges_of_their_own_process(tmp_path):
@@ -338,7 +338,7 @@ def test_kernels_belong_to_ranges_of_their_own_process(tmp_path):
         csv(tmp_path / f"{pid}_kernel_trace.csv", "Correlation_Id,Start_Timestamp,End_Timestamp",
             (1, 500, 510), (2, 600, 603), (3, 700, 704), (9, 800, 801))
     (tmp_path / "9_marker_api_trace.csv").write_text("of a process without calls")
-    assert timeline.time_by_range(tmp_path) == {
+    assert timeline.time_by_range(timeline.read_traces(tmp_path)) == {
         "up": (1, 10.0), "down": (1, 10.0), timeline.OUTSIDE: (6, 16.0)}
 
 

@@ -12,7 +12,7 @@ from fusion_lab.training.options import ProfilerConfig
 from tests.rocm.fake_rocm.machine import RELEASES, manifest, start
 
 pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-COMPUTE = [release for release in (*RELEASES, "next") if release != "wheels"]
+COMPUTE = (*RELEASES, "next")
 
 
 def wrapper(name, *arguments):
@@ -138,11 +138,15 @@ def test_averages_and_percentages_are_not_summed(machine):
     assert re.search(r"OccupancyPercent +40.0 +mean", text)
 
 
-@pytest.mark.parametrize("release, noted", [("7.0", True), ("7.1", True), ("7.2", False)])
+@pytest.mark.parametrize("release, noted", [("7.0", True), ("7.2", True), ("7.12", True), ("7.13", False)])
 def test_counters_that_ignore_selected_regions(release, noted, machine):
-    machine(release)
-    shown = start("run_rocprofv3.sh", "--dry-run", "--selected-regions", "--pmc", "SQ_WAVES").stdout
-    assert ("counters of the whole run" in shown) == noted
+    """It is said; and a database, which cannot hold counters of what was not recorded, is not asked for."""
+    workplace = machine(release)
+    done = start("run_rocprofv3.sh", "--selected-regions", "--pmc", "SQ_WAVES", "-o", "x")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("counts the whole run, whatever is selected" in done.stdout) == noted
+    assert summary_of(workplace / "x")["launches"] == 831
+    assert summary_of(workplace / "x")["counters"] == {"SQ_WAVES": 32 * (1663 if noted else 831)}
 
 
 def test_counters_that_are_all_zero(machine):
@@ -174,12 +178,11 @@ def test_pandas_3_is_not_taken_for_counters(release, code, machine):
     assert "pandas<3" in done.stderr
 
 
-@pytest.mark.parametrize("release, advised", [("7.2", True), ("7.13", False)])
-def test_packages_that_are_advised(release, advised, machine):
+@pytest.mark.parametrize("release", ["7.2", "7.13"])
+def test_packages_that_are_advised(release, machine):
     machine(release, FAKE_FAIL="packages")
     done = start("run_rocprof_compute.sh")
-    assert done.returncode == 3 and "requirements.txt" in done.stderr
-    assert ("'pandas<3'" in done.stderr) == advised
+    assert done.returncode == 3 and "pip install 'pandas<3' -r $ROCM_PATH/libexec" in done.stderr
 
 
 def test_counters_that_are_missing_are_named(machine):
@@ -189,7 +192,7 @@ def test_counters_that_are_missing_are_named(machine):
     place, = (workplace / "out" / "workloads").glob("*/MI300X_A1")
     (place / "results_pmc_perf_1.csv").unlink()
     session = wrapper("rocprof-compute", "-o", "out", "--no-roof")
-    assert session.judge("") == (0, "1 of 3 counters collected (not GRBM_COUNT, SQ_BUSY_CYCLES)")
+    assert session.judge("") == (0, "2 of 4 counters collected (not GRBM_COUNT, SQ_BUSY_CYCLES)")
 
 
 @pytest.mark.parametrize("name", ["a-b", "a.b", "x" * 27, ""])
@@ -258,9 +261,3 @@ def test_releases_that_nobody_knows_are_said_to_be_unknown(release, known, machi
     shown = start("run_rocprofv3.sh", "--dry-run", "--rocm", release)
     assert shown.returncode == 0
     assert ("is not among those known here (6.3 to 10.1)" in shown.stdout) == (not known)
-
-
-def test_wheels_hold_rocprofv3_only(machine):
-    machine("wheels")
-    done = start("run_rocprof_compute.sh")
-    assert done.returncode == 3 and "pip wheels of ROCm do not have it" in done.stderr

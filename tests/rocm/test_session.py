@@ -48,7 +48,7 @@ def ran(monkeypatch):
         return SimpleNamespace(**ended)
     monkeypatch.setattr(session, "run", run)
     monkeypatch.setattr(session, "failure",
-                        lambda ended, log, early: (5, f"failed before {early}: {ended.code}"))
+                        lambda ended, log: (5, f"failed: {ended.code}"))
     return found
 
 
@@ -115,7 +115,7 @@ def test_commands_run_up_to_the_first_that_fails(tmp_path, ran, capsys):
     ran.ends = [{}, dict(code=7)]
     outcome = session.profile(wrapper)
     assert ran.calls == [("0.log", str(place), 9), ("1.log", str(place), 9)]
-    reason = "failed before 7.13: 7, log of 1.log (what is there: saw log of 1.log)"
+    reason = "failed: 7, log of 1.log (what is there: saw log of 1.log)"
     assert (outcome.code, outcome.reason, outcome.directory) == (5, reason, str(place))
     assert capsys.readouterr().err == (f"run_x.sh: {session.MEANING[5]}: {reason}. Its output: "
                                        f"{place / '0.log'}\n")
@@ -127,7 +127,7 @@ def test_commands_run_up_to_the_first_that_fails(tmp_path, ran, capsys):
 def test_an_interrupt_and_a_time_limit_are_failures(end, tmp_path, ran):
     ran.ends = [end]
     assert session.profile(Wrapper(tmp_path / "out", judge=lambda log: (NO_DATA, "nothing"))).reason == (
-        "failed before 7.13: 0, log of run.log")
+        "failed: 0, log of run.log")
 
 
 @pytest.mark.parametrize("error", [UserError("row 3"), OSError("disk")])

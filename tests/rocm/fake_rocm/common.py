@@ -9,7 +9,7 @@ import signal
 RELEASE = os.environ.get("FAKE_ROCM", "7.0")
 WHEELS = RELEASE == "wheels"
 FAIL = os.environ.get("FAKE_FAIL", "")
-ORDER = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.13", "10.1", "next")
+ORDER = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.12", "7.13", "7.14", "10.0", "10.1", "next")
 COUNTERS = ("SQ_WAVES", "GRBM_COUNT", "SQ_BUSY_CYCLES", "FETCH_SIZE", "WRITE_SIZE", "OccupancyPercent")
 
 KERNELS = (  # demangled name, launches, nanoseconds of each: as rocprofv3 names the kernels of PyTorch
@@ -46,10 +46,20 @@ TRACE_HEADERS = {
     "rocprof-compute": ("Dispatch_ID", "GPU_ID", "Grid_Size", "Workgroup_Size", "Kernel_Name",
                         "Start_Timestamp", "End_Timestamp", "SQ_WAVES", "GRBM_COUNT", "SQ_BUSY_CYCLES"),
 }
+TRACE_HEADERS["rocprof-compute 3.2"] = (*TRACE_HEADERS["rocprof-compute"], "SQ_ACCUM_PREV_HIRES")
+
+
+def gpu():
+    """"gfx90a", or what the test's record of the driver says."""
+    import pathlib
+    for path in pathlib.Path(os.environ.get("KFD_TOPOLOGY", "/nonexistent")).glob("*/properties"):
+        number = int(path.read_text().split("gfx_target_version ")[1].split()[0])
+        return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
+    return "gfx90a"
 
 
 def at_least(release):
-    return ORDER.index("7.13" if WHEELS else RELEASE) >= ORDER.index(release)
+    return ORDER.index("7.14" if WHEELS else RELEASE) >= ORDER.index(release)
 
 
 def below(release):
@@ -90,64 +100,117 @@ def write_trace(path, generation, kernels=KERNELS):
             writer.writerow([known.get(column, 1) for column in header])
 
 
-def write_rocpd(path, kernels=KERNELS, dispatch_tables=True, counters=(), copies=0):
-    """A rocpd database: tables with a guid in their name, and the views over them that readers use."""
-    import sqlite3
-    connection = sqlite3.connect(path)
-    if dispatch_tables:
-        tables = {"rocpd_info_kernel_symbol": "id INTEGER, guid TEXT, display_name TEXT",
-                  "rocpd_kernel_dispatch": "id INTEGER PRIMARY KEY, guid TEXT, kernel_id INTEGER, "
-                                           'start BIGINT, "end" BIGINT, agent_id INTEGER, event_id INTEGER',
-                  "rocpd_info_pmc": "id INTEGER, guid TEXT, name TEXT",
-                  "rocpd_pmc_event": "id INTEGER PRIMARY KEY, guid TEXT, event_id INTEGER, pmc_id INTEGER, "
-                                     "value REAL",
-                  "rocpd_memory_copy": 'id INTEGER PRIMARY KEY, guid TEXT, start BIGINT, "end" BIGINT'}
-        for name, columns in tables.items():
-            connection.execute(f"CREATE TABLE {name}_abc ({columns})")
-            connection.execute(f"CREATE VIEW {name} AS SELECT * FROM {name}_abc")
-        numbers = {name: number for number, (name, _, _) in enumerate(kernels, 1)}
-        connection.executemany("INSERT INTO rocpd_info_kernel_symbol_abc VALUES (?, 'abc', ?)",
-                               [(number, name) for name, number in numbers.items()])
-        events = [(numbers[name], start, end, event)
-                  for event, (name, start, end) in enumerate(dispatches(kernels), 1)]
-        connection.executemany("INSERT INTO rocpd_kernel_dispatch_abc "
-                               "VALUES (NULL, 'abc', ?, ?, ?, 4, ?)", events)
-        for place, counter in enumerate(counters, 1):
-            connection.execute("INSERT INTO rocpd_info_pmc_abc VALUES (?, 'abc', ?)", (place, counter))
-            connection.executemany("INSERT INTO rocpd_pmc_event_abc VALUES (NULL, 'abc', ?, ?, ?)",
-                                   [(event, place, counter_value(counter)) for *_, event in events])
-        connection.executemany("INSERT INTO rocpd_memory_copy_abc VALUES (NULL, 'abc', 10, 1010)",
-                               [()] * copies)
-    else:
-        connection.execute("CREATE TABLE top_kernels (name, total_calls, total_duration, average)")
-        connection.executemany("INSERT INTO top_kernels VALUES (?, ?, ?, ?)",
-                               [(name, calls, calls * time / 1e3, time / 1e3)
-                                for name, calls, time in kernels])
-    connection.commit()
-    connection.close()
+TABLES = {  # as far as they are read; the real ones have more columns
+    "rocpd_string": "id INTEGER PRIMARY KEY, guid TEXT, string TEXT",
+    "rocpd_event": "id INTEGER PRIMARY KEY, guid TEXT, category_id INTEGER, stack_id INTEGER, extdata TEXT",
+    "rocpd_region": 'id INTEGER PRIMARY KEY, guid TEXT, tid INTEGER, start BIGINT, "end" BIGINT, '
+                    "name_id INTEGER, event_id INTEGER",
+    "rocpd_info_kernel_symbol": "id INTEGER PRIMARY KEY, guid TEXT, display_name TEXT",
+    "rocpd_kernel_dispatch": "id INTEGER PRIMARY KEY, guid TEXT, kernel_id INTEGER, start BIGINT, "
+                             '"end" BIGINT, agent_id INTEGER, event_id INTEGER',
+    "rocpd_info_pmc": "id INTEGER PRIMARY KEY, guid TEXT, name TEXT",
+    "rocpd_pmc_event": "id INTEGER PRIMARY KEY, guid TEXT, event_id INTEGER, pmc_id INTEGER, value REAL",
+    "rocpd_memory_copy": 'id INTEGER PRIMARY KEY, guid TEXT, start BIGINT, "end" BIGINT, '
+                         "dst_agent_id INTEGER, event_id INTEGER"}
+OF_GRAPHS = ("rocpd_kernel_dispatch", "rocpd_memory_copy")  # from schema 3.0.2 on
+
+
+class Rocpd:
+    """A rocpd database: tables with a guid in their names, and views over them. The number of a HIP call is
+    the `stack_id` of its own event and of the events of what it launched."""
+
+    def __init__(self, path, graphs=False):
+        import sqlite3
+        self.connection, self.strings = sqlite3.connect(path), {}
+        for name, columns in TABLES.items():
+            columns += ", graph_exec_id INTEGER, graph_node_id INTEGER" * (graphs and name in OF_GRAPHS)
+            self.connection.execute(f"CREATE TABLE {name}_abc ({columns})")
+            self.connection.execute(f"CREATE VIEW {name} AS SELECT * FROM {name}_abc")
+
+    def add(self, table, **values):
+        values = dict(guid="abc", **values)
+        names, places = ", ".join(f'"{name}"' for name in values), ", ".join("?" * len(values))
+        return self.connection.execute(f"INSERT INTO {table}_abc ({names}) VALUES ({places})",
+                                       list(values.values())).lastrowid
+
+    def string(self, text):
+        if text not in self.strings:
+            self.strings[text] = self.add("rocpd_string", string=text)
+        return self.strings[text]
+
+    def event(self, category, number=0, about="{}"):
+        return self.add("rocpd_event", category_id=self.string(category), stack_id=number, extdata=about)
+
+    def region(self, category, name, thread, start, end, number=0, about="{}"):
+        self.add("rocpd_region", tid=thread, start=start, end=end, name_id=self.string(name),
+                 event_id=self.event(category, number, about))
+
+    def marker(self, text, thread, start, end):
+        import json
+        self.region("MARKER_CORE_RANGE_API", "roctxThreadRangeA", thread, start, end,
+                    about=json.dumps({"message": text}))
+
+    def kernel(self, symbol, start, end, number=0, **graph):
+        event = self.event("KERNEL_DISPATCH", number)
+        self.add("rocpd_kernel_dispatch", kernel_id=symbol, start=start, end=end, agent_id=4, event_id=event,
+                 **graph)
+        return event
+
+    def close(self):
+        self.connection.commit()
+        self.connection.close()
+
+
+def write_rocpd(path, kernels=KERNELS, counters=(), copies=0, calls=False, markers=False, graphs=False,
+                factor=1):
+    """The same as the CSV files of a run."""
+    database = Rocpd(path, graphs)
+    symbols = {name: database.add("rocpd_info_kernel_symbol", display_name=name) for name, _, _ in kernels}
+    pmc = {counter: database.add("rocpd_info_pmc", name=counter) for counter in counters}
+    for number, (name, start, end) in enumerate(dispatches(kernels), 1):
+        event = database.kernel(symbols[name], start, end, number)
+        for counter in counters:
+            database.add("rocpd_pmc_event", event_id=event, pmc_id=pmc[counter],
+                         value=factor * counter_value(counter))
+    for _ in range(copies):
+        database.add("rocpd_memory_copy", start=10, end=1010, dst_agent_id=4,
+                     event_id=database.event("MEMORY_COPY"))
+    for _, thread, number, start in api_calls(kernels) if calls else ():
+        database.region("HIP_RUNTIME_API_EXT", "hipLaunchKernel", thread, start, start + 2, number)
+    for span in api_ranges(kernels) if markers else ():
+        database.marker(*span)
+    database.close()
+
+
+def api_calls(kernels):
+    """(function, thread, number, start) of HIP calls, one for each dispatch."""
+    count = sum(calls for _, calls, _ in kernels)
+    return [("hipLaunchKernel", 7 if 10 * place < 5 * count else 8, place, 10 * place)
+            for place in range(1, count + 1)]
+
+
+def api_ranges(kernels):
+    """(name, thread, start, end): the first half of the calls is in one of forward's, the rest in one of
+    backward's, which is on another thread."""
+    count = sum(calls for _, calls, _ in kernels)
+    return [("forward", 7, 0, 10 * count), ("pair_transition", 7, 5, 5 * count),
+            ("pair_transition.backward", 8, 5 * count, 11 * count)]
 
 
 def write_api_traces(prefix, kernels=KERNELS, markers=True):
-    """HIP calls, one for each dispatch, and ranges: the first half in one of forward's, the rest in one of
-    backward's, which is on another thread."""
     import csv
-    count = sum(calls for _, calls, _ in kernels)
     header = ["Domain", "Function", "Process_Id", "Thread_Id", "Correlation_Id", "Start_Timestamp",
               "End_Timestamp"]
-    ranges = [("forward", 7, 0, 10 * count), ("pair_transition", 7, 5, 5 * count),
-              ("pair_transition.backward", 8, 5 * count, 11 * count)]
     with open(f"{prefix}_hip_api_trace.csv", "w", newline="") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
         writer.writerow(header)
-        for place in range(1, count + 1):
-            thread = 7 if 10 * place < 5 * count else 8
-            start = 10 * place
-            writer.writerow(["HIP_RUNTIME_API", "hipLaunchKernel", 1, thread, place, start, start + 2])
+        for function, thread, number, start in api_calls(kernels):
+            writer.writerow(["HIP_RUNTIME_API", function, 1, thread, number, start, start + 2])
     if markers:
         with open(f"{prefix}_marker_api_trace.csv", "w", newline="") as file:
             writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
             writer.writerow(header)
-            for place, (name, thread, start, end) in enumerate(ranges):
+            for place, (name, thread, start, end) in enumerate(api_ranges(kernels)):
                 writer.writerow(["MARKER_CORE_API", name, 1, thread, 100_000 + place, start, end])
 
 

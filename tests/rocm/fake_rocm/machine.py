@@ -9,7 +9,7 @@ from . import common
 
 FAKES = pathlib.Path(common.__file__).parent
 GENERATIONS = ("6.3", "7.0", "10.1")
-RELEASES = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.13", "10.1", "wheels")
+RELEASES = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.12", "7.13", "7.14", "10.0", "10.1", "wheels")
 WRAPPERS = {"run_rocprofv3.sh": "rocprofv3", "run_rocprof_sys.sh": "rocprof-sys-python",
             "run_rocprof_compute.sh": "rocprof-compute"}
 ODD_FLAGS = ["--data", "my files/a b", "--title=x  y", "--note", "it's \"quoted\" $HOME *", "-5",

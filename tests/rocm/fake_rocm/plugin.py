@@ -28,14 +28,17 @@ case "$FAKE_FAIL:$*" in ":{question}") exec cat {shlex.quote(str(kept))};; esac
 
 @pytest.fixture(scope="session")
 def installations(tmp_path_factory):
-    """A ROCm tree of each release: bin/, .info/version and the Python bindings of rocprof-sys. Pip wheels
-    have rocprofv3 only, and no .info."""
+    """A ROCm tree of each release: bin/, .info/version and the Python bindings of rocprof-sys. Pip wheels are
+    in site-packages, without .info, their profilers in a wheel of their own."""
     root = tmp_path_factory.mktemp("rocm")
-    wheels = root / "rocm-wheels"
-    core = wheels / "lib" / "python3.11" / "site-packages" / "_rocm_sdk_core" / "bin"
-    core.mkdir(parents=True)
-    write_tool(core / "rocprofv3", "wheels")
-    (wheels / "bin").symlink_to(core)
+    site = root / "rocm-wheels" / "site-packages"
+    about = site / "rocm_sdk_core-7.14.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-sdk-core\nVersion: 7.14.0\n")
+    for tool in WRAPPERS.values():
+        folder = site / ("_rocm_sdk_core" if tool == "rocprofv3" else "_rocm_profiler") / "bin"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tool(folder / tool, "wheels")
     for generation in (*RELEASES[:-1], "next"):
         prefix = root / f"rocm-{generation}"
         (prefix / "bin").mkdir(parents=True)
@@ -64,6 +67,9 @@ def machine(tmp_path, installations, monkeypatch):
                     **{name: str(tmp_path / "driver" / name) for name in (
                         "KFD_TOPOLOGY", "DRM_DEVICES", "DRI_DEVICES")},
                     "PYTORCH_PROFILER_SCRIPT": str(tmp_path / "absent" / "run_pytorch_profiler.sh")}
+        if generation == "wheels":  # not on PATH: the environment is not activated
+            settings["PYTHONPATH"] += f"{os.pathsep}{prefix / 'site-packages'}"
+            monkeypatch.syspath_prepend(prefix / "site-packages")
         for name in list(os.environ):
             if name.startswith(("ROCP", "HSA_", "FAKE_")):
                 monkeypatch.delenv(name)

@@ -37,11 +37,13 @@ def build_parser():
     parser.add_argument(*["-f"] * modern, "--output-format", nargs="+", choices=formats, type=str.lower)
     parser.add_argument("-d", "--output-directory", default=os.environ.get("ROCPROF_OUTPUT_PATH"))
     parser.add_argument("-o", "--output-file", default=os.environ.get("ROCPROF_OUTPUT_FILE_NAME"))
-    if common.at_least("7.13"):
+    if common.at_least("7.12"):
         parser.add_argument("--pmc", nargs="*", action="append", help="multiple --pmc flags: multi-pass")
     else:
         parser.add_argument("--pmc", nargs="*")
-    for name in BOOLEANS + ["--selected-regions"] * modern:
+    graphs = ["--hip-graph-trace"] * common.at_least("10.0")
+    parser.add_argument("--collection-period", nargs="+")
+    for name in BOOLEANS + ["--selected-regions"] * modern + graphs:
         prose = "newer releases also have --selected-regions" if name == "--stats" else None
         parser.add_argument(name, action=Boolean, nargs="?", const=True, metavar="BOOL", help=prose)
     if modern:
@@ -70,8 +72,8 @@ def recorded_kernels(options, calls):
     return common.KERNELS
 
 
-def write_results(options, pid, formats, kernels):
-    directory = pathlib.Path(options.output_directory or ".")
+def write_results(options, pid, formats, kernels, folder=""):
+    directory = pathlib.Path(options.output_directory or ".", folder)
     directory.mkdir(parents=True, exist_ok=True)
     prefix = str(directory / (options.output_file or f"host/{pid}").replace("%pid%", str(pid)))
     pathlib.Path(prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -83,25 +85,34 @@ def write_results(options, pid, formats, kernels):
         if traced(options, "--hip-trace", "--runtime-trace", "--sys-trace"):
             common.write_api_traces(prefix, kernels, traced(options, *MARKERS))
     if "rocpd" in formats or common.FAIL == "rocpd_only":
-        common.write_rocpd(f"{prefix}_results.db", kernels)
+        if known_counters(options) and counted_kernels(kernels) != kernels:  # counters of unknown dispatches
+            sys.stderr.write("terminate called after throwing an instance of 'std::out_of_range'\n")
+            common.end_like(-6)
+        hip = traced(options, "--hip-trace", "--runtime-trace", "--sys-trace")
+        common.write_rocpd(f"{prefix}_results.db", kernels, known_counters(options), calls=hip,
+                           markers=hip and traced(options, *MARKERS), graphs=common.at_least("10.0"),
+                           factor=common.FAIL != "zero_counters")
     if "pftrace" in formats:
         pathlib.Path(f"{prefix}_results.pftrace").write_bytes(b"\x0a\x02\x08\x01")
 
 
-def asked_counters(options):
-    lists = options.pmc or []
-    return [name for words in lists for name in words] if common.at_least("7.13") else lists
+def known_counters(options):
+    """An unknown counter is a warning and no more."""
+    known = [name for name in options.pmc if name in common.COUNTERS]
+    for name in set(options.pmc) - set(known):
+        sys.stderr.write(f"W20260131 12:00:00.000000 7 tool.cpp:700] Unable to find counter {name}\n")
+    return known
+
+
+def counted_kernels(kernels):
+    """7.0 to 7.12 count the whole run, whatever is selected or paused."""
+    return common.KERNELS if common.at_least("7.0") and common.below("7.13") else kernels
 
 
 def write_counters(options, prefix, kernels):
-    """An unknown counter is a warning and no more; 7.0 and 7.1 count the whole run, whatever is selected."""
-    known = [name for name in asked_counters(options) if name in common.COUNTERS]
-    for name in set(asked_counters(options)) - set(known):
-        sys.stderr.write(f"W20260131 12:00:00.000000 7 tool.cpp:700] Unable to find counter {name}\n")
-    if known:
-        whole = common.RELEASE in ("7.0", "7.1")
-        common.write_counters(f"{prefix}_counter_collection.csv", known, common.KERNELS if whole else kernels,
-                              factor=common.FAIL != "zero_counters")
+    if known_counters(options):
+        common.write_counters(f"{prefix}_counter_collection.csv", known_counters(options),
+                              counted_kernels(kernels), factor=common.FAIL != "zero_counters")
 
 
 def break_down():
@@ -128,12 +139,25 @@ def main():
     if not app:
         fatal("No application provided")
     break_down()
-    if len(asked_counters(options)) > 4:
+    passes = options.pmc if common.at_least("7.12") and options.pmc else [options.pmc or []]
+    if max(map(len, passes)) > 4:
         sys.stderr.write("F20260131 12:00:00.000000 7 tool.cpp:1036] Request exceeds the capabilities of the "
                          "hardware to collect :: SQ_WAVES\n")
         common.end_like(-6)
     formats = options.output_format or ["rocpd" if common.at_least("7.0") else "csv"]
     formats += os.environ.get("ROCPROF_OUTPUT_FORMAT", "").split(",")
+    if common.at_least("10.0") and traced(options, "--runtime-trace", "--sys-trace"):
+        formats.append("rocpd")  # OpenMP is in both of them, and is written there only
+    for number, options.pmc in enumerate(passes, 1):
+        folder = f"pass_{number}" if passes[1:] else ""
+        code = run_once(options, app, formats, folder)
+        if code and folder:
+            sys.exit(1)
+    common.end_like(code)
+
+
+def run_once(options, app, formats, folder):
+    """A run of the program, and what is written of it."""
     libraries = "librocprofiler-sdk-roctx.so.1" + " librocprofiler-sdk-roctx.so" * (not common.WHEELS)
     preloaded = " process" * traced(options, *MARKERS)
     if common.FAIL == "no_roctx":
@@ -145,8 +169,8 @@ def main():
                                      FAKE_ROCTX_STRICT="1" * common.below("7.13"))
         kernels = recorded_kernels(options, log.read_text().split())
     if common.FAIL != "no_data" and kernels and code not in (-9, -11):
-        write_results(options, pid, formats, kernels)
-    common.end_like(code)
+        write_results(options, pid, formats, kernels, folder)
+    return code
 
 
 if __name__ == "__main__":
