@@ -84,6 +84,7 @@ TESTS = {  # file: which tests/test_*.py, tests/FOLDER/test_*.py are meant to no
     "fusion_lab/training/recipe.py": "choices learning",
     "fusion_lab/training/evaluations.py": "sums_by_hand learning contacts",
     "fusion_lab/training/models.py": "learning prediction",
+    "fusion_lab/training/saved.py": "training/saved checkpoints_by_hand checkpoints",
     "fusion_lab/training/files.py": "endings choices reliability checkpoints training start study_files",
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
     "fusion_lab/measuring/metrics.py": "summary_figures start",
