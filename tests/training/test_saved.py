@@ -50,12 +50,14 @@ def test_what_is_written_is_read(path):
     assert found["digest"] == saved.digest(CONTENT)
 
 
-def test_no_entry_can_be_called_a_directory(path):
-    """torch.load() takes its bytes from memory that nobody wrote."""
+@pytest.mark.parametrize("at, bits", [(38, 0x10), (38, 1), (10, 8), (20, 1), (24, 1), (8, 1), (9, 1)])
+def test_no_entry_can_be_called_a_directory_or_anything_else(at, bits, path):
+    """torch.load() takes a directory's bytes from memory that nobody wrote. The rest: compressed, of two
+    sizes, encrypted, with its header elsewhere."""
     whole = path.read_bytes()
     for start in directory_of(whole):
         flipped = bytearray(whole)
-        flipped[start + 38] ^= 0x10
+        flipped[start + at] ^= bits
         path.write_bytes(flipped)
         assert "is not as torch.save writes one" in refusal(read_saved, path)
 
