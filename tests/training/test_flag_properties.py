@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import io
+import re
 
 import pytest
 from conftest import ROOT
@@ -16,6 +17,9 @@ from fusion_lab.training.program import Settings, load_program
 FILES = [path for path in (ROOT / "tiny_openfold_v2.py", ROOT / "tests" / "second_program.py",
                            ROOT / "companions" / "tiny_llama.py", ROOT / "companions" / "protein_mpnn.py")
          if path.exists()]
+
+OF_ONE_FIELD = re.compile(
+    r": must (be (at least|at most|less than|a number|a whole number) ?[-\d.e]*(\n|$)|not be empty)")
 
 
 @functools.cache
@@ -110,5 +114,28 @@ def test_properties_of_command_lines(line):
     message = said.getvalue()
     assert ended.value.code == 2 and message.count("\n") == 1
     assert message.startswith(f"{program.name}: error: ")
-    if not wrong:
-        assert f"argument {flag(blamed[0])}: " in message
+    if not wrong:  # each value is one that its field takes: the fields do not go together
+        assert f"argument {flag(blamed[0])}: " in message and not OF_ONE_FIELD.search(message)
+
+
+def answer(path, name, value):
+    """What is said of this flag alone; "" if it is taken, or refused for the sake of others."""
+    program, parser = known(path)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        parse(parser, program, as_flags(name, value, False, True))
+    return said.getvalue() if OF_ONE_FIELD.search(said.getvalue()) else ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_limits_are_what_fields_say(path):
+    members = [f for cls in config_classes(known(path)[0]) for f in cls.__dataclass_fields__.values()
+               if f.metadata["low"] is not None and not f.metadata["mode"]]
+    assert len(members) > 12
+    for f in members:
+        step, (low, below, most) = 1 if f.metadata["type"] is int else 1e-9, (
+            f.metadata[name] for name in ("low", "below", "at_most"))
+        inside = [low, *([] if below is None else [below - step]), *([] if most is None else [most])]
+        outside = [low - step, *([] if below is None else [below]), *([] if most is None else [most + step])]
+        assert not any(answer(path, f.name, value) for value in inside), f.name
+        assert all(f"{flag(f.name)}: " in answer(path, f.name, value) for value in outside), f.name
