@@ -64,7 +64,8 @@ def a_file():
 CONTENT, WHOLE = a_file()
 STRUCTURE = [at for at in range(len(WHOLE)) if any(WHOLE[at:at + 40].find(mark) >= 0 or WHOLE[
     max(0, at - 60):at + 4].find(mark) >= 0 for mark in (b"PK\1\2", b"PK\3\4", b"PK\5\6"))]
-PLACES = st.one_of(st.sampled_from(STRUCTURE), st.integers(0, len(WHOLE) - 1))
+PICKLE = range(WHOLE.index(b"data.pkl"), WHOLE.index(b"PK\3\4", 4))  # plain values, and which tensor is which
+PLACES = st.one_of(st.sampled_from(STRUCTURE), st.sampled_from(PICKLE), st.integers(0, len(WHOLE) - 1))
 CHANGES = st.lists(st.tuples(PLACES, st.integers(1, 255)), min_size=1, max_size=3)
 
 
