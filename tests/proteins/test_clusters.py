@@ -29,3 +29,17 @@ def test_an_e_value_counts_all_sequences_that_were_tried(monkeypatch):
     expected = [[4 * min(-np.expm1(-2 * length * np.exp(-(columns + length % 2.0)))
                          for length in (whole, whole - 1)) for whole in lengths] for columns in lengths]
     assert homology.e_values(families) == pytest.approx(np.array(expected), rel=1e-12)
+
+
+def test_chance_is_of_the_same_sequences_backwards_and_shuffled(monkeypatch):
+    families = [SimpleNamespace(msa=np.arange(length, dtype=np.uint8)[None]) for length in (6, 9)]
+    monkeypatch.setattr(homology, "profile", lambda msa: (None, msa[0] + 10))
+    tried = []
+    monkeypatch.setattr(homology, "local_scores", lambda columns, sequences: tried.append(
+        [sequence.tolist() for sequence in sequences]) or np.arange(len(sequences), dtype=float))
+    homology.e_values(families)
+    real, decoys = tried[0][:4], tried[0][4:]
+    assert real == [[*range(6)], [*range(9)], [*range(10, 16)], [*range(10, 19)]]
+    assert decoys[:4] == [sequence[::-1] for sequence in real] and len(decoys) >= homology.DECOYS
+    assert [sorted(sequence) for sequence in decoys[4:]] == real * (len(decoys) // 4 - 1)
+    assert len({*map(tuple, decoys)}) > 0.9 * len(decoys) and tried[0] == tried[1]
