@@ -160,13 +160,18 @@ def needs(program, config, batch, device, dtype):
 
 @torch.no_grad()
 def run_model(program, weights, config, batch, device, dtype):
-    """(contact probability, distances), each (L, L) float32 on the CPU."""
+    """(contact probability, distances), each (L, L) float32 on the CPU. Raises UserError where they are not
+    finite."""
     model = program.model(config, program.fusion_config())
     model.load_state_dict(weights)
     model = model.to(device).eval()
     with torch.autocast(device.type, dtype, dtype is not None):
         output = model(**to_device(batch, device))
-    return tuple(output[key][0].float().cpu() for key in ("contact_probability", "distances"))
+    found = tuple(output[key][0].float().cpu() for key in ("contact_probability", "distances"))
+    if not all(values.isfinite().all() for values in found):
+        raise UserError("--contacts: the model's predictions are not finite: nothing is written"
+                        + ("; leave out --use-amp" if dtype else ""), code=outputs.FAILED)
+    return found
 
 
 # --- Files ----------------------------------------------------------------------------------------------

@@ -1,16 +1,14 @@
 """Checkpoints: the state of a run under unpacked parameter names, so that any switches can continue it."""
 import contextlib
 import math
-import zipfile
 from dataclasses import asdict, fields
-from functools import partial
 
 import torch
 
 from fusion_lab.training.distributed import finally_alone
-from fusion_lab.training.files import FAILED, UserError, printable, write_atomically
+from fusion_lab.training.files import FAILED, UserError, printable
 from fusion_lab.training.options import flag
-from fusion_lab.training.reading import open_regular
+from fusion_lab.training.saved import read_saved, say_if_older, write_saved
 
 
 def format_of(program):
@@ -45,13 +43,16 @@ def optimizer_state(trainer, kind):
 
 
 def snapshot(trainer):
-    """Everything a run needs to continue. Raises UserError if a weight is not finite."""
+    """Everything a run needs to continue. Raises UserError if a weight or a moment is not finite."""
     state = trainer.optimizer.state
     moments = {kind: unpacked(trainer.model, optimizer_state(trainer, kind))
                for kind in (("exp_avg", "exp_avg_sq") if state else ())}
     weights = unpacked(trainer.model, {name: p.detach() for name, p in trainer.weights.items()})
-    if not all(weight.isfinite().all() for weight in weights.values()):
-        raise UserError(f"weights are not finite at step {trainer.step_number}: not saved", code=FAILED)
+    average = averaged(trainer)
+    kinds = dict(weights=weights, average=average.get("average", {}), **moments)
+    for kind, tensors in kinds.items():
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise UserError(f"{kind} are not finite at step {trainer.step_number}: not saved", code=FAILED)
     rng = dict(cpu=torch.get_rng_state())
     if trainer.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(trainer.device)
@@ -60,7 +61,7 @@ def snapshot(trainer):
                 step=trainer.step_number, updates=updates, model=weights, moments=moments,
                 scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
                 best=dict(trainer.best), chosen_by=sorted(trainer.chosen_by),
-                training=dict(asdict(trainer.training), ranks=trainer.world.data_size), **averaged(trainer))
+                training=dict(asdict(trainer.training), ranks=trainer.world.data_size), **average)
 
 
 def averaged(trainer):
@@ -77,7 +78,7 @@ def save(trainer, path):
     """Write a snapshot(), whole or not at all; of several ranks, which all call this, one does."""
     whole = snapshot(trainer)
     if trainer.world.first:
-        write_atomically(path, partial(torch.save, whole))
+        write_saved(path, whole)
 
 
 @contextlib.contextmanager
@@ -110,22 +111,6 @@ def preserving(trainer):
 MOST_STEPS = 2 ** 53  # a float counts no further
 FIELDS = {"config": dict, "step": int, "updates": (int, float), "model": dict, "moments": dict,
           "scaler": dict, "rng": dict, "trained_on": list}
-
-
-def read_saved(path, kind="checkpoint"):
-    """What torch.save() wrote, tensors and plain values; UserError if the file cannot be read or is damaged.
-    kind is what messages call it."""
-    try:
-        with open_regular(path) as file:
-            damaged = zipfile.ZipFile(file).testzip()  # torch.load does not look at checksums
-        saved = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{kind} {path}: {error.strerror or error}") from None
-    except Exception:  # a damaged file raises whatever its first bad byte leads to
-        raise UserError(f"{kind} {path}: damaged or not a {kind}") from None
-    if damaged:
-        raise UserError(f"{kind} {path}: damaged: the checksum of its part {damaged} is wrong")
-    return saved
 
 
 def read_checkpoint(path, program, config):
@@ -165,7 +150,7 @@ def faults(saved, trainer):
             yield f"names of {kind}"
         else:
             yield from (f"{kind} {name}" for name in expected if not alike(tensors[name], expected[name])
-                        or kind in ("model", "average") and not tensors[name].isfinite().all())
+                        or not tensors[name].isfinite().all())
     if type(saved.get("averaged_steps", 0)) is not int or saved.get("averaged_steps", 0) < 0:
         yield "averaged_steps"
     yield from (name for name in ("step", "updates") if not 0 <= saved[name] <= MOST_STEPS)
@@ -254,6 +239,7 @@ def restore(trainer, path):
 def load_run(trainer, path, source):
     """restore(), and refuse what the run could not honestly do with it. Raises UserError."""
     saved = restore(trainer, path)
+    say_if_older(saved, path)
     if trainer.step_number >= trainer.training.num_steps:
         raise UserError(f"--num-steps {trainer.training.num_steps}: {path} is at step {trainer.step_number} "
                         "already")

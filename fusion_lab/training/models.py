@@ -2,15 +2,15 @@
 model rather than train it. A checkpoint serves as well."""
 import json
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 
 from fusion_lab.training import checkpoints
-from fusion_lab.training.files import MISSING, UserError, write_atomically
+from fusion_lab.training.files import MISSING, UserError, printable
 from fusion_lab.training.options import flag
-from fusion_lab.training.reading import parse_json
+from fusion_lab.training.reading import parse_json, require_regular
 from fusion_lab.training.recipe import average
+from fusion_lab.training.saved import read_saved, say_if_older, tensors_in, write_saved
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -41,13 +41,13 @@ def save_model(path, program, weights, config, card):
                    model={name: weight.detach().cpu().to(torch.bfloat16) for name, weight in weights.items()})
     if found := next(faults(content, program), None):
         raise UserError(f"model {path}: {found} cannot be saved")
-    write_atomically(path, partial(torch.save, content))
+    write_saved(path, content)
 
 
 def read_model(path, program):
     """The SavedModel of a model file or of a checkpoint of a program, made under any switches. UserError if
     the file cannot be read, is damaged or foreign."""
-    saved = checkpoints.read_saved(path, "model")
+    saved = read_saved(path, "model")
     kind = str(saved.get("format")) if isinstance(saved, dict) else None
     if kind not in (format_of(program), checkpoints.format_of(program)):
         raise UserError(f"model {path}: neither a model file nor a checkpoint of {program.name}")
@@ -56,6 +56,7 @@ def read_model(path, program):
                  "model": saved.get("average", saved.get("model"))}
     if fault := next(faults(saved, program), None):
         raise UserError(f"model {path}: damaged, or of another version: {fault[:200]} cannot be used")
+    say_if_older(saved, path)
     weights = {name: weight.float() for name, weight in saved["model"].items()}
     return SavedModel(config_in(saved, program), weights, saved["card"])
 
@@ -123,20 +124,25 @@ def faults(saved, program):
 def read_weights(path):
     """What --weights names: {name: tensor} of a .safetensors file, or a dictionary that torch.save() wrote,
     whose values are still to be judged. Raises UserError."""
+    found = read_safetensors(path) if str(path).endswith(".safetensors") else \
+        read_saved(path, "--weights", "file of weights")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UserError(f"--weights {path}: holds no named weights")
+    return found
+
+
+def read_safetensors(path):
+    """{name: tensor} of a .safetensors file, which has no checksums. Raises UserError."""
     try:
-        if str(path).endswith(".safetensors"):
-            from safetensors.torch import load_file
-            return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        require_regular(path)
+        from safetensors.torch import load_file
+        return load_file(path)
     except ImportError:
         raise UserError(f"--weights {path}: needs safetensors: pip install safetensors", MISSING) from None
     except OSError as error:
         raise UserError(f"--weights {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to
-        raise UserError(f"--weights {path}: damaged, or no file of weights") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise UserError(f"--weights {path}: holds no named weights")
-    return found
+        raise UserError(f"--weights {path}: damaged or not a file of weights") from None
 
 
 def put_weights(model, weights, path):
@@ -146,6 +152,9 @@ def put_weights(model, weights, path):
                         "checkpoints of this program go to --init-from")
     if isinstance(weights, dict) and not weights.keys() & model.state_dict().keys():
         raise UserError(f"--weights {path}: holds none of this model's weights")
+    for name, weight in tensors_in(weights).items():
+        if weight.is_floating_point() and not weight.float().isfinite().all():
+            raise UserError(f"--weights {path}: damaged: {printable(name[1:]):.200} is not finite")
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:

@@ -138,6 +138,19 @@ def test_range_sums_leave_out_what_is_nested():
     assert sums.sums == {"inner": 3, "outer": 7}
 
 
+def test_range_sums_of_three_levels_and_of_siblings():
+    ticks = iter([0, 1, 2, 5, 6, 8, 12, 20])
+    sums = RangeSums(lambda: next(ticks))
+    for name in ("outer", "middle", "inner"):
+        sums.enter(name)
+    sums.leave()
+    sums.leave()
+    sums.enter("sibling")
+    sums.leave()
+    sums.leave()
+    assert sums.sums == {"inner": 3, "middle": 2, "sibling": 4, "outer": 11}
+
+
 def test_hooks_close_a_range_that_an_exception_leaves():
     layer, names = torch.nn.Linear(2, 2), []
     with pytest.raises(RuntimeError), ranges([("layer", layer)], names.append, names.pop):

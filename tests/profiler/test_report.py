@@ -464,7 +464,7 @@ def test_what_was_run_in_words():
 
 def test_the_report_counts_its_findings_and_adds_up():
     info = dict(gpu_name="G", host_cpu="CPU", torch_version="2", git_commit=None)
-    kernels = [dict(name="k", kind="copy", calls=2.0, self_us=us, total_us=us, share=0.5, launches=None,
+    kernels = [dict(name="k", kind="copy", calls=2.0, self_us=us, total_us=3 * us, share=0.5, launches=None,
                     allocated_bytes=None) for us in (1500.0, 500.0)]
     found = made_up(kernels=kernels, system_info=info, saved_activation_mb=dict(up=1.25, rest=1.25),
                     coverage=dict(sublayers=0.0, rest=1.0, unattributed=0.0))

@@ -10,6 +10,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.training import files
 from fusion_lab.training.checkpoints import load_run, read_checkpoint, restore, snapshot
 from fusion_lab.training.files import FAILED, USAGE, UserError
+from fusion_lab.training.saved import write_saved
 from proteins.batches import SyntheticProteins
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
@@ -36,7 +37,7 @@ def trained(steps=3, overflows=0, **values):
 
 
 def saved_to(path, trainer):
-    torch.save(snapshot(trainer), path)
+    write_saved(path, snapshot(trainer))
     return path
 
 

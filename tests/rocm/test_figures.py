@@ -323,6 +323,9 @@ def test_busy_time_within_and_between_kernels(tmp_path):
     csv(tmp_path / "7_kernel_trace.csv", "Kernel_Name,Start_Timestamp,End_Timestamp", ("a", 200, 210),
         ("b", 20, 30), ("a", 100, 150), ("a", 0, 100))
     assert timeline.busy_percent(timeline.read_traces(tmp_path)) == pytest.approx(100 * 160 / 210)
+    csv(tmp_path / "7_kernel_trace.csv", "Kernel_Name,Start_Timestamp,End_Timestamp", ("a", 0, 100),
+        ("b", 20, 30), ("a", 50, 120), ("b", 130, 160))  # on two queues: 0-120 and 130-160
+    assert timeline.busy_percent(timeline.read_traces(tmp_path)) == pytest.approx(100 * 150 / 160)
     assert timeline.busy_percent(timeline.read_traces(tmp_path / "none")) is None
     csv(tmp_path / "7_kernel_trace.csv", "Kernel_Name,Start_Timestamp,End_Timestamp", ("a", 5, 5))
     assert timeline.busy_percent(timeline.read_traces(tmp_path)) is None

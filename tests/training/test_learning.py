@@ -385,7 +385,7 @@ def test_files_of_weights(tmp_path, monkeypatch):
         torch.save(unnamed, path)
         assert refusal(path) == ("holds no named weights", 2)
     path.write_bytes(b"PK\3\4 nothing")
-    assert refusal(path) == ("damaged, or no file of weights", 2)
+    assert refusal(path) == ("damaged or not a file of weights", 2)
     assert refusal(tmp_path / "absent") == ("No such file or directory", 2)
     with pytest.raises(UserError, match=f"{path}: holds more than weights .'a checkpoint'.: checkpoints"):
         models.put_weights(nn.Linear(1, 1), dict(format="a checkpoint"), path)
