@@ -670,7 +670,10 @@ def test_find_batch_size(fake, optimize, batch, capsys):
     assert fake(*flags, memory_mb=230, noise=0) == 0
     found, = json.loads(pathlib.Path("s/batch_size.json").read_text())["found"]
     assert found["batch_size"] == batch, found
-    assert found["peak_memory_mb"] <= 230 and "(does not fit)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert found["peak_memory_mb"] <= 230 and "(does not fit into " in out
+    share = json.loads(pathlib.Path("s/batch_size.json").read_text())["target_memory_usage"]
+    assert f" MB ({100 * share:g}% of 300)" in out  # whoever set 300 reads why 250 is too much
     rows = len(rows_of())
     assert fake(*flags) == 0 and len(rows_of()) == rows  # trials are not repeated
     assert fake("--find-batch-size", "--memory-limit-mb", 1, name="none") == 1

@@ -90,7 +90,7 @@ def test_without_a_torch_the_project_gets_its_own_venv(tmp_path, monkeypatch, ca
     environment.main(["--dry-run", "requirements.txt", "tiny_openfold_v2.py"])
     out, err = capsys.readouterr()
     assert out.endswith(f"-m venv --system-site-packages --clear {tmp_path / '.venv'}\n")
-    assert err.startswith("Making")
+    assert err.startswith("Making") and f"also sees the packages of {sys.executable} " in err
     monkeypatch.setattr(environment, "in_own_venv", lambda: True)
     environment.main(["--dry-run", "requirements.txt", "tiny_openfold_v2.py"])
     out, err = capsys.readouterr()

@@ -79,14 +79,14 @@ class Metrics:
         steps, evaluations = read_metrics(self.path)
         figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
         axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color="0.4", linewidth=0.9)
-        axis.set(xlabel="step", ylabel="training loss")
+        axis.set(xlabel="step", ylabel="training loss", title="Learning curve")
         names = dict.fromkeys(name for e in evaluations for name in e["evaluation"])
         right = axis.twinx() if names else None
         for name in names:
             points = [(e["step"], e["evaluation"][name]) for e in evaluations if name in e["evaluation"]]
             right.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
         if names:
-            right.set(ylim=(0, 1))
+            right.set(ylim=(0, 1), ylabel="evaluation")
             right.legend()
         path = os.path.join(os.path.dirname(self.path), CURVE)
         save(figure, path)

@@ -51,7 +51,8 @@ def plot_sublayers(axis, analysis):
         axis.barh(names, widths, left=left, label=direction)
         left += widths
     axis.invert_yaxis()
-    axis.set(xlabel=f"ms per step ({analysis.time_kind})")
+    axis.set(xlabel=f"ms per step ({analysis.time_kind})", ylabel="sub-layer, all blocks",
+             title="Time by sub-layer")
     axis.legend()
 
 
