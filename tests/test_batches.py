@@ -245,7 +245,8 @@ def test_a_source_sorts_its_families(monkeypatch):
     assert source.unseen == [families[1]] and source.structure("b") is families[1]
     assert source.structure("c") is families[2]
     assert source.describe() == (
-        "2 real proteins, 1 held out; 60 of 60 residues have coordinates; left out for want of a partner: s.pdb")
+        "2 real proteins, 1 held out; 60 of 60 residues have coordinates; left out for want of a partner: "
+        "s.pdb")
     asked = []
     monkeypatch.setattr(read, "load_protein", lambda *arguments: asked.append(arguments) or families[0])
     source = batches.open_source(settings_of(msa="x.a3m", structure="y.pdb:B", query="q"))

@@ -3,11 +3,10 @@ as a picture, and for TensorBoard, where these are installed."""
 import importlib.util
 import json
 import os
-import sys
 
 import torch
 
-from fusion_lab.measuring.plotting import require_matplotlib, save
+from fusion_lab.measuring.plotting import require_matplotlib, save, spared
 from fusion_lab.training.files import MISSING, UserError, finite, set_aside
 from fusion_lab.training.reading import open_regular, parse_json, require_regular
 
@@ -64,16 +63,10 @@ class Metrics:
     def draw(self):
         """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made. A
         picture never ends a run."""
-        if not self.writes:
+        if not self.writes or importlib.util.find_spec("matplotlib") is None:
             return None
-        try:
+        with spared(CURVE):
             return self.picture(require_matplotlib())
-        except UserError:
-            return None
-        except Exception as error:  # matplotlib fails in many ways
-            said = str(error).splitlines() or [type(error).__name__]
-            print(f"warning: no {CURVE}: {said[0]}", file=sys.stderr)
-            return None
 
     def picture(self, pyplot):
         steps, evaluations = read_metrics(self.path)
