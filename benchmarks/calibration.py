@@ -2,6 +2,7 @@
 """Are the model's probabilities true? Of pairs that it gives 0.7, do 70% touch, and with how few rows?
 
     python benchmarks/calibration.py --data DIR [DIR ...] --out calibration.json
+    python benchmarks/calibration.py --data DIR [DIR ...] --out calibration.json --card
 
 Looks at the families of the directories that the model was not trained on, by its card. For every number of
 rows (drawn from the alignment, the query always among them) it prints the precision, and how often pairs of a
@@ -25,7 +26,8 @@ import torch
 from fusion_lab.training.files import UserError, exit_code, finite, require_writable, write_json
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device
-from fusion_lab.training.models import read_model
+from fusion_lab.training.models import read_model, save_model
+from fusion_lab.training.reading import read_json
 from proteins import files, prediction
 from proteins.contacts import CONTACT_DISTANCE, contact_precision, ranked_pairs, true_distances
 from proteins.yardsticks import sequence_weights, some_rows
@@ -57,39 +59,64 @@ def reliability(probability, touch):
     for number, (low, high) in enumerate(zip(EDGES[:-1], EDGES[1:], strict=True)):
         chosen = place == number
         if chosen.any():
-            bins.append(dict(low=low, high=high, pairs=int(chosen.sum()), said=float(probability[chosen].mean()),
-                             touch=float(touch[chosen].mean())))
+            bins.append(dict(low=low, high=high, pairs=int(chosen.sum()), touch=float(touch[chosen].mean()),
+                             said=float(probability[chosen].mean())))
     error = sum(b["pairs"] * abs(b["said"] - b["touch"]) for b in bins) / len(probability)
     return dict(bins=bins, error=error, pairs=len(probability))
+
+
+def measure(saved, families, arguments):
+    """Look at the families with every number of rows, print and write what is found."""
+    device, found = choose_device(arguments.device), {}
+    for rows in arguments.rows:
+        seen, said, touch = zip(*(looked_at(saved, family, rows, device) for family in families), strict=True)
+        found[rows] = dict(families=seen, **reliability(np.concatenate(said), np.concatenate(touch)))
+        middle = {key: statistics.median(f[key] for f in seen) for key in ("rows", "effective_rows", "p_l2")}
+        print(f"{middle['rows']:.0f} rows ({middle['effective_rows']:.0f} effective): P(L/2) "
+              f"{middle['p_l2']:.3f}, medians of {len(seen)}; calibration error {found[rows]['error']:.4f}")
+        for b in found[rows]["bins"]:
+            print(f"  {b['low']:.2f} to {b['high']:.2f} {b['pairs']:7d} pairs, said {b['said']:.3f}, touch "
+                  f"{b['touch']:.3f}", flush=True)
+        write_json(arguments.out, finite(dict(model=os.path.basename(arguments.model), by_rows=found)))
+
+
+def complete_card(saved, known, arguments):
+    """Write into the model file what was measured with all rows, and the sequences that it learned from."""
+    if lacking := set(saved.card["trained_on"]) - {family.name for family in known}:
+        raise UserError(f"--data: lacks {min(lacking)}, which the model was trained on")
+    measured = list(read_json(arguments.out)["by_rows"].values())
+    calibration = {key: measured[-1][key] for key in ("bins", "error", "pairs")}
+    by_rows = [{key: statistics.median(f[key] for f in found["families"])
+                for key in ("rows", "effective_rows", "p_l2")} for found in measured]
+    card = saved.card | dict(sequences={family.name: family.sequence for family in known}, calibration=dict(
+        calibration, families=[f["name"] for f in measured[-1]["families"]], by_rows=by_rows))
+    save_model(arguments.model, PROGRAM, saved.weights, saved.config, card)
 
 
 def main(argv=None):
     parser = Parser(prog="calibration.py", description=__doc__)
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="directories of families")
     parser.add_argument("--model", default=prediction.MODEL, help="(default: the model of --contacts)")
-    parser.add_argument("--rows", type=whole_number(), nargs="+", default=DEPTHS, help="(default: 1 to all)")
+    parser.add_argument("--rows", type=whole_number(), nargs="+", default=DEPTHS,
+                        help="(default: 1, 10, 30, 100, 300, all)")
     parser.add_argument("--trained", action="store_true", help="families that the model was trained on")
+    parser.add_argument("--card", action="store_true", help="measure nothing: write --out, and the sequences "
+                        "that the model was trained on, into its file")
     parser.add_argument("--device", default="auto", help="(default: auto)")
     parser.add_argument("--out", required=True, help="file for results")
     arguments = parser.parse_args(argv)
+    saved = read_model(arguments.model, PROGRAM)
+    families = {True: [], False: []}  # by whether it was trained on them
+    for directory in arguments.data:
+        for family in files.load_families(directory):
+            families[family.name in (saved.card.get("trained_on") or ())].append(family)
+    if arguments.card:
+        complete_card(saved, families[True], arguments)
+        return 0
     require_writable(arguments.out)
-    saved, device = read_model(arguments.model, PROGRAM), choose_device(arguments.device)
-    trained = set(saved.card.get("trained_on") or ())
-    families = [family for directory in arguments.data for family in files.load_families(directory)
-                if (family.name in trained) == arguments.trained]
-    if not families:
+    if not families[arguments.trained]:
         raise UserError("--data: no such family there")
-    found = {}
-    for rows in arguments.rows:
-        seen, said, touch = zip(*(looked_at(saved, family, rows, device) for family in families), strict=True)
-        found[rows] = dict(families=seen, **reliability(np.concatenate(said), np.concatenate(touch)))
-        print(f"{min(rows, max(f['rows'] for f in seen))} rows (median {statistics.median(f['effective_rows'] for f in seen):.0f} "
-              f"effective): median P(L/2) {statistics.median(f['p_l2'] for f in seen):.3f}, calibration error "
-              f"{found[rows]['error']:.4f}")
-        for b in found[rows]["bins"]:
-            print(f"  {b['low']:.2f} to {b['high']:.2f} {b['pairs']:7d} pairs, said {b['said']:.3f}, touch "
-                  f"{b['touch']:.3f}", flush=True)
-        write_json(arguments.out, finite(dict(model=os.path.basename(arguments.model), by_rows=found)))
+    measure(saved, families[arguments.trained], arguments)
     return 0
 
 
