@@ -174,7 +174,8 @@ PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.p
 ON_THEIR_OWN = ("profile_summary.py", "companions/fusion_patterns.py")  # hand nothing on to the trainer
 ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
-FOREIGN = {"--index-url", "--function-exclude",  # of pip and rocprof-sys; of torchrun and Slurm:
+FOREIGN = {"--index-url", "--function-exclude", "--msa-only",  # of pip, rocprof-sys, ColabFold; of torchrun
+           # and Slurm:
            "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--nodes",
            "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--time", "--signal"}
 
