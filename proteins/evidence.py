@@ -60,15 +60,15 @@ class Depth:
 
 
 def relative(msa, name, card):
-    """What a model's card tells of relatives of an alignment: {name, e_value, trained} of the nearest one
-    among the sequences there, trained if the model learned from it; without sequences only a family of the
-    same name can be told, with no E-value. Raises DataError."""
+    """What a model's card tells of relatives of an alignment: {name, e_value, trained} of the nearest family
+    there by its sequences (query and consensus), trained if the model learned from it. Without sequences only
+    a family of the same name can be told, with no E-value. Raises DataError."""
     sequences = card.get("sequences")
     if not sequences:
         return dict(name=name, e_value=None, trained=name in (card.get("trained_on") or ()))
-    whole = isinstance(sequences, dict) and all(isinstance(s, str) and s and not set(s) - set(LETTERS)
-                                                for s in sequences.values())
-    if not whole:
+    whole = isinstance(sequences, dict) and all(isinstance(own, list) and own for own in sequences.values())
+    if not whole or not all(isinstance(letters, str) and letters and not set(letters) - set(LETTERS)
+                            for own in sequences.values() for letters in own):
         raise DataError("the sequences in the model's card are damaged")
     found, e_value = nearest(msa, sequences)
     return dict(name=found, e_value=e_value, trained=e_value <= RELATED)

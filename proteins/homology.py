@@ -118,10 +118,12 @@ def e_values(families, seed=0):
 
 
 def nearest(msa, sequences, seed=0):
-    """(name, E-value) of the sequence, {name: letters}, that is most like an alignment's profile."""
-    real = [np.array([LETTERS.index(letter) for letter in letters]) for letters in sequences.values()]
+    """(name, E-value) of the family that is most like an alignment's profile by one of its sequences;
+    sequences {name: [letters, ...]}."""
+    names, real = zip(*((name, np.array([LETTERS.index(letter) for letter in letters]))
+                        for name, own in sequences.items() for letters in own), strict=True)
     found = found_by(profile(msa)[0], real, decoys_of(real, seed))
-    return list(sequences)[found.argmin()], float(found.min())
+    return names[found.argmin()], float(found.min())
 
 
 def clusters(families, e_value=RELATED):

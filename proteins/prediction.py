@@ -104,7 +104,8 @@ def contacts(program, settings):
     result = dict(mode="contacts", name=protein.name, residues=protein.length, rows=len(protein.msa),
                   rows_used=rows, extra_rows_used=extra, effective_rows=depth.effective,
                   coverage=depth.coverage, untested=depth.untested, trained_on=kin["trained"], relative=kin,
-                  model=path, model_config=asdict(config), card=saved.card,
+                  model=path, model_config=asdict(config),
+                  card={key: value for key, value in saved.card.items() if key != "sequences"},
                   files=write_files(stem, found, table))
     print_best(found)
     if found.coords[1].any():

@@ -50,7 +50,9 @@ def test_it_measures_and_completes_the_card(tmp_path, monkeypatch, capsys):
     saved = read_model(path, tof.PROGRAM)
     assert all(saved.weights[name].equal(weight) for name, weight in before.items())
     card = saved.card
-    assert card["seed"] == 1 and card["sequences"] == dict(known=families[0].sequence)
+    assert card["seed"] == 1 and list(card["sequences"]) == ["known"]
+    own, consensus = card["sequences"]["known"]
+    assert own == families[0].sequence and len(consensus) == 20
     assert card["calibration"]["families"] == ["new", "other"]
     assert [rows["rows"] for rows in card["calibration"]["by_rows"]] == [1, 8]
     assert card["calibration"]["bins"] == measured["100"]["bins"]

@@ -10,7 +10,7 @@ import pytest
 from conftest import PATIENCE, ROOT
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.models import save_model
+from fusion_lab.training.models import read_model, save_model
 from proteins import prediction
 from proteins.evidence import Depth, relative, require_protein
 from proteins.files import GAP, LETTERS, DataError
@@ -60,7 +60,7 @@ def test_what_was_not_tested_is_named(effective, residues, words):
 
 def test_a_relative_is_found_by_its_sequence_whatever_its_name():
     rng = np.random.default_rng(0)
-    card = dict(trained_on=["other"], sequences=dict(a=MYOGLOBIN, ubiquitin=UBIQUITIN))
+    card = dict(trained_on=["other"], sequences=dict(a=[MYOGLOBIN], ubiquitin=["A" * 50, UBIQUITIN]))
     homologue = tokens(UBIQUITIN)
     homologue[rng.permutation(len(homologue))[:35]] = rng.integers(0, 20, 35)  # about half identical
     found = relative(homologue[None], "query", card)
@@ -70,10 +70,18 @@ def test_a_relative_is_found_by_its_sequence_whatever_its_name():
     assert nearest(tokens(MYOGLOBIN[10:60])[None], card["sequences"])[0] == "a"
 
 
-@pytest.mark.parametrize("sequences", [["a"], dict(a=1), dict(a="ac"), dict(a=""), "MKT"])
+@pytest.mark.parametrize("sequences", [["a"], dict(a=1), dict(a="AC"), dict(a=["ac"]), dict(a=[""]),
+                                       dict(a=[]), dict(a=[1]), "MKT"])
 def test_damaged_sequences_of_a_card_are_one_line(sequences):
     with pytest.raises(DataError, match="the sequences in the model's card are damaged"):
         relative(tokens(UBIQUITIN)[None], "x", dict(sequences=sequences))
+
+
+def test_the_shipped_model_knows_its_families_by_sequence():
+    card = read_model(prediction.MODEL, tof.PROGRAM).card
+    assert set(card["sequences"]) == set(card["trained_on"])
+    assert relative(tokens(UBIQUITIN)[None], "x", card)["trained"]  # 2BWF_A is a ubiquitin-like domain
+    assert {"bins", "error", "pairs"} <= set(card["calibration"])
 
 
 # --- The whole of --contacts ------------------------------------------------------------------------------
@@ -87,7 +95,7 @@ def setup(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = tof.TinyOpenFoldConfig(**SIZES)
     save_model("m.pt", tof.PROGRAM, tof.TinyOpenFoldV2(config).state_dict(), config,
-               dict(trained_on=["z"], sequences=dict(z=UBIQUITIN)))
+               dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN])))
     (tmp_path / "x.a3m").write_text(f">q\n{UBIQUITIN}\n")
 
     def run(*more):
@@ -105,7 +113,7 @@ def test_one_sequence_is_one_warning_and_its_relative_is_named(setup, tmp_path, 
     assert "The model was trained on a relative, z (E-value " in out
     result = json.loads((tmp_path / "contacts" / "x.json").read_text())
     assert result["trained_on"] is True and result["relative"]["name"] == "z" and result["coverage"] == 1
-    assert result["untested"].startswith("1 effective rows")
+    assert result["untested"].startswith("1 effective rows") and result["card"] == dict(trained_on=["z"])
     assert json.loads(out.splitlines()[-1])["effective_rows"] == 1
     (tmp_path / "x.a3m").write_text(">q\nACGTTTGACCATGCA\n")
     assert setup() == 2 and "reads like DNA" in capsys.readouterr().err
