@@ -26,6 +26,7 @@ from fusion_lab.training.files import (
     exit_code,
     finite,
     fresh_directory,
+    require_directory,
     require_writable,
     set_aside,
     write_json,
@@ -79,6 +80,7 @@ def sessions(program, settings, arguments):
 def predictions(program, settings, arguments):
     """--predict and --check-prediction; returns the content and the path of their file."""
     path = os.path.join(settings.profiler.profile_dir, program.result("prediction"))
+    require_directory(settings.profiler.profile_dir)
     require_writable(path)
     link = read_link(arguments.link) if arguments.link else None
     result = finite(predict_mode(program, settings, arguments.predict, arguments.check_prediction,

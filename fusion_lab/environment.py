@@ -90,7 +90,8 @@ def call(command, dry, failure):
 
 
 def make_venv(dry):
-    say(f"Making {VENV}, an environment of this project (`make clean` removes it)")
+    say(f"Making {VENV}, an environment of this project that also sees the packages of {sys.executable} "
+        "(`make clean` removes it)")
     try:
         call([sys.executable, "-m", "venv", "--system-site-packages", "--clear", VENV], dry,
              "no environment could be made; on Debian and Ubuntu: apt install python3-venv")

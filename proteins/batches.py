@@ -15,6 +15,7 @@ from fusion_lab.training.feeding import own, to_device
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
 from proteins import files
+from proteins.coordinates import require_coordinates, sentence
 from proteins.files import GAP, MASK
 from proteins.folds import Folds
 from proteins.natural import GraphedWorld, natural_alignments
@@ -175,6 +176,7 @@ class RealProteins(HoldsOut):
             else:
                 path, chain = files.split_structure_argument(training.structure)
                 families = [files.load_protein(training.msa, path, chain, training.query)]
+        require_coordinates(families, training.min_coordinates)
         self.held_out = self.choose_held_out([family.name for family in families])
         rest = [family for family in families if family.name not in self.held_out]
         count = math.ceil(len(rest) * (self.training.validate_fraction or 0.0))
@@ -189,11 +191,12 @@ class RealProteins(HoldsOut):
 
     def describe(self):
         names = ", ".join(map(printable, self.left_out))
-        strays = f", left out for want of a partner: {names}" if names else ""
+        strays = f"; left out for want of a partner: {names}" if names else ""
         validated = f", {len(self.validation)} for validation" if self.validation else ""
         mixed = (f"; {self.training.mix_synthetic:.0%} of the batches are {self.training.synthetic_world} "
                  "synthetic ones" if self.world else "")
-        return f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out{strays}{mixed}"
+        return (f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out; "
+                f"{sentence(self.families + self.validation + self.unseen)}{strays}{mixed}")
 
     def structure(self, name):
         return next(family for family in self.families + self.validation + self.unseen if family.name == name)

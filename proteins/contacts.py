@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from fusion_lab.measuring.plotting import require_matplotlib
+from fusion_lab.measuring.plotting import require_matplotlib, spared
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, require_directory, set_aside
@@ -174,13 +174,10 @@ def contact_map(name, protein, tokens, arrays):
 def write_map(path, *protein):
     """The files of contact_map(*protein). A failure is a line on stderr: a picture must not cost a run its
     summary, and whatever is wrong with one may be right with the next."""
-    try:
+    with spared(f"contact map of {protein[0]!r}"):
         found = contact_map(*protein)
         for suffix, write in zip(SUFFIXES, (maps.write_table, maps.write_picture), strict=True):
             write(path + suffix, found)
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        print(f"warning: no contact map of {protein[0]!r}: {reason}", file=sys.stderr)
 
 
 def contact_map_text(probability, coords, coord_mask, width=80, encoding=None):

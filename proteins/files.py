@@ -466,7 +466,8 @@ def load_families(directory, left_out=None):
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory")
+        problem = "a file, not a directory" if directory.exists() else "no such directory"
+        raise DataError(f"{directory}: {problem}")
     found = {}  # NAME -> (alignments, structures)
     for path in sorted(directory.iterdir()):
         stem, suffix = split_suffix(path)

@@ -10,7 +10,7 @@ E-value. 126 families take half a minute on one core. Relatives that only struct
 """
 import numpy as np
 
-from proteins.files import TOKENS, UNKNOWN
+from proteins.files import LETTERS, TOKENS, UNKNOWN
 from proteins.yardsticks import sequence_weights, some_rows
 
 # Lower triangle of BLOSUM62 in the order of AMINO_ACIDS (Henikoff and Henikoff 1992), and the frequencies of
@@ -28,6 +28,7 @@ SCALE, UNIT = 0.3176, 8  # nats in one unit of BLOSUM62; such a unit in the whol
 OPEN, EXTEND = 11 * UNIT, UNIT  # a gap of k residues costs OPEN + k EXTEND
 APART = 10_000 * UNIT    # between sequences that lie one behind the other: nothing leads across
 PSEUDOCOUNTS = 10        # rows' worth of what BLOSUM62 expects, beside the letters of a column less one
+RELATED = 1e-3           # E-value, at most, of relatives
 MOST_ROWS, DECOYS = 1000, 500  # at most, of an alignment; at least
 
 
@@ -90,26 +91,42 @@ def fitted(scores, lengths):
     return rate, len(scores) / (lengths * np.exp(-rate * scores)).sum()
 
 
+def decoys_of(real, seed):
+    """Unrelated sequences like the real ones: reversed and shuffled."""
+    rng, decoys = np.random.default_rng(seed), [sequence[::-1] for sequence in real]
+    while len(decoys) < DECOYS:
+        decoys += [rng.permutation(sequence) for sequence in real]
+    return decoys
+
+
+def found_by(columns, real, decoys):
+    """(real,) how many sequences that score as well as each of the real ones a profile would find by chance
+    among as many unrelated ones."""
+    lengths = np.array([len(sequence) for sequence in [*real, *decoys]])
+    scores = local_scores(columns, [*real, *decoys])
+    rate, size = fitted(scores[len(real):], lengths[len(real):])
+    return -len(real) * np.expm1(-size * lengths[:len(real)] * np.exp(-rate * scores[:len(real)]))
+
+
 def e_values(families, seed=0):
     """(families, families) [a, b]: how many sequences as good as query or consensus of b the profile of a
     would find by chance among as many unrelated ones. families have a name and msa, as files.Protein."""
-    rng = np.random.default_rng(seed)
     profiles, consensus = zip(*(profile(family.msa) for family in families), strict=True)
     real = [*(family.msa[0] for family in families), *consensus]
-    decoys = [sequence[::-1] for sequence in real]
-    while len(decoys) < DECOYS:
-        decoys += [rng.permutation(sequence) for sequence in real]
-    lengths = np.array([len(sequence) for sequence in real + decoys])
-    found = np.zeros((len(families), len(families)))
-    for a, columns in enumerate(profiles):
-        scores = local_scores(columns, real + decoys)
-        rate, size = fitted(scores[len(real):], lengths[len(real):])
-        by_chance = -np.expm1(-size * lengths[:len(real)] * np.exp(-rate * scores[:len(real)]))
-        found[a] = len(real) * by_chance.reshape(2, -1).min(axis=0)
-    return found
+    decoys = decoys_of(real, seed)
+    return np.stack([found_by(columns, real, decoys).reshape(2, -1).min(axis=0) for columns in profiles])
 
 
-def clusters(families, e_value=1e-3):
+def nearest(msa, sequences, seed=0):
+    """(name, E-value) of the family that is most like an alignment's profile by one of its sequences;
+    sequences {name: [letters, ...]}."""
+    names, real = zip(*((name, np.array([LETTERS.index(letter) for letter in letters]))
+                        for name, own in sequences.items() for letters in own), strict=True)
+    found = found_by(profile(msa)[0], real, decoys_of(real, seed))
+    return names[found.argmin()], float(found.min())
+
+
+def clusters(families, e_value=RELATED):
     """Lists of names: families are together if the profile of one finds the other with such an E-value or a
     lower one, or if others link them so. Every family is in one list, most are alone."""
     linked = e_values(families) <= e_value

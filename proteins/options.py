@@ -47,12 +47,15 @@ class TrainingConfig(Drawn):
     structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
     query: str = option(None, "name of the query row in --msa or --contacts; default: the first row",
                         type=str, metavar="NAME")
+    min_coordinates: float = option(0.1, "share of a real protein's residues that must have coordinates; "
+                                         "fewer are refused", low=0.0, at_most=1.0)
     plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
                                       "as TSV)", type=str, training_only=True, metavar="DIR")
     contacts: str = option(None, "predict contacts and distances of an alignment, by the model of this "
                            "project or that of --resume (docs/contacts.md)", type=str, metavar="ALIGNMENT",
-                           mode=("structure", "query", "resume", "eval_seqs", "output", "seed", "device",
-                                 "use_amp", "amp_dtype", "use_tf32", "deterministic", "json"))
+                           mode=("structure", "query", "min_coordinates", "resume", "eval_seqs", "output",
+                                 "seed", "device", "use_amp", "amp_dtype", "use_tf32", "deterministic",
+                                 "json"))
     output: str = option(None, "directory for the files of --contacts; default: contacts", type=str,
                          short="-o", metavar="DIR")
 

@@ -1,6 +1,7 @@
 """Contacts and distances of an alignment by a trained model: the mode --contacts (docs/contacts.md)."""
 import math
 import os
+import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,9 +15,11 @@ from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
 from fusion_lab.measuring.bounds.flops import made_in_place
 from fusion_lab.measuring.counters import OpCounter
+from fusion_lab.measuring.plotting import spared
 from fusion_lab.training import files as outputs
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, printable
+from fusion_lab.training.interrupts import leaving
 from fusion_lab.training.machine import choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
 from fusion_lab.training.program import ROOT
@@ -32,6 +35,8 @@ from proteins.contacts import (
     half_length,
     ranked_pairs,
 )
+from proteins.coordinates import require_coordinates
+from proteins.evidence import Depth, relative, require_protein
 from proteins.seam import data_errors
 from proteins.yardsticks import mean_field_dca, mutual_information, sequence_weights, some_rows
 
@@ -54,7 +59,7 @@ class Prediction:
     model: str                  # the file
     rows: int                   # of the alignment, in the model's MSA representation
     extra: int                  # and in its coevolution features; 0 without them
-    trained: bool               # whether the model was trained on a family of this name
+    relative: dict              # what the model's card knows of relatives, see evidence.py
     probability: torch.Tensor   # (L, L) of a contact
     distances: torch.Tensor     # (L, L) Å
 
@@ -89,34 +94,63 @@ def contacts(program, settings):
           f"rows, by {printable(path)} ({sum(w.numel() for w in saved.weights.values()):,} parameters)")
     config = replace(saved.config, num_seqs=rows, seq_len=protein.length)
     forewarn(program, config, batch, device, amp_dtype(training, device))
+    depth, kin = leaving(partial(judge, protein, batch, saved.card))
     extra = batch["extra_msa"].shape[1] if "extra_msa" in batch else 0
-    trained = protein.name in (saved.card.get("trained_on") or ())
-    found = Prediction(protein, path, rows, extra, trained, *run_model(
-        program, saved.weights, config, batch, device, amp_dtype(training, device)))
+    found = Prediction(protein, path, rows, extra, kin, *leaving(partial(
+        run_model, program, saved.weights, config, batch, device, amp_dtype(training, device))))
     stem = os.path.join(directory, maps.file_names([protein.name])[protein.name])
-    written = write_files(stem, found)
-    print_best(found)
+    table = contact_map(protein.name, protein, torch.from_numpy(protein.msa[0]),
+                        (found.probability, found.distances, *found.coords))
     result = dict(mode="contacts", name=protein.name, residues=protein.length, rows=len(protein.msa),
-                  rows_used=rows, extra_rows_used=extra, trained_on=trained, model=path,
-                  model_config=asdict(config), card=saved.card, files=written)
+                  rows_used=rows, extra_rows_used=extra, effective_rows=depth.effective,
+                  coverage=depth.coverage, untested=depth.untested, trained_on=kin["trained"], relative=kin,
+                  model=path, model_config=asdict(config),
+                  card={key: value for key, value in saved.card.items() if key != "sequences"},
+                  files=write_files(stem, found, table))
+    print_best(found)
     if found.coords[1].any():
-        result["precision"] = precisions(found)
+        result["precision"] = leaving(partial(precisions, found))
         print_precisions(found, result["precision"])
-    print(f"Written: {', '.join(map(printable, written))}")
     outputs.set_aside(f"{stem}.json")
     outputs.write_json(f"{stem}.json", outputs.finite(result))
-    headline = {key: result[key] for key in ("mode", "name", "precision", "files") if key in result}
+    if picture := draw(stem, table):  # last: whatever is wrong with it, the results are there
+        result["files"].append(picture)
+        outputs.write_json(f"{stem}.json", outputs.finite(result))
+    print(f"Written: {', '.join(map(printable, [*result['files'], f'{stem}.json']))}")
+    headline = {key: result[key] for key in ("mode", "name", "effective_rows", "precision", "files")
+                if key in result}
     print_result(outputs.finite(headline), f"{stem}.json", settings)
     return 0
+
+
+def judge(protein, batch, card):
+    """(Depth of the rows that the model reads, what its card knows of relatives); both are said. Raises
+    UserError."""
+    depth = Depth.of(batch["extra_msa" if "extra_msa" in batch else "msa_tokens"][0].numpy())
+    print(f"Alignment: {depth}")
+    if depth.untested:
+        print(f"warning: {depth.untested}: the map may be wrong throughout, however high its probabilities",
+              file=sys.stderr)
+    with data_errors():
+        kin = relative(protein.msa, protein.name, card)
+    if kin["trained"]:
+        print("The model was trained on " + (
+            "a family of this name" if kin["e_value"] is None else
+            f"a relative, {printable(kin['name'])} (E-value {kin['e_value']:.0e})"))
+    return depth, kin
 
 
 def read_protein(training):
     """The files.Protein that the flags name. Raises UserError."""
     with data_errors():
         if training.structure is None:
-            return files.load_alignment(training.contacts, training.query)
+            protein = files.load_alignment(training.contacts, training.query)
+            require_protein(protein.msa[0], training.contacts)
+            return protein
         path, chain = files.split_structure_argument(training.structure)
-        return files.load_protein(training.contacts, path, chain, training.query)
+        protein = files.load_protein(training.contacts, path, chain, training.query)
+        require_coordinates([protein], training.min_coordinates)
+        return protein
 
 
 def model_input(protein, config, rows, seed):
@@ -177,19 +211,25 @@ def run_model(program, weights, config, batch, device, dtype):
 # --- Files ----------------------------------------------------------------------------------------------
 
 
-def write_files(stem, found):
-    """Write NPZ, table, list of contacts and picture; returns their names. What is there is renamed."""
-    table = contact_map(found.protein.name, found.protein, torch.from_numpy(found.protein.msa[0]),
-                        (found.probability, found.distances, *found.coords))
+def write_files(stem, found, table):
+    """Write NPZ, table and list of contacts; returns their names. What is there is renamed."""
     writers = {".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=table),
-               ".rr": partial(write_rr, found=found), ".png": partial(maps.write_picture, m=table)}
-    if find_spec("matplotlib") is None:
-        writers.pop(".png")
-        print("No picture is drawn: that needs pip install matplotlib")
+               ".rr": partial(write_rr, found=found)}
     for suffix, write in writers.items():
         outputs.set_aside(stem + suffix)
         write(stem + suffix)
     return [stem + suffix for suffix in writers]
+
+
+def draw(stem, table):
+    """The picture's name; None where it cannot be drawn, which is said."""
+    outputs.set_aside(f"{stem}.png")
+    if find_spec("matplotlib") is None:
+        print("No picture is drawn: that needs pip install matplotlib")
+        return None
+    with spared(f"picture {stem}.png"):
+        maps.write_picture(f"{stem}.png", table)
+        return f"{stem}.png"
 
 
 def write_arrays(path, found):
@@ -252,8 +292,8 @@ def print_precisions(found, methods):
         row(method, [precision[key] for precision in by_separation.values() for key in ("p_l2", "p_l")])
     row("chance", [precision["chance"] for precision in methods["model"].values() for _ in range(2)])
     beside = f" and the couplings of {found.extra}" if found.extra else ""
-    if found.trained:
-        print("  The model was trained on a family of this name: its precision here says nothing of others")
+    if found.relative["trained"]:
+        print("  The model was trained on this family: its precision here says nothing of others")
     print(f"  The model saw {found.rows} rows{beside}, the statistics {min(len(protein.msa), YARDSTICK_ROWS)}"
           + ("" if "mean-field DCA" in methods else f"; mean-field DCA is left out above {LONGEST_FOR_DCA} "
              "residues"))

@@ -36,7 +36,8 @@ def require_shared(*parts):
     """Path below ../shared. Absent: skip with the reason, except in CI, where that is a failure."""
     path = SHARED.joinpath(*parts)
     if not path.exists():
-        reason = f"ground truth not found: {path}"
+        reason = (f"ground truth not found: {path} (../shared, beside the checkout, holds the authors' "
+                  "reference values and real proteins, which are not part of the project)")
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     return path
 

@@ -3,11 +3,10 @@ as a picture, and for TensorBoard, where these are installed."""
 import importlib.util
 import json
 import os
-import sys
 
 import torch
 
-from fusion_lab.measuring.plotting import require_matplotlib, save
+from fusion_lab.measuring.plotting import require_matplotlib, save, spared
 from fusion_lab.training.files import MISSING, UserError, finite, set_aside
 from fusion_lab.training.reading import open_regular, parse_json, require_regular
 
@@ -64,29 +63,23 @@ class Metrics:
     def draw(self):
         """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made. A
         picture never ends a run."""
-        if not self.writes:
+        if not self.writes or importlib.util.find_spec("matplotlib") is None:
             return None
-        try:
+        with spared(CURVE):
             return self.picture(require_matplotlib())
-        except UserError:
-            return None
-        except Exception as error:  # matplotlib fails in many ways
-            said = str(error).splitlines() or [type(error).__name__]
-            print(f"warning: no {CURVE}: {said[0]}", file=sys.stderr)
-            return None
 
     def picture(self, pyplot):
         steps, evaluations = read_metrics(self.path)
         figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
         axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color="0.4", linewidth=0.9)
-        axis.set(xlabel="step", ylabel="training loss")
+        axis.set(xlabel="step", ylabel="training loss", title="Learning curve")
         names = dict.fromkeys(name for e in evaluations for name in e["evaluation"])
         right = axis.twinx() if names else None
         for name in names:
             points = [(e["step"], e["evaluation"][name]) for e in evaluations if name in e["evaluation"]]
             right.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
         if names:
-            right.set(ylim=(0, 1))
+            right.set(ylim=(0, 1), ylabel="evaluation")
             right.legend()
         path = os.path.join(os.path.dirname(self.path), CURVE)
         save(figure, path)

@@ -1,16 +1,44 @@
-"""Pictures, where matplotlib is installed."""
-from fusion_lab.training.files import MISSING, UserError, write_atomically
+"""Pictures, where matplotlib is installed. They come last: whatever is wrong with one costs no result."""
+import contextlib
+import sys
+
+from fusion_lab.training.files import MISSING, UserError, printable, write_atomically
 
 
 def require_matplotlib():
-    """matplotlib's pyplot, drawing into files. Raises UserError (code 3) where it is not installed."""
+    """matplotlib's pyplot, drawing into files. Raises UserError (code 3) where it is not installed, or is and
+    cannot be imported."""
     try:
         import matplotlib
-    except ImportError:
-        raise UserError("plots need matplotlib: pip install matplotlib", code=MISSING) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ModuleNotFoundError as error:
+        if error.name == "matplotlib":
+            raise UserError("plots need matplotlib: pip install matplotlib", code=MISSING) from None
+        raise broken(error) from None
+    except Exception as error:  # built for another numpy, half removed, ...
+        raise broken(error) from None
     return pyplot
+
+
+def broken(error):
+    """The UserError of a matplotlib that is there and fails."""
+    return UserError(f"matplotlib is there but cannot be imported ({reason(error)}): pip install "
+                     "--force-reinstall matplotlib", code=MISSING)
+
+
+def reason(error):
+    """An exception in a line."""
+    return printable(" ".join(str(error).split()) or type(error).__name__)
+
+
+@contextlib.contextmanager
+def spared(what):
+    """Within, a picture is drawn; if that fails, there is a line on stderr and the program goes on."""
+    try:
+        yield
+    except Exception as error:  # matplotlib fails in many ways
+        print(f"warning: no {what}: {reason(error)}", file=sys.stderr)
 
 
 def save(figure, path):

@@ -1,11 +1,10 @@
 """The pictures of a session: time by sub-layer, live memory, durations of kernels; and of an ablation."""
 import os
-import sys
 
 import numpy as np
 
-from fusion_lab.measuring.plotting import require_matplotlib, save
-from fusion_lab.training.files import UserError, printable
+from fusion_lab.measuring.plotting import require_matplotlib, save, spared
+from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import MEGABYTE
 
 SUBLAYERS, TIMELINE, HISTOGRAM = "time_by_sublayer.png", "memory_timeline.png", "kernel_histogram.png"
@@ -30,14 +29,14 @@ def write_plots(directory, analysis, trace):
              TIMELINE: (plot_timeline, trace.memory_timeline(), trace.phase_begins()),
              HISTOGRAM: (plot_durations, trace.durations(), analysis.unit)}
     for name, (plot, *data) in plots.items():
-        figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        try:
-            plot(axis, *data)
-            save(figure, os.path.join(directory, name))
-            made.append(name)
-        except Exception as error:  # matplotlib fails in many ways
-            print(f"warning: no {name}: {printable(error)}", file=sys.stderr)
-        pyplot.close(figure)
+        with spared(name):
+            figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+            try:
+                plot(axis, *data)
+                save(figure, os.path.join(directory, name))
+                made.append(name)
+            finally:
+                pyplot.close(figure)
     return made
 
 
@@ -51,7 +50,8 @@ def plot_sublayers(axis, analysis):
         axis.barh(names, widths, left=left, label=direction)
         left += widths
     axis.invert_yaxis()
-    axis.set(xlabel=f"ms per step ({analysis.time_kind})")
+    axis.set(xlabel=f"ms per step ({analysis.time_kind})", ylabel="sub-layer, all blocks",
+             title="Time by sub-layer")
     axis.legend()
 
 
@@ -84,9 +84,12 @@ def plot_durations(axis, durations, unit):
 def plot_ablation(path, results):
     """Step times and saved activations of all variants that were measured, the first one as a line."""
     pyplot = pyplot_or_none()
-    if pyplot is None:
-        return
-    results = [r for r in results if r["measured"]]
+    if pyplot is not None:
+        with spared(os.path.basename(path)):
+            draw_ablation(pyplot, path, [r for r in results if r["measured"]])
+
+
+def draw_ablation(pyplot, path, results):
     names = [r["name"] for r in results]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.5 + 0.35 * len(names)), layout="constrained",
                                    sharey=True)

@@ -110,6 +110,7 @@ def report_lines(analysis, pictures=()):
 def write_report(directory, analysis, trace):
     """All files of a session but the trace; returns the names of the pictures."""
     write_json(os.path.join(directory, ANALYSIS), analysis.as_dict())
+    write_lines(os.path.join(directory, REPORT), report_lines(analysis, []))  # before what may fail
     pictures = write_plots(directory, analysis, trace)
     write_lines(os.path.join(directory, REPORT), report_lines(analysis, pictures))
     return pictures

@@ -24,8 +24,10 @@ def device_memory_mb(device):
 class BatchSearch:
     """Doubling, then bisection, for the largest batch of a shape's other sizes and a setting that fits."""
 
-    def __init__(self, runner, results, allowed_mb):
-        self.runner, self.results, self.allowed_mb = runner, results, allowed_mb
+    def __init__(self, runner, results, limit_mb, target):
+        self.runner, self.results = runner, results
+        self.allowed_mb = target * limit_mb
+        self.allowed = f"{self.allowed_mb:.1f} MB ({100 * target:g}% of {limit_mb:.0f})"
 
     def trial(self, shape, setting):
         """(whether it fits, row); a row that is there already is not measured again."""
@@ -40,12 +42,13 @@ class BatchSearch:
             raise UserError(f"{point}: memory of compiled code is not measured on CPU; choose other "
                             "--settings")
         fits = row.ok and row.figures.peak_memory_mb <= self.allowed_mb
-        print(f"   B {shape['batch_size']}: {row}{'' if fits else ' (does not fit)'}", flush=True)
+        print(f"   B {shape['batch_size']}: {row}{'' if fits else f' (does not fit into {self.allowed})'}",
+              flush=True)
         return fits, row
 
     def best(self, shape, setting, optimize):
         """The best row, or None if not even one sample fits."""
-        print(f"{shape.without('batch_size')} {setting}, at most {self.allowed_mb:.1f} MB", flush=True)
+        print(f"{shape.without('batch_size')} {setting}, at most {self.allowed}", flush=True)
         low, high, fitting = 0, None, {}
         while high is None or high - low > max(1, low // BATCH_RESOLUTION):
             batch = (low + high) // 2 if high else max(1, 2 * low)
@@ -92,7 +95,7 @@ def find_batch_sizes(runner, results, limit_mb, target, optimize):
     """Print and write batch_size.json; exit code 1 where no batch fits at all."""
     study, entries = runner.study, []
     limit_mb = limit_mb or device_memory_mb(study.device)
-    search = BatchSearch(runner, results, target * limit_mb)
+    search = BatchSearch(runner, results, limit_mb, target)
     for setting in study.settings:
         for shape in study.with_a_batch().shapes():
             row = search.best(shape, setting, optimize)

@@ -7,6 +7,7 @@ import shutil
 import time
 from dataclasses import dataclass, replace
 
+from fusion_lab.measuring.plotting import spared
 from fusion_lab.study.arguments import SCRIPT
 from fusion_lab.study.design import Study, program_of
 from fusion_lab.study.plots import draw
@@ -129,4 +130,6 @@ def write_results(directory, summary, config, plots):
     write_text(os.path.join(directory, "results.csv"), as_csv(summary))
     write_text(os.path.join(directory, "report.html"), page(summary, config, []))
     if plots:
-        write_text(os.path.join(directory, "report.html"), page(summary, config, draw(summary, directory)))
+        with spared("pictures in report.html"):
+            write_text(os.path.join(directory, "report.html"),
+                       page(summary, config, draw(summary, directory)))

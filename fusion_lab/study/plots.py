@@ -8,7 +8,7 @@ import numpy as np
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.study.canvas import STYLE, Figure, Panel, compose, svg_of
 from fusion_lab.study.statistics import pareto, ratio_interval
-from fusion_lab.study.summary import gain_of
+from fusion_lab.study.summary import gain_of, standard_errors
 from fusion_lab.training.files import write_atomically
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; markers differ for prints in grey.
@@ -154,8 +154,8 @@ def letters_on(value, reach):
 
 
 def against_main_axis(pyplot, summary, figure_key, y_label, error_bars):
-    """(figure, the caption's sentences on what is missing): lines over the main axis on log axes, a panel per
-    other sizes, exponents in the legend. None with fewer than two sizes along it."""
+    """(figure, what its caption says of errors and of what is missing): lines over the main axis on log axes,
+    a panel per other sizes, exponents in the legend. None with fewer than two sizes along it."""
     study, main = summary.study, summary.vocabulary.main_axis
     if len(study.sizes_of(main)) < 2 or not any(getattr(p, figure_key) for p in summary.points):
         return None
@@ -163,7 +163,9 @@ def against_main_axis(pyplot, summary, figure_key, y_label, error_bars):
     cases = spread_out(every, MAX_PANELS)
     panels = [Panel(4.2, 3.4, partial(draw_lines, pyplot, summary, case, figure_key, y_label, error_bars))
               for case in cases]
-    return panels, settings_left_out(summary) + left_out(len(every) - len(cases), "panel")
+    fits = [fit for fit in summary.scaling if (fit.axis, fit.figure) == (main.field, figure_key)]
+    return panels, (f"{standard_errors(fits)}." + settings_left_out(summary)
+                    + left_out(len(every) - len(cases), "panel"))
 
 
 def draw_lines(pyplot, summary, case, figure_key, y_label, error_bars, axis):
@@ -213,14 +215,13 @@ def plain_numbers(pyplot, axis):
 def scaling(pyplot, summary):
     drawn = against_main_axis(pyplot, summary, "median_ms", "step time, ms", error_bars=True)
     return drawn and (drawn[0], "Median step time; bars from p20 to p80 of the steps. The legend gives the "
-                                "exponent of a power law fitted to each line and its standard error."
-                      + drawn[1])
+                                "exponent of a power law fitted to each line" + drawn[1])
 
 
 def memory(pyplot, summary):
     drawn = against_main_axis(pyplot, summary, "peak_memory_mb", "peak tensor memory, MB", error_bars=False)
     return drawn and (drawn[0], "Largest tensor memory within the measured steps (MB of 2^20 bytes), with "
-                                "fitted exponents and their standard errors." + drawn[1])
+                                "fitted exponents" + drawn[1])
 
 
 def depth(pyplot, summary):

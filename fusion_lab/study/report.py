@@ -4,7 +4,7 @@ import html
 import numpy as np
 
 from fusion_lab.study.statistics import mean_ratio_interval, ratio_interval
-from fusion_lab.study.summary import INTERVAL, gain_of
+from fusion_lab.study.summary import INTERVAL, gain_of, standard_errors
 from fusion_lab.training.files import counted
 
 TEXT_COLUMNS = {"shape", "setting", "switch", "switch, or pair", "of", "in", "at", "over"}
@@ -261,7 +261,7 @@ def scaling_section(summary):
         rows.append((False, [e.setting, kind, letters[e.axis], f"{e.exponent:.2f}{error}",
                              e.at.listed(), ", ".join(map(str, e.over))]))
     head = ("setting", "of", "in", "exponent", "at", "over")
-    caption = "p in cost = c · size^p, least squares on logarithms; ± is the standard error of the fit."
+    caption = f"p in cost = c · size^p, least squares on logarithms{standard_errors(summary.scaling)}."
     table = html_table("exponents", head, rows, caption)
     folded = f"<details><summary>{len(rows)} fits</summary>{table}</details>"
     return f"<h2>Fitted exponents</h2>{folded}" if rows else ""

@@ -230,6 +230,13 @@ def against_baseline(points):
                       memory_reduction_percent=less)
 
 
+def standard_errors(fits):
+    """What a caption says of the ± of fits, if they have any: one through two points has none."""
+    errors = {fit.standard_error is not None for fit in fits}
+    return ("; ± is the standard error of the fit" * (True in errors)
+            + "; a fit through two points has none" * (errors == {True, False}))
+
+
 def scaling(study, points):
     """Fitted exponents of time and memory, per axis, the main one first, setting and other sizes."""
     fits = []

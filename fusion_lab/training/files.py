@@ -181,7 +181,8 @@ def results_directory(settings, path):
 
 def require_writable(path):
     """Raise UserError now rather than after hours of training if path cannot be written; what killed runs
-    left beside it goes. None is fine."""
+    left beside it goes. Directories of a relative path are made, but a missing one of an absolute path is
+    more likely misspelled, or not mounted. None is fine."""
     if path is None:
         return
     try:
@@ -189,6 +190,8 @@ def require_writable(path):
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
     directory, name = os.path.split(os.path.abspath(path))
+    if os.path.isabs(path) and not os.path.lexists(directory):
+        raise UserError(f"cannot write {path}: there is no directory {directory}")
     require_directory(directory, path)
     remove_leftovers(directory, name)
 

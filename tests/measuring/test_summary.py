@@ -324,6 +324,7 @@ def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch,
     loss, = left.get_lines()
     assert [list(data) for data in loss.get_data()] == [[1, 2], [2, 1]]
     assert (left.get_xlabel(), left.get_ylabel()) == ("step", "training loss") and right.get_legend()
+    assert left.get_title() == "Learning curve" and right.get_ylabel() == "evaluation"
     monkeypatch.setattr(metrics, "save", lambda *_: 1 / 0)
     assert found.draw() is None
     assert capsys.readouterr().err == "warning: no learning_curve.png: division by zero\n"

@@ -90,7 +90,7 @@ def test_without_a_torch_the_project_gets_its_own_venv(tmp_path, monkeypatch, ca
     environment.main(["--dry-run", "requirements.txt", "tiny_openfold_v2.py"])
     out, err = capsys.readouterr()
     assert out.endswith(f"-m venv --system-site-packages --clear {tmp_path / '.venv'}\n")
-    assert err.startswith("Making")
+    assert err.startswith("Making") and f"also sees the packages of {sys.executable} " in err
     monkeypatch.setattr(environment, "in_own_venv", lambda: True)
     environment.main(["--dry-run", "requirements.txt", "tiny_openfold_v2.py"])
     out, err = capsys.readouterr()
@@ -175,7 +175,8 @@ PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.p
 ON_THEIR_OWN = ("profile_summary.py", "companions/fusion_patterns.py")  # hand nothing on to the trainer
 ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
-FOREIGN = {"--index-url", "--function-exclude",  # of pip and rocprof-sys; of torchrun and Slurm:
+FOREIGN = {"--index-url", "--function-exclude", "--msa-only",  # of pip, rocprof-sys, ColabFold; of torchrun
+           # and Slurm:
            "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--nodes",
            "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--time", "--signal"}
 

@@ -244,11 +244,14 @@ def test_a_source_sorts_its_families(monkeypatch):
     assert [f.name for f in source.families] == ["a", "c"] == source.names and source.held_out == {"b"}
     assert source.unseen == [families[1]] and source.structure("b") is families[1]
     assert source.structure("c") is families[2]
-    assert source.describe() == "2 real proteins, 1 held out, left out for want of a partner: s.pdb"
+    assert source.describe() == (
+        "2 real proteins, 1 held out; 60 of 60 residues have coordinates; left out for want of a partner: "
+        "s.pdb")
     asked = []
     monkeypatch.setattr(read, "load_protein", lambda *arguments: asked.append(arguments) or families[0])
     source = batches.open_source(settings_of(msa="x.a3m", structure="y.pdb:B", query="q"))
-    assert asked == [("x.a3m", "y.pdb", "B", "q")] and source.describe() == "1 real proteins, 0 held out"
+    assert asked == [("x.a3m", "y.pdb", "B", "q")]
+    assert source.describe() == "1 real proteins, 0 held out; 20 of 20 residues have coordinates"
     assert isinstance(batches.open_source(settings_of()), SyntheticProteins)
 
 

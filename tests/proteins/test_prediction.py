@@ -18,6 +18,7 @@ from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model
 from proteins import contacts, files, prediction, yardsticks
 from proteins.batches import RealProteins
+from proteins.evidence import Depth
 from tests.support import ROOT, require_shared
 
 CPU = torch.device("cpu")
@@ -165,6 +166,10 @@ def test_what_the_model_knew_and_saw_is_told(tmp_path, capsys, coevolution):
         assert run("--contacts", alignment, "--structure", structure, *flags) == 0
         out, found = capsys.readouterr().out, json.loads((tmp_path / "out" / "x.json").read_text())
         assert found["trained_on"] is (names == ["x"]) is ("trained on a family of this name" in out)
+        assert found["relative"] == dict(name="x", e_value=None, trained=names == ["x"])
+        if coevolution == "couplings":  # which read all rows
+            depth = Depth.of(files.read_alignment(alignment))
+            assert f"Alignment: {depth}" in out and found["effective_rows"] == depth.effective
         extra = 20 if coevolution == "couplings" else 0
         assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, extra)
         assert ("couplings of 20" in (tmp_path / "out" / "x.rr").read_text()) is bool(extra)

@@ -133,10 +133,14 @@ def test_a_run_sets_earlier_results_aside(named, resume, aside, tmp_path, monkey
     assert directory.is_dir() and not path.exists()
 
 
-def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path):
+def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path, monkeypatch):
     files.require_writable(None)
-    files.require_writable(tmp_path / "new" / "c.pt")
-    assert list((tmp_path / "new").iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    files.require_writable(os.path.join("new", "deep", "c.pt"))
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+    with pytest.raises(UserError, match=f"cannot write .*c.pt: there is no directory {tmp_path}/absent/deep"):
+        files.require_writable(tmp_path / "absent" / "deep" / "c.pt")  # misspelled, or not mounted
+    assert not (tmp_path / "absent").exists()
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "c.pt"):
         with pytest.raises(UserError, match="cannot write") as caught:
@@ -146,8 +150,8 @@ def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path):
 
 def test_directories_are_made_and_what_hinders_that_is_named(tmp_path):
     files.require_directory(tmp_path / "a" / "b")
-    files.require_writable(str(tmp_path / "c" / "c.pt"))
-    assert (tmp_path / "a" / "b").is_dir() and (tmp_path / "c").is_dir()
+    files.require_directory(tmp_path / "c")
+    assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "c" / "c.pt12345678.part").write_text("of a killed run")
     files.require_writable(str(tmp_path / "c" / "c.pt"))
     assert list((tmp_path / "c").iterdir()) == []

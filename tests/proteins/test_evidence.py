@@ -1,0 +1,175 @@
+"""What an alignment can tell is said before a model reads it; what is no protein is refused."""
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tiny_openfold_v2 as tof
+from fusion_lab.training.models import read_model, save_model
+from proteins import prediction
+from proteins.evidence import Depth, relative, require_protein
+from proteins.files import GAP, LETTERS, DataError
+from proteins.homology import nearest
+from proteins.yardsticks import sequence_weights
+from tests.support import PATIENCE, ROOT
+
+UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
+MYOGLOBIN = "VLSEGEWQLVLHVWAKVEADVAGHGQDILIRLFKSHPETLEKFDRFKHLKTEAEMKASEDLKKHGVTVLTALGAILKKKGHHEAELKP"
+
+
+def tokens(letters):
+    return np.array([LETTERS.index(letter) for letter in letters], np.uint8)
+
+
+@pytest.mark.parametrize("query, words", [
+    ("ACGTTGCAACGTACGGT", "like DNA or RNA \\(100% of it"), ("ACGGCCAAGGCC", "like DNA or RNA"),  # U is C
+    ("ACGTNNACGTACGTACGTAA", "reads like DNA"), ("X" * 30, "of the query's 30 residues only 0 are known"),
+    ("MKT" + "X" * 4, "residues only 3 are known amino acids")])
+def test_what_is_no_protein_is_refused(query, words):
+    with pytest.raises(DataError, match=f"^x.a3m: .*{words}"):
+        require_protein(tokens(query), "x.a3m")
+
+
+@pytest.mark.parametrize("query", [  # among them silk, and an antifreeze protein
+    UBIQUITIN, "GAGAGSGAGAGSGAGAGS", "M", "ACGT", "A" * 40, "MKXX", "DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR"])
+def test_proteins_of_few_letters_pass(query):
+    require_protein(tokens(query), "x.a3m")
+
+
+def test_depth_by_hand():
+    """Three rows alike count as one, a fourth is another; of 10 columns one is filled by the query alone."""
+    msa = np.stack([tokens("ACDEFGHIKL"), tokens("ACDEFGHIK-"), tokens("ACDEFGHIK-"), tokens("WWWWWYYYY-")])
+    depth = Depth.of(np.concatenate([msa, np.repeat(msa[3:], 16, axis=0)]))
+    assert depth == Depth(20, pytest.approx(2), pytest.approx(181 / 200), 1, 10)
+    assert str(depth) == ("2.0 effective rows of 20 (at 80% identity), coverage 90%; 1 of 10 columns are "
+                          "nearly empty")
+    assert depth.effective == pytest.approx(sequence_weights(msa).sum()) and GAP in msa
+
+
+@pytest.mark.parametrize("effective, residues, words", [
+    (100, 40, ""), (250.5, 409, ""), (99.9, 100, "100 effective rows (tested: 100 or more)"),
+    (12, 12, "12 effective rows (tested: 100 or more) and 12 residues (tested: 40 to 409)"),
+    (200, 410, "410 residues (tested: 40 to 409)")])
+def test_what_was_not_tested_is_named(effective, residues, words):
+    assert Depth(300, effective, 1.0, 0, residues).untested == words
+
+
+def test_a_relative_is_found_by_its_sequence_whatever_its_name():
+    rng = np.random.default_rng(0)
+    card = dict(trained_on=["other"], sequences=dict(a=[MYOGLOBIN], ubiquitin=["A" * 50, UBIQUITIN]))
+    homologue = tokens(UBIQUITIN)
+    homologue[rng.permutation(len(homologue))[:35]] = rng.integers(0, 20, 35)  # about half identical
+    found = relative(homologue[None], "query", card)
+    assert found["name"] == "ubiquitin" and found["trained"] and found["e_value"] < 1e-3
+    stranger = relative(rng.permutation(homologue)[None], "ubiquitin", card)  # the name says nothing
+    assert not stranger["trained"] and stranger["e_value"] > 1e-3
+    assert nearest(tokens(MYOGLOBIN[10:60])[None], card["sequences"])[0] == "a"
+
+
+@pytest.mark.parametrize("sequences", [["a"], dict(a=1), dict(a="AC"), dict(a=["ac"]), dict(a=[""]),
+                                       dict(a=[]), dict(a=[1]), "MKT"])
+def test_damaged_sequences_of_a_card_are_one_line(sequences):
+    with pytest.raises(DataError, match="the sequences in the model's card are damaged"):
+        relative(tokens(UBIQUITIN)[None], "x", dict(sequences=sequences))
+
+
+def test_the_shipped_model_knows_its_families_by_sequence():
+    card = read_model(prediction.MODEL, tof.PROGRAM).card
+    assert set(card["sequences"]) == set(card["trained_on"])
+    assert relative(tokens(UBIQUITIN)[None], "x", card)["trained"]  # 2BWF_A is a ubiquitin-like domain
+    assert {"bins", "error", "pairs"} <= set(card["calibration"])
+
+
+# --- The whole of --contacts ------------------------------------------------------------------------------
+
+SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
+
+
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
+    monkeypatch.chdir(tmp_path)
+    config = tof.TinyOpenFoldConfig(**SIZES)
+    save_model("m.pt", tof.PROGRAM, tof.TinyOpenFoldV2(config).state_dict(), config,
+               dict(trained_on=["z"], sequences=dict(z=[UBIQUITIN])))
+    (tmp_path / "x.a3m").write_text(f">q\n{UBIQUITIN}\n")
+
+    def run(*more):
+        return tof.main(["--contacts", "x.a3m", "--resume", "m.pt", "--device", "cpu", *more])
+    return run
+
+
+def test_one_sequence_is_one_warning_and_its_relative_is_named(setup, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prediction, "find_spec", lambda name: None)
+    assert setup() == 0
+    out, err = capsys.readouterr()
+    assert err == ("warning: 1 effective rows (tested: 100 or more): the map may be wrong throughout, "
+                   "however high its probabilities\n")
+    assert "Alignment: 1.0 effective rows of 1 (at 80% identity), coverage 100%" in out
+    assert "The model was trained on a relative, z (E-value " in out
+    result = json.loads((tmp_path / "contacts" / "x.json").read_text())
+    assert result["trained_on"] is True and result["relative"]["name"] == "z" and result["coverage"] == 1
+    assert result["untested"].startswith("1 effective rows") and result["card"] == dict(trained_on=["z"])
+    assert json.loads(out.splitlines()[-1])["effective_rows"] == 1
+    (tmp_path / "x.a3m").write_text(">q\nACGTTTGACCATGCA\n")
+    assert setup() == 2 and "reads like DNA" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["raise ImportError('built for another numpy')", "1 / 0",
+                                  "def use(backend): pass\nfrom matplotlib import pyplot"])
+def test_a_broken_matplotlib_costs_the_picture_alone(setup, tmp_path, capsys, monkeypatch, text):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "lib" / "matplotlib").mkdir(parents=True)
+    (tmp_path / "lib" / "matplotlib" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    assert setup() == 0
+    out, err = capsys.readouterr()
+    assert "warning: no picture contacts/x.png: matplotlib is there but cannot be imported (" in err
+    assert err.count("\n") == 2  # that, and that one row is little
+    result = json.loads((tmp_path / "contacts" / "x.json").read_text())
+    assert result["files"] == [f"contacts/x{suffix}" for suffix in (".npz", ".tsv", ".rr")]
+    assert all(os.path.exists(path) for path in result["files"]) and "Written: contacts/x.npz" in out
+
+
+# What waits in C for a lock that nobody releases: Python hears no signal meanwhile, as within one long
+# operation of torch.
+DEAF = """
+import ctypes, os, runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+from proteins import prediction
+prediction.matmul_ceiling = lambda device, dtype: 1e10
+
+def deaf(*_):
+    lock = ctypes.create_string_buffer(256)
+    os.write(1, b"deaf now\\n")
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+setattr(prediction, sys.argv.pop(1), deaf)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a mutex of zeros is an unlocked one on Linux")
+@pytest.mark.parametrize("where", ["judge", "run_model"])
+def test_an_interrupt_is_heard_within_an_operation(setup, tmp_path, where):
+    script = tmp_path / "deaf.py"
+    script.write_text(DEAF)
+    command = [sys.executable, script, ROOT, where, ROOT / "tiny_openfold_v2.py", "--contacts", "x.a3m",
+               "--resume", "m.pt", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert any(line == "deaf now\n" for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 130
+        finally:
+            process.kill()
+        assert process.stderr.read().endswith("interrupted\n")
+    assert not list((tmp_path / "contacts").iterdir())
+
