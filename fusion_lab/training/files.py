@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 
+from fusion_lab.training import locks
 from fusion_lab.training.interrupts import Raised
 from fusion_lab.training.reading import open_regular, require_regular
 
@@ -57,7 +58,7 @@ class Noting(io.BufferedWriter):
 def write_atomically(path, write):
     """write(file) into a temporary file beside path, then rename: a kill leaves the old file or the new. What
     killed runs left behind is removed. Only regular files are replaced, never a device or FIFO."""
-    path = os.path.realpath(path)  # through a symbolic link, not over it
+    path = os.path.realpath(locks.present(path))  # through a symbolic link, not over it
     directory, file = os.path.split(path)
     try:
         os.makedirs(directory, exist_ok=True)
@@ -164,19 +165,77 @@ def require_directory(path, file=None):
         raise UserError(f"cannot write {file or f'into {path}'}: {error.strerror}") from None
 
 
-def results_directory(settings, path):
-    """Make the directory that a run writes its results into, path the main one. Nothing is overwritten: the
-    default directory is set aside whole, unless a run in it is resumed; in one that the user named, what is
-    at path is. Raises UserError."""
+def run_directory(settings, main_file):
+    """The directory that a run writes its results into; see results_directory. Nothing is overwritten: the
+    default directory is set aside whole, unless a run in it is resumed; in one that the user named, what its
+    main file will be called is. Its checkpoints are this run's, too. Raises UserError."""
     directory, training = settings.profiler.profile_dir, settings.training
-    if directory == type(settings.profiler)().profile_dir and not training.resume:
+    default = is_default(settings.profiler)
+    if default and not training.resume:
         place, start = (os.path.realpath(name) for name in (directory, training.init_from or os.sep))
         if os.path.commonpath([place, start]) == place:
             raise UserError(f"--init-from {training.init_from}: it lies in the directory for this run's "
                             "results, which set aside what is there; name another --profile-dir")
-        fresh_directory(directory, named=False, force=False)
-    require_directory(directory)
-    set_aside(path)
+    directory = results_directory(directory, default, fresh=default and not training.resume)
+    for flag in ("save_checkpoint", "save_best"):
+        require_own_checkpoint(getattr(training, flag), f"--{flag.replace('_', '-')}", directory, main_file)
+    set_aside(os.path.join(directory, main_file))
+    return directory
+
+
+def is_default(profiler):
+    return profiler.profile_dir == type(profiler)().profile_dir
+
+
+def in_own_directory(settings):
+    """Settings by which a mode writes where no other program does. Raises UserError."""
+    return settings.having(profile_dir=results_directory(
+        settings.profiler.profile_dir, is_default(settings.profiler)))
+
+
+def results_directory(path, default, fresh=False):
+    """Make and hold the directory that a program writes its results into; returns its path. Where another
+    run holds the default one, there is one with a number behind its name; one that the user named is refused.
+    A fresh one has nothing in it: that is set aside. Raises UserError."""
+    name, number = path, 1
+    while True:
+        try:
+            locks.hold_directory(name)
+            if fresh and os.listdir(name):
+                locks.let_go(name)
+                set_aside(name)
+                locks.hold_directory(name)
+            require_directory(name)
+            break
+        except BlockingIOError:
+            if not default:
+                raise UserError(f"{path}: another run is writing into it; name another directory") from None
+            number += 1
+            name = f"{path.rstrip(os.sep)}_{number}"
+        except OSError as error:
+            raise UserError(f"cannot write into {name}: {error.strerror}") from None
+    if name != path:
+        print(f"Another run is writing into {path}: the results of this one go into {name}")
+    return name
+
+
+def require_own_checkpoint(path, flag, directory, main_file):
+    """Raise UserError now rather than after hours of training if a checkpoint cannot be written, or is
+    another run's, or a result file of this one. None is fine."""
+    if path is None:
+        return
+    require_writable(path)
+    results = (os.path.join(directory, name) for name in (main_file, *RESULTS_OF_A_RUN))
+    if os.path.realpath(path) in map(os.path.realpath, results):
+        raise UserError(f"{flag} {path}: this run writes other results into it; name another file")
+    try:
+        locks.hold_file(path)
+    except BlockingIOError:
+        raise UserError(f"{flag} {path}: another run is writing it; name another file") from None
+
+
+RESULTS_OF_A_RUN = ("metrics.jsonl", "learning_curve.png", "contacts.png", "contacts.tsv",
+                    "memory_profile.json", "fusion_analysis.json")
 
 
 def require_writable(path):
@@ -188,6 +247,8 @@ def require_writable(path):
         require_regular(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
+    if os.path.islink(path) and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
+        raise UserError(f"cannot write {path}: a link into a directory that does not exist")
     directory, name = os.path.split(os.path.abspath(path))
     require_directory(directory, path)
     remove_leftovers(directory, name)
@@ -196,25 +257,29 @@ def require_writable(path):
 def set_aside(path):
     """Rename what is at path, file or directory, to <path>.old-<time>; returns the new name, None where
     nothing is there."""
+    path = locks.present(path)
     if not os.path.lexists(path):
         return None
+    os.rename(path, target := name_aside(path))
+    return target
+
+
+def name_aside(path):
+    """<path>.old-<time>, a name that is free."""
     target = base = f"{os.path.normpath(path)}.old-{time.strftime('%Y%m%d_%H%M%S')}"
     again = 1
     while os.path.lexists(target):
         again += 1
         target = f"{base}-{again}"
-    os.rename(path, target)
     return target
 
 
 def fresh_directory(path, named, force):
-    """Make the directory for a program's results. One that the user named and that is not empty is refused
-    unless forced; results in the default one are set aside."""
-    if os.path.isdir(path) and os.listdir(path) and not (named and force):
-        if named:
-            raise UserError(f"{path} is not empty: name a fresh directory, or add --force")
-        set_aside(path)
-    require_directory(path)
+    """results_directory() for a program that begins in an empty one, or in what the user named and forced.
+    One that the user named and that is not empty is refused otherwise."""
+    if named and not force and os.path.isdir(path) and os.listdir(path):
+        raise UserError(f"{path} is not empty: name a fresh directory, or add --force")
+    return results_directory(path, default=not named, fresh=not named)
 
 
 def require_packages(program, *names, listed="requirements.txt"):
@@ -285,6 +350,8 @@ def exit_code(run, argv, program, speaks=lambda code: True):
             code = 128 + signal.SIGINT
             if speaks(code):
                 say_why(program, ["interrupted"])
+        finally:
+            locks.release()
     return code
 
 
