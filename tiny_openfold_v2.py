@@ -698,16 +698,17 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
             stopping = trainer.world.heard(stop.signal) is not None  # read once: it may come at any moment
             ending = stopping or done == steps.stop
             saving = training.save_every and done % training.save_every == 0 and not ending
-            if ending or saving or evaluations.owed() or done % training.log_every == 0 or device.type == "cpu":
+            logging = ending or done % training.log_every == 0
+            if logging or saving or evaluations.owed() or device.type == "cpu":
                 with trainer.world.waiting():  # a captured collective has no time limit of its own
                     checked = reporting.require_finite(losses, checked, steps.start)
-            if ending or done % training.log_every == 0:
-                metrics.flush()
+            if logging or saving:
+                metrics.flush()  # before a checkpoint, so that no step is in that alone
+            if logging:
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
                 bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
                                               peak_megabytes(device, found), trainer.world), file=sys.stdout)
             if saving:
-                metrics.flush()  # what a checkpoint has done its file of metrics has, too
                 save(trainer, training.save_checkpoint)
     stop.signal = trainer.world.settled(stop.signal)
     if training.save_checkpoint:

@@ -65,7 +65,8 @@ def trainer_of(steps=1, average=True, device=CPU, first=True):
     weights, published = dict(model.named_parameters()), []
     found = SimpleNamespace(
         program=SimpleNamespace(name="toy.py", evaluate=None), settings=SimpleNamespace(model=Config()),
-        training=Training(), evaluated=3, ended=False, gradient_norm=torch.tensor(0.25), model=model, device=device, world=World(first), masters=None, weights=weights,
+        training=Training(), evaluated=3, ended=False, gradient_norm=torch.tensor(0.25), model=model,
+        device=device, world=World(first), masters=None, weights=weights,
         updated=[*weights.values()], optimizer=torch.optim.AdamW(model.parameters(), lr=0.5),
         scaler=torch.amp.GradScaler("cpu"),
         step_number=4, trained_on={"b", "a"}, chosen_by={"d", "c"}, best=dict(score=0.5, step=3, since=1),

@@ -89,7 +89,8 @@ class Trainer:
                                        scores=lambda found: found, score=lambda found: found)
         self.kept = []
         self.evaluations = Evaluations(self, None, SimpleNamespace(
-            flush=lambda: self.kept.append("flushed"), evaluation=lambda step, scores: self.kept.append((step, scores))))
+            flush=lambda: self.kept.append("flushed"),
+            evaluation=lambda step, scores: self.kept.append((step, scores))))
 
     def averaged(self):
         return self.evaluations.trainer.world.waiting()

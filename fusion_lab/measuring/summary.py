@@ -33,7 +33,8 @@ def summarise(trainer, found, losses, times, evaluations):
         saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
         launch_kind=launch_kind(device), flops_per_step=found.flops, matmul_ceiling_tflops=ceiling / 1e12)
     median = performance["median_batch_time"]
-    performance.update(achieved_tflops=median and flops / median / 1e12, mfu=median and flops / median / ceiling)
+    performance.update(achieved_tflops=median and flops / median / 1e12,
+                       mfu=median and flops / median / ceiling)
     if world.size > 1:
         performance["ranks"] = figures_of_ranks(world, performance)
     configs = settings.as_dict()
@@ -66,9 +67,9 @@ def figures_of_ranks(world, performance):
     """What differs between ranks, in their order; all must ask. The other figures of a summary are those of
     the first rank, samples those of all. The optimizer's time has the wait for other ranks in it."""
     by_rank = world.gather({key: performance[key] for key in OF_A_RANK})
-    peaks = [figures["peak_memory_mb"] for figures in by_rank]
+    peaks, speed = [figures["peak_memory_mb"] for figures in by_rank], performance["avg_training_speed"]
     return dict(count=world.size, data=world.data_size, sequence=world.sequence_size, backend=world.backend,
-                samples_per_second_per_gpu=(speed := performance["avg_training_speed"]) and speed / world.size,
+                samples_per_second_per_gpu=speed and speed / world.size,
                 peak_memory_mb_in_all=None if None in peaks else sum(peaks),
                 by_rank={key: [figures[key] for figures in by_rank] for key in OF_A_RANK})
 

@@ -43,8 +43,8 @@ class Evaluations:
         self.interrupted = False  # a signal came during the last one
 
     def owed(self):
-        """Whether the evaluation after the last step is still to come, as it also is where a stop came between
-        a checkpoint and the end of its evaluation."""
+        """Whether the evaluation after the last step is still to come, as it also is where a stop came
+        between a checkpoint and the end of its evaluation."""
         step, training = self.trainer.step_number, self.trainer.training
         return bool(self.trainer.program.evaluate) and step % training.eval_every == 0 \
             and self.trainer.evaluated < step < training.num_steps

@@ -58,7 +58,8 @@ class Noting(io.BufferedWriter):
 def write_atomically(path, write):
     """write(file) into a temporary file beside path, then rename: a kill leaves the old file or the new. What
     killed runs left behind is removed. Only regular files are replaced, never a device or FIFO."""
-    path = os.path.realpath(locks.present(path))  # through a symbolic link, not over it
+    refuse_link_into_nowhere(path := locks.present(path))
+    path = os.path.realpath(path)  # through a symbolic link, not over it
     directory, file = os.path.split(path)
     try:
         os.makedirs(directory, exist_ok=True)
@@ -247,11 +248,16 @@ def require_writable(path):
         require_regular(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-    if os.path.islink(path) and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
-        raise UserError(f"cannot write {path}: a link into a directory that does not exist")
+    refuse_link_into_nowhere(path)
     directory, name = os.path.split(os.path.abspath(path))
     require_directory(directory, path)
     remove_leftovers(directory, name)
+
+
+def refuse_link_into_nowhere(path):
+    """Raise UserError rather than make directories that somebody else named."""
+    if os.path.islink(path) and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
+        raise UserError(f"cannot write {path}: a link into a directory that does not exist")
 
 
 def set_aside(path):
