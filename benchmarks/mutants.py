@@ -58,7 +58,7 @@ GOAL = 85  # percent
 SAYS_NOTHING = ("strict", "metavar", "help")  # arguments: no mutants of these
 FAILED = 1e9  # seconds of a test that fails without any mutant
 
-AMD = ("rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight "
+AMD = ("rocm/records rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight "
        "rocm_wrappers")
 SESSION = "session_figures profiler_session profiling"
 COMPARISON = "sums_by_hand comparison_figures comparison profiling"

@@ -104,8 +104,10 @@ def counter_figures(directory):
             if len(traffic) == len(TRAFFIC) and traffic_time > 0 else None}
 
 
+@records.limited()
 def summarize(directory):
-    """Everything known about one result directory, as the dict that becomes rocprofv3_summary.json."""
+    """Everything known about one result directory, as the dict that becomes rocprofv3_summary.json. Raises
+    UserError."""
     directory = pathlib.Path(directory)
     kernels = records.read_kernels(directory)
     launches = sum(calls for calls, _ in kernels.totals.values())
@@ -247,7 +249,7 @@ def main_figures(directory):
     median = measured.get("median_batch_time")
     try:
         kernels = summarize(directory)
-    except Unreadable:
+    except UserError:
         kernels = {"launches": 0}
     seen = kernels["launches"] > 0
     top = kernels["top_kernels"][0] if seen else {}

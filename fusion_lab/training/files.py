@@ -17,7 +17,7 @@ import tempfile
 import time
 
 from fusion_lab.training import locks
-from fusion_lab.training.interrupts import Raised
+from fusion_lab.training.interrupts import TOO_SMALL, Raised, open_streams
 from fusion_lab.training.reading import open_regular, require_regular
 
 # Exit codes of every program of this project; a signal adds its number to 128.
@@ -313,6 +313,8 @@ def explain(error):
     name = type(error).__name__
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or OUT_OF_MEMORY.search(str(error)):
         return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", FAILED
+    if TOO_SMALL.search(str(error)):
+        return f"{error}: the system gives no more memory or threads; see ulimit -v and ulimit -u", FAILED
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
         return ("torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)",
                 MISSING)
@@ -344,7 +346,7 @@ def printable(text):
 def exit_code(run, argv, program, speaks=lambda code: True):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code, if
     speaks(code), which may leave it to another process."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
+    open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="shown")
     with Raised():
@@ -388,8 +390,11 @@ def ended(run, argv):
 
 
 def output_fails():
-    """Whether stdout takes nothing any more; what is still to be printed goes nowhere then."""
+    """Whether stdout takes nothing any more; what is still to be printed goes nowhere then. A flush that has
+    failed throws away what it had, so the next one tells nothing without another letter."""
     try:
+        sys.stdout.flush()
+        sys.stdout.write("\n")
         sys.stdout.flush()
         return False
     except OSError:
