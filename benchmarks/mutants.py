@@ -58,8 +58,8 @@ GOAL = 85  # percent
 SAYS_NOTHING = ("strict", "metavar", "help")  # arguments: no mutants of these
 FAILED = 1e9  # seconds of a test that fails without any mutant
 
-AMD = ("rocm/records rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers rocm_releases rocm_preflight "
-       "rocm_wrappers")
+AMD = ("rocm/records rocm_figures rocm_commands profile_summary rocm_outcomes rocm_profilers rocm_releases "
+       "rocm_preflight rocm_wrappers")
 SESSION = "session_figures profiler_session profiling"
 COMPARISON = "sums_by_hand comparison_figures comparison profiling"
 STUDY = "sums_by_hand study_figures study_report study_files performance_study"
@@ -85,7 +85,8 @@ TESTS = {  # file: which tests/test_*.py, tests/FOLDER/test_*.py are meant to no
     "fusion_lab/training/evaluations.py": "training/evaluations sums_by_hand learning contacts",
     "fusion_lab/training/locks.py": "training/locks endings",
     "fusion_lab/training/models.py": "learning prediction",
-    "fusion_lab/training/files.py": "endings choices reliability checkpoints training start study_files",
+    "fusion_lab/training/files.py":
+        "training/streams training/locks endings choices reliability checkpoints training start study_files",
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
     "fusion_lab/measuring/metrics.py": "summary_figures start",
     "fusion_lab/measuring/summary.py": "summary_figures training",

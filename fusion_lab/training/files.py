@@ -347,7 +347,7 @@ def exit_code(run, argv, program, speaks=lambda code: True):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code, if
     speaks(code), which may leave it to another process."""
     open_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="shown")
     with Raised():
         try:

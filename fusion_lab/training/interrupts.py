@@ -31,8 +31,7 @@ def open_streams():
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             handle = os.open(os.devnull, os.O_RDWR)
-            if handle <= number:
-                os.dup2(handle, number)
+            os.set_inheritable(handle, handle == number)  # programs that this one starts have it, too
             setattr(sys, name, open(handle, mode, closefd=False))  # noqa: SIM115  as long as the program
 
 
@@ -40,8 +39,8 @@ def say_what_is_missing(kind, error, trace):
     """sys.excepthook: a line where there is no memory to begin with."""
     if issubclass(kind, MemoryError) or TOO_SMALL.search(str(error)):
         name = os.path.basename(sys.argv[0])
-        print(f"{name}: error: the system gives no more memory or threads ({str(error) or 'out of memory'}); see "
-              "ulimit -v and ulimit -u", file=sys.stderr)
+        print(f"{name}: error: {str(error) or 'out of memory'}: the system gives no more memory or threads; "
+              "see ulimit -v and ulimit -u", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
