@@ -88,7 +88,7 @@ TESTS = {  # file: which tests/test_*.py, tests/FOLDER/test_*.py are meant to no
     "fusion_lab/training/files.py":
         "training/streams training/locks endings choices reliability checkpoints training start study_files",
     "fusion_lab/measuring/accuracy.py": "accuracy evoformer training",
-    "fusion_lab/measuring/metrics.py": "summary_figures start",
+    "fusion_lab/measuring/metrics.py": "measuring/metrics summary_figures start",
     "fusion_lab/measuring/summary.py": "summary_figures training",
     "fusion_lab/measuring/trace/trace.py": "trace profiler_session",
     "fusion_lab/profiler/report.py": SESSION,

@@ -11,6 +11,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import PATIENCE, ROOT, wait_for
 
+import run_pytorch_profiler
+from fusion_lab.rocm import wrapper
+from fusion_lab.study import directory
 from fusion_lab.training import files, locks
 from fusion_lab.training.files import UserError
 from fusion_lab.training.options import ProfilerConfig
@@ -247,3 +250,37 @@ def test_runs_that_overlap_are_killed_and_moved_never_mix(tmp_path):
     aside, = tmp_path.glob(f"{base.name}.old-*")
     assert (aside / "metrics.jsonl").read_bytes() == killed
     assert {path.name for path in tmp_path.iterdir()} == {base.name, "moved", "c.pt", aside.name}
+
+
+# --- Sessions and studies ----------------------------------------------------------------------------------
+
+
+def test_sessions_and_studies_begin_beside_one_that_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    study = SimpleNamespace(as_json=dict)
+    default = ProfilerConfig().profile_dir
+    with held_by_another("directory", default, "now", "named"):
+        arguments = SimpleNamespace(ablation=False, force=False)
+        assert run_pytorch_profiler.results_directory(arguments, ProfilerConfig()) == f"{default}_2"
+        found = directory.open_directory(SimpleNamespace(study_name=None), study, [])
+        assert found == str(tmp_path / "now_2")
+        monkeypatch.setattr(directory, "LOCK_PATIENCE_SECONDS", 0)
+        with pytest.raises(UserError, match="named: this study is running already"):
+            directory.open_directory(SimpleNamespace(study_name="named"), study, [])
+        assert os.listdir("named") == os.listdir("now") == []
+    assert (tmp_path / "now_2" / "config.json").exists()
+    assert capsys.readouterr().out.count("Another run is writing into") == 2
+
+
+def test_amd_sessions_hold_the_name_of_their_directory(tmp_path, capsys):
+    """The directory itself is held by the program that they profile."""
+    path = str(tmp_path / "d")
+    with held_by_another("file", path):
+        assert wrapper.own_directory(path, named=False) == f"{path}_2"
+        assert capsys.readouterr().out == (
+            f"Another session is writing into {path}: the results of this one go into {path}_2\n")
+        with pytest.raises(UserError, match="^-o .*d: another session is writing into it; name another one"):
+            wrapper.own_directory(path, named=True)
+    locks.hold_directory(path)
+    assert wrapper.own_directory(path, named=True) == path
