@@ -1,4 +1,4 @@
-"""metrics.jsonl of a resumed run has the lines that its checkpoint knows of, once, and none of another run."""
+"""metrics.jsonl of a resumed run: the lines that its checkpoint knows of, once, and none of another run."""
 import json
 from types import SimpleNamespace
 
