@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 
-from fusion_lab.training import locks
 from fusion_lab.training.interrupts import TOO_SMALL, Raised, open_streams
+from fusion_lab.training.locks import hold_directory, hold_file, let_go, present, release
 from fusion_lab.training.reading import open_regular, require_regular
 
 # Exit codes of every program of this project; a signal adds its number to 128.
@@ -58,7 +58,7 @@ class Noting(io.BufferedWriter):
 def write_atomically(path, write):
     """write(file) into a temporary file beside path, then rename: a kill leaves the old file or the new. What
     killed runs left behind is removed. Only regular files are replaced, never a device or FIFO."""
-    refuse_link_into_nowhere(path := locks.present(path))
+    refuse_link_into_nowhere(path := present(path))
     path = os.path.realpath(path)  # through a symbolic link, not over it
     directory, file = os.path.split(path)
     try:
@@ -201,11 +201,11 @@ def results_directory(path, default, fresh=False):
     name, number = path, 1
     while True:
         try:
-            locks.hold_directory(name)
+            hold_directory(name)
             if fresh and os.listdir(name):
-                locks.let_go(name)
+                let_go(name)
                 set_aside(name)
-                locks.hold_directory(name)
+                hold_directory(name)
             require_directory(name)
             break
         except BlockingIOError:
@@ -230,7 +230,7 @@ def require_own_checkpoint(path, flag, directory, main_file):
     if os.path.realpath(path) in map(os.path.realpath, results):
         raise UserError(f"{flag} {path}: this run writes other results into it; name another file")
     try:
-        locks.hold_file(path)
+        hold_file(path)
     except BlockingIOError:
         raise UserError(f"{flag} {path}: another run is writing it; name another file") from None
 
@@ -263,7 +263,7 @@ def refuse_link_into_nowhere(path):
 def set_aside(path):
     """Rename what is at path, file or directory, to <path>.old-<time>; returns the new name, None where
     nothing is there."""
-    path = locks.present(path)
+    path = present(path)
     if not os.path.lexists(path):
         return None
     os.rename(path, target := name_aside(path))
@@ -359,7 +359,7 @@ def exit_code(run, argv, program, speaks=lambda code: True):
             if speaks(code):
                 say_why(program, ["interrupted"])
         finally:
-            locks.release()
+            release()
     return code
 
 
