@@ -26,7 +26,7 @@ from fusion_lab.training.files import (
     exit_code,
     finite,
     fresh_directory,
-    require_directory,
+    in_own_directory,
     require_writable,
     set_aside,
     write_json,
@@ -42,8 +42,7 @@ def results_directory(arguments, profiler):
     path = profiler.profile_dir
     if arguments.ablation and not named:
         path = f"{path.rstrip('/')}_ablation_{time.strftime('%Y%m%d_%H%M%S')}"
-    fresh_directory(path, named, arguments.force)
-    return path
+    return fresh_directory(path, named, arguments.force)
 
 
 RESULT_FILES = dict(pytorch_profiler=ANALYSIS, ablation=f"{SUMMARY}.json", compare_v1=V1_COMPARISON)
@@ -79,8 +78,8 @@ def sessions(program, settings, arguments):
 
 def predictions(program, settings, arguments):
     """--predict and --check-prediction; returns the content and the path of their file."""
+    settings = in_own_directory(settings)
     path = os.path.join(settings.profiler.profile_dir, program.result("prediction"))
-    require_directory(settings.profiler.profile_dir)
     require_writable(path)
     link = read_link(arguments.link) if arguments.link else None
     result = finite(predict_mode(program, settings, arguments.predict, arguments.check_prediction,

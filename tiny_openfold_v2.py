@@ -606,6 +606,7 @@ class Trainer:
         self.step_number, self.trained_on = 0, set()  # names of what it learned from, if that has names
         self.chosen_by = set()  # of what chose between its evaluations
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
+        self.evaluated, self.ended = 0, False  # the last evaluation's step; the final one is done
 
     @property
     def weights(self):
@@ -673,14 +674,19 @@ class Trainer:
 def run_steps(trainer, source, profiling, found, stop, metrics):
     """The measured steps. Returns (losses, (steps, 4) seconds for data, forward, backward, optimizer,
     evaluations by step)."""
-    program, training, device = trainer.program, trainer.training, trainer.device
+    training, device = trainer.training, trainer.device
     timer = PhaseTimer(device, ("data", "forward", "backward", "optimizer"), profiling.enter, profiling.leave)
-    losses, checked, evaluations = [], 0, Evaluations(trainer, source, metrics)
+    losses, checked, stopping, evaluations = [], 0, False, Evaluations(trainer, source, metrics)
     steps = range(trainer.step_number, training.num_steps)
     supply = batches(source, steps, device, trainer.world)
     with tqdm(total=training.num_steps, initial=steps.start, disable=not trainer.world.first or None,
               unit="step", leave=False) as bar:
         for step in steps:
+            if evaluations.owed() and not stopping:  # after the step before, which may be an earlier run's
+                with profiling.paused(), unmeasured_memory(device, found):
+                    bar.write(evaluations.take(step, stop), file=sys.stdout)
+            if stopping or evaluations.ended():
+                break
             timer.start()
             batch = next(supply)
             timer.mark()
@@ -692,22 +698,18 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
             stopping = trainer.world.heard(stop.signal) is not None  # read once: it may come at any moment
             ending = stopping or done == steps.stop
             saving = training.save_every and done % training.save_every == 0 and not ending
-            evaluating = program.evaluate and not ending and done % training.eval_every == 0
-            if ending or saving or evaluating or done % training.log_every == 0 or device.type == "cpu":
+            logging = ending or done % training.log_every == 0
+            if logging or saving or evaluations.owed() or device.type == "cpu":
                 with trainer.world.waiting():  # a captured collective has no time limit of its own
                     checked = reporting.require_finite(losses, checked, steps.start)
-            if ending or done % training.log_every == 0:
-                metrics.flush()
+            if logging or saving:
+                metrics.flush()  # before a checkpoint, so that no step is in that alone
+            if logging:
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
                 bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
                                               peak_megabytes(device, found), trainer.world), file=sys.stdout)
             if saving:
                 save(trainer, training.save_checkpoint)
-            if evaluating:
-                with profiling.paused(), unmeasured_memory(device, found):
-                    bar.write(evaluations.take(done, stop), file=sys.stdout)
-            if stopping or evaluations.stopped:
-                break
     stop.signal = trainer.world.settled(stop.signal)
     if training.save_checkpoint:
         save(trainer, training.save_checkpoint)
@@ -716,15 +718,11 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
 
 def train(program, settings, compare_with=None):
     """A training run from start-up lines to summary; returns its exit code."""
-    training, profiler = settings.training, settings.profiler
+    training, name = settings.training, program.result("performance_summary")
     earlier = summary.read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
     world = distributed.begin(settings, device)
     process_settings(settings, device)
-    path = os.path.join(profiler.profile_dir, program.result("performance_summary"))
-    world.from_first(partial(files.results_directory, settings, path))
-    for name in (training.save_checkpoint, training.save_best):
-        world.from_first(partial(files.require_writable, name))
     require_score(program, training)
     source = program.open_source(world.whole(settings))
     program.before_training(settings, source)
@@ -735,7 +733,10 @@ def train(program, settings, compare_with=None):
         load_weights(trainer, training.init_from, source)
     trainer.trained_on.update(source.names)
     trainer.chosen_by.update(getattr(source, "choosing", ()))
-    metrics = Metrics(settings, writes=world.first)
+    directory = world.from_first(partial(files.run_directory, settings, name))
+    settings = trainer.settings = settings.having(profile_dir=directory)
+    profiler, path = settings.profiler, os.path.join(directory, name)
+    metrics = Metrics(settings, world.first, trainer)
     reporting.describe_start(trainer, source)
     with files.StopRequest(patient=world.size > 1) as stop:
         found = warm_up(trainer, source, stop)
@@ -798,7 +799,7 @@ def run(argv=None, program=PROGRAM):
     torchrun.require_alone(mode)
     if mode in program.modes:
         return program.modes[mode](program, settings)
-    files.require_directory(settings.profiler.profile_dir)
+    settings = files.in_own_directory(settings)
     if mode == "--compare-fusion":
         return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)
     modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,

@@ -47,6 +47,7 @@ if HAS_TRITON:
 # The patterns: what they compute, and every way to write it
 # --------------------------------------------------------------------------------------------------------
 
+DIRECTORY = "./pytorch_profiles_v2"  # for the result, without --profile-dir
 KEPT = 8  # of top-k
 
 
@@ -283,7 +284,7 @@ def arguments_of(argv):
     parser.add_argument("--retune", action="store_true", help="measure our kernels' tiles (default: off)")
     parser.add_argument("--json", action="store_true",
                         help="end with one line of JSON on a terminal, too (default: off)")
-    parser.add_argument("--profile-dir", default="./pytorch_profiles_v2", metavar="DIR",
+    parser.add_argument("--profile-dir", default=DIRECTORY, metavar="DIR",
                         help="where results go (default: %(default)s)")
     options = parser.parse_args(argv)
     options.targets = options.targets.split()
@@ -311,8 +312,8 @@ def run(argv):
     device = choose_device(options.device)
     if options.retune and not (device.type == "cuda" and HAS_TRITON):
         raise files.UserError("--retune needs a GPU and Triton", code=files.NO_GPU)
+    options.profile_dir = files.results_directory(options.profile_dir, options.profile_dir == DIRECTORY)
     path = os.path.join(options.profile_dir, "fusion_patterns.json")
-    files.require_directory(options.profile_dir)
     if device.type == "cpu":
         keep_freed_memory()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -26,7 +26,15 @@ from fusion_lab.measuring.accuracy import compare_numerics
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, UserError, set_aside, write_json
+from fusion_lab.training.files import (
+    FAILED,
+    MISSING,
+    NO_GPU,
+    UserError,
+    in_own_directory,
+    set_aside,
+    write_json,
+)
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -198,6 +206,7 @@ def compare_ultra(program, settings):
         raise UserError("--compare-ultra needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--compare-ultra needs Triton: pip install triton", code=MISSING)
+    settings = in_own_directory(settings)
     settings = settings.having(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)
     first = settings.having(batch_size=SHAPES[0][0] + 1, seq_len=SHAPES[0][1], enable_ultra_block=True)
     accuracy, failures = compare_numerics(program, first, device)

@@ -39,10 +39,11 @@ LARGER = {"tiny_openfold_v2.py": dict(msa_dim=64, pair_dim=64, num_blocks=2, seq
           "companions/tiny_llama.py": dict(hidden_size=512, intermediate_size=1024, num_layers=4, seq_len=64)}
 
 # Floors of the house, from the ground up; a module may import from its own floor and from those below.
-FLOORS = ("fusion_lab.training.interrupts", "fusion_lab.training.reading", "fusion_lab.training.files",
-          "fusion_lab.kernels.limits", "fusion_lab.training.options", "fusion_lab.training.program",
-          "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring", "proteins", "tiny_openfold_v2",
-          "companions", "fusion_lab.study", "fusion_lab.profiler", "run_pytorch_profiler", "benchmarks")
+FLOORS = ("fusion_lab.training.interrupts", "fusion_lab.training.reading", "fusion_lab.training.locks",
+          "fusion_lab.training.files", "fusion_lab.kernels.limits", "fusion_lab.training.options",
+          "fusion_lab.training.program", "fusion_lab.kernels", "fusion_lab.training", "fusion_lab.measuring",
+          "proteins", "tiny_openfold_v2", "companions", "fusion_lab.study", "fusion_lab.profiler",
+          "run_pytorch_profiler", "benchmarks")
 PACKAGES = ("fusion_lab", "proteins", "companions", "benchmarks")
 STANDARD_LIBRARY_ONLY = ("fusion_lab.rocm",)  # beside what needs no torch of the floors below
 

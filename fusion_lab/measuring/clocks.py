@@ -33,6 +33,8 @@ class PhaseTimer:
 
     def seconds(self):
         """(steps, phases) seconds between the marks of each step."""
+        if not self.steps:
+            return np.empty((0, len(self.names)))
         if self.on_gpu:
             torch.cuda.synchronize()
             return np.array([[a.elapsed_time(b) / 1e3 for a, b in zip(s, s[1:], strict=False)]

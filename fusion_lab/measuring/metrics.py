@@ -2,28 +2,31 @@
 as a picture, and for TensorBoard, where these are installed."""
 import importlib.util
 import json
+import math
 import os
+import shutil
 
 import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib, save, spared
-from fusion_lab.training.files import MISSING, UserError, finite, set_aside
-from fusion_lab.training.reading import open_regular, parse_json, require_regular
+from fusion_lab.training import locks
+from fusion_lab.training.files import MISSING, UserError, finite, name_aside, set_aside, write_atomically
+from fusion_lab.training.reading import open_regular, parse_json, read_regular
 
 METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
 
 
 class Metrics:
-    """The metrics of one run, which a resumed run continues. Values are read from the device when they are
-    written, at flush(), so that no step waits for it."""
+    """The metrics of one run, which a resumed run continues: trainer is what its checkpoint has. Values are
+    read from the device when they are written, at flush(), so that no step waits for it."""
 
-    def __init__(self, settings, writes=True):
+    def __init__(self, settings, writes=True, trainer=None):
         directory, self.writes = settings.profiler.profile_dir, writes  # of several ranks one writes
         self.path, self.pending, self.writer = os.path.join(directory, METRICS), [], None
         if not writes:
             return
-        if settings.training.resume:
-            cut_torn_line(self.path)
+        if settings.training.resume and continues(self.path, trainer):
+            cut_what_comes_again(self.path, trainer)
         else:
             set_aside(self.path)
             set_aside(os.path.join(directory, CURVE))
@@ -49,7 +52,7 @@ class Metrics:
         if not self.writes:
             return
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(locks.present(self.path), "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
@@ -69,7 +72,7 @@ class Metrics:
             return self.picture(require_matplotlib())
 
     def picture(self, pyplot):
-        steps, evaluations = read_metrics(self.path)
+        steps, evaluations = read_metrics(locks.present(self.path))
         figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
         axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color="0.4", linewidth=0.9)
         axis.set(xlabel="step", ylabel="training loss", title="Learning curve")
@@ -87,12 +90,48 @@ class Metrics:
         return path
 
 
-def cut_torn_line(path):
-    """Take off a last line that a kill cut short."""
-    if os.path.exists(path):
-        require_regular(path)
-        with open(path, "r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+def continues(path, trainer):
+    """Whether a file holds the run that a checkpoint is from, by the gradient norm of the checkpoint's last
+    step; one that is not there, too. Otherwise it is said."""
+    norm = finite(trainer.gradient_norm.item())
+    if not os.path.exists(path) or trainer.step_number == 0 or norm == 0:  # 0: an old checkpoint knows none
+        return True
+    last = [step for step in read_metrics(path)[0] if step["step"] == trainer.step_number]
+    found = bool(last) and last[0].get("gradient_norm") == norm
+    if not found:
+        print(f"{path}: of another run than {trainer.training.resume}; it is set aside")
+    return found
+
+
+def cut_what_comes_again(path, trainer):
+    """Leave a line for each step and evaluation that a checkpoint knows of, the last one, in a file of its
+    run. Where steps go, the file as it was is kept beside it."""
+    if not os.path.exists(path):
+        return
+    whole, kept, gone = read_regular(path), {}, False
+    for text in whole.splitlines(keepends=True):
+        step, of_evaluation, _ = parsed(text) or (math.inf, False, None)
+        if step <= (trainer.evaluated if of_evaluation else trainer.step_number):
+            kept[step, of_evaluation] = text
+        else:
+            gone |= text.endswith(b"\n") and not of_evaluation  # else a kill cut it short
+    content = b"".join(kept[key] for key in sorted(kept))
+    if gone:
+        shutil.copy2(path, name_aside(path))
+    if content != whole:
+        write_atomically(path, lambda file: file.write(content))
+
+
+def parsed(text):
+    """(step, whether it is of an evaluation, the line's content) of a line of such a file, or None."""
+    try:
+        line = parse_json(text)
+        number, of_evaluation = line["step"], "evaluation" in line
+        values = line["evaluation"].values() if of_evaluation else [line["loss"]]
+        sound = type(number) is int and all(v is None or type(v) in (int, float) for v in values)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return (number, of_evaluation, line) if sound else None
 
 
 def read_metrics(path):
@@ -101,14 +140,9 @@ def read_metrics(path):
     steps, evaluations = {}, {}
     with open_regular(path) as file:
         for text in file:
-            try:
-                line = parse_json(text)
-                number, kind = line["step"], evaluations if "evaluation" in line else steps
-                values = line["evaluation"].values() if "evaluation" in line else [line["loss"]]
-                if type(number) is int and all(v is None or type(v) in (int, float) for v in values):
-                    kind[number] = line
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
+            if found := parsed(text):
+                number, of_evaluation, line = found
+                (evaluations if of_evaluation else steps)[number] = line
     return [steps[n] for n in sorted(steps)], [evaluations[n] for n in sorted(evaluations)]
 
 

@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from fusion_lab.measuring import roctx
-from fusion_lab.training import distributed
+from fusion_lab.training import distributed, locks
 from fusion_lab.training.files import counted, write_json
 from fusion_lab.training.machine import MEGABYTE
 
@@ -78,18 +78,21 @@ class Profiling:
         if config.enable_rocm_profiling and not self.outer:
             print("ROCm profiling: no GPU here, so no ranges for an outer profiler are emitted")
         self.hooks = contextlib.nullcontext()
-        if self.outer or config.enable_pytorch_profiler:
+        if self.outer or config.enable_pytorch_profiler and num_steps:
             self.hooks = ranges(named_modules, self.enter, self.leave, backward=True)
-        if config.enable_pytorch_profiler:
+        if config.enable_pytorch_profiler and num_steps:
             warmup = min(1, num_steps - 1)
             self.profiler = torch.profiler.profile(
                 schedule=torch.profiler.schedule(wait=0, warmup=warmup, repeat=1,
                                                  active=min(traced_steps, num_steps - warmup)),
-                on_trace_ready=torch.profiler.tensorboard_trace_handler(config.profile_dir, self.name),
+                on_trace_ready=self.write_trace,
                 record_shapes=True, profile_memory=config.enable_memory_profiling, acc_events=True)
 
+    def write_trace(self, profiler):
+        torch.profiler.tensorboard_trace_handler(locks.present(self.config.profile_dir), self.name)(profiler)
+
     def traces(self):
-        return set(glob.glob(os.path.join(glob.escape(self.config.profile_dir),
+        return set(glob.glob(os.path.join(glob.escape(locks.present(self.config.profile_dir)),
                                           f"{self.name or ''}*.pt.trace.json")))
 
     def __enter__(self):
@@ -136,7 +139,7 @@ class Profiling:
             self.profiler.__exit__(*error)
             self.trace = next(iter(self.traces() - self.earlier), None)
             print(f"PyTorch profiler: trace of up to {counted(self.traced_steps, 'step')} in "
-                  f"{self.config.profile_dir}")
+                  f"{locks.present(self.config.profile_dir)}")
         self.hooks.__exit__(*error)
         if self.config.enable_memory_profiling and error[0] is None:
             self.write_memory_profile()

@@ -10,6 +10,7 @@ from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.tables import aligned
+from fusion_lab.training.evaluations import own_random_numbers
 from fusion_lab.training.files import UserError, printable, write_json
 from fusion_lab.training.machine import system_info
 from fusion_lab.training.reading import read_json
@@ -20,23 +21,20 @@ def summarise(trainer, found, losses, times, evaluations):
     """The content of performance_summary_*.json: found, a run's Findings; losses; times (steps, 4) in s for
     data, forward, backward, optimizer; evaluations by step."""
     settings, device, program, world = trainer.settings, trainer.device, trainer.program, trainer.world
-    steps, batch_size = times.sum(axis=1), settings.training.batch_size * world.data_size
-    p20, median, p80 = quantiles(steps)
-    forward, backward, optimizer = [None] * 3 if trainer.graph else map(float, times[:, 1:].mean(axis=0))
+    batch_size = settings.training.batch_size * world.data_size
     peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
-    ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
+    with own_random_numbers(device):
+        ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
     flops = found.flops / world.sequence_size  # of one rank
     performance = dict(
-        total_samples=len(losses) * batch_size, avg_training_speed=batch_size / float(steps.mean()),
-        avg_batch_time=float(steps.mean()), avg_data_time=float(times[:, 0].mean()),
-        avg_forward_time=forward, avg_backward_time=backward, avg_optimizer_time=optimizer,
-        median_batch_time=median, p20_batch_time=p20, p80_batch_time=p80,
-        warmup_time=found.warmup_time, first_step_time=found.first_step_time, first_loss=losses[0],
-        final_loss=losses[-1], avg_loss=statistics.fmean(losses), peak_memory_mb=peak,
+        total_samples=len(losses) * batch_size, **(of_steps(trainer, losses, times, batch_size) if losses
+                                                   else dict.fromkeys(OF_STEPS)),
+        warmup_time=found.warmup_time, first_step_time=found.first_step_time, peak_memory_mb=peak,
         saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
-        launch_kind=launch_kind(device), flops_per_step=found.flops,
-        achieved_tflops=flops / median / 1e12, matmul_ceiling_tflops=ceiling / 1e12,
-        mfu=flops / median / ceiling)
+        launch_kind=launch_kind(device), flops_per_step=found.flops, matmul_ceiling_tflops=ceiling / 1e12)
+    median = performance["median_batch_time"]
+    performance.update(achieved_tflops=median and flops / median / 1e12,
+                       mfu=median and flops / median / ceiling)
     if world.size > 1:
         performance["ranks"] = figures_of_ranks(world, performance)
     configs = settings.as_dict()
@@ -44,6 +42,21 @@ def summarise(trainer, found, losses, times, evaluations):
     return dict(version=program.version, timestamp=datetime.now(timezone.utc).isoformat(), **configs,
                 performance_summary=performance, fusion_statistics=program.statistics(settings),
                 **{program.evaluation_name: evaluations}, system_info=system_info(device))
+
+
+OF_STEPS = ("avg_training_speed", "avg_batch_time", "avg_data_time", "avg_forward_time", "avg_backward_time",
+            "avg_optimizer_time", "median_batch_time", "p20_batch_time", "p80_batch_time", "first_loss",
+            "final_loss", "avg_loss")
+
+
+def of_steps(trainer, losses, times, batch_size):
+    """What a summary says of the steps. A run that a resume brought to its end may have had none."""
+    steps = times.sum(axis=1)
+    phases = [None] * 3 if trainer.graph else map(float, times[:, 1:].mean(axis=0))
+    p20, median, p80 = quantiles(steps)
+    mean = float(steps.mean())
+    return dict(zip(OF_STEPS, (batch_size / mean, mean, float(times[:, 0].mean()), *phases, median, p20, p80,
+                               losses[0], losses[-1], statistics.fmean(losses)), strict=True))
 
 
 OF_A_RANK = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_data_time", "avg_forward_time",
@@ -54,9 +67,9 @@ def figures_of_ranks(world, performance):
     """What differs between ranks, in their order; all must ask. The other figures of a summary are those of
     the first rank, samples those of all. The optimizer's time has the wait for other ranks in it."""
     by_rank = world.gather({key: performance[key] for key in OF_A_RANK})
-    peaks = [figures["peak_memory_mb"] for figures in by_rank]
+    peaks, speed = [figures["peak_memory_mb"] for figures in by_rank], performance["avg_training_speed"]
     return dict(count=world.size, data=world.data_size, sequence=world.sequence_size, backend=world.backend,
-                samples_per_second_per_gpu=performance["avg_training_speed"] / world.size,
+                samples_per_second_per_gpu=speed and speed / world.size,
                 peak_memory_mb_in_all=None if None in peaks else sum(peaks),
                 by_rank={key: [figures[key] for figures in by_rank] for key in OF_A_RANK})
 
@@ -72,11 +85,12 @@ def print_summary(result, path, settings):
     figures = result["performance_summary"]
     if sys.stdout.isatty():
         memory = figures["peak_memory_mb"]
-        rows = [("loss", f"{figures['first_loss']:.4f} -> {figures['final_loss']:.4f}"),
-                ("step", "{:.2f} ms (p20 {:.2f}, p80 {:.2f})".format(
-                    *(1e3 * figures[f"{q}_batch_time"] for q in ("median", "p20", "p80")))),
-                ("speed", f"{figures['avg_training_speed']:.1f} samples/s"),
-                ("peak memory", "not measured" if memory is None else f"{memory:.1f} MB")]
+        rows = [("peak memory", "not measured" if memory is None else f"{memory:.1f} MB")]
+        if figures["median_batch_time"] is not None:
+            rows = [("loss", f"{figures['first_loss']:.4f} -> {figures['final_loss']:.4f}"),
+                    ("step", "{:.2f} ms (p20 {:.2f}, p80 {:.2f})".format(
+                        *(1e3 * figures[f"{q}_batch_time"] for q in ("median", "p20", "p80")))),
+                    ("speed", f"{figures['avg_training_speed']:.1f} samples/s"), *rows]
         print("\n".join(f"   {line}" for line in aligned(rows)))
     headlines = {key: figures[key] for key in HEADLINES}
     if "ranks" in figures:
@@ -138,7 +152,7 @@ def figure(figures, name):
 
 def complete(path, result, earlier):
     """Write a summary, with how it stands against an earlier one, as read_summary() has it, or None."""
-    if earlier:
+    if earlier and result["performance_summary"]["total_samples"]:
         result["compared_with_v1"] = print_against(earlier, result)
     write_json(path, result)
 

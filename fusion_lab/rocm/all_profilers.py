@@ -14,7 +14,7 @@ from fusion_lab.rocm.preflight import worst_code
 from fusion_lab.rocm.process import Command, failure, run, say
 from fusion_lab.rocm.profiled import ask, chosen_program
 from fusion_lab.rocm.session import Outcome
-from fusion_lab.rocm.wrapper import Parser
+from fusion_lab.rocm.wrapper import Parser, own_directory
 from fusion_lab.rocm.wrappers import WRAPPERS
 from fusion_lab.training import files, torchrun
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
@@ -137,8 +137,11 @@ def run_all(arguments):
     """Exit code of the whole. Raises UserError where nothing was run."""
     torchrun.require_alone(SCRIPT)
     options, own_flags = parse(arguments)
-    directory = pathlib.Path(os.path.abspath(
-        options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}"))
+    directory = os.path.abspath(
+        options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}")
+    if not (options.dry_run or options.preflight):
+        directory = own_directory(directory, bool(options.output_dir))
+    directory = pathlib.Path(directory)
     places = {name: directory / name.replace("-", "_") for name in options.names}
     # First all wrappers, each of which has the program judge its flags, then the first run.
     wrappers = {name: make_wrapper(name, options, place, own_flags) for name, place in places.items()

@@ -95,8 +95,9 @@ def counter_figures(directory):
             if len(traffic) == len(TRAFFIC) and traffic_time > 0 else None}
 
 
+@records.limited()
 def summarize(directory):
-    """Everything known about one result directory, as in rocprofv3_summary.json."""
+    """Everything known about one result directory, as in rocprofv3_summary.json. Raises UserError."""
     directory = pathlib.Path(directory)
     kernels, counters = records.read_kernels(directory), counter_figures(directory)
     launches, total = (sum(column) for column in zip((0, 0), *kernels.totals.values(), strict=True))
@@ -226,7 +227,7 @@ def main_figures(directory):
     measured = {key: value for key, value in figures.items()
                 if type(value) in (int, float) and abs(value) < records.LARGEST}
     median, kernels = measured.get("median_batch_time"), {}
-    with contextlib.suppress(Unreadable):
+    with contextlib.suppress(UserError):
         kernels = summarize(directory)
     kernels = kernels if kernels.get("launches") else {}
     top = kernels["top_kernels"][0] if kernels else {}

@@ -6,9 +6,11 @@ found by name, because their order and number changed. Times are in nanoseconds.
 import contextlib
 import csv
 import gzip
+import math
 import os
 import re
 import sqlite3
+import time
 import zlib
 from collections import defaultdict
 from typing import NamedTuple
@@ -100,6 +102,8 @@ def preferably_counters(files):
 
 
 LONGEST_LINE = 2 ** 20  # letters; a gzip bomb can be one line
+MOST_ROWS = 10 ** 7  # of a query; a view may have no end
+SECONDS = 60  # for the files of a directory
 LARGEST = 1e30  # no figure comes near it, and products of two stay finite
 
 
@@ -108,10 +112,38 @@ def plain(cell):
     return re.sub(r"[^a-z]", "", cell.lower())
 
 
-def lines_of(file):
+class TooMuch(UserError):
+    """Files that take too long to read, or have no end, as what is damaged or made to harm may not."""
+
+
+ends = math.inf  # when reading has taken too long
+
+
+@contextlib.contextmanager
+def limited():
+    """Within, reading may take SECONDS. Raises TooMuch."""
+    global ends
+    ends = time.monotonic() + SECONDS
+    try:
+        yield
+    finally:
+        ends = math.inf
+
+
+def too_late():
+    return time.monotonic() > ends
+
+
+def too_slow(path):
+    return TooMuch(f"{path}: takes more than {SECONDS} s to read, with what came before it")
+
+
+def lines_of(file, path):
     while line := file.readline(LONGEST_LINE):
         if len(line) == LONGEST_LINE:
             raise csv.Error(f"a line of more than {LONGEST_LINE} letters")
+        if too_late():
+            raise too_slow(path)
         yield line
 
 
@@ -121,7 +153,7 @@ def csv_rows(path):
     try:
         require_regular(path)
         with opener(path, "rt", newline="", encoding="utf-8-sig", errors="replace") as file:
-            yield from csv.reader(lines_of(file))
+            yield from csv.reader(lines_of(file, path))
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise Unreadable(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
@@ -204,11 +236,18 @@ def query_rocpd(path, *queries, names=1):
     except (OSError, sqlite3.Error) as error:
         raise Unreadable(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     connection.text_factory = lambda text: text.decode(errors="replace")
+    connection.set_progress_handler(too_late, 10_000)  # operations of SQLite's machine
     with contextlib.closing(connection):
         for query in queries:
             try:
-                rows = connection.execute(query).fetchall()
+                rows = connection.execute(query).fetchmany(MOST_ROWS)
+                if len(rows) == MOST_ROWS:
+                    raise TooMuch(f"{path}: a table of {MOST_ROWS} rows or more")
                 return [[*map(str, row[:names]), *map(number, row[names:])] for row in rows]
+            except sqlite3.OperationalError as error:  # no such table or view: not this generation
+                if too_late():
+                    raise too_slow(path) from None
+                problem = error
             except (sqlite3.Error, TypeError, ValueError) as error:
                 problem = error
     raise Unreadable(f"{path}: not a rocpd database: {problem}")

@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 
 from fusion_lab.study.arguments import SCRIPT, own_part, parse
-from fusion_lab.training import start, torchrun
+from fusion_lab.training import locks, start, torchrun
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     start.begin_tool(SCRIPT, own_part(sys.argv[1:]), lambda program: parse(sys.argv[1:], program))
@@ -25,7 +25,6 @@ from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.study.batch_size import device_memory_mb, find_batch_sizes
 from fusion_lab.study.directory import (
-    locked,
     open_directory,
     read_config,
     require_same_study,
@@ -183,11 +182,10 @@ def run_command(argv):
         read_reference(options.check_against, study)
     gpus = first_gpus(options.gpus)
     directory = open_directory(options, study, argv)
-    with locked(directory):
-        try:
-            return run_study(options, study, directory, gpus, argv)
-        finally:
-            shutil.rmtree(os.path.join(directory, "running"), ignore_errors=True)
+    try:
+        return run_study(options, study, directory, gpus, argv)
+    finally:
+        shutil.rmtree(locks.present(os.path.join(directory, "running")), ignore_errors=True)
 
 
 def run(argv):

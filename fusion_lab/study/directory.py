@@ -1,6 +1,4 @@
 """The directory of a study: config.json, who may write into it, and the results that are made of its rows."""
-import contextlib
-import fcntl
 import os
 import shlex
 import shutil
@@ -14,7 +12,8 @@ from fusion_lab.study.plots import draw
 from fusion_lab.study.records import as_json, checked
 from fusion_lab.study.report import page
 from fusion_lab.study.summary import Recommendation, as_csv
-from fusion_lab.training.files import UserError, set_aside, write_json, write_text
+from fusion_lab.training import locks
+from fusion_lab.training.files import UserError, results_directory, write_json, write_text
 from fusion_lab.training.reading import read_json
 
 SPARE_BYTES = 20 * 2 ** 20  # results, report and logs of a large study
@@ -31,11 +30,19 @@ class Config:
 
 
 def open_directory(options, study, argv):
-    """Make or find the study's directory and return its path. Raises UserError."""
+    """Make or find the study's directory, hold it for this process alone, and return its path. A killed
+    study's lock outlives it for as long as a point that it was starting just then takes from fork to exec,
+    hence the patience. Raises UserError."""
     path = os.path.abspath(options.study_name or time.strftime("performance_study_%Y%m%d_%H%M%S"))
-    config = os.path.join(path, "config.json")
     if options.study_name is None:
-        set_aside(path)
+        path = results_directory(path, default=True, fresh=True)
+    try:
+        locks.hold_directory(path, LOCK_PATIENCE_SECONDS)
+    except BlockingIOError:
+        raise UserError(f"{path}: this study is running already") from None
+    except OSError as error:
+        raise UserError(f"cannot write into {path}: {error.strerror}") from None
+    config = os.path.join(path, "config.json")
     if not os.path.exists(config):
         if os.path.isdir(path) and os.listdir(path):
             raise UserError(f"--study-name {options.study_name}: is not empty and holds no study")
@@ -50,25 +57,6 @@ def open_directory(options, study, argv):
 
 def command_of(argv):
     return shlex.join([f"./{SCRIPT}", *argv])
-
-
-@contextlib.contextmanager
-def locked(path):
-    """The study's directory, for this process alone. A killed study's lock outlives it for as long as a point
-    that it was starting just then takes from fork to exec, hence the patience."""
-    lock, deadline = os.open(path, os.O_RDONLY), time.monotonic() + LOCK_PATIENCE_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise UserError(f"{path}: this study is running already") from None
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(lock)
 
 
 def read_config(directory, vocabulary):

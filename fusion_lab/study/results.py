@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from fusion_lab.study.design import AtShape, Point
 from fusion_lab.study.records import Record, as_json
+from fusion_lab.training import locks
 from fusion_lab.training.files import UserError, write_text
 from fusion_lab.training.reading import parse_json, read_regular
 
@@ -124,7 +125,7 @@ class Results:
     def append(self, row):
         line = json.dumps(as_json(row), allow_nan=False).encode() + b"\n"
         try:
-            with open(self.path, "ab") as file:
+            with open(locks.present(self.path), "ab") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.measuring.turns import Guest
 from fusion_lab.study.results import Figures, Machine, Row
+from fusion_lab.training import locks
 from fusion_lab.training.files import OUT_OF_MEMORY, UserError
 from fusion_lab.training.reading import read_json
 
@@ -146,7 +147,7 @@ class Runner:
     @contextlib.contextmanager
     def folder(self, name):
         """A directory for one process, below the study's own, since /tmp may be small."""
-        path = os.path.join(self.directory, "running", name)
+        path = locks.present(os.path.join(self.directory, "running", name))
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as error:
@@ -155,7 +156,7 @@ class Runner:
         shutil.rmtree(path, ignore_errors=True)
 
     def keep_log(self, folder, name):
-        logs = os.path.join(self.directory, "logs")
+        logs, folder = (locks.present(path) for path in (os.path.join(self.directory, "logs"), folder))
         with contextlib.suppress(OSError):  # the row, which must be written, has the reason too
             os.makedirs(logs, exist_ok=True)
             with open(os.path.join(logs, f"{name}.txt"), "wb") as target:
@@ -237,6 +238,7 @@ class Runner:
 
     def outcome(self, folder, code):
         """(status, reason, figures, machine) of a run that has ended."""
+        folder = locks.present(folder)
         if code == 0:
             try:
                 summary = os.path.join(folder, self.program.result("performance_summary"))

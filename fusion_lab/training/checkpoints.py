@@ -60,7 +60,8 @@ def snapshot(trainer):
     return dict(format=format_of(trainer.program), config=asdict(trainer.settings.model),
                 step=trainer.step_number, updates=updates, model=weights, moments=moments,
                 scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
-                best=dict(trainer.best), chosen_by=sorted(trainer.chosen_by),
+                best=dict(trainer.best), evaluated=trainer.evaluated, ended=trainer.ended,
+                gradient_norm=trainer.gradient_norm.item(), chosen_by=sorted(trainer.chosen_by),
                 training=dict(asdict(trainer.training), ranks=trainer.world.data_size), **average)
 
 
@@ -85,7 +86,7 @@ def save(trainer, path):
 def preserving(trainer):
     """Whatever runs within leaves weights, their average, optimizer, scaler and random numbers as they
     were. The copies lie on the host: a CUDA graph is captured within, and its peak is without them."""
-    kept = [*trainer.updated, *(trainer.average.weights if trainer.average else ())]
+    kept = [*trainer.updated, *(trainer.average.weights if trainer.average else ()), trainer.gradient_norm]
     copies = [p.detach().to("cpu", copy=True) for p in kept]
     moments = {p: {key: tensor.to("cpu", copy=True) for key, tensor in state.items()}
                for p, state in trainer.optimizer.state.items()}
@@ -166,6 +167,8 @@ def faults(saved, trainer):
         yield "training"
     if not whole_best(saved.get("best", trainer.best)):
         yield "best"
+    yield from (name for name, kind in dict(evaluated=int, ended=bool, gradient_norm=float).items()
+                if type(saved.get(name, kind())) is not kind)
     devices = [trainer.device] if trainer.device.type == "cuda" and "cuda" in saved["rng"] else []
     for device in [torch.device("cpu"), *devices]:
         try:
@@ -232,6 +235,8 @@ def restore(trainer, path):
     trainer.world.reseed(trainer.training.seed, saved["step"])
     trainer.step_number, trainer.trained_on = saved["step"], set(saved["trained_on"])
     trainer.best = {**trainer.best, **saved.get("best", {})}  # older ones have none
+    trainer.evaluated = saved.get("evaluated", max(saved["step"] - 1, 0))
+    trainer.gradient_norm.fill_(saved.get("gradient_norm", 0.0))
     trainer.chosen_by = set(saved.get("chosen_by", ()))
     return saved
 
@@ -240,9 +245,7 @@ def load_run(trainer, path, source):
     """restore(), and refuse what the run could not honestly do with it. Raises UserError."""
     saved = restore(trainer, path)
     say_if_older(saved, path)
-    if trainer.step_number >= trainer.training.num_steps:
-        raise UserError(f"--num-steps {trainer.training.num_steps}: {path} is at step {trainer.step_number} "
-                        "already")
+    refuse_what_has_ended(trainer, path, saved.get("ended", True))
     refuse_leaks(saved, source, f"--resume {path}")
     now = {**asdict(trainer.settings.model), **asdict(trainer.training), "ranks": trainer.world.data_size}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
@@ -251,6 +254,23 @@ def load_run(trainer, path, source):
                  if name in then and name not in free and repr(then[name]) != repr(now[name])]
     print(f"Resumed from {path} at step {trainer.step_number}"
           + (f"; different now: {', '.join(different)}" if different else ""))
+
+
+def refuse_what_has_ended(trainer, path, ended):
+    """Raise UserError if nothing is left to do: no step, and no evaluation of the final weights."""
+    step, training = trainer.step_number, trainer.training
+    ended = ended or not trainer.program.evaluate
+    if step > training.num_steps or step == training.num_steps and ended:
+        raise UserError(f"--num-steps {training.num_steps}: {path} is at step {step} already")
+    if out_of_patience(trainer) and ended:
+        raise UserError(f"--early-stopping {training.early_stopping}: {path} was ended by it at step {step}; "
+                        "a larger one goes on")
+
+
+def out_of_patience(trainer):
+    """Whether --early-stopping ends the run: so many evaluations since the best one."""
+    patience = trainer.training.early_stopping
+    return patience is not None and trainer.best["since"] >= patience
 
 
 def refuse_leaks(saved, source, flag):

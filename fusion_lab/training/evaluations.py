@@ -3,7 +3,7 @@ import contextlib
 
 import torch
 
-from fusion_lab.training.checkpoints import save
+from fusion_lab.training.checkpoints import out_of_patience, save
 from fusion_lab.training.files import UserError, counted
 from fusion_lab.training.program import nothing
 
@@ -27,27 +27,52 @@ def evaluating(model):
         model.train(was_training)
 
 
+def own_random_numbers(device):
+    """Within, whoever draws random numbers leaves those of the training alone, which a resumed run needs."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
 class Evaluations:
     """Takes evaluations of a trainer on a source. Program.score says which is better; --save-best keeps the
-    best, and after --early-stopping of them without a better one the run is stopped. The best so far is part
-    of the trainer, so that a resumed run goes on counting."""
+    best, and after --early-stopping of them without a better one the run is stopped. What a resumed run must
+    know of them is part of the trainer: the best so far, and after which step the last one was."""
 
     def __init__(self, trainer, source, metrics):
         self.trainer, self.source, self.metrics, self.by_step = trainer, source, metrics, {}
-        self.stopped = False  # before --num-steps, for want of a better evaluation
+        self.stopped = out_of_patience(trainer)  # before --num-steps, for want of a better evaluation
         self.interrupted = False  # a signal came during the last one
 
+    def owed(self):
+        """Whether the evaluation after the last step is still to come, as it also is where a stop came
+        between a checkpoint and the end of its evaluation."""
+        step, training = self.trainer.step_number, self.trainer.training
+        return bool(self.trainer.program.evaluate) and step % training.eval_every == 0 \
+            and self.trainer.evaluated < step < training.num_steps
+
+    def ended(self):
+        """Whether no further step is wanted: after a signal the next run takes the evaluation again, of the
+        same weights."""
+        return self.stopped or self.interrupted
+
     def take(self, step, stop):
-        """The evaluation after this step, or of the "final" weights, as a line. A signal ends it early."""
+        """The evaluation after this step, or of the "final" weights, as a line. A signal ends it early; then
+        it counts for nothing."""
         trainer, program, final = self.trainer, self.trainer.program, step == "final"
-        with trainer.averaged():
+        with trainer.averaged(), own_random_numbers(trainer.device):
             found, signal = trainer.world.together(lambda: (
                 program.evaluate(trainer, self.source, stop, final=final), stop.signal))
-        self.by_step[step], self.interrupted = found, signal is not None
+        self.interrupted = signal is not None
+        if self.interrupted:
+            self.metrics.flush()
+            self.by_step.update({step: found} if final else {})
+            return f"Interrupted in the evaluation after step {trainer.step_number}"
+        self.by_step[step], before = found, trainer.best
         self.metrics.evaluation(trainer.step_number, program.scores(found))
-        score = program.score(found)
-        if score is not None and signal is None:
+        trainer.evaluated = trainer.evaluated if final else trainer.step_number
+        if (score := program.score(found)) is not None:
             self.compare(trainer.step_number, score, final)
+        if final and trainer.training.save_checkpoint:
+            self.note_end(before)
         return program.evaluation_line(found)
 
     def compare(self, step, score, final):
@@ -57,9 +82,16 @@ class Evaluations:
             if trainer.training.save_best:
                 save(trainer, trainer.training.save_best)
         elif not final:
-            trainer.best["since"] += 1
-            patience = trainer.training.early_stopping
-            self.stopped = patience is not None and trainer.best["since"] >= patience
+            trainer.best = dict(trainer.best, since=trainer.best["since"] + 1)
+            self.stopped = out_of_patience(trainer)
+
+    def note_end(self, best):
+        """Let the checkpoint say that nothing is owed any more. Its best is the one from before the final
+        evaluation, which a run of more steps would not have taken here."""
+        trainer = self.trainer
+        found, trainer.best, trainer.ended = trainer.best, best, True
+        save(trainer, trainer.training.save_checkpoint)
+        trainer.best = found
 
     def unfinished(self):
         """Whether a signal came before the end of the evaluation of the final weights."""

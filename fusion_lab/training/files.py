@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 
-from fusion_lab.training.interrupts import Raised
+from fusion_lab.training.interrupts import TOO_SMALL, Raised, open_streams
+from fusion_lab.training.locks import hold_directory, hold_file, let_go, present, release
 from fusion_lab.training.reading import open_regular, require_regular
 
 # Exit codes of every program of this project; a signal adds its number to 128.
@@ -57,6 +58,7 @@ class Noting(io.BufferedWriter):
 def write_atomically(path, write):
     """write(file) into a temporary file beside path, then rename: a kill leaves the old file or the new. What
     killed runs left behind is removed. Only regular files are replaced, never a device or FIFO."""
+    refuse_link_into_nowhere(path := present(path))
     path = os.path.realpath(path)  # through a symbolic link, not over it
     directory, file = os.path.split(path)
     try:
@@ -164,19 +166,77 @@ def require_directory(path, file=None):
         raise UserError(f"cannot write {file or f'into {path}'}: {error.strerror}") from None
 
 
-def results_directory(settings, path):
-    """Make the directory that a run writes its results into, path the main one. Nothing is overwritten: the
-    default directory is set aside whole, unless a run in it is resumed; in one that the user named, what is
-    at path is. Raises UserError."""
+def run_directory(settings, main_file):
+    """The directory that a run writes its results into; see results_directory. Nothing is overwritten: the
+    default directory is set aside whole, unless a run in it is resumed; in one that the user named, what its
+    main file will be called is. Its checkpoints are this run's, too. Raises UserError."""
     directory, training = settings.profiler.profile_dir, settings.training
-    if directory == type(settings.profiler)().profile_dir and not training.resume:
+    default = is_default(settings.profiler)
+    if default and not training.resume:
         place, start = (os.path.realpath(name) for name in (directory, training.init_from or os.sep))
         if os.path.commonpath([place, start]) == place:
             raise UserError(f"--init-from {training.init_from}: it lies in the directory for this run's "
                             "results, which set aside what is there; name another --profile-dir")
-        fresh_directory(directory, named=False, force=False)
-    require_directory(directory)
-    set_aside(path)
+    directory = results_directory(directory, default, fresh=default and not training.resume)
+    for flag in ("save_checkpoint", "save_best"):
+        require_own_checkpoint(getattr(training, flag), f"--{flag.replace('_', '-')}", directory, main_file)
+    set_aside(os.path.join(directory, main_file))
+    return directory
+
+
+def is_default(profiler):
+    return profiler.profile_dir == type(profiler)().profile_dir
+
+
+def in_own_directory(settings):
+    """Settings by which a mode writes where no other program does. Raises UserError."""
+    return settings.having(profile_dir=results_directory(
+        settings.profiler.profile_dir, is_default(settings.profiler)))
+
+
+def results_directory(path, default, fresh=False):
+    """Make and hold the directory that a program writes its results into; returns its path. Where another
+    run holds the default one, there is one with a number behind its name; one that the user named is refused.
+    A fresh one has nothing in it: that is set aside. Raises UserError."""
+    name, number = path, 1
+    while True:
+        try:
+            hold_directory(name)
+            if fresh and os.listdir(name):
+                let_go(name)
+                set_aside(name)
+                hold_directory(name)
+            require_directory(name)
+            break
+        except BlockingIOError:
+            if not default:
+                raise UserError(f"{path}: another run is writing into it; name another directory") from None
+            number += 1
+            name = f"{path.rstrip(os.sep)}_{number}"
+        except OSError as error:
+            raise UserError(f"cannot write into {name}: {error.strerror}") from None
+    if name != path:
+        print(f"Another run is writing into {path}: the results of this one go into {name}")
+    return name
+
+
+def require_own_checkpoint(path, flag, directory, main_file):
+    """Raise UserError now rather than after hours of training if a checkpoint cannot be written, or is
+    another run's, or a result file of this one. None is fine."""
+    if path is None:
+        return
+    require_writable(path)
+    results = (os.path.join(directory, name) for name in (main_file, *RESULTS_OF_A_RUN))
+    if os.path.realpath(path) in map(os.path.realpath, results):
+        raise UserError(f"{flag} {path}: this run writes other results into it; name another file")
+    try:
+        hold_file(path)
+    except BlockingIOError:
+        raise UserError(f"{flag} {path}: another run is writing it; name another file") from None
+
+
+RESULTS_OF_A_RUN = ("metrics.jsonl", "learning_curve.png", "contacts.png", "contacts.tsv",
+                    "memory_profile.json", "fusion_analysis.json")
 
 
 def require_writable(path):
@@ -189,6 +249,7 @@ def require_writable(path):
         require_regular(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
+    refuse_link_into_nowhere(path)
     directory, name = os.path.split(os.path.abspath(path))
     if os.path.isabs(path) and not os.path.lexists(directory):
         raise UserError(f"cannot write {path}: there is no directory {directory}")
@@ -196,28 +257,38 @@ def require_writable(path):
     remove_leftovers(directory, name)
 
 
+def refuse_link_into_nowhere(path):
+    """Raise UserError rather than make directories that somebody else named."""
+    if os.path.islink(path) and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
+        raise UserError(f"cannot write {path}: a link into a directory that does not exist")
+
+
 def set_aside(path):
     """Rename what is at path, file or directory, to <path>.old-<time>; returns the new name, None where
     nothing is there."""
+    path = present(path)
     if not os.path.lexists(path):
         return None
+    os.rename(path, target := name_aside(path))
+    return target
+
+
+def name_aside(path):
+    """<path>.old-<time>, a name that is free."""
     target = base = f"{os.path.normpath(path)}.old-{time.strftime('%Y%m%d_%H%M%S')}"
     again = 1
     while os.path.lexists(target):
         again += 1
         target = f"{base}-{again}"
-    os.rename(path, target)
     return target
 
 
 def fresh_directory(path, named, force):
-    """Make the directory for a program's results. One that the user named and that is not empty is refused
-    unless forced; results in the default one are set aside."""
-    if os.path.isdir(path) and os.listdir(path) and not (named and force):
-        if named:
-            raise UserError(f"{path} is not empty: name a fresh directory, or add --force")
-        set_aside(path)
-    require_directory(path)
+    """results_directory() for a program that begins in an empty one, or in what the user named and forced.
+    One that the user named and that is not empty is refused otherwise."""
+    if named and not force and os.path.isdir(path) and os.listdir(path):
+        raise UserError(f"{path} is not empty: name a fresh directory, or add --force")
+    return results_directory(path, default=not named, fresh=not named)
 
 
 def require_packages(program, *names, listed="requirements.txt"):
@@ -245,6 +316,8 @@ def explain(error):
     name = type(error).__name__
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or OUT_OF_MEMORY.search(str(error)):
         return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", FAILED
+    if TOO_SMALL.search(str(error)):
+        return f"{error}: the system gives no more memory or threads; see ulimit -v and ulimit -u", FAILED
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
         return ("torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)",
                 MISSING)
@@ -281,8 +354,8 @@ def counted(number, noun):
 def exit_code(run, argv, program, speaks=lambda code: True):
     """What run(argv) returns, with every expected failure as one line on stderr and its exit code, if
     speaks(code), which may leave it to another process."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by whoever started the program
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    open_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="shown")
     with Raised():
         try:
@@ -293,6 +366,8 @@ def exit_code(run, argv, program, speaks=lambda code: True):
             code = 128 + signal.SIGINT
             if speaks(code):
                 say_why(program, ["interrupted"])
+        finally:
+            release()
     return code
 
 
@@ -323,8 +398,11 @@ def ended(run, argv):
 
 
 def output_fails():
-    """Whether stdout takes nothing any more; what is still to be printed goes nowhere then."""
+    """Whether stdout takes nothing any more; what is still to be printed goes nowhere then. A flush that has
+    failed throws away what it had, so the next one tells nothing without another letter."""
     try:
+        sys.stdout.flush()
+        sys.stdout.write("\n")
         sys.stdout.flush()
         return False
     except OSError:

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
+from fusion_lab.training import locks
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.machine import cpu_name
@@ -85,17 +86,19 @@ def print_ending(trainer, paths, evaluations):
     done, planned, saved = trainer.step_number, trainer.training.num_steps, trainer.training.save_checkpoint
     if words := evaluations.in_words():
         print(words)
+    unfinished = evaluations.unfinished()
     if done < planned and not evaluations.stopped:
         print(f"Interrupted at step {done} of {planned}"
               + ("" if saved else "; without --save-checkpoint FILE there is nothing to continue from"))
-    elif evaluations.unfinished():
+    elif unfinished:
         print("Interrupted in the last evaluation: it is incomplete or missing")
-    print(f"Written: {', '.join(path for path in paths if path)}")
-    if saved and done == planned and trainer.training.lr_schedule != "constant":
+    print(f"Written: {', '.join(locks.present(path) for path in paths if path)}")
+    if saved and done == planned and trainer.training.lr_schedule != "constant" and not unfinished:
         print(f"Its learning rate has come down to 0; to go on: --init-from {shlex.quote(saved)}")
     elif saved:
-        steps = planned if done < planned else 2 * planned
-        print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
+        steps = planned if done < planned or unfinished else 2 * planned
+        longer = f" --early-stopping {2 * trainer.training.early_stopping}" if evaluations.stopped else ""
+        print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}{longer}")
 
 
 MOST_BYTES = 1024  # of the line of JSON that ends the output
@@ -110,9 +113,9 @@ def print_result(headline, path, settings):
     """The end of the output. For programs: one line of JSON with the headline figures, named and nested as in
     the file with all of them, and that file's path; for people on a terminal the path alone."""
     if for_people(settings):
-        print(f"Results: {path}", flush=True)
+        print(f"Results: {locks.present(path)}", flush=True)
         return
-    place = dict(summary_file=os.path.abspath(path))
+    place = dict(summary_file=os.path.abspath(locks.present(path)))
     while len(text := json.dumps(headline | place, allow_nan=False)) > MOST_BYTES:
         longest = max(headline, key=lambda key: len(json.dumps(headline[key])))
         headline = {**headline, longest: shorter(headline[longest])}  # whose least important stand last

@@ -1,4 +1,5 @@
 """The figures of a training run by a clock made by hand: its summary, its step lines, its comparison."""
+import contextlib
 import json
 import sys
 from dataclasses import replace
@@ -83,6 +84,7 @@ def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
 
 
 def test_a_summary_of_a_graph_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(summary, "own_random_numbers", lambda device: contextlib.nullcontext())
     """One graph has no phases; the peak is read before the ceiling allocates its matrices."""
     order = []
     monkeypatch.setattr(summary, "matmul_ceiling", lambda *asked: order.append(asked) or 8e12)
@@ -214,7 +216,8 @@ def test_the_last_line_is_shortened_from_behind(capsys):
 
 def test_how_to_go_on(capsys):
     def said(done, saved, stopped=False, schedule="constant", unfinished=False):
-        training = SimpleNamespace(save_checkpoint=saved, num_steps=10, lr_schedule=schedule)
+        training = SimpleNamespace(save_checkpoint=saved, num_steps=10, lr_schedule=schedule,
+                                   early_stopping=2)
         evaluations = SimpleNamespace(stopped=stopped, in_words=lambda: "stopped" if stopped else None,
                                       unfinished=lambda: unfinished)
         trainer = SimpleNamespace(step_number=done, training=training)
@@ -228,6 +231,8 @@ def test_how_to_go_on(capsys):
         "Interrupted at step 3 of 10; without --save-checkpoint FILE there is nothing to continue from",
         written]
     assert said(3, None, stopped=True) == ["stopped", written]
+    assert said(3, "a b.pt", stopped=True) == ["stopped", written, f"{go_on} 10 --early-stopping 4"]
+    assert said(10, "a b.pt", unfinished=True, schedule="linear")[2] == f"{go_on} 10"
     assert said(10, None, unfinished=True) == [
         "Interrupted in the last evaluation: it is incomplete or missing", written]
     assert said(10, "a b.pt", schedule="cosine")[1].endswith("--init-from 'a b.pt'")
@@ -264,15 +269,16 @@ def test_metrics_are_read_when_they_are_written(tmp_path):
 
 def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
     path, settings = tmp_path / "metrics.jsonl", SECOND.settings(profile_dir=str(tmp_path))
-    lines = '{"step": 1, "loss": 2}\n{"step": 3, "loss": 4}\n{"step": 2, "evaluation": {}}\n[1]\nnonsense\n'
+    lines = '{"step": 1, "loss": 2}\n{"step": 3, "loss": 4}\n{"step": 2, "evaluation": {}}\n'
     path.write_text(lines + '{"step": 3, "loss": 5}\n{"step": 4, "lo')
-    metrics.Metrics(settings.having(resume="c.pt"))
-    assert path.read_text() == lines + '{"step": 3, "loss": 5}\n'
+    trainer = SimpleNamespace(step_number=3, evaluated=2, gradient_norm=torch.zeros(()))
+    metrics.Metrics(settings.having(resume="c.pt"), trainer=trainer)
+    kept = ['{"step": 1, "loss": 2}', '{"step": 2, "evaluation": {}}', '{"step": 3, "loss": 5}']
+    assert path.read_text().splitlines() == kept and [*tmp_path.iterdir()] == [path]
     assert metrics.read_metrics(path) == (
         [dict(step=1, loss=2), dict(step=3, loss=5)], [dict(step=2, evaluation={})])
     metrics.Metrics(settings)
     assert not path.exists() and len(list(tmp_path.glob("metrics.jsonl.old-*"))) == 1
-    metrics.cut_torn_line(path)
     path.mkdir()
     with pytest.raises(UserError, match="cannot write .*metrics.jsonl: Is a directory"):
         metrics.Metrics.flush(SimpleNamespace(pending=[], path=str(path), writer=None, writes=True))

@@ -3,6 +3,7 @@ evaluation."""
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fusion_lab.measuring.comparison import rows as comparison_rows
 from fusion_lab.measuring.comparison import worth
@@ -73,11 +74,12 @@ def test_a_recommendation_that_was_read(limit, error):
 
 class Trainer:
     """Evaluates to the scores that it is given, in turn."""
-    world, step_number = ALONE, 7
+    world, step_number, evaluated, device = ALONE, 7, 0, torch.device("cpu")
 
     def __init__(self, *scores, signal=None, **training):
         self.scores, self.finals, self.best = list(scores), [], dict(score=None, step=None, since=0)
-        self.training = SimpleNamespace(**{"save_best": None, "early_stopping": None, **training})
+        self.training = SimpleNamespace(**{"save_best": None, "save_checkpoint": None, "early_stopping": None,
+                                           **training})
         self.stop = SimpleNamespace(signal=signal)
 
         def evaluate(trainer, source, stop, final):
@@ -87,6 +89,7 @@ class Trainer:
                                        scores=lambda found: found, score=lambda found: found)
         self.kept = []
         self.evaluations = Evaluations(self, None, SimpleNamespace(
+            flush=lambda: self.kept.append("flushed"),
             evaluation=lambda step, scores: self.kept.append((step, scores))))
 
     def averaged(self):
@@ -116,7 +119,8 @@ def test_the_best_evaluation_in_words():
 def test_without_a_score_or_with_a_signal_nothing_is_compared(score, signal):
     trainer = Trainer(score, signal=signal)
     trainer.evaluations.take(10, trainer.stop)
-    assert trainer.best["score"] is None and trainer.kept == [(7, score)]
+    assert trainer.best["score"] is None
+    assert (trainer.kept, trainer.evaluated) == ((["flushed"], 0) if signal else ([(7, score)], 7))
 
 
 def test_rows_are_picked_by_words_of_four_letters(monkeypatch):

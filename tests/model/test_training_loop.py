@@ -224,12 +224,13 @@ def test_a_run_step_by_step(tmp_path, monkeypatch, capsys):
 def test_a_resumed_and_interrupted_run_step_by_step(tmp_path, monkeypatch, capsys):
     assert watched_run(tmp_path, monkeypatch, capsys, num_steps=3)[-1]["snapshot"] == [3]
     code, lines, result, (steps, _), calls = watched_run(
-        tmp_path, monkeypatch, capsys, interrupt_at=6, num_steps=20, eval_every=2, resume=tmp_path / "c.pt")
-    assert code == 128 + signal.SIGINT and [line[0] for line in lines] == ["Step   7/20"]
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6, 7]
-    assert result["performance_summary"]["total_samples"] == 8
-    assert calls == dict(evaluate=[(4, False), (6, False)], require_finite=[(n, 3) for n in range(4)],
-                         snapshot=[7], profiling=[17])
+        tmp_path, monkeypatch, capsys, interrupt_at=6, num_steps=20, eval_every=2, log_every=3,
+        resume=tmp_path / "c.pt")
+    assert code == 128 + signal.SIGINT and [line[0] for line in lines] == ["Step   6/20"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert result["performance_summary"]["total_samples"] == 6
+    assert calls == dict(evaluate=[(4, False), (6, False)], require_finite=[(n, 3) for n in range(3)],
+                         snapshot=[6], profiling=[17])
     _, lines, *_ = watched_run(tmp_path, monkeypatch, capsys, num_steps=9, resume=tmp_path / "c.pt")
     assert [line[0] for line in lines] == ["Step   9/9"]
 

@@ -255,8 +255,9 @@ def test_resuming_says_what_differs_and_refuses_what_is_dishonest(tmp_path, caps
         capsys.readouterr()
         load_run(trainer_of(num_steps=steps, lr_schedule="linear", dropout=0.2), path, source)
         assert f"{path} at step 3{words}\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--num-steps 3: .* is at step 3 already"):
-        load_run(trainer_of(num_steps=3), path, source)
+    load_run(trainer_of(num_steps=3), path, source)  # its last evaluation is still to come
+    with pytest.raises(UserError, match="--num-steps 2: .* is at step 3 already"):
+        load_run(trainer_of(num_steps=2), path, source)
     source.held_out = ["c", "b", "a"]
     with pytest.raises(UserError, match="was trained on a, b, held out now"):
         load_run(trainer_of(num_steps=4), path, source)

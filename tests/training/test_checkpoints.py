@@ -26,6 +26,7 @@ class Training:
     num_steps: int = 9
     lr_schedule: str = "constant"
     learning_rate: float = 0.5
+    early_stopping: int = None
 
 
 class World:
@@ -63,8 +64,9 @@ def trainer_of(steps=1, average=True, device=CPU, first=True):
     model = torch.nn.Sequential(Packing())
     weights, published = dict(model.named_parameters()), []
     found = SimpleNamespace(
-        program=SimpleNamespace(name="toy.py"), settings=SimpleNamespace(model=Config()), training=Training(),
-        model=model, device=device, world=World(first), masters=None, weights=weights,
+        program=SimpleNamespace(name="toy.py", evaluate=None), settings=SimpleNamespace(model=Config()),
+        training=Training(), evaluated=3, ended=False, gradient_norm=torch.tensor(0.25), model=model,
+        device=device, world=World(first), masters=None, weights=weights,
         updated=[*weights.values()], optimizer=torch.optim.AdamW(model.parameters(), lr=0.5),
         scaler=torch.amp.GradScaler("cpu"),
         step_number=4, trained_on={"b", "a"}, chosen_by={"d", "c"}, best=dict(score=0.5, step=3, since=1),
@@ -94,6 +96,7 @@ def test_a_snapshot_field_by_field(trainer):
     assert saved.pop("training") == dict(dataclasses.asdict(Training()), ranks=2)
     assert (saved.pop("step"), saved.pop("updates"), saved.pop("averaged_steps")) == (4, 1.0, 7)
     assert saved.pop("trained_on") == ["a", "b"] and saved.pop("chosen_by") == ["c", "d"]
+    assert (saved.pop("evaluated"), saved.pop("ended"), saved.pop("gradient_norm")) == (3, False, 0.25)
     assert saved.pop("best") == dict(score=0.5, step=3, since=1) and saved.pop("rng").keys() == {"cpu"}
     assert saved.pop("scaler")["scale"] == 2 ** 16
     assert {key: [*tensors] for key, tensors in saved.pop("moments").items()} == dict(
@@ -171,7 +174,7 @@ def test_what_runs_aside_is_copied_to_the_host(trainer, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", noted)
     trainer.average = None
     with checkpoints.preserving(trainer):
-        assert calls == 4 * [(("cpu",), dict(copy=True))]  # weights, their step and two moments
+        assert calls == 5 * [(("cpu",), dict(copy=True))]  # weights, their norm, step and two moments
 
 
 @pytest.mark.parametrize("device, forked", [(CPU, []), (GPU, [GPU])])
@@ -187,12 +190,14 @@ def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch)
     with checkpoints.preserving(trainer):
         trainer.model[0].weight.data += 1
         trainer.average.weights[0] += 1
+        trainer.gradient_norm += 1
         trainer.average.steps, torch_state = 8, torch.rand(3)
         state["exp_avg"] += 1
         trainer.optimizer.state[other] = dict(exp_avg=torch.ones(1), step=torch.tensor(1.0))
         trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 8.0})
     assert trainer.model[0].weight.tolist() == before and trainer.model[0].weight.data_ptr() == kept
     assert trainer.published == [before] and trainer.average.steps == 7 and len(torch_state) == 3
+    assert trainer.gradient_norm == 0.25
     assert trainer.average.weights[0].tolist() == [12, 14] and torch.equal(state["exp_avg"], moment)
     assert trainer.optimizer.state.pop(other) == dict(exp_avg=0, step=0)
     assert trainer.scaler.state_dict()["scale"] == 2 ** 16 and calls == [forked]
@@ -243,6 +248,8 @@ SCALER = torch.amp.GradScaler("cpu").state_dict()
     (dict(best={**BEST, "score": None, "step": None}), []), (dict(best={**BEST, "score": 1}), []),
     (dict(best={**BEST, "score": INF}), ["best"]), (dict(best={**BEST, "score": True}), ["best"]),
     (dict(best={**BEST, "step": 1.5}), ["best"]), (dict(best={**BEST, "since": None}), ["best"]),
+    (dict(evaluated=3.0), ["evaluated"]), (dict(evaluated=True), ["evaluated"]), (dict(evaluated=None), []),
+    (dict(ended=0), ["ended"]), (dict(gradient_norm=1), ["gradient_norm"]), (dict(gradient_norm=NAN), []),
     (dict(best=dict(score=1, step=1)), ["best"]), (dict(rng=dict(cpu=torch.zeros(3))), ["rng cpu"]),
     (dict(rng={}), ["rng cpu"])])
 def test_which_fields_cannot_be_used(change, found, trainer):
@@ -287,6 +294,7 @@ def test_everything_is_put_in_its_place(trainer, tmp_path):
     torch.save(snapshot(trainer), tmp_path / "c.pt")
     random, second = torch.get_rng_state(), trainer_of(steps=0)
     second.trained_on, second.chosen_by, second.best = set(), set(), dict(score=None, step=None, since=0)
+    second.evaluated, second.gradient_norm = 0, torch.zeros(())
     second.average.weights[0].zero_()
     second.average.steps, second.step_number = 0, 0
     place = second.model[0].weight.data_ptr()
@@ -301,18 +309,20 @@ def test_everything_is_put_in_its_place(trainer, tmp_path):
     assert state["step"] == 1 and state["exp_avg"].tolist() == pytest.approx([0.1, 0.1])
     assert second.scaler.state_dict()["scale"] == 2 ** 16 and second.step_number == 4
     assert (second.trained_on, second.chosen_by, second.best) == ({"a", "b"}, {"c", "d"}, BEST)
+    assert (second.evaluated, second.gradient_norm) == (3, 0.25)
     ((*numbers, seeded),) = second.world.seeds  # after the first rank's random numbers have come back
     assert numbers == [42, 4] and torch.equal(seeded, random)
 
 
 def test_older_checkpoints_lack_some_of_it(trainer, tmp_path):
     torch.save(whole(trainer, average=None, averaged_steps=None, best=None, chosen_by=None, scaler={},
-                     moments={}), tmp_path / "c.pt")
+                     moments={}, evaluated=None, ended=None, gradient_norm=None), tmp_path / "c.pt")
     second = trainer_of(steps=0)
     second.best = dict(score=1.0, step=2, since=3)
     restore(second, tmp_path / "c.pt")
     assert torch.equal(second.average.weights[0], trainer.model[0].weight) and second.average.steps == 0
     assert second.best == dict(score=1.0, step=2, since=3) and second.chosen_by == set()
+    assert (second.evaluated, second.gradient_norm) == (3, 0)  # the evaluation after step 4 was still to come
     assert not second.optimizer.state and second.scaler.state_dict()["scale"] == 2 ** 16
 
 

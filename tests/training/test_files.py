@@ -8,13 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion_lab.training import files
+from fusion_lab.training import files, locks
 from fusion_lab.training.files import UserError
 from fusion_lab.training.options import ProfilerConfig
 
 
 class OutOfMemoryError(RuntimeError):
     """torch's bears this name."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_held_afterwards():
+    yield
+    locks.release()
 
 
 def raiser(error):
@@ -121,13 +127,15 @@ def test_a_run_sets_earlier_results_aside(named, resume, aside, tmp_path, monkey
     path = directory / "main"
     directory.mkdir()
     path.write_text("")
-    training = SimpleNamespace(resume=resume, init_from=str(tmp_path / "models" / "c.pt"))
+    none = dict(save_checkpoint=None, save_best=None)
+    training = SimpleNamespace(resume=resume, init_from=str(tmp_path / "models" / "c.pt"), **none)
     for start in (path, directory / "runs" / "c.pt") if aside == "d" else ():
-        lost = SimpleNamespace(resume=None, init_from=str(start))
+        lost = SimpleNamespace(resume=None, init_from=str(start), **none)
         with pytest.raises(files.UserError, match="--init-from .*: it lies in the directory for this run's"):
-            files.results_directory(SimpleNamespace(profiler=profiler, training=lost), path)
+            files.run_directory(SimpleNamespace(profiler=profiler, training=lost), "main")
     assert path.exists()
-    files.results_directory(SimpleNamespace(profiler=profiler, training=training), path)
+    found = files.run_directory(SimpleNamespace(profiler=profiler, training=training), "main")
+    assert found == profiler.profile_dir
     found, = tmp_path.rglob("*.old-*")
     assert found.name.startswith(f"{directory.name if aside == 'd' else aside}.old-")
     assert directory.is_dir() and not path.exists()
@@ -162,8 +170,8 @@ def test_directories_are_made_and_what_hinders_that_is_named(tmp_path):
             ask()
         assert str(caught.value) == f"cannot write {words}: Not a directory"
     named = ProfilerConfig(profile_dir=str(tmp_path / "new"))
-    training = SimpleNamespace(resume=None, init_from=None)
-    files.results_directory(SimpleNamespace(profiler=named, training=training), tmp_path / "new" / "main")
+    training = SimpleNamespace(resume=None, init_from=None, save_checkpoint=None, save_best=None)
+    files.run_directory(SimpleNamespace(profiler=named, training=training), "main")
     assert (tmp_path / "new").is_dir()
 
 
