@@ -68,7 +68,7 @@ TESTS = {  # file: which tests/test_*.py, tests/FOLDER/test_*.py are meant to no
     "proteins/batches.py": "batches coevolution learning training",
     "proteins/synthetic.py": "batches training", "proteins/coordinates.py": "proteins/coordinates batches",
     "proteins/evidence.py": "proteins/evidence prediction", "fusion_lab/commands.py": "programs/package",
-    "fusion_lab/measuring/plotting.py": "proteins/evidence session_figures",
+    "fusion_lab/measuring/plotting.py": "measuring/plotting proteins/evidence",
     "proteins/fast_evoformer.py": "proteins/fast_evoformer evoformer sequence_parallel",
     "proteins/splitting.py": "proteins/fast_evoformer sequence_parallel",
     "proteins/contacts.py": "batches contacts", "proteins/costs.py": "numbers_by_hand profiler_session",
