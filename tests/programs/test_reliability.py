@@ -99,7 +99,8 @@ def test_names_of_any_bytes(tmp_path, monkeypatch):
     assert tof.main([*flags, "--holdout", "a$^$b", "--plot-contacts", str(place / "maps")]) == 0
     text, error = written(sys.stdout), written(sys.stderr)
     assert error == ""
-    assert "\nData: 1 real proteins, 1 held out, left out for want of a partner: \udce8\\n.a3m |" in text
+    assert ("\nData: 1 real proteins, 1 held out; 40 of 40 residues have coordinates; left out for want of a "
+            "partner: \udce8\\n.a3m |") in text
     assert json.loads(text.splitlines()[-1])["summary_file"] == str(place / "p/performance_summary_v2.json")
     assert len(list((place / "maps").glob("a_b~*.png"))) == 1
     assert tof.main([*flags, "--holdout", os.fsdecode(b"\xff")]) == 2
