@@ -352,7 +352,8 @@ def test_missing_optional_package_is_exit_code_3(package, flags, tmp_path):
     paths["a3m"].write_text(">q\nACDEF\n")
     paths["pdb"].write_text("END\n")
     (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text("raise ImportError('not here')")
+    (tmp_path / package / "__init__.py").write_text(
+        f"raise ModuleNotFoundError('not here', name='{package}')")
     result = run_program(
         "tiny_openfold_v2.py",
         *SMALL,
