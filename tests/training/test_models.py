@@ -4,6 +4,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import models
+from fusion_lab.training.files import UserError
 
 SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
              seq_len=8, batch_size=2, device="cpu")
@@ -28,3 +29,12 @@ def test_an_average_begins_with_the_weights_too(masters, tmp_path):
     with trainer.averaged():
         assert begun()
     assert trainer.average.steps == 0 and trainer.average.decay == 0.99
+
+
+@pytest.mark.parametrize("weights", [None, [1], dict(a=1)])
+def test_a_model_file_without_weights_says_what_is_wrong(weights, tmp_path):
+    path = tmp_path / "m.pt"
+    torch.save(dict(format=models.format_of(tof.PROGRAM), config={}, card={}, model=weights), path)
+    with pytest.raises(UserError) as caught:
+        models.read_model(path, tof.PROGRAM)
+    assert str(caught.value) == f"model {path}: damaged, or of another version: model cannot be used"
