@@ -34,8 +34,8 @@ class RocprofCompute(Wrapper):
 
     @classmethod
     def add_options(cls, parser):
-        parser.add_argument("--mode", choices=("profile", "roof", "analyze"), help="counters and roofline, "
-                            "roofline, or report (default: profile; analyze with --list-stats or --dispatch)")
+        parser.add_argument("--mode", choices=("profile", "roof", "analyze"), help="count, or report "
+                            "(default: profile; analyze with --list-stats or --dispatch)")
         parser.add_argument("--roof-only", action="store_true", help="the same as --mode roof")
         parser.add_argument("--no-roof", action="store_true", help="counters only")
         parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
