@@ -36,7 +36,7 @@ KNOWN_FAILURES = [(re.compile(pattern, re.MULTILINE), code, advice) for pattern,
      "counters in one --pmc, and run once for each group."),
     (r"^(rocprofv3(\.py)?|rocprofsys|tool|rocprof-compute): error: .*", FAILED, "The tool refused its "
      "command line; please report it, with command.txt and env.txt."),
-    (r"Fatal error: .*", FAILED, "The profiler stopped before the program ran."),
+    (r"Fatal error: (?!Command ').*", FAILED, "The profiler stopped before the program ran."),
     (r"^F\d{4,8} \d\d:\d\d:\S+ +\d+ \S+\.cpp:\d+\] .*", FAILED, "The profiler's library ended the "
      "program; try fewer kinds of trace."))]
 

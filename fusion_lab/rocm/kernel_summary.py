@@ -3,9 +3,8 @@
     python profile_summary.py DIR                    # of run_rocprofv3.sh; --json for programs
     python profile_summary.py DIR --compare EARLIER  # against another run
 
-Reads rocpd databases (*.db), else *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 generation and
-of `rocpd convert`, and rocprof-compute's pmc_perf*.csv, results_pmc_perf_*.csv and databases. Needs the
-standard library only, works offline, writes nothing.
+Reads rocpd databases (*.db), else *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 release, and
+rocprof-compute's pmc_perf*.csv and results_pmc_perf_*.csv. Standard library only, offline, writes nothing.
 """
 import contextlib
 import json

@@ -89,10 +89,10 @@ def lacking(first, before):
     return "" if there else ", ".join(names)
 
 
-def architecture_problems(executable, before):
+def architecture_problems(wrapper):
     rdna = dict.fromkeys(filter(machine.is_rdna, machine.architectures()))
-    if names := lacking(rdna | RYZEN, before):
-        yield Problem(FAILED, f"{executable} does not know {names}",
+    if names := lacking(rdna | RYZEN, wrapper.before):
+        yield Problem(FAILED, f"{wrapper.tool_and_release()} does not know {names}",
                       "./run_rocprofv3.sh --pmc counts on this GPU.")
 
 

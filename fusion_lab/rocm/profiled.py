@@ -1,5 +1,4 @@
-"""The program that is profiled: what it says of itself, its flags and its torch, in a process of its own, by
-`PROGRAM FLAGS --check-flags`, since nothing here may need torch."""
+"""The program that is profiled: what it says of itself, its flags and its torch, in a process of its own."""
 import contextlib
 import functools
 import os

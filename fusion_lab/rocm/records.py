@@ -58,8 +58,7 @@ def is_session(directory):
 
 
 def result_folders(directory):
-    """Where the files of one run can lie: the directory, HOST, pass_1 and pass_1/HOST in it, and whatever is
-    below rocprof-compute's `workloads`. What else is below may be a whole disk."""
+    """The directory, HOST, pass_1, pass_1/HOST, all of `workloads`; what else is below may be a disk."""
     if WORKLOADS in directory.absolute().parts:
         return [directory, *(path for path in directory.rglob("*") if path.is_dir())]
     found = [directory]

@@ -34,8 +34,8 @@ class RocprofCompute(Wrapper):
 
     @classmethod
     def add_options(cls, parser):
-        parser.add_argument("--mode", choices=("profile", "roof", "analyze"), help="both, or report on an "
-                            "earlier profile (default: profile; analyze with --list-stats or --dispatch)")
+        parser.add_argument("--mode", choices=("profile", "roof", "analyze"), help="count, or report "
+                            "(default: profile; analyze with --list-stats or --dispatch)")
         parser.add_argument("--roof-only", action="store_true", help="the same as --mode roof")
         parser.add_argument("--no-roof", action="store_true", help="counters only")
         parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
@@ -140,8 +140,7 @@ class RocprofCompute(Wrapper):
         else:
             yield from super().problems()
             yield from preflight.interpreter_problems(self.executable, sys.executable)
-            if self.is_known():
-                yield from preflight.architecture_problems(self.executable, self.before)
+            yield from preflight.architecture_problems(self) if self.is_known() else ()
             if self.no_roofline and self.parts == ["roof"]:
                 yield preflight.Problem(FAILED, f"{self.tool_and_release()} draws no roofline of "
                                         f"{self.no_roofline}", "--no-roof collects its counters.")
@@ -170,7 +169,8 @@ class RocprofCompute(Wrapper):
             return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
         places = {part: self.workload_directory(part) for part in self.parts}
         missing = [part for part, place in places.items() if not (place and self.has_results(part, place))]
-        say(*(f"{part}: {place}" for part, place in places.items() if part not in missing))
+        for part in (part for part in self.parts if part not in missing):
+            say(f"{part}: {places[part]}")
         if missing:
             known = known_failure(log_text)
             why = f": {known[0]}. {known[2]}" if known else ""

@@ -83,7 +83,10 @@ class Rocprofv3(Wrapper):
         arguments += ["--hip-graph-trace"] * bool(self.has("--hip-graph-trace"))
         if options.memory_trace:
             arguments.append("--memory-copy-trace")
-            arguments += ["--memory-allocation-trace"] * bool(self.has("--memory-allocation-trace"))
+            if self.has("--memory-allocation-trace"):
+                arguments.append("--memory-allocation-trace")
+            else:
+                self.notes.append("memory allocations are left out, which not every rocprofv3 of 6.3 traces")
         for counters in self.passes():
             arguments += [self.require("--pmc"), *counters]
         if self.selected:

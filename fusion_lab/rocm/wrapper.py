@@ -128,7 +128,7 @@ class Wrapper:
                             help="with --dry-run: print for this release, not for the installed tool")
         group = parser.add_argument_group(cls.executable)
         group.add_argument("--tool-option", metavar="WORD", action="append", default=[],
-                           help=f"passed on to {cls.executable}, --tool-option=--name for a name; repeatable")
+                           help=f"passed on to {cls.executable}: --tool-option=--name")
         cls.add_options(group)
         options, own_flags = parser.split(arguments)
         program = os.path.basename(profiled.chosen_program(options.program))

@@ -71,6 +71,14 @@ def test_words_that_are_passed_on(machine):
     assert argv[-2:] == ["--seed", "3"]
 
 
+@pytest.mark.parametrize("behaviour, words", [("raise", "HIP out of memory"), ("exit3", "exit code 1")])
+def test_a_program_that_fails_in_a_pass_is_not_the_profiler(behaviour, words, machine):
+    """Of several passes rocprofv3 calls it a fatal error of its own, and returns 1."""
+    machine("7.12", FAKE_TRAINER=behaviour)
+    done = start("run_rocprofv3.sh", "--pmc", "SQ_WAVES", "--pmc", "FETCH_SIZE")
+    assert done.returncode == 5 and words in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("word, words", [
     ("--no-such=1", "--no-such: not an option of rocprofv3 of ROCm 7.2"), ("-P", "-P: not an option"),
     ("--", "--tool-option=--: this script says it"),

@@ -152,7 +152,7 @@ def main():
         folder = f"pass_{number}" if passes[1:] else ""
         code = run_once(options, app, formats, folder)
         if code and folder:
-            sys.exit(1)
+            fatal(f"Command '{app}' returned non-zero exit status {code}.")
     common.end_like(code)
 
 
