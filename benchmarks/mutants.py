@@ -99,7 +99,8 @@ TESTS = {  # file: which tests/test_*.py, tests/FOLDER/test_*.py are meant to no
     **{f"companions/kernels/{name}.py": "choices tiny_llama" for name in ("dispatch", "limits")},
     **{f"fusion_lab/measuring/trace/{name}.py": SESSION for name in ("analysis", "attribution")},
     "fusion_lab/measuring/comparison/compare.py": f"comparing_by_hand {COMPARISON}",
-    **{f"fusion_lab/measuring/comparison/{name}.py": COMPARISON for name in ("rows", "table", "worth")},
+    **{f"fusion_lab/measuring/comparison/{name}.py": COMPARISON for name in (
+        "pace", "rows", "table", "worth")},
     **{f"fusion_lab/measuring/bounds/{name}.py": "predictions profiling profiler_session" for name in (
         "ceilings", "predictions", "roofline")},
     **{f"fusion_lab/measuring/{name}.py": "profiling numbers_by_hand evoformer profiler_session" for name in (
