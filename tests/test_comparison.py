@@ -25,6 +25,7 @@ from fusion_lab.measuring.comparison.variants import (
     Variant,
     combination_variants,
     comparison_variants,
+    most_compiled,
     pick,
     refuse_idle,
     with_fusion,
@@ -118,6 +119,18 @@ def test_rows_are_picked_by_name_and_the_baseline_is_always_there():
             pick(variants, wrong)
 
 
+def test_on_a_cpu_one_row_compiles_by_default():
+    """With all that --enable-all-fusion turns on and that runs there; and the user's own settings."""
+    def compiled(fusion):
+        return [v for v in most_compiled(rows_for(fusion), tof.PROGRAM) if v.compiled]
+    top, = compiled(tof.FusionConfig())
+    assert top.settings.fusion.enable_projection_fusion and not top.settings.idle(False)
+    assert not top.settings.fusion.enable_activation_checkpointing  # which saves memory and costs time
+    assert [v.name for v in compiled(EVERYTHING)] == [top.name, "as given"]
+    eager = [v.name for v in rows_for(tof.FusionConfig()) if not v.compiled]
+    assert [v.name for v in most_compiled(rows_for(tof.FusionConfig()), tof.PROGRAM)] == [*eager, top.name]
+
+
 def test_idle_switches_are_named_and_only_the_users_own_are_measured():
     def idle(fusion, on_gpu, **values):
         return with_fusion(tof.PROGRAM.settings(**values), fusion).idle(on_gpu)
@@ -170,7 +183,7 @@ def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, ca
     monkeypatch.setattr(comparison, "probe", failing_probe)
     monkeypatch.setattr(clocks, "time", SlowTrainer)
     variants = some_variants()
-    result = comparison.compare(SLOW, SETTINGS, variants=variants)
+    result = comparison.compare(SLOW, SETTINGS.having(num_steps=6), variants=variants)
     baseline, fused, broken = result["variants"]
     assert broken["reason"] == "RuntimeError: no such kernel here" and not broken["measured"]
     assert fused["speedup"] == pytest.approx(0.8, rel=1e-3)

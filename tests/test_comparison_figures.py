@@ -86,6 +86,11 @@ def test_rounds_that_a_signal_cut_short_are_compared_as_far_as_they_go():
     _, after = rows_of([variant("baseline", BEFORE), variant("all", AFTER[:4], losses=(5, 4, 3, 2.5))], 1e12)
     assert after["speedup_p20"] == 1.0 and after["speedup_p80"] == pytest.approx(2.4)
     assert after["final_loss_difference"] == 0.5 and after["speedup"] == 6.5 / 4
+    assert (after["rounds"], after["speedup_low"], after["speedup_high"]) == (4, None, None)
+    clear = rows_of([variant("baseline", [4.0] * 5 + [9.0]), variant("all", [2.0] * 5 + [1.0])], 1e12)[1]
+    assert (clear["speedup"], clear["speedup_low"], clear["speedup_high"]) == (2.0, 2.0, 9.0)
+    odd = rows_of([variant("baseline", [1, 2, 3.0, 4, 5]), variant("all", [1, 2, 99.0, 4, 5])], 1e12)[1]
+    assert odd["speedup"] == odd["speedup_p20"] == 0.75  # of the paired ones that is 0.81
     lower = rows_of([variant("baseline", BEFORE), variant("all", AFTER, losses=[0.75] * 6)], 1e12)[1]
     assert lower["final_loss_difference"] == 0.25
     longer, = rows_of([variant("all", AFTER)], 1e12)
@@ -183,6 +188,8 @@ def test_a_row_of_the_table():
     assert cells(after, before) == ["all", "4000.00 (3000.00, 7000.00)", "0.8", "1.62x (0.50, 3.00)",
                             "30.0 (+25.0%)", "4.0 (+50.0%)", "50 (+50.0%)"]
     assert cells(before, before)[3] == "1.00x"
+    few = dict(after, rounds=2, speedup_low=None, speedup_high=None)
+    assert cells(few, before)[3] == "1.62x (2 rounds)" and comparison_table.within_noise(few)
     unknown = dict(after, peak_memory_mb=None, launches_per_step=None)
     assert cells(unknown, before)[4:] == ["n/a", "4.0 (+50.0%)", "n/a"]
     compiled = dict(after, baseline_batch_time=5.0)  # of its own process
@@ -227,7 +234,7 @@ def test_details_name_what_is_within_noise(capsys):
     effects = {"enable_opm_fusion": dict(speedup=1.25, smallest=1.0, largest=1.5, saved_activation_mb=2.0)}
     print_details(dict(variants=rows, switch_effects=effects, nominal=None, launch_kind="gpu_kernels"))
     out = capsys.readouterr().out
-    assert "(its 95% interval includes 1): unclear, from one, to one\n" in out
+    assert "too few rounds for one): unclear, from one, to one\n" in out
     assert "\nopm              1.250x over all settings of the others (from 1.000 to 1.500), saved " \
            "activations -2.0 MB\n" in out
     few = dict(variants=[before, rows[2]], switch_effects=None, nominal=None, launch_kind="gpu_kernels")
@@ -328,6 +335,11 @@ def test_when_rounds_end(monkeypatch):
     for device, whole in ((CPU, 30.0), (GPU, 15.0)):
         now[0] = 0
         assert Pace(None, 10.0).whole(device) == whole and Pace(3).whole(device) is None
+    late = Pace(None, 10.0)
+    now[0] += 20.0  # counting took all of it
+    assert late.left_text() == ", at most 2 s left" and not late.over(pair, 0)
+    now[0] += 1.0
+    assert not late.over(pair, 1) and late.over(pair, 1.0 / 2) and late.left() == 1.5
     part = Pace(7, 10.0).part(0.5)
     assert (part.steps, part.seconds) == (7, 5.0) and Pace(7).part(0.5).left_text() == ""
 

@@ -66,7 +66,7 @@ def quantiles(times):
 
 def median_interval(values):
     """(low, high) between which the median of what these are a sample of lies, 95%: two of the values, by
-    their order; of fewer than six the outermost, which is less certain."""
+    their order. Of fewer than six there is none; these are the outermost then."""
     values = np.sort(values)
     outside = max(int((len(values) - 1.96 * len(values) ** 0.5) / 2), 0)
     return float(values[outside]), float(values[-1 - outside])

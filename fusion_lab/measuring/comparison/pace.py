@@ -6,9 +6,9 @@ import signal
 import threading
 import time
 
-from fusion_lab.measuring.comparison.rows import speedup_interval
+from fusion_lab.measuring.comparison.rows import FEWEST, speedup_interval
 
-FEWEST = 6  # rounds before an interval is believed
+ROUNDS = 0.25  # of the budget at least, however long counting took
 NARROW = 0.04  # high / low - 1 of a speed-up's interval that needs no more rounds
 WHOLE = dict(cpu=3.0, cuda=1.5)  # budgets of the first table until the last row
 PATIENCE = 1.2  # s for what runs to end by itself after a signal
@@ -19,7 +19,7 @@ class Pace:
     are narrow. With both, rounds end with whichever comes first. There is always one."""
 
     def __init__(self, steps, seconds=None):
-        self.steps, self.seconds, self.look = steps, seconds, FEWEST
+        self.steps, self.seconds, self.look, self.began = steps, seconds, FEWEST, None
         self.ends = None if seconds is None else time.monotonic() + seconds
 
     def __str__(self):
@@ -35,7 +35,9 @@ class Pace:
         return Pace(self.steps, None if self.seconds is None else share * self.seconds)
 
     def left(self):
-        return math.inf if self.ends is None else max(self.ends - time.monotonic(), 0.0)
+        if self.ends is None:
+            return math.inf
+        return max(self.ends - time.monotonic(), self.seconds * ROUNDS if self.began is None else 0.0)
 
     def left_text(self, rounds=0):
         """How much longer it takes, after so many rounds, to be put behind something."""
@@ -49,6 +51,7 @@ class Pace:
     def over(self, variants, rounds):
         """Whether so many rounds are enough of these variants; asked before each."""
         if rounds == 0:
+            self.ends = self.ends and time.monotonic() + self.left()
             self.began = time.monotonic()
             return False
         if rounds == self.steps or self.left() < self.per_round(rounds):

@@ -9,6 +9,7 @@ from fusion_lab.measuring.clocks import median_interval, quantiles
 from fusion_lab.measuring.comparison.worth import UNKNOWN
 from fusion_lab.training.machine import MEGABYTE
 
+FEWEST = 6  # rounds from which on an interval of 95% can be had
 SAVINGS = dict(peak_memory="peak_memory_mb", saved_activation="saved_activation_mb",
                launch="launches_per_step", flop="flops_per_step")
 
@@ -56,11 +57,11 @@ def add_speed(row, variant, baseline):
     baseline_time = quantiles(baseline.timer.seconds().sum(axis=1))[1]
     speedup, pairs = baseline_time / row["median_batch_time"], paired_speedups(variant, baseline)
     p20, _, p80 = quantiles(pairs)
-    low, high = median_interval(pairs)
+    low, high = median_interval(pairs) if len(pairs) >= FEWEST else (None, None)
     last = min(len(variant.losses), len(baseline.losses)) - 1
     row.update(rounds=len(pairs), baseline_batch_time=baseline_time, speedup=speedup,
                speedup_p20=min(p20, speedup), speedup_p80=max(p80, speedup),
-               speedup_low=min(low, speedup), speedup_high=max(high, speedup),
+               speedup_low=low and min(low, speedup), speedup_high=high and max(high, speedup),
                batch_time_reduction_percent=reduction(baseline_time, row["median_batch_time"]),
                final_loss_difference=abs(variant.losses[last] - baseline.losses[last]))
 

@@ -22,7 +22,8 @@ def cells(row, baseline):
     times = [1e3 * row[f"{quantile}_batch_time"] for quantile in ("median", "p20", "p80")]
     speed = f"{row['speedup']:.2f}x"
     if row["name"] != baseline["name"]:
-        speed += f" ({row['speedup_low']:.2f}, {row['speedup_high']:.2f})"
+        low, high = row["speedup_low"], row["speedup_high"]
+        speed += f" ({row['rounds']} rounds)" if low is None else f" ({low:.2f}, {high:.2f})"
     if row["baseline_batch_time"] != baseline["median_batch_time"]:
         speed += f" of {1e3 * row['baseline_batch_time']:.2f} ms"
     line = [row["name"], "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row['samples_per_second']:.1f}", speed]
@@ -126,11 +127,11 @@ def detail_table(rows):
     return lines
 
 
-WITHIN_NOISE = "Speed-up within noise (its 95% interval includes 1)"
+WITHIN_NOISE = "Speed-up within noise (its 95% interval includes 1, or there were too few rounds for one)"
 
 
 def within_noise(row):
-    return row["speedup_low"] <= 1 <= row["speedup_high"]
+    return row["speedup_low"] is None or row["speedup_low"] <= 1 <= row["speedup_high"]
 
 
 def headline(rows, nominal, launch_kind):
