@@ -123,7 +123,7 @@ from fusion_lab.training.checkpoints import load_run, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.evaluations import Evaluations, require_score
 from fusion_lab.training.feeding import batches
-from fusion_lab.training.flags import make_parser, named_program, parse, with_demo
+from fusion_lab.training.flags import compared, make_parser, named_program, parse, with_demo
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import load_weights
@@ -801,7 +801,7 @@ def run(argv=None, program=PROGRAM):
         return program.modes[mode](program, settings)
     settings = files.in_own_directory(settings)
     if mode == "--compare-fusion":
-        return comparison.compare_fusion(program, settings, arguments.variants, arguments.combinations)
+        return comparison.compare_fusion(program, settings, *compared(arguments))
     modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
              "--retune": retune.retune}
     return modes[mode](program, settings)

@@ -32,14 +32,15 @@ class PhaseTimer:
             self.enter(self.names[number])
 
     def seconds(self):
-        """(steps, phases) seconds between the marks of each step."""
+        """(steps, phases) seconds between the marks of each step; without a last one that was broken off."""
         if not self.steps:
             return np.empty((0, len(self.names)))
+        steps = [step for step in self.steps if len(step) == len(self.steps[0])]
         if self.on_gpu:
             torch.cuda.synchronize()
             return np.array([[a.elapsed_time(b) / 1e3 for a, b in zip(s, s[1:], strict=False)]
-                             for s in self.steps])
-        return np.diff(np.array(self.steps), axis=1)
+                             for s in steps])
+        return np.diff(np.array(steps), axis=1)
 
 
 class RangeSums:
@@ -63,3 +64,11 @@ class RangeSums:
 def quantiles(times):
     """(p20, median, p80) as floats."""
     return tuple(float(np.quantile(times, q)) for q in (0.2, 0.5, 0.8))
+
+
+def median_interval(values):
+    """(low, high) between which the median of what these are a sample of lies, 95%: two of the values, by
+    their order. Of fewer than six there is none; these are the outermost then."""
+    values = np.sort(values)
+    outside = max(int((len(values) - 1.96 * len(values) ** 0.5) / 2), 0)
+    return float(values[outside]), float(values[-1 - outside])

@@ -29,8 +29,10 @@ def sublayer_rows(analysis):
              "host ms, traced", "launches", "allocated MB", "saved MB"]]
     for e in analysis.sublayers:
         shares = [sample[e.name, e.direction] for sample in analysis.samples]
-        lowest, _, highest = quantiles(shares) if len(shares) > 1 else (None,) * 3
-        between = "" if lowest is None else f" ({cell(lowest, '.1f', 100)}, {cell(highest, '.1f', 100)})"
+        between = ""
+        if len(shares) > 1:  # of medians, the share itself may lie beside those of the steps
+            low, high = (f(e.share, end) for f, end in zip((min, max), quantiles(shares)[::2], strict=True))
+            between = f" ({cell(low, '.1f', 100)}, {cell(high, '.1f', 100)})"
         rows.append([e.name, e.direction, cell(e.calls, ".0f"), cell(e.total_us, ".3f", 1e-3),
                      cell(e.share, ".1f", 100, "%") + between, cell(e.self_us, ".3f", 1e-3),
                      cell(e.traced_host_us, ".3f", 1e-3), cell(e.launches, ".0f"),

@@ -1,5 +1,6 @@
 """The command line of a program, made of its configs' fields. Needs no torch."""
 import argparse
+import contextlib
 import difflib
 import itertools
 import re
@@ -42,7 +43,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
+        known = [*self._option_string_actions]
+        near = unknown and ([name for name in known if name.startswith(unknown[1])]
+                            or difflib.get_close_matches(unknown[1], known, 1))
         meant = f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: error: {message}{meant}\n" if torchrun.first() else None)
 
@@ -54,6 +57,22 @@ def whole_number(low=1):
             raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {low}")
         return int(text)
     return convert
+
+
+def seconds(text):
+    """For argparse: a number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+
+
+def compared(arguments):
+    """What --compare-fusion is asked for: names of rows, whether combinations, and (rounds, seconds) after
+    which it ends, each None without limit."""
+    steps = getattr(arguments, "num_steps", None)
+    seconds = arguments.budget or (BUDGET if steps is None else None)
+    return arguments.variants, arguments.combinations, (steps, seconds)
 
 
 def whole_numbers(text):
@@ -159,7 +178,8 @@ MODES = {"--validate-setup": "quick check of the chosen fusions on this machine:
          "--retune": "measure tile sizes of this project's Triton kernels, keep the fastest for this GPU"}
 QUESTION = "--check-flags"
 OF_TRAINING = ("enable_pytorch_profiler", "enable_memory_profiling")
-OF_COMPARISON = ("combinations", "variants")
+OF_COMPARISON = ("combinations", "variants", "budget")
+BUDGET = 120.0  # s, of --compare-fusion
 VERSION = "2.0.0"
 
 
@@ -214,6 +234,9 @@ def add_modes(parser, program, told):
         f"all combinations of {', '.join(program.headline) or 'no switch'} (default: off)"))
     compared.add_argument("--variants", metavar='"NAME ..."', default=None, help=told(
         'only these rows, of those that it would print, such as "baseline all" (default: all)'))
+    compared.add_argument("--budget", metavar="SECONDS", type=seconds, default=None, help=told(
+        "until the table of the defaults is there; all rows take up to three times as long (on a GPU 1.5) "
+        f"(default: {BUDGET:g}, none with --num-steps)"))
     compared.add_argument("--compare-with-v1", metavar="FILE", default=None, help=told(
         "after training, speed-up and memory against an earlier summary (default: none)"))
 

@@ -197,8 +197,11 @@ def test_modes_are_given_the_program_and_its_settings(tmp_path, monkeypatch):
         (name, 1) for name in ("validate_setup", "verify_accuracy", "retune")]
     assert tof.run(["--contacts", "x.a3m"], program) == ("contacts", 4)
     compare = [*flags(tmp_path), "--compare-fusion"]
-    assert tof.run(compare, program) == ("compare_fusion", 1, None, False)
-    assert tof.run([*compare, "--combinations"], program) == ("compare_fusion", 1, None, True)
+    for words, limits in (([], (None, 120.0)), (["--num-steps", "50"], (50, None)),
+                          (["--budget", "7.5"], (None, 7.5)),
+                          (["--budget", "7", "--num-steps", "9"], (9, 7.0))):
+        assert tof.run([*compare, *words], program) == ("compare_fusion", 1, None, False, limits)
+    assert tof.run([*compare, "--combinations"], program) == ("compare_fusion", 1, None, True, (None, 120.0))
     for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "0202", strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "a")

@@ -24,6 +24,7 @@ from fusion_lab.measuring.comparison.variants import (
     Variant,
     combination_variants,
     comparison_variants,
+    most_compiled,
     pick,
     refuse_idle,
     with_fusion,
@@ -104,8 +105,11 @@ def test_rows_are_picked_by_name_and_the_baseline_is_always_there():
     variants = rows_for(tof.FusionConfig())
     picked = [v.name for v in pick(variants, "all flash_attention")]
     assert picked == ["baseline", "flash_attention alone", "all"]
+    assert not any(v.compiled for v in pick(variants, "baseline projection"))
     assert [v.name for v in pick(variants, "torch.compile,projection")] == [
-        "baseline", "projection alone", "all + torch.compile", "+ projection"]
+        "baseline", "projection alone", "all + torch.compile"]
+    for words in ("+projection combo_kernels", "+ projection, + combo_kernels"):  # of the second no row alone
+        assert [v.name for v in pick(variants, words)] == ["baseline", "+ projection", "+ combo_kernels"]
     for words in ("opm-alone", "opm_alone"):
         assert [v.name for v in pick(variants, words)] == ["baseline", "opm alone"]
     for words in ("--enable-opm-fusion", "enable_opm_fusion", "opm-fusion", "opm"):
@@ -113,6 +117,18 @@ def test_rows_are_picked_by_name_and_the_baseline_is_always_there():
     for wrong in ("al", "", "all  baselines"):
         with pytest.raises(UserError, match="is no row; there are baseline qkv_msa"):
             pick(variants, wrong)
+
+
+def test_on_a_cpu_one_row_compiles_by_default():
+    """With all that --enable-all-fusion turns on and that runs there; and the user's own settings."""
+    def compiled(fusion):
+        return [v for v in most_compiled(rows_for(fusion), tof.PROGRAM) if v.compiled]
+    top, = compiled(tof.FusionConfig())
+    assert top.settings.fusion.enable_projection_fusion and not top.settings.idle(False)
+    assert not top.settings.fusion.enable_activation_checkpointing  # which saves memory and costs time
+    assert [v.name for v in compiled(EVERYTHING)] == [top.name, "as given"]
+    eager = [v.name for v in rows_for(tof.FusionConfig()) if not v.compiled]
+    assert [v.name for v in most_compiled(rows_for(tof.FusionConfig()), tof.PROGRAM)] == [*eager, top.name]
 
 
 def test_idle_switches_are_named_and_only_the_users_own_are_measured():
@@ -167,12 +183,12 @@ def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, ca
     monkeypatch.setattr(comparison, "probe", failing_probe)
     monkeypatch.setattr(clocks, "time", SlowTrainer)
     variants = some_variants()
-    result = comparison.compare(SLOW, SETTINGS, variants=variants)
+    result = comparison.compare(SLOW, SETTINGS.having(num_steps=6), variants=variants)
     baseline, fused, broken = result["variants"]
     assert broken["reason"] == "RuntimeError: no such kernel here" and not broken["measured"]
     assert fused["speedup"] == pytest.approx(0.8, rel=1e-3)
     assert fused["batch_time_reduction_percent"] == pytest.approx(-25, rel=1e-3)
-    turns = SlowTrainer.turns[:-worth.STEPS]  # the last ones are the baseline's, timed by sub-layer
+    turns = SlowTrainer.turns[:-2]  # the last two, as they are long, are the baseline's, timed by sub-layer
     last = [f.enable_triangle_fusion for f in turns[-8:]]
     assert last == [False, True, True, False, False, True, True, False]
     fresh = tof.Trainer(tof.PROGRAM, with_fusion(SETTINGS, PLAIN), CPU).model.state_dict()
@@ -316,19 +332,20 @@ def test_rows_are_kept_when_a_signal_ends_the_comparison(tmp_path):
     assert report["variants"][2]["reason"] == "stopped before it was measured"
 
 
-def test_a_signal_before_the_first_variant_still_leaves_the_baseline(monkeypatch, tmp_path, capsys):
-    """The signal comes while the data are opened; the file keeps what later programs read."""
+def test_a_signal_before_the_first_round_leaves_earlier_results(tmp_path, capsys):
+    """The signal comes while the data are opened."""
     def open_source(settings):
         signal.raise_signal(signal.SIGINT)
         return tof.PROGRAM.open_source(settings)
 
     program = dataclasses.replace(tof.PROGRAM, open_source=open_source)
-    settings = SETTINGS.having(profile_dir=str(tmp_path))
+    settings, earlier = SETTINGS.having(profile_dir=str(tmp_path)), tmp_path / "fusion_comparison_v2.json"
+    earlier.write_text("{}")
     assert comparison.compare_fusion(program, settings, picked="all cuda_graphs torch.compile") == 130
-    report = json.loads((tmp_path / "fusion_comparison_v2.json").read_text())
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert "| B 2, N 6, S 16 |" in first and report == last_json(last)
-    assert [row["measured"] for row in report["variants"]] == [True, *[False] * (len(report["variants"]) - 1)]
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert "| B 2, N 6, S 16 |" in first and second == "Interrupted before the first round: no figures"
+    assert earlier.read_text() == "{}" and json.loads(last)["variants"] == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_earlier_results_stay_in_place_until_there_are_new_ones(tmp_path):

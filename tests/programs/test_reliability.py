@@ -17,6 +17,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import summary
 from fusion_lab.measuring.comparison import rungs
+from fusion_lab.measuring.comparison.pace import Pace
 from fusion_lab.training import files, reading
 from fusion_lab.training.checkpoints import read_checkpoint, restore, snapshot
 from fusion_lab.training.files import UserError
@@ -351,7 +352,7 @@ def test_compiled_rungs_of_a_killed_comparison_are_known_to_the_guardian(monkeyp
             told.append("closed")
 
     class Child:
-        def __init__(self, _program, variant):
+        def __init__(self, _program, variant, _pace):
             self.variant, self.guest = variant, self
             self.process, self.pid = self, 10 + variant.number
 
@@ -366,10 +367,11 @@ def test_compiled_rungs_of_a_killed_comparison_are_known_to_the_guardian(monkeyp
     monkeypatch.setattr(rungs, "Guardian", Recorder)
     monkeypatch.setattr(rungs, "Rung", Child)
     monkeypatch.setattr(rungs, "refuse_idle", lambda *_: None)
-    with rungs.Rungs(None, [Variant(1), Variant(2, "idle"), Variant(3)], torch.device("cuda"), print):
+    with rungs.Rungs(None, [Variant(1), Variant(2, "idle"), Variant(3)], torch.device("cuda"), print,
+                     Pace(1)):
         assert told == [("+", 11), ("+", 13)]
     assert told[2:] == [("ended", 11), ("-", 11), ("ended", 13), ("-", 13), "closed"]
-    with rungs.Rungs(None, [Variant(1)], torch.device("cpu"), print):
+    with rungs.Rungs(None, [Variant(1)], torch.device("cpu"), print, Pace(1)):
         assert len(told) == 7
 
 

@@ -71,26 +71,27 @@ def comparisons():
     small = f"{compare} {SMALL} --num-steps 4 --warmup-steps 2"
     idle = rows("triton_attention")
     if ON_CPU:
-        word = '--variants "baseline flash_attention all cuda_graphs"'
+        word = '--variants "baseline flash_attention all cuda_graphs +cuda_graphs"'
         return [Verb(f"compare {name}", (f"{small} {flags} {word}",), measured=(
             "baseline", "flash_attention alone", "all"), named=("cuda_graphs alone", "+ cuda_graphs"))
             for name, flags in PRECISIONS.items() if name != "fp16"] + [
             Verb("compare combinations", (f"{small} --combinations",), measured=COMBINATIONS)]
 
-    some = f"{HEADLINE} opm all cuda_graphs triton_attention triton_adamw"
+    some = f"{HEADLINE} opm all *cuda_graphs *triton_attention triton_adamw"
 
     def picked(words):
-        return f'--variants "baseline {words}"'
+        """*X is the row of X alone and that which adds it to the others."""
+        return '--variants "baseline {}"'.format(re.sub(r"\*(\w+)", r"\1 +\1", words))
     return [
-        Verb("compare default bf16", (f"{compare} {BF16} --num-steps 10 {picked(some)}",), named=idle,
-             measured=(*USUAL, "cuda_graphs alone",
+        Verb("compare default bf16", (f"{compare} {BF16} --num-steps 10 --budget 120 {picked(some)}",),
+             named=idle, measured=(*USUAL, "cuda_graphs alone",
                        *rows("cuda_graphs triton_attention triton_adamw", "+ {}")), expected=GIVES_WAY),
-        Verb("compare fp32", (f"{small} {picked(f'{HEADLINE} opm all master_weights torch.compile')}",),
+        Verb("compare fp32", (f"{small} {picked(f'{HEADLINE} opm all *master_weights torch.compile')}",),
              measured=(*USUAL, "all + torch.compile"),
              named=("master_weights alone", "+ master_weights"), expected=FLOAT32),
-        Verb("compare tf32", (f"{small} {TF32} {picked('flash_attention all cuda_graphs')}",),
+        Verb("compare tf32", (f"{small} {TF32} {picked('flash_attention all *cuda_graphs')}",),
              measured=("baseline", *rows("flash_attention cuda_graphs"), "all", "+ cuda_graphs")),
-        Verb("compare bf16", (f"{small} {BF16} {picked('flash_attention all triton_attention')}",),
+        Verb("compare bf16", (f"{small} {BF16} {picked('flash_attention all *triton_attention')}",),
              measured=("baseline", "flash_attention alone", "all", "+ triton_attention"), named=idle,
              expected=GIVES_WAY),
         Verb("compare fp16", (f"{small} {FP16} {picked('flash_attention all triton_adamw')}",),
@@ -249,7 +250,7 @@ def companions():
                            "pytorch_profiles_v2/metrics.jsonl")))
         measured, named = ("baseline", *rows(words), "all"), ()
         if not ON_CPU:
-            words += f" {kernel[name]} torch.compile"
+            words += f" {kernel[name]} +{kernel[name]} torch.compile"
             measured += ("all + torch.compile", f"+ {kernel[name]}")
             own = rows(kernel[name])
             measured, named = (measured, own) if name == "tiny_llama" else (measured + own, ())

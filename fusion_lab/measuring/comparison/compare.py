@@ -2,8 +2,9 @@
 
 Variants without torch.compile are first measured alone (peak memory, saved activations, launches), then all
 are alive at once with equal weights and their steps alternate, so that a machine that drifts hits all alike.
-A compiled one is a process of its own (rung.py), where its steps alternate with the baseline's: on a GPU all
-of them compile at the same time and then measure one by one, on a CPU one follows the other.
+First come those of the table that people ask for, then the others. A compiled one is a process of its own
+(rung.py), where its steps alternate with the baseline's: on a GPU all of them compile at the same time and
+then measure one by one; on a CPU there is one.
 """
 import contextlib
 import gc
@@ -12,21 +13,22 @@ import time
 from datetime import datetime, timezone
 
 import torch
-from tqdm import tqdm
 
+from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer
+from fusion_lab.measuring.comparison.pace import Pace, interruptible
 from fusion_lab.measuring.comparison.rows import rows_of, switch_effects
 from fusion_lab.measuring.comparison.rungs import Rungs
-from fusion_lab.measuring.comparison.table import LiveTable, print_details
+from fusion_lab.measuring.comparison.table import LiveTable
 from fusion_lab.measuring.comparison.variants import (
     ALL,
     AS_GIVEN,
     BASELINE,
-    UNMEASURED,
     Variant,
     combination_variants,
     comparison_variants,
+    most_compiled,
     pick,
     refuse_idle,
     with_fusion,
@@ -35,10 +37,12 @@ from fusion_lab.measuring.comparison.worth import STEPS, add_worth, operations_b
 from fusion_lab.measuring.probe import counts_its_first_step, peak_of_two_steps, probe
 from fusion_lab.measuring.summary import dtype_name, launch_kind
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import StopRequest, require_writable, set_aside, write_json
+from fusion_lab.training.files import require_writable, set_aside, write_json
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 
+LONG = 0.5  # s, of a step that is timed twice by sub-layer, not five times
+OTHERS = 0.5  # of the first table's budget: for the other rows
 MOST_BATCHES = 16  # alive on the device at once; longer comparisons repeat them
 
 
@@ -118,19 +122,20 @@ def take_turn(variant, number, batch):
         variant.losses.append(loss.item())
 
 
-def alternate(variants, steps, supply, stop):
-    """Timed steps of all variants in turn, each round beginning with another one; a signal in stop ends them
-    after a whole round. Weights, optimizers and random numbers are afterwards what they were."""
+def alternate(variants, pace, supply, heard=lambda rounds: None):
+    """Timed steps of all variants in turn, each round beginning with another one, for as long as pace says;
+    heard(rounds) after each. Weights, optimizers and random numbers are afterwards what they were."""
     with contextlib.ExitStack() as stack:
         for variant in variants:
             stack.enter_context(variant.trainer.preserved())
-        for number in tqdm(range(steps), disable=None, desc="rounds", leave=False):
+        number = 0
+        while not pace.over(variants, number):
             alive = [variant for variant in variants if not variant.reason]
             first = number % len(alive)
             for variant in alive[first:] + alive[:first]:
                 take_turn(variant, number, supply[number % len(supply)])
-            if stop and stop.signal is not None:
-                break
+            number += 1
+            heard(number)
 
 
 def refuse_equal(variant, baseline):
@@ -141,18 +146,21 @@ def refuse_equal(variant, baseline):
         variant.trainer = None
 
 
-def measure(program, variants, device, source, stop=None, gate=None, note=lambda text: None, equal=True):
+def supply_of(source, settings, device):
+    """Batches for the rounds."""
+    return [to_device(source.batch(i), device)
+            for i in range(min(settings.training.num_steps, MOST_BATCHES))]
+
+
+def measure(program, variants, device, source, pace=None, table=None, gate=None, equal=True):
     """Measure variants, the baseline first, within one process: each alone, unless that is known already,
-    then steps in turn within the context manager gate. Their trainers stay alive in variant.trainer.
-    note(text) hears what goes on. equal: also those whose operations are the baseline's."""
-    settings = variants[0].settings
-    steps = settings.training.num_steps
-    supply = [to_device(source.batch(i), device) for i in range(min(steps, MOST_BATCHES))]
+    then steps in turn within the context manager gate. Their trainers stay alive in variant.trainer. table, a
+    LiveTable, hears what goes on. equal: also those whose operations are the baseline's."""
+    settings, table = variants[0].settings, table or LiveTable()
+    pace, supply = pace or Pace(settings.training.num_steps), supply_of(source, settings, device)
     for number, variant in enumerate(variants, 1):
-        if number > 1 and stop and stop.signal is not None:  # every row needs the baseline
-            break
         if variant.found is None:
-            note(f"{variant.name}: memory and launches, {number} of {len(variants)}")
+            table.note(f"{variant.name}: memory and launches, {number} of {len(variants)}{pace.left_text()}")
             measure_alone(program, variant, device, supply[0])
             if number > 1 and not equal and variant.name not in (ALL, AS_GIVEN):
                 refuse_equal(variant, variants[0])
@@ -166,11 +174,9 @@ def measure(program, variants, device, source, stop=None, gate=None, note=lambda
         bring_to_life(program, variant, device, weights, supply[0])
         release()
     measured = [variant for variant in measured if not variant.reason]
-    note(f"{len(measured)} variants in turn, {steps} steps of each")
+    table.note(f"{len(measured)} variants in turn{pace.left_text()}")
     with gate or contextlib.nullcontext():
-        alternate(measured, steps, supply, stop)
-    for variant in variants:
-        variant.reason = variant.reason or (None if variant.losses else UNMEASURED)
+        alternate(measured, pace, supply, lambda rounds: table.progress(measured, rounds, pace))
 
 
 def apart_from(baseline):
@@ -179,70 +185,88 @@ def apart_from(baseline):
                    trainer=baseline.trainer)
 
 
-def baseline_shares(baseline, source, stop=None):
-    """{sub-layer: its share of the baseline's step}, in a hurry of one step."""
+def baseline_shares(baseline, source, steps):
+    """{sub-layer: its share of the baseline's step}, the median of so many steps."""
     trainer = baseline.trainer
     process_settings(baseline.settings, trainer.device)
-    hurry = stop and stop.signal is not None
-    return shares_of_a_step(trainer, to_device(source.batch(0), trainer.device), 1 if hurry else STEPS)
+    return shares_of_a_step(trainer, to_device(source.batch(0), trainer.device), steps)
 
 
-def compare(program, settings, variants=None, combinations=False, picked=None, stop=None, table=None):
+def parts(variants, last=None):
+    """(variants of the first table, which ends with one of this name, other eager ones, compiled ones)"""
+    eager, compiled = ([v for v in variants if v.compiled is how] for how in (False, True))
+    cut = next((i for i, v in enumerate(eager, 1) if v.name == last), len(eager))
+    return eager[:cut], eager[cut:], compiled
+
+
+def suggested_parts(program, settings, device, combinations, picked):
+    """Those of the variants that the switches suggest, of which picked chooses by name."""
+    variants = (combination_variants(program, settings) if combinations
+                else comparison_variants(program, settings, device.type == "cuda"))
+    if picked:
+        variants = pick(variants, picked)
+    elif device.type == "cpu" and not combinations:
+        variants = most_compiled(variants, program)
+    return parts(variants, None if combinations else ALL)
+
+
+def compare(program, settings, variants=None, combinations=False, picked=None, table=None, pace=None):
     """The comparison as one dict, that of fusion_comparison_*.json. variants replace those that the switches
-    suggest, of which picked chooses by name; table, a LiveTable, hears of every row as soon as it is known.
-    Trainers that ran in this process stay in variant.trainer."""
+    suggest, of which picked chooses by name; table, a LiveTable, hears of every row as soon as it is known;
+    pace says how many rounds there are (--num-steps). Trainers of this process stay in variant.trainer."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
-    source, table, suggested = program.open_source(settings), table or LiveTable(), variants is None
-    if suggested:
-        variants = (combination_variants(program, settings) if combinations
-                    else comparison_variants(program, settings, device.type == "cuda"))
-    variants = pick(variants, picked) if picked else variants
+    pace, table = pace or Pace(settings.training.num_steps), table or LiveTable()
+    source = program.open_source(settings)
+    together, later, compiled = (parts(variants) if variants else
+                                 suggested_parts(program, settings, device, combinations, picked))
     equal = bool(picked or combinations)  # who asks for a row gets it
-    together, compiled = ([v for v in variants if v.compiled is how] for how in (False, True))
-    later = []
-    if suggested and not combinations:  # first the table that people ask for
-        cut = next((i for i, v in enumerate(together, 1) if v.name == ALL), len(together))
-        together, later = together[:cut], together[cut:]
+    dtype = amp_dtype(settings.training, device)
+    ceiling, rows = matmul_ceiling(device, dtype or torch.float32), []
     result = dict(mode="compare_fusion", timestamp=datetime.now(timezone.utc).isoformat(),
                   **{k: v for k, v in settings.as_dict().items() if k in ("config", "training_params")},
-                  system_info=system_info(device), launch_kind=launch_kind(device),
-                  nominal=program.statistics(with_fusion(settings, program.fusion_config())))
-    with Rungs(program, compiled, device, table.note) as rungs:
-        measure(program, together, device, source, stop, rungs.paused(), table.note, equal)
-        amp_dtype = together[0].trainer.amp_dtype
-        ceiling = matmul_ceiling(device, amp_dtype or torch.float32)
-        result["training_params"]["amp_dtype"] = dtype_name(amp_dtype)
-        rows = rows_of(together, ceiling)
-        with rungs.paused():
-            shares = baseline_shares(together[0], source, stop)
-        add_worth(rows, together, shares)
-        result.update(matmul_ceiling_tflops=ceiling / 1e12, variants=rows)
-        table.begin(result, [variant.name for variant in variants])
+                  system_info=system_info(device), launch_kind=launch_kind(device), variants=rows,
+                  nominal=program.statistics(with_fusion(settings, program.fusion_config())),
+                  matmul_ceiling_tflops=ceiling / 1e12, switch_effects=None)
+    result["training_params"]["amp_dtype"] = dtype_name(dtype)
+    table.begin(result, [*together, *later, *compiled], ceiling)
+    shares = {}
+
+    def part(found, pace, gate=None):
+        """Measure these and add their rows."""
+        measure(program, found, device, source, pace, table, gate, equal)
+        more = rows_of(found, ceiling)
+        rows.extend(more[len(rows) > 0:])  # of the baseline there is one
+        table.add()
+        if not shares:
+            table.note("shares of the baseline's sub-layers")
+            long = rows[0]["median_batch_time"] > LONG
+            shares.update(baseline_shares(found[0], source, 2 if long else STEPS))
+        add_worth(more, found, shares)
+        table.save(result)
+
+    part(together, pace)
+    with Rungs(program, compiled, device, table.note, pace) as rungs:
         if later:
-            later = [apart_from(together[0]), *later]
-            measure(program, later, device, source, stop, rungs.paused(), table.note, equal)
-            more = rows_of(later, ceiling)
-            add_worth(more, later, shares)
-            rows += more[1:]
-            table.add(result)
+            part([apart_from(together[0]), *later], pace.part(OTHERS), rungs.paused())
         if device.type == "cuda" and compiled:
             release([v for v in (*together, *later) if v.name != BASELINE])  # memory for those
-        for row in rungs.measure(rows[0], ceiling, stop):
+        for row in rungs.measure(rows[0], ceiling):
             rows.append(row)
-            table.add(result)
+            table.add()
     result["switch_effects"] = switch_effects(program, rows) if combinations else None
     return result
 
 
-def compare_fusion(program, settings, picked=None, combinations=False):
-    """--compare-fusion: measure, print, write fusion_comparison_*.json anew with each row; exit code 0, or
-    that of the signal that ended it early."""
+def compare_fusion(program, settings, picked=None, combinations=False, limits=None):
+    """--compare-fusion: measure, print, write fusion_comparison_*.json anew with each part; exit code 0, or
+    that of the signal that ended it early. limits: Pace's (rounds, seconds)."""
     device = choose_device(settings.training.device)
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
     require_writable(path)
+    pace = Pace(*limits or [settings.training.num_steps])
     print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)} | "
-          f"{settings.training.num_steps} steps of every variant, in turn", flush=True)
+          f"steps of every variant in turn, {pace}", flush=True)
     earlier = [path]
 
     def save(result):
@@ -251,13 +275,15 @@ def compare_fusion(program, settings, picked=None, combinations=False):
         write_json(path, result)
 
     table = LiveTable(save)
-    with StopRequest() as stop:
-        result = compare(program, settings, None, combinations, picked, stop=stop, table=table)
-    save(result)
-    print_details(result)
-    if stop.signal is not None:
-        print("Interrupted: these figures are of the rounds before it")
-    print_result(dict(mode=result["mode"], variants=[
-        {key: row[key] for key in ("name", "speedup") if key in row} for row in result["variants"]]),
-        path, settings)
-    return 128 + stop.signal if stop.signal is not None else 0
+
+    def finish(number=None):
+        """What there is, in a table and in the file; exit code."""
+        table.finish(number)
+        print_result(dict(mode="compare_fusion", variants=[
+            {key: row[key] for key in ("name", "speedup") if key in row} for row in table.rows]),
+            path, settings)
+        return 128 + number if number is not None else 0
+
+    with interruptible(finish) as done:
+        compare(program, settings, None, combinations, picked, table, pace)
+    return done()

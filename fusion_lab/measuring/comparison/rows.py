@@ -5,16 +5,17 @@ from dataclasses import asdict
 
 import numpy as np
 
-from fusion_lab.measuring.clocks import quantiles
+from fusion_lab.measuring.clocks import median_interval, quantiles
 from fusion_lab.measuring.comparison.worth import UNKNOWN
 from fusion_lab.training.machine import MEGABYTE
 
+FEWEST = 6  # rounds from which on an interval of 95% can be had
 SAVINGS = dict(peak_memory="peak_memory_mb", saved_activation="saved_activation_mb",
                launch="launches_per_step", flop="flops_per_step")
 
 
-def not_measured(variant):
-    return dict(name=variant.name, measured=False, reason=variant.reason,
+def not_measured(variant, reason=None):
+    return dict(name=variant.name, measured=False, reason=variant.reason or reason,
                 fusion_config=asdict(variant.settings.fusion))
 
 
@@ -38,16 +39,31 @@ def own_figures(variant):
         final_loss=variant.losses[-1], **UNKNOWN)
 
 
-def add_speed(row, variant, baseline):
-    """Add to a row how its steps compare with the baseline's, which took turns with them."""
+def paired_speedups(variant, baseline):
+    """Of each round in which both had their turn."""
     steps, before = (v.timer.seconds().sum(axis=1) for v in (variant, baseline))
     rounds = min(len(steps), len(before))
-    lowest, _, highest = quantiles(before[:rounds] / steps[:rounds])
-    baseline_time = quantiles(before)[1]
-    row.update(baseline_batch_time=baseline_time, speedup=baseline_time / row["median_batch_time"],
-               speedup_p20=lowest, speedup_p80=highest,
+    return before[:rounds] / steps[:rounds]
+
+
+def speedup_interval(variant, baseline):
+    """(low, high) of the median speed-up, 95%."""
+    return median_interval(paired_speedups(variant, baseline))
+
+
+def add_speed(row, variant, baseline):
+    """Add to a row how its steps compare with the baseline's, which took turns with them. The speed-up is of
+    medians, which with few rounds may lie beside the paired ones; the intervals hold it all the same."""
+    baseline_time = quantiles(baseline.timer.seconds().sum(axis=1))[1]
+    speedup, pairs = baseline_time / row["median_batch_time"], paired_speedups(variant, baseline)
+    p20, _, p80 = quantiles(pairs)
+    low, high = median_interval(pairs) if len(pairs) >= FEWEST else (None, None)
+    last = min(len(variant.losses), len(baseline.losses)) - 1
+    row.update(rounds=len(pairs), baseline_batch_time=baseline_time, speedup=speedup,
+               speedup_p20=min(p20, speedup), speedup_p80=max(p80, speedup),
+               speedup_low=low and min(low, speedup), speedup_high=high and max(high, speedup),
                batch_time_reduction_percent=reduction(baseline_time, row["median_batch_time"]),
-               final_loss_difference=abs(variant.losses[-1] - baseline.losses[len(variant.losses) - 1]))
+               final_loss_difference=abs(variant.losses[last] - baseline.losses[last]))
 
 
 def add_savings(row, baseline_row, ceiling):

@@ -9,10 +9,8 @@ import sys
 import tempfile
 import time
 
-import numpy as np
-
 from fusion_lab.measuring.comparison.rows import add_savings, not_measured
-from fusion_lab.measuring.comparison.variants import UNMEASURED, refuse_idle
+from fusion_lab.measuring.comparison.variants import refuse_idle
 from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.measuring.turns import Guest
 from fusion_lab.training.files import OUT_OF_MEMORY
@@ -21,18 +19,21 @@ from fusion_lab.training.reading import parse_json
 
 SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
 COMPILE_THREADS = "2"  # of each of them; torch would take as many as there are cores
+SHARE = 0.25  # of the first table's budget: rounds of one of them
+COMPILING = 0.6  # of the time that is left, for those that compile side by side
+TOO_LATE = "no time was left; a longer --budget gives more"
 LAST_WORDS = 300  # characters of a failed process's last line
 
 
 class Rung:
     """One variant and the process that measures it."""
 
-    def __init__(self, program, variant):
+    def __init__(self, program, variant, pace):
         self.variant, self.output, self.errors = variant, *(tempfile.TemporaryFile("w+") for _ in range(2))
         environment = {"TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS, **os.environ}
         command = [sys.executable, os.path.join(ROOT, "fusion_lab", "start.py"),
                    "fusion_lab.measuring.comparison.rung", program.file, variant.name,
-                   json.dumps(variant.settings.as_dict())]
+                   json.dumps(variant.settings.as_dict()), json.dumps([pace.steps, pace.seconds])]
         self.guest = Guest(command, environment, stdin=subprocess.DEVNULL, stdout=self.output,
                            stderr=self.errors, start_new_session=True)  # Ctrl-C reaches the parent alone
 
@@ -41,12 +42,9 @@ class Rung:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.guest.process.pid, number)
 
-    def heard(self, stop):
-        """Whether it has said something or ended; False where a signal in stop came first."""
-        while not (stop and stop.signal is not None):
-            if select.select([self.guest.reader], [], [], 0.2)[0]:
-                return True
-        return False
+    def heard(self, seconds=None):
+        """Whether it says something or ends within this time."""
+        return bool(select.select([self.guest.reader], [], [], seconds)[0])
 
     def row(self):
         """Its result, after its end."""
@@ -70,10 +68,10 @@ class Rung:
 class Rungs:
     """The compiled variants of a comparison. note(text) hears what goes on."""
 
-    def __init__(self, program, variants, device, note):
-        self.program, self.variants, self.note = program, variants, note
-        self.together, self.running, self.seconds = device.type == "cuda", [], []
-        self.guardian = None
+    def __init__(self, program, variants, device, note, pace):
+        self.program, self.variants, self.note, self.pace = program, variants, note, pace.part(SHARE)
+        self.together, self.running = device.type == "cuda", []
+        self.guardian, self.ends = None, pace.whole(device)
         for variant in variants:
             refuse_idle(variant, device)
 
@@ -91,7 +89,7 @@ class Rungs:
 
     def start(self, variant):
         self.guardian = self.guardian or Guardian()
-        rung = Rung(self.program, variant)
+        rung = Rung(self.program, variant, self.pace)
         self.guardian.tell("+", rung.guest.process.pid)
         self.running.append(rung)
         return rung
@@ -114,15 +112,19 @@ class Rungs:
             for rung in self.running:
                 rung.signal(signal.SIGCONT)
 
-    def measure(self, baseline_row, ceiling, stop=None):
+    def left(self):
+        """Seconds in which others may still begin; None without a budget."""
+        return None if self.pace.seconds is None else max(self.ends - time.monotonic(), 0.0)
+
+    def measure(self, baseline_row, ceiling):
         """Yields a row for each variant, as soon as it is measured."""
-        if self.together:
-            self.note(f"waiting for {len(self.running)} variants to compile")
+        if self.together and self.running:
+            self.note(f"waiting for {len(self.running)} variants to compile{self.left_text()}")
             for rung in self.running:
-                rung.heard(stop)
+                rung.heard(self.left() and COMPILING * self.left())
         again = []
         for number, variant in enumerate(self.variants, 1):
-            row = self.one(variant, number, stop)
+            row = self.one(variant, number)
             if self.together and not row["measured"] and OUT_OF_MEMORY.search(row["reason"]):
                 again.append(variant)  # while the others held memory as well
             else:
@@ -130,30 +132,27 @@ class Rungs:
         self.end_all()
         for number, variant in enumerate(again, 1):
             variant.reason = None
-            yield finished(self.one(variant, number, stop), baseline_row, ceiling)
+            yield finished(self.one(variant, number), baseline_row, ceiling)
 
-    def one(self, variant, number, stop):
+    def left_text(self):
+        return "" if self.left() is None else f", at most {self.left():.0f} s left"
+
+    def one(self, variant, number):
         """The row of one variant: of the process that waits for its turn, or of one that is started now."""
-        if stop and stop.signal is not None:
-            variant.reason = UNMEASURED
         if variant.reason:
             return not_measured(variant)
-        started, place = time.monotonic(), f"{number} of {len(self.variants)}"
+        place = f"{number} of {len(self.variants)}{self.left_text()}"
         rung = next((r for r in self.running if r.variant is variant), None)
         if rung is None:
-            left = np.mean(self.seconds) * (len(self.variants) - number + 1) if self.seconds else 0
-            self.note(f"compiling {variant.name}, {place}" + (f", about {left:.0f} s left" if left else ""))
+            self.note(f"compiling {variant.name}, {place}")
             rung = self.start(variant)
-        if rung.heard(stop) and rung.guest.wait_until_ready():
+        if self.left() == 0 or not rung.heard(self.left()):
+            rung.signal(signal.SIGKILL)
+            return not_measured(variant, TOO_LATE)
+        if rung.guest.wait_until_ready():
             self.note(f"measuring {variant.name}, {place}")
             rung.guest.go()
-            if rung.heard(stop):
-                rung.guest.wait_until_ready()  # hears "done", or that it has ended
-        if stop and stop.signal is not None:
-            rung.signal(signal.SIGKILL)
-            variant.reason = UNMEASURED
-            return not_measured(variant)
-        self.seconds.append(time.monotonic() - started)
+            rung.guest.wait_until_ready()  # hears "done", or that it has ended
         return rung.row()
 
 

@@ -1,15 +1,17 @@
 """The comparison on paper: a table that grows while it is measured, details, and four headline figures."""
+import math
 import sys
 import time
 
 from fusion_lab.measuring.bounds.roofline import AT_FAULT
-from fusion_lab.measuring.comparison.variants import ALL, short
+from fusion_lab.measuring.comparison.rows import not_measured, rows_of
+from fusion_lab.measuring.comparison.variants import ALL, UNMEASURED, short
 from fusion_lab.measuring.tables import aligned, cell
 
 COLUMNS = (("peak MB (saved)", "peak_memory_mb", ".1f", "peak_memory_reduction_percent"),
            ("saved act. MB (saved)", "saved_activation_mb", ".1f", "saved_activation_reduction_percent"),
            ("launches (fewer)", "launches_per_step", "d", "launch_reduction_percent"))
-HEADER = ["variant", "step ms (p20, p80)", "samples/s", "speed-up", *(title for title, *_ in COLUMNS)]
+HEADER = ["variant", "step ms (p20, p80)", "samples/s", "speed-up (95%)", *(title for title, *_ in COLUMNS)]
 
 
 def cells(row, baseline):
@@ -18,10 +20,13 @@ def cells(row, baseline):
     if not row["measured"]:
         return [row["name"], f"not measured: {row['reason']}"]
     times = [1e3 * row[f"{quantile}_batch_time"] for quantile in ("median", "p20", "p80")]
-    line = [row["name"], "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row['samples_per_second']:.1f}",
-            f"{row['speedup']:.2f}x"]
+    speed = f"{row['speedup']:.2f}x"
+    if row["name"] != baseline["name"]:
+        low, high = row["speedup_low"], row["speedup_high"]
+        speed += f" ({row['rounds']} rounds)" if low is None else f" ({low:.2f}, {high:.2f})"
     if row["baseline_batch_time"] != baseline["median_batch_time"]:
-        line[-1] += f" of {1e3 * row['baseline_batch_time']:.2f} ms"
+        speed += f" of {1e3 * row['baseline_batch_time']:.2f} ms"
+    line = [row["name"], "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row['samples_per_second']:.1f}", speed]
     return line + ["n/a" if row[key] is None else f"{row[key]:{form}} ({row[share]:+.1f}%)"
                    for _, key, form, share in COLUMNS]
 
@@ -33,30 +38,75 @@ def table(rows):
 
 class LiveTable:
     """Prints rows as they become known and hands each state of the result to save(result); without save it
-    is silent. What goes on is said on stderr, so that stdout is the table."""
+    is silent. What goes on is said on stderr, so that stdout is the table: times of each row while its rounds
+    go on, in place on a terminal, and now and then in lines elsewhere."""
 
     def __init__(self, save=None):
-        self.save, self.started, self.names, self.printed = save, time.monotonic(), [], 0
+        self.loud, self.save = save is not None, save or (lambda result: None)
+        self.started, self.variants, self.printed = time.monotonic(), [], 0
+        self.result, self.rows, self.ceiling = None, [], None
+        self.live, self.drawn, self.at = [], 0, -math.inf
+        self.in_place = sys.stderr.isatty()
+        self.every = 0.5 if self.in_place else 10.0  # s
+
+    def say(self, *lines):
+        """Lines on stderr, in place of those that were drawn there."""
+        if self.loud:
+            print((f"\x1b[{self.drawn}A\x1b[J" if self.drawn else "") + "\n".join(lines),
+                  end="\n" if lines else "", file=sys.stderr, flush=True)
+        self.drawn = 0
 
     def note(self, text):
-        if self.save:
-            print(f"[{time.monotonic() - self.started:4.0f} s] {text}", file=sys.stderr, flush=True)
+        self.say(f"[{time.monotonic() - self.started:4.0f} s] {text}")
 
-    def begin(self, result, names):
-        """The first rows; names are those of all that may come."""
-        self.names = names
-        self.add(result)
+    def progress(self, variants, rounds, pace):
+        """So many rounds of these variants, the baseline first, are over."""
+        self.live, now = variants, time.monotonic()
+        if self.loud and (rounds == 1 or now - self.at > self.every):
+            rows, self.at = rows_of([v for v in variants if not v.reason], self.ceiling), now
+            lines = aligned([[*line[:2], line[3]] for line in table(rows)])
+            self.say(*lines, f"[{now - self.started:4.0f} s] round {rounds}{pace.left_text(rounds)}")
+            self.drawn = len(lines) + 1 if self.in_place else 0
 
-    def add(self, result):
+    def begin(self, result, variants, ceiling):
+        """A comparison of all these variants begins; its result's rows come."""
+        self.result, self.rows, self.variants, self.ceiling = result, result["variants"], variants, ceiling
+
+    def add(self):
         """More rows are known than were printed."""
-        if not self.save:
+        if not self.loud:
             return
-        rows = result["variants"]
         # columns as wide as the rows known by now need, the first one for all names
-        lines = aligned([*table(rows), *([name] for name in self.names)])
-        print("\n".join(lines[self.printed:len(rows) + 1]), flush=True)
-        self.printed = len(rows) + 1
-        self.save(result)
+        lines = aligned([*table(self.rows), *([variant.name] for variant in self.variants)])
+        self.say()
+        print("".join(f"{line}\n" for line in lines[self.printed:len(self.rows) + 1]), end="", flush=True)
+        self.printed = len(self.rows) + 1
+        self.save(self.result)
+
+    def finish(self, number):
+        """What comes below the table; if a signal of this number ended it, with the rounds until then."""
+        self.say()
+        if number is not None:
+            self.cut_short()
+        if self.printed:
+            print_details(self.result)
+        elif number is not None:
+            print("Interrupted before the first round: no figures")
+
+    def cut_short(self):
+        """Add rows of rounds that were broken off; what has none is in the file, and counted here."""
+        def add(rows):
+            there = {row["name"] for row in self.rows}
+            self.rows += [row for row in rows if row["name"] not in there]
+
+        if self.live and self.live[0].losses:
+            add(rows_of([v for v in self.live if v.losses], self.ceiling))
+            self.add()
+        if self.printed:
+            print("Interrupted: these are the rounds before it; "
+                  f"{len(self.variants) - len(self.rows)} more rows were not measured")
+            add(not_measured(v, UNMEASURED) for v in self.variants)
+            self.save(self.result)
 
 
 def detail_table(rows):
@@ -77,19 +127,20 @@ def detail_table(rows):
     return lines
 
 
-WITHIN_NOISE = "Speed-up within noise (p20 to p80 of the paired steps includes 1)"
+WITHIN_NOISE = "Speed-up within noise (its 95% interval includes 1, or there were too few rounds for one)"
 
 
 def within_noise(row):
-    return row["speedup_p20"] <= 1 <= row["speedup_p80"]
+    return row["speedup_low"] is None or row["speedup_low"] <= 1 <= row["speedup_high"]
 
 
 def headline(rows, nominal, launch_kind):
     """The four lines that users look for: all fusions that are on by default, against the baseline."""
     before = rows[0]
-    after = next((r for r in rows if r["name"] == ALL and r["measured"]), rows[-1])
-    if not after["measured"]:
-        return [f"No headline: {after['name']} was not measured ({after['reason']})"]
+    rows = [r for r in rows if r["measured"]]
+    after = next((r for r in rows if r["name"] == ALL), rows[-1])
+    if after is before:
+        return ["No headline: nothing but the baseline was measured"]
     said = ["a slowdown"] * (after["speedup"] < 1) + ["within noise"] * within_noise(after)
     slow = f" ({', '.join(said)})" if said else ""
     launches = "not measured" if after["launch_reduction_percent"] is None else (

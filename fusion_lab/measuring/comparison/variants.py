@@ -42,8 +42,8 @@ def short(name):
 
 
 def pick_name(name):
-    """The word for a row on the command line: "+ cuda_graphs" and "cuda_graphs alone" -> "cuda_graphs"."""
-    return name.removesuffix(" alone").removeprefix("all + ").removeprefix("+ ").replace(" ", "-")
+    """The word for a row on the command line: "opm alone" -> "opm", "+ cuda_graphs" -> "+cuda_graphs"."""
+    return name.removesuffix(" alone").removeprefix("all + ").replace("+ ", "+").replace(" ", "-")
 
 
 def spoken(word):
@@ -100,15 +100,29 @@ def combination_variants(program, settings):
     return distinct(settings, found)
 
 
+def most_compiled(variants, program):
+    """The variants without those that compile, but for one on which all is on that --enable-all-fusion turns
+    on and that runs on a CPU, and the user's own."""
+    every = program.fusion_config.preset(True)
+    rungs = [v for v in variants if v.compiled and not v.settings.idle(False) and v.name != AS_GIVEN and all(
+        getattr(every, name) >= getattr(v.settings.fusion, name) for name in every.names())]
+    return [v for v in variants if not v.compiled or v in rungs[-1:] or v.name == AS_GIVEN]
+
+
 def pick(variants, text):
-    """The variants whose names text holds, by blanks or commas, and the baseline. "opm" picks every row of
-    that switch, "opm-alone" one of them. Raises UserError."""
-    words = text.replace(",", " ").split()
+    """The variants that text names, by blanks or commas, and the baseline. "opm" is the row of that switch
+    alone, or, where there is none, the one that adds it to the others, "+opm". Raises UserError."""
+    words = text.replace("+ ", "+").replace(",", " ").split()
     names = [pick_name(variant.name) for variant in variants]
-    wanted = {spoken(word) for word in words}
-    rows = {variant.name: {spoken(pick_name(variant.name)), spoken(variant.name)} for variant in variants}
-    unknown = [word for word in words if not any(spoken(word) in found for found in rows.values())]
+    rows = {}  # word: rows
+    for variant, name in zip(variants, names, strict=True):
+        for word in {spoken(name), spoken(variant.name)}:
+            rows.setdefault(word, []).append(variant)
+    for variant, name in zip(variants, names, strict=True):
+        rows.setdefault(spoken(name).removeprefix("+"), [variant])
+    unknown = [word for word in words if spoken(word) not in rows]
     if unknown or not words:
         raise UserError(f"--variants {text!r}: {unknown[0] if unknown else 'nothing'} is no row; there are "
                         f"{' '.join(dict.fromkeys(names))}")
-    return [v for v in variants if v.name == BASELINE or rows[v.name] & wanted]
+    wanted = [variant for word in words for variant in rows[spoken(word)]]
+    return [v for v in variants if v.name == BASELINE or v in wanted]

@@ -1,6 +1,6 @@
 """--compare-fusion's plan: what is measured, with what and in which order; measurements are recorders."""
 import contextlib
-import json
+import signal
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion_lab.measuring.comparison import compare as comparison
-from fusion_lab.measuring.comparison.variants import ALL, AS_GIVEN, BASELINE, UNMEASURED, Variant
+from fusion_lab.measuring.comparison.variants import ALL, AS_GIVEN, BASELINE, Variant
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -82,7 +82,7 @@ class Rungs:
 @pytest.fixture
 def planned(monkeypatch):
     """compare() with recorders; returns a function: (log, result) of it for these variants on this device."""
-    def run(variants, device, given=None, **how):
+    def run(variants, device, given=None, long=0.1, amp=torch.bfloat16, **how):
         log = []
 
         def note(name, result=None):
@@ -92,19 +92,20 @@ def planned(monkeypatch):
         for name, result in dict(
                 process_settings=None, comparison_variants=lambda *_: variants, release=None, add_worth=None,
                 combination_variants=lambda *_: variants, pick=lambda found, names: found[:2],
-                matmul_ceiling=lambda *_: 4e12, baseline_shares=lambda *_: "shares",
-                rows_of=lambda found, ceiling: [dict(name=v.name) for v in found],
+                matmul_ceiling=lambda *_: 4e12, baseline_shares=lambda *_: dict(a=0.5),
+                rows_of=lambda found, ceiling: [dict(name=v.name, median_batch_time=long) for v in found],
+                most_compiled=lambda variants, program: variants, amp_dtype=lambda *_: amp,
                 system_info=lambda device: f"system of {device}", switch_effects=lambda *_: "effects",
                 launch_kind=lambda device: f"kind of {device}",
                 with_fusion=lambda settings, fusion: f"{fusion} fusion").items():
             monkeypatch.setattr(comparison, name, note(name, result))
-        monkeypatch.setattr(comparison, "measure",
-                            lambda *given: log.append(("measure", *given[:5], *given[6:])))
-        table = SimpleNamespace(note="note", begin=note("begin", lambda *_: None), add=note("add"))
-        settings, lab = Settings(), program(log)
-        result = comparison.compare(lab, settings, given, stop="stop", table=table, **how)
+        monkeypatch.setattr(comparison, "measure", lambda *given: log.append((
+            "measure", *given[:4], given[4].seconds, given[5] is table, *given[7:])))
+        table = SimpleNamespace(note=print, begin=note("begin", lambda *_: None), add=note("add"), save=print)
+        settings, lab, pace = Settings(), program(log), comparison.Pace(None, 8.0)
+        result = comparison.compare(lab, settings, given, table=table, pace=pace, **how)
         return SimpleNamespace(log=[entry for entry in log if isinstance(entry, tuple)], result=result,
-                               settings=settings, program=lab)
+                               settings=settings, program=lab, pace=pace)
     return run
 
 
@@ -123,12 +124,13 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
     first, second = names(log, "measure")
     source = first[4]
     assert source.settings is settings
-    assert first == ("measure", lab, [base, one, usual], device, source, "stop", "note", False)
+    assert first == ("measure", lab, [base, one, usual], device, source, 8.0, True, False)
     again = second[2][0]
-    assert second == ("measure", lab, [again, more], device, source, "stop", "note", False)
+    assert second == ("measure", lab, [again, more], device, source, 4.0, True, False)
     assert (again.name, again.settings, again.found, again.operations, again.trainer) == (
         BASELINE, base.settings, "found", "operations", base.trainer) and again is not base
-    rows = [dict(name=name) for name in (BASELINE, "a alone", ALL, "b alone", "compiled")]
+    rows = [dict(name=name, median_batch_time=0.1) for name in (BASELINE, "a alone", ALL, "b alone")]
+    rows.append(dict(name="compiled"))
     result = found.result
     assert result["variants"] == rows
     assert datetime.fromisoformat(result["timestamp"]).utcoffset().total_seconds() == 0
@@ -136,26 +138,26 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
         mode="compare_fusion", config=dict(a=1), training_params=dict(b=2, amp_dtype="bfloat16"),
         system_info=f"system of {device}", launch_kind=f"kind of {device}", switch_effects=None,
         nominal="statistics of the default fusion", matmul_ceiling_tflops=4)
-    shared = ("a alone", ALL, "b alone", "c")
-    assert names(log, "begin", "add") == [("begin", result, [BASELINE, *shared]), *2 * [("add", result)]]
-    assert names(log, "add_worth") == [("add_worth", rows, [base, one, usual], "shares"),
-                                       ("add_worth", [rows[0], rows[3]], [again, more], "shares")]
+    assert names(log, "begin", "add") == [("begin", result, variants, 4e12), *3 * [("add",)]]
+    assert names(log, "add_worth") == [("add_worth", rows[:3], [base, one, usual], dict(a=0.5)),
+                                       ("add_worth", [rows[0], rows[3]], [again, more], dict(a=0.5))]
     single = "rungs", "rungs measure", "baseline_shares", "matmul_ceiling", "comparison_variants"
     assert names(log, *single) == [
-        ("comparison_variants", lab, settings, device is GPU), ("rungs", lab, [compiled], device, "note"),
-        ("matmul_ceiling", device, torch.bfloat16), ("baseline_shares", base, source, "stop"),
-        ("rungs measure", rows[0], 4e12, "stop")]
+        ("comparison_variants", lab, settings, device is GPU),
+        ("matmul_ceiling", device, torch.bfloat16), ("baseline_shares", base, source, 5),
+        ("rungs", lab, [compiled], device, print, found.pace), ("rungs measure", rows[0], 4e12)]
+    slow = planned(variants, device, long=0.6)
+    assert names(slow.log, "baseline_shares")[0][-1] == 2
     released = [("release", [one, usual, more])] if device is GPU else []
     assert names(log, "release") == released and log[0] == ("process_settings", settings, device)
 
 
 def test_rows_that_were_asked_for_are_measured_even_if_they_are_the_baseline(planned):
     variants = [variant(BASELINE), variant(ALL), variant("a")]
-    variants[0].trainer.amp_dtype = None
     for how, kept, effects in (
             (dict(combinations=True), variants, "effects"), (dict(picked="a"), variants[:2], None),
             (dict(given=variants), variants, None)):  # of these nobody asked for each
-        found = planned(None if "given" in how else variants, GPU, **how)
+        found = planned(None if "given" in how else variants, GPU, amp=None, **how)
         measured, = names(found.log, "measure")
         assert measured[2] == kept and measured[-1] is ("given" not in how)
         assert found.result["switch_effects"] == effects and not names(found.log, "release")
@@ -182,8 +184,8 @@ def alone(monkeypatch):
         log.append(("to life", variant.name, device, weights, batch))
         variant.reason = "too large" if variant.name == "large" else None
 
-    def alternate(variants, steps, supply, stop):
-        log.append(("in turn", [v.name for v in variants], steps, [batch["x"] for batch in supply], stop))
+    def alternate(variants, pace, supply, heard):
+        log.append(("in turn", [v.name for v in variants], pace.steps, [batch["x"] for batch in supply]))
         for found in variants:
             found.losses.append(1.0)
     for function in (measure_alone, bring_to_life, alternate):
@@ -208,8 +210,8 @@ def test_variants_are_measured_alone_then_in_turn(device, compiled, reset, alone
         within.append(len(alone))
         yield
         within.append(len(alone))
-    comparison.measure(lab, variants, device, lab.open_source(None), gate=gate(), note=notes.append,
-                       equal=False)
+    comparison.measure(lab, variants, device, lab.open_source(None), gate=gate(),
+                       table=SimpleNamespace(note=notes.append), equal=False)
     assert names(alone, "alone") == [
         ("alone", name, device, dict(x=0))
         for name in (BASELINE, "fails", ALL, AS_GIVEN, "large", "other")]
@@ -221,55 +223,60 @@ def test_variants_are_measured_alone_then_in_turn(device, compiled, reset, alone
     assert names(alone, "process_settings") == [("process_settings", name, device) for name in living]
     assert len(names(alone, "release")) == 6 + 6 and len(names(alone, "reset")) == reset
     in_turn = [name for name in living if name != "large"]
-    assert names(alone, "in turn") == [("in turn", in_turn, 20, [*range(16)], None)]
+    assert names(alone, "in turn") == [("in turn", in_turn, 20, [*range(16)])]
     assert within == [len(alone) - 1, len(alone)] and alone[-1][0] == "in turn"
     assert notes == [*(f"{name}: memory and launches, {number} of 7" for number, name in (
         (1, BASELINE), (2, "fails"), (3, ALL), (4, AS_GIVEN), (6, "large"), (7, "other"))),
-        "5 variants in turn, 20 steps of each"]
+        "5 variants in turn"]
     assert [v.reason for v in variants] == [None, "it fails", None, None, None, "too large", None]
     trainer, = names(alone, "trainer")
     assert trainer == ("trainer", True, variants[0].settings, device)
 
 
-def test_by_default_equal_variants_are_measured_and_a_signal_leaves_the_baseline(alone):
+def test_by_default_equal_variants_are_measured(alone):
     variants, lab = [variant(BASELINE), variant("a")], program(alone)
     comparison.measure(lab, variants, CPU, lab.open_source(None))
     assert not names(alone, "refuse_equal") and [v.losses for v in variants] == [[1.0], [1.0]]
-    alone.clear()
-    variants = [variant(BASELINE), variant("a")]
-    comparison.measure(lab, variants, CPU, lab.open_source(None), SimpleNamespace(signal=2))
-    assert [entry[1] for entry in names(alone, "alone")] == [BASELINE]
-    assert [v.reason for v in variants] == [None, UNMEASURED] and names(alone, "in turn")[0][-1].signal == 2
 
 
 @pytest.mark.parametrize("number, code", [(2, 130), (None, 0)])
 def test_the_file_is_new_with_its_first_row_and_the_end_is_said(number, code, tmp_path, monkeypatch, capsys):
-    path, log, result = tmp_path / "fusion_comparison.json", [], dict(mode="compare_fusion", variants=[
-        dict(name="a", speedup=2, more=3), dict(name="b", reason="it fails")])
+    path, log = tmp_path / "fusion_comparison.json", []
     path.write_text("earlier")
 
-    def compare(*given, stop, table):
-        log.append(given)
+    class Table:
+        rows = [dict(name="a", speedup=2, more=3), dict(name="b", reason="it fails")]
+
+        def __init__(self, save):
+            self.save = save
+
+        def finish(self, signal):
+            log.append(("finish", signal))
+
+    def compare(*given):
+        *given, table, pace = given
+        log.append((*given, pace.steps, pace.seconds))
         assert path.read_text() == "earlier"
-        table(dict(rows=1))
+        table.save(dict(rows=1))
         assert '"rows": 1' in path.read_text() and len(list(tmp_path.iterdir())) == 2
-        stop.signal = number
-        return result
+        if number:
+            signal.raise_signal(number)
     monkeypatch.setattr(comparison, "compare", compare)
-    monkeypatch.setattr(comparison, "LiveTable", lambda save: save)
-    for name in ("require_writable", "print_details", "print_result"):
+    monkeypatch.setattr(comparison, "LiveTable", Table)
+    for name in ("require_writable", "print_result"):
         monkeypatch.setattr(comparison, name, lambda *given, name=name: log.append((name, *given)))
     monkeypatch.setattr(comparison, "choose_device", lambda asked: {"asked for": CPU}[asked])
     settings = Settings()
     settings.profiler = SimpleNamespace(profile_dir=str(tmp_path))
     lab = program([], result=lambda kind: f"{kind}.json", sample=lambda settings: "B 3")
-    assert comparison.compare_fusion(lab, settings, "a") == code and json.loads(path.read_text()) == result
-    said = f"Device: cpu | torch {torch.__version__} | B 3 | 20 steps of every variant, in turn\n"
-    said += "Interrupted: these figures are of the rounds before it\n" if number else ""
-    assert capsys.readouterr().out == said
+    limits = (None, 7.5) if number else (20, None)
+    assert comparison.compare_fusion(lab, settings, "a", limits=limits if number else None) == code
+    pace = "at most 7.5 s of them" if number else "20 of each"
+    assert capsys.readouterr().out == (
+        f"Device: cpu | torch {torch.__version__} | B 3 | steps of every variant in turn, {pace}\n")
     line = dict(mode="compare_fusion", variants=[dict(name="a", speedup=2), dict(name="b")])
-    assert log == [("require_writable", str(path)), (lab, settings, None, False, "a"),
-                   ("print_details", result), ("print_result", line, str(path), settings)]
+    assert log == [("require_writable", str(path)), (lab, settings, None, False, "a", *limits),
+                   ("finish", number), ("print_result", line, str(path), settings)]
 
 
 def test_what_runs_the_baseline_s_operations_has_that_for_a_reason():
@@ -293,17 +300,14 @@ def test_a_variant_comes_to_life_warm(warmup, warm, steps):
     assert log == ([] if warm else [("trainer", True, settings, CPU)])
 
 
-@pytest.mark.parametrize("stop, steps", [
-    (None, comparison.STEPS), (SimpleNamespace(signal=None), comparison.STEPS),
-    (SimpleNamespace(signal=2), 1)])
-def test_shares_of_the_baseline_s_step(stop, steps, monkeypatch):
+def test_shares_of_the_baseline_s_step(monkeypatch):
     calls, base = [], variant(BASELINE)
     monkeypatch.setattr(comparison, "process_settings", lambda *given: calls.append(given))
     monkeypatch.setattr(comparison, "shares_of_a_step", lambda *given: given)
     monkeypatch.setattr(comparison, "to_device", lambda *given: given)
     source = SimpleNamespace(batch=lambda step: f"batch {step}")
-    assert comparison.baseline_shares(base, source, stop) == (base.trainer, ("batch 0", CPU), steps)
-    assert calls == [(base.settings, CPU)] and steps in (1, comparison.STEPS) and comparison.STEPS > 1
+    assert comparison.baseline_shares(base, source, 3) == (base.trainer, ("batch 0", CPU), 3)
+    assert calls == [(base.settings, CPU)]
 
 
 @pytest.mark.parametrize("compiled, counts, peak", [

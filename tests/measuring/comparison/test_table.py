@@ -11,8 +11,10 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.comparison import compare as comparison
+from fusion_lab.measuring.comparison import pace as pacing
 from fusion_lab.measuring.comparison import rung, rungs, worth
 from fusion_lab.measuring.comparison import table as comparison_table
+from fusion_lab.measuring.comparison.pace import Interrupted, Pace
 from fusion_lab.measuring.comparison.rows import reduction, rows_of, switch_effects
 from fusion_lab.measuring.comparison.rungs import Rungs
 from fusion_lab.measuring.comparison.table import (
@@ -69,7 +71,8 @@ def test_figures_of_a_row_by_hand():
         median_optimizer_time=1.0, first_step_time=2.5, samples_per_second=0.75, peak_memory_mb=30.0,
         saved_activation_mb=4.0, saved_activation_mb_by_sublayer=dict(up=1.0, rest=3.0), launches_per_step=50,
         flops_per_step=4 * 10 ** 12, achieved_tflops=1.0, first_loss=5.0, final_loss=1.25,
-        baseline_batch_time=6.5, speedup=1.625, speedup_p20=1.0, speedup_p80=3.0,
+        baseline_batch_time=6.5, speedup=1.625, speedup_p20=1.0, speedup_p80=3.0, rounds=6,
+        speedup_low=0.5, speedup_high=3.0,
         batch_time_reduction_percent=pytest.approx(100 * 2.5 / 6.5), final_loss_difference=0.25, mfu=0.5,
         peak_memory_reduction_percent=25.0, saved_activation_reduction_percent=50.0,
         launch_reduction_percent=50.0, flop_reduction_percent=0.0, **UNKNOWN)
@@ -83,6 +86,11 @@ def test_rounds_that_a_signal_cut_short_are_compared_as_far_as_they_go():
     _, after = rows_of([variant("baseline", BEFORE), variant("all", AFTER[:4], losses=(5, 4, 3, 2.5))], 1e12)
     assert after["speedup_p20"] == 1.0 and after["speedup_p80"] == pytest.approx(2.4)
     assert after["final_loss_difference"] == 0.5 and after["speedup"] == 6.5 / 4
+    assert (after["rounds"], after["speedup_low"], after["speedup_high"]) == (4, None, None)
+    clear = rows_of([variant("baseline", [4.0] * 5 + [9.0]), variant("all", [2.0] * 5 + [1.0])], 1e12)[1]
+    assert (clear["speedup"], clear["speedup_low"], clear["speedup_high"]) == (2.0, 2.0, 9.0)
+    odd = rows_of([variant("baseline", [1, 2, 3.0, 4, 5]), variant("all", [1, 2, 99.0, 4, 5])], 1e12)[1]
+    assert odd["speedup"] == odd["speedup_p20"] == 0.75  # of the paired ones that is 0.81
     lower = rows_of([variant("baseline", BEFORE), variant("all", AFTER, losses=[0.75] * 6)], 1e12)[1]
     assert lower["final_loss_difference"] == 0.25
     longer, = rows_of([variant("all", AFTER)], 1e12)
@@ -177,14 +185,17 @@ NOMINAL = dict(kernel_reduction_percent=80.0, total_kernel_reduction=12)
 
 def test_a_row_of_the_table():
     before, after = two_rows()
-    assert cells(after, before) == ["all", "4000.00 (3000.00, 7000.00)", "0.8", "1.62x", "30.0 (+25.0%)",
-                            "4.0 (+50.0%)", "50 (+50.0%)"]
+    assert cells(after, before) == ["all", "4000.00 (3000.00, 7000.00)", "0.8", "1.62x (0.50, 3.00)",
+                            "30.0 (+25.0%)", "4.0 (+50.0%)", "50 (+50.0%)"]
+    assert cells(before, before)[3] == "1.00x"
+    few = dict(after, rounds=2, speedup_low=None, speedup_high=None)
+    assert cells(few, before)[3] == "1.62x (2 rounds)" and comparison_table.within_noise(few)
     unknown = dict(after, peak_memory_mb=None, launches_per_step=None)
     assert cells(unknown, before)[4:] == ["n/a", "4.0 (+50.0%)", "n/a"]
     compiled = dict(after, baseline_batch_time=5.0)  # of its own process
-    assert cells(compiled, before)[3] == "1.62x of 5000.00 ms"
+    assert cells(compiled, before)[3] == "1.62x (0.50, 3.00) of 5000.00 ms"
     lines = table([before, after])
-    assert lines[0] == ["variant", "step ms (p20, p80)", "samples/s", "speed-up", "peak MB (saved)",
+    assert lines[0] == ["variant", "step ms (p20, p80)", "samples/s", "speed-up (95%)", "peak MB (saved)",
                         "saved act. MB (saved)", "launches (fewer)"]
     assert lines[1:] == [cells(before, before), cells(after, before)] and len(lines[0]) == len(lines[1])
 
@@ -192,7 +203,7 @@ def test_a_row_of_the_table():
 def test_the_headline_is_of_all_default_fusions():
     before, after = two_rows()
     other = dict(after, name="+ graph", speedup=9.0)
-    clear = dict(after, speedup_p20=1.01)
+    clear = dict(after, speedup_low=1.01)
     assert headline([before, clear, other], NOMINAL, "cpu_ops") == [
         "Training speed: 1.62x speed-up (0.5 -> 0.8 samples/sec)",
         "Memory reduction: 25.0% (peak 40.0 -> 30.0 MB)",
@@ -201,29 +212,29 @@ def test_the_headline_is_of_all_default_fusions():
     unknown = dict(after, peak_memory_reduction_percent=None, launch_reduction_percent=None)
     assert headline([before, unknown], None, "cpu_ops")[1::2] == ["Memory reduction: not measured",
                                                                  "Kernel reduction: not measured"]
-    noise = headline([before, after], None, "")  # p20 is 1
+    noise = headline([before, dict(after, speedup_low=1.0)], None, "")
     assert "1.62x speed-up (within noise) (0.5" in noise[0] and "38.5% (within noise) (6500" in noise[2]
     lost = dict(clear, name="x", speedup=0.999)
     slow = headline([before, other, lost], None, "")  # the last one, then
     assert "1.00x speed-up (a slowdown) (" in slow[0] and "% (a slowdown) (" in slow[2]
-    both = headline([before, dict(lost, speedup_p20=0.9)], None, "")
+    both = headline([before, dict(lost, speedup_low=0.9)], None, "")
     assert "1.00x speed-up (a slowdown, within noise) (" in both[0]
     assert "slowdown" not in headline([before, dict(clear, speedup=1.0)], None, "")[0]
     failed = dict(name="x", measured=False, reason="why")
-    assert headline([before, failed], None, "") == ["No headline: x was not measured (why)"]
-    assert "+ graph" not in str(headline([before, dict(failed, name="all"), other], None, ""))
+    assert headline([before, failed], None, "") == ["No headline: nothing but the baseline was measured"]
+    assert "9.00x" in headline([before, dict(failed, name="all"), other, failed], None, "")[0]
 
 
 def test_details_name_what_is_within_noise(capsys):
     before, after = two_rows()
-    rows = [before, *(dict(after, name=name, speedup_p20=low, speedup_p80=high) for name, low, high in (
+    rows = [before, *(dict(after, name=name, speedup_low=low, speedup_high=high) for name, low, high in (
         ("unclear", 0.9, 1.1), ("faster", 1.01, 1.2), ("slower", 0.8, 0.99), ("from one", 1.0, 1.3),
         ("to one", 0.7, 1.0)))]
     rows.append(dict(name="broken", measured=False, reason="x"))
     effects = {"enable_opm_fusion": dict(speedup=1.25, smallest=1.0, largest=1.5, saved_activation_mb=2.0)}
     print_details(dict(variants=rows, switch_effects=effects, nominal=None, launch_kind="gpu_kernels"))
     out = capsys.readouterr().out
-    assert "(p20 to p80 of the paired steps includes 1): unclear, from one, to one\n" in out
+    assert "too few rounds for one): unclear, from one, to one\n" in out
     assert "\nopm              1.250x over all settings of the others (from 1.000 to 1.500), saved " \
            "activations -2.0 MB\n" in out
     few = dict(variants=[before, rows[2]], switch_effects=None, nominal=None, launch_kind="gpu_kernels")
@@ -236,22 +247,101 @@ def test_details_name_what_is_within_noise(capsys):
         assert ("MFU above 100%: a fault of the bound" in capsys.readouterr().out) == (share > 1)
 
 
-def test_the_live_table_prints_every_row_once(monkeypatch, capsys):
-    ticks, saved = iter([100.0, 103.6, 200.0]), []
-    monkeypatch.setattr(comparison_table.time, "monotonic", lambda: next(ticks))
+@pytest.fixture
+def live(monkeypatch):
+    """A LiveTable of two variants at 100 s, whose saved rows are counted; and a list with its time."""
+    now, saved = [100.0], []
+    monkeypatch.setattr(comparison_table.time, "monotonic", lambda: now[0])
+    variants = [variant("baseline", BEFORE), variant("all", AFTER, peak_memory_mb=30.0),
+                Variant("a name of some length", SETTINGS)]
+    made = LiveTable(lambda result: saved.append([row["measured"] for row in result["variants"]]))
+    made.begin(dict(variants=[], switch_effects=None, nominal=None, launch_kind="cpu_ops"), variants, 2e12)
+    return SimpleNamespace(table=made, now=now, saved=saved, variants=variants)
+
+
+def test_the_table_prints_every_row_once(live, capsys):
+    live.now[0] = 103.6
+    live.table.note("at work")
     before, after = two_rows()
-    live = LiveTable(lambda result: saved.append(len(result["variants"])))
-    live.note("at work")
-    live.begin(dict(variants=[before]), ["baseline", "all", "a name of some length"])
+    live.table.rows.append(before)
+    live.table.add()
     first = capsys.readouterr()
     assert first.err == "[   4 s] at work\n" and first.out.count("\n") == 2
     assert first.out.startswith("variant                step ms (p20, p80)")
-    live.add(dict(variants=[before, after]))
-    assert capsys.readouterr().out.splitlines()[0].split()[0] == "all" and saved == [1, 2]
+    live.table.rows.append(after)
+    live.table.add()
+    live.table.add()
+    again = capsys.readouterr().out.splitlines()
+    assert len(again) == 1 and again[0].split()[0] == "all" and live.saved == [[True], [True] * 2, [True] * 2]
     silent = LiveTable()
     silent.note("nothing")
-    silent.add(dict(variants=[before]))
+    silent.begin(dict(variants=[before]), live.variants, 1e12)
+    silent.progress(live.variants[:2], 1, Pace(3))
+    silent.add()
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_times_are_shown_from_the_first_round_on(terminal, live, capsys):
+    """In lines after the first round and every ten seconds; on a terminal in place, until the row comes."""
+    table, pace = live.table, Pace(4)
+    table.in_place, table.every = terminal, 0.5 if terminal else 10.0
+    pace.over(live.variants, 0)
+    drawn = ["variant   step ms (p20, p80)          speed-up (95%)",
+             "baseline  6500.00 (5000.00, 8000.00)  1.00x",
+             "all       4000.00 (3000.00, 7000.00)  1.62x (0.50, 3.00)"]
+    live.now[0] = 104.0
+    table.progress(live.variants[:2], 1, pace)
+    assert capsys.readouterr().err.splitlines() == [*drawn, "[   4 s] round 1, at most 12 s left"]
+    live.now[0] = 108.0
+    table.progress(live.variants[:2], 2, pace)
+    again = capsys.readouterr().err
+    assert again == (("\x1b[4A\x1b[J" + "\n".join([*drawn, "[   8 s] round 2, at most 8 s left\n"]))
+                     if terminal else "")
+    table.note("next")
+    assert capsys.readouterr().err == ("\x1b[4A\x1b[J" if terminal else "") + "[   8 s] next\n"
+
+
+def test_rounds_that_a_signal_broke_off_are_in_the_table(live, capsys):
+    table = live.table
+    table.finish(2)
+    assert capsys.readouterr().out == "Interrupted before the first round: no figures\n" and live.saved == []
+    table.progress(live.variants[:2], 6, Pace(None, 50.0))
+    live.variants[0].losses.append(0.5)  # in the middle of a round
+    table.finish(2)
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in out[1:3]] == ["baseline", "all"]
+    assert live.saved[-1] == [True, True, False]
+    assert out[3] == "Interrupted: these are the rounds before it; 1 more rows were not measured"
+    assert table.rows[2]["reason"] == UNMEASURED and not any("some length" in line for line in out)
+
+
+def test_when_rounds_end(monkeypatch):
+    """After so many; or when no other one fits into the time; or when all intervals are narrow."""
+    now = [0.0]
+    monkeypatch.setattr(pacing.time, "monotonic", lambda: now[0])
+    pair = [variant("baseline", [1.0] * 20), variant("all", [1.0] * 10 + [1.1] * 10)]
+    steady = [pair[0], variant("all", [0.5] * 20), Variant("broken", SETTINGS, reason="why")]
+
+    def rounds(pace, variants, seconds):
+        now[0] = number = 0
+        while not pace.over(variants, number):
+            number, now[0] = number + 1, now[0] + seconds
+        return number
+    assert rounds(Pace(3), steady, 1e9) == 3 and rounds(Pace(30, 10.0), steady, 0.01) == 30
+    assert rounds(Pace(None, 10.0), steady, 0.01) == pacing.FEWEST
+    assert rounds(Pace(None, 10.0), pair, 3.0) == 3 and rounds(Pace(None, 10.0), pair, 99.0) == 1
+    assert str(Pace(3)) == "3 of each" and str(Pace(3, 9)) == "3 of each or at most 9 s of them"
+    for device, whole in ((CPU, 30.0), (GPU, 15.0)):
+        now[0] = 0
+        assert Pace(None, 10.0).whole(device) == whole and Pace(3).whole(device) is None
+    late = Pace(None, 10.0)
+    now[0] += 20.0  # counting took all of it
+    assert late.left_text() == ", at most 2 s left" and not late.over(pair, 0)
+    now[0] += 1.0
+    assert not late.over(pair, 1) and late.over(pair, 1.0 / 2) and late.left() == 1.5
+    part = Pace(7, 10.0).part(0.5)
+    assert (part.steps, part.seconds) == (7, 5.0) and Pace(7).part(0.5).left_text() == ""
 
 
 # Who measures when
@@ -274,16 +364,16 @@ class FakeGuardian:
 
 class FakeRung:
     """A process that answers with these rows, one each time it is asked, and notes what it hears."""
-    rows, heard_by_all = [], []
+    rows, heard_by_all, ready = [], [], True
 
-    def __init__(self, program, variant):
+    def __init__(self, program, variant, pace):
         self.variant, self.log = variant, FakeRung.heard_by_all
         self.guest = SimpleNamespace(wait_until_ready=lambda: True, go=lambda: self.log.append("go"),
                                      process=SimpleNamespace(pid=f" {variant.name}"))
         self.log.append(f"start {variant.name}")
 
-    def heard(self, stop):
-        return True
+    def heard(self, seconds):
+        return FakeRung.ready
 
     def signal(self, number):
         self.log.append(number)
@@ -315,29 +405,30 @@ def test_others_are_stopped_while_rows_of_this_process_are_measured(fake_rungs, 
     slept = []
     monkeypatch.setattr(rungs.time, "sleep", slept.append)
     variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "ab"]
-    with Rungs(SECOND, variants, GPU, print) as both:
+    with Rungs(SECOND, variants, GPU, print, Pace(5)) as both:
         with contextlib.suppress(KeyError), both.paused():
             fake_rungs.append("within")
             raise KeyError
     stop, go_on = signal.SIGSTOP, signal.SIGCONT
     assert fake_rungs == ["start a", "start b", stop, stop, "within", go_on, go_on, "end a", "end b"]
     assert FakeGuardian.told == ["+ a", "+ b", "- a", "- b", "closed"]
-    with Rungs(SECOND, variants, CPU, print) as none, none.paused():
+    with Rungs(SECOND, variants, CPU, print, Pace(5)) as none, none.paused():
         assert slept == [rungs.SETTLE_SECONDS, 0] and none.running == [] and none.guardian is None
 
 
 def test_compiled_variants_one_after_the_other_on_a_cpu(fake_rungs, monkeypatch):
-    """The first took 10 s and the second 20, so the third has 15 left."""
-    ticks, said = iter([0.0, 10.0, 10.0, 30.0, 30.0, 40.0]), []
-    monkeypatch.setattr(rungs.time, "monotonic", lambda: next(ticks))
+    """All of it has three budgets."""
+    now, said = [1000.0], []
+    monkeypatch.setattr(rungs.time, "monotonic", lambda: now[0])
     variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "abc"]
     FakeRung.rows = [measured("a"), dict(name="b", measured=False, reason="out of memory"), measured("c")]
-    with Rungs(SECOND, variants, CPU, said.append) as queue:
+    with Rungs(SECOND, variants, CPU, said.append, Pace(None, 8.0)) as queue:
+        now[0] += 4
         first, second, third = queue.measure(BASE, 40.0)
     assert (first["mfu"], first["peak_memory_reduction_percent"]) == (0.5, 50.0)
     assert first["launch_reduction_percent"] is None and "mfu" not in second and third["name"] == "c"
-    assert said == ["compiling a, 1 of 3", "measuring a, 1 of 3", "compiling b, 2 of 3, about 20 s left",
-                    "measuring b, 2 of 3", "compiling c, 3 of 3, about 15 s left", "measuring c, 3 of 3"]
+    assert said == [f"{what} {name}, {number} of 3, at most 20 s left" for number, name in
+                    enumerate("abc", 1) for what in ("compiling", "measuring")]
     assert fake_rungs.count("go") == 3 and fake_rungs[-3:] == ["end a", "end b", "end c"]
     assert FakeGuardian.told == ["+ a", "+ b", "+ c", "- a", "- b", "- c", "closed"]
 
@@ -346,7 +437,7 @@ def test_what_ran_out_of_memory_beside_others_has_a_second_try(fake_rungs):
     said, variants = [], [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "ab"]
     FakeRung.rows = [dict(name="a", measured=False, reason="CUDA error: out of memory"), measured("b"),
                      measured("a again")]
-    with Rungs(SECOND, variants, GPU, said.append) as both:
+    with Rungs(SECOND, variants, GPU, said.append, Pace(5)) as both:
         rows = list(both.measure(BASE, 40.0))
     assert [row["name"] for row in rows] == ["b", "a again"]
     assert said[0] == "waiting for 2 variants to compile"
@@ -354,12 +445,13 @@ def test_what_ran_out_of_memory_beside_others_has_a_second_try(fake_rungs):
     assert FakeGuardian.told == ["+ a", "+ b", "- a", "- b", "+ a", "- a", "closed"]
 
 
-def test_a_signal_leaves_the_rest_unmeasured(fake_rungs):
+def test_what_has_not_compiled_when_the_time_is_spent_has_that_for_a_reason(fake_rungs, monkeypatch):
     variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "ab"]
-    stop = SimpleNamespace(signal=2)
-    with Rungs(SECOND, variants, CPU, print) as queue:
-        assert [row["reason"] for row in queue.measure(BASE, 1.0, stop)] == [UNMEASURED] * 2
-    assert fake_rungs == FakeGuardian.told == []
+    monkeypatch.setattr(FakeRung, "ready", False)
+    for device in (CPU, GPU):
+        with Rungs(SECOND, variants, device, print, Pace(None, 1e-9)) as queue:
+            assert [row["reason"] for row in queue.measure(BASE, 1.0)] == [rungs.TOO_LATE] * 2
+    assert fake_rungs.count(signal.SIGKILL) == 4 and "go" not in fake_rungs
 
 
 def stepping(name, log, fails_at=None, device=CPU):
@@ -375,8 +467,10 @@ def stepping(name, log, fails_at=None, device=CPU):
     @contextlib.contextmanager
     def preserved():
         log.append(f"keep {name}")
-        yield
-        log.append(f"restore {name}")
+        try:
+            yield
+        finally:
+            log.append(f"restore {name}")
 
     made = Variant(name, SETTINGS, trainer=SimpleNamespace(step=step, preserved=preserved, device=device))
     made.timer = SimpleNamespace(start=lambda: log.append("start"), mark=lambda: log.append("mark"))
@@ -386,7 +480,9 @@ def stepping(name, log, fails_at=None, device=CPU):
 def test_rounds_begin_with_another_variant_each_and_repeat_their_batches():
     log = []
     variants = [stepping(name, log) for name in "abc"]
-    comparison.alternate(variants, 4, ["x", "y"], None)
+    heard = []
+    comparison.alternate(variants, Pace(4), ["x", "y"], heard.append)
+    assert heard == [1, 2, 3, 4]
     assert [entry for entry in log if isinstance(entry, tuple)] == [
         *((name, "x") for name in "abc"), *((name, "y") for name in "bca"),
         *((name, "x") for name in "cab"), *((name, "y") for name in "abc")]
@@ -394,16 +490,21 @@ def test_rounds_begin_with_another_variant_each_and_repeat_their_batches():
     assert log[3:6] == ["start", ("a", "x"), "mark"] and variants[0].losses == [1.0] * 4
 
 
-def test_a_variant_that_fails_drops_out_and_a_signal_ends_after_the_round():
+def test_a_variant_that_fails_drops_out_and_a_signal_ends_at_once():
     log = []
     variants = [stepping(BASELINE, log), stepping("b", log, fails_at=3)]
-    comparison.alternate(variants, 4, ["x"], None)
+    comparison.alternate(variants, Pace(4), ["x"])
     assert variants[1].reason == "RuntimeError: broken" and variants[1].trainer is None
     assert len(variants[0].losses) == 4 and len(variants[1].losses) == 1
     log.clear()
     again = [stepping(name, log) for name in "ab"]
-    comparison.alternate(again, 9, ["x"], SimpleNamespace(signal=15))
-    assert [variant.losses for variant in again] == [[1.0], [1.0]]
+
+    def signalled(rounds):
+        if rounds == 2:
+            raise Interrupted
+    with pytest.raises(Interrupted):
+        comparison.alternate(again, Pace(9), ["x"], signalled)
+    assert [variant.losses for variant in again] == [[1.0, 1.0]] * 2 and log[-1] == "restore a"
 
 
 def test_variants_begin_with_the_same_weights_and_run_on_their_own():
@@ -487,7 +588,7 @@ def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path
                                            profile_dir=str(tmp_path)), PLAIN)
     assert comparison.compare_fusion(SECOND, settings, picked=ALL) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].endswith("| B 3, W 4 | 2 steps of every variant, in turn")
+    assert out[0].endswith("| B 3, W 4 | steps of every variant in turn, 2 of each")
     result = json.loads((tmp_path / SECOND.result("fusion_comparison")).read_text())
     rows, line = result["variants"], json.loads(out[-1])
     assert line["variants"] == [dict(name=row["name"], speedup=row["speedup"]) for row in rows]
@@ -513,12 +614,12 @@ def test_a_process_of_its_own_says_its_row_last(monkeypatch, capsys):
     program = replace(SECOND, trainer=Noting)
     monkeypatch.setattr(rung, "load_program", lambda file: program if file == "here.py" else None)
     settings = SECOND.settings(width=4, batch_size=3, num_steps=20, device="cpu", warmup_steps=1)
-    assert rung.main("here.py", "mine", json.dumps(settings.as_dict())) == 0
+    assert rung.main("here.py", "mine", json.dumps(settings.as_dict()), "[20, null]") == 0
     row = json.loads(capsys.readouterr().out)
     assert turns == [True, *[False, True, True, False] * 10] and row["name"] == "mine" and row["measured"]
     assert row["speedup"] == pytest.approx(row["baseline_batch_time"] / row["median_batch_time"])
     assert row["samples_per_second"] == pytest.approx(3 / row["median_batch_time"])
     idle = settings.having(enable_master_weights=True)
-    assert rung.main("here.py", "idle", json.dumps(idle.as_dict())) == 0
+    assert rung.main("here.py", "idle", json.dumps(idle.as_dict()), "[20, null]") == 0
     row = json.loads(capsys.readouterr().out)
     assert (row["measured"], row["reason"], len(turns)) == (False, "master weights need --use-amp", 41)

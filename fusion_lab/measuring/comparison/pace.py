@@ -1,0 +1,106 @@
+"""How long a comparison goes on: rounds, a budget of seconds, and the signal that ends it."""
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+
+from fusion_lab.measuring.comparison.rows import FEWEST, speedup_interval
+
+ROUNDS = 0.25  # of the budget at least, however long counting took
+NARROW = 0.04  # high / low - 1 of a speed-up's interval that needs no more rounds
+WHOLE = dict(cpu=3.0, cuda=1.5)  # budgets of the first table until the last row
+PATIENCE = 1.2  # s for what runs to end by itself after a signal
+
+
+class Pace:
+    """So many rounds; or, within a budget of seconds from now on, as many as it takes until all intervals
+    are narrow. With both, rounds end with whichever comes first. There is always one."""
+
+    def __init__(self, steps, seconds=None):
+        self.steps, self.seconds, self.look, self.began = steps, seconds, FEWEST, None
+        self.ends = None if seconds is None else time.monotonic() + seconds
+
+    def __str__(self):
+        rounds = [] if self.steps is None else [f"{self.steps} of each"]
+        return " or ".join(rounds + ([] if self.seconds is None else [f"at most {self.seconds:g} s of them"]))
+
+    def whole(self, device):
+        """When the last row is to be there, on the clock of this."""
+        return None if self.ends is None else self.ends + (WHOLE[device.type] - 1) * self.seconds
+
+    def part(self, share):
+        """That of other rows, which begin now."""
+        return Pace(self.steps, None if self.seconds is None else share * self.seconds)
+
+    def left(self):
+        if self.ends is None:
+            return math.inf
+        return max(self.ends - time.monotonic(), self.seconds * ROUNDS if self.began is None else 0.0)
+
+    def left_text(self, rounds=0):
+        """How much longer it takes, after so many rounds, to be put behind something."""
+        counted = (self.steps - rounds) * self.per_round(rounds) if self.steps and rounds else math.inf
+        left = min(self.left(), counted)
+        return "" if left == math.inf else f", at most {left:.0f} s left"
+
+    def per_round(self, rounds):
+        return (time.monotonic() - self.began) / rounds
+
+    def over(self, variants, rounds):
+        """Whether so many rounds are enough of these variants; asked before each."""
+        if rounds == 0:
+            self.ends = self.ends and time.monotonic() + self.left()
+            self.began = time.monotonic()
+            return False
+        if rounds == self.steps or self.left() < self.per_round(rounds):
+            return True
+        if self.steps is not None or rounds < self.look:
+            return False
+        self.look = rounds + rounds // 8 + 1
+        intervals = [speedup_interval(v, variants[0]) for v in variants[1:] if not v.reason]
+        return all(high < (1 + NARROW) * low for low, high in intervals)
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM came; no Exception, which would be one variant's reason."""
+
+
+@contextlib.contextmanager
+def interruptible(finish):
+    """Within, a signal raises Interrupted, which ends it here; a second one acts at once. Yields what calls
+    finish(number of the signal or None), once it is over. Where operations run on for longer than a reader
+    waits, in which Python hears nothing, another thread calls it and ends the process."""
+    heard, over = [], threading.Event()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def ask(number, _frame):
+        heard.append(number)
+        restore()
+        raise Interrupted
+
+    def restore():
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def watch():
+        number = os.read(reader, 1)
+        if number and not over.wait(PATIENCE):
+            os._exit(finish(number[0]))
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        with contextlib.suppress(Interrupted):
+            yield lambda: finish(heard[0] if heard else None)
+    finally:
+        over.set()
+        signal.set_wakeup_fd(wakeup)
+        restore()
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
