@@ -431,8 +431,8 @@ def test_rows_of_sublayers_are_in_milliseconds_and_megabytes():
     samples = [dict(up=0.25), dict(up=0.375), dict(up=0.5)]
     e = SublayerTime("up", "forward", 2.0, 1250.0, 500.0, 2000.0, 0.125, 7.0, 1.5, 2.25)
     assert report.sublayer_rows(made_up([e], samples=samples))[1] == [
-        "up", "forward", "2", "1.250", "12.5% (30.0, 45.0)", "0.500", "2.000", "7", "1.5", "2.2"]
-    assert report.sublayer_rows(made_up([e], samples=samples[:2]))[1][4] == "12.5% (27.5, 35.0)"
+        "up", "forward", "2", "1.250", "12.5% (12.5, 45.0)", "0.500", "2.000", "7", "1.5", "2.2"]
+    assert report.sublayer_rows(made_up([e], samples=samples[:2]))[1][4] == "12.5% (12.5, 35.0)"
     assert report.sublayer_rows(made_up([e], samples=samples[:1]))[1][4] == "12.5%"
     assert len(report.sublayer_rows(made_up([e], samples=samples))[0]) == 10
 

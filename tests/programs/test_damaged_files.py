@@ -10,6 +10,7 @@ import os
 import pathlib
 import random
 import tempfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -225,7 +226,7 @@ def metrics_file(random_, place):
     at = random_.randrange(len(lines))
     text = "\n".join([*lines[:at], "{}", *lines[at + 1:], ""]).encode()
     (place / "metrics.jsonl").write_bytes(text.replace(b"{}", damaged_json(lines[at], random_)))
-    metrics.cut_torn_line(place / "metrics.jsonl")
+    metrics.cut_what_comes_again(place / "metrics.jsonl", SimpleNamespace(step_number=3, evaluated=3))
     steps, evaluations = metrics.read_metrics(place / "metrics.jsonl")
     assert all(type(line["step"]) is int and "loss" in line for line in steps)
     assert [line["step"] for line in steps] == sorted({line["step"] for line in steps})

@@ -50,11 +50,13 @@ def test_a_gpu_is_asked_for_its_losses_before_they_are_saved_or_evaluated(name, 
     monkeypatch.setattr(tof, "save", lambda trainer, path: events.append(f"save {trainer.step_number}"))
     monkeypatch.setattr(tof, "unmeasured_memory", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(tof, "Evaluations", lambda *_: SimpleNamespace(
-        stopped=False, take=lambda step, stop: events.append(f"take {step}") or ""))
+        stopped=False, ended=lambda: False,
+        owed=lambda: name == "eval_every" and trainer.step_number == 2 + 2 * len(events),
+        take=lambda step, stop: events.append(f"take {step}") or ""))
     profiling = SimpleNamespace(enter=None, leave=None, step=lambda: None, paused=contextlib.nullcontext)
     with pytest.raises(UserError, match="loss is nan at step 3"):
         tof.run_steps(trainer, None, profiling, None, SimpleNamespace(signal=None),
-                      SimpleNamespace(step=lambda *_: None))
+                      SimpleNamespace(step=lambda *_: None, flush=lambda: None))
     assert events == [done]
 
 

@@ -175,8 +175,10 @@ PROGRAMS = ["tiny_openfold_v2.py", "run_pytorch_profiler.py", "profile_summary.p
 ON_THEIR_OWN = ("profile_summary.py", "companions/fusion_patterns.py")  # hand nothing on to the trainer
 ON_ITS_SITE = ("../../issues",)  # relative to a page on the site that hosts the repository
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")  # not the --enable- of --enable-X
-FOREIGN = {"--index-url", "--function-exclude", "--msa-only",  # of pip, rocprof-sys, ColabFold; of torchrun
-           # and Slurm:
+FOREIGN = {"--index-url", "--function-exclude", "--msa-only",  # of pip, rocprof-sys, ColabFold; of AMD's:
+           "--block", "--collection-period", "--dispatch", "--hip-graph-trace", "--hip-trace", "--kernel",
+           "--iteration-multiplexing", "--kernel-rename", "--marker-trace", "--runtime-trace", "--set",
+           "--sys-trace",  # of torchrun and Slurm:
            "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--nodes",
            "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--time", "--signal"}
 
@@ -240,6 +242,7 @@ def test_flags_and_programs_exist(page, flags):
         program, _, words = command.partition(" #")[0].partition(" ")
         assert (ROOT / program).is_file(), f"{page.name}: {command}"
         if program in flags:
+            words = re.sub(r"--tool-option=\S+", "--tool-option", words)  # which the tool judges
             assert set(FLAG.findall(words)) <= flags[program], f"{page.name}: {command}"
 
 

@@ -9,7 +9,7 @@ import pytest
 from fusion_lab.rocm import kernel_summary, records
 
 ENDLESS = ("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
-           "SELECT 'k' || i AS name, i AS total_calls, i AS total_duration FROM n")
+           'SELECT 1 AS kernel_id, 1 AS guid, i AS start, i + 1 AS "end" FROM n')
 
 
 @pytest.fixture
@@ -20,7 +20,9 @@ def soon(monkeypatch):
 
 def database(path, view):
     with sqlite3.connect(path) as connection:
-        connection.execute(f"CREATE VIEW top_kernels AS {view}")
+        connection.execute(f"CREATE VIEW rocpd_kernel_dispatch AS {view}")
+        connection.execute("CREATE TABLE rocpd_info_kernel_symbol (id, guid, display_name)")
+        connection.execute("INSERT INTO rocpd_info_kernel_symbol VALUES (1, 1, 'k')")
     connection.close()
 
 
@@ -30,8 +32,8 @@ def one_line(code, capsys):
     return said.err
 
 
-@pytest.mark.parametrize("view", [ENDLESS, f"SELECT name, COUNT(*) AS total_calls, 1 AS total_duration FROM "
-                                  f"({ENDLESS}) GROUP BY 1"])
+@pytest.mark.parametrize("view", [ENDLESS, f'SELECT 1 AS kernel_id, 1 AS guid, COUNT(*) AS start, 1 AS "end" '
+                                  f"FROM ({ENDLESS}) GROUP BY 1"])
 def test_a_view_without_an_end(view, tmp_path, soon, capsys):
     database(tmp_path / "x.db", view)
     assert "x.db: takes more than 60 s to read" in one_line(kernel_summary.main([str(tmp_path)]), capsys)

@@ -5,6 +5,7 @@ import pytest
 
 from fusion_lab.rocm import records, wrappers
 from fusion_lab.rocm.kernel_summary import summarize
+from fusion_lab.training import locks
 from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm import common
 from tests.rocm.fake_rocm.machine import manifest, recorded, start
@@ -87,6 +88,7 @@ def test_words_that_are_not_passed_on(word, words, machine):
     workplace = machine("7.2")
     with pytest.raises(UserError, match=words):
         made(f"--tool-option={word}").commands()
+    locks.release()
     done = start("run_rocprofv3.sh", f"--tool-option={word}")
     assert done.returncode == 2 and words in done.stderr and not list(workplace.iterdir())
 

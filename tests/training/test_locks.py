@@ -205,7 +205,7 @@ def test_a_link_into_nowhere_makes_no_directory_there(tmp_path):
 def started(place, *flags):
     return subprocess.Popen(
         [sys.executable, ROOT / "tests" / "second_program.py", "--width", "8", "--batch-size", "2",
-         "--device", "cpu", "--warmup-steps", "0", "--num-steps", "1000000", "--log-every", "5",
+         "--device", "cpu", "--warmup-steps", "0", "--num-steps", "1000000", "--log-every", "100",
          *map(str, flags)],
         cwd=place, env=os.environ | dict(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True)
