@@ -534,6 +534,15 @@ def test_one_real_protein_by_msa_and_structure(tmp_path, capsys):
     assert "--query" in capsys.readouterr().err
 
 
+def test_a_damaged_structure_is_one_line_and_exit_code_2(tmp_path, capsys):
+    pytest.importorskip("gemmi")
+    (tmp_path / "q.a3m").write_text(">q\nACDEF\n")
+    (tmp_path / "q.cif").write_text("data_q\nloop_\n_atom_site.id\n_atom_site.Cartn_x\n1 0.5\n2")
+    assert train(tmp_path, "--msa", tmp_path / "q.a3m", "--structure", tmp_path / "q.cif") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "q.cif" in said
+
+
 def test_padded_real_batch_and_crops(families_dir):
     source = RealProteins(tof.PROGRAM.settings(seq_len=120, num_seqs=8, data=str(families_dir), batch_size=6,
                                                holdout="1AQT_A"))
