@@ -20,7 +20,6 @@ from fusion_lab.kernels.library.custom_gradients import (
     TriangleProduct,
     stored,
 )
-from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.counters import OpCounter, saved_activations
 from fusion_lab.training.feeding import to_device
@@ -569,37 +568,6 @@ def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
     assert attention_choice.remark("gfx90a") == "gfx90a: CDNA, not measured"
     assert attention_choice.remark("") == ""
     assert attention_choice.remark("gfx1201") == "gfx1201: not CDNA, so no FlexAttention, not measured"
-
-
-def truncated(x):
-    """float32 -> TF32 (ten bits of mantissa), towards zero."""
-    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
-
-
-def three_products(a, b):
-    """A float32 matrix product as three in TF32, the way of SDPA's memory-efficient kernel on NVIDIA."""
-    big_a, big_b = truncated(a), truncated(b)
-    return truncated(a - big_a) @ big_b + big_a @ truncated(b - big_b) + big_a @ big_b
-
-
-def test_three_truncated_products_are_not_float32():
-    """Why strict float32 on NVIDIA keeps to plain attention: single products are nearly float32's, but all
-    err to the same side, and gradients of weights sum thousands of them (GPU: test_strict_float32...)."""
-    generator = torch.Generator().manual_seed(0)
-    p = torch.randn(256, 4, 64, 64, generator=generator).softmax(-1)
-    v = torch.randn(256, 4, 64, 16, generator=generator) + 1
-    exact = p.double() @ v.double()
-    plain, three = p @ v - exact, three_products(p, v) - exact
-    assert three.abs().max() < 5 * plain.abs().max() and three.sum().abs() > 50 * plain.sum().abs()
-
-
-def test_tf32_is_on_where_the_gpu_has_it(monkeypatch):
-    wanted = SimpleNamespace(use_tf32=True)
-    for expected in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda expected=expected: expected)
-        assert runs_in_tf32(wanted, torch.device("cuda")) is expected
-    assert not runs_in_tf32(wanted, torch.device("cpu"))
-    assert not runs_in_tf32(SimpleNamespace(use_tf32=False), torch.device("cuda"))
 
 
 def test_deterministic_is_asked_of_the_process(monkeypatch):

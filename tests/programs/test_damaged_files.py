@@ -35,7 +35,7 @@ from tests.programs.damage import (
     damaged_text,
     with_other_value,
 )
-from tests.proteins.test_files import as_cif, atom, model
+from tests.proteins.structures import as_cif, atom, model
 from tests.rocm.fake_rocm import common
 from tests.study.study_parts import read_back, write_study
 

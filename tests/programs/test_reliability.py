@@ -86,7 +86,7 @@ def written(stream):
 def test_names_of_any_bytes(tmp_path, monkeypatch):
     """Where the terminal takes UTF-8 only: names that are none, that break lines, that are mathematics."""
     pytest.importorskip("gemmi")
-    from tests.proteins.test_files import model
+    from tests.proteins.structures import model
     place = tmp_path / os.fsdecode(b"dir \xe9\nx")
     place.mkdir()
     for name, letters in ((b"a$^$b", "MKTAYIAKQRQISFVKSHFS"), (b"\xe9\n", "GSWEDLKRTPYCHNMQVIFA")):

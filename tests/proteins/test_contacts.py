@@ -62,7 +62,7 @@ def a_protein(numbers):
 def test_residue_numbers_are_the_files_own(tmp_path, suffix):
     """Negative, with insertion codes, with a residue that the file lacks and one without CB."""
     pytest.importorskip("gemmi")
-    from tests.proteins.test_files import CODES, as_cif, atom, write_model
+    from tests.proteins.structures import CODES, as_cif, atom, write_model
     numbers = ["-1", "0", "1", "2", "2A", "2B", "3", "6", "7", "8"]
     sequence = "MKVLAWDERQ"
     path = write_model(tmp_path / "x.pdb", *(

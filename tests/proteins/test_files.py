@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,22 +12,13 @@ import pytest
 from proteins import files
 from proteins.files import DataError, load_families, load_protein, map_query, read_alignment, read_structure
 from proteins.matching import align
+from tests.proteins.structures import CODES, as_cif, atom, model, write, write_model
 from tests.support import ROOT, require_shared
 
 pytest.importorskip("gemmi")
 
-CODES = dict(zip("ACDEFGHIKLMNPQRSTVWYmsu", (
-    "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR MSE SEP UNK").split(),
-    strict=True))
-
-
 def data(*parts):
     return require_shared("data", *parts)
-
-
-def write(path, text):
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
 
 
 def letters(msa):
@@ -39,37 +31,6 @@ def contact_share(coords, places=None):
     distances = np.linalg.norm(coords[:, None] - coords, axis=-1)
     pairs = (places[None] - places[:, None] >= 6) & np.isfinite(distances)
     return (distances[pairs] < 8).mean()
-
-
-def atom(name, residue, chain, number, xyz, insertion=" ", alternate=" ", occupancy=1.0, record="ATOM"):
-    x, y, z = xyz
-    return (f"{record:<6}{1:5d}  {name:<3}{alternate}{residue:>3} {chain}{number:4d}{insertion}   "
-            f"{x:8.3f}{y:8.3f}{z:8.3f}{occupancy:6.2f}{10:6.2f}          {name[0]:>2}")
-
-
-def model(sequence, chain="A", start=1, skip=(), beta=-1.5, leave_out=()):
-    """PDB lines of an extended chain: residue i has CA at (3.8 i, 0, 0) and CB at (3.8 i, beta, 0)."""
-    lines = []
-    for i, letter in enumerate(sequence):
-        for name, dx, dy in (("N", -1.2, 0), ("CA", 0, 0), ("C", 1.2, 0.5), ("O", 1.2, 1.7), ("CB", 0, beta)):
-            if i not in skip and (i, name) not in leave_out and (letter, name) != ("G", "CB"):
-                lines.append(atom(name, CODES[letter], chain, start + i, (3.8 * i + dx, dy, 0),
-                                  record="HETATM" if letter.islower() else "ATOM"))
-    return lines
-
-
-def write_model(path, *lines, end="\n"):
-    return write(path, end.join([*lines, "END", ""]))
-
-
-def as_cif(path):
-    """The same model as mmCIF, written by gemmi."""
-    import gemmi
-    structure = gemmi.read_structure(str(path))
-    structure.setup_entities()
-    structure.assign_label_seq_id()
-    structure.make_mmcif_document().write_file(str(path.with_suffix(".cif")))
-    return path.with_suffix(".cif")
 
 
 def columns_with_coords(coords):
@@ -726,3 +687,13 @@ def test_import_brings_neither_torch_nor_the_trainer_nor_gemmi():
     code = ("import sys, proteins.files; "
             "sys.exit(bool({'torch', 'gemmi', 'tiny_openfold_v2'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_rows_are_picked_by_words_of_four_letters(monkeypatch):
+    """A row that shares its last four letters alone is looked at, one that shares three is not."""
+    monkeypatch.setattr(files, "_best_chain", lambda *_: (None, None))
+    monkeypatch.setattr(files, "_matches", lambda *_, **__: True)
+    chains = [SimpleNamespace(sequence=files._tokens(b"ACDEFG"))]
+    assert files._row_that_matches(["shares four"], [b"WW-DEFG"], chains) == "shares"
+    assert files._row_that_matches(["three"], [b"WWWEFG"], chains) is None
+    assert files._row_that_matches([""], [b"ACDEFG"], chains) is None  # a row without a name

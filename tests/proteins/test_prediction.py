@@ -127,8 +127,8 @@ def test_files_say_what_the_model_says(tmp_path, model_file, capsys, monkeypatch
 
 def with_structure(tmp_path):
     pytest.importorskip("gemmi")
-    from tests.proteins.test_files import model as pdb_lines
-    from tests.proteins.test_files import write_model
+    from tests.proteins.structures import model as pdb_lines
+    from tests.proteins.structures import write_model
     lines = pdb_lines(SEQUENCE, start=5, skip=(12, 13))
     return an_alignment(tmp_path / "x.a3m"), write_model(tmp_path / "x.pdb", *lines)
 

@@ -11,17 +11,15 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from fusion_lab.study import arguments, command, design, directory, report, runner
+from fusion_lab.study import command, design, directory, report, runner
 from fusion_lab.study.results import Row
 from fusion_lab.study.summary import PointSummary
 from fusion_lab.training.files import UserError
 from fusion_lab.training.flags import make_parser, note, read_settings
-from fusion_lab.training.program import load_program
 from tests.study.study_parts import WORDS, study_of, summary_of, write_study
 from tests.support import PATIENCE, ROOT, gone, state_of, wait_for
 
@@ -558,19 +556,6 @@ def test_random_order_is_stored():
     assert order == study.points() != dataclasses.replace(study, seed=2).points()
     assert dataclasses.replace(study, num_runs=3).points()[:24] == order
     assert len(set(order)) == 24 and {point.run for point in order[:12]} == {1}
-
-
-@pytest.mark.parametrize("device, use_amp, left_out", [
-    ("cuda", False, []), ("cpu", True, ["cuda-graphs", "combo-kernels"]),
-    ("cpu", False, ["cuda-graphs", "master-weights", "combo-kernels"])])
-def test_an_ablation_combines_what_changes_something_there(device, use_amp, left_out, capsys):
-    vocabulary = design.Vocabulary(load_program(ROOT / "tiny_openfold_v2.py"))
-    options = SimpleNamespace(switches=None, ablation=True, all_combinations=False, device=device)
-    found = arguments.combined_switches(options, vocabulary, use_amp)
-    assert set(found) == vocabulary.everything - {*left_out}
-    said = capsys.readouterr().err
-    assert said == "".join(f"note: not combined, since they change nothing on a CPU: {', '.join(left_out)}\n"
-                           for _ in left_out[:1])
 
 
 def test_effects_of_a_study(fake):
