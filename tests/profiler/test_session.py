@@ -429,7 +429,7 @@ def test_ablation_has_every_fusion_alone_and_left_out(tmp_path, monkeypatch, cap
     assert result["mode"] == "ablation" and list(result["folders"]) == [v.name for v in variants[:2]]
     for folder in result["folders"].values():
         assert {"session.log", "fusion_analysis.json"} <= set(os.listdir(tmp_path / folder))
-    assert "Speed-up within noise (p20" in (tmp_path / "ablation_summary.md").read_text()
+    assert "Speed-up within noise (its 95% interval" in (tmp_path / "ablation_summary.md").read_text()
     assert (tmp_path / "ablation_summary.png").exists()
 
 

@@ -255,6 +255,7 @@ def compare(program, settings, variants=None, combinations=False, picked=None, t
             rows.append(row)
             table.add()
     result["switch_effects"] = switch_effects(program, rows) if combinations else None
+    table.save(result)
     return result
 
 
