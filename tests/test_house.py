@@ -341,6 +341,7 @@ def test_the_study_runs_on_the_second_program(tmp_path):
     assert [(point["setting"], point["n"]) for point in points] == [("baseline", 1), ("fused", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rocprofv3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "rocprof_sys", "rocprof_compute"))])
 def test_amd_wrappers_show_their_commands_for_the_second_program(name, tmp_path):
@@ -356,6 +357,7 @@ def test_amd_wrappers_let_the_program_judge_its_flags(started, tmp_path):
     assert complaint(done.stderr).count("\n") == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_a_quick_session_asks_for_sizes_that_the_program_has(started, tmp_path):
     done = run([ROOT / "run_all_profilers.sh", "--dry-run", "--quick", "--only", "pytorch", "--program",
                 started.file], tmp_path)

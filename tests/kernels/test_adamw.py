@@ -143,6 +143,7 @@ def test_gradients_are_joined_with_their_norm(repeated):
     assert joined_faults(repeated=repeated) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", JOIN_MUTANTS)
 def test_mutants_that_join_are_caught(broken, tmp_path):
     module = mutant(adamw, *JOIN_MUTANTS[broken], tmp_path)

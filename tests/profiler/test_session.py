@@ -172,6 +172,7 @@ def test_launch_verdict_is_withheld_where_the_steps_disagree():
     assert on_gpu.verdict == "undecided"
 
 
+@pytest.mark.slow
 def test_the_step_without_work_takes_turns_with_the_step_itself(tmp_path):
     turns = []
 

@@ -120,6 +120,7 @@ def test_ladder_of_two_checkouts(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rung_that_fails_is_a_row_with_its_reason(tmp_path):
     import measure_ladder
     rung = measure_ladder.Rung("x", ROOT, ["--use-tf32", "--batch-size", "0"], 2)
@@ -141,6 +142,7 @@ def test_roofline_and_its_tables(tmp_path):
     assert f"The step is {part['launch']['text']}." in lines
 
 
+@pytest.mark.slow
 def test_peers(tmp_path):
     done = run("compare_peers.py", "--quick", "--steps", 2, "--out", tmp_path,
                PYTHONPATH=str(ROOT / "tests/programs/fake_peer"))
@@ -150,6 +152,7 @@ def test_peers(tmp_path):
     assert all(row["error"] < 3e-5 for row in rows.values()), rows
 
 
+@pytest.mark.slow
 def test_peers_that_are_not_installed():
     if any(os.path.isdir(os.path.join(path, "cuequivariance_torch")) for path in sys.path):
         pytest.skip("cuEquivariance is installed")
@@ -278,6 +281,7 @@ def test_the_longest_protein_is_one_that_was_no_trial():
     assert measure_long.findings(rows[:2]) == ["Longest S that trains on 2: 32; nothing longer was tried."]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program, flags, words", [
     ("mpnn_recovery.py", "--data . --out OUT --steps 31,30", "--steps: more than the 30"),
     ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "

@@ -312,6 +312,7 @@ def test_a_variant_that_does_not_compile_is_a_reason_in_its_row(tmp_path):
     assert not compiled["measured"] and compiled["reason"], compiled
 
 
+@pytest.mark.slow
 def test_rows_are_kept_when_a_signal_ends_the_comparison(tmp_path):
     """SIGTERM after the first table: what is known is in the file, later rows say why they are not."""
     command = [sys.executable, str(ROOT / "tiny_openfold_v2.py"), *FLAGS, "--compare-fusion", "--num-steps",
@@ -359,6 +360,7 @@ def test_earlier_results_stay_in_place_until_there_are_new_ones(tmp_path):
     assert len(os.listdir(tmp_path)) == 2 and json.loads(earlier.read_text())["variants"]
 
 
+@pytest.mark.slow
 def test_benchmark_tables_are_made_from_results_and_tell_disagreement(monkeypatch):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import measure_fusion

@@ -190,6 +190,7 @@ def test_people_on_a_terminal_read_a_table_and_json_on_demand(tmp_path):
     assert code == 0 and last_json(out)["version"] == "v2_fused"
 
 
+@pytest.mark.slow
 def test_metrics_hold_every_step_and_evaluation_and_a_resumed_run_continues_them(tmp_path, capsys):
     saved = tmp_path / "c.pt"
     assert train(tmp_path, "--num-steps", 3, "--eval-every", 2, "--save-checkpoint", saved) == 0
@@ -224,6 +225,7 @@ def test_the_gradient_norm_is_the_one_before_clipping(tmp_path):
     assert trainer.gradient_norm.item() == pytest.approx(norm.item(), rel=1e-5) and norm > 0.1
 
 
+@pytest.mark.slow
 def test_a_second_run_sets_the_first_aside(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = [*SMALL, "--num-steps", "1"]

@@ -147,6 +147,7 @@ def test_resume_continues_bit_for_bit_also_with_dropout(tmp_path, capsys, amp, m
     assert expected.keys() == found.keys() and all(torch.equal(expected[k], found[k]) for k in expected)
 
 
+@pytest.mark.slow
 def test_checkpoint_with_its_optimizer_crosses_fusion_settings(tmp_path, capsys):
     assert (
         train(tmp_path, "--num-steps", 3, "--save-checkpoint", tmp_path / "a.pt", "--disable-all-fusion") == 0
@@ -246,6 +247,7 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
     assert (tmp_path / "performance_summary_v2.json").exists()
 
 
+@pytest.mark.slow
 def test_closed_pipe_and_full_disk_on_stdout():
     command = f"{sys.executable} {ROOT / 'tiny_openfold_v2.py'} --help"
     result = subprocess.run(
@@ -343,6 +345,7 @@ def test_missing_gpu_is_exit_code_4(tmp_path, capsys):
         assert "no such GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "package, flags",
     [("matplotlib", ["--plot-contacts", "maps"]), ("gemmi", ["--msa", "{a3m}", "--structure", "{pdb}"])],
@@ -440,6 +443,7 @@ def test_impossible_config_values_raise():
             tof.TinyOpenFoldConfig(**{name: value})
 
 
+@pytest.mark.slow
 def test_same_seed_same_losses_and_another_seed_others(tmp_path, capsys):
     losses = []
     for seed in (1, 1, 2):
@@ -492,6 +496,7 @@ def test_learning_generalises_to_unseen_proteins(tmp_path, capsys):
     assert held_out["final"] > held_out["50"] and held_out["final"] > chance + 0.25
 
 
+@pytest.mark.slow
 def test_real_families_train_and_hold_out(families_dir, tmp_path, capsys):
     flags = ["--data", families_dir, "--holdout", "2PPN_A,1CTF_A", "--num-steps", "2"]
     assert train(tmp_path, *flags, "--plot-contacts", tmp_path / "maps") == 0

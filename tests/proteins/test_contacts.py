@@ -179,6 +179,7 @@ def test_file_names_are_safe_and_never_collide():
     assert maps.file_names(["a/b"])["a/b"] == found["a/b"]  # no matter who else is there
 
 
+@pytest.mark.slow
 def test_every_name_gets_its_picture_in_the_directory(tmp_path, capsys, recwarn):
     pytest.importorskip("matplotlib")
     directory = tmp_path / "deep" / "maps"

@@ -156,6 +156,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a mutex of zeros is an unlocked one on Linux")
 @pytest.mark.parametrize("where", ["judge", "run_model"])
 def test_an_interrupt_is_heard_within_an_operation(setup, tmp_path, where):

@@ -81,6 +81,7 @@ def rr_pairs(path):
 # --- Predictions ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_files_say_what_the_model_says(tmp_path, model_file, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.undo()  # quick

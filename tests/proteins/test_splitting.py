@@ -107,6 +107,7 @@ def test_a_run_by_torchrun_learns_and_ends_as_one_process_does(tmp_path):
         expected["contact_precision"]["final"]["held_out"].keys())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_is_refused():
     done = run_program("tiny_openfold_v2.py", *SMALL, "--sequence-parallel", 2)
     assert done.returncode == 2 and done.stderr.count("\n") <= 2

@@ -22,6 +22,7 @@ def test_other_missing_symbols_are_no_rocm():
     assert failures.known_failure("libfoo.so: undefined symbol: foo_hsa_") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release, code", [("7.12", 3), ("7.13", 3), ("10.1", 3), ("7.2", 0)])
 def test_pinned_packages_of_rocprof_compute(release, code, machine):
     """7.12 looks at them before anything else, later releases where they analyze."""

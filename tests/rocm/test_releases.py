@@ -158,6 +158,7 @@ def test_counters_that_are_all_zero(machine):
 # ---------------------------------------------------------------------------------------------------------
 # rocprof-compute
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", COMPUTE)
 def test_rocprof_compute_counts_each_launch_once(release, machine):
     """No shell as the program, results in every form they have had, one of several passes."""

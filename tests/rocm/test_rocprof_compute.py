@@ -18,6 +18,7 @@ def gpu(tmp_path):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release, version, name", [
     ("7.2", 90008, "gfx908"), ("6.3", 90402, "gfx942"), ("6.4", 90402, None), ("7.13", 110501, "gfx1151"),
     ("7.14", 110500, "gfx1150"), ("10.0", 110501, None), ("10.0", 110503, "gfx1153"),

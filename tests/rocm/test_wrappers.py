@@ -59,6 +59,7 @@ def test_session(script, generation, machine, tmp_path):
     assert not list(workplace.glob("*_profiles_v2*")) and not list(out.rglob("*.part"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [None, "6.3", "10.1"])
 @every_wrapper
 def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(script, chosen, machine, tmp_path):
@@ -106,6 +107,7 @@ def test_default_directory_is_set_aside_never_overwritten(machine):
     assert manifest(first)["status"] == manifest(second)["status"] == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_rocprof_compute.sh"])
 def test_directory_of_the_user(script, machine):
     workplace = machine("10.1")
@@ -191,6 +193,7 @@ def test_flags_that_the_program_refuses(script, machine, tmp_path):
     assert not list(workplace.iterdir()) and not (tmp_path / "record").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [*WRAPPERS, "run_all_profilers.sh"])
 def test_program_that_cannot_judge_its_flags(script, machine, tmp_path):
     machine("7.0", FAKE_TRAINER="unaware")

@@ -129,6 +129,7 @@ PICTURES = ["speedup_heat_map", "scaling", "memory", "depth", "ablation", "inter
 TABLES = ["points", "failures", "ablation-table", "effects", "exponents", "settings", "recommended"]
 
 
+@pytest.mark.slow
 def test_page_is_self_contained(page):
     folder, _ = page
     text = (folder / "report.html").read_text()
@@ -276,6 +277,7 @@ def browse(directory, *flags):
     return subprocess.run([*common, *flags], timeout=PATIENCE, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1200, 420])
 def test_page_in_a_browser(page, tmp_path, width):
     from matplotlib import image

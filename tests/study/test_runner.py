@@ -122,6 +122,7 @@ def test_timeout(fake):
     assert rows_of()[0]["status"] == "timeout" and rows_of()[0]["reason"] == "not done after 0.5 s"
 
 
+@pytest.mark.slow
 def test_one_measures_at_a_time_also_on_several_gpus(fake, tmp_path, monkeypatch):
     log = tmp_path / "log"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
@@ -144,6 +145,7 @@ def flags_of(setting):
     return WORDS.flags(WORDS.parse(setting))
 
 
+@pytest.mark.slow
 def test_measured_in_planned_order(fake, tmp_path):
     """Whatever comes first in the plan starts slowest, so that all others are ready before it."""
     log, settings = tmp_path / "log", ["baseline", "fused", "only-flash-attention", "only-opm-fusion"]
@@ -236,6 +238,7 @@ def test_a_study_in_a_directory_of_any_name_is_continued(fake):
     assert len(rows_of(name)) == 2 and b"st\xe9" in pathlib.Path(name, "report.html").read_bytes()
 
 
+@pytest.mark.slow
 def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
     log = tmp_path / "log"
     study = start(*SMALL, "--num-runs", "3", "--jobs", "2", "--study-name", "s", seconds=0.5, log=str(log))
@@ -250,6 +253,7 @@ def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
     assert rows_of()[:len(before)] == before and len(rows_of()) == 6
 
 
+@pytest.mark.slow
 def test_kill_leaves_no_stopped_newborns(fake, tmp_path):
     """A process that is stopped for another one's turn before it has asked to die with its parent, and what
     it started itself, do not stay behind for ever when the study is killed."""
@@ -576,6 +580,7 @@ def test_effects_of_a_study(fake):
 
 # Decisions
 
+@pytest.mark.slow
 def test_check_against(fake, capsys):
     flags = [*SMALL, "--num-runs", 3]
     assert fake(*flags, name="then", noise=0.003) == 0

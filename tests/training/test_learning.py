@@ -155,6 +155,7 @@ def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):
     assert second.best == dict(score=0.5, step=2, since=2)
 
 
+@pytest.mark.slow
 def test_a_program_without_a_score_cannot_choose(tmp_path):
     run = subprocess.run([sys.executable, ROOT / "tests" / "second_program.py", "--early-stopping", "2",
                           "--profile-dir", tmp_path], capture_output=True, text=True, check=False)

@@ -218,6 +218,7 @@ def steps_in(path):
     return []
 
 
+@pytest.mark.slow
 def test_runs_that_overlap_are_killed_and_moved_never_mix(tmp_path):
     """The first is killed while the second one runs, the third begins anew in its place; the second's
     directory is moved while it runs."""

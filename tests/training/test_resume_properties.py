@@ -4,6 +4,7 @@ import os
 import signal
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,7 @@ def plain(content):
     return (str(content.dtype), content.tolist()) if isinstance(content, torch.Tensor) else content
 
 
+@pytest.mark.slow
 @cases(60)
 @given(SETTINGS, st.lists(st.tuples(st.integers(0, STEPS - 1), st.sampled_from(
     [signal.SIGINT, signal.SIGTERM, KILL])), max_size=4))

@@ -507,6 +507,7 @@ def test_a_variant_that_fails_drops_out_and_a_signal_ends_at_once():
     assert [variant.losses for variant in again] == [[1.0, 1.0]] * 2 and log[-1] == "restore a"
 
 
+@pytest.mark.slow
 def test_variants_begin_with_the_same_weights_and_run_on_their_own():
     """What runs the baseline's operations has a reason instead of a time, but for what was asked for."""
     settings = SETTINGS.having(width=4, device="cpu", warmup_steps=2)
