@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyOpenFold V2: AlphaFold 2's Evoformer in one file, with every kernel fusion as a switch.
 
-    python tiny_openfold_v2.py                       # train, built-in proteins
-    python tiny_openfold_v2.py --disable-all-fusion  # the same, nothing fused
-    python tiny_openfold_v2.py --verify-accuracy     # fusion keeps all numbers
-    python tiny_openfold_v2.py --data DIR            # train on your alignments
+    python tiny_openfold_v2.py                              # --demo: a small first run
+    python tiny_openfold_v2.py --demo --disable-all-fusion  # the same, nothing fused
+    python tiny_openfold_v2.py --verify-accuracy            # fusion changes roundings alone
+    python tiny_openfold_v2.py --data DIR                   # train on your alignments
 
 Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them. Fused and plain
 code stand side by side in attend(), in the sub-layers and in PackedProjections (kernels/library/packing.py in
@@ -56,7 +56,8 @@ class TinyOpenFoldConfig(Checked):
 
 @dataclass(frozen=True)
 class FusionConfig(TritonSwitches):
-    """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair."""
+    """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair. preset: part of
+    --enable-all-fusion; rung: where --compare-fusion adds it; alone=False: it has no row of its own."""
     enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA attention in one GEMM", preset=True)
     enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of triangle attention in one GEMM", preset=True)
     enable_flash_attention: bool = option(True, "fused attention instead of matmul, softmax, matmul",
@@ -393,7 +394,8 @@ SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "out
 
 
 class FusedEvoformerBlock(nn.Module):
-    """Alg. 6: one Evoformer block. A twin (fast_evoformer.py) may stand in for its forward."""
+    """Alg. 6: one Evoformer block. Classes named Fused have fused forms; without switches they run plain.
+    A twin (fast_evoformer.py) may stand in for its forward."""
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
