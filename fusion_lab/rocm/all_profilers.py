@@ -14,10 +14,10 @@ from fusion_lab.rocm.preflight import worst_code
 from fusion_lab.rocm.process import Command, failure, run, say
 from fusion_lab.rocm.profiled import ask, chosen_program
 from fusion_lab.rocm.session import Outcome
-from fusion_lab.rocm.wrapper import Parser, own_directory
+from fusion_lab.rocm.wrapper import Parser
 from fusion_lab.rocm.wrappers import WRAPPERS
 from fusion_lab.training import files, torchrun
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError, session_directory
 from fusion_lab.training.program import ROOT
 
 SCRIPT = "run_all_profilers.sh"
@@ -140,7 +140,7 @@ def run_all(arguments):
     directory = os.path.abspath(
         options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}")
     if not (options.dry_run or options.preflight):
-        directory = own_directory(directory, bool(options.output_dir))
+        directory = session_directory(directory, not options.output_dir, say)
     directory = pathlib.Path(directory)
     places = {name: directory / name.replace("-", "_") for name in options.names}
     # First all wrappers, each of which has the program judge its flags, then the first run.

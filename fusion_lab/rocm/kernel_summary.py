@@ -18,6 +18,7 @@ from fusion_lab.rocm.records import Unreadable
 from fusion_lab.training import reading
 from fusion_lab.training.files import EXIT_CODES, NO_DATA, OK, USAGE, UserError, exit_code, printable
 from fusion_lab.training.flags import Parser
+from fusion_lab.training.patience import limited
 
 PROGRAM = "profile_summary.py"
 TOP_KERNELS, MOST_NAMES = 20, 10  # in a summary; in a message
@@ -94,7 +95,7 @@ def counter_figures(directory):
             if len(traffic) == len(TRAFFIC) and traffic_time > 0 else None}
 
 
-@records.limited()
+@limited()
 def summarize(directory):
     """Everything known about one result directory, as in rocprofv3_summary.json. Raises UserError."""
     directory = pathlib.Path(directory)
@@ -113,6 +114,7 @@ def summarize(directory):
     by_range = sorted(timeline.time_by_range(traces).items(), key=lambda item: -item[1][1])
     return {
         "directory": str(directory), "source": kernels.source, "files": kernels.files,
+        "untimed_files": kernels.untimed,
         "distinct_kernels": len(kernels.totals), "launches": launches, "kernel_time_ms": total / 1e6,
         "steps": steps, "selected_regions": selected, "steps_counted": counted,
         "launches_per_step": launches / steps if steps else None,
@@ -131,9 +133,14 @@ def short_name(kernel, width=64):
     return name if len(name) <= width else name[:width - 3] + "..."
 
 
+def without_times(summary):
+    return [f"left out, as they list dispatches without times: {', '.join(names)}"
+            for names in [summary["untimed_files"]] if names]
+
+
 def render(summary):
     lines = [f"Kernels of {summary['directory']}",
-             f"read from {summary['source']}: {', '.join(summary['files'])}", "",
+             f"read from {summary['source']}: {', '.join(summary['files'])}", *without_times(summary), "",
              f"GPU kernel time  {summary['kernel_time_ms']:12.3f} ms",
              f"Kernel launches  {summary['launches']:12d}    of {summary['distinct_kernels']} kernels"]
     if summary["steps"]:
@@ -252,7 +259,8 @@ def load(directory):
     summary = summarize(path)
     if not summary["launches"]:
         raise UserError(f"{directory}: no kernel records (looked for {', '.join(records.KERNEL_FILES)} there "
-                        "and where a profiler puts them below)",
+                        "and where a profiler puts them below"
+                        f"{''.join('; ' + line for line in without_times(summary))})",
                         NO_DATA if records.is_session(path) else USAGE)
     return summary
 

@@ -6,16 +6,15 @@ found by name, because their order and number changed. Times are in nanoseconds.
 import contextlib
 import csv
 import gzip
-import math
 import os
 import re
 import sqlite3
-import time
 import zlib
 from collections import defaultdict
 from typing import NamedTuple
 
 from fusion_lab.training.files import UserError
+from fusion_lab.training.patience import TooMuch, too_late, too_slow
 from fusion_lab.training.reading import read_regular, require_regular
 
 KERNEL_FILES = ("*.db", "*kernel_stats.csv", "*kernel_trace.csv", "pmc_perf*.csv", "results_pmc_perf_*.csv",
@@ -34,10 +33,11 @@ class Unreadable(UserError):
 
 
 class Kernels(NamedTuple):
-    """What ran: {kernel name: (calls, nanoseconds)}, in whose words, from which files."""
+    """What ran: {kernel name: (calls, nanoseconds)}, in whose words, from which files; untimed ones."""
     totals: dict
     source: str | None
     files: list
+    untimed: list
 
 
 def pass_of(path):
@@ -102,39 +102,12 @@ def preferably_counters(files):
 
 LONGEST_LINE = 2 ** 20  # letters; a gzip bomb can be one line
 MOST_ROWS = 10 ** 7  # of a query; a view may have no end
-SECONDS = 60  # for the files of a directory
 LARGEST = 1e30  # no figure comes near it, and products of two stay finite
 
 
 def plain(cell):
     """`Kernel_Name`, `KERNEL_NAME` and `KernelName` are one column."""
     return re.sub(r"[^a-z]", "", cell.lower())
-
-
-class TooMuch(UserError):
-    """Files that take too long to read, or have no end, as what is damaged or made to harm may not."""
-
-
-ends = math.inf  # when reading has taken too long
-
-
-@contextlib.contextmanager
-def limited():
-    """Within, reading may take SECONDS. Raises TooMuch."""
-    global ends
-    ends = time.monotonic() + SECONDS
-    try:
-        yield
-    finally:
-        ends = math.inf
-
-
-def too_late():
-    return time.monotonic() > ends
-
-
-def too_slow(path):
-    return TooMuch(f"{path}: takes more than {SECONDS} s to read, with what came before it")
 
 
 def lines_of(file, path):
@@ -269,17 +242,20 @@ def read_kernels(directory):
     """Kernels, from the best source there is."""
     names = "rocpd database", "kernel statistics CSV", "kernel trace CSV", *[OF_COMPUTE] * 3
     readers = read_rocpd, read_stats, read_trace, read_trace, read_long_form, read_long_form
+    untimed = []
     for source, pattern, reader in zip(names, KERNEL_FILES, readers, strict=True):
         files = result_files(directory, pattern)
-        if source == OF_COMPUTE:  # each file is one more run; and there are lists of dispatches without times
-            files = [path for path in preferably_counters(files)
-                     if set(TIMES) <= set(map(plain, read_header(path)))][:1]
+        if source == OF_COMPUTE:  # each file is one more run
+            lists = {path: set(TIMES) <= set(map(plain, read_header(path)))
+                     for path in preferably_counters(files)}
+            untimed += [str(path.relative_to(directory)) for path, timed in lists.items() if not timed]
+            files = [path for path, timed in lists.items() if timed][:1]
         elif any(WORKLOADS in path.relative_to(directory).parts for path in files):
             first = preferably_counters(files)[0]
             files = [path for path in files if path.parents[1] == first.parents[1]]  # processes of one run
         if totals := merge(map(reader, files)):
-            return Kernels(totals, source, [str(path.relative_to(directory)) for path in files])
-    return Kernels({}, None, [])
+            return Kernels(totals, source, [str(path.relative_to(directory)) for path in files], untimed)
+    return Kernels({}, None, [], untimed)
 
 
 def read_memory_copies(directory):

@@ -7,8 +7,16 @@ import time
 
 from fusion_lab.rocm import failures, machine, preflight, profiled
 from fusion_lab.rocm.process import said_if_slow, say
-from fusion_lab.training import flags, locks
-from fusion_lab.training.files import EXIT_CODES, FAILED, MISSING, PROGRAM_FAILED, UserError, printable
+from fusion_lab.training import flags
+from fusion_lab.training.files import (
+    EXIT_CODES,
+    FAILED,
+    MISSING,
+    PROGRAM_FAILED,
+    UserError,
+    printable,
+    session_directory,
+)
 from fusion_lab.training.program import DEFAULT_PROGRAM
 
 OLDEST_ROCM, NEWEST_ROCM = "6.3", "10.1"  # of the releases whose tools are known here
@@ -72,24 +80,6 @@ def release_key(text):
     return tuple(map(int, text.split(".")))
 
 
-def own_directory(path, named):
-    """A directory into which no other session writes, held; see files.results_directory. The program that is
-    profiled holds it, too, so what is held here is its name."""
-    name, number = path, 1
-    while True:
-        try:
-            locks.hold_file(name)
-            break
-        except BlockingIOError:
-            if named:
-                raise UserError(f"-o {path}: another session is writing into it; name another one") from None
-            number += 1
-            name = f"{path}_{number}"
-    if name != path:
-        say(f"Another session is writing into {path}: the results of this one go into {name}")
-    return name
-
-
 class Wrapper:
     """A subclass adds options, command lines and the verdict on what was written."""
     script = executable = default_dir = examples = install_hint = ""
@@ -104,8 +94,8 @@ class Wrapper:
         self.options = options
         self.directory = os.path.abspath(options.output_dir or self.default_dir)
         if not (options.dry_run or options.preflight):
-            named = bool(options.output_dir) or not self.fresh_directory()
-            self.directory = own_directory(self.directory, named)
+            default = not options.output_dir and self.fresh_directory()
+            self.directory = session_directory(self.directory, default, say)
         self.records = self.directory  # where command.txt, env.txt and manifest.json go
         self.own_flags = [*self.extra_flags(), *own_flags]
         self.profiled = profiled.Profiled(profiled.chosen_program(options.program))

@@ -195,11 +195,9 @@ def in_own_directory(settings):
 
 
 def results_directory(path, default, fresh=False):
-    """Make and hold the directory that a program writes its results into; returns its path. Where another
-    run holds the default one, there is one with a number behind its name; one that the user named is refused.
-    A fresh one has nothing in it: that is set aside. Raises UserError."""
-    name, number = path, 1
-    while True:
+    """Make and hold the directory that a program writes its results into; returns its path. A fresh one has
+    nothing in it: that is set aside. Raises UserError."""
+    def hold(name):
         try:
             hold_directory(name)
             if fresh and os.listdir(name):
@@ -207,16 +205,35 @@ def results_directory(path, default, fresh=False):
                 set_aside(name)
                 hold_directory(name)
             require_directory(name)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise UserError(f"cannot write into {name}: {error.strerror}") from None
+    return first_free(path, hold, default, "run", print)
+
+
+def session_directory(path, default, say=print):
+    """Where a session of an outer profiler writes. The program that it profiles holds the directory itself,
+    so what is held here is its name."""
+    return first_free(path, hold_file, default, "session", say)
+
+
+def first_free(path, hold, default, what, say):
+    """The path that hold(path) takes. Where another run (or session) holds the default one, it is one with a
+    number behind its name, which is said; one that the user named is refused. Raises UserError."""
+    name, number = path, 1
+    while True:
+        try:
+            hold(name)
             break
         except BlockingIOError:
             if not default:
-                raise UserError(f"{path}: another run is writing into it; name another directory") from None
+                raise UserError(f"{path}: another {what} is writing into it; name another directory"
+                                ) from None
             number += 1
             name = f"{path.rstrip(os.sep)}_{number}"
-        except OSError as error:
-            raise UserError(f"cannot write into {name}: {error.strerror}") from None
     if name != path:
-        print(f"Another run is writing into {path}: the results of this one go into {name}")
+        say(f"Another {what} is writing into {path}: the results of this one go into {name}")
     return name
 
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from fusion_lab.rocm import kernel_summary, records
+from fusion_lab.training import patience
 
 ENDLESS = ("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
            'SELECT 1 AS kernel_id, 1 AS guid, i AS start, i + 1 AS "end" FROM n')
@@ -15,7 +16,7 @@ ENDLESS = ("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
 @pytest.fixture
 def soon(monkeypatch):
     """A clock by which every look at it is a second later."""
-    monkeypatch.setattr(records.time, "monotonic", itertools.count().__next__)
+    monkeypatch.setattr(patience.time, "monotonic", itertools.count().__next__)
 
 
 def database(path, view):
@@ -56,11 +57,11 @@ def test_a_table_that_takes_minutes(name, opener, tmp_path, soon, capsys):
 
 
 def test_the_limit_is_that_of_one_summary(tmp_path, soon):
-    with records.limited():
-        for _ in range(records.SECONDS):
-            assert not records.too_late()
-        assert records.too_late()
-    assert not records.too_late() and time.monotonic() > records.SECONDS
+    with patience.limited():
+        for _ in range(patience.SECONDS):
+            assert not patience.too_late()
+        assert patience.too_late()
+    assert not patience.too_late() and time.monotonic() > patience.SECONDS
 
 
 def test_totals_of_kernels():

@@ -1,7 +1,7 @@
 """rocprof-compute: rooflines that a release does not draw, counters that have other names in results."""
 import pytest
 
-from fusion_lab.rocm import records, wrappers
+from fusion_lab.rocm import kernel_summary, records, wrappers
 from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm.machine import manifest, start
 
@@ -60,8 +60,13 @@ def test_counters_under_the_names_of_their_release(tmp_path):
 def test_lists_of_dispatches_without_times_are_passed_over(tmp_path):
     (tmp_path / "pmc_perf.csv").write_text("Dispatch_ID,Kernel_Name\n0,k\n")
     assert records.read_kernels(tmp_path).totals == {}
+    with pytest.raises(UserError, match="no kernel .*left out, as they list dispatches without times: pmc_p"):
+        kernel_summary.load(tmp_path)
     (tmp_path / "pmc_perf_1.csv").write_text("Kernel_Name,Start_Timestamp,End_Timestamp\nk,1,4\n")
-    assert records.read_kernels(tmp_path) == ({"k": (1, 3.0)}, "rocprof-compute counters", ["pmc_perf_1.csv"])
+    assert records.read_kernels(tmp_path) == (
+        {"k": (1, 3.0)}, "rocprof-compute counters", ["pmc_perf_1.csv"], ["pmc_perf.csv"])
+    said = "left out, as they list dispatches without times: pmc_perf.csv\n"
+    assert said in kernel_summary.render(kernel_summary.load(tmp_path))
 
 
 def test_options_are_those_of_the_mode(machine):

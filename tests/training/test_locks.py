@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 import run_pytorch_profiler
-from fusion_lab.rocm import wrapper
 from fusion_lab.study import directory
 from fusion_lab.training import files, locks
 from fusion_lab.training.files import UserError
@@ -30,7 +29,8 @@ time.sleep({PATIENCE})
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_held_afterwards():
+def nothing_is_held_before_or_afterwards():
+    locks.release()  # what sessions of other tests hold in this process
     yield
     locks.release()
 
@@ -278,10 +278,10 @@ def test_amd_sessions_hold_the_name_of_their_directory(tmp_path, capsys):
     """The directory itself is held by the program that they profile."""
     path = str(tmp_path / "d")
     with held_by_another("file", path):
-        assert wrapper.own_directory(path, named=False) == f"{path}_2"
+        assert files.session_directory(path, True) == f"{path}_2"
         assert capsys.readouterr().out == (
             f"Another session is writing into {path}: the results of this one go into {path}_2\n")
-        with pytest.raises(UserError, match="^-o .*d: another session is writing into it; name another one"):
-            wrapper.own_directory(path, named=True)
+        with pytest.raises(UserError, match="d: another session is writing into it; name another directory$"):
+            files.session_directory(path, False)
     locks.hold_directory(path)
-    assert wrapper.own_directory(path, named=True) == path
+    assert files.session_directory(path, False) == path

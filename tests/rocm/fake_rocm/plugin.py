@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from fusion_lab.training import locks
+
 from .machine import FAKES, RELEASES, WRAPPERS
 
 
@@ -79,4 +81,5 @@ def machine(tmp_path, installations, monkeypatch):
         workplace.mkdir(exist_ok=True)
         monkeypatch.chdir(workplace)
         return workplace
-    return prepare
+    yield prepare
+    locks.release()  # what wrappers hold in this process
