@@ -373,7 +373,8 @@ def exit_code(run, argv, program, speaks=lambda code: True):
     speaks(code), which may leave it to another process."""
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="shown")
+        with contextlib.suppress(OSError):  # it flushes first; if that fails, what is printed next says so
+            sys.stdout.reconfigure(errors="shown")
     with Raised():
         try:
             code, lines = ended(run, argv)

@@ -229,8 +229,8 @@ def test_runs_that_overlap_are_killed_and_moved_never_mix(tmp_path):
             wait_for(lambda: len(steps_in(tmp_path / f"{base.name}_2" / "metrics.jsonl")) > 10)
             with started(tmp_path, "--seed", 3, "--save-checkpoint", "c.pt") as third:
                 said = third.communicate()[0]
-            assert third.returncode == 2 and said.endswith(
-                "error: --save-checkpoint c.pt: another run is writing it; name another file\n")
+            assert third.returncode == 2 and (
+                "error: --save-checkpoint c.pt: another run is writing it; name another file\n") in said
             first.kill()
             first.communicate()
             killed = (base / "metrics.jsonl").read_bytes()
