@@ -260,9 +260,8 @@ def test_closed_pipe_and_full_disk_on_stdout():
     if os.path.exists("/dev/full"):
         command = " ".join([sys.executable, str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--validate-setup"])
         buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        result = subprocess.run(
-            ["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True, check=False, env=buffered
-        )
+        result = subprocess.run(["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True,
+                                check=False, env=buffered)
         assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1
 
 
