@@ -432,6 +432,11 @@ def test_rows_of_tables_are_summed_and_differentiated():
     indices = torch.randint(4, (2, 1, 5)), torch.randint(7, (3, 5)), torch.randint(2, (2, 3, 1))
     tables = [torch.randint(-3, 4, (n, 3)).double().requires_grad_() for n in (5, 7, 2)]
     assert torch.autograd.gradcheck(lambda *tables: SummedRows.apply(*tables, *indices), tables)
+    compiled = torch.compile(lambda *tables: SummedRows.apply(*tables, *indices), fullgraph=True,
+                             backend="aot_eager")
+    both = [torch.autograd.grad(call(*tables).square().sum(), tables) for call in (
+        compiled, lambda *tables: SummedRows.apply(*tables, *indices))]
+    assert all(map(torch.equal, *both))
     tables = [table.detach().bfloat16().requires_grad_() for table in tables]
     weights, results = torch.randint(-3, 4, (2, 3, 5, 3)), []
     plain = sum(map(torch.nn.functional.embedding, indices, tables))
