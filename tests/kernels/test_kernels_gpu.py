@@ -220,7 +220,8 @@ def test_kept_launches_give_the_bits_of_triton_s_own(size, dtype):
 
 
 @pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer layout", "sides",
-                                  "SwiGLU", "rotary", "attention, from Python", "multiplication, from Python"])
+                                  "SwiGLU", "rotary", "attention, from Python",
+                                  "multiplication, from Python"])
 def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
     module, case = PROBLEMS[name]
     with torch.device(DEVICE):
