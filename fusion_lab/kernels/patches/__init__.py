@@ -4,8 +4,8 @@
 
     patch(model)            # until .undo() of what it returns; or: with patch(model): ...
 
-Parameters, names, checkpoints and random numbers stay. Nothing of these projects is imported: a layer is known
-by its package and by the class that defines its forward.
+Parameters, names, checkpoints and random numbers stay. Nothing of these projects is imported: a layer is
+known by its package and by the class that defines its forward.
 """
 import inspect
 import warnings
@@ -80,11 +80,11 @@ def known(layer):
 def patch(model, smallest=0):
     """Put our kernels into every triangle layer within a model; returns a Patch.
 
-    smallest: residues below which a layer keeps its own forward. Where a call does not fit the kernels (a CPU's
-    tensors, float32, widths), the layer's own forward runs, and a warning says so once. Chunk sizes are
-    ignored. Masked positions of the result are undefined, and there are no second derivatives. ValueError, with
-    nothing changed, for a model without such layers, for one that is patched, and for a layer with such a
-    name that is another.
+    smallest: residues below which a layer keeps its own forward. Where a call does not fit the kernels (a
+    CPU's tensors, float32, widths), the layer's own forward runs, and a warning says so once. Chunk sizes
+    are ignored. Masked positions of the result are undefined, and there are no second derivatives.
+    ValueError, with nothing changed, for a model without such layers, for one that is patched, and for a
+    layer with such a name that is another.
     """
     forwards, said = [], set()
     for layer in model.modules():
@@ -97,8 +97,8 @@ def patch(model, smallest=0):
         try:
             read(layer)
         except AttributeError as error:
-            raise ValueError(f"{type(layer).__module__}.{type(layer).__name__} has no {error.name!r}: another "
-                             "release than is known here") from None
+            raise ValueError(f"{type(layer).__module__}.{type(layer).__name__} has no {error.name!r}: "
+                             "another release than is known here") from None
         forwards.append(Forward(layer, project, read, smallest, said))
     if not forwards:
         raise ValueError(f"{type(model).__name__} has no triangle layer of {', '.join(PROJECTS)}")

@@ -1,5 +1,5 @@
-"""OpenFold's triangle layers (Evoformer, extra MSA stack, templates). Read at github.com/aqlaboratory/openfold,
-commit ce0029e."""
+"""OpenFold's triangle layers (Evoformer, extra MSA stack, templates). Read at
+github.com/aqlaboratory/openfold, commit ce0029e."""
 from fusion_lab.kernels.patches.triangle import Attention, Multiplication
 
 

@@ -74,7 +74,7 @@ class Attention(NamedTuple):
         pair, keys = as_pairs(x, mask)
         axis = 2 if self.starting else 1
         turned = x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
-        if turned:  # a view of the pair tensor, as OpenFold's block hands it on: read as it lies, without a copy
+        if turned:  # a view of the pair tensor, as OpenFold's block hands it on: no copy
             pair, keys, axis = x.transpose(1, 2), None if keys is None else keys.mT, 3 - axis
         keys = keys.mT if axis == 1 and keys is not None else keys  # (B, rows, keys)
         whole = (takes_layer(x.shape[-1], self.heads) and len(self.q.weight) == x.shape[-1]
