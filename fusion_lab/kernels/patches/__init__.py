@@ -1,0 +1,107 @@
+"""Our kernels in the triangle layers of OpenFold, OpenFold3, Boltz-1, Boltz-2 and Protenix:
+
+    from fusion_lab.kernels.patches import patch
+
+    patch(model)            # until .undo() of what it returns; or: with patch(model): ...
+
+Parameters, names, checkpoints and random numbers stay. Nothing of these projects is imported: a layer is
+known by its package and by the class that defines its forward.
+"""
+import inspect
+import warnings
+
+from fusion_lab.kernels.patches import boltz, openfold, openfold3, protenix
+from fusion_lab.kernels.patches.triangle import Unfit
+
+PROJECTS = dict(openfold=openfold, openfold3=openfold3, boltz=boltz, protenix=protenix)  # by package
+CLASSES = {name for project in PROJECTS.values() for name in project.LAYERS}
+
+
+class Forward:
+    """Stands in for a layer's forward, takes the same arguments and returns the same."""
+
+    def __init__(self, layer, project, read, smallest, said):
+        self.layer, self.read, self.adds = layer, read, project.adds
+        self.smallest, self.said = smallest, said
+        self.names = list(inspect.signature(type(layer).forward).parameters)[1:]
+
+    def __call__(self, *arguments, **named):
+        given = dict(zip(self.names, arguments, strict=False), **named)
+        x = given[self.names[0]]
+        if x.shape[-2] < self.smallest:
+            return type(self.layer).forward(self.layer, *arguments, **named)
+        try:
+            update = self.read(self.layer).update(x, given.get("mask"))
+        except Unfit as reason:
+            self.say(f"{type(self.layer).__name__}: {reason}; its own forward runs")
+            return type(self.layer).forward(self.layer, *arguments, **named)
+        return x.add_(update) if self.adds(given) else update
+
+    def say(self, message):
+        """A warning, once for each message and patch."""
+        if message not in self.said:
+            self.said.add(message)
+            warnings.warn(message, stacklevel=4)
+
+
+class Patch:
+    """What patch() did: `layers`, and how to undo it. As a context manager it is undone at the end."""
+
+    def __init__(self, forwards):
+        self.forwards = forwards
+        self.layers = [forward.layer for forward in forwards]
+
+    def undo(self):
+        """Give every layer its own forward back; a second time does nothing."""
+        for forward in self.forwards:
+            if vars(forward.layer).get("forward") is forward:
+                del forward.layer.forward
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.undo()
+
+
+def known(layer):
+    """(project, function that reads the layer), or None for a module that is no triangle layer."""
+    own = type(layer)
+    definer = next(base for base in own.__mro__ if "forward" in vars(base))
+    project = PROJECTS.get(definer.__module__.partition(".")[0])
+    if project is not None and definer.__name__ in project.LAYERS:
+        return project, project.LAYERS[definer.__name__]
+    if CLASSES & {base.__name__ for base in own.__mro__}:
+        raise ValueError(f"{own.__module__}.{own.__name__} is not a triangle layer of "
+                         f"{', '.join(PROJECTS)} as known here")
+    return None
+
+
+def patch(model, smallest=0):
+    """Put our kernels into every triangle layer within a model; returns a Patch.
+
+    smallest: residues below which a layer keeps its own forward. Where a call does not fit the kernels (a
+    CPU's tensors, float32, widths), the layer's own forward runs, and a warning says so once. Chunk sizes
+    are ignored. Masked positions of the result are undefined, and there are no second derivatives.
+    ValueError, with nothing changed, for a model without such layers, for one that is patched, and for a
+    layer with such a name that is another.
+    """
+    forwards, said = [], set()
+    for layer in model.modules():
+        found = known(layer)
+        if found is None:
+            continue
+        project, read = found
+        if "forward" in vars(layer):
+            raise ValueError(f"forward of {type(layer).__name__} has been replaced already")
+        try:
+            read(layer)
+        except AttributeError as error:
+            raise ValueError(f"{type(layer).__module__}.{type(layer).__name__} has no {error.name!r}: "
+                             "another release than is known here") from None
+        forwards.append(Forward(layer, project, read, smallest, said))
+    if not forwards:
+        raise ValueError(f"{type(model).__name__} has no triangle layer of {', '.join(PROJECTS)}")
+    for forward in forwards:
+        forward.layer.forward = forward
+    return Patch(forwards)

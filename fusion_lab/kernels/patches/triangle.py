@@ -1,0 +1,133 @@
+"""Triangle attention and multiplication of other projects' layers: on their parameters, in our kernels.
+
+A file for each project reads its layers as one of the two records here. `update` returns what the layer would
+return, or raises Unfit before it has computed anything. Shapes: x (*, I, I, c), mask (*, I, I), 1 = present.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fusion_lab.kernels import dispatch
+from fusion_lab.kernels.limits import CHANNELS, WIDEST_HEAD, takes_layer
+from fusion_lab.kernels.precision import product_dtype
+
+
+class Unfit(Exception):
+    """Why a layer's own forward has to run."""
+
+
+def require(holds, reason):
+    if not holds:
+        raise Unfit(reason)
+
+
+def require_plain(modules):
+    """Kernels read parameters and call no module: what a module does besides must not be lost."""
+    for module in modules:
+        require(not module._forward_hooks and not module._forward_pre_hooks, "a hook on a part of it")
+        require(getattr(module, "precision", None) is None, "a projection with a precision of its own")
+
+
+def require_linear(modules):
+    for module in modules:
+        require(isinstance(module, nn.Linear), f"a projection is a {type(module).__name__}")
+    require_plain(modules)
+
+
+def as_pairs(x, mask):
+    """x (B, I, I, c) and mask (B, I, I) or None, whatever dimensions x has in front."""
+    require(x.dim() > 2 and x.shape[-2] == x.shape[-3], f"a pair tensor of shape {tuple(x.shape)}")
+    if mask is not None:
+        mask = mask.expand(x.shape[:-1]).reshape(-1, *x.shape[-3:-1])
+    return x.reshape(-1, *x.shape[-3:]), mask
+
+
+def affine(norm):
+    """Weight and bias (c,) of a LayerNorm, which may lack them; its eps."""
+    require_plain([norm])
+    weight, bias = norm.weight, norm.bias
+    require(weight is not None and bias is not None, "a LayerNorm without weight or bias")
+    return weight, bias, norm.eps
+
+
+class Attention(NamedTuple):
+    """AlphaFold 2's Alg. 13 or, not starting, 14; of AlphaFold 3 Alg. 14 or 15. head makes the bias."""
+    norm: nn.Module
+    head: nn.Module  # c -> heads
+    q: nn.Module  # c -> heads * width, as k, v and gate
+    k: nn.Module
+    v: nn.Module
+    gate: nn.Module | None
+    output: nn.Module  # heads * width -> c
+    heads: int
+    starting: bool
+
+    def update(self, x, mask):
+        require(dispatch.runs(x), "no GPU, no Triton or no 16-bit products")
+        require(self.gate is not None, "attention without a gate")
+        projections = self.q, self.k, self.v, self.gate
+        require_linear([self.head, *projections, self.output])
+        require(self.head.bias is None, "a bias on the projection to heads")
+        width = len(self.q.weight) // self.heads
+        require(width <= WIDEST_HEAD, f"heads of {width} channels")
+        pair, keys = as_pairs(x, mask)
+        axis = 2 if self.starting else 1
+        turned = x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+        if turned:  # a view of the pair tensor, as OpenFold's block hands it on: no copy
+            pair, keys, axis = x.transpose(1, 2), None if keys is None else keys.mT, 3 - axis
+        keys = keys.mT if axis == 1 and keys is not None else keys  # (B, rows, keys)
+        whole = (takes_layer(x.shape[-1], self.heads) and len(self.q.weight) == x.shape[-1]
+                 and all(linear.bias is None for linear in projections[:3]))
+        out = (self.whole_layer if whole else self.core)(pair, keys, axis)
+        return (out.transpose(1, 2) if turned else out).view(x.shape)
+
+    def whole_layer(self, pair, keys, axis):
+        """All of it in kernels."""
+        from fusion_lab.kernels.attention.layer import attention_layer
+        weight, bias, eps = affine(self.norm)
+        nothing = weight.new_zeros(pair.shape[-1])
+        return attention_layer(
+            pair, weight, bias, torch.cat([linear.weight for linear in (self.q, self.k, self.v, self.gate)]),
+            nothing if self.gate.bias is None else self.gate.bias, self.output.weight,
+            nothing if self.output.bias is None else self.output.bias, self.heads, axis,
+            head_weight=self.head.weight, keys=keys, eps=eps)
+
+    def core(self, pair, keys, axis):
+        """Projections by the layer's own modules, between them attention with its gate in kernels."""
+        x = self.norm(pair)
+        bias = self.head(x).permute(0, 3, 1, 2)  # (B, H, X, Y)
+        parts = [linear(x) for linear in (self.q, self.k, self.v, self.gate)]
+        bias = bias.mT if axis == 1 else bias
+        return self.output(dispatch.gated_attention(parts, self.heads, axis, bias, keys, None))
+
+
+class Multiplication(NamedTuple):
+    """AlphaFold 2's Alg. 11 or, not outgoing, 12; of AlphaFold 3 Alg. 12 or 13."""
+    norm: nn.Module
+    values: list  # of projections: left, right; or one of both, left first
+    gates: list  # alike
+    center: nn.Module  # the second LayerNorm
+    output: nn.Module
+    output_gate: nn.Module
+    outgoing: bool
+
+    def update(self, x, mask):
+        c, inner = x.shape[-1], [*self.values, *self.gates]
+        require(dispatch.runs(x), "no GPU, no Triton or no 16-bit products")
+        require(product_dtype(x) != torch.float16, "float16, in which sums over residues may overflow")
+        require(c in CHANNELS, f"{c} channels")
+        require_linear([*inner, self.output, self.output_gate])
+        require(sum(len(linear.weight) for linear in inner) == 4 * c, f"another inner width than {c}")
+        biases = [linear.bias for linear in inner if linear.bias is not None]
+        require(len(biases) in (0, len(inner)), "biases on some projections alone")
+        pair, mask = as_pairs(x, mask)
+        from fusion_lab.kernels.triangle_multiplication.operator import triangle_multiplication
+        weight, bias, eps = affine(self.norm)
+        center_weight, center_bias, center_eps = affine(self.center)
+        require(eps == center_eps, "LayerNorms with different eps")
+        return triangle_multiplication(
+            pair, weight, bias, torch.cat([linear.weight for linear in inner]),
+            torch.cat(biases) if biases else None, center_weight, center_bias, self.output.weight,
+            self.output.bias, self.output_gate.weight, self.output_gate.bias, mask, self.outgoing,
+            eps).view(x.shape)

@@ -1,0 +1,291 @@
+"""patch(): stand-ins of four projects' layers compute the same in our kernels, in Triton's interpreter; what
+does not fit runs as it was; everything is undone."""
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fusion_lab.kernels import dispatch
+from fusion_lab.kernels.patches import patch, triangle
+from tests.kernels.patches import stand_ins
+from tests.kernels.rule import violations
+
+C, HEADS, WIDTH, S = 16, 2, 8, 5
+
+LAYERS = {  # how to make one, all with C channels
+    "OpenFold, starting": lambda: stand_ins.OpenFoldAttention(C, WIDTH, HEADS),
+    "OpenFold, ending": lambda: stand_ins.OpenFoldAttention(C, WIDTH, HEADS, starting=False),
+    "OpenFold, wider inside": lambda: stand_ins.OpenFoldAttention(C, WIDTH, 2 * HEADS, starting=False),
+    "OpenFold3 attention": lambda: stand_ins.OpenFold3Attention(C, WIDTH, HEADS),
+    "Protenix attention": lambda: stand_ins.ProtenixAttention(C, WIDTH, HEADS),
+    "Boltz attention": lambda: stand_ins.BoltzAttention(C, WIDTH, HEADS, starting=False),
+    "OpenFold, outgoing": lambda: stand_ins.OpenFoldMultiplication(C, C),
+    "OpenFold, incoming": lambda: stand_ins.OpenFoldMultiplication(C, C, _outgoing=False),
+    "OpenFold, packed": lambda: stand_ins.PackedMultiplication(C, C, _outgoing=False),
+    "OpenFold3 multiplication": lambda: stand_ins.OpenFold3Multiplication(C, C, _outgoing=False),
+    "Protenix multiplication": lambda: stand_ins.ProtenixMultiplication(C, C),
+    "Boltz outgoing": lambda: stand_ins.BoltzOutgoing(C),
+    "Boltz incoming": lambda: stand_ins.BoltzIncoming(C),
+}
+CALLS = {  # how a block calls it
+    "plainly": lambda layer, x, mask: layer(x, mask=mask),
+    "on a view": lambda layer, x, mask: layer(x.transpose(-2, -3), mask=mask.mT).transpose(-2, -3),
+    "with a checkpoint": lambda layer, x, mask: checkpoint(layer, x, mask, use_reentrant=False),
+}
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """As if tensors lay on a GPU."""
+    monkeypatch.setattr(dispatch, "runs", lambda x: True)
+
+
+def layer_of(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return layer.to(dtype)
+
+
+def inputs(dtype=torch.float32, batch=(2,)):
+    x, present = torch.randn(*batch, S, S, C, dtype=dtype), torch.ones(S, dtype=dtype)
+    present[-1] = 0
+    return x, (present[:, None] * present).expand(*batch, S, S)
+
+
+def problem(name, call, dtype=torch.float32, batch=(2,)):
+    """(patched, as it was, tensors): functions of x and the parameters; what is masked counts for nothing."""
+    layer = layer_of(name, dtype)
+    x, mask = inputs(dtype, batch)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(with_patch):
+        def function(x, *parameters):
+            own = copy.deepcopy(layer).to(x.dtype)
+            if with_patch:
+                patch(own)
+            given = dict(zip(names, parameters, strict=True))
+            there = mask.to(x.dtype)
+            out = torch.func.functional_call(Called(own, call), {f"layer.{n}": p for n, p in given.items()},
+                                             (x, there))
+            return out * there[..., None]
+        return function
+    return run(True), run(False), [x, *(p.detach() for p in layer.parameters())]
+
+
+class Called(nn.Module):
+    def __init__(self, layer, call):
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x, mask):
+        return self.call(self.layer, x, mask)
+
+
+ALWAYS = "OpenFold, ending", "OpenFold, wider inside", "OpenFold, packed", "Boltz outgoing"  # every path
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow)
+                                  for name in LAYERS])
+def test_outputs_and_gradients(name, on_gpu):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*its own forward runs")
+        assert not violations(*problem(name, CALLS["plainly"]))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name, call", [
+    ("OpenFold, starting", "on a view"), ("OpenFold, outgoing", "with a checkpoint"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("OpenFold, ending", "on a view"), ("OpenFold, outgoing", "on a view"),
+        ("OpenFold, starting", "with a checkpoint")))])
+def test_as_blocks_call_it(name, call, on_gpu):
+    assert not violations(*problem(name, CALLS[call], batch=(1,)))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["OpenFold, ending",
+                                  pytest.param("OpenFold, incoming", marks=pytest.mark.slow)])
+def test_templates_have_another_dimension(name, on_gpu):
+    assert not violations(*problem(name, CALLS["plainly"], batch=(1, 2)))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["OpenFold, starting", "OpenFold, outgoing",
+                                  pytest.param("OpenFold, wider inside", marks=pytest.mark.slow)])
+def test_autocast_is_heard(name, on_gpu):
+    layer, (x, mask) = layer_of(name), inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        own = layer(x, mask)
+        with patch(layer):
+            out = layer(x, mask)
+    out.float().sum().backward()
+    assert out.dtype == own.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    keep = mask[..., None]
+    assert torch.allclose(out * keep, own * keep, atol=0.06 * own.abs().max().item())
+
+
+def test_exact_in_float64(monkeypatch, on_gpu):
+    """By the kernels' references, which shows that each parameter takes its place to the last bit."""
+    from fusion_lab.kernels.attention import layer as attention
+    from fusion_lab.kernels.triangle_multiplication import operator as multiplication
+    monkeypatch.setattr(attention, "attention_layer", attention.reference)
+    monkeypatch.setattr(multiplication, "triangle_multiplication", multiplication.reference)
+    for name in LAYERS:
+        if name != "OpenFold, wider inside":  # whose operator has no double
+            ours, own, tensors = problem(name, CALLS["plainly"], torch.float64)
+            given = [t.requires_grad_() for t in tensors]
+            found, exact = ours(*given), own(*given)
+            weight = torch.randn_like(exact)
+            assert torch.allclose(found, exact, rtol=1e-12, atol=1e-12), name
+            for a, b in zip(*(torch.autograd.grad((out * weight).sum(), given) for out in (found, exact)),
+                            strict=True):
+                assert torch.allclose(a, b, rtol=1e-11, atol=1e-11), name
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name, flags, adds", [
+    ("OpenFold, outgoing", dict(inplace_safe=True, _add_with_inplace=True), True),
+    ("OpenFold, outgoing", dict(inplace_safe=True), False),
+    ("OpenFold, outgoing", dict(_add_with_inplace=True), False),
+    ("Protenix multiplication", dict(inplace_safe=True, _add_with_inplace=True), True),
+    ("OpenFold3 multiplication", dict(inplace_safe=True, _add_with_inplace=True), True),
+    ("OpenFold3 multiplication", dict(inplace_safe=True, _add_with_inplace=True,
+                                      use_cueq_triangle_kernels=True), False)])
+def test_in_place(name, flags, adds, on_gpu):
+    layer, (x, mask) = layer_of(name), inputs()
+    with torch.no_grad():
+        expected = layer(x.clone(), mask, **flags)
+        with patch(layer):
+            given = x.clone()
+            found = layer(given, mask, **flags)
+    assert torch.allclose(found, expected, atol=1e-5) and (found is given) == adds
+    assert torch.equal(given, x) != adds
+
+
+def as_it_was(layer, x, mask, words):
+    """Whether a patched layer computes the same bits as before, and warns of it once, in these words."""
+    expected = layer(x, mask)
+    with patch(layer), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        same = [torch.equal(layer(x, mask), expected) for _ in range(2)]
+    return all(same) and len(said) == 1 and words in str(said[0].message)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_without_a_gpu_its_own_forward_runs(name):
+    assert as_it_was(layer_of(name), *inputs(), "no GPU")
+
+
+def hooked(layer):
+    layer.layer_norm.register_forward_hook(lambda *_: None)
+
+
+def adapted(layer):
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.weight, self.bias = base, base.weight, base.bias
+
+        def forward(self, x):
+            return self.base(x)
+    layer.mha.linear_q = Adapter(layer.mha.linear_q)
+
+
+CHANGES = {  # a layer, what is done to it, and what the warning says
+    "hook": ("OpenFold, starting", hooked, "a hook"),
+    "adapter": ("OpenFold, starting", adapted, "a projection is a Adapter"),
+    "precision": ("OpenFold, starting", lambda x: setattr(x.mha.linear_q, "precision", torch.float32),
+                  "precision of its own"),
+    "no gate": ("OpenFold, starting", lambda x: setattr(x.mha, "linear_g", None), "without a gate"),
+    "bias on heads": ("OpenFold, starting", lambda x: setattr(x, "linear", nn.Linear(C, HEADS)), "to heads"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_does_not_fit(change, on_gpu):
+    name, do, words = CHANGES[change]
+    layer, x = layer_of(name), inputs()[0]
+    do(layer)
+    with pytest.raises(triangle.Unfit, match=words):
+        stand_in_record(layer).update(x, None)
+
+
+def stand_in_record(layer):
+    from fusion_lab.kernels.patches import openfold
+    return openfold.LAYERS[type(layer).__name__](layer)
+
+
+def test_shapes_that_do_not_fit(on_gpu):
+    x = torch.randn(1, S, S, 24)
+    assert as_it_was(stand_ins.OpenFoldMultiplication(24, 24), x, None, "24 channels")
+    assert as_it_was(stand_ins.OpenFoldMultiplication(16, 32), x[..., :16], None, "another inner width")
+    assert as_it_was(stand_ins.OpenFoldAttention(24, 136, 1), x, None, "heads of 136 channels")
+    half = stand_ins.OpenFoldMultiplication(16, 16).half()
+    with pytest.raises(triangle.Unfit, match="float16"):
+        stand_in_record(half).update(x[..., :16].half(), None)
+
+
+@pytest.mark.interpreted
+def test_short_inputs_may_keep_their_own(on_gpu):
+    layer, (x, mask) = layer_of("OpenFold, outgoing"), inputs()
+    expected = layer(x, mask)
+    with patch(layer, smallest=S):
+        assert not torch.equal(layer(x, mask), expected)
+    with patch(layer, smallest=S + 1), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*its own forward runs")
+        assert torch.equal(layer(x, mask), expected)
+
+
+def test_a_patch_changes_nothing_but_forward_and_is_undone():
+    model = nn.ModuleList([LAYERS[name]() for name in LAYERS])
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    keys, repeated = list(model.state_dict()), repr(model)
+    handle = patch(model)
+    assert len(handle.layers) == len(LAYERS) and list(model.state_dict()) == keys and repr(model) == repeated
+    with pytest.raises(ValueError, match="replaced already"):
+        patch(model)
+    twin = copy.deepcopy(model)
+    assert all(vars(layer)["forward"].layer is layer for layer in twin)
+    handle.undo(), handle.undo()
+    assert not any("forward" in vars(layer) for layer in model) and patch(model).undo() is None
+    assert all(id(p) == before[name][0] and torch.equal(p, before[name][1])
+               for name, p in model.named_parameters())
+    with pytest.raises(RuntimeError), patch(model):
+        raise RuntimeError
+    assert not any("forward" in vars(layer) for layer in model)
+
+
+def test_what_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="Linear has no triangle layer of openfold, openfold3, boltz"):
+        patch(nn.Linear(2, 2))
+
+    class Other(stand_ins.OpenFoldAttention):
+        def forward(self, x, mask):
+            return x
+    with pytest.raises(ValueError, match=r"Other is not a triangle layer") as caught:
+        patch(nn.Sequential(LAYERS["OpenFold, outgoing"](), Other(C, WIDTH, HEADS)))
+    assert "\n" not in str(caught.value)
+    layer = LAYERS["OpenFold, outgoing"]()
+    del layer.linear_a_p
+    model = nn.Sequential(LAYERS["OpenFold, incoming"](), layer)
+    with pytest.raises(ValueError, match="has no 'linear_a_p': another release"):
+        patch(model)
+    assert not any("forward" in vars(each) for each in model)
+
+
+def test_a_patched_forward_can_be_pickled():
+    read = vars(patch_of("Boltz incoming").layers[0])["forward"].read
+    assert pickle.loads(pickle.dumps(read)).func is read.func
+
+
+def patch_of(name):
+    return patch(LAYERS[name]())
