@@ -14,6 +14,7 @@ from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.trace.attribution import amounts_in_a_step, medians, share_samples
 
 STEPS = 5  # of the baseline, timed by sub-layer
+ROUNDING = 1e-9  # of a sum of shares that is the whole step
 UNKNOWN = dict(touched_sublayers=None, touched_share=None, amdahl_ceiling=None, amdahl_reached=None)
 
 
@@ -72,14 +73,17 @@ def clock(device):
 
 
 def shares_of_a_step(trainer, batch, steps):
-    """{sub-layer or REST: its share of a step, forward and backward}, the median of so many steps."""
+    """{sub-layer or REST: its share of a step, forward and backward}, the median of so many steps; medians
+    need not add up to 1, so they are made to."""
     amounts = []
     for _ in range(steps):
         amounts.append({})
         for (name, _), seconds in amounts_in_a_step(trainer, batch, partial(clock, trainer.device)).items():
             amounts[-1][name] = amounts[-1].get(name, 0.0) + seconds
     names = {name for sample in amounts for name in sample}
-    return medians(share_samples(amounts, names))
+    shares = medians(share_samples(amounts, names))
+    whole = sum(shares.values())
+    return {name: share / whole for name, share in shares.items()}
 
 
 def worth(names, shares, speedup):
@@ -87,7 +91,8 @@ def worth(names, shares, speedup):
     reached: the time saved, as a share of the time there was to save; below 0 for a loss."""
     if not names:
         return UNKNOWN
-    share = min(sum(shares.get(name, 0.0) for name in names), 1.0)
+    share = sum(shares.get(name, 0.0) for name in names)
+    share = 1.0 if share > 1 - ROUNDING else share
     return dict(touched_sublayers=names, touched_share=share,
                 amdahl_ceiling=1 / (1 - share) if share < 1 else None,
                 amdahl_reached=(1 - 1 / speedup) / share if share else None)
