@@ -10,6 +10,7 @@ from functools import cache, partial
 import torch
 
 from fusion_lab.measuring.bounds.flops import REST
+from fusion_lab.measuring.counters import is_view
 from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.trace.attribution import amounts_in_a_step, medians, share_samples
 
@@ -41,7 +42,7 @@ def operations_by_sublayer(trainer, batch):
         with ranges(trainer.model.sublayers(), enter, leave):
             trainer.forward(batch)
     for event in profiler.events():
-        if not (event.cpu_children or event.name.startswith(RANGE) or is_view(event.name)):
+        if not (event.cpu_children or event.name.startswith(RANGE) or looks(event.name)):
             found.setdefault(sublayer_of(event), []).append((event.name, event.input_shapes))
     return found
 
@@ -54,10 +55,10 @@ def sublayer_of(event):
 
 
 @cache
-def is_view(operation):
-    """Whether an operation, "aten::view" for instance, only looks at its tensor in another way."""
-    overloads = getattr(torch.ops.aten, operation.removeprefix("aten::"), None)
-    return overloads is not None and any(getattr(overloads, name).is_view for name in overloads.overloads())
+def looks(name):
+    """Whether the operation of this name, "aten::view" for instance, is a view."""
+    overloads = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+    return overloads is not None and any(is_view(getattr(overloads, o)) for o in overloads.overloads())
 
 
 def touched(operations, baseline):
