@@ -60,31 +60,3 @@ class Raised:
         if self.was_quiet:
             Raised.within = False
             signal.signal(signal.SIGINT, leave)
-
-
-def leaving(work):
-    """What work() returns. In a program Ctrl-C ends the process meanwhile, at once, though one operation of
-    torch may take minutes, in which Python hears no signal: a thread does the work, and this one waits. For
-    work that writes nothing."""
-    import threading
-    if not Raised.within or threading.current_thread() is not threading.main_thread():
-        return work()
-    result, errors = [], []
-
-    def do():
-        try:
-            result.append(work())
-        except BaseException as error:  # to be raised where it is waited for
-            errors.append(error)
-
-    sys.stdout.flush()  # leave() drops what is still to be written
-    thread = threading.Thread(target=do, daemon=True)
-    before = signal.signal(signal.SIGINT, leave)
-    try:
-        thread.start()
-        thread.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if errors:
-        raise errors[0]
-    return result[0]
