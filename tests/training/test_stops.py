@@ -91,8 +91,8 @@ sys.exit(files.exit_code(globals()[sys.argv[1]], sys.argv[2:], "program"))
 
 
 def run(*arguments):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)], capture_output=True, text=True,
-                          timeout=PATIENCE)
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     return done.returncode, done.stdout, done.stderr
 
 
