@@ -92,7 +92,7 @@ def count(settings):
     state."""
     trainer = tof.PROGRAM.trainer(tof.PROGRAM, settings, CPU)
     batch, model = tof.PROGRAM.open_source(settings).batch(0), trainer.model
-    found = SimpleNamespace(first_loss=trainer.step(batch).item(), forward={}, saved=Counter())
+    found = SimpleNamespace(first_loss=trainer.step(batch).item(), saved=Counter())
     own, seen, inside = storages(list(model.parameters()), list(model.buffers())), set(), ["rest"]
 
     def pack(tensor):

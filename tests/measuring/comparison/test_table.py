@@ -14,7 +14,7 @@ from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.comparison import pace as pacing
 from fusion_lab.measuring.comparison import rung, rungs, worth
 from fusion_lab.measuring.comparison import table as comparison_table
-from fusion_lab.measuring.comparison.pace import Interrupted, Pace
+from fusion_lab.measuring.comparison.pace import Pace
 from fusion_lab.measuring.comparison.rows import reduction, rows_of, switch_effects
 from fusion_lab.measuring.comparison.rungs import Rungs
 from fusion_lab.measuring.comparison.table import (
@@ -39,6 +39,7 @@ from fusion_lab.measuring.comparison.variants import (
 from fusion_lab.measuring.comparison.worth import UNKNOWN, add_worth, operations_by_sublayer, touched
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.tables import aligned
+from fusion_lab.training.stops import Interrupted
 from tests.second_program import PROGRAM as SECOND
 
 PLAIN = SECOND.fusion_config.preset(False)
