@@ -23,7 +23,6 @@ from fusion_lab.measuring.comparison.table import (
     detail_table,
     headline,
     print_details,
-    print_table,
     table,
 )
 from fusion_lab.measuring.comparison.variants import (
@@ -239,9 +238,9 @@ def test_details_name_what_is_within_noise(capsys):
     assert "\nopm              1.250x over all settings of the others (from 1.000 to 1.500), saved " \
            "activations -2.0 MB\n" in out
     few = dict(variants=[before, rows[2]], switch_effects=None, nominal=None, launch_kind="gpu_kernels")
-    print_table(few)
+    print_details(few)
     assert capsys.readouterr().out.splitlines() == [
-        *aligned(table(few["variants"])), "", *aligned(detail_table(few["variants"])), "",
+        "", *aligned(detail_table(few["variants"])), "",
         *headline(few["variants"], None, "gpu_kernels")]
     for share in (1.0, 1.01):
         print_details(dict(few, variants=[before, dict(rows[2], mfu=share)]))
