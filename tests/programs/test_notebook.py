@@ -45,7 +45,7 @@ def test_it_is_a_plain_notebook_without_outputs():
 def test_its_cells_run_in_order(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", KERNEL], input=json.dumps(CELLS), capture_output=True,
-                          text=True, cwd=PAGE.parent, env=environment, timeout=PATIENCE, check=False)
+                          text=True, cwd=PAGE.parent, env=environment, timeout=4 * PATIENCE, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for words in ("In words: after step 120", "torch.Size([1, 32, 32])", "Training speed: ", "PASS",
                   "Findings:"):

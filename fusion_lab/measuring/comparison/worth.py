@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 
 from fusion_lab.measuring.bounds.flops import REST
-from fusion_lab.measuring.counters import is_view
+from fusion_lab.measuring.counters import OpCounter, is_view
 from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.trace.attribution import amounts_in_a_step, medians, share_samples
 
@@ -23,7 +23,8 @@ RANGE = "sub-layer: "  # before its name in the profiler's record
 
 
 def operations_by_sublayer(trainer, batch):
-    """{sub-layer or REST: [(operation, sizes of its tensors)]} of a forward pass, views left out.
+    """{sub-layer or REST: [(operation, sizes of its tensors)]} of a forward pass: those that do work
+    themselves. A matrix product may have views for children, what only calls others has those.
 
     The profiler watches from outside: FlexAttention compiles itself in eager code, and inside of a dispatch
     mode PyTorch neither compiles nor runs it.
@@ -42,7 +43,8 @@ def operations_by_sublayer(trainer, batch):
         with ranges(trainer.model.sublayers(), enter, leave):
             trainer.forward(batch)
     for event in profiler.events():
-        if not (event.cpu_children or event.name.startswith(RANGE) or looks(event.name)):
+        if not (event.name.startswith(RANGE) or looks(event.name)
+                or any(not looks(child.name) for child in event.cpu_children)):
             found.setdefault(sublayer_of(event), []).append((event.name, event.input_shapes))
     return found
 
@@ -56,9 +58,11 @@ def sublayer_of(event):
 
 @cache
 def looks(name):
-    """Whether the operation of this name, "aten::view" for instance, is a view."""
-    overloads = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
-    return overloads is not None and any(is_view(getattr(overloads, o)) for o in overloads.overloads())
+    """Whether the operation of this name, "aten::view" for instance, is a view or a bare allocation."""
+    name = name.removeprefix("aten::")
+    overloads = getattr(torch.ops.aten, name, None)
+    return name in OpCounter.ALLOCATIONS or overloads is not None and any(
+        is_view(getattr(overloads, overload)) for overload in overloads.overloads())
 
 
 def touched(operations, baseline):
