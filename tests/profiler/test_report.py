@@ -343,6 +343,9 @@ def test_four_steps_of_five_are_agreement():
         "`up` and `down` take most time of the 2 sub-layers, now one, now the other: 75% and 70% of the "
         "step, with 75% and 100% of their FLOPs."]
     assert analysis.heaviest(agreed, "noise") == analysis.heaviest(made_up(), None) == []
+    undecided = made_up(times(a__forward=0.5), samples=[*three[:2], *three[8:]])
+    assert analysis.heaviest(undecided, None) == [
+        "Which sub-layer takes most time is undecided: in 4 steps it was `a` 2x, `b` 1x, `c` 1x."]
 
 
 def test_equal_work_is_noise_above_twice_the_time():
@@ -559,9 +562,16 @@ def test_only_sessions_are_read(tmp_path):
     few = [dict(name="k", self_us=0.0), dict(name="l", self_us=999e12)]  # 0, or 1e-15 to 1e15
     (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0, kernels=few)))
     assert report.read_analysis(str(tmp_path))["kernels"] == few
-    for broken in (dict(mode="ablation"), *(dict(step=dict(untraced_ms=ms)) for ms in (0.0, -1.0, True)),
+    for broken in (dict(mode="ablation"), dict(sublayers=[1]), dict(sublayers=None), dict(config=[1]),
+                   dict(system_info="A100"), dict(step={}), dict(kernels=[dict(name="k")]),
+                   *(dict(step=dict(untraced_ms=ms)) for ms in (0.0, -1.0, True)),
                    *(dict(kernels=[*few, dict(name="m", self_us=us)])
                      for us in (-1.0, 1e-16, 1e15, 1e999, True, "1"))):
         (tmp_path / report.ANALYSIS).write_text(json.dumps(session(1.0, **broken)))
         with pytest.raises(UserError, match="not the analysis"):
             report.read_analysis(str(tmp_path))
+    (tmp_path / report.ANALYSIS).write_text("[" * 200_000)
+    with pytest.raises(UserError, match="not the analysis"):
+        report.read_analysis(str(tmp_path))
+    with pytest.raises(UserError, match="No such file"):
+        report.read_analysis(tmp_path / "absent")

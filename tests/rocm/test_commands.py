@@ -6,11 +6,10 @@ import pathlib
 import signal
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from fusion_lab.rocm import failures, process, rocprof_sys, session
+from fusion_lab.rocm import failures, process, rocprof_sys
 from fusion_lab.training.files import FAILED, MISSING, NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
 from tests.rocm.test_figures import compute_run, run_of, wrapper
 
@@ -84,80 +83,6 @@ def test_what_goes_on_too_long_is_asked_then_told_then_killed(tmp_path, monkeypa
 # Sessions
 
 
-@pytest.mark.parametrize("names, named, force, result", [
-    (None, True, False, False), ([], True, False, False), (["x"], False, False, True),
-    (["x"], True, False, "is not empty. Name a fresh one, or add --force"), (["x"], True, True, False),
-    (["x", "manifest.json"], True, True, True)])
-def test_which_earlier_results_are_set_aside(names, named, force, result, tmp_path):
-    options = SimpleNamespace(output_dir="d" if named else None, force=force)
-    path = tmp_path / "d"
-    if names is not None:
-        path.mkdir()
-    for name in names or ():
-        (path / name).write_text("")
-    if isinstance(result, str):
-        with pytest.raises(UserError, match=result):
-            session.check_directory(str(path), options)
-    else:
-        assert session.check_directory(str(path), options) is result
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file: is not a directory"):
-        session.check_directory(str(tmp_path / "file"), options)
-
-
-@pytest.mark.parametrize("ended, judged, code, reason, ran", [
-    ([{}, {}], (OK, "fine"), OK, "fine", 2), ([{}, {}], (NO_DATA, "none"), NO_DATA, "none", 2),
-    ([dict(code=1), {}], (OK, "some"), 9, "code 1 (what is there: some)", 1),
-    ([{}, dict(code=3)], (NO_DATA, "none"), 9, "code 3", 2),
-    ([dict(interrupted=2)], (NO_DATA, "none"), 9, "code 130", 1),
-    ([dict(timed_out=True)], (NO_DATA, "none"), 9, f"code {TIMEOUT}", 1),
-    ([{}], UserError("row 2 is damaged"), NO_DATA, "row 2 is damaged", 1),
-    ([dict(code=1)], OSError(28, "disk full"), 9, "code 1", 1)])
-def test_a_session_runs_up_to_the_first_failure_and_judges_what_is_there(ended, judged, code, reason, ran,
-                                                                        tmp_path, monkeypatch):
-    (tmp_path / "run.log").write_text("\x1b[31msaid\x1b[0m\n")
-    ends, told = iter(ended), []
-
-    def judge(log):
-        assert log == "said\n"
-        if isinstance(judged, Exception):
-            raise judged
-        return judged
-    made = SimpleNamespace(
-        directory=str(tmp_path), options=SimpleNamespace(timeout=7), judge=judge, before=lambda release: True,
-        explain=lambda code, reason, log: (9, f"code {code if code != PROGRAM_FAILED else reason[-1]}"))
-    commands = [process.Command([name]) for name in "ab"[:len(ended)]]
-    monkeypatch.setattr(session, "run", lambda command, directory, timeout: told.append(
-        (command.argv, directory, timeout)) or process.Ended(**next(ends)))
-    monkeypatch.setattr(session, "write_manifest", lambda wrapper, commands, outcome: told.append(
-        (outcome.code, outcome.reason)))
-    found = session.execute(made, commands)
-    assert (found.code, found.reason, found.directory) == (code, reason, str(tmp_path))
-    runs = [(["a"], str(tmp_path), 7), (["b"], str(tmp_path), 7)][:ran]
-    failed = [(9, reason.partition(" (")[0])] if code == 9 else []  # before what is judged may fail
-    assert told == [(None, "running"), *runs, *failed]
-
-
-@pytest.mark.parametrize("code, status, known", [
-    (None, "running", True), (OK, "done", True), (PROGRAM_FAILED, "the profiled program failed", False)])
-def test_the_manifest_of_a_session(code, status, known, machine):
-    """Of how many steps its figures are, nobody knows where the program failed."""
-    machine("7.0")
-    found = wrapper("rocprofv3", "-o", "out", "--num-steps", "4")
-    os.makedirs(found.directory)
-    pathlib.Path(found.directory, "some.csv").write_text("four")
-    command = process.Command(["a", "b"], {"SET": "1"}, ("GONE",), "/d")
-    session.write_manifest(found, [command], session.Outcome(code, "why", seconds=1.23456))
-    read = json.loads(pathlib.Path(found.directory, "manifest.json").read_text())
-    assert (read["status"], read["exit_code"], read["reason"]) == (status, code, "why")
-    assert read["seconds"] == 1.235
-    assert read["steps"] == (dict(measured=4, warmup=3, selected_regions=False, ends_with_steps=False)
-                             if known else None)
-    assert read["commands"] == [dict(argv=["a", "b"], cwd="/d", environment={"SET": "1"}, unset=["GONE"])]
-    assert read["files"] == [dict(path="some.csv", bytes=4)]
-    assert (read["script"], read["rocm"]) == ("run_rocprofv3.sh", "7.0")
-
-
 # rocprof-compute
 
 
@@ -195,7 +120,8 @@ def test_how_rocprof_compute_is_called(device, flags, machine):
     *((["--mode", "analyze", more], "are for") for more in ("--roof-only", "--no-roof")),
     (["--mode", "profile", "--list-stats"], "are for"), (["--roof-only", "--list-stats"], "are for"),
     (["--no-roof", "--dispatch", "1"], "are for"),
-    (["--output-name", "a-b"], "allowed are letters"), (["--output-name", "a" * 27], "at most 26"),
+    *((["--output-name", name], "allowed are letters") for name in ("a-b", "a.b", "a/b", "")),
+    (["--output-name", "a" * 27], "at most 26"),
     (["-o", "a..b"], "refuses a path")])
 def test_what_contradicts_itself_is_refused(arguments, words, machine):
     machine("7.0")

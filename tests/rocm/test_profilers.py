@@ -1,6 +1,5 @@
 """Each ROCm wrapper by itself, and run_all_profilers.sh, with strict stand-ins for the tools."""
 import json
-import os
 import re
 import signal
 import sys
@@ -10,7 +9,6 @@ import pytest
 from fusion_lab.rocm import all_profilers, kernel_summary, wrappers
 from fusion_lab.rocm.session import Outcome
 from fusion_lab.training.files import UserError
-from tests.rocm.fake_rocm import common
 from tests.rocm.fake_rocm.machine import (
     FAKES,
     GENERATIONS,
@@ -54,59 +52,6 @@ def test_rocprofv3_switches(generation, machine):
     assert summary["counters"] == dict.fromkeys(("SQ_WAVES", "GRBM_COUNT"), 32 * launches)
 
 
-@everywhere
-def test_rocprofv3_summary(generation, machine):
-    workplace = machine(generation)
-    done = start("run_rocprofv3.sh", "-o", "x")
-    golden = (FAKES / "golden_summary.txt").read_text().splitlines()
-    text = (workplace / "x" / "rocprofv3_summary.txt").read_text()
-    lines = text.splitlines()
-    assert lines.pop(7) == "GPU busy                 93.6 %  of the time from first to last kernel"
-    assert "kernel statistics CSV" in lines[1] if generation == "6.3" else "rocpd database" in lines[1]
-    assert lines[3:] == golden[3:] and text in done.stdout
-    summary = json.loads((workplace / "x" / "rocprofv3_summary.json").read_text())
-    assert summary["launches"] == 1663 and summary["steps"] == 13 and len(summary["top_kernels"]) == 12
-
-
-@everywhere
-def test_selected_regions(generation, machine, tmp_path):
-    workplace = machine(generation)
-    done = start("run_rocprofv3.sh", "--selected-regions", "-o", "x")
-    assert done.returncode == 0
-    summary = json.loads((workplace / "x" / "rocprofv3_summary.json").read_text())
-    assert "--enable-rocm-profiling" in recorded(tmp_path)[0]["argv"]
-    if generation == "6.3":
-        assert done.stdout.count("has no --selected-regions: the whole run is recorded") == 1
-        assert (summary["launches"], summary["steps"]) == (1663, 13)
-    else:
-        assert (summary["launches"], summary["steps"]) == (831, 10)
-
-
-@everywhere
-def test_rocpd_is_read_where_csv_was_not_written(generation, machine):
-    workplace = machine(generation, FAKE_FAIL="rocpd_only")
-    assert start("run_rocprofv3.sh", "-o", "x").returncode == 0
-    summary = json.loads((workplace / "x" / "rocprofv3_summary.json").read_text())
-    assert (summary["source"], summary["launches"]) == ("rocpd database", 1663)
-
-
-def test_compare_fused_with_baseline(machine):
-    workplace = machine("7.0")
-    assert start("run_rocprofv3.sh", "-o", "base", "--disable-all-fusion").returncode == 0
-    done = start("run_rocprofv3.sh", "-o", "fused", "--selected-regions", "--compare", "base")
-    assert done.returncode == 0 and "Compared with base, per step" in done.stdout and "Caution" in done.stdout
-    comparison = json.loads((workplace / "fused" / "rocprofv3_summary.json").read_text())["comparison"]
-    assert comparison["rows"][0]["current"] == pytest.approx(83.1)
-
-
-def test_kernel_records_of_another_run_are_not_added_up(machine):
-    workplace = machine("7.0")
-    (workplace / "mine").mkdir()
-    common.write_stats(workplace / "mine" / "by_hand_kernel_stats.csv")
-    done = start("run_rocprofv3.sh", "-o", "mine", "--force")
-    assert done.returncode == 2 and "by_hand_kernel_stats.csv" in done.stderr
-
-
 def test_modes_of_the_trainer_have_no_steps(machine):
     workplace = machine("7.0")
     assert start("run_rocprofv3.sh", "-o", "x", "--compare-fusion").returncode == 0
@@ -141,23 +86,6 @@ def test_rocprof_sys_writes_what_was_asked_for_whatever_the_defaults(generation,
     assert argv[argv.index("--") + 1].endswith("trainer.py")  # never python
 
 
-def test_rocprof_sys_default_workload_is_small(machine, tmp_path):
-    machine("7.0")
-    start("run_rocprof_sys.sh")
-    flags = " ".join(recorded(tmp_path)[0]["argv"])
-    assert "--num-steps 3 --warmup-steps 1 --seq-len 16" in flags
-
-
-def test_rocprof_sys_wants_a_result_of_this_run(machine, tmp_path):
-    """An old summary in a directory of the user must not pass for the result of a program that died."""
-    workplace = machine("7.0", FAKE_TRAINER="exit3")
-    (workplace / "theirs").mkdir()
-    old = workplace / "theirs" / "performance_summary_v2.json"
-    old.write_text("{}")
-    os.utime(old, (1, 1))
-    assert start("run_rocprof_sys.sh", "--profile-dir", "theirs").returncode == 5
-
-
 # ---------------------------------------------------------------------------------------------------------
 # rocprof-compute
 
@@ -186,15 +114,6 @@ def test_rocprof_compute_reports_are_set_aside(machine):
     assert len(list(out.glob("dispatch_12.txt.old-*"))) == 1 and len(list(out.glob("analysis.old-*"))) == 2
 
 
-@pytest.mark.parametrize("arguments,parts", [(["--roof-only"], ["roof"]), (["--mode", "roof"], ["roof"]),
-                                             (["--no-roof"], ["counters"])])
-def test_rocprof_compute_parts(arguments, parts, machine):
-    workplace = machine("7.0")
-    assert start("run_rocprof_compute.sh", *arguments, "--output-name", "mine").returncode == 0
-    found = (workplace / "rocprof_compute_profiles_v2" / "workloads").iterdir()
-    assert sorted(path.name for path in found) == [f"mine_{part}" for part in parts]
-
-
 def test_rocprof_compute_spelling_follows_the_installed_tool(machine):
     machine("next")
     argv = [command.argv for command in wrapper("rocprof-compute").commands()]
@@ -216,37 +135,6 @@ def test_rocprof_compute_into_a_directory_with_an_old_workload(generation, machi
     kept, = (workplace / "mine" / "workloads").glob("trainer_counters.old-*")
     assert (kept / "MI300X_A1" / "pmc_perf.csv").read_text() == "old"
     assert kernel_summary.summarize(workplace / "mine")["launches"] == 1663
-
-
-def test_rocprof_compute_analyze_before_profile(machine):
-    workplace = machine("7.0")
-    done = start("run_rocprof_compute.sh", "--list-stats")
-    assert done.returncode == 2 and "run_rocprof_compute.sh first" in done.stderr
-    assert not list(workplace.iterdir())
-    shown = start("run_rocprof_compute.sh", "--dispatch", "7", "--dry-run")
-    assert shown.returncode == 0 and "--dispatch 7" in shown.stdout and "GPU_MODEL" in shown.stdout
-
-
-def test_rocprof_compute_keeps_the_counters_when_the_roofline_fails(machine, installations, tmp_path):
-    """MI100 has no roofline: the second command fails, the first one's result is still named."""
-    real = installations / "rocm-7.0" / "bin" / "rocprof-compute"
-    shim = tmp_path / "rocprof-compute"
-    shim.write_text('#!/bin/sh\ncase "$*" in *--roof-only*" -- "*) echo no roofline on MI100; exit 1;; esac\n'
-                    f'exec {real} "$@"\n')
-    shim.chmod(0o755)
-    workplace = machine("7.0", PATH=f"{tmp_path}:/usr/bin:/bin")
-    done = start("run_rocprof_compute.sh")
-    assert done.returncode == 1 and "itself failed: no roofline on MI100" in done.stderr
-    assert "counters: " in done.stdout
-    assert list((workplace / "rocprof_compute_profiles_v2").rglob("pmc_perf.csv"))
-
-
-def test_rocprof_sys_hides_the_exit_code_but_not_the_programs_last_words(machine, tmp_path):
-    """Its summary is there before the evaluation, so it does not tell that all went well."""
-    workplace = machine("7.0")
-    (workplace / "performance_summary_v2.json").write_text("{}")
-    judged = wrapper("rocprof-sys", "-o", ".").judge("Step 1\ntrainer.py: error: out of memory: lower it\n")
-    assert judged == (5, "out of memory: lower it")
 
 
 # ---------------------------------------------------------------------------------------------------------

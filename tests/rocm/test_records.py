@@ -62,9 +62,3 @@ def test_the_limit_is_that_of_one_summary(tmp_path, soon):
             assert not patience.too_late()
         assert patience.too_late()
     assert not patience.too_late() and time.monotonic() > patience.SECONDS
-
-
-def test_totals_of_kernels():
-    entries = [("a", 1, 2.0), ("b", 1, 1.0), ("a", 3, 5.0)]
-    assert records.add_up(entries) == {"a": (4, 7.0), "b": (1, 1.0)}
-    assert records.merge([{"a": (4, 7.0)}, {"b": (1, 1.0), "a": (1, 0.5)}]) == {"a": (5, 7.5), "b": (1, 1.0)}

@@ -111,15 +111,17 @@ def test_a_tool_that_is_not_there_is_refused_though_preflight_is_skipped(tmp_pat
 
 def test_commands_run_up_to_the_first_that_fails(tmp_path, ran, capsys):
     place = tmp_path / "out"
-    wrapper = Wrapper(place, commands=lambda: [command(f"{i}.log") for i in range(3)])
+    path = place / "records" / "manifest.json"
+    wrapper = Wrapper(place, commands=lambda: [command(f"{i}.log") for i in range(3)],  # known before judging
+                      judge=lambda log: (OK, f"{log}, {json.loads(path.read_text())['exit_code']}"))
     ran.ends = [{}, dict(code=7)]
     outcome = session.profile(wrapper)
     assert ran.calls == [("0.log", str(place), 9), ("1.log", str(place), 9)]
-    reason = "failed: 7, log of 1.log (what is there: saw log of 1.log)"
+    reason = "failed: 7, log of 1.log (what is there: log of 1.log, 5)"
     assert (outcome.code, outcome.reason, outcome.directory) == (5, reason, str(place))
     assert capsys.readouterr().err == (f"run_x.sh: {session.MEANING[5]}: {reason}. Its output: "
                                        f"{place / '0.log'}\n")
-    manifest = json.loads((place / "records" / "manifest.json").read_text())
+    manifest = json.loads(path.read_text())
     assert manifest["exit_code"] == 5 and manifest["steps"] is None and manifest["reason"] == reason
 
 

@@ -10,14 +10,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-import types
 
 import pytest
 
 from fusion_lab.rocm import machine as rocm_machine
-from fusion_lab.rocm import preflight, process, session, wrappers
-from fusion_lab.training.files import UserError
+from fusion_lab.rocm import preflight, session, wrappers
 from tests.rocm.fake_rocm.machine import (
     FAKES,
     GENERATIONS,
@@ -97,36 +94,6 @@ def test_dry_run_shows_what_a_run_runs(script, machine):
     assert not list(workplace.iterdir())
     assert start(script, "-o", "x").returncode == 0
     assert (workplace / "x" / "command.txt").read_text() == shown
-
-
-def test_default_directory_is_set_aside_never_overwritten(machine):
-    workplace = machine("7.0")
-    assert [start("run_rocprofv3.sh").returncode for _ in range(2)] == [0, 0]
-    first, second = sorted(workplace.iterdir(), key=lambda path: -len(path.name))
-    assert re.fullmatch(rf"{second.name}\.old-\d{{8}}_\d{{6}}", first.name)
-    assert manifest(first)["status"] == manifest(second)["status"] == "done"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_rocprof_compute.sh"])
-def test_directory_of_the_user(script, machine):
-    workplace = machine("10.1")
-    (workplace / "file").touch()
-    refused = start(script, "-o", "file/x", "--skip-preflight")
-    assert refused.returncode == 2 and "Not a directory" in refused.stderr
-    assert complaint(refused.stderr).count("\n") == 1
-    (workplace / "mine").mkdir()
-    assert start(script, "-o", "mine").returncode == 0  # empty is fine
-    refused = start(script, "-o", "mine")
-    assert refused.returncode == 2 and "--force" in refused.stderr
-    assert complaint(refused.stderr).count("\n") == 1
-    assert start(script, "-o", "mine", "--force").returncode == 0
-    assert len(list(workplace.glob("mine.old-*"))) == 1  # the earlier results are still there
-    (workplace / "other").mkdir()
-    (workplace / "other" / "notes.txt").write_text("keep")
-    assert start(script, "-o", "other", "--force").returncode == 0
-    assert (workplace / "other" / "notes.txt").read_text() == "keep"
-    assert start(script, "-o", workplace / "other" / "notes.txt").returncode == 2
 
 
 @every_wrapper
@@ -337,27 +304,6 @@ def test_interrupt(script, machine):
     assert "sys" not in script or list(out.glob("perfetto-trace-*.proto"))
 
 
-@pytest.fixture
-def hours_pass(monkeypatch):
-    """hours_pass(log, words): the clock of the process that is run jumps once the words stand in its log."""
-    def when(log, words):
-        def monotonic():
-            written = log.exists() and words in log.read_text()
-            return time.monotonic() + 10_000 * written
-        monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=monotonic))
-    return when
-
-
-@pytest.mark.parametrize("name", wrappers.WRAPPERS)
-def test_time_limit(name, machine, hours_pass, capsys):
-    """It ends the program in order, so that what was recorded is there."""
-    out = machine("10.1", FAKE_TRAINER="hang") / "out"
-    hours_pass(out / "run.log", "step 1")
-    assert session.main(wrappers.WRAPPERS[name], ["-o", "out", "--timeout", "9000"]) == 124
-    assert "--timeout" in capsys.readouterr().err
-    assert "compute" in name or list(out.glob("*-*" if "sys" in name else "*.db"))
-
-
 def test_reader_of_the_output_goes_away(machine):
     workplace = machine("7.0")
     command = f"{shlex.quote(str(ROOT / 'run_rocprofv3.sh'))} -o out | head -1; exit ${{PIPESTATUS[0]}}"
@@ -366,45 +312,15 @@ def test_reader_of_the_output_goes_away(machine):
     assert manifest(workplace / "out")["status"] == "done"
 
 
-@pytest.mark.parametrize("error", [UserError("row 3 is damaged"), OSError(5, "Input/output error", "x")])
-def test_results_that_cannot_be_judged_end_the_session_in_order(error, machine, monkeypatch, capsys):
-    def judge(*_):
-        raise error
-    workplace = machine("7.0")
-    monkeypatch.setattr(wrappers.WRAPPERS["rocprofv3"], "judge", judge)
-    assert session.main(wrappers.WRAPPERS["rocprofv3"], ["-o", "out"]) == 6
-    record, said = manifest(workplace / "out"), capsys.readouterr().err
-    assert record["exit_code"] == 6 and str(error) in record["reason"] and str(error) in said
-
-
-def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch, hours_pass):
-    monkeypatch.setattr(process, "FLUSH_SECONDS", 0.1)
-    sent, send = [], process.signal_group
-    monkeypatch.setattr(process, "signal_group", lambda p, number: (sent.append(number), send(p, number)))
-    hours_pass(tmp_path / "run.log", "deaf")
-    command = process.Command(["sh", "-c", "trap '' INT TERM; echo deaf; while :; do sleep 0.1; done"])
-    ended = process.run(command, tmp_path, timeout=9000)
-    assert ended.code == -signal.SIGKILL and ended.timed_out
-    assert sent[:3] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
-
-
 @pytest.mark.parametrize("name,arguments,words", [
     ("rocprofv3", ["--timeout", "soon"], "--timeout: 'soon': must be a whole number"),
     ("rocprofv3", ["--rocm", "7"], "--rocm: '7' is not a ROCm release"),
-    ("rocprofv3", ["--rocm", "7.0"], "--rocm: chooses what --dry-run prints"),
-    ("rocprofv3", ["--pmc", "A", "--pmc", "B"], "--pmc: given twice"),
-    ("rocprofv3", ["--compare", "/nonexistent"], "--compare: /nonexistent: no such directory"),
     ("rocprofv3", ["--hip-trace=yes"], "--hip-trace: ignored explicit argument"),
     ("rocprof-sys", ["--modules"], "--modules: expected one argument"),
     ("rocprof-compute", ["--mode", "all"], "--mode: invalid choice: 'all'"),
     ("rocprof-compute", ["--device", "cpu"], "--device: 'cpu': must be a whole number"),
     ("rocprof-compute", ["--dispatch", "-1"], "--dispatch: '-1': must be a whole number"),
-    ("rocprof-compute", ["--output-name", "a/b"], "--output-name: 'a/b'; allowed are"),
-    ("rocprof-compute", ["--no-roof", "--roof-only"], "--no-roof: contradicts"),
-    ("rocprof-compute", ["--mode", "roof", "--no-roof"], "--no-roof: contradicts"),
-    ("rocprof-compute", ["--mode", "profile", "--list-stats"], "--list-stats, --dispatch: are for"),
     ("rocprof-compute", ["--list-stats", "--seed", "3"], "--seed 3: --mode analyze runs no trainer"),
-    ("rocprof-compute", ["-o", "a..b"], "refuses a path that contains '..'"),
 ])
 def test_wrong_use_is_one_line(name, arguments, words, machine, capsys):
     machine(None)

@@ -66,6 +66,7 @@ def test_ceilings_of_a_gpu_are_of_larger_matrices_and_of_every_precision(monkeyp
     monkeypatch.setattr(torch, "empty_like", lambda other: tensor)
     assert ceilings.copy_ceiling(GPU) == 2 * 1000 * 4 / 0.25 and asked[10] == 2 ** 28
     assert said == ["start", "work", "mark"] * 42
+    assert ceilings.copy_ceiling(CPU) == 2 * 1000 * 4 / 0.25 and asked[-2] == 2 ** 24
 
     def matmul(device, dtype):
         return {torch.float32: 1.0, torch.bfloat16: 2.0, torch.float16: 3.0}[dtype] + \
@@ -366,3 +367,4 @@ def test_shapes_lie_on_every_side_of_the_given_ones():
         (4, 64, 16), (2, 64, 16), (4, 32, 16), (4, 64, 8), (2, 128, 16), (2, 64, 32), (5, 64, 16),
         (4, 32, 32)]
     assert shapes(SECOND, batch_size=1, width=1) == [(1, 1), (1, 2), (2, 1)]
+    assert {min(shape) for shape in shapes(tof.PROGRAM, seq_len=1, num_seqs=1, batch_size=1)} == {1}

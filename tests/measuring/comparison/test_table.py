@@ -12,7 +12,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.comparison import pace as pacing
-from fusion_lab.measuring.comparison import rung, rungs, worth
+from fusion_lab.measuring.comparison import rung, rungs
 from fusion_lab.measuring.comparison import table as comparison_table
 from fusion_lab.measuring.comparison.pace import Interrupted, Pace
 from fusion_lab.measuring.comparison.rows import reduction, rows_of, switch_effects
@@ -28,7 +28,6 @@ from fusion_lab.measuring.comparison.table import (
 )
 from fusion_lab.measuring.comparison.variants import (
     ALL,
-    AS_GIVEN,
     BASELINE,
     UNMEASURED,
     Variant,
@@ -132,15 +131,6 @@ def test_what_a_fusion_is_worth_by_hand():
     assert rows[1]["amdahl_ceiling"] is None and detail_table(rows)[2][-2] == ""
     add_worth(rows[:2], variants[:2], dict(up=1.0))
     assert rows[1]["amdahl_ceiling"] == 1.0 and rows[1]["amdahl_reached"] is None
-
-
-def test_shares_of_a_step_by_hand(monkeypatch):
-    """Two steps: up takes 1 of 4 s and 3 of 4 s, forward and backward; the median is in the middle."""
-    amounts = iter([{("up", "forward"): 0.25, ("up", "backward"): 0.75, ("rest", "forward"): 3.0},
-                    {("up", "forward"): 3.0, ("rest", "forward"): 0.5, ("rest", "optimizer"): 0.5}])
-    monkeypatch.setattr(worth, "amounts_in_a_step", lambda *_: next(amounts))
-    shares = worth.shares_of_a_step(SimpleNamespace(device=torch.device("cpu")), None, 2)
-    assert shares == dict(up=0.5, rest=0.5)
 
 
 def test_the_sublayers_that_a_switch_touches_are_seen_not_declared():
@@ -505,25 +495,6 @@ def test_a_variant_that_fails_drops_out_and_a_signal_ends_at_once():
     with pytest.raises(Interrupted):
         comparison.alternate(again, Pace(9), ["x"], signalled)
     assert [variant.losses for variant in again] == [[1.0, 1.0]] * 2 and log[-1] == "restore a"
-
-
-@pytest.mark.slow
-def test_variants_begin_with_the_same_weights_and_run_on_their_own():
-    """What runs the baseline's operations has a reason instead of a time, but for what was asked for."""
-    settings = SETTINGS.having(width=4, device="cpu", warmup_steps=2)
-    other = SECOND.trainer(SECOND, settings.having(seed=7), CPU)
-    weights = {name: p + 1 for name, p in other.model.state_dict().items()}
-    for trainer in (other, None):
-        made = Variant("a", settings, trainer=trainer)
-        comparison.bring_to_life(SECOND, made, CPU, weights, SECOND.open_source(settings).batch(0))
-        found = made.trainer.model.state_dict()
-        assert all(torch.equal(found[name], weights[name]) for name in weights) and made.timer.steps == []
-        assert made.trainer is other or trainer is None
-    for name, refused in ((AS_GIVEN, False), (ALL, False), ("b", True)):
-        variants = [Variant(name, settings.having(num_steps=1)) for name in (BASELINE, name)]
-        comparison.measure(SECOND, variants, CPU, SECOND.open_source(settings), equal=False)
-        assert bool(variants[1].reason) is refused and len(variants[1].losses) == (not refused)
-        assert str(variants[1].reason).endswith("operations as the baseline" if refused else "None")
 
 
 def test_combinations_count_up_from_the_baseline():
