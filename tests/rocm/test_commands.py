@@ -1,6 +1,5 @@
 """What the ROCm wrappers call, refuse and report, in this process: command lines against lists by hand."""
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -11,9 +10,8 @@ import pytest
 
 from fusion_lab.rocm import failures, process, rocprof_sys
 from fusion_lab.training.files import FAILED, MISSING, NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
-from tests.rocm.test_figures import compute_run, run_of, wrapper
-
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
+from tests.rocm.fake_rocm.machine import summary_of, wrapper
+from tests.rocm.test_figures import compute_run, run_of
 
 
 def test_a_command_takes_its_environment_from_here(monkeypatch):
@@ -230,8 +228,7 @@ def test_rocprofv3_refuses_what_would_mix_results(machine, tmp_path):
     os.makedirs(again.directory)
     run_of(pathlib.Path(again.directory), ("k", 6, 1_500_000))
     assert again.judge("") == (OK, "6 kernel launches, 1.500 ms of kernels")
-    summary = json.loads(pathlib.Path(again.directory, "rocprofv3_summary.json").read_text())
-    assert summary["comparison"]["rows"][0]["change_percent"] == 100
+    assert summary_of(pathlib.Path(again.directory))["comparison"]["rows"][0]["change_percent"] == 100
     assert pathlib.Path(again.directory, "rocprofv3_summary.txt").read_text().count("Compared with") == 1
 
 

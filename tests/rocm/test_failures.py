@@ -5,8 +5,6 @@ from fusion_lab.rocm import failures, process
 from fusion_lab.training.files import FAILED, MISSING
 from tests.rocm.fake_rocm.machine import start
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-
 
 @pytest.mark.parametrize("said", [
     "CommandLine Error: Option 'greedy-reverse-local-assignment' registered more than once!",

@@ -11,11 +11,9 @@ from fusion_lab.rocm import all_profilers, failures, kernel_summary, preflight, 
 from fusion_lab.rocm.kernel_summary import differences, main_figures, render, render_differences, summarize
 from fusion_lab.rocm.machine import Tool, options_in
 from fusion_lab.rocm.session import Outcome
-from fusion_lab.rocm.wrappers import WRAPPERS
 from fusion_lab.training.files import FAILED, MISSING, NO_DATA, NO_GPU, OK, PROGRAM_FAILED, TIMEOUT, UserError
 from tests.rocm.fake_rocm import common
-
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
+from tests.rocm.fake_rocm.machine import wrapper
 
 
 def csv(path, header, *rows):
@@ -346,10 +344,6 @@ def test_kernels_belong_to_ranges_of_their_own_process(tmp_path):
 
 
 # Verdicts
-
-
-def wrapper(name, *arguments):
-    return WRAPPERS[name].from_arguments(list(arguments))
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from fusion_lab.rocm import machine as rocm_machine
 from fusion_lab.rocm import preflight
 from tests.rocm.fake_rocm.machine import FAKES, WRAPPERS, manifest, start
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-
 
 @pytest.fixture
 def environment(installations, tmp_path):

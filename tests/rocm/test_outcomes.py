@@ -14,7 +14,6 @@ from fusion_lab.rocm import process, session, wrappers
 from tests.rocm.fake_rocm.machine import RELEASES, WRAPPERS
 from tests.support import complaint
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
 SCRIPTS = {"rocprofv3": "run_rocprofv3.sh", "rocprof-sys": "run_rocprof_sys.sh",
            "rocprof-compute": "run_rocprof_compute.sh"}
 NOTHING_RECORDED = {"rocprofv3": "recorded no GPU kernel", "rocprof-sys": "wrote no trace",

@@ -8,21 +8,6 @@ from fusion_lab.rocm import machine as rocm_machine
 from fusion_lab.rocm import preflight
 from tests.rocm.fake_rocm.machine import FAKES, RELEASES, WRAPPERS, start
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-
-
-@pytest.fixture
-def gpu(tmp_path):
-    """gpu(version, level) makes the driver's records of a GPU; version as the kernel writes it, 90402."""
-    def make(version, level="auto"):
-        node = tmp_path / "driver" / "KFD_TOPOLOGY" / "1"
-        device = tmp_path / "driver" / "DRM_DEVICES" / "card1" / "device"
-        node.mkdir(parents=True, exist_ok=True)
-        device.mkdir(parents=True, exist_ok=True)
-        (node / "properties").write_text(f"simd_count 304\ngfx_target_version {version}\nvendor_id 4098\n")
-        (device / "power_dpm_force_performance_level").write_text(f"{level}\n")
-    return make
-
 
 @pytest.mark.parametrize("version, name, rdna", [
     (90402, "gfx942", False), (90010, "gfx90a", False), (90500, "gfx950", False), (90008, "gfx908", False),

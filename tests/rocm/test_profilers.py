@@ -1,12 +1,11 @@
 """Each ROCm wrapper by itself, and run_all_profilers.sh, with strict stand-ins for the tools."""
-import json
 import re
 import signal
 import sys
 
 import pytest
 
-from fusion_lab.rocm import all_profilers, kernel_summary, wrappers
+from fusion_lab.rocm import all_profilers, kernel_summary
 from fusion_lab.rocm.session import Outcome
 from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm.machine import (
@@ -18,17 +17,13 @@ from tests.rocm.fake_rocm.machine import (
     manifest,
     recorded,
     start,
+    summary_of,
+    wrapper,
 )
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
 
 
-def wrapper(name, *arguments):
-    return wrappers.WRAPPERS[name].from_arguments([*arguments])
-
-
-# ---------------------------------------------------------------------------------------------------------
 # rocprofv3
 
 @everywhere
@@ -48,14 +43,13 @@ def test_rocprofv3_switches(generation, machine):
     records = "results.db" if form == "rocpd" else "kernel_stats.csv"
     assert list(out.glob(f"trainer_[0-9]*_{records}")) and list(out.glob("*.pftrace"))
     launches = 1663 if generation == "7.0" else 1657  # 7.0 counts the evaluation as well
-    summary = json.loads((out / "rocprofv3_summary.json").read_text())
-    assert summary["counters"] == dict.fromkeys(("SQ_WAVES", "GRBM_COUNT"), 32 * launches)
+    assert summary_of(out)["counters"] == dict.fromkeys(("SQ_WAVES", "GRBM_COUNT"), 32 * launches)
 
 
 def test_modes_of_the_trainer_have_no_steps(machine):
     workplace = machine("7.0")
     assert start("run_rocprofv3.sh", "-o", "x", "--compare-fusion").returncode == 0
-    assert json.loads((workplace / "x" / "rocprofv3_summary.json").read_text())["launches_per_step"] is None
+    assert summary_of(workplace / "x")["launches_per_step"] is None
 
 
 def test_an_option_that_the_release_lacks(machine):
@@ -69,7 +63,6 @@ def test_an_option_that_the_release_lacks(machine):
     assert "--memory-copy-trace" in copies and "--memory-allocation-trace" not in copies  # accepted by all
 
 
-# ---------------------------------------------------------------------------------------------------------
 # rocprof-sys
 
 @everywhere
@@ -86,7 +79,6 @@ def test_rocprof_sys_writes_what_was_asked_for_whatever_the_defaults(generation,
     assert argv[argv.index("--") + 1].endswith("trainer.py")  # never python
 
 
-# ---------------------------------------------------------------------------------------------------------
 # rocprof-compute
 
 @everywhere
@@ -137,7 +129,6 @@ def test_rocprof_compute_into_a_directory_with_an_old_workload(generation, machi
     assert kernel_summary.summarize(workplace / "mine")["launches"] == 1663
 
 
-# ---------------------------------------------------------------------------------------------------------
 # All of them
 
 @pytest.fixture
@@ -223,7 +214,6 @@ def test_interrupting_all_profilers(machine):
     assert "not started: interrupted" in (out / "PROFILING_SUMMARY.md").read_text()
 
 
-# ---------------------------------------------------------------------------------------------------------
 # The real programs of the project, on CPU
 
 TINY = ["--msa-dim", "8", "--pair-dim", "8", "--num-blocks", "1", "--num-seqs", "4", "--seq-len", "8",

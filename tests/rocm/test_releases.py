@@ -1,27 +1,16 @@
 """What differs between releases of the tools, and what they do without saying so; strict stand-ins again."""
-import json
 import types
 
 import pytest
 
 from fusion_lab.measuring import roctx
-from fusion_lab.rocm import kernel_summary, wrappers
+from fusion_lab.rocm import kernel_summary
 from fusion_lab.training.options import ProfilerConfig
-from tests.rocm.fake_rocm.machine import RELEASES, manifest, start
+from tests.rocm.fake_rocm.machine import RELEASES, manifest, start, summary_of
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
 COMPUTE = (*RELEASES, "next")
 
 
-def wrapper(name, *arguments):
-    return wrappers.WRAPPERS[name].from_arguments([*arguments])
-
-
-def summary_of(directory):
-    return json.loads((directory / "rocprofv3_summary.json").read_text())
-
-
-# ---------------------------------------------------------------------------------------------------------
 # rocprofv3: regions and markers
 
 @pytest.mark.parametrize("release", RELEASES[2:])
@@ -95,7 +84,6 @@ def test_an_error_while_paused_leaves_no_two_pauses(monkeypatch):
     assert [word for _, word, _ in Loader.calls] == ["resume", "pause", "resume", "pause"]
 
 
-# ---------------------------------------------------------------------------------------------------------
 # rocprofv3: counters
 
 
@@ -116,7 +104,6 @@ def test_counters_that_ignore_selected_regions(release, noted, machine):
     assert summary_of(workplace / "x")["counters"] == {"SQ_WAVES": 32 * (1663 if noted else 831)}
 
 
-# ---------------------------------------------------------------------------------------------------------
 # rocprof-compute
 
 @pytest.mark.slow
@@ -141,7 +128,6 @@ def test_rocprof_compute_that_breaks_down(release, trap, code, words, machine):
     assert done.returncode == code and words in done.stderr and "\x1b" not in done.stderr, done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------
 # rocprof-sys
 
 
@@ -156,7 +142,6 @@ def test_rocprof_sys_finds_the_libraries_of_torch(release, machine):
     assert path.endswith("torch/lib:/theirs")
 
 
-# ---------------------------------------------------------------------------------------------------------
 # Tools that crash, releases nobody knows
 
 

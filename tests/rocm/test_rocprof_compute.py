@@ -1,21 +1,9 @@
 """rocprof-compute: rooflines that a release does not draw, counters that have other names in results."""
 import pytest
 
-from fusion_lab.rocm import kernel_summary, records, wrappers
+from fusion_lab.rocm import kernel_summary, records
 from fusion_lab.training.files import UserError
-from tests.rocm.fake_rocm.machine import manifest, start
-
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-
-
-@pytest.fixture
-def gpu(tmp_path):
-    """gpu(90402) makes the driver's record of a gfx942."""
-    def make(version):
-        node = tmp_path / "driver" / "KFD_TOPOLOGY" / "1"
-        node.mkdir(parents=True, exist_ok=True)
-        (node / "properties").write_text(f"simd_count 304\ngfx_target_version {version}\n")
-    return make
+from tests.rocm.fake_rocm.machine import manifest, start, wrapper
 
 
 @pytest.mark.slow
@@ -72,12 +60,11 @@ def test_lists_of_dispatches_without_times_are_passed_over(tmp_path):
 def test_options_are_those_of_the_mode(machine):
     """--block is known to both, --set to profile of 7.1 on."""
     machine("7.1")
-    profile = wrappers.WRAPPERS["rocprof-compute"].from_arguments
     words = ["--tool-option=--set", "--tool-option", "launch_stats"]
-    first, second = (command.argv for command in profile(words).commands())
+    first, second = (command.argv for command in wrapper("rocprof-compute", *words).commands())
     assert first[4:7] == ["--no-roof", "--set", "launch_stats"] and second[-5:-3] == ["--set", "launch_stats"]
     assert start("run_rocprof_compute.sh", "-o", "x", "--no-roof", *words).returncode == 0
     assert start("run_rocprof_compute.sh", "-o", "x", "--mode=analyze", "--tool-option=--block",
                  "--tool-option=2").returncode == 0
     with pytest.raises(UserError, match="--set: not an option of rocprof-compute of ROCm 7.1"):
-        profile(["-o", "x", "--mode=analyze", *words]).commands()
+        wrapper("rocprof-compute", "-o", "x", "--mode=analyze", *words).commands()

@@ -1,24 +1,13 @@
 """rocprofv3: databases first, counters once, several passes, and options that are passed on."""
-import json
 
 import pytest
 
-from fusion_lab.rocm import records, wrappers
+from fusion_lab.rocm import records
 from fusion_lab.rocm.kernel_summary import summarize
 from fusion_lab.training import locks
 from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm import common
-from tests.rocm.fake_rocm.machine import manifest, recorded, start
-
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-
-
-def summary_of(directory):
-    return json.loads((directory / "rocprofv3_summary.json").read_text())
-
-
-def made(*arguments):
-    return wrappers.WRAPPERS["rocprofv3"].from_arguments(list(arguments))
+from tests.rocm.fake_rocm.machine import manifest, recorded, start, summary_of, wrapper
 
 
 @pytest.mark.parametrize("release, source", [("6.4", "kernel statistics CSV"), ("7.0", "rocpd database"),
@@ -59,7 +48,7 @@ def test_counters_of_several_passes_are_merged(machine, tmp_path):
     assert [name for name, *_ in records.read_counters(workplace / "x")].count("SQ_WAVES") == 1663
     machine("7.2")
     with pytest.raises(UserError, match="releases before 7.12 keep the last"):
-        made("--pmc", "A", "--pmc", "B")
+        wrapper("rocprofv3", "--pmc", "A", "--pmc", "B")
 
 
 def test_words_that_are_passed_on(machine):
@@ -87,7 +76,7 @@ def test_a_program_that_fails_in_a_pass_is_not_the_profiler(behaviour, words, ma
 def test_words_that_are_not_passed_on(word, words, machine):
     workplace = machine("7.2")
     with pytest.raises(UserError, match=words):
-        made(f"--tool-option={word}").commands()
+        wrapper("rocprofv3", f"--tool-option={word}").commands()
     locks.release()
     done = start("run_rocprofv3.sh", f"--tool-option={word}")
     assert done.returncode == 2 and words in done.stderr and not list(workplace.iterdir())
@@ -95,8 +84,8 @@ def test_words_that_are_not_passed_on(word, words, machine):
 
 def test_words_for_a_tool_that_is_not_here(machine):
     machine(None)
-    argv = made("--dry-run", "--tool-option=--kernel-rename").commands()[0].argv
+    argv = wrapper("rocprofv3", "--dry-run", "--tool-option=--kernel-rename").commands()[0].argv
     assert argv[argv.index("--") - 1] == "--kernel-rename"
     assert argv[argv.index("--output-format") + 1] == "csv"  # which every release takes
-    argv = made("--dry-run", "--rocm", "7.0").commands()[0].argv
+    argv = wrapper("rocprofv3", "--dry-run", "--rocm", "7.0").commands()[0].argv
     assert argv[argv.index("--output-format") + 1] == "rocpd" and "--stats" not in argv

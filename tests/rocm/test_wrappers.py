@@ -3,7 +3,6 @@
 The stand-ins (fake_rocm/) take exactly the options of a generation and repeat its traps; the program they run
 is a stand-in for the trainer, so that a session takes a fraction of a second.
 """
-import json
 import os
 import re
 import shlex
@@ -25,15 +24,15 @@ from tests.rocm.fake_rocm.machine import (
     manifest,
     recorded,
     start,
+    summary_of,
+    wrapper,
 )
 from tests.support import complaint
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
 every_wrapper = pytest.mark.parametrize("script", WRAPPERS)
 
 
-# ---------------------------------------------------------------------------------------------------------
 # What works
 
 @everywhere
@@ -77,11 +76,11 @@ def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(script, chos
 def test_nothing_breaks_out_of_the_script(name, machine):
     """Neither a path in a remark nor the content of a file is run."""
     workplace = machine(None)
-    wrapper = wrappers.WRAPPERS[name].from_arguments(["--dry-run", "-o", "o", "--program", "x\ntouch PWNED"])
-    wrapper.notes.append("y\ntouch PWNED")
+    made = wrapper(name, "--dry-run", "-o", "o", "--program", "x\ntouch PWNED")
+    made.notes.append("y\ntouch PWNED")
     content = "END_OF_FILE\ntouch PWNED\nEND_OF_FILE_\n"
-    wrapper.files = lambda: {"z": content}
-    text = wrapper.script_text([])
+    made.files = lambda: {"z": content}
+    text = made.script_text([])
     subprocess.run(["bash", "-e"], input=text, text=True, check=True)
     assert [path.name for path in workplace.iterdir()] == ["o"] and "PWNED" in text
     assert (workplace / "o" / "z").read_text() == content
@@ -104,7 +103,6 @@ def test_help(script, machine):
     assert max(map(len, done.stdout.splitlines())) <= 112 and len(done.stdout.splitlines()) < 60
 
 
-# ---------------------------------------------------------------------------------------------------------
 # What fails
 
 @pytest.mark.parametrize("behaviour,words", [("exit3", "exit code|no result|Profiling execution failed"),
@@ -285,7 +283,6 @@ def test_python_without_torch(script, machine, tmp_path):
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "lacks torch, numpy" in done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------
 # Interruption
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -293,7 +290,7 @@ def test_interrupted_profile_is_flushed_and_summarised(number, machine):
     code, out, output = interrupt("run_rocprofv3.sh", number, machine)
     assert code == 128 + number and "1663 kernel launches" in output
     assert manifest(out)["exit_code"] == code
-    summary = json.loads((out / "rocprofv3_summary.json").read_text())
+    summary = summary_of(out)
     assert summary["launches"] == 1663 and summary["launches_per_step"] is None  # nobody knows the steps
 
 

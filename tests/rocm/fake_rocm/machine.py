@@ -3,6 +3,7 @@ import json
 import pathlib
 import subprocess
 
+from fusion_lab.rocm import wrappers
 from tests.support import PATIENCE, ROOT
 
 from . import common
@@ -19,6 +20,15 @@ ODD_FLAGS = ["--data", "my files/a b", "--title=x  y", "--note", "it's \"quoted\
 def start(script, *arguments):
     return subprocess.run([ROOT / script, *map(str, arguments)], capture_output=True, text=True,
                           timeout=PATIENCE)
+
+
+def wrapper(name, *arguments):
+    """The wrapper of this tool, as a command line makes it."""
+    return wrappers.WRAPPERS[name].from_arguments(list(arguments))
+
+
+def summary_of(directory):
+    return json.loads((directory / "rocprofv3_summary.json").read_text())
 
 
 def recorded(tmp_path):
