@@ -41,11 +41,6 @@ def settings(**values):
 # Is it launch-bound?
 
 
-def test_percentages_are_hundredths():
-    assert analysis.percent(0.75, [0.75]) == "75%" and analysis.percent(0.75, 0.75) == "75%"
-    assert analysis.percent(0.75, [0.74, 0.76] * 5) == "75% (p20 to p80 of the steps 74 to 76%)"
-
-
 def test_launching_on_a_gpu_in_figures_and_words():
     """Six steps of 8 to 13 ms, of which kernels run 4.5 ms: sorted, the shares lie from 35 to 56%."""
     launch = launch_arithmetic(1000, [0.009, 0.008, 0.010, 0.012, 0.011, 0.013], busy_s=0.0045)
@@ -351,10 +346,10 @@ def test_four_steps_of_five_are_agreement():
 def test_equal_work_is_noise_above_twice_the_time():
     def noise(shares, *twins):
         return analysis.noise_of_twins(made_up(times(**shares), twins=list(twins)))
-    shares = dict(a__forward=0.5, b__forward=0.25, c__forward=0.125, d__forward=0.0)
+    shares = dict(a__forward=0.5, b__forward=0.25, c__forward=0.2, d__forward=0.0)
     assert noise(shares, ("a", "b"), ("c", "b"), ("d", "a"), ("x", "a")) is None
     text = noise(shares, ("a", "b"), ("c", "a"))
-    assert text.startswith("`a` took 4.0 times as long as `c`, which does equal work")
+    assert text.startswith("`a` took 2.5 times as long as `c`, which does equal work")
 
 
 def test_the_least_efficient_has_less_work_than_time():

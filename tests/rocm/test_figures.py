@@ -259,6 +259,8 @@ def test_of_several_passes_the_first_counts(tmp_path):
     for folder in ("x.old-2026", "perfmon"):
         run_of(tmp_path / folder, ("k", 9, 9))
     assert records.read_kernels(tmp_path).totals == {"k": (1, 10.0)}
+    run_of(tmp_path / "pass_1" / "of another process", ("k", 4, 5))
+    assert records.read_kernels(tmp_path).totals == {"k": (5, 15.0)}
 
 
 def test_calls_and_times_are_added():
@@ -388,8 +390,7 @@ def test_results_of_rocprof_sys_are_listed_with_their_size(sys_run, capsys):
     assert lines[1].endswith("; large: use fewer steps or --modules")
     assert lines[2:] == ["  wall_clock-7.json  1.0 MB  the same for programs",
                          "  wall_clock-7.txt  999.9 kB  call stack, read in any editor"]
-    with open(os.path.join(sys_run.directory, "perfetto-trace-7.proto"), "wb") as file:
-        file.write(b"x" * 100 + b"rocm_kernel_dispatch")
+    pathlib.Path(sys_run.directory, "perfetto-trace-7.proto").write_bytes(b"x rocm_kernel_dispatch")
     with open(os.path.join(sys_run.directory, "rocpd-7.db"), "wb") as file:
         file.truncate(500_000_000)
     assert sys_run.judge("{}\n") == (OK, "4 result files")
@@ -403,8 +404,7 @@ def compute_run(*arguments):
     os.makedirs(os.path.join(place, "perfmon"))
     for name, text in (("sysinfo.csv", "gpu\n"), ("perfmon/a.txt", "pmc: SQ_WAVES GRBM_COUNT\n"),
                        ("pmc_perf.csv", "Kernel_Name,SQ_WAVES,GRBM_COUNT\nk,1,2\n")):
-        with open(os.path.join(place, name), "w") as file:
-            file.write(text)
+        pathlib.Path(place, name).write_text(text)
     return found, place
 
 
@@ -420,8 +420,7 @@ def test_counters_without_a_roofline_are_not_all_that_was_asked_for(machine, cap
         open(os.path.join(roof, name), "w").close()
     assert found.judge("Cannot write results for x")[1].startswith(
         "rocprof-compute left no roof in workloads/: Cannot write results for. It cannot work with pandas 3")
-    with open(os.path.join(roof, "roofline.csv"), "w") as file:
-        file.write("flops\n1\n")
+    pathlib.Path(roof, "roofline.csv").write_text("flops\n1\n")
     assert found.judge("fine") == (OK, "counters and roof collected")
 
 
@@ -431,14 +430,12 @@ def test_counters_that_are_missing_are_counted_and_named(machine):
     assert found.judge("") == (OK, "counters collected")
     os.remove(os.path.join(place, "pmc_perf.csv"))
     assert found.judge("") == (NO_DATA, "rocprof-compute left no counters in workloads/")
-    csv_text = "Kernel_Name,SQ_WAVES\nk,1\n"
-    with open(os.path.join(place, "pmc_perf.csv"), "w") as file:
-        file.write(csv_text)
+    pathlib.Path(place, "pmc_perf.csv").write_text("Kernel_Name,SQ_WAVES\nk,1\n")
     assert found.judge("") == (OK, "1 of 2 counters collected (not GRBM_COUNT)")
     for extra, text in ((4, " (not A0, A1, A2, A3, GRBM_COUNT)"),
                         (6, " (not A0, A1, A2, A3, A4 and 2 more)")):
-        with open(os.path.join(place, "perfmon", "a.txt"), "w") as file:
-            file.write(f"pmc: SQ_WAVES GRBM_COUNT {' '.join(f'A{i}' for i in range(extra))}\n")
+        more = " ".join(f"A{i}" for i in range(extra))
+        pathlib.Path(place, "perfmon", "a.txt").write_text(f"pmc: SQ_WAVES GRBM_COUNT {more}\n")
         assert found.judge("") == (OK, f"1 of {extra + 2} counters collected{text}")
 
 

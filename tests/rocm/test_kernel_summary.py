@@ -62,22 +62,18 @@ def test_golden_text(run):
     assert text == GOLDEN
 
 
-def test_a_database_wins_over_statistics_and_trace(run):
+def test_a_run_with_csv_and_a_database_is_counted_once(run):
+    """rocprofv3 of 10.0 adds the database by itself for --runtime-trace and --sys-trace."""
     common.write_stats(run / "7_kernel_stats.csv")
     common.write_trace(run / "7_kernel_trace.csv", "7.0")
-    common.write_rocpd(run / "7_results.db")
+    common.write_counters(run / "7_counter_collection.csv", ["SQ_WAVES"])
+    common.write_rocpd(run / "7_results.db", counters=["SQ_WAVES"])
     check_totals(summarize(run))
-    assert summarize(run)["source"] == "rocpd database"
-
-
-def test_processes_add_up_passes_do_not(run):
-    for place in ("pass_1/host/7", "pass_2/host/8"):
-        (run / place).parent.mkdir(parents=True)
-        common.write_stats(run / f"{place}_kernel_stats.csv")
-    check_totals(summarize(run))
-    other_process = run / "pass_1" / "host" / "9_kernel_stats.csv"
-    other_process.write_text('"Name","Calls","TotalDurationNs"\n"x",5,10\n')
-    assert summarize(run)["launches"] == 1668
+    trace, = timeline.read_traces(run)
+    assert summarize(run)["source"] == "rocpd database" and len(trace.kernels) == 1663
+    assert summarize(run)["counters"] == {"SQ_WAVES": 53_216}
+    (run / "7_results.db").unlink()
+    assert summarize(run)["counters"] == {"SQ_WAVES": 53_216}
 
 
 def test_a_directory_of_something_else_is_not_searched_to_its_bottom(tmp_path, monkeypatch):

@@ -22,13 +22,6 @@ def test_selected_regions_record_the_measured_steps(release, machine):
     assert (summary_of(workplace / "x")["launches"], summary_of(workplace / "x")["steps"]) == (831, 10)
 
 
-def test_a_program_that_could_not_reach_roctx_is_named_as_the_reason(machine):
-    machine("7.13", FAKE_FAIL="no_roctx")
-    done = start("run_rocprofv3.sh", "--selected-regions")
-    assert done.returncode == 6
-    assert "could not say where its measured steps begin, librocprofiler" in done.stderr
-
-
 class Loader:
     """ctypes.CDLL of a machine on which some names can be loaded; its libraries note what is called."""
     calls = []
@@ -129,17 +122,6 @@ def test_rocprof_compute_that_breaks_down(release, trap, code, words, machine):
 
 
 # rocprof-sys
-
-
-@pytest.mark.parametrize("release", [release for release in RELEASES if release != "wheels"])
-def test_rocprof_sys_finds_the_libraries_of_torch(release, machine):
-    workplace = machine(release, LD_LIBRARY_PATH="/theirs")
-    done = start("run_rocprof_sys.sh", "-o", "x")
-    assert done.returncode == 0 and "no GPU kernel" not in done.stdout
-    trace, = (workplace / "x").glob("*.proto")
-    assert b"rocm_kernel_dispatch" in trace.read_bytes()
-    path = manifest(workplace / "x")["commands"][0]["environment"]["LD_LIBRARY_PATH"]
-    assert path.endswith("torch/lib:/theirs")
 
 
 # Tools that crash, releases nobody knows

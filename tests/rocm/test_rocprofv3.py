@@ -3,10 +3,8 @@
 import pytest
 
 from fusion_lab.rocm import records
-from fusion_lab.rocm.kernel_summary import summarize
 from fusion_lab.training import locks
 from fusion_lab.training.files import UserError
-from tests.rocm.fake_rocm import common
 from tests.rocm.fake_rocm.machine import manifest, recorded, start, summary_of, wrapper
 
 
@@ -21,16 +19,6 @@ def test_time_by_range_from_what_the_release_writes(release, source, machine):
     assert {row["range"]: row["launches"] for row in summary["by_range"]} == {
         "pair_transition": 828, "pair_transition.backward": 829}
     assert summary["gpu_busy_percent"] == pytest.approx(93.6, abs=0.1)
-
-
-def test_a_run_with_csv_and_a_database_is_counted_once(tmp_path):
-    """rocprofv3 of 10.0 adds the database by itself for --runtime-trace and --sys-trace."""
-    common.write_stats(tmp_path / "7_kernel_stats.csv")
-    common.write_counters(tmp_path / "7_counter_collection.csv", ["SQ_WAVES"])
-    common.write_rocpd(tmp_path / "7_results.db", counters=["SQ_WAVES"])
-    assert summarize(tmp_path)["counters"] == {"SQ_WAVES": 53_216}
-    (tmp_path / "7_results.db").unlink()
-    assert summarize(tmp_path)["counters"] == {"SQ_WAVES": 53_216}
 
 
 def test_counters_of_several_passes_are_merged(machine, tmp_path):

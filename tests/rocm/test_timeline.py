@@ -27,18 +27,6 @@ def test_ranges_of_a_database_are_those_of_the_calls(tmp_path):
     assert (row["range"], row["time_ms"], rest["launches"]) == ('say "up"', 10e-6, 2)
 
 
-def test_databases_are_read_and_csv_of_the_same_run_is_not(tmp_path):
-    database = Rocpd(tmp_path / "7_results.db")
-    symbol = database.add("rocpd_info_kernel_symbol", display_name="k")
-    database.kernel(symbol, 0, 10)
-    database.kernel(symbol, 30, 40)
-    database.close()
-    (tmp_path / "7_kernel_trace.csv").write_text("Kernel_Name,Agent_Id,Start_Timestamp,End_Timestamp\n"
-                                                 "k,Agent 4,0,10\nk,Agent 4,30,40\n")
-    trace, = timeline.read_traces(tmp_path)
-    assert len(trace.kernels) == 2 and timeline.busy_percent([trace]) == pytest.approx(50)
-
-
 def captured(path, copies=1, graphs=True):
     """A step of two kernels and a copy, captured as a graph in the ranges a, b and a; replayed twice."""
     database = Rocpd(path, graphs)

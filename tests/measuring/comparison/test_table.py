@@ -554,24 +554,6 @@ def test_memory_alone_on_a_gpu_is_without_what_others_left(monkeypatch):
     assert idle.found is None and idle.reason == "master weights need --use-amp" and len(order) == 3
 
 
-def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(comparison, "matmul_ceiling", lambda *_: 4e9)
-    settings = with_fusion(SETTINGS.having(width=4, num_steps=2, device="cpu", warmup_steps=1,
-                                           profile_dir=str(tmp_path)), PLAIN)
-    assert comparison.compare_fusion(SECOND, settings, picked=ALL) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0].endswith("| B 3, W 4 | steps of every variant in turn, 2 of each")
-    result = json.loads((tmp_path / SECOND.result("fusion_comparison")).read_text())
-    rows, line = result["variants"], json.loads(out[-1])
-    assert line["variants"] == [dict(name=row["name"], speedup=row["speedup"]) for row in rows]
-    assert [row["name"] for row in rows] == [BASELINE, ALL]
-    for row in rows:
-        assert row["speedup"] == pytest.approx(rows[0]["median_batch_time"] / row["median_batch_time"])
-        assert row["mfu"] == pytest.approx(row["achieved_tflops"] / 0.004)
-    assert result["matmul_ceiling_tflops"] == 0.004 and result["mode"] == "compare_fusion"
-    assert result["training_params"]["amp_dtype"] is None and result["launch_kind"] == "cpu_ops"
-
-
 def test_a_process_of_its_own_says_its_row_last(monkeypatch, capsys):
     """Here in this one: after the step whose operations are counted, its steps and the baseline's alternate,
     and it compares itself with that."""

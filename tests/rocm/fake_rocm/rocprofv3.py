@@ -159,8 +159,6 @@ def run_once(options, app, formats, folder):
     """A run of the program, and what is written of it."""
     libraries = "librocprofiler-sdk-roctx.so.1" + " librocprofiler-sdk-roctx.so" * (not common.WHEELS)
     preloaded = " process" * traced(options, *MARKERS)
-    if common.FAIL == "no_roctx":
-        libraries = preloaded = ""
     with tempfile.TemporaryDirectory() as place:
         log = pathlib.Path(place, "calls")
         log.touch()
