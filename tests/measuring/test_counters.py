@@ -209,8 +209,7 @@ class Counting:
 
 
 def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypatch):
-    """Weights 8 + 2 * (2 * 8 * 32 + 32 + 8), each with two moments; a step count for each of the nine
-    tensors; a batch of two times 3 x 8 and 3."""
+    """1112 weights, each with two moments; a step count for each of nine tensors; a batch of 51."""
     trainer, batch = second()
     monkeypatch.setattr(probe_module, "OpCounter", Counting)
     found = probe(trainer, batch)

@@ -432,15 +432,16 @@ def test_rows_of_sublayers_are_in_milliseconds_and_megabytes():
         "up", "forward", "2", "1.250", "12.5% (12.5, 45.0)", "0.500", "2.000", "7", "1.5", "2.2"]
     assert report.sublayer_rows(made_up([e], samples=samples[:2]))[1][4] == "12.5% (12.5, 35.0)"
     assert report.sublayer_rows(made_up([e], samples=samples[:1]))[1][4] == "12.5%"
-    assert len(report.sublayer_rows(made_up([e], samples=samples))[0]) == 10
+    head = report.sublayer_rows(made_up([e], samples=samples))[0]
+    assert len(head) == 10 and head[:3] == ["sub-layer", "direction", "calls"]
 
 
 def test_rows_of_kernels_are_the_first_twenty():
     rows = [dict(name=f"k{i}", kind="copy", calls=2.0, self_us=1250.0, total_us=2500.0, share=0.125,
-                 launches=None, allocated_bytes=MB * 1.5) for i in range(25)]
+                 launches=3.0, allocated_bytes=MB * 1.5) for i in range(25)]
     found = report.kernel_rows(made_up(kernels=rows))
     assert len(found) == 21 and found[20][0] == "`k19`"
-    assert found[1] == ["`k0`", "copy", "2", "1.250", "2.500", "12.5%", "", "1.5"]
+    assert found[1] == ["`k0`", "copy", "2", "1.250", "2.500", "12.5%", "3", "1.5"]
     long = report.kernel_rows(made_up(kernels=[dict(rows[0], name="x" * 91), dict(rows[0], name="a`|``b`")]))
     assert [row[0] for row in long[1:]] == [f"`{'x' * 87}...`", "``` a`|``b` ```"]
 

@@ -17,11 +17,7 @@ from fusion_lab.measuring.comparison.variants import with_fusion
 from fusion_lab.measuring.probe import Findings, probe
 from fusion_lab.measuring.trace import attribution
 from fusion_lab.measuring.trace.attribution import medians, operations_in_a_step, share_samples
-from fusion_lab.measuring.trace.trace import (
-    RECOMPUTE,
-    read_trace,
-    split_name,
-)
+from fusion_lab.measuring.trace.trace import RECOMPUTE, read_trace, split_name
 from fusion_lab.profiler import report, several
 from fusion_lab.profiler import session as session_module
 from fusion_lab.profiler.arguments import make_parser
@@ -348,9 +344,6 @@ def test_a_new_sublayer_has_bounds_and_a_new_switch_a_place_in_the_ablation():
     assert roofline.predict(NEW_PROGRAM, settings, CPU, speeds)["peak_memory_mb"] > 0
     names = {v.name for v in several.ablation_variants(NEW_PROGRAM, settings)}
     assert {"scaling alone", "all but scaling"} <= names
-
-
-# Roofline and predictions
 
 
 # Command line

@@ -1,10 +1,13 @@
 """--preflight, and what it looks at: tool, torch, GPU, permissions, clocks, packages."""
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from fusion_lab.rocm import machine as rocm_machine
 from fusion_lab.rocm import preflight
+from fusion_lab.rocm.machine import Tool
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
 from tests.rocm.fake_rocm.machine import FAKES, RELEASES, WRAPPERS, start
 
 
@@ -101,3 +104,37 @@ def test_pandas_of_the_tools_own_interpreter(pandas, problems, tmp_path):
     listed = list(preflight.pandas_problems(rocm_machine.Tool("rocprof-compute", str(tool))))
     assert len(listed) == problems and all("pip install 'pandas<3'" in problem.advice for problem in listed)
     assert rocm_machine.own_interpreter(FAKES / "common.py") == []
+
+
+def test_disk_space_is_in_units_of_a_billion(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIN_FREE_GB", "2.5")
+    for free, wanted in ((2.4e9, ["only 2.4 GB free"]), (2.5e9, [])):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place, usage=usage: usage)
+        problems = list(preflight.disk_problems(tmp_path / "not" / "there"))
+        assert [problem.what.partition(" in ")[0] for problem in problems] == wanted
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    problem, = preflight.disk_problems(tmp_path)
+    assert problem.what == f"{tmp_path} is not writable"
+
+
+def test_what_is_missing_comes_before_the_gpu():
+    def worst(*codes):
+        return preflight.worst_code([preflight.Problem(code, "", "") for code in codes])
+    assert (worst(FAILED, NO_GPU, MISSING), worst(FAILED, NO_GPU), worst(FAILED), worst()) == (
+        MISSING, NO_GPU, FAILED, OK)
+    with pytest.raises(UserError) as caught:
+        preflight.refuse([preflight.Problem(NO_GPU, "a", "b"), preflight.Problem(MISSING, "c", "d")])
+    assert caught.value.code == MISSING and str(caught.value) == "a; c"
+    first, *problems, _ = caught.value.lines
+    assert first == "cannot profile here, 2 problem(s); nothing was run:"
+    assert problems == ["  - a. b", "  - c. d"]
+
+
+def test_two_roccms_in_one_process_are_warned_of(tmp_path):
+    torch = dict(hip="6.4.1", path=str(tmp_path / "torch" / "__init__.py"))
+    tool = Tool("rocprofv3", "/opt/bin/rocprofv3", rocm="7.0")
+    first, = preflight.mismatch_warnings(tool, torch)
+    assert first.startswith("torch is built for ROCm 6.4 (") and "belongs to ROCm 7.0" in first
+    assert not list(preflight.mismatch_warnings(Tool("x", "/opt/x", rocm="6.4"), torch))
+    assert not list(preflight.mismatch_warnings(tool, dict(hip=None)))

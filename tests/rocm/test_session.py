@@ -149,7 +149,7 @@ def test_records_say_what_was_run_and_where(tmp_path, monkeypatch):
     for name, value in {**kept, "SECRET": "x", "HOME": "y"}.items():
         monkeypatch.setenv(name, value)
     answers = [(0, "abc\n"), (1, "not a repository")]
-    monkeypatch.setattr(session.machine, "output_of", lambda *asked: answers.pop(0))
+    monkeypatch.setattr(session.machine, "output_of", lambda tool, *asked: tool == "git" and answers.pop(0))
     wrapper = Wrapper(tmp_path, files=lambda: {"input.txt": "wanted"})
     for commit in ("abc", "None"):
         session.write_records(wrapper, [1, 2])

@@ -1,8 +1,4 @@
-"""What the ROCm wrappers have in common: every wrapper, generation and failure, with strict stand-ins.
-
-The stand-ins (fake_rocm/) take exactly the options of a generation and repeat its traps; the program they run
-is a stand-in for the trainer, so that a session takes a fraction of a second.
-"""
+"""What the ROCm wrappers have in common, with stand-ins (fake_rocm/) as strict as the tools of a release."""
 import os
 import re
 import shlex
@@ -14,6 +10,7 @@ import pytest
 
 from fusion_lab.rocm import machine as rocm_machine
 from fusion_lab.rocm import preflight, session, wrappers
+from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm.machine import (
     FAKES,
     GENERATIONS,
@@ -324,3 +321,39 @@ def test_wrong_use_is_one_line(name, arguments, words, machine, capsys):
     assert session.main(wrappers.WRAPPERS[name], arguments) == 2
     error = capsys.readouterr().err
     assert words in error and complaint(error).count("\n") == 1
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("rocprofv3", ["--num-steps", "10", "--warmup-steps", "3"]),
+    ("rocprof-sys", ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1", "--seq-len", "16"]),
+    ("rocprof-compute", ["--batch-size", "2", "--num-steps", "2", "--warmup-steps", "1", "--seed", "42",
+                         "--deterministic", "--seq-len", "32"])])
+def test_which_flags_the_program_gets(name, flags, machine):
+    """Those of the user come last, so that they win."""
+    machine("7.0")
+    found = wrapper(name, "-o", "out", "--num-steps", "7", "--", "--force")
+    assert found.program_flags == ["--profile-dir", found.directory, "--enable-rocm-profiling", *flags,
+                                   "--num-steps", "7", "--force"]
+    assert found.own_flags == ["--num-steps", "7", "--force"] and not found.options.force
+
+
+def test_releases_are_compared_as_numbers(machine):
+    machine("7.2")
+    found = wrapper("rocprofv3")
+    assert [found.before(release) for release in ("6.4", "7.2", "7.13", "10.0")] == [False, False, True, True]
+    assert found.tool_and_release() == "rocprofv3 of ROCm 7.2" and found.has("--kernel-trace")
+    assert found.has("--selected-regions") and not found.has("--no-such-option")
+    found.tool.rocm = None  # of a tool that does not say, the worst is assumed
+    assert found.before("6.3") and found.tool_and_release() == "rocprofv3"
+    dry = wrapper("rocprofv3", "--dry-run", "--rocm", "6.4")
+    assert dry.release() == "6.4" and dry.has("--pmc") and not dry.has("--selected-regions")
+    with pytest.raises(UserError, match="--rocm: chooses what --dry-run prints"):
+        wrapper("rocprofv3", "--rocm", "6.4")
+
+
+@pytest.mark.parametrize("release, known", [("5.7", False), ("6.3", True), ("10.1", True), ("11.0", False)])
+def test_releases_that_nobody_knows_are_said_to_be_unknown(release, known, machine):
+    machine(None)
+    shown = start("run_rocprofv3.sh", "--dry-run", "--rocm", release)
+    assert shown.returncode == 0
+    assert ("is not among those known here (6.3 to 10.1)" in shown.stdout) == (not known)

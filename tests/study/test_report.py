@@ -41,9 +41,7 @@ def test_ratio_interval():
 
 @pytest.mark.parametrize("quiet", [0.05, 0.001])
 def test_intervals_cover_under_unequal_noise(quiet):
-    """95% intervals hold the truth about 95 times of 100 when one of four settings is as noisy as eager code
-    and the others as quiet as replayed graphs: a ratio of two, and an effect, where 3 of 4 points have more
-    runs than the noisy one. With variances pooled over the settings only 47 and 51 of 100 did at 0.001."""
+    """About 95 times of 100, where one of four settings is noisier; pooled variances made it 47 and 51."""
     generator, ratios, effects = np.random.default_rng(0), 0, 0
     deviations, runs = [0.05, quiet, quiet, quiet], [3, 8, 8, 8]
     for _ in range(300):

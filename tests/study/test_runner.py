@@ -203,8 +203,7 @@ def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
 
 @pytest.mark.slow
 def test_kill_leaves_no_stopped_newborns(fake, tmp_path):
-    """A process that is stopped for another one's turn before it has asked to die with its parent, and what
-    it started itself, do not stay behind for ever when the study is killed."""
+    """Processes that are stopped for another one's turn before they have asked to die with their parent."""
     log, settings = tmp_path / "log", ["only-flash-attention", "only-opm-fusion"]
     first, second = (flags_of(point.setting)[-1] for point in order_of_plan(settings, 1))
     study = start(*SMALL, "--num-runs", "1", "--jobs", "2", "--settings", " ".join(settings), "--study-name",

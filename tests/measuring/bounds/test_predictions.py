@@ -146,8 +146,7 @@ def test_bounds_of_a_sublayer():
 
 
 def test_flops_of_every_sub_layer_by_hand():
-    """Products of 3 x 8 with 8 x 32 in the sub-layers of the second program, four blocks, backward twice as
-    many, and nothing beside them."""
+    """Products of 3 x 8 with 8 x 32, four blocks, backward twice as many, and nothing beside them."""
     assert flops_by_sublayer(SECOND, settings(depth=4)) == dict(up=12 * 1536, down=12 * 1536, rest=0)
 
 

@@ -25,8 +25,7 @@ def of_formulas(settings):
 
 
 def test_flops_under_every_switch_are_those_of_the_formulas():
-    """Few rows of many residues are re-associated, which costs less; recomputation costs more than the
-    formulas, by at most another forward pass."""
+    """Few rows of many residues are re-associated, which costs less; recomputation costs a forward more."""
     off, found = tof.FusionConfig.preset(False), {}
     for name in (None, *off.names()):
         settings = replace(given(**FEW_ROWS), fusion=replace(off, **{name: True} if name else {}))

@@ -555,8 +555,7 @@ def test_memory_alone_on_a_gpu_is_without_what_others_left(monkeypatch):
 
 
 def test_a_process_of_its_own_says_its_row_last(monkeypatch, capsys):
-    """Here in this one: after the step whose operations are counted, its steps and the baseline's alternate,
-    and it compares itself with that."""
+    """Here in this one: after the step that is counted, its steps and the baseline's alternate."""
     turns = []
 
     class Noting(SECOND.trainer):

@@ -189,8 +189,7 @@ def api_calls(kernels):
 
 
 def api_ranges(kernels):
-    """(name, thread, start, end): the first half of the calls is in one of forward's, the rest in one of
-    backward's, which is on another thread."""
+    """(name, thread, start, end): the first half of the calls is in forward's, the rest in backward's."""
     count = sum(calls for _, calls, _ in kernels)
     return [("forward", 7, 0, 10 * count), ("pair_transition", 7, 5, 5 * count),
             ("pair_transition.backward", 8, 5 * count, 11 * count)]
