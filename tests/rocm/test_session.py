@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +180,7 @@ def test_a_manifest_names_every_file(tmp_path):
         assert found["seconds"] == round(outcome.seconds, 3) and found["summary"] == "s"
     assert found["commands"] == [dict(argv=["tool", "a b"], cwd="/some/where", environment={"KEY": "value"},
                                       unset=["GONE"])]
+    assert found["started"] == time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(0))
     files = {file["path"]: file["bytes"] for file in found["files"]}
     assert files.pop("sub/trace") == 5 and set(files) == {"records/manifest.json"}
     assert {key: found[key] for key in ("script", "tool", "tool_version", "rocm", "torch", "notes")} == dict(

@@ -103,13 +103,13 @@ def test_innermost_range(spans, moments, names):
     assert list(timeline.ranges_at(spans, [(time, time) for time in moments]).values()) == names
 
 
-def test_share_of_time_in_which_the_gpu_was_busy(run):
+def test_share_of_time_in_which_the_gpu_was_busy(tmp_path):
     """Overlapping kernels of one GPU count once, gaps count against it, each GPU has its own clock."""
-    (run / "7_kernel_trace.csv").write_text(
+    (tmp_path / "7_kernel_trace.csv").write_text(
         "Agent_Id,Kernel_Name,Start_Timestamp,End_Timestamp\n"
         "4,a,100,200\n4,b,150,180\n4,c,300,400\n5,a,1000,1050\n5,a,1075,1100\n")
-    summary = summarize(run)
+    summary = summarize(tmp_path)
     assert summary["gpu_busy_percent"] == pytest.approx(100 * (200 + 75) / (300 + 100))
     assert "GPU busy                 68.8 %" in kernel_summary.render(summary)
-    common.write_counters(run / "7_counter_collection.csv", ["SQ_WAVES"])  # kernels are kept apart for that
-    assert summarize(run)["gpu_busy_percent"] is None
+    common.write_counters(tmp_path / "7_counter_collection.csv", ["SQ_WAVES"])  # which keeps kernels apart
+    assert summarize(tmp_path)["gpu_busy_percent"] is None
