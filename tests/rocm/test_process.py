@@ -1,11 +1,15 @@
 """How a command is run, ended in time, and why it failed."""
 import contextlib
+import shlex
 import signal
+import subprocess
 
 import pytest
 
 from fusion_lab.rocm import process
 from fusion_lab.training.files import NO_GPU, PROGRAM_FAILED, TIMEOUT
+from tests.rocm.fake_rocm.machine import ROOT, interrupt, manifest, summary_of
+from tests.support import complaint
 
 
 def test_a_command_takes_its_environment_from_here(monkeypatch):
@@ -57,3 +61,36 @@ def test_an_exit_code_need_not_be_a_signal(code, words):
     """Numbers 32 and 33 lie among the signals and have no name."""
     found, reason = process.failure(process.Ended(code), "")
     assert found == 5 and words in reason
+
+
+def test_signals_are_noted_and_their_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with process.caught_signals() as caught:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert caught == [signal.SIGTERM, signal.SIGINT]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_profile_is_flushed_and_summarised(number, machine):
+    code, out, output = interrupt("run_rocprofv3.sh", number, machine)
+    assert code == 128 + number and "1663 kernel launches" in output
+    assert manifest(out)["exit_code"] == code
+    summary = summary_of(out)
+    assert summary["launches"] == 1663 and summary["launches_per_step"] is None  # nobody knows the steps
+
+
+@pytest.mark.parametrize("script", ["run_rocprof_sys.sh", "run_rocprof_compute.sh"])
+def test_interrupt(script, machine):
+    code, out, _ = interrupt(script, signal.SIGINT, machine)
+    assert code == 130 and manifest(out)["status"] == "interrupted"
+    assert "sys" not in script or list(out.glob("perfetto-trace-*.proto"))
+
+
+def test_reader_of_the_output_goes_away(machine):
+    workplace = machine("7.0")
+    command = f"{shlex.quote(str(ROOT / 'run_rocprofv3.sh'))} -o out | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, complaint(done.stderr)) == (0, "")
+    assert manifest(workplace / "out")["status"] == "done"

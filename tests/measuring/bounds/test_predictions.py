@@ -160,7 +160,7 @@ def test_the_table_as_cells(three):
     cells = roofline.roofline_rows(rows)
     assert cells[1] == ["a", "0.01", "0.0", "500.0", "9.000", "18.000", "1.000", "36.000", "memory", "50.0%"]
     assert cells[3] == ["c", "0.02", "", "", "18.000", "", "0.000", "", "compute (bytes not worked out)", ""]
-    assert roofline.roofline_rows([dict(rows[0], share=3.114)])[1][-1] == "311.4%, a fault of the bound"
+    assert roofline.roofline_rows([dict(rows[0], share=1.114)])[1][-1] == "111.4%, a fault of the bound"
     row = dict(rows[0], flops=2.5e9, minimal_bytes=1.5 * MB)
     assert roofline.roofline_rows([row])[1][1:3] == ["2.50", "1.5"]
 

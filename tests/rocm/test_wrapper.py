@@ -2,7 +2,6 @@
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 
@@ -17,11 +16,9 @@ from tests.rocm.fake_rocm.machine import (
     ODD_FLAGS,
     ROOT,
     WRAPPERS,
-    interrupt,
     manifest,
     recorded,
     start,
-    summary_of,
     wrapper,
 )
 from tests.support import complaint
@@ -278,32 +275,6 @@ def test_python_without_torch(script, machine, tmp_path):
     assert start(script, "--help").returncode == 0
     done = start(script, "--num-steps", "3")
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "lacks torch, numpy" in done.stderr
-
-
-# Interruption
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_profile_is_flushed_and_summarised(number, machine):
-    code, out, output = interrupt("run_rocprofv3.sh", number, machine)
-    assert code == 128 + number and "1663 kernel launches" in output
-    assert manifest(out)["exit_code"] == code
-    summary = summary_of(out)
-    assert summary["launches"] == 1663 and summary["launches_per_step"] is None  # nobody knows the steps
-
-
-@pytest.mark.parametrize("script", ["run_rocprof_sys.sh", "run_rocprof_compute.sh"])
-def test_interrupt(script, machine):
-    code, out, _ = interrupt(script, signal.SIGINT, machine)
-    assert code == 130 and manifest(out)["status"] == "interrupted"
-    assert "sys" not in script or list(out.glob("perfetto-trace-*.proto"))
-
-
-def test_reader_of_the_output_goes_away(machine):
-    workplace = machine("7.0")
-    command = f"{shlex.quote(str(ROOT / 'run_rocprofv3.sh'))} -o out | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert (done.returncode, complaint(done.stderr)) == (0, "")
-    assert manifest(workplace / "out")["status"] == "done"
 
 
 @pytest.mark.parametrize("name,arguments,words", [
