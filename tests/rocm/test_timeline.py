@@ -89,6 +89,7 @@ def test_kernels_belong_to_ranges_of_their_own_process(tmp_path):
         csv(tmp_path / f"{pid}_kernel_trace.csv", "Correlation_Id,Start_Timestamp,End_Timestamp",
             (1, 500, 510), (2, 600, 603), (3, 700, 704), (9, 800, 801))
     (tmp_path / "9_marker_api_trace.csv").write_text("of a process without calls")
+    csv(tmp_path / "9_kernel_trace.csv", "Start_Timestamp,End_Timestamp", (0, 1))
     assert timeline.time_by_range(timeline.read_traces(tmp_path)) == {
         "up": (1, 10.0), "down": (1, 10.0), timeline.OUTSIDE: (6, 16.0)}
 
