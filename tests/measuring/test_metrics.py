@@ -18,8 +18,7 @@ def evaluation(step, score=0.5):
 
 
 def resumed(directory, content, step=4, evaluated=2, norm=0.5):
-    """What becomes of a file with this content, and of what was set aside, in a run that a checkpoint
-    continues."""
+    """What becomes of a file with this content where a checkpoint continues, and what is set aside."""
     path = directory / "metrics.jsonl"
     path.write_text("".join(content))
     (directory / "learning_curve.png").write_text("curve")

@@ -15,21 +15,14 @@ from fusion_lab.measuring.bounds import roofline
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.comparison.variants import with_fusion
 from fusion_lab.measuring.probe import Findings, probe
-from fusion_lab.measuring.trace import analysis, attribution
-from fusion_lab.measuring.trace.attribution import launch_on_cpu, medians, operations_in_a_step, share_samples
-from fusion_lab.measuring.trace.trace import (
-    RECOMPUTE,
-    Ranges,
-    TraceAnalysis,
-    own_times,
-    read_trace,
-    split_name,
-)
+from fusion_lab.measuring.trace import attribution
+from fusion_lab.measuring.trace.attribution import medians, operations_in_a_step, share_samples
+from fusion_lab.measuring.trace.trace import RECOMPUTE, read_trace, split_name
 from fusion_lab.profiler import report, several
 from fusion_lab.profiler import session as session_module
 from fusion_lab.profiler.arguments import make_parser
 from fusion_lab.profiler.session import analyse, run_session
-from fusion_lab.training.files import UserError, exit_code
+from fusion_lab.training.files import exit_code
 from fusion_lab.training.options import option
 from run_pytorch_profiler import run
 from tests.support import ROOT, last_json, run_program
@@ -95,51 +88,6 @@ def gpu_trace(steps=2):
     return events
 
 
-def test_kernels_belong_to_the_range_that_launched_them():
-    trace = TraceAnalysis(gpu_trace(), PROGRAM.sublayers)
-    table = trace.sublayer_table()
-    assert trace.steps == 2 and trace.on_gpu
-    forward, backward = (table["pair_transition", d] for d in ("forward", "backward"))
-    assert (forward["device_us"], forward["launches"], forward["calls"]) == (30.0, 1, 1)
-    assert (forward["host_us"], forward["allocated_bytes"]) == (40.0, 256)
-    assert (backward["device_us"], backward["launches"]) == (60.0, 1)
-    assert table["rest", "forward"]["device_us"] == 10.0 and table["rest", "forward"]["host_us"] == 60.0
-    assert table["rest", "launch not recorded"]["device_us"] == 4.0
-    assert trace.gpu_busy() == 30 + 5 + 60 + 4  # two kernels overlap by 5
-    assert trace.step_us() == 200.0
-    assert trace.memory_timeline() == [(0.0, 256), (1000.0, 512)]
-    assert trace.phase_begins()[:2] == [(-13.0, "forward"), (87.0, "backward")]
-    gemm = trace.kernel_table()[0]
-    assert (gemm["name"], gemm["calls"], gemm["self_us"], gemm["launches"]) == ("sm90_gemm", 2, 90.0, 2)
-    assert gemm["allocated_bytes"] == 256 and gemm["kind"] == "matrix product"
-
-
-def test_gpu_time_of_each_step_is_told_apart():
-    events = gpu_trace(3)
-    slow = next(e for e in events if e["name"] == "sm90_gemm" and e["args"]["correlation"] == 21)
-    slow["dur"] = 300.0
-    steps = TraceAnalysis(events, PROGRAM.sublayers).device_us_by_step()
-    assert [step["pair_transition", "forward"] for step in steps] == [30.0, 30.0, 300.0]
-    assert [step["pair_transition", "backward"] for step in steps] == [60.0] * 3
-    assert [step["rest", "forward"] for step in steps] == [10.0] * 3
-    assert [step["rest", "launch not recorded"] for step in steps] == [4.0] * 3
-
-
-def test_forward_within_backward_is_recomputation():
-    events = gpu_trace()
-    for event in events:
-        if event["name"] == "pair_transition":
-            event["ts"] += 100
-    assert ("pair_transition", RECOMPUTE) in TraceAnalysis(events, PROGRAM.sublayers).sublayer_table()
-
-
-def test_nested_ranges_and_own_times():
-    spans = [dict(tid=1, ts=0, dur=10, name="a"), dict(tid=1, ts=2, dur=3, name="b")]
-    found = Ranges(spans)
-    assert [found.find(1, t) for t in (0, 2, 4.9, 5, 9.9, 10, -1)] == ["a", "b", "b", "a", "a", None, None]
-    assert found.find(2, 1) is None and own_times(spans) == {0: 7, 1: 3}
-
-
 def test_names_of_sublayers_may_have_dots():
     assert split_name("mlp.up") == ("mlp.up", "forward")
     assert split_name("mlp.up.backward") == ("mlp.up", "backward")
@@ -147,29 +95,6 @@ def test_names_of_sublayers_may_have_dots():
 
 
 # Verdicts
-
-
-@pytest.mark.parametrize("busy, verdict", [(0.002, "launch-bound"), (0.007, "partly launch-bound"),
-                                           (0.0095, "not launch-bound")])
-def test_launch_verdict(busy, verdict):
-    result = analysis.launch_arithmetic(1000, 0.010, busy)
-    assert result.verdict == verdict and "one comes every 10.0 µs" in result.text
-    assert f"runs {1000 * busy:.1f} µs" in result.text
-
-
-@pytest.mark.parametrize("without_work, verdict", [(0.006, "launch-bound"), (0.004, "not launch-bound"),
-                                                   (None, "unknown")])
-def test_launch_verdict_on_cpu(without_work, verdict):
-    assert analysis.launch_arithmetic(1000, 0.010, host_s=without_work).verdict == verdict
-
-
-def test_launch_verdict_is_withheld_where_the_steps_disagree():
-    steady = analysis.launch_arithmetic(9, [0.010] * 5, host_s=[0.006, 0.006, 0.007, 0.006, 0.006])
-    assert steady.verdict == "launch-bound" and "p20 to p80 of the steps 60 to 62%" in steady.text
-    torn = analysis.launch_arithmetic(9, [0.010] * 5, host_s=[0.003, 0.006, 0.007, 0.006, 0.002])
-    assert torn.verdict == "undecided" and torn.host_ms == pytest.approx(6)
-    on_gpu = analysis.launch_arithmetic(9, [0.004, 0.010, 0.010, 0.010, 0.004], busy_s=0.0035)
-    assert on_gpu.verdict == "undecided"
 
 
 @pytest.mark.slow
@@ -190,74 +115,6 @@ def test_the_step_without_work_takes_turns_with_the_step_itself(tmp_path):
     assert "operations at S 2, N 1" in result.launch.text and result.launch.host_ms > 0
 
 
-def test_without_a_smaller_step_the_launch_verdict_is_unknown():
-    untraced = np.ones((3, 4))
-    for values, reason in ((dict(enable_torch_compile=True), "compiled"),
-                           (dict(seq_len=2, num_seqs=2), "smallest sizes")):
-        trainer = tof.Trainer(PROGRAM, given(**values), CPU)
-        launch = launch_on_cpu(trainer, None, None, untraced)
-        assert launch.verdict == "unknown" and reason in launch.text and launch.step_ms == 2000
-
-
-def made_up(shares, samples=(), twins=(), unit="operation", kinds=None, saved=None):
-    """An Analysis in which sub-layers take these shares of the step, forward."""
-    entries = [analysis.SublayerTime(name, "forward", 1, 1e3 * share, 0.0, 0.0, share, None, None, None)
-               for name, share in shares.items()]
-    return analysis.Analysis(
-        program=replace(PROGRAM, sublayers=tuple(shares)), settings=given(), timestamp="", profile_steps=1,
-        system_info={}, trace="", time_kind="", unit=unit, step=dict(phases_ms=dict(forward=1.0)),
-        total_us=1e3, sublayers=entries, launches_per_step=1, coverage={}, kinds=kinds or {},
-        kernels=[dict(name="top", share=0.1, calls=1, self_us=1.0)], short_kernels={},
-        saved_activation_mb=saved or {}, flops_per_step=1, flops_share=dict.fromkeys(shares, 1 / len(shares)),
-        memory_peak_mb=None, launch=analysis.launch_arithmetic(1, 1.0, host_s=0.1),
-        samples=[{(name, "forward"): share for name, share in sample.items()} for sample in samples],
-        twins=list(twins))
-
-
-def test_the_heaviest_sublayer_is_named_with_its_spread():
-    steps = [dict(a=0.5, b=0.2), dict(a=0.4, b=0.2), dict(a=0.45, b=0.1), dict(a=0.5, b=0.2)]
-    first = made_up(dict(a=0.45, b=0.2), steps).findings()[0]
-    assert first.startswith("`a` takes most time of the 2 sub-layers: 45% (p20 to p80 of the")
-    assert "steps 43 to 50%) of the step, with 50% of their FLOPs" in first
-
-
-def test_steps_that_disagree_withhold_the_heaviest_sublayer():
-    steps = [dict(a=0.5, b=0.2, c=0.1), dict(a=0.1, b=0.2, c=0.1), dict(a=0.1, b=0.2, c=0.4),
-             dict(a=0.5, b=0.2, c=0.1)]
-    texts = made_up(dict(a=0.45, b=0.2, c=0.1), steps).findings()
-    assert texts[0] == ("Which sub-layer takes most time is undecided: in 4 steps it was `a` 2x, `b` 1x, "
-                        "`c` 1x.")
-    assert not any("takes most time of" in text or "least efficient" in text for text in texts)
-    texts = made_up(dict(a=0.45, b=0.4, c=0.1), [*steps[:2], dict(a=0.3, b=0.4, c=0.1)]).findings()
-    assert texts[0].startswith("`b` and `a` take most time of the 3 sub-layers, now one, now the other: 40%")
-
-
-def test_the_least_efficient_sublayer_is_named_where_the_steps_agree():
-    def texts(steps):
-        result = made_up(dict(a=0.5, b=0.3), steps)
-        return replace(result, flops_share=dict(a=0.9, b=0.1)).findings()
-
-    sentence = "`b` is the least efficient: 30% of the time for 10% of the sub-layers' FLOPs"
-    assert any(sentence in text for text in texts([dict(a=0.5, b=0.3)] * 3))
-    assert not any(sentence in text for text in texts([dict(a=0.5, b=0.3), dict(a=0.9, b=0.01)]))
-
-
-def test_twins_that_differ_twofold_are_noise():
-    texts = made_up(dict(a=0.5, b=0.2), twins=[("b", "a")]).findings()
-    assert texts[0].startswith("`a` took 2.5 times as long as `b`, which does equal work")
-    assert "noise" in texts[0]
-    assert not any("takes most time of" in text for text in texts)
-    assert "noise" not in made_up(dict(a=0.3, b=0.2), twins=[("b", "a")]).findings()[0]
-    assert "noise" not in made_up(dict(a=0.3, b=0.0), twins=[("b", "a")]).findings()[0]  # not measured
-
-
-@pytest.mark.parametrize("kind", ["attention", "softmax"])
-def test_findings_do_not_leave_out_attention(kind):
-    kinds = {kind: dict(calls=4, self_us=1.0, share=0.6), "view": dict(calls=9, self_us=2.0, share=0.7),
-             "elementwise": dict(calls=4, self_us=1.0, share=0.3)}
-    assert any(f"takes most is {kind}: 60%" in text for text in made_up(dict(a=0.5), kinds=kinds).findings())
-
-
 def test_equal_work_is_told_by_formulas_alone():
     pairs = roofline.equal_work(PROGRAM, given())
     assert set(pairs) == {("triangle_mult_outgoing", "triangle_mult_incoming"),
@@ -269,14 +126,6 @@ def test_medians_and_shares_of_steps():
     assert medians(samples) == {"a": 2.0, "b": 1.0}
     assert share_samples(samples, ["a", "b"]) == [
         dict(a=0.25, b=0.75), dict(a=1.0, b=0.0), dict(a=0.9, b=0.1)]
-
-
-def test_what_bounds_a_sublayer():
-    times = dict(compute=2.0, memory=1.0, launch=3.0)
-    assert roofline.bound(times, 2.5, on_gpu=True) == "launch"  # the host takes longer than the kernels
-    assert roofline.bound(times, 3.5, on_gpu=True) == "compute"
-    assert roofline.bound(times, 3.5, on_gpu=False) == "launch"
-    assert roofline.bound(dict(times, memory=None), 3.5, on_gpu=True) == "compute"
 
 
 # Sessions
@@ -299,7 +148,7 @@ OF_AN_ANALYSIS = {"mode", "timestamp", "config", "fusion_config", "training_para
 
 def test_session_writes_everything(session):
     directory, result, _ = session
-    assert result == json.loads((directory / "fusion_analysis.json").read_text())
+    assert result == report.read_analysis(directory)
     assert set(result) == OF_AN_ANALYSIS | {"scaling", "ceilings", "roofline"}
     names = {path.name for path in directory.iterdir()}
     assert {"comprehensive_profiling_report.md", "time_by_sublayer.png", "memory_timeline.png",
@@ -361,37 +210,6 @@ def test_a_second_session_in_a_directory_is_of_its_own_trace(tmp_path, capsys):
     assert result["trace"] != "aaa.1.pt.trace.json"
     assert {e["calls"] for e in result["sublayers"] if e["name"] == "pair_transition"} == {2}
     assert len(result["findings"]) == 3
-
-
-def test_two_sessions_side_by_side(session, tmp_path):
-    before = session[1]
-    after = json.loads(json.dumps(before))
-    after["sublayers"][0]["total_us"] *= 2
-    after["kernels"] = after["kernels"][1:]
-    comparison = report.compare_sessions(before, after, "earlier")
-    first = f"{before['sublayers'][0]['name']}.{before['sublayers'][0]['direction']}"
-    assert {e["name"]: e["ratio"] for e in comparison["sublayers"]}[first] == pytest.approx(2.0)
-    gone = next(e for e in comparison["kernels"] if e["name"] == before["kernels"][0]["name"])
-    assert gone["after_us"] is None and gone["ratio"] is None
-    assert comparison["differences"] == []
-    assert any("| gone |" in line for line in report.comparison_lines(comparison))
-    with pytest.raises(UserError, match="No such file"):
-        report.read_analysis(tmp_path)
-
-
-@pytest.mark.parametrize("damage", [
-    dict(sublayers=[1]), dict(sublayers=None), dict(kernels=[{"name": "k"}]), dict(system_info="A100"),
-    dict(step={}), dict(step=dict(untraced_ms=0)), dict(config=[1]), dict(mode="ablation"),
-    dict(kernels=[{"name": "k", "self_us": "long"}])])
-def test_an_earlier_session_that_cannot_be_compared_is_refused_before_the_session(session, damage, tmp_path):
-    (tmp_path / "fusion_analysis.json").write_text(json.dumps(dict(session[1], **damage)))
-    with pytest.raises(UserError, match="not the analysis of a profiler session"):
-        report.read_analysis(tmp_path)
-    (tmp_path / "fusion_analysis.json").write_text("[" * 200_000)
-    with pytest.raises(UserError, match="not the analysis of a profiler session"):
-        report.read_analysis(tmp_path)
-    (tmp_path / "fusion_analysis.json").write_text(json.dumps(session[1]))
-    assert report.read_analysis(tmp_path) == session[1]
 
 
 def test_names_of_kernels_cannot_break_a_table():
@@ -526,9 +344,6 @@ def test_a_new_sublayer_has_bounds_and_a_new_switch_a_place_in_the_ablation():
     assert roofline.predict(NEW_PROGRAM, settings, CPU, speeds)["peak_memory_mb"] > 0
     names = {v.name for v in several.ablation_variants(NEW_PROGRAM, settings)}
     assert {"scaling alone", "all but scaling"} <= names
-
-
-# Roofline and predictions
 
 
 # Command line

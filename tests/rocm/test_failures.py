@@ -5,8 +5,6 @@ from fusion_lab.rocm import failures, process
 from fusion_lab.training.files import FAILED, MISSING
 from tests.rocm.fake_rocm.machine import start
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-
 
 @pytest.mark.parametrize("said", [
     "CommandLine Error: Option 'greedy-reverse-local-assignment' registered more than once!",
@@ -33,3 +31,22 @@ def test_pinned_packages_of_rocprof_compute(release, code, machine):
     assert done.returncode == code, done.stdout + done.stderr
     for words in ("python3 -m venv compute", "pip install 'pandas<3' -r", "PATH=$PWD/compute/bin:$PATH"):
         assert (words in done.stderr) == (code == MISSING)
+
+
+def test_advice_on_packages():
+    text = "The 'pandas' package was not found"
+    said, code, advice = failures.known_failure(text)
+    assert (said, code) == (text, MISSING) and "'pandas<3' -r $ROCM_PATH/libexec" in advice
+    assert failures.known_failure("all is well") is None
+
+
+def test_exceptions_of_the_tool_and_of_the_program():
+    tool = 'Traceback (most recent call last):\n  File "/opt/rocprofv3", line 1\nValueError: x\n'
+    both = tool.replace("ValueError", '  File "/home/prog.py", line 2\nValueError')
+    assert failures.crash_of_tool(tool, "/else/prog.py") == "ValueError: x"
+    assert failures.crash_of_tool(both, "/else/prog.py") is None
+    assert failures.crash_of_tool(tool.replace("rocprofv3", "torch"), "prog.py") is None
+    assert failures.last_exception("nothing") == ([], None) == failures.last_exception(
+        "Traceback (most recent call last):\n  cut")
+    assert failures.last_exception(f"{tool}{tool.replace('x', 'y' * 300)}")[1] == f"ValueError: {'y' * 188}"
+    assert failures.without_colours("\x1b[31mred\x1b[0m") == "red"

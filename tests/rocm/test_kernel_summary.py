@@ -11,9 +11,10 @@ import pytest
 
 from fusion_lab.measuring.trace.kinds import KINDS
 from fusion_lab.rocm import kernel_summary, records, timeline
-from fusion_lab.rocm.kernel_summary import summarize
+from fusion_lab.rocm.kernel_summary import differences, main_figures, render, render_differences, summarize
 from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm import common
+from tests.rocm.fake_rocm.machine import csv, run_of
 from tests.support import ROOT
 
 TOTALS = {"matrix product": (160, 5.074), "attention": (120, 7.41), "normalisation": (210, 1.308),
@@ -62,29 +63,18 @@ def test_golden_text(run):
     assert text == GOLDEN
 
 
-def test_a_database_wins_over_statistics_and_trace(run):
+def test_a_run_with_csv_and_a_database_is_counted_once(run):
+    """rocprofv3 of 10.0 adds the database by itself for --runtime-trace and --sys-trace."""
     common.write_stats(run / "7_kernel_stats.csv")
     common.write_trace(run / "7_kernel_trace.csv", "7.0")
-    common.write_rocpd(run / "7_results.db")
+    common.write_counters(run / "7_counter_collection.csv", ["SQ_WAVES"])
+    common.write_rocpd(run / "7_results.db", counters=["SQ_WAVES"])
     check_totals(summarize(run))
-    assert summarize(run)["source"] == "rocpd database"
-
-
-def test_processes_add_up_passes_do_not(run):
-    for place in ("pass_1/host/7", "pass_2/host/8"):
-        (run / place).parent.mkdir(parents=True)
-        common.write_stats(run / f"{place}_kernel_stats.csv")
-    check_totals(summarize(run))
-    other_process = run / "pass_1" / "host" / "9_kernel_stats.csv"
-    other_process.write_text('"Name","Calls","TotalDurationNs"\n"x",5,10\n')
-    assert summarize(run)["launches"] == 1668
-
-
-def test_results_set_aside_do_not_count(run):
-    for name in ("7_kernel_stats.csv", "workloads.old-20260101_000000/7_kernel_stats.csv"):
-        (run / name).parent.mkdir(exist_ok=True)
-        common.write_stats(run / name)
-    check_totals(summarize(run))
+    trace, = timeline.read_traces(run)
+    assert summarize(run)["source"] == "rocpd database" and len(trace.kernels) == 1663
+    assert summarize(run)["counters"] == {"SQ_WAVES": 53_216}
+    (run / "7_results.db").unlink()
+    assert summarize(run)["counters"] == {"SQ_WAVES": 53_216}
 
 
 def test_a_directory_of_something_else_is_not_searched_to_its_bottom(tmp_path, monkeypatch):
@@ -137,65 +127,11 @@ def test_rocprof_compute_counts_one_pass_and_prefers_counters_to_roofline(tmp_pa
     assert summary["files"] == ["workloads/x_counters/MI300X_A1/pmc_perf_0.csv"]
 
 
-def test_steps_from_the_trainer_and_selected_regions(tmp_path):
-    common.write_stats(tmp_path / "7_kernel_stats.csv")
-    training = {"training_params": {"num_steps": 20, "warmup_steps": 0}}
-    (tmp_path / "performance_summary_v2.json").write_text(json.dumps(training))
-    assert summarize(tmp_path)["steps"] == 20
-    steps = {"measured": 4, "warmup": 3, "selected_regions": True}
-    (tmp_path / "manifest.json").write_text(json.dumps({"steps": steps}))
-    assert summarize(tmp_path)["steps"] == 4 and "nothing else" in summarize(tmp_path)["steps_counted"]
-
-
-def test_share_of_time_in_which_the_gpu_was_busy(run):
-    """Overlapping kernels of one GPU count once, gaps count against it, each GPU has its own clock."""
-    (run / "7_kernel_trace.csv").write_text(
-        "Agent_Id,Kernel_Name,Start_Timestamp,End_Timestamp\n"
-        "4,a,100,200\n4,b,150,180\n4,c,300,400\n5,a,1000,1050\n5,a,1075,1100\n")
-    summary = summarize(run)
-    assert summary["gpu_busy_percent"] == pytest.approx(100 * (200 + 75) / (300 + 100))
-    assert "GPU busy                 68.8 %" in kernel_summary.render(summary)
-    common.write_counters(run / "7_counter_collection.csv", ["SQ_WAVES"])  # kernels are kept apart for that
-    assert summarize(run)["gpu_busy_percent"] is None
-
-
-def test_time_by_range(run):
-    """By correlation number to the HIP call, by its thread and time to the innermost range."""
-    common.write_trace(run / "7_kernel_trace.csv", "7.0")
-    assert summarize(run)["by_range"] == []
-    common.write_api_traces(str(run / "7"))
-    rows = {row["range"]: row for row in summarize(run)["by_range"]}
-    assert {name: row["launches"] for name, row in rows.items()} == {
-        "pair_transition": 831, "pair_transition.backward": 832}
-    assert sum(row["time_ms"] for row in rows.values()) == pytest.approx(17.026)
-    assert "pair_transition.backward" in kernel_summary.render(summarize(run))
-
-
-@pytest.mark.parametrize("spans, moments, names", [
-    ([(0, 100, "a"), (10, 20, "b")], [5, 15, 25, 100], ["a", "b", "a", "outside all ranges"]),
-    ([(0, 10, "a"), (10, 20, "b")], [0, 9, 10, 19], ["a", "a", "b", "b"]),
-    ([(0, 10, "a"), (0, 5, "b")], [0, 7], ["b", "a"]),
-    ([], [3], ["outside all ranges"]),
-])
-def test_innermost_range(spans, moments, names):
-    assert list(timeline.ranges_at(spans, [(time, time) for time in moments]).values()) == names
-
-
-def test_memory_traffic(run):
-    """2 KB read and 1 KB written by each of 1663 launches, in 17.026 ms."""
-    common.write_stats(run / "7_kernel_stats.csv")
-    common.write_counters(run / "7_counter_collection.csv", ["FETCH_SIZE", "WRITE_SIZE"])
-    summary = summarize(run)
-    assert summary["memory_gb_per_s"] == pytest.approx(3 * 1024 * 1663 / 17.026e6)
-    assert "GB/s" in kernel_summary.render(summary)
-    common.write_counters(run / "7_counter_collection.csv", ["FETCH_SIZE"])
-    assert summarize(run)["memory_gb_per_s"] is None
-
-
 def test_copies_and_counters_of_a_database(run):
     common.write_rocpd(run / "7_results.db", counters=["SQ_WAVES", "OccupancyPercent"], copies=3)
     summary = summarize(run)
     assert summary["memory_copies"] == {"count": 3, "time_ms": 0.003}
+    assert "DMA copies" in kernel_summary.render(summary)
     assert summary["counters"] == {"SQ_WAVES": 32 * 1663}
     assert summary["counter_averages"] == {"OccupancyPercent": pytest.approx(40)}
 
@@ -210,22 +146,6 @@ def test_long_form_of_rocprof_compute(name, tmp_path):
     assert (summarize(tmp_path)["launches"], summarize(tmp_path)["kernel_time_ms"]) == (3, 30e-6)
 
 
-def test_dma_copies_and_counters(run):
-    common.write_stats(run / "7_kernel_stats.csv")
-    (run / "7_memory_copy_stats.csv").write_text(
-        '"Name","Calls","TotalDurationNs"\n"MEMORY_COPY_HOST_TO_DEVICE",4,8000\n')
-    (run / "7_counter_collection.csv").write_text(
-        '"Kernel_Name","Counter_Name","Counter_Value"\n"a,b",SQ_WAVES,32\n"c",SQ_WAVES,8\n')
-    summary = summarize(run)
-    assert summary["memory_copies"] == {"count": 4, "time_ms": 0.008}
-    assert summary["counters"] == {"SQ_WAVES": 40}
-    assert "DMA copies" in kernel_summary.render(summary) and "SQ_WAVES" in kernel_summary.render(summary)
-    (run / "7_memory_copy_stats.csv").unlink()
-    (run / "7_memory_copy_trace.csv").write_text(
-        "Kind,Direction,Start_Timestamp,End_Timestamp\nMEMORY_COPY,D2H,10,1010\n")
-    assert summarize(run)["memory_copies"] == {"count": 1, "time_ms": 0.001}
-
-
 def cli(*arguments):
     command = [sys.executable, "-S", ROOT / "profile_summary.py", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
@@ -237,30 +157,6 @@ def test_command_line_prints_and_writes_nothing(run):
     assert cli(run).stdout == kernel_summary.render(summarize(run))
     assert json.loads(cli(run, "--json").stdout)["launches"] == 1663
     assert sorted(run.iterdir()) == before
-
-
-def test_comparison(run, tmp_path):
-    common.write_stats(run / "7_kernel_stats.csv")
-    baseline = tmp_path / "base line"
-    baseline.mkdir()
-    kernels = [(name, calls * 4, time) for name, calls, time in common.KERNELS]
-    kernels += [("softmax_warp_forward", 52, 1000)]
-    common.write_stats(baseline / "7_kernel_stats.csv", kernels)
-    (baseline / "manifest.json").write_text(json.dumps({"steps": {"measured": 23, "warmup": 3}}))
-    done = cli(run, "--compare", baseline, "--json")
-    rows = {row["figure"]: row for row in json.loads(done.stdout)["comparison"]["rows"]}
-    assert rows["launches"]["earlier"] == pytest.approx((1663 * 4 + 52) / 26)
-    assert rows["matrix product launches"]["change_percent"] == pytest.approx(-50)
-    common.write_trace(run / "7_kernel_trace.csv", "7.0")
-    common.write_trace(baseline / "7_kernel_trace.csv", "7.0", kernels)
-    text = cli(run, "--compare", baseline).stdout
-    assert "GPU busy %" in text
-    assert f"Compared with {baseline}, per step" in text and "-50.0%" in text and "Caution" not in text
-    slower = cli(baseline, "--compare", run).stdout
-    assert "+100.0%" in slower
-    (baseline / "manifest.json").write_text(
-        json.dumps({"steps": {"measured": 20, "warmup": 3, "selected_regions": True}}))
-    assert "Caution" in cli(run, "--compare", baseline).stdout
 
 
 STATS = "Name,Calls,TotalDurationNs\nx,3,5\n"
@@ -335,3 +231,199 @@ def test_unusable_directories(name, content, code, words, tmp_path):
     assert (done.returncode, done.stdout) == (code, "") and words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert cli(tmp_path / "absent").returncode == 2
+
+
+def test_totals_are_of_all_kernels_and_the_list_of_twenty(tmp_path):
+    """k00 to k24 take 1 to 25 ms in two launches each: 325 ms of 50 launches in 5 steps."""
+    run_of(tmp_path, *((f"k{i:02d}", 2, (i + 1) * 1_000_000) for i in range(25)), measured=3, warmup=2)
+    summary = summarize(tmp_path)
+    assert (summary["distinct_kernels"], summary["launches"], summary["kernel_time_ms"]) == (25, 50, 325.0)
+    assert [summary[f"{name}_per_step"] for name in ("launches", "kernel_time_ms")] == [10.0, 65.0]
+    assert [row["name"] for row in summary["top_kernels"]] == [f"k{i:02d}" for i in range(24, 4, -1)]
+    assert summary["top_kernels"][0] == dict(name="k24", kind="other", calls=2, time_ms=25.0,
+                                             average_us=12500.0, percent=pytest.approx(100 * 25 / 325))
+    assert summary["by_kind"][-1] == dict(kind="other", launches=50, time_ms=325.0, percent=100.0)
+    text = render(summary)
+    assert "GPU kernel time       325.000 ms\nKernel launches            50    of 25 kernels\n" in text
+    assert "Launches per step        10.0    (3 measured + 2 warm-up steps; " in text
+    assert "Time per step          65.000 ms\n" in text and "\nTop 20 kernels by total time\n" in text
+
+
+def test_kernels_of_equal_time_stand_by_name(tmp_path):
+    run_of(tmp_path, ("b", 1, 5), ("a", 1, 5), ("c", 1, 0))
+    assert [row["name"] for row in summarize(tmp_path)["top_kernels"]] == ["a", "b", "c"]
+    run_of(tmp_path, ("c", 1, 0))
+    summary = summarize(tmp_path)
+    assert summary["top_kernels"][0]["percent"] == summary["by_kind"][-1]["percent"] == 0.0
+
+
+@pytest.mark.parametrize("steps, expected", [
+    (dict(measured=4, warmup=3, selected_regions=True), (4, True, "4 measured steps, nothing else")),
+    (dict(measured=4, warmup=0),
+     (4, False, "4 measured + 0 warm-up steps; start-up and evaluation are in the count")),
+    (dict(measured=4, warmup=3, ends_with_steps=True),
+     (7, False, "4 measured + 3 warm-up steps; start-up is in the count, evaluation is not")),
+    (dict(measured=4), (None, False, "the number of steps is unknown")),
+    (dict(warmup=4, selected_regions=True), (None, True, "the number of steps is unknown"))])
+def test_steps_in_words(steps, expected, tmp_path):
+    assert kernel_summary.steps_profiled(run_of(tmp_path, ("k", 1, 1), **steps)) == expected
+
+
+def test_steps_and_the_program_s_summary_are_where_the_manifest_says(tmp_path):
+    run_of(tmp_path, ("k", 6, 6))
+    for name, steps in (("mine.json", 2), ("performance_summary_v2.json", 5)):
+        training = dict(num_steps=steps, warmup_steps=1)
+        (tmp_path / name).write_text(json.dumps(dict(training_params=training)))
+    for manifest, steps in (("[1]", 6), ('{"summary": "mine.json"}', 3), ('{"steps": null}', None)):
+        (tmp_path / "manifest.json").write_text(manifest)
+        summary = summarize(tmp_path)
+        assert summary["steps"] == steps and summary["selected_regions"] is False
+
+
+def test_ranges_of_a_run_the_longest_first(tmp_path):
+    csv(tmp_path / "7_marker_api_trace.csv", "Function,Thread_Id,Start_Timestamp,End_Timestamp",
+        ("up", 1, 0, 10), ("down", 1, 10, 20))
+    csv(tmp_path / "7_hip_api_trace.csv", "Function,Thread_Id,Correlation_Id,Start_Timestamp",
+        *(("launch", 1, i, i) for i in (5, 15, 16)))
+    csv(tmp_path / "7_kernel_trace.csv", "Kernel_Name,Correlation_Id,Start_Timestamp,End_Timestamp",
+        ("k", 5, 0, 1_000_000), ("k", 15, 1_000_000, 2_500_000), ("k", 16, 4_000_000, 5_500_000))
+    summary = summarize(tmp_path)
+    assert summary["by_range"] == [dict(range="down", launches=2, time_ms=3.0, percent=75.0),
+                                   dict(range="up", launches=1, time_ms=1.0, percent=25.0)]
+    assert summary["gpu_busy_percent"] == pytest.approx(100 * 4 / 5.5)
+    text = render(summary)
+    assert f"\n{'range':<34}  launches          ms   share\n" in text
+    assert f"\n{'down':<34}         2       3.000   75.0%\n" in text
+    assert "GPU busy                 72.7 %  of the time from first to last kernel\n" in text
+    assert text.startswith(f"Kernels of {tmp_path}\nread from kernel trace CSV: 7_kernel_trace.csv\n\n")
+
+
+def test_counters_add_up_or_are_averaged_by_time(tmp_path):
+    """SQ_WAVES is a count; OccupancyPercent 10 for 1 µs and 40 for 3 µs; 4 kB moved in 4 µs."""
+    run_of(tmp_path, ("k", 2, 4000))
+    csv(tmp_path / "7_counter_collection.csv", "Kernel_Name,Counter_Name,Counter_Value,Start_Timestamp,"
+        "End_Timestamp", *(("k", name, value, 0, nanoseconds) for name, values in (
+            ("SQ_WAVES", (8, 4)), ("OccupancyPercent", (10, 40)), ("FETCH_SIZE", (2, 1)),
+            ("WriteSize", (1,))) for value, nanoseconds in zip(values, (1000, 3000), strict=False)))
+    found = summarize(tmp_path)
+    assert found["counters"] == dict(SQ_WAVES=12, FETCH_SIZE=3, WriteSize=1)
+    assert found["counter_averages"] == dict(OccupancyPercent=32.5)
+    assert found["memory_gb_per_s"] == pytest.approx(4 * 1024 / 4000)
+    text = render(found)
+    assert "Memory traffic            1.0 GB/s while kernels ran\n" in text and text.startswith("Kernels of")
+    assert f"{'SQ_WAVES':<32}{12:>20}\n" in text
+    assert f"{'OccupancyPercent':<32}                32.5 mean\n" in text
+    csv(tmp_path / "7_counter_collection.csv", "Counter_Name,Counter_Value", ("SQ_WAVES", 8), ("Mean", 1),
+        ("Mean", 2), ("FETCH_SIZE", 1), ("WRITE_SIZE", 1))
+    found = summarize(tmp_path)  # without times
+    assert found["counter_averages"] == dict(Mean=1.5) and found["memory_gb_per_s"] is None
+
+
+def test_what_the_command_prints(tmp_path, capsys):
+    for name, calls in (("now", 4), ("before", 2)):
+        run_of(tmp_path / name, ("k", calls, 1000))
+    now, before = str(tmp_path / "now"), str(tmp_path / "before")
+    assert kernel_summary.run([now]) == 0 and capsys.readouterr().out == render(summarize(now))
+    compared = differences(summarize(now), summarize(before))
+    assert kernel_summary.run([now, "--compare", before]) == 0
+    assert capsys.readouterr().out == f"{render(summarize(now))}\n{render_differences(compared)}"
+    assert kernel_summary.run([now, "--compare", before, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {**summarize(now), "comparison": compared}
+
+
+@pytest.mark.parametrize("name, additive", [
+    ("SQ_WAVES", True), ("TCC_HIT_sum", True), ("TCC_HIT[3]", True), ("GL2C_MISS", True),
+    ("WRITE_SIZE", True), ("TOTAL_64_OPS", True), ("FetchSize", True),
+    ("OccupancyPercent", False), ("VALUBusy", False), ("MeanOccupancyPerCU", False), ("SQ_WAVES_avr", False)])
+def test_which_counters_add_up(name, additive):
+    assert bool(kernel_summary.ADDITIVE.fullmatch(name)) is additive
+
+
+def test_names_are_shortened_for_people():
+    assert kernel_summary.short_name("void at::native::(anonymous namespace)::f<at::native::g>.kd") == "f<g>"
+    assert kernel_summary.short_name("x" * 64) == "x" * 64
+    assert kernel_summary.short_name("x" * 65) == "x" * 61 + "..."
+    assert kernel_summary.short_name("x" * 9, 8) == "xxxxx..."
+
+
+def summary_of(steps=None, **values):
+    """A summary with one kind of kernel and a range."""
+    usual = dict(directory="d", steps=steps, selected_regions=False, launches=100, kernel_time_ms=50.0,
+                 by_kind=[dict(kind="copy", launches=40, time_ms=20.0),
+                          dict(kind="fill", launches=0, time_ms=0.0)],
+                 by_range=[dict(range="up", time_ms=10.0)], gpu_busy_percent=80.0, memory_gb_per_s=None)
+    return {**usual, **values}
+
+
+def figures_of(comparison):
+    return {row["figure"]: (row["earlier"], row["current"], row["change_percent"])
+            for row in comparison["rows"]}
+
+
+def test_differences_are_per_step_where_both_runs_know_theirs():
+    before, now = summary_of(10), summary_of(5, launches=25, by_range=[dict(range="down", time_ms=5.0)],
+                                              gpu_busy_percent=60.0)
+    found = differences(now, before)
+    assert found["per_step"] and found["same_steps"] and found["earlier"] == "d"
+    assert figures_of(found) == {
+        "launches": (10.0, 5.0, -50.0), "kernel time ms": (5.0, 10.0, 100.0),
+        "copy launches": (4.0, 8.0, 100.0), "copy ms": (2.0, 4.0, 100.0),
+        "down ms": (0.0, 1.0, None), "up ms": (1.0, 0.0, -100.0),
+        "GPU busy %": (80.0, 60.0, -25.0)}
+    assert render_differences(found) == (
+        "Compared with d, per step\n"
+        "                                       earlier    this run    change\n"
+        "launches                                10.000       5.000    -50.0%\n"
+        "kernel time ms                           5.000      10.000   +100.0%\n"
+        "copy launches                            4.000       8.000   +100.0%\n"
+        "copy ms                                  2.000       4.000   +100.0%\n"
+        "down ms                                  0.000       1.000       new\n"
+        "up ms                                    1.000       0.000   -100.0%\n"
+        "GPU busy %                              80.000      60.000    -25.0%\n")
+
+
+@pytest.mark.parametrize("steps", [(None, 5), (10, None), (None, None)])
+def test_differences_are_of_totals_where_one_run_does_not_know_its_steps(steps):
+    before, now = (summary_of(number, gpu_busy_percent=None, by_range=[]) for number in steps)
+    found = differences(dict(now, launches=25, selected_regions=True), before)
+    assert not found["per_step"] and figures_of(found)["launches"] == (100, 25, -75.0)
+    assert set(figures_of(found)) == {"launches", "kernel time ms", "copy launches", "copy ms"}
+    text = render_differences(found)
+    assert text.startswith("Compared with d, in total (the number of steps is not known for both)\nCaution: ")
+
+
+def test_kinds_and_rates_that_only_one_run_has():
+    before = summary_of(1, memory_gb_per_s=2.0)
+    kinds = [dict(kind="copy", launches=0, time_ms=0.0), dict(kind="fill", launches=3, time_ms=1.0)]
+    now = summary_of(1, by_kind=kinds, gpu_busy_percent=None)
+    found = figures_of(differences(now, before))
+    assert found["copy launches"] == (40, 0, -100.0) and found["fill launches"] == (0, 3, None)
+    assert "GPU busy %" not in found and "memory traffic GB/s" not in found
+    assert figures_of(differences(before, before))["memory traffic GB/s"] == (2.0, 2.0, 0.0)
+
+
+def test_main_figures_of_a_run(tmp_path):
+    (tmp_path / "performance_summary_v2.json").write_text(json.dumps(dict(performance_summary=dict(
+        median_batch_time=0.0125, avg_training_speed=320.0, peak_memory_mb=7.0, launches_per_step=90))))
+    found = main_figures(tmp_path)
+    assert found["median step ms"] == 12.5 and found["launches per step, recorded"] is None
+    assert found["slowest kernel"] is found["kernel time ms per step"] is found["GPU busy %"] is None
+    run_of(tmp_path, ("k" * 41, 6, 3_000_000), ("l", 2, 1_000_000), measured=2, warmup=2)
+    assert main_figures(tmp_path) == {
+        "median step ms": 12.5, "samples/s": 320.0, "peak memory MB": 7.0,
+        "launches per step, by the trainer": 90, "launches per step, recorded": 2.0,
+        "kernel time ms per step": 1.0, "GPU busy %": None, "slowest kernel": f"{'k' * 37}... (75%)"}
+    (tmp_path / "7_kernel_stats.csv").write_text("nonsense\n1\n")
+    assert main_figures(tmp_path)["launches per step, recorded"] is None
+    assert main_figures(tmp_path / "absent")["median step ms"] is None
+
+
+def test_main_figures_of_a_session_of_pytorch_s_profiler(tmp_path):
+    (tmp_path / "fusion_analysis.json").write_text(json.dumps(dict(
+        step=dict(untraced_ms=12.5), training_params=dict(batch_size=4), memory_peak_mb=7.0,
+        launches_per_step=90)))
+    found = main_figures(tmp_path)
+    assert (found["median step ms"], found["samples/s"], found["peak memory MB"],
+            found["launches per step, by the trainer"]) == (12.5, 320.0, 7.0, 90)
+    (tmp_path / "fusion_analysis.json").write_text(json.dumps(dict(step=dict(untraced_ms="x"))))
+    assert set(main_figures(tmp_path).values()) == {None}

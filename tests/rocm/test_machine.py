@@ -8,9 +8,8 @@ import pytest
 
 from fusion_lab.rocm import machine as rocm_machine
 from fusion_lab.rocm import preflight
+from fusion_lab.rocm.machine import options_in
 from tests.rocm.fake_rocm.machine import FAKES, WRAPPERS, manifest, start
-
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
 
 
 @pytest.fixture
@@ -73,3 +72,9 @@ def test_the_wheel_that_has_the_other_profilers_is_named(script, machine):
     machine(None)
     done = start(script)
     assert done.returncode == 3 and "the wheel rocm-profiler (7.13 or newer)" in done.stderr
+
+
+def test_options_of_a_help_text():
+    text = ("usage: tool [--not-this]\n  -k, --kernel-trace    see --pmc\n  --stats\twords --none\n"
+            "  --a-b [FILE]   x\n")
+    assert options_in(text) == {"--kernel-trace", "--stats", "--a-b"}

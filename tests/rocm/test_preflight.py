@@ -1,27 +1,14 @@
 """--preflight, and what it looks at: tool, torch, GPU, permissions, clocks, packages."""
 import os
-import re
+from types import SimpleNamespace
 
 import pytest
 
 from fusion_lab.rocm import machine as rocm_machine
 from fusion_lab.rocm import preflight
+from fusion_lab.rocm.machine import Tool
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
 from tests.rocm.fake_rocm.machine import FAKES, RELEASES, WRAPPERS, start
-
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-
-
-@pytest.fixture
-def gpu(tmp_path):
-    """gpu(version, level) makes the driver's records of a GPU; version as the kernel writes it, 90402."""
-    def make(version, level="auto"):
-        node = tmp_path / "driver" / "KFD_TOPOLOGY" / "1"
-        device = tmp_path / "driver" / "DRM_DEVICES" / "card1" / "device"
-        node.mkdir(parents=True, exist_ok=True)
-        device.mkdir(parents=True, exist_ok=True)
-        (node / "properties").write_text(f"simd_count 304\ngfx_target_version {version}\nvendor_id 4098\n")
-        (device / "power_dpm_force_performance_level").write_text(f"{level}\n")
-    return make
 
 
 @pytest.mark.parametrize("version, name, rdna", [
@@ -119,7 +106,35 @@ def test_pandas_of_the_tools_own_interpreter(pandas, problems, tmp_path):
     assert rocm_machine.own_interpreter(FAKES / "common.py") == []
 
 
-def test_the_library_path_of_rocprof_sys(machine):
-    machine("7.0")
-    shown = start("run_rocprof_sys.sh", "--preflight").stdout
-    assert re.search(r"ok +torch's own libraries will be found: LD_LIBRARY_PATH=.*torch/lib", shown)
+def test_disk_space_is_in_units_of_a_billion(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIN_FREE_GB", "2.5")
+    for free, wanted in ((2.4e9, ["only 2.4 GB free"]), (2.5e9, [])):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place, usage=usage: usage)
+        problems = list(preflight.disk_problems(tmp_path / "not" / "there"))
+        assert [problem.what.partition(" in ")[0] for problem in problems] == wanted
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    problem, = preflight.disk_problems(tmp_path)
+    assert problem.what == f"{tmp_path} is not writable"
+
+
+def test_what_is_missing_comes_before_the_gpu():
+    def worst(*codes):
+        return preflight.worst_code([preflight.Problem(code, "", "") for code in codes])
+    assert (worst(FAILED, NO_GPU, MISSING), worst(FAILED, NO_GPU), worst(FAILED), worst()) == (
+        MISSING, NO_GPU, FAILED, OK)
+    with pytest.raises(UserError) as caught:
+        preflight.refuse([preflight.Problem(NO_GPU, "a", "b"), preflight.Problem(MISSING, "c", "d")])
+    assert caught.value.code == MISSING and str(caught.value) == "a; c"
+    first, *problems, _ = caught.value.lines
+    assert first == "cannot profile here, 2 problem(s); nothing was run:"
+    assert problems == ["  - a. b", "  - c. d"]
+
+
+def test_two_roccms_in_one_process_are_warned_of(tmp_path):
+    torch = dict(hip="6.4.1", path=str(tmp_path / "torch" / "__init__.py"))
+    tool = Tool("rocprofv3", "/opt/bin/rocprofv3", rocm="7.0")
+    first, = preflight.mismatch_warnings(tool, torch)
+    assert first.startswith("torch is built for ROCm 6.4 (") and "belongs to ROCm 7.0" in first
+    assert not list(preflight.mismatch_warnings(Tool("x", "/opt/x", rocm="6.4"), torch))
+    assert not list(preflight.mismatch_warnings(tool, dict(hip=None)))

@@ -1,21 +1,13 @@
 """rocprof-compute: rooflines that a release does not draw, counters that have other names in results."""
+import os
+import pathlib
+import sys
+
 import pytest
 
-from fusion_lab.rocm import kernel_summary, records, wrappers
-from fusion_lab.training.files import UserError
-from tests.rocm.fake_rocm.machine import manifest, start
-
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
-
-
-@pytest.fixture
-def gpu(tmp_path):
-    """gpu(90402) makes the driver's record of a gfx942."""
-    def make(version):
-        node = tmp_path / "driver" / "KFD_TOPOLOGY" / "1"
-        node.mkdir(parents=True, exist_ok=True)
-        (node / "properties").write_text(f"simd_count 304\ngfx_target_version {version}\n")
-    return make
+from fusion_lab.rocm import kernel_summary
+from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, TIMEOUT, UserError
+from tests.rocm.fake_rocm.machine import RELEASES, everywhere, manifest, recorded, start, wrapper
 
 
 @pytest.mark.slow
@@ -43,41 +35,217 @@ def test_an_unknown_release_is_not_judged_by_its_gpus(machine, gpu):
     assert shown.returncode == 0 and "ROCm 10.2 is not among those known here" in shown.stdout
 
 
-def test_counters_under_the_names_of_their_release(tmp_path):
-    """7.0 to 7.12 call all *_ACCUM by one name in their results, and wrote text; 7.13 writes YAML."""
-    lists = tmp_path / "perfmon"
-    lists.mkdir()
-    (lists / "SQ_IFETCH_LEVEL.txt").write_text("pmc: SQ_WAVES SQ_IFETCH_LEVEL_ACCUM TCC_HIT[0]\n")
-    (tmp_path / "pmc_perf.csv").write_text("Dispatch_ID,Kernel_Name,SQ_WAVES\n1,k,5\n")
-    assert records.missing_counters(tmp_path) == ["SQ_IFETCH_LEVEL_ACCUM", "TCC_HIT[0]"]
-    (tmp_path / "pmc_perf.csv").write_text("Kernel_Name,SQ_WAVES,SQ_ACCUM_PREV_HIRES,TCC_HIT[0]\nk,5,6,7\n")
-    assert records.missing_counters(tmp_path) == []
-    (lists / "pmc_perf_0.yaml").write_text("jobs:\n- pmc:\n  - SQ_WAVES\n  - 'TCC_HIT[1]'\n  - SQ_BUSY\n")
-    (lists / "counter_def_0.yaml").write_text("counters:\n- name: X\n  architectures:\n  - gfx942\n  - Y\n")
-    assert records.missing_counters(tmp_path) == ["SQ_BUSY", "TCC_HIT[1]"]
-
-
-def test_lists_of_dispatches_without_times_are_passed_over(tmp_path):
-    (tmp_path / "pmc_perf.csv").write_text("Dispatch_ID,Kernel_Name\n0,k\n")
-    assert records.read_kernels(tmp_path).totals == {}
-    with pytest.raises(UserError, match="no kernel .*left out, as they list dispatches without times: pmc_p"):
-        kernel_summary.load(tmp_path)
-    (tmp_path / "pmc_perf_1.csv").write_text("Kernel_Name,Start_Timestamp,End_Timestamp\nk,1,4\n")
-    assert records.read_kernels(tmp_path) == (
-        {"k": (1, 3.0)}, "rocprof-compute counters", ["pmc_perf_1.csv"], ["pmc_perf.csv"])
-    said = "left out, as they list dispatches without times: pmc_perf.csv\n"
-    assert said in kernel_summary.render(kernel_summary.load(tmp_path))
-
-
 def test_options_are_those_of_the_mode(machine):
     """--block is known to both, --set to profile of 7.1 on."""
     machine("7.1")
-    profile = wrappers.WRAPPERS["rocprof-compute"].from_arguments
     words = ["--tool-option=--set", "--tool-option", "launch_stats"]
-    first, second = (command.argv for command in profile(words).commands())
+    first, second = (command.argv for command in wrapper("rocprof-compute", *words).commands())
     assert first[4:7] == ["--no-roof", "--set", "launch_stats"] and second[-5:-3] == ["--set", "launch_stats"]
     assert start("run_rocprof_compute.sh", "-o", "x", "--no-roof", *words).returncode == 0
     assert start("run_rocprof_compute.sh", "-o", "x", "--mode=analyze", "--tool-option=--block",
                  "--tool-option=2").returncode == 0
     with pytest.raises(UserError, match="--set: not an option of rocprof-compute of ROCm 7.1"):
-        profile(["-o", "x", "--mode=analyze", *words]).commands()
+        wrapper("rocprof-compute", "-o", "x", "--mode=analyze", *words).commands()
+
+
+@pytest.mark.parametrize("arguments, parts", [
+    ([], ["counters", "roof"]), (["--mode", "profile"], ["counters", "roof"]), (["--no-roof"], ["counters"]),
+    (["--mode", "roof"], ["roof"]), (["--roof-only"], ["roof"]),
+    (["--roof-only", "--mode", "roof"], ["roof"]),
+    (["--mode", "analyze"], None), (["--list-stats"], None), (["--dispatch", "0"], None),
+    (["--mode", "analyze", "--list-stats", "--dispatch", "1"], None)])
+def test_what_rocprof_compute_is_to_do(arguments, parts, machine):
+    machine("7.0")
+    found = wrapper("rocprof-compute", *arguments)
+    assert (found.analyze, found.runs_program) == (parts is None, parts is not None)
+    assert parts is None or found.parts == parts
+    name = "analysis" if parts is None else "rocprof_compute_profiles_v2"
+    assert os.path.basename(found.records) == name
+
+
+@pytest.mark.parametrize("device, flags", [([], []), (["--device", "3"], ["--device", "3"])])
+def test_how_rocprof_compute_is_called(device, flags, machine):
+    machine("7.0")
+    found = wrapper("rocprof-compute", "--output-name", "w", *device)
+    commands, number = found.commands(), "3" if device else "0"
+    program = ["--", sys.executable, "workload.py"]
+    assert [command.argv[1:] for command in commands] == [
+        ["profile", "--name", "w_counters", "--no-roof", *program],
+        ["profile", "--name", "w_roof", "--roof-only", "--device", number, *program]]
+    assert all(command.cwd == found.directory for command in commands) and found.own_flags == flags
+    found.has = "--roofline".__eq__
+    assert found.commands()[1].argv[4:] == ["--roofline", "--roofline-device", number, *program]
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--roof-only", "--no-roof"], "contradicts"), (["--mode", "roof", "--no-roof"], "contradicts"),
+    *((["--mode", "analyze", more], "are for") for more in ("--roof-only", "--no-roof")),
+    (["--mode", "profile", "--list-stats"], "are for"), (["--roof-only", "--list-stats"], "are for"),
+    (["--no-roof", "--dispatch", "1"], "are for"),
+    *((["--output-name", name], "allowed are letters") for name in ("a-b", "a.b", "a/b", "")),
+    (["--output-name", "a" * 27], "at most 26"),
+    (["-o", "a..b"], "refuses a path")])
+def test_what_contradicts_itself_is_refused(arguments, words, machine):
+    machine("7.0")
+    with pytest.raises(UserError, match=words):
+        wrapper("rocprof-compute", *arguments)
+
+
+def test_which_reports_rocprof_compute_writes(machine):
+    """One a workload, or of the first workload what was asked for; the list of kernels is shown as well."""
+    machine("7.0")
+    _, place = compute_run()
+    report = ["analyze", "--path", place]
+
+    def reports(*arguments):
+        found = wrapper("rocprof-compute", "-o", "out", "--mode", "analyze", *arguments)
+        return [(command.argv[1:], command.log, command.echo) for command in found.commands()]
+    assert reports() == [(report, "analysis_counters.txt", False)]
+    assert reports("--list-stats", "--dispatch", "0", "--dispatch", "12") == [
+        ([*report, "--list-stats"], "list_stats.txt", True),
+        ([*report, "--dispatch", "0"], "dispatch_0.txt", False),
+        ([*report, "--dispatch", "12"], "dispatch_12.txt", False)]
+    roof = place.replace("counters", "roof")
+    os.makedirs(roof)
+    open(os.path.join(roof, "sysinfo.csv"), "w").close()
+    assert reports()[1] == (["analyze", "--path", roof], "analysis_roof.txt", False)
+    found = wrapper("rocprof-compute", "-o", "out", "--mode", "analyze", "--dry-run", "--output-name", "x")
+    assert found.commands()[0].argv[-1] == os.path.join(found.directory, "workloads/x_counters/GPU_MODEL")
+    assert found.notes == ["GPU_MODEL stands for the folder that profiling creates"]
+    found.options.dry_run = False
+    with pytest.raises(UserError, match="no workload x_\\* there. Run ./run_rocprof_compute.sh first"):
+        found.commands()
+    assert found.judge(" ") == (NO_DATA, "the report is empty") and found.steps() is None
+    assert found.judge("a table") == (OK, f"wrote {found.reports}")
+    found = wrapper("rocprof-compute", "--roof-only", "--num-steps", "2")
+    assert found.steps()["measured"] == 2 and found.amount(None) == "roof collected"
+
+
+def test_failures_of_rocprof_compute_are_told_from_those_of_the_program(machine):
+    machine("6.4")
+    explain = wrapper("rocprof-compute").explain
+    assert explain(TIMEOUT, "late", "x") == (TIMEOUT, "late")
+    assert explain(PROGRAM_FAILED, "said", "execution failed") == (PROGRAM_FAILED, "said")
+    begins = "rocprof-compute itself failed: "
+    assert explain(PROGRAM_FAILED, "", "ERROR a\nERROR b\nlast\n") == (FAILED, f"{begins}ERROR b")
+    assert explain(PROGRAM_FAILED, "", f"first\n{'l' * 201}") == (FAILED, begins + "l" * 200)
+    assert explain(PROGRAM_FAILED, "", "") == (FAILED, f"{begins}it printed nothing")
+    nothing = "AttributeError: 'NoneType' object"
+    assert explain(PROGRAM_FAILED, "", nothing)[1].startswith(f"{begins}{nothing}. ")
+    machine("7.0")
+    assert wrapper("rocprof-compute").explain(PROGRAM_FAILED, "", nothing)[1] == begins + nothing
+
+
+def compute_run(*arguments):
+    """A wrapper of rocprof-compute with the workload trainer_counters, of two counters asked for."""
+    found = wrapper("rocprof-compute", "-o", "out", *arguments)
+    place = os.path.join(found.directory, "workloads", "trainer_counters", "MI300X")
+    os.makedirs(os.path.join(place, "perfmon"))
+    for name, text in (("sysinfo.csv", "gpu\n"), ("perfmon/a.txt", "pmc: SQ_WAVES GRBM_COUNT\n"),
+                       ("pmc_perf.csv", "Kernel_Name,SQ_WAVES,GRBM_COUNT\nk,1,2\n")):
+        pathlib.Path(place, name).write_text(text)
+    return found, place
+
+
+def test_counters_without_a_roofline_are_not_all_that_was_asked_for(machine, capsys):
+    """Of a tool that exits 0 and leaves no roofline."""
+    machine("7.0")
+    found, place = compute_run()
+    assert found.judge("fine") == (NO_DATA, "rocprof-compute left no roof in workloads/")
+    assert capsys.readouterr().out == f"counters: {place}\n"
+    roof = os.path.join(found.directory, "workloads", "trainer_roof", "MI300X")
+    os.makedirs(roof)
+    for name in ("sysinfo.csv", "roofline.csv"):
+        open(os.path.join(roof, name), "w").close()
+    assert found.judge("Cannot write results for x")[1].startswith(
+        "rocprof-compute left no roof in workloads/: Cannot write results for. It cannot work with pandas 3")
+    pathlib.Path(roof, "roofline.csv").write_text("flops\n1\n")
+    assert found.judge("fine") == (OK, "counters and roof collected")
+
+
+def test_counters_that_are_missing_are_counted_and_named(machine):
+    machine("7.0")
+    found, place = compute_run("--no-roof")
+    assert found.judge("") == (OK, "counters collected")
+    os.remove(os.path.join(place, "pmc_perf.csv"))
+    assert found.judge("") == (NO_DATA, "rocprof-compute left no counters in workloads/")
+    pathlib.Path(place, "pmc_perf.csv").write_text("Kernel_Name,SQ_WAVES\nk,1\n")
+    assert found.judge("") == (OK, "1 of 2 counters collected (not GRBM_COUNT)")
+    for extra, text in ((4, " (not A0, A1, A2, A3, GRBM_COUNT)"),
+                        (6, " (not A0, A1, A2, A3, A4 and 2 more)")):
+        more = " ".join(f"A{i}" for i in range(extra))
+        pathlib.Path(place, "perfmon", "a.txt").write_text(f"pmc: SQ_WAVES GRBM_COUNT {more}\n")
+        assert found.judge("") == (OK, f"1 of {extra + 2} counters collected{text}")
+
+
+@everywhere
+def test_rocprof_compute_profile_then_analyze(generation, machine, tmp_path):
+    workplace = machine(generation)
+    done = start("run_rocprof_compute.sh", "--device", "1")
+    assert done.returncode == 0 and "--list-stats" in done.stdout
+    out = workplace / "rocprof_compute_profiles_v2"
+    assert {path.name for path in out.glob("workloads/*")} == {"trainer_counters", "trainer_roof"}
+    runs = 3 if generation == "6.3" else 4
+    assert len(recorded(tmp_path)) == runs and recorded(tmp_path)[0]["argv"][-2:] == ["--device", "1"]
+    assert "--deterministic" in recorded(tmp_path)[0]["argv"]
+    listed = start("run_rocprof_compute.sh", "--list-stats", "--dispatch", "3", "--dispatch", "12")
+    assert listed.returncode == 0 and "Dispatch list" in (out / "list_stats.txt").read_text()
+    assert "12" in (out / "dispatch_12.txt").read_text() and (out / "dispatch_3.txt").exists()
+    assert manifest(out)["reason"].startswith("counters") and manifest(out / "analysis")["exit_code"] == 0
+    assert len(recorded(tmp_path)) == runs  # analyzing ran no trainer
+
+
+def test_rocprof_compute_reports_are_set_aside(machine):
+    out = machine("7.0") / "rocprof_compute_profiles_v2"
+    for arguments in ([], ["--mode", "analyze"], ["--dispatch", "12"], ["--dispatch", "12"]):
+        assert start("run_rocprof_compute.sh", *arguments).returncode == 0
+    assert (out / "analysis_counters.txt").exists() and (out / "analysis_roof.txt").exists()
+    assert len(list(out.glob("dispatch_12.txt.old-*"))) == 1 and len(list(out.glob("analysis.old-*"))) == 2
+
+
+def test_rocprof_compute_spelling_follows_the_installed_tool(machine):
+    machine("next")
+    argv = [command.argv for command in wrapper("rocprof-compute").commands()]
+    assert argv[1][4:7] == ["--roofline", "--roofline-device", "0"]
+    assert start("run_rocprof_compute.sh").returncode == 0
+    machine("10.1")  # the word --roofline-data-type or prose in its help must not mislead
+    argv = [command.argv for command in wrapper("rocprof-compute", "--device", "2").commands()]
+    assert argv[1][4:7] == ["--roof-only", "--device", "2"]
+
+
+@everywhere
+def test_rocprof_compute_into_a_directory_with_an_old_workload(generation, machine):
+    """With --force; a release refuses, or mixes the old files in. A wrapper does neither."""
+    workplace = machine(generation)
+    old = workplace / "mine" / "workloads" / "trainer_counters" / "MI300X_A1" / "pmc_perf.csv"
+    old.parent.mkdir(parents=True)
+    old.write_text("old")
+    assert start("run_rocprof_compute.sh", "-o", "mine", "--force", "--no-roof").returncode == 0
+    kept, = (workplace / "mine" / "workloads").glob("trainer_counters.old-*")
+    assert (kept / "MI300X_A1" / "pmc_perf.csv").read_text() == "old"
+    assert kernel_summary.summarize(workplace / "mine")["launches"] == 1663
+
+
+COMPUTE = (*RELEASES, "next")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", COMPUTE)
+def test_rocprof_compute_counts_each_launch_once(release, machine):
+    """No shell as the program, results in every form they have had, one of several passes."""
+    workplace = machine(release)
+    done = start("run_rocprof_compute.sh", "-o", "out", "--title", "it's", "--dropout", "0.1")
+    assert done.returncode == 0 and "counters and roof collected" in done.stdout, done.stdout + done.stderr
+    first, second = manifest(workplace / "out")["commands"][0]["argv"][-2:]
+    assert first.startswith("/") and "python" in first and second == "workload.py"
+    assert kernel_summary.summarize(workplace / "out")["launches"] == 1663
+
+
+@pytest.mark.parametrize("release, trap, code, words", [
+    ("6.3", "locale", 3, "locale-gen en_US.UTF-8"), ("7.2", "arch", 1, "Instinct"),
+    ("7.0", "crash", 1, "rocprof-compute itself failed: KeyError: 'gpu_model'"),
+])
+def test_rocprof_compute_that_breaks_down(release, trap, code, words, machine):
+    machine(release, FAKE_FAIL=trap)
+    done = start("run_rocprof_compute.sh", "--skip-preflight")
+    assert done.returncode == code and words in done.stderr and "\x1b" not in done.stderr, done.stderr

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -111,15 +112,17 @@ def test_a_tool_that_is_not_there_is_refused_though_preflight_is_skipped(tmp_pat
 
 def test_commands_run_up_to_the_first_that_fails(tmp_path, ran, capsys):
     place = tmp_path / "out"
-    wrapper = Wrapper(place, commands=lambda: [command(f"{i}.log") for i in range(3)])
+    path = place / "records" / "manifest.json"
+    wrapper = Wrapper(place, commands=lambda: [command(f"{i}.log") for i in range(3)],  # known before judging
+                      judge=lambda log: (OK, f"{log}, {json.loads(path.read_text())['exit_code']}"))
     ran.ends = [{}, dict(code=7)]
     outcome = session.profile(wrapper)
     assert ran.calls == [("0.log", str(place), 9), ("1.log", str(place), 9)]
-    reason = "failed: 7, log of 1.log (what is there: saw log of 1.log)"
+    reason = "failed: 7, log of 1.log (what is there: log of 1.log, 5)"
     assert (outcome.code, outcome.reason, outcome.directory) == (5, reason, str(place))
     assert capsys.readouterr().err == (f"run_x.sh: {session.MEANING[5]}: {reason}. Its output: "
                                        f"{place / '0.log'}\n")
-    manifest = json.loads((place / "records" / "manifest.json").read_text())
+    manifest = json.loads(path.read_text())
     assert manifest["exit_code"] == 5 and manifest["steps"] is None and manifest["reason"] == reason
 
 
@@ -147,7 +150,7 @@ def test_records_say_what_was_run_and_where(tmp_path, monkeypatch):
     for name, value in {**kept, "SECRET": "x", "HOME": "y"}.items():
         monkeypatch.setenv(name, value)
     answers = [(0, "abc\n"), (1, "not a repository")]
-    monkeypatch.setattr(session.machine, "output_of", lambda *asked: answers.pop(0))
+    monkeypatch.setattr(session.machine, "output_of", lambda tool, *asked: tool == "git" and answers.pop(0))
     wrapper = Wrapper(tmp_path, files=lambda: {"input.txt": "wanted"})
     for commit in ("abc", "None"):
         session.write_records(wrapper, [1, 2])
@@ -177,6 +180,7 @@ def test_a_manifest_names_every_file(tmp_path):
         assert found["seconds"] == round(outcome.seconds, 3) and found["summary"] == "s"
     assert found["commands"] == [dict(argv=["tool", "a b"], cwd="/some/where", environment={"KEY": "value"},
                                       unset=["GONE"])]
+    assert found["started"] == time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(0))
     files = {file["path"]: file["bytes"] for file in found["files"]}
     assert files.pop("sub/trace") == 5 and set(files) == {"records/manifest.json"}
     assert {key: found[key] for key in ("script", "tool", "tool_version", "rocm", "torch", "notes")} == dict(

@@ -10,15 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
-import numpy as np
 import pytest
 
 from fusion_lab.study import command, design, directory, report, runner
 from fusion_lab.study.results import Row
-from fusion_lab.study.summary import PointSummary
-from fusion_lab.training.files import UserError
 from fusion_lab.training.flags import make_parser, note, read_settings
 from tests.study.study_parts import WORDS, study_of, summary_of, write_study
 from tests.support import PATIENCE, ROOT, gone, state_of, wait_for
@@ -104,11 +100,6 @@ def test_point_that_fails(fake, capsys):
     assert all(row["status"] == "ok" for row in rows_of()) and len(rows_of()) == 6
 
 
-def test_all_points_fail(fake, capsys):
-    assert fake(*SMALL, "--settings", "fused", crash=["defaults"]) == 1
-    assert capsys.readouterr().err.strip().endswith("no point could be measured: failed: broken on purpose")
-
-
 def test_reason_is_the_error_and_not_the_advice_after_it(tmp_path):
     log, name = tmp_path / "stderr.txt", "tiny_openfold_v2.py"
     log.write_text("Traceback\n  File\ntorch.AcceleratorError: CUDA error: out of memory\nSearch for it.\n")
@@ -117,9 +108,10 @@ def test_reason_is_the_error_and_not_the_advice_after_it(tmp_path):
     assert runner.last_words(log, name) == "out of memory: lower --batch-size"
 
 
-def test_timeout(fake):
+def test_timeout(fake, capsys):
     assert fake(*SMALL, "--num-runs", 1, "--settings", "fused", "--timeout", "0.5", seconds=60) == 1
     assert rows_of()[0]["status"] == "timeout" and rows_of()[0]["reason"] == "not done after 0.5 s"
+    assert capsys.readouterr().err.endswith("no point could be measured: timeout: not done after 0.5 s\n")
 
 
 @pytest.mark.slow
@@ -173,50 +165,6 @@ def test_measured_in_planned_order(fake, tmp_path):
     assert sorted(row["turn"] for row in rows_of()[8:]) == [1, 2, 3, 4]
 
 
-class Clock:
-    """Stands in for the runner's: on the thread that follows a point, hours pass at every look as long as
-    passing(point) says so; waiting has the points that wait for their turn."""
-    sleep = staticmethod(time.sleep)
-
-    def __init__(self, passing):
-        self.passing, self.waiting, self.hours = passing, set(), {}
-
-    def monotonic(self):
-        seen = sys._getframe(1).f_locals  # of Runner.follow, as far as it has come
-        point = seen.get("point")
-        (self.waiting.add if seen.get("waits") else self.waiting.discard)(point)
-        if point is not None and self.passing(self, point):
-            self.hours[point] = self.hours.get(point, 0) + 1
-        return time.monotonic() + 3600 * self.hours.get(point, 0)
-
-
-def test_a_point_that_ends_gives_up_its_place_and_waiting_is_not_timed(fake, monkeypatch):
-    """While the second point of the plan waits for the first, which fails, hours pass: it is measured all the
-    same. When they pass for the first one instead, that is out of time, and the second one's turn comes."""
-    settings = ["only-flash-attention", "only-opm-fusion"]
-    first, second = order_of_plan(settings, 1)
-    flag = flags_of(first.setting)[-1]
-    flags = [*SMALL, "--num-runs", 1, "--settings", " ".join(settings), "--jobs", 2]
-    clock = Clock(lambda clock, point: point == second and point in clock.waiting)
-    monkeypatch.setattr(runner, "time", clock)
-    assert fake(*flags, crash=[flag], starts={flag: 1}) == 0
-    assert {row["setting"]: row["status"] for row in rows_of()} == {first.setting: "failed",
-                                                                    second.setting: "ok"}
-    clock = Clock(lambda clock, point: point == first and second in clock.waiting)
-    monkeypatch.setattr(runner, "time", clock)
-    assert fake(*flags, name="t", starts={flag: 10 ** 6}) == 0
-    by_setting = {row["setting"]: row for row in rows_of("t")}
-    assert by_setting[first.setting]["status"] == "timeout" and by_setting[first.setting]["turn"] is None
-    assert by_setting[second.setting]["turn"] == 1
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_out_of_memory_beside_others_gets_a_second_try(fake, tmp_path, jobs):
-    log = tmp_path / "log"
-    assert fake(*SMALL, "--jobs", jobs, memory_mb=1, log=str(log)) == 1
-    assert log.read_text().count("full") == 4 * jobs and len(rows_of()) == 4
-
-
 # Interruption
 
 def test_interrupt_keeps_results_and_resumes(fake, tmp_path):
@@ -255,8 +203,7 @@ def test_kill_leaves_no_orphans_and_resumes(fake, tmp_path):
 
 @pytest.mark.slow
 def test_kill_leaves_no_stopped_newborns(fake, tmp_path):
-    """A process that is stopped for another one's turn before it has asked to die with its parent, and what
-    it started itself, do not stay behind for ever when the study is killed."""
+    """Processes that are stopped for another one's turn before they have asked to die with their parent."""
     log, settings = tmp_path / "log", ["only-flash-attention", "only-opm-fusion"]
     first, second = (flags_of(point.setting)[-1] for point in order_of_plan(settings, 1))
     study = start(*SMALL, "--num-runs", "1", "--jobs", "2", "--settings", " ".join(settings), "--study-name",
@@ -324,21 +271,19 @@ def test_more_runs_for_a_finished_study(fake, capsys):
 
 
 def test_unreadable_results_are_one_line(fake, capsys):
-    assert fake(*SMALL, "--recommend") == 0
+    assert fake(*SMALL, "--recommend") == 0 and capsys.readouterr()
     good = pathlib.Path("s/results.jsonl").read_text()
     row = json.loads(good.splitlines()[0])
     for broken in (dict(row, median_batch_time=None), {k: v for k, v in row.items() if k != "mfu"},
                    dict(row, status="failed"), dict(row, system=None), dict(row, seconds=None), [row]):
         pathlib.Path("s/results.jsonl").write_text(json.dumps(broken) + "\n")
-        for flags in ([*SMALL], [*SMALL, "--dry-run"], ["--report-only"]):
-            capsys.readouterr()
+        for flags in (SMALL, [*SMALL, "--dry-run"], ["--report-only"]):
             assert fake(*flags) == 2
             error = capsys.readouterr().err
             assert "line 1 is not the result of a run" in error and error.count("\n") == 1
     pathlib.Path("s/results.jsonl").write_text(good)
     for content in ("{", "[1]", '{"x": 1}'):
         pathlib.Path("s/accuracy.json").write_text(content)
-        capsys.readouterr()
         assert fake(*SMALL, "--recommend") == 2
         error = capsys.readouterr().err
         assert "accuracy.json: holds no accuracy verdicts" in error and error.count("\n") == 1
@@ -400,38 +345,15 @@ def test_old_study_continues(fake, capsys):
     assert [point["n"] for point in summary_of()["points"]] == [3, 3]
 
 
-SECOND_PROGRAM = """
-from dataclasses import dataclass
-from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import Program
-
-@dataclass(frozen=True)
-class Sizes(Checked):
-    "Sizes of the model."
-    width: int = option(48, "channels", low=8)
-
-@dataclass(frozen=True)
-class Fusions(Switches):
-    "Which operations run fused."
-    enable_wide: bool = option(True, "one GEMM", preset=True)
-
-PROGRAM = Program(
-    file=__file__, about="A stand-in.", version="w", suffix="w", model_config=Sizes, fusion_config=Fusions,
-    training_config=TrainingConfig, model=None, trainer=None, open_source=None, check_batch=None,
-    axes=dict(batch_size="B", width="W"))
-"""
-
-
 @pytest.mark.slow
 def test_second_program(fake, tmp_path, capsys):
     """Its own axes, switches, file names and error prefix, and the default sizes of its config."""
-    program, knobs = tmp_path / "second.py", dict(suffix="w", program="second.py")
-    program.write_text(SECOND_PROGRAM)
-    flags = ["--program", program, "--num-runs", 2]
-    assert fake(*flags, "--batch-sizes", 2, "--widths", "16 32", "--settings", "baseline all only-wide",
+    program, knobs = "tests/second_program.py", dict(suffix="mlp", program="second_program.py")
+    flags = ["--program", ROOT / program, "--num-runs", 2]
+    assert fake(*flags, "--batch-sizes", 2, "--widths", "16 32", "--settings", "baseline all only-fused-relu",
                 "--recommend", inaccurate=["--enable-all-fusion"], **knobs) == 0
     summary, config = summary_of(), json.loads(pathlib.Path("s/config.json").read_text())["study"]
-    assert config["program"] == str(program) and config["widths"] == [16, 32]
+    assert config["program"] == program and config["widths"] == [16, 32]
     assert [(p["batch_size"], p["width"], p["setting"], p["n"]) for p in summary["points"]] == [
         (2, width, setting, 2) for width in (16, 32) for setting in ("baseline", "all", "fused")]
     recommended = summary["recommendation"]["shapes"][0]
@@ -444,8 +366,8 @@ def test_second_program(fake, tmp_path, capsys):
     assert "measured: failed: broken on purpose" in capsys.readouterr().err
     assert fake("--report-only") == 2
     assert f"a study of another program; add --program {program}" in capsys.readouterr().err
-    assert fake("--report-only", "--program", program) == 0
-    assert fake(*flags, "--dry-run", name="t") == 0 and "B 4 W 48 baseline run 1" in capsys.readouterr().out
+    assert fake("--report-only", "--program", ROOT / program) == 0
+    assert fake(*flags, "--dry-run", name="t") == 0 and "B 4 W 32 baseline run 1" in capsys.readouterr().out
     reference = ["--check-against", "s/results_summary.json"]
     assert fake(*SMALL, *reference, name="t") == 2
     assert "not the results_summary.json" in capsys.readouterr().err
@@ -572,10 +494,7 @@ def test_effects_of_a_study(fake):
     together, = effects["interaction"]
     assert together["factor"] == pytest.approx(1.2, rel=0.02) and together["low"] < 1.2 < together["high"]
     first = summary["ablation"][0]
-    assert first["switch"] == "qkv-fusion-msa"
-    assert first["alone"]["factor"] == pytest.approx(2.0, rel=0.01)
-    assert first["last"]["factor"] == pytest.approx(2.4, rel=0.01)
-    assert first["alone_saves_mb"] > 0
+    assert first["switch"] == "qkv-fusion-msa" and first["last"]["factor"] == pytest.approx(2.4, rel=0.01)
 
 
 # Decisions
@@ -592,76 +511,22 @@ def test_check_against(fake, capsys):
     assert "FAIL      B 2 S 32 N 16 fused: speed-up 1." in capsys.readouterr().out
     slow = dict(defaults=1.3)  # 8% more time, 4% more memory
     assert fake(*flags, *against, name="slow", faster=slow, noise=0.003) == 1
-    output = capsys.readouterr().out
-    assert output.count("FAIL ") == 1 and "FAIL      B 2 S 32 N 16 fused: step time 1.0" in output
+    assert capsys.readouterr().out.count("FAIL ") == 1
     assert fake(*flags, *against, "--max-regression", "0.2", name="slow") == 0
-    assert fake(*flags, *against, name="broken", crash=["defaults"]) == 1
-    assert "fused: failed: broken on purpose" in capsys.readouterr().out
-    assert fake(*flags, *against, "--seq-lens", 64, name="elsewhere") == 2
-    assert "no point in common" in capsys.readouterr().err
-    assert fake(*SMALL, "--num-runs", 1, *against, name="single") == 2
-    assert "at least two runs" in capsys.readouterr().err
-    assert fake(*flags, *against, "--settings", "baseline", name="less", noise=0.003) == 0
-    assert "not in this study: B 2 S 32 N 16 fused" in capsys.readouterr().out
 
 
 def test_check_without_any_verdict_on_time_is_no_pass(fake, capsys):
     assert fake(*SMALL, name="then", noise=0.2) == 0
-    against = ["--check-against", "then/results_summary.json"]
-    assert fake(*SMALL, *against, name="now", noise=0.2) == 1
+    assert fake(*SMALL, "--check-against", "then/results_summary.json", name="now", noise=0.2) == 1
     *_, help_line, last = capsys.readouterr().out.splitlines()
     assert last == "UNDECIDED: time 0 pass, 0 fail, 2 undecided; memory 2 pass, 0 fail, 0 undecided"
     assert "more --num-runs" in help_line
 
 
-def test_reference_that_lacks_keys(fake, capsys):
-    assert fake(*SMALL, name="then") == 0
-    reference = summary_of("then")
-
-    def lacking(key):
-        return [{k: v for k, v in p.items() if k != key} for p in reference["points"]]
-    for broken in (dict(study={}), dict(study=dict(reference["study"], num_runs="3")), dict(machine=[{}]),
-                   *(dict(points=lacking(key)) for key in ("n", "seq_len", "run_medians_ms", "speedup_low"))):
-        pathlib.Path("broken.json").write_text(json.dumps(reference | broken))
-        assert fake(*SMALL, "--check-against", "broken.json") == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and "not the results_summary.json" in error and not os.path.exists("s")
-
-
-def test_noise_makes_undecided():
-    from fusion_lab.study.regression import judged, slowdown
-    assert judged(0.9, 1.2, passes_below=1.05) == "UNDECIDED"
-    assert judged(1.06, 1.2, passes_below=1.05) == "FAIL"
-    assert judged(0.9, 1.04, passes_below=1.05) == "PASS"
-    assert judged(1.2, 1.4, passes_above=1.3) == "UNDECIDED"
-    assert judged(1.0, 1.2, passes_above=1.3) == "FAIL"
-    now, then, same = (
-        PointSummary(shape=None, setting=setting, n=1, run_medians_ms=(1,), peak_memory_mb=None, speedup=s,
-                     speedup_low=s / 1.1, speedup_high=s * 1.1)
-        for setting, s in (("fused", 1.0), ("fused", 2.0), ("baseline", 1.0)))
-    factor, low, high = slowdown(now, then, on_same_machine=False)
-    assert factor == 2 and np.log(high / low) / 2 == pytest.approx(2 ** 0.5 * np.log(1.1))
-    assert slowdown(same, same, on_same_machine=False) is None  # 1 by definition, so no verdict
-
-
-def test_recommend(fake, capsys):
-    faster = {"defaults": 1.4, "--enable-torch-compile": 1.5, "--enable-flash-attention": 1.2}
-    flags = [*SMALL, "--settings", "baseline fused compiled only-flash-attention", "--recommend"]
-    assert fake(*flags, "--memory-limit-mb", 18.5, faster=faster, inaccurate=["--enable-torch-compile"]) == 0
-    entry, = summary_of()["recommendation"]["shapes"]
-    assert entry["setting"] == "fused"
-    assert entry["command"] == ("python tiny_openfold_v2.py --batch-size 2 --seq-len 32 --num-seqs 16 "
-                                "--device auto")
-    assert entry["passed_over"] == ["compiled: accuracy failed: distances: off by 1"]
-    assert entry["command"] in capsys.readouterr().out
-    assert fake(*flags, "--memory-limit-mb", 1, faster=faster) == 0
-    entry, = summary_of()["recommendation"]["shapes"]
-    assert entry["setting"] is None and "over the limit of 1 MB" in entry["passed_over"][0]
-
-
 def test_recommendation_is_kept_until_there_are_more_runs(fake):
-    assert fake(*SMALL, "--recommend") == 0
+    assert fake(*SMALL, "--recommend", "--memory-limit-mb", 18.5) == 0
     recommended = summary_of()["recommendation"]
+    assert recommended["memory_limit_mb"] == 18.5 and recommended["shapes"][0]["setting"] == "fused"
     assert fake(*SMALL) == fake("--report-only", "--no-plots") == 0
     assert summary_of()["recommendation"] == recommended
     assert '<table id="recommended">' in pathlib.Path("s/report.html").read_text()
@@ -686,12 +551,3 @@ def test_find_batch_size(fake, optimize, batch, capsys):
     capsys.readouterr()
     assert fake("--report-only", "--no-plots") == 2 and not os.path.exists("s/report.html")
     assert "is a --find-batch-size, not a study" in capsys.readouterr().err
-
-
-def test_reads_only_summaries_of_studies(tmp_path):
-    from fusion_lab.study.regression import read_reference
-    path = tmp_path / "x.json"
-    for content in ("", "[]", "{}", '{"format": "else", "points": [], "study": {}}'):
-        path.write_text(content)
-        with pytest.raises(UserError, match="not the results_summary.json"):
-            read_reference(str(path), study_of((1,), (2,), (3,), settings=("fused",)))

@@ -12,7 +12,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.comparison import pace as pacing
-from fusion_lab.measuring.comparison import rung, rungs, worth
+from fusion_lab.measuring.comparison import rung, rungs
 from fusion_lab.measuring.comparison import table as comparison_table
 from fusion_lab.measuring.comparison.pace import Pace
 from fusion_lab.measuring.comparison.rows import reduction, rows_of, switch_effects
@@ -27,7 +27,6 @@ from fusion_lab.measuring.comparison.table import (
 )
 from fusion_lab.measuring.comparison.variants import (
     ALL,
-    AS_GIVEN,
     BASELINE,
     UNMEASURED,
     Variant,
@@ -132,15 +131,6 @@ def test_what_a_fusion_is_worth_by_hand():
     assert rows[1]["amdahl_ceiling"] is None and detail_table(rows)[2][-2] == ""
     add_worth(rows[:2], variants[:2], dict(up=1.0))
     assert rows[1]["amdahl_ceiling"] == 1.0 and rows[1]["amdahl_reached"] is None
-
-
-def test_shares_of_a_step_by_hand(monkeypatch):
-    """Two steps: up takes 1 of 4 s and 3 of 4 s, forward and backward; the median is in the middle."""
-    amounts = iter([{("up", "forward"): 0.25, ("up", "backward"): 0.75, ("rest", "forward"): 3.0},
-                    {("up", "forward"): 3.0, ("rest", "forward"): 0.5, ("rest", "optimizer"): 0.5}])
-    monkeypatch.setattr(worth, "amounts_in_a_step", lambda *_: next(amounts))
-    shares = worth.shares_of_a_step(SimpleNamespace(device=torch.device("cpu")), None, 2)
-    assert shares == dict(up=0.5, rest=0.5)
 
 
 def test_the_sublayers_that_a_switch_touches_are_seen_not_declared():
@@ -507,25 +497,6 @@ def test_a_variant_that_fails_drops_out_and_a_signal_ends_at_once():
     assert [variant.losses for variant in again] == [[1.0, 1.0]] * 2 and log[-1] == "restore a"
 
 
-@pytest.mark.slow
-def test_variants_begin_with_the_same_weights_and_run_on_their_own():
-    """What runs the baseline's operations has a reason instead of a time, but for what was asked for."""
-    settings = SETTINGS.having(width=4, device="cpu", warmup_steps=2)
-    other = SECOND.trainer(SECOND, settings.having(seed=7), CPU)
-    weights = {name: p + 1 for name, p in other.model.state_dict().items()}
-    for trainer in (other, None):
-        made = Variant("a", settings, trainer=trainer)
-        comparison.bring_to_life(SECOND, made, CPU, weights, SECOND.open_source(settings).batch(0))
-        found = made.trainer.model.state_dict()
-        assert all(torch.equal(found[name], weights[name]) for name in weights) and made.timer.steps == []
-        assert made.trainer is other or trainer is None
-    for name, refused in ((AS_GIVEN, False), (ALL, False), ("b", True)):
-        variants = [Variant(name, settings.having(num_steps=1)) for name in (BASELINE, name)]
-        comparison.measure(SECOND, variants, CPU, SECOND.open_source(settings), equal=False)
-        assert bool(variants[1].reason) is refused and len(variants[1].losses) == (not refused)
-        assert str(variants[1].reason).endswith("operations as the baseline" if refused else "None")
-
-
 def test_combinations_count_up_from_the_baseline():
     names = [variant.name for variant in combination_variants(tof.PROGRAM, tof.PROGRAM.settings())]
     assert names[:5] == [BASELINE, "triangle", "flash_attention", "flash_attention+triangle", "qkv_triangle"]
@@ -583,27 +554,8 @@ def test_memory_alone_on_a_gpu_is_without_what_others_left(monkeypatch):
     assert idle.found is None and idle.reason == "master weights need --use-amp" and len(order) == 3
 
 
-def test_the_file_holds_the_whole_comparison_and_the_line_its_speed_ups(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(comparison, "matmul_ceiling", lambda *_: 4e9)
-    settings = with_fusion(SETTINGS.having(width=4, num_steps=2, device="cpu", warmup_steps=1,
-                                           profile_dir=str(tmp_path)), PLAIN)
-    assert comparison.compare_fusion(SECOND, settings, picked=ALL) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0].endswith("| B 3, W 4 | steps of every variant in turn, 2 of each")
-    result = json.loads((tmp_path / SECOND.result("fusion_comparison")).read_text())
-    rows, line = result["variants"], json.loads(out[-1])
-    assert line["variants"] == [dict(name=row["name"], speedup=row["speedup"]) for row in rows]
-    assert [row["name"] for row in rows] == [BASELINE, ALL]
-    for row in rows:
-        assert row["speedup"] == pytest.approx(rows[0]["median_batch_time"] / row["median_batch_time"])
-        assert row["mfu"] == pytest.approx(row["achieved_tflops"] / 0.004)
-    assert result["matmul_ceiling_tflops"] == 0.004 and result["mode"] == "compare_fusion"
-    assert result["training_params"]["amp_dtype"] is None and result["launch_kind"] == "cpu_ops"
-
-
 def test_a_process_of_its_own_says_its_row_last(monkeypatch, capsys):
-    """Here in this one: after the step whose operations are counted, its steps and the baseline's alternate,
-    and it compares itself with that."""
+    """Here in this one: after the step that is counted, its steps and the baseline's alternate."""
     turns = []
 
     class Noting(SECOND.trainer):

@@ -161,8 +161,7 @@ class Rocpd:
         self.connection.close()
 
 
-def write_rocpd(path, kernels=KERNELS, counters=(), copies=0, calls=False, markers=False, graphs=False,
-                factor=1):
+def write_rocpd(path, kernels=KERNELS, counters=(), copies=0, calls=False, markers=False, graphs=False):
     """The same as the CSV files of a run."""
     database = Rocpd(path, graphs)
     symbols = {name: database.add("rocpd_info_kernel_symbol", display_name=name) for name, _, _ in kernels}
@@ -171,7 +170,7 @@ def write_rocpd(path, kernels=KERNELS, counters=(), copies=0, calls=False, marke
         event = database.kernel(symbols[name], start, end, number)
         for counter in counters:
             database.add("rocpd_pmc_event", event_id=event, pmc_id=pmc[counter],
-                         value=factor * counter_value(counter))
+                         value=counter_value(counter))
     for _ in range(copies):
         database.add("rocpd_memory_copy", start=10, end=1010, dst_agent_id=4,
                      event_id=database.event("MEMORY_COPY"))
@@ -190,8 +189,7 @@ def api_calls(kernels):
 
 
 def api_ranges(kernels):
-    """(name, thread, start, end): the first half of the calls is in one of forward's, the rest in one of
-    backward's, which is on another thread."""
+    """(name, thread, start, end): the first half of the calls is in forward's, the rest in backward's."""
     count = sum(calls for _, calls, _ in kernels)
     return [("forward", 7, 0, 10 * count), ("pair_transition", 7, 5, 5 * count),
             ("pair_transition.backward", 8, 5 * count, 11 * count)]
@@ -214,7 +212,7 @@ def write_api_traces(prefix, kernels=KERNELS, markers=True):
                 writer.writerow(["MARKER_CORE_API", name, 1, thread, 100_000 + place, start, end])
 
 
-def write_counters(path, counters, kernels=KERNELS, factor=1):
+def write_counters(path, counters, kernels=KERNELS):
     """*_counter_collection.csv: a row for each dispatch and counter."""
     import csv
     with open(path, "w", newline="") as file:
@@ -222,9 +220,8 @@ def write_counters(path, counters, kernels=KERNELS, factor=1):
         writer.writerow(["Correlation_Id", "Dispatch_Id", "Agent_Id", "Kernel_Name", "Counter_Name",
                          "Counter_Value", "Start_Timestamp", "End_Timestamp"])
         for place, (name, start, end) in enumerate(dispatches(kernels), 1):
-            for counter in counters:
-                value = factor * counter_value(counter)
-                writer.writerow([place, place, "Agent 4", name, counter, value, start, end])
+            writer.writerows([place, place, "Agent 4", name, counter, counter_value(counter), start, end]
+                             for counter in counters)
 
 
 def counter_value(counter):

@@ -3,22 +3,37 @@ import json
 import pathlib
 import subprocess
 
+import pytest
+
+from fusion_lab.rocm import wrappers
 from tests.support import PATIENCE, ROOT
 
 from . import common
 
 FAKES = pathlib.Path(common.__file__).parent
 GENERATIONS = ("6.3", "7.0", "10.1")
+everywhere = pytest.mark.parametrize("generation", GENERATIONS)
 RELEASES = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.12", "7.13", "7.14", "10.0", "10.1", "wheels")
 WRAPPERS = {"run_rocprofv3.sh": "rocprofv3", "run_rocprof_sys.sh": "rocprof-sys-python",
             "run_rocprof_compute.sh": "rocprof-compute"}
 ODD_FLAGS = ["--data", "my files/a b", "--title=x  y", "--note", "it's \"quoted\" $HOME *", "-5",
              "--empty", "", "--text", "a\nEND_OF_FILE\ntouch PWNED\n"]
+TINY = ["--msa-dim", "8", "--pair-dim", "8", "--num-blocks", "1", "--num-seqs", "4", "--seq-len", "8",
+        "--batch-size", "1", "--num-steps", "2", "--warmup-steps", "1"]
 
 
 def start(script, *arguments):
     return subprocess.run([ROOT / script, *map(str, arguments)], capture_output=True, text=True,
                           timeout=PATIENCE)
+
+
+def wrapper(name, *arguments):
+    """The wrapper of this tool, as a command line makes it."""
+    return wrappers.WRAPPERS[name].from_arguments(list(arguments))
+
+
+def summary_of(directory):
+    return json.loads((directory / "rocprofv3_summary.json").read_text())
 
 
 def recorded(tmp_path):
@@ -44,3 +59,19 @@ def interrupt(script, number, machine, *arguments):
     finally:
         process.kill()
     return process.returncode, workplace / "out", output
+
+
+STATS = "Name,Calls,TotalDurationNs"
+
+
+def csv(path, header, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
+
+
+def run_of(directory, *kernels, **steps):
+    """A result directory with these (name, calls, nanoseconds in all), and a manifest with its steps."""
+    csv(directory / "7_kernel_stats.csv", STATS, *kernels)
+    if steps:
+        (directory / "manifest.json").write_text(json.dumps(dict(steps=steps)))
+    return directory

@@ -104,8 +104,6 @@ def profile(options):
     sets = {**PASSES, **(ACCUMULATED if common.at_least("7.0") else {})}
     write_lists(directory / "perfmon", sets)  # its own input
     passes = {"roofline": ()} if options.roof_only else sets
-    if getattr(options, "iteration_multiplexing", None):  # all of them in one run
-        passes = {"pmc_perf_0": [counter for counters in sets.values() for counter in counters]}
     for name, counters in passes.items():  # one run for each counter file
         if subprocess.run(" ".join(words).split()).returncode:
             die("Profiling execution failed.")

@@ -77,21 +77,20 @@ def write_results(options, pid, formats, kernels, folder=""):
     directory.mkdir(parents=True, exist_ok=True)
     prefix = str(directory / (options.output_file or f"host/{pid}").replace("%pid%", str(pid)))
     pathlib.Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    if "csv" in formats and common.FAIL != "rocpd_only":
+    if "csv" in formats:
         common.write_trace(f"{prefix}_kernel_trace.csv", "7.0" if common.at_least("7.0") else "6.3", kernels)
         if options.stats:
             common.write_stats(f"{prefix}_kernel_stats.csv", kernels)
         write_counters(options, prefix, kernels)
         if traced(options, "--hip-trace", "--runtime-trace", "--sys-trace"):
             common.write_api_traces(prefix, kernels, traced(options, *MARKERS))
-    if "rocpd" in formats or common.FAIL == "rocpd_only":
+    if "rocpd" in formats:
         if known_counters(options) and counted_kernels(kernels) != kernels:  # counters of unknown dispatches
             sys.stderr.write("terminate called after throwing an instance of 'std::out_of_range'\n")
             common.end_like(-6)
         hip = traced(options, "--hip-trace", "--runtime-trace", "--sys-trace")
         common.write_rocpd(f"{prefix}_results.db", kernels, known_counters(options), calls=hip,
-                           markers=hip and traced(options, *MARKERS), graphs=common.at_least("10.0"),
-                           factor=common.FAIL != "zero_counters")
+                           markers=hip and traced(options, *MARKERS), graphs=common.at_least("10.0"))
     if "pftrace" in formats:
         pathlib.Path(f"{prefix}_results.pftrace").write_bytes(b"\x0a\x02\x08\x01")
 
@@ -112,7 +111,7 @@ def counted_kernels(kernels):
 def write_counters(options, prefix, kernels):
     if known_counters(options):
         common.write_counters(f"{prefix}_counter_collection.csv", known_counters(options),
-                              counted_kernels(kernels), factor=common.FAIL != "zero_counters")
+                              counted_kernels(kernels))
 
 
 def break_down():
@@ -160,8 +159,6 @@ def run_once(options, app, formats, folder):
     """A run of the program, and what is written of it."""
     libraries = "librocprofiler-sdk-roctx.so.1" + " librocprofiler-sdk-roctx.so" * (not common.WHEELS)
     preloaded = " process" * traced(options, *MARKERS)
-    if common.FAIL == "no_roctx":
-        libraries = preloaded = ""
     with tempfile.TemporaryDirectory() as place:
         log = pathlib.Path(place, "calls")
         log.touch()

@@ -1,4 +1,4 @@
-"""Pytest plugin: machines for the tests of the ROCm wrappers, with a ROCm of some generation or without."""
+"""Machines for the tests of the ROCm wrappers, with a ROCm of some generation or without."""
 import os
 import shlex
 import subprocess
@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from fusion_lab.training import locks
-
-from .machine import FAKES, RELEASES, WRAPPERS
+from tests.rocm.fake_rocm.machine import FAKES, RELEASES, WRAPPERS
 
 
 def write_tool(path, generation):
@@ -83,3 +82,16 @@ def machine(tmp_path, installations, monkeypatch):
         return workplace
     yield prepare
     locks.release()  # what wrappers hold in this process
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """gpu(version, level) makes the driver's records of a GPU; version as the kernel writes it, 90402."""
+    def make(version, level="auto"):
+        node = tmp_path / "driver" / "KFD_TOPOLOGY" / "1"
+        device = tmp_path / "driver" / "DRM_DEVICES" / "card1" / "device"
+        node.mkdir(parents=True, exist_ok=True)
+        device.mkdir(parents=True, exist_ok=True)
+        (node / "properties").write_text(f"simd_count 304\ngfx_target_version {version}\nvendor_id 4098\n")
+        (device / "power_dpm_force_performance_level").write_text(f"{level}\n")
+    return make

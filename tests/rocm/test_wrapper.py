@@ -1,22 +1,14 @@
-"""What the ROCm wrappers have in common: every wrapper, generation and failure, with strict stand-ins.
-
-The stand-ins (fake_rocm/) take exactly the options of a generation and repeat its traps; the program they run
-is a stand-in for the trainer, so that a session takes a fraction of a second.
-"""
-import json
+"""What the ROCm wrappers have in common, with stand-ins (fake_rocm/) as strict as the tools of a release."""
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
-import types
 
 import pytest
 
 from fusion_lab.rocm import machine as rocm_machine
-from fusion_lab.rocm import preflight, process, session, wrappers
+from fusion_lab.rocm import preflight, session, wrappers
 from fusion_lab.training.files import UserError
 from tests.rocm.fake_rocm.machine import (
     FAKES,
@@ -24,19 +16,17 @@ from tests.rocm.fake_rocm.machine import (
     ODD_FLAGS,
     ROOT,
     WRAPPERS,
-    interrupt,
     manifest,
     recorded,
     start,
+    wrapper,
 )
 from tests.support import complaint
 
-pytest_plugins = ("tests.rocm.fake_rocm.plugin",)
 everywhere = pytest.mark.parametrize("generation", GENERATIONS)
 every_wrapper = pytest.mark.parametrize("script", WRAPPERS)
 
 
-# ---------------------------------------------------------------------------------------------------------
 # What works
 
 @everywhere
@@ -80,11 +70,11 @@ def test_dry_run_without_the_tool_is_a_script_that_the_tools_accept(script, chos
 def test_nothing_breaks_out_of_the_script(name, machine):
     """Neither a path in a remark nor the content of a file is run."""
     workplace = machine(None)
-    wrapper = wrappers.WRAPPERS[name].from_arguments(["--dry-run", "-o", "o", "--program", "x\ntouch PWNED"])
-    wrapper.notes.append("y\ntouch PWNED")
+    made = wrapper(name, "--dry-run", "-o", "o", "--program", "x\ntouch PWNED")
+    made.notes.append("y\ntouch PWNED")
     content = "END_OF_FILE\ntouch PWNED\nEND_OF_FILE_\n"
-    wrapper.files = lambda: {"z": content}
-    text = wrapper.script_text([])
+    made.files = lambda: {"z": content}
+    text = made.script_text([])
     subprocess.run(["bash", "-e"], input=text, text=True, check=True)
     assert [path.name for path in workplace.iterdir()] == ["o"] and "PWNED" in text
     assert (workplace / "o" / "z").read_text() == content
@@ -99,36 +89,6 @@ def test_dry_run_shows_what_a_run_runs(script, machine):
     assert (workplace / "x" / "command.txt").read_text() == shown
 
 
-def test_default_directory_is_set_aside_never_overwritten(machine):
-    workplace = machine("7.0")
-    assert [start("run_rocprofv3.sh").returncode for _ in range(2)] == [0, 0]
-    first, second = sorted(workplace.iterdir(), key=lambda path: -len(path.name))
-    assert re.fullmatch(rf"{second.name}\.old-\d{{8}}_\d{{6}}", first.name)
-    assert manifest(first)["status"] == manifest(second)["status"] == "done"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["run_rocprofv3.sh", "run_rocprof_compute.sh"])
-def test_directory_of_the_user(script, machine):
-    workplace = machine("10.1")
-    (workplace / "file").touch()
-    refused = start(script, "-o", "file/x", "--skip-preflight")
-    assert refused.returncode == 2 and "Not a directory" in refused.stderr
-    assert complaint(refused.stderr).count("\n") == 1
-    (workplace / "mine").mkdir()
-    assert start(script, "-o", "mine").returncode == 0  # empty is fine
-    refused = start(script, "-o", "mine")
-    assert refused.returncode == 2 and "--force" in refused.stderr
-    assert complaint(refused.stderr).count("\n") == 1
-    assert start(script, "-o", "mine", "--force").returncode == 0
-    assert len(list(workplace.glob("mine.old-*"))) == 1  # the earlier results are still there
-    (workplace / "other").mkdir()
-    (workplace / "other" / "notes.txt").write_text("keep")
-    assert start(script, "-o", "other", "--force").returncode == 0
-    assert (workplace / "other" / "notes.txt").read_text() == "keep"
-    assert start(script, "-o", workplace / "other" / "notes.txt").returncode == 2
-
-
 @every_wrapper
 def test_help(script, machine):
     machine(None)
@@ -137,7 +97,6 @@ def test_help(script, machine):
     assert max(map(len, done.stdout.splitlines())) <= 112 and len(done.stdout.splitlines()) < 60
 
 
-# ---------------------------------------------------------------------------------------------------------
 # What fails
 
 @pytest.mark.parametrize("behaviour,words", [("exit3", "exit code|no result|Profiling execution failed"),
@@ -318,96 +277,54 @@ def test_python_without_torch(script, machine, tmp_path):
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "lacks torch, numpy" in done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Interruption
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_profile_is_flushed_and_summarised(number, machine):
-    code, out, output = interrupt("run_rocprofv3.sh", number, machine)
-    assert code == 128 + number and "1663 kernel launches" in output
-    assert manifest(out)["exit_code"] == code
-    summary = json.loads((out / "rocprofv3_summary.json").read_text())
-    assert summary["launches"] == 1663 and summary["launches_per_step"] is None  # nobody knows the steps
-
-
-@pytest.mark.parametrize("script", ["run_rocprof_sys.sh", "run_rocprof_compute.sh"])
-def test_interrupt(script, machine):
-    code, out, _ = interrupt(script, signal.SIGINT, machine)
-    assert code == 130 and manifest(out)["status"] == "interrupted"
-    assert "sys" not in script or list(out.glob("perfetto-trace-*.proto"))
-
-
-@pytest.fixture
-def hours_pass(monkeypatch):
-    """hours_pass(log, words): the clock of the process that is run jumps once the words stand in its log."""
-    def when(log, words):
-        def monotonic():
-            written = log.exists() and words in log.read_text()
-            return time.monotonic() + 10_000 * written
-        monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=monotonic))
-    return when
-
-
-@pytest.mark.parametrize("name", wrappers.WRAPPERS)
-def test_time_limit(name, machine, hours_pass, capsys):
-    """It ends the program in order, so that what was recorded is there."""
-    out = machine("10.1", FAKE_TRAINER="hang") / "out"
-    hours_pass(out / "run.log", "step 1")
-    assert session.main(wrappers.WRAPPERS[name], ["-o", "out", "--timeout", "9000"]) == 124
-    assert "--timeout" in capsys.readouterr().err
-    assert "compute" in name or list(out.glob("*-*" if "sys" in name else "*.db"))
-
-
-def test_reader_of_the_output_goes_away(machine):
-    workplace = machine("7.0")
-    command = f"{shlex.quote(str(ROOT / 'run_rocprofv3.sh'))} -o out | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert (done.returncode, complaint(done.stderr)) == (0, "")
-    assert manifest(workplace / "out")["status"] == "done"
-
-
-@pytest.mark.parametrize("error", [UserError("row 3 is damaged"), OSError(5, "Input/output error", "x")])
-def test_results_that_cannot_be_judged_end_the_session_in_order(error, machine, monkeypatch, capsys):
-    def judge(*_):
-        raise error
-    workplace = machine("7.0")
-    monkeypatch.setattr(wrappers.WRAPPERS["rocprofv3"], "judge", judge)
-    assert session.main(wrappers.WRAPPERS["rocprofv3"], ["-o", "out"]) == 6
-    record, said = manifest(workplace / "out"), capsys.readouterr().err
-    assert record["exit_code"] == 6 and str(error) in record["reason"] and str(error) in said
-
-
-def test_what_ignores_every_wish_is_killed(tmp_path, monkeypatch, hours_pass):
-    monkeypatch.setattr(process, "FLUSH_SECONDS", 0.1)
-    sent, send = [], process.signal_group
-    monkeypatch.setattr(process, "signal_group", lambda p, number: (sent.append(number), send(p, number)))
-    hours_pass(tmp_path / "run.log", "deaf")
-    command = process.Command(["sh", "-c", "trap '' INT TERM; echo deaf; while :; do sleep 0.1; done"])
-    ended = process.run(command, tmp_path, timeout=9000)
-    assert ended.code == -signal.SIGKILL and ended.timed_out
-    assert sent[:3] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
-
-
 @pytest.mark.parametrize("name,arguments,words", [
     ("rocprofv3", ["--timeout", "soon"], "--timeout: 'soon': must be a whole number"),
     ("rocprofv3", ["--rocm", "7"], "--rocm: '7' is not a ROCm release"),
-    ("rocprofv3", ["--rocm", "7.0"], "--rocm: chooses what --dry-run prints"),
-    ("rocprofv3", ["--pmc", "A", "--pmc", "B"], "--pmc: given twice"),
-    ("rocprofv3", ["--compare", "/nonexistent"], "--compare: /nonexistent: no such directory"),
     ("rocprofv3", ["--hip-trace=yes"], "--hip-trace: ignored explicit argument"),
     ("rocprof-sys", ["--modules"], "--modules: expected one argument"),
     ("rocprof-compute", ["--mode", "all"], "--mode: invalid choice: 'all'"),
     ("rocprof-compute", ["--device", "cpu"], "--device: 'cpu': must be a whole number"),
     ("rocprof-compute", ["--dispatch", "-1"], "--dispatch: '-1': must be a whole number"),
-    ("rocprof-compute", ["--output-name", "a/b"], "--output-name: 'a/b'; allowed are"),
-    ("rocprof-compute", ["--no-roof", "--roof-only"], "--no-roof: contradicts"),
-    ("rocprof-compute", ["--mode", "roof", "--no-roof"], "--no-roof: contradicts"),
-    ("rocprof-compute", ["--mode", "profile", "--list-stats"], "--list-stats, --dispatch: are for"),
     ("rocprof-compute", ["--list-stats", "--seed", "3"], "--seed 3: --mode analyze runs no trainer"),
-    ("rocprof-compute", ["-o", "a..b"], "refuses a path that contains '..'"),
 ])
 def test_wrong_use_is_one_line(name, arguments, words, machine, capsys):
     machine(None)
     assert session.main(wrappers.WRAPPERS[name], arguments) == 2
     error = capsys.readouterr().err
     assert words in error and complaint(error).count("\n") == 1
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("rocprofv3", ["--num-steps", "10", "--warmup-steps", "3"]),
+    ("rocprof-sys", ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1", "--seq-len", "16"]),
+    ("rocprof-compute", ["--batch-size", "2", "--num-steps", "2", "--warmup-steps", "1", "--seed", "42",
+                         "--deterministic", "--seq-len", "32"])])
+def test_which_flags_the_program_gets(name, flags, machine):
+    """Those of the user come last, so that they win."""
+    machine("7.0")
+    found = wrapper(name, "-o", "out", "--num-steps", "7", "--", "--force")
+    assert found.program_flags == ["--profile-dir", found.directory, "--enable-rocm-profiling", *flags,
+                                   "--num-steps", "7", "--force"]
+    assert found.own_flags == ["--num-steps", "7", "--force"] and not found.options.force
+
+
+def test_releases_are_compared_as_numbers(machine):
+    machine("7.2")
+    found = wrapper("rocprofv3")
+    assert [found.before(release) for release in ("6.4", "7.2", "7.13", "10.0")] == [False, False, True, True]
+    assert found.tool_and_release() == "rocprofv3 of ROCm 7.2" and found.has("--kernel-trace")
+    assert found.has("--selected-regions") and not found.has("--no-such-option")
+    found.tool.rocm = None  # of a tool that does not say, the worst is assumed
+    assert found.before("6.3") and found.tool_and_release() == "rocprofv3"
+    dry = wrapper("rocprofv3", "--dry-run", "--rocm", "6.4")
+    assert dry.release() == "6.4" and dry.has("--pmc") and not dry.has("--selected-regions")
+    with pytest.raises(UserError, match="--rocm: chooses what --dry-run prints"):
+        wrapper("rocprofv3", "--rocm", "6.4")
+
+
+@pytest.mark.parametrize("release, known", [("5.7", False), ("6.3", True), ("10.1", True), ("11.0", False)])
+def test_releases_that_nobody_knows_are_said_to_be_unknown(release, known, machine):
+    machine(None)
+    shown = start("run_rocprofv3.sh", "--dry-run", "--rocm", release)
+    assert shown.returncode == 0
+    assert ("is not among those known here (6.3 to 10.1)" in shown.stdout) == (not known)

@@ -1,0 +1,62 @@
+"""roctx, by which a program tells the outer profiler when to record: from wherever it can be loaded."""
+import types
+
+import pytest
+
+from fusion_lab.measuring import roctx
+from fusion_lab.training.options import ProfilerConfig
+
+
+class Loader:
+    """ctypes.CDLL of a machine on which some names can be loaded; its libraries note what is called."""
+    calls = []
+
+    def __init__(self, *names):
+        self.names = names
+
+    def __call__(self, name):
+        if name not in self.names and name is not None:
+            raise OSError(f"{name}: cannot open shared object file")
+        library = type("Library", (), {})()
+        if name in self.names:
+            library.roctxProfilerResume = lambda thread: self.calls.append((name, "resume", thread))
+            library.roctxProfilerPause = lambda thread: self.calls.append((name, "pause", thread))
+        return library
+
+
+@pytest.mark.parametrize("names, used", [
+    ((None, "librocprofiler-sdk-roctx.so.1", "librocprofiler-sdk-roctx.so"), None),
+    (("librocprofiler-sdk-roctx.so.1",), "librocprofiler-sdk-roctx.so.1"),
+    (("librocprofiler-sdk-roctx.so",), "librocprofiler-sdk-roctx.so"),
+], ids=["preloaded", "wheels", "packages"])
+def test_roctx_of_the_process_itself_comes_first(names, used, monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", Loader(*names))
+    monkeypatch.setattr(Loader, "calls", [])
+    roctx.loaded.cache_clear()
+    roctx.resume()
+    roctx.pause()
+    roctx.loaded.cache_clear()
+    assert Loader.calls == [(used, "resume", 0), (used, "pause", 0)]
+
+
+def test_no_roctx_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", Loader())
+    roctx.loaded.cache_clear()
+    with pytest.raises(OSError, match="librocprofiler-sdk-roctx.so"):
+        roctx.resume()
+
+
+def test_an_error_while_paused_leaves_no_two_pauses(monkeypatch):
+    """The SDK before 1.3 aborts on them, and the program's own error would be lost."""
+    ranges = pytest.importorskip("fusion_lab.measuring.ranges")
+    monkeypatch.setattr("torch.version.hip", "7.0.0")
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("ctypes.CDLL", Loader(None))
+    monkeypatch.setattr(Loader, "calls", [])
+    roctx.loaded.cache_clear()
+    config = ProfilerConfig(enable_rocm_profiling=True)
+    with pytest.raises(ZeroDivisionError), ranges.Profiling(
+            config, types.SimpleNamespace(type="cuda"), [], None, 4) as profiling, profiling.paused():
+        raise ZeroDivisionError
+    roctx.loaded.cache_clear()
+    assert [word for _, word, _ in Loader.calls] == ["resume", "pause", "resume", "pause"]
