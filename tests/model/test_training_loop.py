@@ -14,7 +14,6 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training import reporting
 from fusion_lab.training.files import FAILED, UserError
-from fusion_lab.training.master_weights import MasterWeights
 from proteins.batches import SyntheticProteins
 from tests.model.test_layers import TINY, trainer_of
 from tests.support import last_json
@@ -126,31 +125,6 @@ def test_mixed_precision_is_autocast_and_low_weights_with_masters():
         assert next(trainer.model.parameters()).dtype == (torch.bfloat16 if masters else torch.float32)
     assert dtypes == {False: (torch.bfloat16, True), True: (torch.bfloat16, False)}
     assert trainer_of(enable_master_weights=True).masters is None
-
-
-def test_master_weights_lie_in_steps_of_64_and_move_in_float32():
-    layer = torch.nn.Linear
-    model = torch.nn.Sequential(layer(65, 1, bias=False), layer(1, 3), layer(8, 8))
-    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
-    masters = MasterWeights(model, torch.bfloat16)
-    assert masters.starts == [0, 128, 192, 256, 320] and masters.flat.shape == (384,)  # of 65, 3, 3, 64, 8
-    assert masters.flat.dtype == torch.float32 and masters.low.dtype == torch.bfloat16
-    for name, p in model.named_parameters():
-        assert torch.equal(masters.views(masters.flat)[name], whole[name])
-        assert torch.equal(p, whole[name].bfloat16()) and p.shape == whole[name].shape
-    gaps = torch.ones(384, dtype=torch.bool)
-    for start, p in zip(masters.starts, whole.values(), strict=True):
-        gaps[start:start + p.numel()] = False
-    assert not masters.flat[gaps].any()
-    model[1](torch.ones(2, 1).bfloat16()).sum().backward()  # the other layers get no gradient
-    masters.take_gradients()
-    assert masters.flat.grad.dtype == torch.float32 and all(p.grad is None for p in model.parameters())
-    assert masters.flat.grad.nonzero().flatten().tolist() == [*range(128, 131), *range(192, 195)]
-    assert masters.flat.grad[128:131].tolist() == [2, 2, 2]
-    masters.flat += 1
-    assert torch.equal(model[1].bias, whole["1.bias"].bfloat16())  # not before publish()
-    masters.publish()
-    assert all(torch.equal(p, (whole[name] + 1).bfloat16()) for name, p in model.named_parameters())
 
 
 # --- Loop ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from proteins import contacts, files, maps
-from proteins.contacts import contact_map, contact_map_text, contact_precision, write_map
+from proteins.contacts import contact_map, contact_map_text, write_map
 from proteins.secondary import secondary_structure
 from tests.support import last_json, require_shared, run_program
 
@@ -18,17 +18,6 @@ TRAINER = ["--num-blocks", 1, "--msa-dim", 8, "--pair-dim", 8, "--msa-heads", 2,
            "--num-steps", 1, "--device", "cpu"]
 NAMES = ["../x", "a/b", "a_b", "", ".", "..", "/etc/x", "x\0y", "-rf", "Case", "case", "a b", "a\nb", "$\\x$",
          "~", "n" * 300, "n" * 301, "\udcff", "\udcfe", "蛋白", maps.file_names(["a/b"])["a/b"]]
-
-
-def test_contact_precision_against_a_hand_count():
-    coords = torch.zeros(8, 3)
-    coords[:, 0] = torch.tensor([0.0, 10, 20, 30, 40, 50, 5, 100])
-    probability = torch.zeros(8, 8)
-    probability[0, 6], probability[1, 7], probability[0, 7] = 0.9, 0.8, 0.1  # only 0 and 6 touch
-    found = contact_precision(probability, coords, torch.ones(8))
-    assert found == dict(p_l2=pytest.approx(1 / 3), p_l=pytest.approx(1 / 3), chance=pytest.approx(1 / 3))
-    seen = torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1])  # residue 1 has no coordinates
-    assert contact_precision(probability, coords, seen)["chance"] == pytest.approx(1 / 2)
 
 
 def hairpin(size=14, unseen=()):
@@ -335,15 +324,6 @@ def test_text_map_fits_and_loses_nothing_when_shrunk(size, width):
 # --- What a run says of them -----------------------------------------------------------------------------
 
 PART, OTHER = dict(p_l2=0.5, p_l=0.25, chance=0.125), dict(p_l2=1.0, p_l=0.75, chance=0.375)
-
-
-def test_means_over_proteins():
-    found = dict(training=dict(a=PART, b=OTHER), held_out=dict(c=PART), more={})
-    assert contacts.scores(found) == {"training P(L/2)": 0.75, "held-out P(L/2)": 0.5}
-    assert contacts.contact_line(found) == (
-        "Contacts: training P(L/2) 0.750 P(L) 0.500 chance 0.250 (2 proteins) | held-out P(L/2) 0.500 "
-        "P(L) 0.250 chance 0.125 (1 protein)")
-    assert contacts.contact_line(dict(training={})) == "Contacts: no protein has enough coordinates"
 
 
 class OneProtein:

@@ -2,6 +2,7 @@
 import io
 import os
 import signal
+import stat
 import sys
 import time
 from types import SimpleNamespace
@@ -36,8 +37,8 @@ ENDINGS = [
     (KeyboardInterrupt(), 130, "interrupted"),
     (MemoryError(), 1, MEMORY), (OutOfMemoryError("x"), 1, MEMORY), (RuntimeError("ALLOC_FAILED"), 1, MEMORY),
     (RuntimeError("cannot Allocate Memory"), 1, MEMORY),
-    (RuntimeError("No working C++ compiler found"), 3, "torch.compile needs a C++ compiler on CPU (g++) or "
-     "Triton on a GPU (pip install triton)"),
+    *((RuntimeError(text), 3, "torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip "
+       "install triton)") for text in ("No working C++ compiler", "needs a working triton installation")),
     (OSError(2, "No such file", "data.a3m"), 2, "data.a3m: No such file")]
 
 
@@ -85,6 +86,17 @@ def test_the_first_signal_asks_and_the_second_one_acts():
     with files.StopRequest():
         pass
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_patient_request_takes_every_signal_as_one_wish():
+    """Where several processes may pass on one signal twice."""
+    before = signal.getsignal(signal.SIGINT)
+    with files.StopRequest(patient=True) as stop:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            assert signal.getsignal(number) == stop.ask  # or the next line would end this process
+            os.kill(os.getpid(), number)
+            assert stop.signal == number
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_what_is_there_is_set_aside_under_its_time(tmp_path, monkeypatch):
@@ -273,13 +285,6 @@ def test_numbers_of_endings_are_what_scripts_rely_on():
     assert [getattr(files, name) for name in names.split()] == [0, 1, 2, 3, 4, 5, 6, 124, 141]
 
 
-def test_what_errors_say_and_end_with():
-    assert UserError("why").lines == ("why",) and UserError("why", 1, ["a", "b"]).lines == ("a", "b")
-    for words, code in (("needs a working triton installation", 3), ("No working C++ compiler", 3),
-                        ("CUDA Out Of Memory", 1), ("something else", None)):
-        assert files.explain(RuntimeError(words))[1] == code
-
-
 def test_numbers_that_json_cannot_hold_become_none():
     inf, nan = float("inf"), float("nan")
     assert files.finite({"a": [1.5, nan, (inf, 2)], "b": {"c": -inf, "d": "x"}, "e": 3, "f": None}) == {
@@ -293,3 +298,23 @@ def test_missing_packages_end_the_program(capsys):
     error = capsys.readouterr().err
     assert caught.value.code == 3
     assert error.startswith(f"p: error: {sys.executable} lacks no_such_a, no_such_b: pip")
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    events, path = [], tmp_path / "deep" / "x.bin"
+    sync, rename = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(("sync", os.fstat(handle).st_size)),
+                                                     sync(handle)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(("rename", new)), rename(old, new)))
+    umask = os.umask(0o027)
+    try:
+        files.write_atomically(path, lambda file: file.write(b"12345"))
+    finally:
+        os.umask(umask)
+    renamed = events.index(("rename", str(path)))
+    assert events[:renamed] == [("sync", 5)] and path.read_bytes() == b"12345"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640 and list(path.parent.iterdir()) == [path]
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    files.write_text(link, "é")
+    assert link.is_symlink() and path.read_text(encoding="utf-8") == "é"

@@ -11,9 +11,9 @@ from torch.nn.functional import one_hot
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import models, recipe
-from fusion_lab.training.checkpoints import restore, save, snapshot
+from fusion_lab.training.checkpoints import save, snapshot
 from fusion_lab.training.distributed import ALONE
-from fusion_lab.training.evaluations import Evaluations, evaluating
+from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import load_weights, save_model
 from proteins import batches, coevolution, contacts, files, folds, natural, yardsticks
@@ -76,29 +76,6 @@ def test_average_of_weights_by_hand():
     assert recipe.average([weight], 0.0) is None
 
 
-@pytest.mark.parametrize("more", [{}, dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)])
-def test_averaged_weights_are_saved_and_continued(tmp_path, more):
-    whole = trained(trainer_of(ema_decay=0.9, **more), 4)
-    save(trained(trainer_of(ema_decay=0.9, **more), 2), tmp_path / "c.pt")
-    second = trainer_of(ema_decay=0.9, seed=7, **more)
-    restore(second, tmp_path / "c.pt")
-    second.training = whole.training
-    second.settings = whole.settings
-    trained(second, 2)
-    assert second.average.steps == 4
-    assert all(map(torch.equal, second.average.weights, whole.average.weights))
-    assert all(map(torch.equal, second.updated, whole.updated))
-    assert not torch.equal(second.average.weights[0], second.updated[0])
-
-
-def test_what_runs_aside_leaves_the_average_alone():
-    trainer = trained(trainer_of(ema_decay=0.9), 2)
-    before = [weight.clone() for weight in trainer.average.weights]
-    with trainer.preserved():
-        trained(trainer, 1)
-    assert trainer.average.steps == 2 and all(map(torch.equal, trainer.average.weights, before))
-
-
 def test_a_new_run_begins_with_averaged_weights(tmp_path):
     first = trained(trainer_of(ema_decay=0.9), 3)
     first.trained_on = {"a"}
@@ -131,28 +108,6 @@ def test_evaluations_are_without_dropout():
             assert not model[0].training and not torch.is_grad_enabled()
             raise KeyError
         assert model[0].training is training
-
-
-def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):
-    trainer = trainer_of(early_stopping=2, validate_fraction=0.5, data="d", save_best=str(tmp_path / "b.pt"))
-    scores = iter([0.2, 0.5, 0.5, 0.4])
-    monkeypatch.setattr(contacts, "evaluate", None)
-    trainer.program = type("Scored", (), dict(
-        evaluate=lambda self, *_, **__: next(scores), score=lambda self, found: found, name=tof.PROGRAM.name,
-        scores=lambda self, found: {"p": found}, evaluation_line=lambda self, found: f"{found}"))()
-    metrics, stop = type("M", (), dict(evaluation=lambda *_: None))(), type("S", (), dict(signal=None))()
-    found, stopped = Evaluations(trainer, None, metrics), []
-    for step in range(1, 5):
-        trainer.step_number = step
-        found.take(step, stop)
-        stopped.append(found.stopped)
-    assert stopped == [False, False, False, True]
-    assert found.in_words().startswith("Best evaluation: 0.500 after step 2, saved in")
-    assert torch.load(tmp_path / "b.pt", weights_only=True)["step"] == 2
-    save(trainer, tmp_path / "c.pt")  # a resumed run goes on counting
-    second = trainer_of()
-    restore(second, tmp_path / "c.pt")
-    assert second.best == dict(score=0.5, step=2, since=2)
 
 
 @pytest.mark.slow
