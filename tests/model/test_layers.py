@@ -31,7 +31,6 @@ def trainer_of(**values):
 
 # --- Embedding -----------------------------------------------------------------------------------------
 
-
 def test_embedding_of_tokens_and_of_clipped_relative_positions():
     model = model_of(msa_dim=1, pair_dim=1, msa_heads=1, pair_heads=1)
     with torch.no_grad():
@@ -56,7 +55,6 @@ def test_forward_takes_the_target_and_else_the_first_row():
 
 
 # --- Heads and losses ----------------------------------------------------------------------------------
-
 
 def heads_of_identity():
     """A model whose logits are pair + its transpose, and whose letters' logits are msa."""
@@ -159,7 +157,6 @@ def test_a_masked_row_of_very_low_scores_stays_finite():
 
 # --- Weights at the start ------------------------------------------------------------------------------
 
-
 def test_initial_weights():
     torch.manual_seed(0)
     for kind, deviation in (("default", 0.05), ("relu", 0.05 * 2 ** 0.5)):
@@ -224,7 +221,6 @@ def test_dropout_axes_of_every_sub_layer_in_the_block(name, monkeypatch):
 
 
 # --- Sizes, switches, counts ---------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("switches, layers", [
     (dict(enable_triangle_fusion=False), 4), (dict(), 2), (dict(enable_projection_fusion=True), 1)])

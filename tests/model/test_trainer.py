@@ -60,7 +60,6 @@ def test_which_projections_are_one_gemm(switches, packed):
 
 # --- To the choice of attention, to losses ----------------------------------------------------------------
 
-
 def test_what_the_choice_of_attention_hears(monkeypatch):
     heard, plain = [], dict(on_gpu=False, dtype=torch.float32, strict=True, width=4, length=5, biased=True,
                             training=True, arch="arch of False")
@@ -127,7 +126,6 @@ def test_which_attention_a_model_names(monkeypatch):
 
 
 # --- To a graph, to what a run begins with ----------------------------------------------------------------
-
 
 def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
     trainer, events = trainer_of(ema_decay=0.5), []

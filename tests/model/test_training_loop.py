@@ -23,7 +23,6 @@ CPU = torch.device("cpu")
 
 # --- Optimizer step ------------------------------------------------------------------------------------
 
-
 def moments(trainer, kind):
     return torch.cat([state[kind].flatten() for state in trainer.optimizer.state.values()])
 
@@ -128,7 +127,6 @@ def test_mixed_precision_is_autocast_and_low_weights_with_masters():
 
 
 # --- Loop ----------------------------------------------------------------------------------------------
-
 
 def flags_of(**values):
     return [word for name, value in {**TINY, "device": "cpu", "warmup_steps": 1, **values}.items()

@@ -32,7 +32,6 @@ def train(directory, *flags, program=tof.PROGRAM):
 
 # --- The summary is there whatever fails after the training ------------------------------------------------
 
-
 def test_a_failing_evaluation_or_comparison_leaves_the_summary(tmp_path, monkeypatch):
     def evaluate(*_, final=False):
         raise RuntimeError("no map today")
@@ -108,7 +107,6 @@ def test_names_of_any_bytes(tmp_path, monkeypatch):
 
 
 # --- Files -------------------------------------------------------------------------------------------------
-
 
 def test_only_regular_files_are_read_and_replaced(tmp_path):
     fifo, link = tmp_path / "fifo", tmp_path / "link.a3m"

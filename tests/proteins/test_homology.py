@@ -118,7 +118,6 @@ def test_halves_of_real_families_are_found():
 
 # --- Links and chance ------------------------------------------------------------------------------------
 
-
 def test_one_profile_that_finds_the_other_is_a_link(monkeypatch):
     """A shallow alignment's profile may miss what a deep one finds."""
     values = np.full((4, 4), 1.0)

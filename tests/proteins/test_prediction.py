@@ -1,8 +1,5 @@
 """--contacts: predictions for one alignment, their files, the model files they come from."""
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +17,6 @@ from fusion_lab.training.models import read_model, save_model
 from proteins import contacts, files, prediction, yardsticks
 from proteins.batches import RealProteins
 from proteins.evidence import Depth
-from tests.support import ROOT, require_shared
 
 CPU = torch.device("cpu")
 SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
@@ -80,7 +76,6 @@ def rr_pairs(path):
 
 
 # --- Predictions ----------------------------------------------------------------------------------------
-
 
 @pytest.mark.slow
 def test_files_say_what_the_model_says(tmp_path, model_file, capsys, monkeypatch):
@@ -260,16 +255,6 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
     assert not (tmp_path / "contacts").exists() and not list((tmp_path / "o").iterdir())
 
 
-def test_other_tools_leave_it_to_the_trainer(tmp_path):
-    for program, words in (("run_pytorch_profiler.py", "--contacts: belongs to tiny_openfold_v2.py"),
-                           ("launch_performance_study.sh", "--contacts after --: the study sets it itself")):
-        flags = ["--contacts", "x"] if program.endswith("py") else ["--", "--contacts", "x"]
-        command = [*[sys.executable] * program.endswith("py"), ROOT / program, *flags]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False,
-                              env={**os.environ, "PYTHON": sys.executable})
-        assert done.returncode == 2 and words in done.stderr, done.stderr
-
-
 def test_the_memory_that_is_foretold_is_what_the_model_takes():
     for length, rows in ((40, 30), (20, 60)):
         config = tof.TinyOpenFoldConfig(**SIZES, num_seqs=rows, seq_len=length)
@@ -299,61 +284,6 @@ def test_evaluation_hands_sdpa_a_bias_that_it_need_not_copy(monkeypatch):
     with torch.no_grad():
         a_model()(torch.randint(0, 20, (1, 5, 9)))
     assert len(strides) == 8 and set(strides) == {1}
-
-
-# --- Model files ----------------------------------------------------------------------------------------
-
-
-def test_a_model_file_is_small_and_whole(model_file):
-    model, saved = a_model(), read_model(model_file, tof.PROGRAM)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert model_file.stat().st_size < 2 * parameters + 1000 * len(model.state_dict())
-    assert saved.card == CARD and saved.config == tof.TinyOpenFoldConfig(**SIZES)
-    assert all(torch.equal(saved.weights[name], weight.bfloat16().float())
-               for name, weight in model.state_dict().items())
-    packed = a_model(enable_projection_fusion=True).state_dict()
-    save_model(model_file, tof.PROGRAM, packed, model.config, CARD)
-    assert read_model(model_file, tof.PROGRAM).weights.keys() == saved.weights.keys()
-
-
-BIAS = "masked_msa_head.bias"
-
-
-@pytest.mark.parametrize("words, change", [
-    ("names of model", lambda saved: saved["model"].pop(BIAS)),
-    ("names of model", lambda saved: saved["model"].update(more=torch.zeros(1))),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(5)})),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.full((23,), float("nan"))})),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(23, dtype=torch.int64)})),
-    ("model", lambda saved: saved.update(model=[])), ("model", lambda saved: saved["model"].update(x=1)),
-    ("config", lambda saved: saved.update(config=None)),
-    ("config", lambda saved: saved["config"].update(x=1)),
-    ("config", lambda saved: saved["config"].update(msa_heads=3)),
-    ("config", lambda saved: saved["config"].update(num_blocks=10 ** 9)),
-    ("config", lambda saved: saved["config"].update(pair_dim=2 * 10 ** 9)),
-    ("names of model", lambda saved: saved["config"].update(num_blocks=3)),
-    ("card", lambda saved: saved.update(card=None)),
-    ("card", lambda saved: saved["card"].update(x=float("nan")))])
-def test_a_model_file_that_cannot_be_used_is_refused(model_file, words, change):
-    saved = torch.load(model_file, weights_only=True)
-    del saved["digest"]
-    change(saved)
-    torch.save(saved, model_file)
-    with pytest.raises(UserError, match=f"damaged, or of another version: .*{words}.* cannot be used"):
-        read_model(model_file, tof.PROGRAM)
-
-
-def test_foreign_files_and_weights_are_refused(model_file, tmp_path):
-    for content in ([1], dict(format="second_program model 1"), dict()):
-        torch.save(content, tmp_path / "c.pt")
-        with pytest.raises(UserError, match="neither a model file nor a checkpoint of tiny_openfold_v2.py"):
-            read_model(tmp_path / "c.pt", tof.PROGRAM)
-    model = a_model()
-    weights = dict(model.state_dict(), **{BIAS: torch.full((23,), float("inf"))})
-    before = model_file.read_bytes()
-    with pytest.raises(UserError, match="cannot be saved"):
-        save_model(model_file, tof.PROGRAM, weights, model.config, CARD)
-    assert model_file.read_bytes() == before
 
 
 # --- Memory beforehand, rows that the yardsticks see ------------------------------------------------------
@@ -398,18 +328,3 @@ def test_yardsticks_see_the_same_drawn_rows(monkeypatch):
     for rows, weights in seen.values():
         assert np.array_equal(rows, prediction.some_rows(msa, 8)) and not np.array_equal(rows, msa[:8])
         assert np.array_equal(weights, prediction.sequence_weights(rows)) and len(rows) == 8
-
-
-# --- The whole of it ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_real_alignment_as_a_user_does_it(tmp_path, model_file):
-    alignment, structure = (require_shared("data", "pairs", name) for name in ("1a3a_A.a3m", "1a3a.pdb"))
-    command = [sys.executable, ROOT / "tiny_openfold_v2.py", "--contacts", alignment, "--structure",
-               f"{structure}:A", "--resume", model_file, "-o", tmp_path / "o"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    found = json.loads((tmp_path / "o" / "1a3a_A.json").read_text())
-    assert found["precision"]["mean-field DCA"]["6"]["p_l2"] == pytest.approx(0.83, abs=0.005)
-    assert found["rows"] == 1303 and found["rows_used"] == 512 and found["residues"] == 145

@@ -27,6 +27,7 @@ class Training:
     lr_schedule: str = "constant"
     learning_rate: float = 0.5
     early_stopping: int = None
+    device: str = "cpu"
 
 
 class World:
@@ -88,7 +89,6 @@ def faults(saved, trainer=None):
 
 
 # --- What is saved ----------------------------------------------------------------------------------------
-
 
 def test_a_snapshot_field_by_field(trainer):
     saved = snapshot(trainer)
@@ -207,7 +207,6 @@ def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch)
 
 # --- What is refused --------------------------------------------------------------------------------------
 
-
 def test_a_file_that_is_none(tmp_path):
     for words, make in (("{} {}: No such file or directory", lambda path: None),
                         ("{} {}: damaged or not a {}", lambda path: path.write_bytes(b"PK")),
@@ -309,7 +308,6 @@ def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(trainer, tm
 
 # --- What comes back --------------------------------------------------------------------------------------
 
-
 def test_everything_is_put_in_its_place(trainer, tmp_path):
     torch.save(snapshot(trainer), tmp_path / "c.pt")
     random, second = torch.get_rng_state(), trainer_of(steps=0)
@@ -355,8 +353,9 @@ def test_what_a_continuation_says(trainer, tmp_path, capsys):
     save(trainer, path)
     load(trainer_of(), path)
     assert capsys.readouterr().out == f"Resumed from {path} at step 4\n"
-    other = trainer_of()
-    other.training, other.world.data_size = Training(num_steps=5, learning_rate=0.25), 1
+    other = trainer_of()  # paths, devices and limits are a session's own
+    other.training, other.world.data_size = Training(num_steps=5, learning_rate=0.25, device="cuda",
+                                                     early_stopping=7), 1
     load(other, path)
     said = f"Resumed from {path} at step 4; different now: "
     assert capsys.readouterr().out == said + "learning_rate 0.5 -> 0.25, ranks 2 -> 1\n"

@@ -157,7 +157,6 @@ def test_nothing_is_saved_that_could_not_be_read(kind, tmp_path):
 
 # --- --weights ------------------------------------------------------------------------------------------
 
-
 def test_weights_are_read_like_a_checkpoint(tmp_path):
     path, layer = tmp_path / "w.pt", nn.Linear(2, 3)
     torch.save(layer.state_dict(), path)
@@ -205,7 +204,6 @@ def test_safetensors(tmp_path, monkeypatch):
 
 
 # --- --contacts -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("key", ["contact_probability", "distances"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
