@@ -163,11 +163,9 @@ def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"cannot write .*c.pt: there is no directory {tmp_path}/absent/deep"):
         files.require_writable(tmp_path / "absent" / "deep" / "c.pt")  # misspelled, or not mounted
     assert not (tmp_path / "absent").exists()
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "c.pt"):
-        with pytest.raises(UserError, match="cannot write") as caught:
-            files.require_writable(path)
-        assert str(path) in str(caught.value) and caught.value.code == 2
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}: is a directory") as caught:
+        files.require_writable(tmp_path)
+    assert caught.value.code == 2
 
 
 def test_directories_are_made_and_what_hinders_that_is_named(tmp_path):
