@@ -18,7 +18,7 @@ from proteins import contacts, files, prediction, yardsticks
 from proteins.batches import RealProteins
 from proteins.evidence import Depth
 
-CPU = torch.device("cpu")
+CPU, NEEDS = torch.device("cpu"), prediction.needs
 SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVGH"
 CARD = dict(about="for tests", scores=[0.5, None])
@@ -34,8 +34,9 @@ def a_model(seed=0, **fusion):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No pictures, and no measuring how fast the machine is, but where a test wants them."""
+    """No pictures, and no measuring of models and machine, but where a test wants them."""
     monkeypatch.setattr(prediction, "find_spec", lambda name: None)
+    monkeypatch.setattr(prediction, "needs", lambda *_: (1e4, 1e9))
     monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
 
 
@@ -162,6 +163,10 @@ def test_what_the_model_knew_and_saw_is_told(tmp_path, capsys, coevolution):
         flags = ["--resume", tmp_path / "m.pt", "--device", "cpu", "-o", tmp_path / "out", "--eval-seqs", 5]
         assert run("--contacts", alignment, "--structure", structure, *flags) == 0
         out, found = capsys.readouterr().out, json.loads((tmp_path / "out" / "x.json").read_text())
+        assert set(found) == {*("mode name residues rows rows_used extra_rows_used effective_rows coverage "
+                                "untested trained_on relative model model_config card files "
+                                "precision").split()}
+        assert (found["mode"], found["name"], found["residues"]) == ("contacts", "x", len(SEQUENCE))
         assert found["trained_on"] is (names == ["x"]) is ("trained on a family of this name" in out)
         assert found["relative"] == dict(name="x", e_value=None, trained=names == ["x"])
         if coevolution == "couplings":  # which read all rows
@@ -259,7 +264,7 @@ def test_the_memory_that_is_foretold_is_what_the_model_takes():
     for length, rows in ((40, 30), (20, 60)):
         config = tof.TinyOpenFoldConfig(**SIZES, num_seqs=rows, seq_len=length)
         batch = dict(msa_tokens=torch.randint(0, 20, (1, rows, length)))
-        memory, flops = prediction.needs(tof.PROGRAM, config, batch, CPU, None)
+        memory, flops = NEEDS(tof.PROGRAM, config, batch, CPU, None)
         model = a_model()
         with torch.no_grad(), OpCounter() as counter, FlopCounterMode(display=False) as counted:
             model(**batch)
