@@ -149,7 +149,7 @@ def test_with_a_structure_there_is_precision_beside_the_yardsticks(tmp_path, mod
         for separation in (6, 24):
             expected = contacts.contact_precision(torch.from_numpy(values), coords, mask, separation)
             assert found[method][str(separation)] == pytest.approx(expected), method
-    assert "mean-field DCA" in out and "chance" in out and "L/2 = 16" in out
+    assert "\n  mean-field DCA  " in out and "\n  chance          " in out and "L/2 = 16" in out
     table = [line.split("\t") for line in (tmp_path / "out" / "x.tsv").read_text().splitlines()]
     assert table[1][:2] == ["5", "6"] and {row[7] for row in table[1:]} == {"yes", "no", "unknown"}
 
