@@ -261,6 +261,14 @@ def test_query_that_is_no_row_or_several(tmp_path):
     assert "no names" in one_line_error(read_alignment, write(tmp_path / "x.aln", "AC\nAC\n"), "q")
 
 
+def test_an_alignment_alone_is_a_protein_without_coordinates(tmp_path):
+    path = write(tmp_path / "x.1.fasta", ">a\nACDEF\n>b\nA-DEF\n")
+    protein = files.load_alignment(path, "b")
+    assert (protein.name, letters(protein.msa)) == ("x.1", ["ADEF", "ADEF"])
+    assert protein.numbers == ("1", "2", "3", "4") and np.isnan(protein.coords).all()
+    assert protein.coords.shape == (4, 3) and protein.coords.dtype == np.float32
+
+
 BAD_ALIGNMENTS = {  # file name, content, what the message must say
     "short row": ("x.a3m", ">q\nACDEF\n>a\nACDEF\n>hit 3\nACEF\n",
                   ["row 2", "'hit 3'", "4 match columns", "expected 5"]),
