@@ -309,6 +309,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     umask = os.umask(0o027)
     try:
         files.write_atomically(path, lambda file: file.write(b"12345"))
+        assert os.umask(0) == 0o027  # as it was
     finally:
         os.umask(umask)
     renamed = events.index(("rename", str(path)))
