@@ -13,7 +13,6 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training import reporting
-from fusion_lab.training.files import FAILED, UserError
 from proteins.batches import SyntheticProteins
 from tests.model.test_layers import TINY, trainer_of
 from tests.support import last_json
@@ -232,11 +231,3 @@ def test_where_results_cannot_go_is_said_at_once(mode, tmp_path, capsys):
     assert tof.main([mode, "--profile-dir", str(tmp_path / "file")]) == 2
     streams = capsys.readouterr()
     assert "cannot write into" in streams.err and streams.out == ""
-
-
-def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
-    losses = [torch.tensor(value) for value in (float("nan"), 1.0, 2.0, float("inf"))]
-    assert reporting.require_finite(losses[:3], 1, 40) == 3  # the first was looked at before
-    with pytest.raises(UserError, match="loss is inf at step 44: nothing was saved since") as caught:
-        reporting.require_finite(losses, 3, 40)
-    assert caught.value.code == FAILED

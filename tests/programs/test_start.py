@@ -1,6 +1,5 @@
 """The beginning and the end of a run: flags judged before torch, the demonstration, the result line,
 metrics, what a second and a resumed run say."""
-import json
 import os
 import re
 import signal
@@ -11,7 +10,7 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics
-from fusion_lab.training import files, flags, reporting, start
+from fusion_lab.training import files, flags, start
 from fusion_lab.training.flags import make_parser, parse, read_settings, with_demo
 from tests.support import PATIENCE, ROOT, last_json, run_program
 
@@ -151,16 +150,6 @@ def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
     assert settings.model.seq_len == 40 and settings.training.batch_size == tof.PROGRAM.demo["batch_size"]
     _, settings, _ = parse(parser, tof.PROGRAM, with_demo(["--seed", "1"]))
     assert settings.model == tof.TinyOpenFoldConfig()
-
-
-def test_the_result_line_has_headlines_within_a_kilobyte(tmp_path, capsys):
-    settings, path = tof.PROGRAM.settings(), str(tmp_path / "result.json")
-    large = dict(mode="x", rows=[dict(name=f"row {i}", value=i / 7) for i in range(100)], words="y" * 900)
-    reporting.print_result(large, path, settings)
-    line = capsys.readouterr().out
-    found = json.loads(line)
-    assert len(line.strip().encode()) <= 1024 and found["summary_file"] == path and found["mode"] == "x"
-    assert found["rows"] == large["rows"][:len(found["rows"])] and large["words"].startswith(found["words"])
 
 
 def on_a_terminal(*flags):
