@@ -208,6 +208,20 @@ def test_whoever_writes_a_file_goes_through_the_one_that_notes_errors(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
+    (tmp_path / "x.json").write_text("old")
+    for content, error in (({"a": float("nan")}, ValueError), ({"a": {1}}, TypeError)):
+        with pytest.raises(error):
+            files.write_json(tmp_path / "x.json", content)
+
+    def stopped(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        files.write_atomically(tmp_path / "x.json", stopped)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x.json", "old")]
+
+
 def test_a_temporary_file_is_somebody_s_for_as_long_as_it_is_open(tmp_path, monkeypatch):
     path, handle = files.temporary_file(tmp_path, "c.pt")
     (tmp_path / "c.pt").write_text("")
