@@ -46,7 +46,7 @@ def parse_json(text, nan=False):
     for _ in range(DEEPEST):
         level = [part for whole in level if isinstance(whole, (dict, list))
                  for part in (whole.values() if isinstance(whole, dict) else whole)]
-    if level:
+    if any(isinstance(part, (dict, list)) for part in level):
         raise ValueError("nested too deeply")
     return content
 

@@ -355,11 +355,8 @@ def test_designs_come_as_fasta_and_not_as_json(capsys):
 
 def test_weights_that_cannot_be_used_are_one_line(tmp_path):
     model = PROGRAM.model(PROGRAM.settings(**SMALL).model, PROGRAM.fusion_config())
-    (tmp_path / "text").write_text("no weights")
-    for name, saved in dict(list=[1, 2], numbers={1: torch.ones(2)}, within=dict(model=[1, 2])).items():
-        torch.save(saved, tmp_path / name)
-    for name, words in (("absent", "No such file"), ("text", "damaged"), ("list", "no named weights"),
-                        ("numbers", "no named weights"), ("within", "another model")):
+    torch.save(dict(model=[1, 2]), tmp_path / "within")
+    for name, words in (("absent", "No such file"), ("within", "another model")):
         with pytest.raises(UserError, match=words):
             designs.load_weights(model, tmp_path / name)
 

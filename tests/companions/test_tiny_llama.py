@@ -143,12 +143,8 @@ def test_checkpoints_of_others_load(reference, tmp_path):
     assert (logits - reference["logits"]).abs().max() < 1e-5
     del state["model.norm.weight"]
     torch.save(state, tmp_path / "model.pt")
-    torch.save([1, 2], tmp_path / "list.pt")
-    torch.save(dict(format="TinyLlama checkpoint 1", model=state), tmp_path / "run.pt")
-    for name, words in (("model.pt", "model.norm.weight"), ("absent.pt", "No such file"),
-                        ("list.pt", "no named weights"), ("run.pt", "checkpoints .* --init-from")):
-        with pytest.raises(UserError, match=words):
-            PROGRAM.trainer(PROGRAM, settings.having(weights=str(tmp_path / name)), CPU)
+    with pytest.raises(UserError, match="model.norm.weight"):
+        PROGRAM.trainer(PROGRAM, settings, CPU)
 
 
 def test_training_begins_with_weights_of_others(reference, tmp_path, capsys):
@@ -173,16 +169,29 @@ def test_training_begins_with_weights_of_others(reference, tmp_path, capsys):
     assert "--weights" in capsys.readouterr().err
 
 
-def test_transformers_agrees():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="eager")
-    theirs = transformers.LlamaForCausalLM(config).double()
-    model = llama.TinyLlama(llama.LlamaConfig(**SIZES, seq_len=11), llama.LlamaSwitches()).double()
-    model.load_state_dict(theirs.state_dict())
-    ids = torch.randint(256, (2, 11))
-    assert (model(ids)["logits"] - theirs(ids).logits).abs().max() < 1e-5  # its norms are float32
+WIDER = dict(hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4, num_kv_heads=2, seq_len=8,
+             vocab_size=256, device="cpu")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_adds_to_the_residual_is_scaled(packed):
+    """Eight layers add to it: each by 8 ** -0.5 of what others write."""
+    torch.manual_seed(0)
+    settings = PROGRAM.settings(**WIDER, enable_qkv_fusion=packed)
+    for block in PROGRAM.model(settings.model, settings.fusion).model.layers:
+        for layer in (block.self_attn.o_proj, block.mlp.down_proj):
+            spread = (8 * layer.weight.shape[1]) ** 0.5 * layer.weight.std().item()
+            assert spread == pytest.approx(1, rel=0.06)
+
+
+def test_an_average_begins_with_the_weights_too(tmp_path):
+    settings = PROGRAM.settings(**WIDER, ema_decay=0.9, weights=str(tmp_path / "w.pt"))
+    given = PROGRAM.model(settings.model, PROGRAM.fusion_config.preset(False)).state_dict()
+    torch.save(given, tmp_path / "w.pt")
+    trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+    with trainer.averaged():
+        state = trainer.model.state_dict()
+        assert state.keys() == given.keys() and all(torch.equal(state[name], given[name]) for name in given)
 
 
 # The corpus and its measures

@@ -11,7 +11,6 @@ import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.training import options
-from proteins.batches import SyntheticProteins
 from proteins.costs import costs
 
 CPU = torch.device("cpu")
@@ -31,7 +30,6 @@ def trainer_of(**values):
 
 
 # --- Embedding -----------------------------------------------------------------------------------------
-
 
 def test_embedding_of_tokens_and_of_clipped_relative_positions():
     model = model_of(msa_dim=1, pair_dim=1, msa_heads=1, pair_heads=1)
@@ -57,7 +55,6 @@ def test_forward_takes_the_target_and_else_the_first_row():
 
 
 # --- Heads and losses ----------------------------------------------------------------------------------
-
 
 def heads_of_identity():
     """A model whose logits are pair + its transpose, and whose letters' logits are msa."""
@@ -160,7 +157,6 @@ def test_a_masked_row_of_very_low_scores_stays_finite():
 
 # --- Weights at the start ------------------------------------------------------------------------------
 
-
 def test_initial_weights():
     torch.manual_seed(0)
     for kind, deviation in (("default", 0.05), ("relu", 0.05 * 2 ** 0.5)):
@@ -224,19 +220,7 @@ def test_dropout_axes_of_every_sub_layer_in_the_block(name, monkeypatch):
     assert (block.eval()(msa, pair)[0 if into is msa else 1] == 1).all()
 
 
-def test_recomputed_blocks_draw_the_same_dropout():
-    gradients = []
-    for recompute in (False, True):
-        trainer = trainer_of(dropout=0.5, num_blocks=2, enable_activation_checkpointing=recompute)
-        tof.accuracy.shake(tof.PROGRAM, trainer.model)
-        torch.manual_seed(3)
-        trainer.forward(SyntheticProteins(trainer.settings).batch(0))["loss"].backward()
-        gradients.append([p.grad for p in trainer.model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 # --- Sizes, switches, counts ---------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("switches, layers", [
     (dict(enable_triangle_fusion=False), 4), (dict(), 2), (dict(enable_projection_fusion=True), 1)])

@@ -60,7 +60,6 @@ def test_which_projections_are_one_gemm(switches, packed):
 
 # --- To the choice of attention, to losses ----------------------------------------------------------------
 
-
 def test_what_the_choice_of_attention_hears(monkeypatch):
     heard, plain = [], dict(on_gpu=False, dtype=torch.float32, strict=True, width=4, length=5, biased=True,
                             training=True, arch="arch of False")
@@ -92,13 +91,6 @@ def test_the_chosen_attention_is_what_runs(chosen, monkeypatch):
     assert len(ran) == {"math": 0, "sdpa": 1 + 2, "flex": 2}[chosen]  # with a bias sample by sample
 
 
-def test_defaults_of_the_command_line():
-    assert [f.name for f in dataclasses.fields(tof.FusionConfig) if not f.metadata["alone"]] == [
-        "enable_torch_compile", "enable_triton_adamw", "enable_triton_weight_gradients",
-        "enable_combo_kernels"]
-    assert tof.COMMAND_LINE.study_sizes == dict(batch_size=(2, 4), seq_len=(32, 64))
-
-
 def test_of_how_many_pairs_and_letters_losses_are_means():
     coords = dict(coords=torch.zeros(2, 4, 3), coord_mask=torch.tensor([[1.0, 1, 1, 0], [0, 1, 0, 0]]))
     letters = dict(msa_targets=torch.tensor([[[0, 22, -100, -100], [5, -100, -100, -100]]]))
@@ -127,7 +119,6 @@ def test_which_attention_a_model_names(monkeypatch):
 
 
 # --- To a graph, to what a run begins with ----------------------------------------------------------------
-
 
 def test_a_graph_is_captured_once_and_marks_every_phase(monkeypatch):
     trainer, events = trainer_of(ema_decay=0.5), []

@@ -13,8 +13,6 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training import reporting
-from fusion_lab.training.files import FAILED, UserError
-from fusion_lab.training.master_weights import MasterWeights
 from proteins.batches import SyntheticProteins
 from tests.model.test_layers import TINY, trainer_of
 from tests.support import last_json
@@ -23,7 +21,6 @@ CPU = torch.device("cpu")
 
 
 # --- Optimizer step ------------------------------------------------------------------------------------
-
 
 def moments(trainer, kind):
     return torch.cat([state[kind].flatten() for state in trainer.optimizer.state.values()])
@@ -128,33 +125,7 @@ def test_mixed_precision_is_autocast_and_low_weights_with_masters():
     assert trainer_of(enable_master_weights=True).masters is None
 
 
-def test_master_weights_lie_in_steps_of_64_and_move_in_float32():
-    layer = torch.nn.Linear
-    model = torch.nn.Sequential(layer(65, 1, bias=False), layer(1, 3), layer(8, 8))
-    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
-    masters = MasterWeights(model, torch.bfloat16)
-    assert masters.starts == [0, 128, 192, 256, 320] and masters.flat.shape == (384,)  # of 65, 3, 3, 64, 8
-    assert masters.flat.dtype == torch.float32 and masters.low.dtype == torch.bfloat16
-    for name, p in model.named_parameters():
-        assert torch.equal(masters.views(masters.flat)[name], whole[name])
-        assert torch.equal(p, whole[name].bfloat16()) and p.shape == whole[name].shape
-    gaps = torch.ones(384, dtype=torch.bool)
-    for start, p in zip(masters.starts, whole.values(), strict=True):
-        gaps[start:start + p.numel()] = False
-    assert not masters.flat[gaps].any()
-    model[1](torch.ones(2, 1).bfloat16()).sum().backward()  # the other layers get no gradient
-    masters.take_gradients()
-    assert masters.flat.grad.dtype == torch.float32 and all(p.grad is None for p in model.parameters())
-    assert masters.flat.grad.nonzero().flatten().tolist() == [*range(128, 131), *range(192, 195)]
-    assert masters.flat.grad[128:131].tolist() == [2, 2, 2]
-    masters.flat += 1
-    assert torch.equal(model[1].bias, whole["1.bias"].bfloat16())  # not before publish()
-    masters.publish()
-    assert all(torch.equal(p, (whole[name] + 1).bfloat16()) for name, p in model.named_parameters())
-
-
 # --- Loop ----------------------------------------------------------------------------------------------
-
 
 def flags_of(**values):
     return [word for name, value in {**TINY, "device": "cpu", "warmup_steps": 1, **values}.items()
@@ -260,11 +231,3 @@ def test_where_results_cannot_go_is_said_at_once(mode, tmp_path, capsys):
     assert tof.main([mode, "--profile-dir", str(tmp_path / "file")]) == 2
     streams = capsys.readouterr()
     assert "cannot write into" in streams.err and streams.out == ""
-
-
-def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
-    losses = [torch.tensor(value) for value in (float("nan"), 1.0, 2.0, float("inf"))]
-    assert reporting.require_finite(losses[:3], 1, 40) == 3  # the first was looked at before
-    with pytest.raises(UserError, match="loss is inf at step 44: nothing was saved since") as caught:
-        reporting.require_finite(losses, 3, 40)
-    assert caught.value.code == FAILED

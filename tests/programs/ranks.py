@@ -42,7 +42,6 @@ def settings(**values):
 
 # --- Sources ---------------------------------------------------------------------------------------------
 
-
 def real_source(whole):
     """Families of all lengths and depths, some residues without coordinates: no file is read."""
     source = object.__new__(RealProteins)
@@ -74,7 +73,6 @@ SOURCES = dict(synthetic=SyntheticProteins, real=real_source, lopsided=Lopsided)
 
 
 # --- In the ranks: several do what one does ----------------------------------------------------------------
-
 
 def converted(batch, dtype, device):
     return feeding.to_device({key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()},
@@ -229,7 +227,6 @@ def same(rank, *only):
 
 
 # --- Whole programs --------------------------------------------------------------------------------------
-
 
 def program(*flags, trouble=None):
     """A scenario that runs the trainer with flags, after trouble(rank), which may spoil something."""

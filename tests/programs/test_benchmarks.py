@@ -153,15 +153,6 @@ def test_peers(tmp_path):
 
 
 @pytest.mark.slow
-def test_peers_that_are_not_installed():
-    if any(os.path.isdir(os.path.join(path, "cuequivariance_torch")) for path in sys.path):
-        pytest.skip("cuEquivariance is installed")
-    done = run("compare_peers.py")
-    assert done.returncode == 3 and done.stderr.count("\n") == 1
-    assert "pip install cuequivariance" in done.stderr
-
-
-@pytest.mark.slow
 def test_openfold_with_our_kernels(tmp_path):
     """In Triton's interpreter, round a stand-in; and its errors are found."""
     pytest.importorskip("triton")
@@ -181,12 +172,6 @@ def test_openfold_with_our_kernels(tmp_path):
     broken.write_text(text.replace(mask, "None)\n    out ="))
     done = run(broken, *flags[:-2], **there)
     assert done.returncode == 1 and "gradient" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_openfold_that_is_not_there():
-    done = run("patch_openfold.py")
-    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "OpenFold" in done.stderr
 
 
 @pytest.mark.slow
@@ -282,15 +267,18 @@ def test_the_longest_protein_is_one_that_was_no_trial():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program, flags, words", [
-    ("mpnn_recovery.py", "--data . --out OUT --steps 31,30", "--steps: more than the 30"),
+@pytest.mark.parametrize("program, flags, code, words", [
+    ("mpnn_recovery.py", "--data . --out OUT --steps 31,30", 2, "--steps: more than the 30"),
     ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
-                         "--seq-len 16 --batch-size 1 --only nothing", "--only nothing: no contender")])
-def test_what_benchmarks_refuse(program, flags, words, tmp_path):
-    if not (ROOT / "companions").exists():
+                         "--seq-len 16 --batch-size 1 --only nothing", 2, "--only nothing: no contender"),
+    ("compare_peers.py", "", 3, "pip install cuequivariance"), ("patch_openfold.py", "", 3, "OpenFold")])
+def test_what_benchmarks_refuse(program, flags, code, words, tmp_path):
+    if "OUT" in flags and not (ROOT / "companions").exists():
         pytest.skip("companions were deleted")
+    if "peers" in program and any(os.path.isdir(f"{path}/cuequivariance_torch") for path in sys.path):
+        pytest.skip("cuEquivariance is installed")
     done = run(program, *(str(tmp_path) if flag == "OUT" else flag for flag in flags.split()))
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == code and words in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -18,7 +18,6 @@ from fusion_lab.measuring import clocks
 from fusion_lab.measuring import probe as probing
 from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.comparison import worth
-from fusion_lab.measuring.comparison.rows import switch_effects
 from fusion_lab.measuring.comparison.table import cells, print_details
 from fusion_lab.measuring.comparison.variants import (
     Variant,
@@ -132,15 +131,6 @@ def test_on_a_cpu_one_row_compiles_by_default():
 
 
 def test_idle_switches_are_named_and_only_the_users_own_are_measured():
-    def idle(fusion, on_gpu, **values):
-        return with_fusion(tof.PROGRAM.settings(**values), fusion).idle(on_gpu)
-
-    assert len(idle(EVERYTHING, False, seq_len=256)) == 3
-    assert idle(EVERYTHING, True, use_amp=True, seq_len=64) == []
-    assert idle(EVERYTHING, True, use_amp=True, seq_len=256) == ["combo kernels cost time above 128 residues"]
-    odd = tof.FusionConfig(enable_flash_attention=False, attention_backend="math",
-                           torch_compile_mode="max-autotune")
-    assert len(idle(odd, True)) == 2
     masters = tof.FusionConfig(enable_opm_fusion=False, enable_master_weights=True)
     assert masters.beside(["enable_torch_compile"]) == ["--enable-master-weights", "--disable-opm-fusion"]
     for name, refused in (("as given", False), ("+ master_weights", True)):
@@ -208,12 +198,6 @@ def test_comparison_is_interleaved_restored_and_shows_a_slowdown(monkeypatch, ca
         "Training speed", "Memory reduction", "Batch time improvement", "Kernel reduction"]
 
 
-def test_baseline_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(comparison, "probe", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        comparison.compare(tof.PROGRAM, SETTINGS, variants=some_variants())
-
-
 @pytest.mark.parametrize("values", [{}, dict(use_amp=True, amp_dtype="float16"), dict(
     use_amp=True, enable_master_weights=True), dict(enable_activation_checkpointing=True, dropout=0.1)])
 def test_a_first_step_counts_as_much_as_the_third(values):
@@ -231,33 +215,6 @@ def test_a_first_step_counts_as_much_as_the_third(values):
     third = probe(trainer, batch)
     assert first.launches > 400 and first.saved_mb > 0.2
     assert dataclasses.replace(first, timeline=None) == dataclasses.replace(third, timeline=None)
-
-
-@pytest.mark.slow
-def test_a_fusion_that_changes_no_operation_is_named_instead_of_timed(monkeypatch):
-    """At these sizes the outer product mean is the baseline's; who asks for the row gets it."""
-    settings, names = SETTINGS.having(num_steps=1), ("baseline", "opm alone", "all", "projection alone")
-    few = [v for v in rows_for(tof.FusionConfig(), **TINY, num_steps=1) if v.name in names]
-    monkeypatch.setattr(comparison, "comparison_variants", lambda *_: list(few))
-    rows = {row["name"]: row for row in comparison.compare(tof.PROGRAM, settings)["variants"]}
-    launches = rows["baseline"]["launches_per_step"]
-    assert rows["opm alone"]["reason"] == f"here it runs the same {launches} operations as the baseline"
-    assert tuple(rows) == names and all(rows[n]["measured"] for n in names if n != "opm alone")
-    monkeypatch.undo()
-    rows = comparison.compare(tof.PROGRAM, settings, picked="opm")["variants"]
-    assert [(row["name"], row["measured"]) for row in rows] == [("baseline", True), ("opm alone", True)]
-
-
-def test_switch_effects():
-    rows = []
-    for v in combination_variants(tof.PROGRAM, SETTINGS):
-        factor = 0.5 if v.settings.fusion.enable_flash_attention else 1.0
-        rows.append(dict(measured=True, fusion_config=vars(v.settings.fusion), median_batch_time=factor,
-                         saved_activation_mb=10 * factor))
-    effects = switch_effects(tof.PROGRAM, rows)
-    assert effects.pop("enable_flash_attention") == dict(
-        speedup=pytest.approx(2.0), smallest=2.0, largest=2.0, saved_activation_mb=5.0)
-    assert len(effects) == 3 and all(e["speedup"] == pytest.approx(1.0) for e in effects.values())
 
 
 ROW_KEYS = {"name", "measured", "reason", "fusion_config", "median_batch_time", "p20_batch_time",

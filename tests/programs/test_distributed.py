@@ -5,17 +5,12 @@ import re
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import tiny_openfold_v2
-from fusion_lab.measuring.bounds import scaling
 from fusion_lab.measuring.metrics import read_metrics
-from fusion_lab.measuring.trace import collectives
-from fusion_lab.training import torchrun
 from fusion_lab.training.feeding import batch_of, own
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import choose_device
@@ -95,7 +90,6 @@ def test_a_signal_to_one_ends_all_in_order(ran):
     assert torch.load(directory / "killed" / "run.pt")["step"] % 3 == 0
 
 
-
 def test_which_ranks_are_profiled():
     alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
     assert alone.of_rank(1, 2) == alone.of_rank(0, 1) == alone
@@ -120,46 +114,6 @@ def test_a_profile_of_every_rank_tells_what_collectives_take(tmp_path):
     assert "Collectives in a step of rank 1: all-reduce" in said and len([*results.glob("rank?.*.json")]) == 2
 
 
-def event(name, start, duration, cat="kernel"):
-    return dict(name=name, ts=start, dur=duration, cat=cat, tid=1)
-
-
-def test_what_hides_a_collective_is_other_work_at_the_same_time():
-    work = [event("gemm", 0, 10), event("ncclDevKernel_AllReduce_Sum_f32", 5, 20), event("copy", 8, 4),
-            event("ncclDevKernel_AllGather_RING", 30, 4), event("ncclDevKernel_SendRecv", 40, 2)]
-    found = collectives.collectives(SimpleNamespace(on_gpu=True, work=work, steps=2))
-    assert found == {"all-reduce": dict(calls=0.5, us=10, hidden_us=3.5),
-                     "all-gather": dict(calls=0.5, us=2, hidden_us=0),
-                     "all-to-all": dict(calls=0.5, us=1, hidden_us=0)}
-    other = {"all-reduce": dict(calls=0.5, us=11, hidden_us=0)}
-    ranks_found = collectives.of_ranks({0: found, 2: other})
-    assert ranks_found["wait_us"] == {0: 2, 2: 0} and collectives.of_ranks({1: other})["wait_us"] is None
-    assert collectives.sentences(ranks_found)[1] == (
-        "Collectives in a step of rank 2: all-reduce 0.011 ms (0 calls, 0% hidden); 0.000 ms of it waits for "
-        "other ranks")
-
-
-def test_a_prediction_for_more_gpus_is_latency_by_levels_and_bytes_by_links(tmp_path):
-    link = scaling.Link.fitted({8: 1e-5, 800: 1.1e-5, 10 ** 8: 1e-5 + 1e-3})
-    assert link.latency_s == 1e-5 and link.bytes_per_s == pytest.approx(1e11)
-    assert link.all_reduce(10 ** 8, 1) == 0 and link.all_reduce(10 ** 8, 2) == pytest.approx(1e-5 + 1e-3)
-    assert link.all_reduce(10 ** 8, 8) == pytest.approx(3e-5 + 1.75e-3)
-    assert link.all_reduce(10 ** 8, 64) == pytest.approx(6e-5 + 2 * 63 / 64 * 1e8 / 5e10)
-    seconds, share = scaling.step_on(2, 1e-3, 10 ** 7, link)
-    assert seconds == pytest.approx(1e-3 + 1.1e-4 + 1e-5) and share == pytest.approx(1e-3 / seconds)
-    header, row = scaling.gpu_rows(1e-3, 4, 10 ** 7, link, [2])
-    assert row == ["2", "1.120", "0.120", "7142.9", "89.3%"] and len(header) == 5
-    path = tmp_path / "scaling.json"
-    path.write_text(json.dumps(dict(link=vars(link))))
-    assert scaling.read_link(path) == link
-    for text in ("{}", '{"link": {"latency_s": 0, "bytes_per_s": 1}}', '{"link": {"latency_s": "x"}}', "["):
-        path.write_text(text)
-        with pytest.raises(UserError, match="--link"):
-            scaling.read_link(path)
-    with pytest.raises(UserError, match="No such file"):
-        scaling.read_link(tmp_path / "absent")
-
-
 @pytest.mark.slow
 def test_four_ranks_and_rarer_ends(tmp_path):
     found = outcomes(tmp_path, SLOW)
@@ -171,23 +125,6 @@ def test_four_ranks_and_rarer_ends(tmp_path):
         assert found[name]["codes"] == codes and words in said and said.count("\n") == 1, said
     assert found["mistake"]["codes"] == [1, 1]
     assert "".join(found["mistake"]["err"]).count("Traceback") == 1
-
-
-@pytest.mark.parametrize("environment, words", [
-    (dict(WORLD_SIZE="2"), "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE: not set"),
-    (dict(RANK="0", WORLD_SIZE="x", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"), "WORLD_SIZE='x'"),
-    (dict(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"), "this cannot be"),
-    (dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"), "this cannot be"),
-    (dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"), "MASTER_ADDR, MASTER_PORT: not")])
-def test_a_world_that_cannot_be_is_refused(environment, words, monkeypatch):
-    for name in (*torchrun.COUNTS, *torchrun.MEETING_POINT):
-        monkeypatch.delenv(name, raising=False)
-    assert torchrun.place() == torchrun.Place() and torchrun.first()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=re.escape(words)) as caught:
-        torchrun.place()
-    assert caught.value.code == 2
 
 
 def test_every_rank_has_a_gpu_of_its_own(monkeypatch):
@@ -247,19 +184,13 @@ def test_a_loss_is_that_of_its_parts_by_their_counts(file):
     assert sum(part["loss"].item() for part in parts) / 3 != pytest.approx(whole, rel=1e-4)
 
 
-def test_real_families_too_and_the_natural_world_repeats_no_sample():
-    source = ranks.real_source(ranks.settings(batch_size=4))
-    whole, parts = source.batch(1), [source.part(1, rank, 2) for rank in range(2)]
-    assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)
-    known = [part["coord_mask"].sum() for part in parts]
-    assert known[0] != known[1], "the test of unequal masks needs such"
+def test_ranks_of_the_natural_world_repeat_no_sample():
     program = load_program()
     natural = program.open_source(ranks.settings(batch_size=4, synthetic_world="natural", device="cpu"))
     found = [natural.part(step, rank, 2)["coords"] for step in range(2) for rank in range(2)]
     assert len({x.numpy().tobytes() for part in found for x in part}) == 8
     one = program.open_source(ranks.settings(batch_size=2, synthetic_world="natural", device="cpu"))
     assert all(torch.equal(one.batch(i)["coords"], x) for i, x in enumerate(found))
-    assert [x.tolist() for x in own(dict(a=np.arange(6)), 1, 3).values()] == [[2, 3]]
 
 
 RANKS = ROOT / "tests/programs/ranks.py"

@@ -13,45 +13,21 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels.library import packing
 from fusion_lab.measuring import summary as summaries
-from fusion_lab.training import files
-from fusion_lab.training.flags import make_parser, read_settings
-from proteins.batches import RealProteins, SyntheticProteins, corrupt
 from proteins.contacts import SEPARATION
-from proteins.files import MASK
 from proteins.synthetic import PARTNER, synthetic_proteins
 from tests.support import KILLED_WRITER, PATIENCE, ROOT, last_json, require_shared, run_program
 
-SMALL = [
-    "--num-blocks",
-    "1",
-    "--msa-dim",
-    "8",
-    "--pair-dim",
-    "8",
-    "--msa-heads",
-    "2",
-    "--pair-heads",
-    "2",
-    "--outer-product-dim",
-    "4",
-    "--num-seqs",
-    "6",
-    "--seq-len",
-    "16",
-    "--batch-size",
-    "2",
-    "--warmup-steps",
-    "1",
-    "--device",
-    "cpu",
-]
+SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
+         "--num-seqs 6 --seq-len 16 --batch-size 2 --warmup-steps 1 --device cpu").split()
 
 
-def train(tmp_path, *flags, small=True):
+def train(tmp_path, *flags):
     """main() in this process: as fast as a call, same exit code."""
-    return tof.main(
-        [*(SMALL if small else []), "--profile-dir", str(tmp_path / "profiles"), *map(str, flags)]
-    )
+    return tof.main([*SMALL, "--profile-dir", str(tmp_path / "profiles"), *map(str, flags)])
+
+
+def summary_of(capsys):
+    return last_json(capsys.readouterr().out)["performance_summary"]
 
 
 def test_training_run_as_a_subprocess(tmp_path):
@@ -59,35 +35,20 @@ def test_training_run_as_a_subprocess(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     lines = result.stdout.splitlines()
-    for line in (
-        "Fusion Optimizations:",
-        "   MSA QKV Fusion: Enabled",
-        "   Triangle QKV Fusion: Enabled",
-        "   Flash Attention: Enabled (math on CPU; columns: sdpa: flash on CPU)",
-        "   Triangle Gate/Proj Fusion: Enabled",
-        "   Torch Compile: Disabled",
-        "   Kernel Reduction: 80.0% (12 fewer kernels) [nominal]",
-    ):
-        assert line in lines
+    for line in ("MSA QKV Fusion: Enabled", "Triangle QKV Fusion: Enabled",
+                 "Flash Attention: Enabled (math on CPU; columns: sdpa: flash on CPU)",
+                 "Triangle Gate/Proj Fusion: Enabled", "Torch Compile: Disabled",
+                 "Kernel Reduction: 80.0% (12 fewer kernels) [nominal]"):
+        assert f"   {line}" in lines
     steps = [line for line in lines if line.startswith("Step ")]
     assert [line.split(" | ")[0] for line in steps] == ["Step   5/12", "Step  10/12", "Step  12/12"]
     summary = last_json(result)
-    assert (
-        json.loads((tmp_path / "pytorch_profiles_v2" / "performance_summary_v2.json").read_text()) == summary
-    )
+    assert json.loads((tmp_path / "pytorch_profiles_v2/performance_summary_v2.json").read_text()) == summary
     performance = summary["performance_summary"]
     assert performance["total_samples"] == 24 and performance["launch_kind"] == "cpu_ops"
-    assert all(
-        performance[key] > 0
-        for key in (
-            "avg_training_speed",
-            "median_batch_time",
-            "peak_memory_mb",
-            "saved_activation_mb",
-            "launches_per_step",
-            "flops_per_step",
-        )
-    )
+    assert all(performance[key] > 0 for key in (
+        "avg_training_speed", "median_batch_time", "peak_memory_mb", "saved_activation_mb",
+        "launches_per_step", "flops_per_step"))
     assert performance["p20_batch_time"] <= performance["median_batch_time"] <= performance["p80_batch_time"]
     assert len(summary["contact_precision"]["final"]["held_out"]) == 16
 
@@ -113,74 +74,22 @@ def test_validation_and_accuracy_fail_with_exit_code_1(tmp_path, monkeypatch, ca
 
 def state_of(path):
     saved = torch.load(path, weights_only=True)
-    return {
-        **saved["model"],
-        **{f"{kind} {n}": t for kind, m in saved["moments"].items() for n, t in m.items()},
-    }
+    kinds = dict(saved["moments"], model=saved["model"], average=saved["average"])
+    return {f"{kind} {name}": tensor for kind, part in kinds.items() for name, tensor in part.items()}
 
 
-@pytest.mark.parametrize(
-    "amp", [[], ["--use-amp", "--amp-dtype", "float16"], ["--use-amp", "--enable-master-weights"]]
-)
+@pytest.mark.parametrize("amp", [[], ["--use-amp", "--amp-dtype", "float16"],
+                                 ["--use-amp", "--enable-master-weights"]])
 def test_resume_continues_bit_for_bit_also_with_dropout(tmp_path, capsys, amp, monkeypatch):
     monkeypatch.setattr(summaries, "matmul_ceiling", lambda *_: 1e12)  # a CPU takes long over float16
-    flags = [*amp, "--dropout", "0.2", "--save-every", "3"]
+    flags, part = [*amp, *"--dropout 0.2 --ema-decay 0.9 --save-every 3".split()], tmp_path / "part.pt"
     assert train(tmp_path, "--num-steps", 6, "--save-checkpoint", tmp_path / "whole.pt", *flags) == 0
-    whole = last_json(capsys.readouterr().out)
-    assert train(tmp_path, "--num-steps", 3, "--save-checkpoint", tmp_path / "part.pt", *flags) == 0
-    assert (
-        train(
-            tmp_path,
-            "--num-steps",
-            6,
-            "--resume",
-            tmp_path / "part.pt",
-            "--save-checkpoint",
-            tmp_path / "part.pt",
-            *flags,
-        )
-        == 0
-    )
-    resumed = last_json(capsys.readouterr().out)
-    assert resumed["performance_summary"]["final_loss"] == whole["performance_summary"]["final_loss"]
-    expected, found = state_of(tmp_path / "whole.pt"), state_of(tmp_path / "part.pt")
+    whole = summary_of(capsys)
+    assert train(tmp_path, "--num-steps", 3, "--save-checkpoint", part, *flags) == 0
+    assert train(tmp_path, "--num-steps", 6, "--resume", part, "--save-checkpoint", part, *flags) == 0
+    assert summary_of(capsys)["final_loss"] == whole["final_loss"]
+    expected, found = state_of(tmp_path / "whole.pt"), state_of(part)
     assert expected.keys() == found.keys() and all(torch.equal(expected[k], found[k]) for k in expected)
-
-
-@pytest.mark.slow
-def test_checkpoint_with_its_optimizer_crosses_fusion_settings(tmp_path, capsys):
-    assert (
-        train(tmp_path, "--num-steps", 3, "--save-checkpoint", tmp_path / "a.pt", "--disable-all-fusion") == 0
-    )
-    losses = []
-    for flags in (["--disable-all-fusion"], ["--enable-qkv-fusion-msa", "--enable-triangle-fusion"]):
-        assert train(tmp_path, "--num-steps", 8, "--resume", tmp_path / "a.pt", *flags) == 0
-        losses.append(
-            last_json(capsys.readouterr().out)["performance_summary"]["final_loss"]
-        )
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert not any("qkv_proj" in name for name in state_of(tmp_path / "a.pt"))
-
-
-def test_preserved_restores_also_when_its_body_fails():
-    settings = tof.PROGRAM.settings(num_blocks=1, msa_dim=8, pair_dim=8, num_seqs=4, seq_len=8, batch_size=1)
-    trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
-    before = [w.detach().clone() for w in trainer.weights.values()]
-    with pytest.raises(KeyError), trainer.preserved():
-        trainer.step(SyntheticProteins(settings).batch(0))
-        raise KeyError("within")
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.weights.values(), strict=True))
-    assert all(not t.any() for state in trainer.optimizer.state.values() for t in state.values())
-
-
-@pytest.mark.slow
-def test_resume_does_not_pass_off_trained_families_as_unseen(families_dir, tmp_path, capsys):
-    flags = ["--data", families_dir, "--resume", tmp_path / "c.pt", "--num-steps", "2"]
-    first = [*flags[:2], "--holdout", "2PPN_A", "--num-steps", "1", "--save-checkpoint", tmp_path / "c.pt"]
-    assert train(tmp_path, *first) == 0
-    assert train(tmp_path, *flags, "--holdout", "1CTF_A") == 2
-    assert "was trained on 1CTF_A, held out now" in capsys.readouterr().err
-    assert train(tmp_path, *flags, "--holdout", "2PPN_A") == 0
 
 
 def test_accuracy_mode_with_dropout_and_with_nan(tmp_path, capsys, monkeypatch):
@@ -195,7 +104,7 @@ def test_warmup_and_measurement_leave_no_trace(tmp_path, capsys):
     losses = []
     for warmup in (0, 4):
         assert train(tmp_path, "--num-steps", 3, "--dropout", "0.1", "--warmup-steps", warmup) == 0
-        losses.append(last_json(capsys.readouterr().out)["performance_summary"]["avg_loss"])
+        losses.append(summary_of(capsys)["avg_loss"])
     assert losses[0] == losses[1]
 
 
@@ -206,32 +115,11 @@ def test_kill_during_save_leaves_the_old_checkpoint(tmp_path):
     assert result.returncode == -signal.SIGKILL and path.read_bytes() == b"old"
 
 
-def test_failed_write_is_one_error_and_leaves_nothing(tmp_path):
-    def write(file):
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(files.UserError, match="No space left"):
-        files.write_atomically(tmp_path / "x.json", write)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("number, code", [
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
-    command = [
-        sys.executable,
-        "-u",
-        str(ROOT / "tiny_openfold_v2.py"),
-        *SMALL,
-        "--num-steps",
-        "100000",
-        "--log-every",
-        "1",
-        "--profile-dir",
-        str(tmp_path),
-        "--save-checkpoint",
-        str(tmp_path / "c.pt"),
-    ]
+    command = [sys.executable, "-u", ROOT / "tiny_openfold_v2.py", *SMALL, "--num-steps", "100000",
+               "--log-every", "1", "--profile-dir", tmp_path, "--save-checkpoint", tmp_path / "c.pt"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert any(line.startswith("Step ") for line in process.stdout)
@@ -249,27 +137,19 @@ def test_signal_finishes_the_step_saves_and_exits(tmp_path, number, code):
 
 @pytest.mark.slow
 def test_closed_pipe_and_full_disk_on_stdout():
-    command = f"{sys.executable} {ROOT / 'tiny_openfold_v2.py'} --help"
-    result = subprocess.run(
-        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Traceback" not in result.stderr
-    if os.path.exists("/dev/full"):
-        command = " ".join([sys.executable, str(ROOT / "tiny_openfold_v2.py"), *SMALL, "--validate-setup"])
-        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        result = subprocess.run(["bash", "-c", f"{command} > /dev/full"], capture_output=True, text=True,
-                                check=False, env=buffered)
-        assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1
+    program = f"{sys.executable} {ROOT / 'tiny_openfold_v2.py'}"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+    def run(command):
+        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)
+    assert "Traceback" not in run(f"{program} --help | head -1; exit ${{PIPESTATUS[0]}}").stderr
+    result = run(f"{program} {' '.join(SMALL)} --validate-setup > /dev/full")
+    assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1
 
 
 def test_non_finite_loss_stops_with_exit_code_1(tmp_path, capsys):
-    assert (
-        train(tmp_path, "--num-steps", 50, "--learning-rate", 1e30, "--save-checkpoint", tmp_path / "c.pt")
-        == 1
-    )
+    saved = tmp_path / "c.pt"
+    assert train(tmp_path, "--num-steps", 50, "--learning-rate", 1e30, "--save-checkpoint", saved) == 1
     error = capsys.readouterr().err
     assert "loss is nan at step" in error or "loss is inf at step" in error
     assert not (tmp_path / "c.pt").exists()
@@ -281,32 +161,18 @@ def test_out_of_memory_is_one_line(tmp_path, capsys):
     assert code == 1 and "out of memory: lower --batch-size" in error and "\n" not in error
 
 
-@pytest.mark.parametrize("text", ["CUDA error: out of memory\nSearch for it", "CUBLAS_STATUS_ALLOC_FAILED"])
-def test_out_of_memory_in_other_words_is_one_line_too(text, capsys):
-    def run(_argv):
-        raise RuntimeError(text)
-    assert files.exit_code(run, [], "p") == 1
-    assert capsys.readouterr().err.startswith("p: error: out of memory: lower --batch-size")
-
-
 @pytest.mark.slow
 def test_missing_compiler_is_exit_code_3(tmp_path):
     env = dict(CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-    result = run_program(
-        "tiny_openfold_v2.py", *SMALL, "--enable-torch-compile", "--profile-dir", tmp_path, env=env
-    )
+    result = run_program("tiny_openfold_v2.py", *SMALL, "--enable-torch-compile", "--profile-dir", tmp_path,
+                         env=env)
     assert result.returncode == 3 and "needs a C++ compiler" in result.stderr
     assert "Traceback" not in result.stderr
 
 
 BAD_FLAGS = [
-    (["--num-steps", "0"], "--num-steps: 0: must be at least 1"),
     (["--num-steps", "many"], "--num-steps: 'many': must be a whole number"),
-    (["--learning-rate", "nan"], "--learning-rate"),
-    (["--dropout", "1.0"], "--dropout: 1.0: must be less than 1.0"),
     (["--msa-heads", "3"], "--msa-heads: 3: must divide msa_dim = 8"),
-    (["--amp-dtype", "float8"], "--amp-dtype"),
-    (["--torch-compile-mode", "fast"], "--torch-compile-mode"),
     (["--device", "tpu"], "--device tpu: must be auto, cpu, cuda, cuda:N or N"),
     (["--no-such-flag"], "--no-such-flag"),
     (["--num-step", "3"], "--num-step"),  # no abbreviations
@@ -323,16 +189,21 @@ BAD_FLAGS = [
     (["--save-checkpoint", "/proc/no/c.pt"], "/proc/no/c.pt"),
     (["--profile-dir", "/proc/no"], "/proc/no"),
     (["--validate-setup", "--verify-accuracy"], "not allowed with"),
+    (["--verify-accuracy", "--sequence-parallel", "2"], "--sequence-parallel: belongs to training"),
+    (["--sequence-parallel", "2"], "start it with torchrun"),
+    (["--resume", "a", "--init-from", "b"], "--init-from"),
+    (["--mix-synthetic", ".5"], "--data"),
+    (["--data", "d", "--synthetic-world", "natural"], "--mix-synthetic"),
+    (["--early-stopping", "2"], "--validate-fraction"),
+    (["--save-best", "b.pt"], "--validate-fraction"),
+    (["--validate-fraction", ".5"], "--data"),
 ]
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS, ids=lambda value: " ".join(value)[:40])
 def test_wrong_use_is_one_line_and_exit_code_2(flags, message, tmp_path, capsys):
-    profile_dir = [] if "--profile-dir" in flags else ["--profile-dir", str(tmp_path)]
     try:
-        code = tof.main(
-            [*SMALL, *profile_dir, *flags] if "--device" not in flags else [*SMALL[:-2], *profile_dir, *flags]
-        )
+        code = train(tmp_path, *flags)
     except SystemExit as error:
         code = error.code
     captured = capsys.readouterr()
@@ -346,110 +217,23 @@ def test_missing_gpu_is_exit_code_4(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "package, flags",
-    [("matplotlib", ["--plot-contacts", "maps"]), ("gemmi", ["--msa", "{a3m}", "--structure", "{pdb}"])],
-)
+@pytest.mark.parametrize("package, flags", [("matplotlib", ["--plot-contacts", "maps"]),
+                                            ("gemmi", ["--msa", "x.a3m", "--structure", "x.pdb"])])
 def test_missing_optional_package_is_exit_code_3(package, flags, tmp_path):
-    paths = dict(a3m=tmp_path / "x.a3m", pdb=tmp_path / "x.pdb")
-    paths["a3m"].write_text(">q\nACDEF\n")
-    paths["pdb"].write_text("END\n")
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text(
-        f"raise ModuleNotFoundError('not here', name='{package}')")
-    result = run_program(
-        "tiny_openfold_v2.py",
-        *SMALL,
-        *[f.format(**paths) for f in flags],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
-    )
+    (tmp_path / "x.a3m").write_text(">q\nACDEF\n")
+    (tmp_path / "x.pdb").write_text("END\n")
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('not here', name='{package}')")
+    result = run_program("tiny_openfold_v2.py", *SMALL, *flags, cwd=tmp_path,
+                         env={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 3 and f"pip install {package}" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("content", ["truncated", "garbage", "empty", "foreign", "other model"])
-def test_unusable_checkpoint_is_one_line_and_exit_code_2(content, tmp_path, capsys):
-    path = tmp_path / "c.pt"
-    assert train(tmp_path, "--num-steps", 1, "--save-checkpoint", path) == 0
-    capsys.readouterr()
-    flags = []
-    if content == "truncated":
-        path.write_bytes(path.read_bytes()[:-2000])
-    elif content == "garbage":
-        path.write_bytes(b"not a checkpoint")
-    elif content == "empty":
-        path.write_bytes(b"")
-    elif content == "foreign":
-        torch.save(dict(model={}), path)
-    else:
-        flags = ["--num-blocks", 2]
-    assert train(tmp_path, "--num-steps", 2, "--resume", path, *flags) == 2
-    error = capsys.readouterr().err.strip()
-    assert str(path) in error and "\n" not in error
-    assert ("--num-blocks 1" in error) == (content == "other model")
-
-
-def test_resume_at_the_end_is_refused(tmp_path, capsys):
-    assert train(tmp_path, "--num-steps", 2, "--save-checkpoint", tmp_path / "c.pt") == 0
-    assert train(tmp_path, "--num-steps", 2, "--resume", tmp_path / "c.pt") == 2
-    assert "is at step 2 already" in capsys.readouterr().err
-
-
 def test_compare_with_an_earlier_summary(tmp_path, capsys):
-    earlier = tmp_path / "v1.json"
-    earlier.write_text(
-        json.dumps(dict(performance_summary=dict(avg_training_speed=1e-3, peak_memory_mb=1e6)))
-    )
-    assert train(tmp_path, "--num-steps", 2, "--compare-with-v1", earlier) == 0
+    (tmp_path / "v1.json").write_text('{"performance_summary": {"avg_training_speed": 1e-3}}')
+    assert train(tmp_path, "--num-steps", 2, "--compare-with-v1", tmp_path / "v1.json") == 0
     out = capsys.readouterr().out
-    summary = last_json(out)
-    assert summary["compared_with_v1"]["speedup"] > 1 and "Training speed: 0.0 ->" in out
-    earlier.write_text('{"performance_summary": {}}')
-    assert train(tmp_path, "--num-steps", 2, "--compare-with-v1", earlier) == 2
-
-
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        (["--disable-all-fusion", "--enable-flash-attention"], (False, False, True, False, False)),
-        (["--enable-flash-attention", "--disable-all-fusion"], (False, False, True, False, False)),
-        (["--enable-flash-attention", "--disable-flash-attention"], (True, True, False, True, False)),
-        (["--enable-all-fusion", "--disable-torch-compile"], (True, True, True, True, False)),
-        ([], (True, True, True, True, False)),
-    ],
-)
-def test_presets_and_switches(flags, expected):
-    fusion = read_settings(tof.PROGRAM, make_parser(tof.PROGRAM).parse_args(flags)).fusion
-    names = (
-        "enable_qkv_fusion_msa",
-        "enable_qkv_fusion_triangle",
-        "enable_flash_attention",
-        "enable_triangle_fusion",
-        "enable_torch_compile",
-    )
-    assert tuple(getattr(fusion, name) for name in names) == expected
-
-
-def test_impossible_config_values_raise():
-    for name, value in (
-        ("msa_dim", 0),
-        ("msa_heads", 3),
-        ("dropout", 1.5),
-        ("num_blocks", 2.5),
-        ("seq_len", "64"),
-    ):
-        with pytest.raises(ValueError, match=name):
-            tof.TinyOpenFoldConfig(**{name: value})
-
-
-@pytest.mark.slow
-def test_same_seed_same_losses_and_another_seed_others(tmp_path, capsys):
-    losses = []
-    for seed in (1, 1, 2):
-        assert train(tmp_path, "--num-steps", 3, "--seed", seed) == 0
-        losses.append(last_json(capsys.readouterr().out)["performance_summary"]["avg_loss"])
-    assert losses[0] == losses[1] != losses[2]
+    assert last_json(out)["compared_with_v1"]["speedup"] > 1 and "Training speed: 0.0 ->" in out
 
 
 def test_synthetic_proteins_are_what_they_claim():
@@ -458,29 +242,10 @@ def test_synthetic_proteins_are_what_they_claim():
     assert np.array_equal(msa[7], again[0])  # each depends on its own number alone
     bonds = np.linalg.norm(np.diff(coords, axis=1), axis=-1)
     assert 3.0 < bonds.mean() < 4.5
-    first, second = np.nonzero(
-        PARTNER[msa[0, :, :, None].astype(int)]
-        .transpose(1, 2, 0)
-        .reshape(48, 16)[:, None]
-        .repeat(48, 1)
-        .__eq__(msa[0].T[None])
-        .all(-1)
-    )
+    first, second = np.nonzero((PARTNER[msa[0]].T[:, None] == msa[0].T[None]).all(-1))
     assert len(first) > 5  # residues that hold partners in every row touch, and are far apart along the chain
     assert (np.linalg.norm(coords[0, first] - coords[0, second], axis=-1) < 8).all()
     assert (np.abs(first - second) >= SEPARATION).all()
-
-
-def test_corruption_follows_af2(rng_seed=0):
-    rng = np.random.default_rng(rng_seed)
-    msa = rng.integers(0, 20, (4, 200, 200))
-    corrupted, targets = corrupt(rng, msa)
-    asked = targets >= 0
-    assert asked.mean() == pytest.approx(0.15, abs=0.005) and (corrupted[~asked] == msa[~asked]).all()
-    assert (targets[asked] == msa[asked]).all()
-    masked = (corrupted == MASK)[asked].mean()
-    kept = (corrupted == msa)[asked].mean()
-    assert masked == pytest.approx(0.7, abs=0.01) and kept == pytest.approx(0.1 + 0.2 / 20, abs=0.01)
 
 
 @pytest.mark.slow
@@ -512,49 +277,8 @@ def test_real_families_train_and_hold_out(families_dir, tmp_path, capsys):
 
 def test_one_real_protein_by_msa_and_structure(tmp_path, capsys):
     pairs = require_shared("data", "pairs")
-    assert (
-        train(
-            tmp_path,
-            "--num-steps",
-            1,
-            "--msa",
-            pairs / "4CUP_A.a3m",
-            "--structure",
-            f"{pairs / '4CUP.cif'}:A",
-        )
-        == 0
-    )
-    assert (
-        train(
-            tmp_path,
-            "--num-steps",
-            1,
-            "--msa",
-            pairs / "PF00708.align.80.fasta",
-            "--structure",
-            pairs / "3BR8_A.pdb",
-        )
-        == 2
-    )  # the first row is not the query, and the error names the row that is
+    for msa, structure, code in (  # of the second the first row is not the query
+            ("4CUP_A.a3m", "4CUP.cif:A", 0), ("PF00708.align.80.fasta", "3BR8_A.pdb", 2)):
+        flags = ["--msa", pairs / msa, "--structure", pairs / structure]
+        assert train(tmp_path, "--num-steps", 1, *flags) == code
     assert "--query" in capsys.readouterr().err
-
-
-def test_a_damaged_structure_is_one_line_and_exit_code_2(tmp_path, capsys):
-    pytest.importorskip("gemmi")
-    (tmp_path / "q.a3m").write_text(">q\nACDEF\n")
-    (tmp_path / "q.cif").write_text("data_q\nloop_\n_atom_site.id\n_atom_site.Cartn_x\n1 0.5\n2")
-    assert train(tmp_path, "--msa", tmp_path / "q.a3m", "--structure", tmp_path / "q.cif") == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "q.cif" in said
-
-
-def test_padded_real_batch_and_crops(families_dir):
-    source = RealProteins(tof.PROGRAM.settings(seq_len=120, num_seqs=8, data=str(families_dir), batch_size=6,
-                                               holdout="1AQT_A"))
-    batch, again = source.batch(3), source.batch(3)
-    assert all(torch.equal(batch[key], again[key]) for key in batch)
-    assert batch["msa_tokens"].shape == (6, 8, 120) and (batch["seq_mask"].sum(1) < 120).any()
-    assert ((batch["coord_mask"] > 0) <= (batch["seq_mask"] > 0)).all()
-    outside = (batch["seq_mask"][:, None] * batch["row_mask"][:, :, None]) == 0
-    assert (batch["msa_targets"][outside] == -100).all()
-    assert "1AQT_A" not in [family.name for family in source.families]

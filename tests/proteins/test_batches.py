@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training import feeding
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from proteins import batches, contacts
@@ -43,7 +42,6 @@ class Script:
 
 
 # --- Corruption and targets ----------------------------------------------------------------------------
-
 
 def test_corruption_at_its_thresholds():
     """Of 15% of the positions 10% become random, 10% another row's, 10% stay, 70% are masked."""
@@ -85,7 +83,6 @@ def test_targets_lie_within_both_masks_and_the_query_stays_whole():
 
 # --- Synthetic batches ---------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("world", ["paired", "covarying"])
 def test_synthetic_batches_are_proteins_from_16_on(world):
     source = SyntheticProteins(settings_of(seed=5, synthetic_world=world))
@@ -126,15 +123,7 @@ def test_masked_batch_lacks_the_last_quarter_of_the_last_sample():
     assert (batch["msa_targets"] >= 0).any() and torch.equal(batch["msa_tokens"], plain["msa_tokens"])
 
 
-def test_every_step_gets_its_own_batch():
-    made = []
-    source = SimpleNamespace(batch=lambda step: made.append(step) or dict(number=step))
-    found = feeding.batches(source, range(3, 6), torch.device("cpu"))
-    assert [batch["number"] for batch in found] == made == [3, 4, 5]
-
-
 # --- Real batches --------------------------------------------------------------------------------------
-
 
 def family(name="f", rows=3, length=20, unseen=()):
     """Row r, residue s holds token (r + s) % 20; residue s stands at (s, 10 s, 0)."""
@@ -257,7 +246,6 @@ def test_a_source_sorts_its_families(monkeypatch):
 
 # --- Evaluation ----------------------------------------------------------------------------------------
 
-
 def test_evaluation_turns_dropout_off_and_on_again():
     settings = settings_of(dropout=0.5)
     trainer = tof.Trainer(tof.PROGRAM, settings, torch.device("cpu"))
@@ -356,7 +344,6 @@ def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
 
 
 # --- Synthetic proteins --------------------------------------------------------------------------------
-
 
 def test_chains_of_three_steps_by_hand():
     """Directions: deviate plus half of the one before, here x, y, z; each step pulls what was back by 6%."""

@@ -1,10 +1,9 @@
-"""Statistics of alignments by hand: weights of rows, strengths of pairs; depth of built-in alignments."""
+"""Statistics of alignments by hand: weights of rows, strengths of pairs."""
 import numpy as np
 import pytest
 import torch
 
-import tiny_openfold_v2 as tof
-from proteins import batches, coevolution
+from proteins import coevolution
 from proteins.files import GAP
 
 A, C, D = range(3)
@@ -17,6 +16,14 @@ def test_rows_that_are_alike_share_their_weight():
     assert coevolution.row_weights(rows, torch.ones(1, 6)).tolist() == [[0.5, 0.5, 1.0, 0.0]]  # 5 of 6
     narrow = torch.tensor([[1.0, 0, 1, 1, 1, 0]])  # 3 of 4
     assert coevolution.row_weights(rows, narrow).tolist() == [[1.0, 1.0, 1.0, 0.0]]
+
+
+def test_rows_of_gaps_share_no_weight_with_rows_that_are_nearly_such():
+    """Padding is rows of gaps alone; a fragment is a gap nearly everywhere, too."""
+    fragment = torch.full((1, 1, 10), GAP)
+    fragment[..., 0] = 3
+    padded = torch.cat([fragment, fragment, torch.full((1, 6, 10), GAP)], dim=1)
+    assert coevolution.row_weights(padded, torch.ones(1, 10)).tolist() == [[0.5, 0.5, 0, 0, 0, 0, 0, 0]]
 
 
 def test_strengths_are_norms_without_what_sites_share():
@@ -46,32 +53,3 @@ def test_features_of_one_row_and_under_autocast(kind):
     expected = coevolution.pair_features(deep, kind)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(coevolution.pair_features(deep, kind), expected)
-
-
-def test_built_in_alignments_differ_in_depth_and_follow_their_number():
-    settings = tof.PROGRAM.settings(batch_size=1, num_seqs=4, seq_len=24, synthetic_world="natural",
-                                    coevolution="couplings", extra_seqs=64, device="cpu")
-    source, depths = batches.open_source(settings), set()
-    for step in range(12):
-        batch = source.batch(step)
-        present = (batch["extra_msa"][0] != GAP).any(1)
-        depths.add(int(present.sum()))
-        assert batch["msa_tokens"].shape == (1, 4, 24) and present[:8].all()
-    assert depths <= {8, 16, 32, 64} and len(depths) > 2
-    again = batches.open_source(settings).batch(11)
-    assert all(torch.equal(again[key], batch[key]) for key in batch)
-    kept = [list(source.evaluation()["held_out"]) for _ in range(2)]
-    assert [name for name, _ in kept[0]] == [f"synthetic-{i}" for i in source.HELD_OUT]
-    for (_, first), (_, second) in zip(*kept, strict=True):
-        assert first["msa_tokens"].shape == (1, 4, 24)
-        assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-def test_families_in_words(tmp_path):
-    names = [f"f{i}" for i in range(9)]
-    source = batches.HoldsOut()
-    source.training = tof.PROGRAM.settings(data="d", holdout="x").training
-    for count, words in ((8, "f0, f1, f2, f3, f4, f5, f6, f7"), (9, "f0, f1, f2, f3, f4, f5, f6, f7, ...")):
-        with pytest.raises(batches.UserError) as caught:
-            source.choose_held_out(names[:count])
-        assert str(caught.value).endswith(f"there are {words}")

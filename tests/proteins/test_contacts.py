@@ -9,26 +9,12 @@ import torch
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from proteins import contacts, files, maps
-from proteins.contacts import contact_map, contact_map_text, contact_precision, write_map
+from proteins.contacts import contact_map, contact_map_text, write_map
 from proteins.secondary import secondary_structure
-from tests.support import last_json, require_shared, run_program
+from tests.support import require_shared
 
-TRAINER = ["--num-blocks", 1, "--msa-dim", 8, "--pair-dim", 8, "--msa-heads", 2, "--pair-heads", 2,
-           "--outer-product-dim", 4, "--num-seqs", 6, "--seq-len", 16, "--batch-size", 2, "--warmup-steps", 1,
-           "--num-steps", 1, "--device", "cpu"]
 NAMES = ["../x", "a/b", "a_b", "", ".", "..", "/etc/x", "x\0y", "-rf", "Case", "case", "a b", "a\nb", "$\\x$",
          "~", "n" * 300, "n" * 301, "\udcff", "\udcfe", "蛋白", maps.file_names(["a/b"])["a/b"]]
-
-
-def test_contact_precision_against_a_hand_count():
-    coords = torch.zeros(8, 3)
-    coords[:, 0] = torch.tensor([0.0, 10, 20, 30, 40, 50, 5, 100])
-    probability = torch.zeros(8, 8)
-    probability[0, 6], probability[1, 7], probability[0, 7] = 0.9, 0.8, 0.1  # only 0 and 6 touch
-    found = contact_precision(probability, coords, torch.ones(8))
-    assert found == dict(p_l2=pytest.approx(1 / 3), p_l=pytest.approx(1 / 3), chance=pytest.approx(1 / 3))
-    seen = torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1])  # residue 1 has no coordinates
-    assert contact_precision(probability, coords, seen)["chance"] == pytest.approx(1 / 2)
 
 
 def hairpin(size=14, unseen=()):
@@ -56,7 +42,6 @@ def a_protein(numbers):
 
 
 # --- Numbers as in the file ------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("suffix", [".pdb", ".cif"])
 def test_residue_numbers_are_the_files_own(tmp_path, suffix):
@@ -101,7 +86,6 @@ def test_ticks_are_round_numbers_of_the_file():
 
 
 # --- Helices and strands ---------------------------------------------------------------------------------
-
 
 def recorded(path, chain):
     """{residue number: "H" or "E"} of a PDB file's HELIX records of class 1 (alpha) and its SHEET records."""
@@ -168,7 +152,6 @@ def test_a_helix_is_bonds_four_residues_apart():
 
 # --- Names ----------------------------------------------------------------------------------------------
 
-
 def test_file_names_are_safe_and_never_collide():
     found = maps.file_names(NAMES)
     assert list(found) == NAMES and len({stem.lower() for stem in found.values()}) == len(NAMES)
@@ -200,7 +183,6 @@ def test_long_names_are_shortened_in_titles():
 
 
 # --- Table and picture ----------------------------------------------------------------------------------
-
 
 def test_table_holds_every_pair(tmp_path):
     protein = a_protein(["", "5", "6", "6A", *(str(n) for n in range(9, 19))])
@@ -247,26 +229,13 @@ def test_picture_shows_right_wrong_near_and_missing():
 
 # --- Runs ------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.slow
-def test_a_failing_picture_is_a_line_and_the_run_goes_on(tmp_path):
-    """The stand-in for matplotlib imports and cannot draw; its error has three lines."""
-    (tmp_path / "matplotlib").mkdir()
-    for name, text in (("__init__", "use = print"), ("pyplot", ""),
-                       ("figure", "def Figure(**_):\n    raise RuntimeError('no\\n  font\\nhere')")):
-        (tmp_path / "matplotlib" / f"{name}.py").write_text(text.replace("print", "str"))
-    flags = [*TRAINER, "--plot-contacts", "maps"]
-    result = run_program("tiny_openfold_v2.py", *flags, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 0, result.stderr
-    assert len(last_json(result)["contact_precision"]["final"]["held_out"]) == 16
-    warned = [line for line in result.stderr.splitlines() if "warning" in line]
-    assert warned[:16] == [f"warning: no contact map of 'synthetic-{i}': no font here" for i in range(16)]
-    assert len(warned) == 17 and warned[16].startswith("warning: no learning_curve.png: ")
-    assert {p.suffix for p in (tmp_path / "maps").iterdir()} == {".tsv"}  # the numbers are there
-    assert (tmp_path / "pytorch_profiles_v2" / "performance_summary_v2.json").exists()
-    result = run_program("tiny_openfold_v2.py", *flags, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "--plot-contacts maps: it holds synthetic-0.tsv already" in result.stderr
+def test_a_failing_picture_is_a_line_and_the_numbers_are_there(tmp_path, capsys, monkeypatch):
+    def fail():
+        raise RuntimeError("no\n  font\nhere")
+    monkeypatch.setattr(maps, "require_matplotlib", fail)
+    write_map(str(tmp_path / "x"), "x\ny", None, torch.zeros(14, dtype=int), hairpin())
+    assert capsys.readouterr().err == "warning: no contact map of 'x\\ny': no font here\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.tsv"]
 
 
 def test_a_directory_that_went_away_is_a_line(tmp_path, capsys):
@@ -335,15 +304,6 @@ def test_text_map_fits_and_loses_nothing_when_shrunk(size, width):
 # --- What a run says of them -----------------------------------------------------------------------------
 
 PART, OTHER = dict(p_l2=0.5, p_l=0.25, chance=0.125), dict(p_l2=1.0, p_l=0.75, chance=0.375)
-
-
-def test_means_over_proteins():
-    found = dict(training=dict(a=PART, b=OTHER), held_out=dict(c=PART), more={})
-    assert contacts.scores(found) == {"training P(L/2)": 0.75, "held-out P(L/2)": 0.5}
-    assert contacts.contact_line(found) == (
-        "Contacts: training P(L/2) 0.750 P(L) 0.500 chance 0.250 (2 proteins) | held-out P(L/2) 0.500 "
-        "P(L) 0.250 chance 0.125 (1 protein)")
-    assert contacts.contact_line(dict(training={})) == "Contacts: no protein has enough coordinates"
 
 
 class OneProtein:

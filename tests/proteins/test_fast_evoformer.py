@@ -59,7 +59,6 @@ def inputs(samples=1):
 
 # --- Which twins ------------------------------------------------------------------------------------------
 
-
 def test_classes_are_swapped_only_where_something_is_asked():
     """And once: all blocks share a class, or the compiler would compile each of them."""
     for fusion in (tof.FusionConfig(), tof.FusionConfig.preset(False), tof.FusionConfig.preset(True)):
@@ -124,7 +123,6 @@ def test_sub_layers_called_alone_return_their_update(fusion, kernels, monkeypatc
 
 
 # --- To kernels -------------------------------------------------------------------------------------------
-
 
 def test_every_sub_layer_hands_its_modules_and_masks_to_its_kernel(kernels):
     block = block_of()
@@ -294,7 +292,6 @@ def test_attention_between_the_library_s_projections(monkeypatch):
 
 # --- Recomputation ----------------------------------------------------------------------------------------
 
-
 def test_what_backward_begins_with_is_not_recomputed():
     config = dataclasses.replace(SMALL, num_blocks=2)
     model = tof.TinyOpenFoldV2(config, tof.FusionConfig(enable_selective_checkpointing=True))
@@ -315,7 +312,6 @@ def test_which_blocks_are_recomputed(blocks, recomputed, monkeypatch):
 
 
 # --- Ranks that share a sample ----------------------------------------------------------------------------
-
 
 def test_a_shared_sample_is_turned_so_that_attention_finds_its_axis_whole():
     """(places along axis 1, the axis that was split, the one to split, rows in all) between sub-layers."""

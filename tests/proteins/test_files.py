@@ -75,14 +75,6 @@ def test_pair_has_the_known_mapping(pair):
     assert round(contact_share(protein.coords), 3) == share
 
 
-def test_separation_in_columns_explains_the_share_of_the_rrm_pair():
-    names, rows = files._parse_alignment(data("pairs/RRM_1.sto"))
-    assert names[15] == "RNA15_YEAST/20-91"
-    protein = load_protein(data("pairs/RRM_1.sto"), data("pairs/2X1B_A.pdb"), query=names[15])
-    columns = np.flatnonzero(np.frombuffer(rows[15], np.uint8) != ord("."))
-    assert round(contact_share(protein.coords, columns), 3) == 0.066
-
-
 def test_every_residue_of_1pko_sits_at_its_own_number():
     """SEQRES position = residue number + 3, read from the columns of the file, so that a residue on the wrong
     side of the missing 43-44, at MSE 35 or at an alternate location cannot hide."""
@@ -172,11 +164,6 @@ def test_real_a3m_equals_a_slow_reading(name):
         row = "".join(letter for letter in "".join(record.split("\n")[1:]) if not letter.islower())
         expected.append(row.translate(str.maketrans("BZUJO", "DECXX")))
     assert letters(read_alignment(data(name))) == expected
-
-
-def test_query_twice_keeps_both_rows():
-    msa = read_alignment(data("nasty/boltz_seq2.a3m"))
-    assert (msa[43] == msa[0]).all() and (msa[0] == files.UNKNOWN).sum() == 2
 
 
 def test_interleaved_stockholm_follows_its_first_sequence():
@@ -274,6 +261,14 @@ def test_query_that_is_no_row_or_several(tmp_path):
     assert "no names" in one_line_error(read_alignment, write(tmp_path / "x.aln", "AC\nAC\n"), "q")
 
 
+def test_an_alignment_alone_is_a_protein_without_coordinates(tmp_path):
+    path = write(tmp_path / "x.1.fasta", ">a\nACDEF\n>b\nA-DEF\n")
+    protein = files.load_alignment(path, "b")
+    assert (protein.name, letters(protein.msa)) == ("x.1", ["ADEF", "ADEF"])
+    assert protein.numbers == ("1", "2", "3", "4") and np.isnan(protein.coords).all()
+    assert protein.coords.shape == (4, 3) and protein.coords.dtype == np.float32
+
+
 BAD_ALIGNMENTS = {  # file name, content, what the message must say
     "short row": ("x.a3m", ">q\nACDEF\n>a\nACDEF\n>hit 3\nACEF\n",
                   ["row 2", "'hit 3'", "4 match columns", "expected 5"]),
@@ -308,13 +303,6 @@ def test_missing_file_and_directory(read, tmp_path):
     assert "absent.pdb" in one_line_error(read, tmp_path / "absent.pdb")
     if read is not load_families:
         assert "directory" in one_line_error(read, tmp_path)
-
-
-def test_large_alignment_is_read_without_a_loop_over_letters(tmp_path):
-    """The time is not asserted, but a Python loop over the 5 million letters would show in the suite's."""
-    row = "ACDEFGHIKL" * 30
-    path = write(tmp_path / "x.a3m", "".join(f">h{i}\n{row}acd\n" for i in range(16000)))
-    assert read_alignment(path).shape == (16000, 300)
 
 
 # --- Structures, one way to differ at a time ------------------------------------------------------------
@@ -605,11 +593,6 @@ def test_bytes_that_are_no_text_do_no_harm(query, tmp_path):
     assert np.isfinite(load_protein(query, path).coords).all()
     path = write(tmp_path / "x.pdb", "\n".join(model(SEQUENCE, chain="\xc9")).encode("latin-1"))
     assert load_protein(query, path).chain == "?"
-
-
-def test_cut_cif_is_refused(tmp_path):
-    text = data("pairs/4CUP.cif").read_bytes()
-    assert "x.cif" in one_line_error(read_structure, write(tmp_path / "x.cif", text[:100000]))
 
 
 def test_structure_argument(tmp_path, monkeypatch):

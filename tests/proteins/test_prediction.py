@@ -1,8 +1,6 @@
 """--contacts: predictions for one alignment, their files, the model files they come from."""
 import json
-import os
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +17,8 @@ from fusion_lab.training.models import read_model, save_model
 from proteins import contacts, files, prediction, yardsticks
 from proteins.batches import RealProteins
 from proteins.evidence import Depth
-from tests.support import ROOT, require_shared
 
-CPU = torch.device("cpu")
+CPU, NEEDS = torch.device("cpu"), prediction.needs
 SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVGH"
 CARD = dict(about="for tests", scores=[0.5, None])
@@ -37,8 +34,9 @@ def a_model(seed=0, **fusion):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No pictures, and no measuring how fast the machine is, but where a test wants them."""
+    """No pictures, and no measuring of models and machine, but where a test wants them."""
     monkeypatch.setattr(prediction, "find_spec", lambda name: None)
+    monkeypatch.setattr(prediction, "needs", lambda *_: (1e4, 1e9))
     monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
 
 
@@ -79,7 +77,6 @@ def rr_pairs(path):
 
 
 # --- Predictions ----------------------------------------------------------------------------------------
-
 
 @pytest.mark.slow
 def test_files_say_what_the_model_says(tmp_path, model_file, capsys, monkeypatch):
@@ -152,7 +149,7 @@ def test_with_a_structure_there_is_precision_beside_the_yardsticks(tmp_path, mod
         for separation in (6, 24):
             expected = contacts.contact_precision(torch.from_numpy(values), coords, mask, separation)
             assert found[method][str(separation)] == pytest.approx(expected), method
-    assert "mean-field DCA" in out and "chance" in out and "L/2 = 16" in out
+    assert "\n  mean-field DCA  " in out and "\n  chance          " in out and "L/2 = 16" in out
     table = [line.split("\t") for line in (tmp_path / "out" / "x.tsv").read_text().splitlines()]
     assert table[1][:2] == ["5", "6"] and {row[7] for row in table[1:]} == {"yes", "no", "unknown"}
 
@@ -166,6 +163,10 @@ def test_what_the_model_knew_and_saw_is_told(tmp_path, capsys, coevolution):
         flags = ["--resume", tmp_path / "m.pt", "--device", "cpu", "-o", tmp_path / "out", "--eval-seqs", 5]
         assert run("--contacts", alignment, "--structure", structure, *flags) == 0
         out, found = capsys.readouterr().out, json.loads((tmp_path / "out" / "x.json").read_text())
+        assert set(found) == {*("mode name residues rows rows_used extra_rows_used effective_rows coverage "
+                                "untested trained_on relative model model_config card files "
+                                "precision").split()}
+        assert (found["mode"], found["name"], found["residues"]) == ("contacts", "x", len(SEQUENCE))
         assert found["trained_on"] is (names == ["x"]) is ("trained on a family of this name" in out)
         assert found["relative"] == dict(name="x", e_value=None, trained=names == ["x"])
         if coevolution == "couplings":  # which read all rows
@@ -173,7 +174,7 @@ def test_what_the_model_knew_and_saw_is_told(tmp_path, capsys, coevolution):
             assert f"Alignment: {depth}" in out and found["effective_rows"] == depth.effective
         extra = 20 if coevolution == "couplings" else 0
         assert (found["rows"], found["rows_used"], found["extra_rows_used"]) == (20, 5, extra)
-        assert ("couplings of 20" in (tmp_path / "out" / "x.rr").read_text()) is bool(extra)
+        assert (", couplings of" in (tmp_path / "out" / "x.rr").read_text()) is bool(extra)
 
 
 def test_dca_is_left_out_for_long_chains_and_says_so(tmp_path, model_file, capsys, monkeypatch):
@@ -259,21 +260,11 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
     assert not (tmp_path / "contacts").exists() and not list((tmp_path / "o").iterdir())
 
 
-def test_other_tools_leave_it_to_the_trainer(tmp_path):
-    for program, words in (("run_pytorch_profiler.py", "--contacts: belongs to tiny_openfold_v2.py"),
-                           ("launch_performance_study.sh", "--contacts after --: the study sets it itself")):
-        flags = ["--contacts", "x"] if program.endswith("py") else ["--", "--contacts", "x"]
-        command = [*[sys.executable] * program.endswith("py"), ROOT / program, *flags]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False,
-                              env={**os.environ, "PYTHON": sys.executable})
-        assert done.returncode == 2 and words in done.stderr, done.stderr
-
-
 def test_the_memory_that_is_foretold_is_what_the_model_takes():
     for length, rows in ((40, 30), (20, 60)):
         config = tof.TinyOpenFoldConfig(**SIZES, num_seqs=rows, seq_len=length)
         batch = dict(msa_tokens=torch.randint(0, 20, (1, rows, length)))
-        memory, flops = prediction.needs(tof.PROGRAM, config, batch, CPU, None)
+        memory, flops = NEEDS(tof.PROGRAM, config, batch, CPU, None)
         model = a_model()
         with torch.no_grad(), OpCounter() as counter, FlopCounterMode(display=False) as counted:
             model(**batch)
@@ -300,71 +291,45 @@ def test_evaluation_hands_sdpa_a_bias_that_it_need_not_copy(monkeypatch):
     assert len(strides) == 8 and set(strides) == {1}
 
 
-# --- Model files ----------------------------------------------------------------------------------------
+# --- Memory beforehand, rows that the yardsticks see ------------------------------------------------------
+
+CONFIG = SimpleNamespace(seq_len=100, num_seqs=64)
 
 
-def test_a_model_file_is_small_and_whole(model_file):
-    model, saved = a_model(), read_model(model_file, tof.PROGRAM)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert model_file.stat().st_size < 2 * parameters + 1000 * len(model.state_dict())
-    assert saved.card == CARD and saved.config == tof.TinyOpenFoldConfig(**SIZES)
-    assert all(torch.equal(saved.weights[name], weight.bfloat16().float())
-               for name, weight in model.state_dict().items())
-    packed = a_model(enable_projection_fusion=True).state_dict()
-    save_model(model_file, tof.PROGRAM, packed, model.config, CARD)
-    assert read_model(model_file, tof.PROGRAM).weights.keys() == saved.weights.keys()
+def test_memory_that_a_cpu_keeps_counts(monkeypatch, capsys):
+    monkeypatch.setattr(prediction, "needs", lambda *given: (10 * 2 ** 30, 5e10))
+    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
+    free = prediction.CPU_HOLES * 10 * 2 ** 30
+    assert prediction.CPU_HOLES > 1
+    monkeypatch.setattr(prediction, "free_memory", lambda device: free)
+    prediction.forewarn(None, CONFIG, None, torch.device("cpu"), None)
+    assert capsys.readouterr().out == "It takes about 17.0 GB and 10 s on cpu\n"
+    monkeypatch.setattr(prediction, "free_memory", lambda device: free - 1)
+    with pytest.raises(UserError, match="100 residues and 64 rows need 17.0 GB, 17.0 GB are free on cpu"):
+        prediction.forewarn(None, CONFIG, None, torch.device("cpu"), None)
+    monkeypatch.setattr(prediction, "free_memory", lambda device: 10 * 2 ** 30)
+    prediction.forewarn(None, CONFIG, None, torch.device("cuda"), None)
+    assert capsys.readouterr().out == "It takes about 10.0 GB on cuda\n"
 
 
-BIAS = "masked_msa_head.bias"
+def test_yardsticks_see_the_same_drawn_rows(monkeypatch):
+    """The first rows of an alignment are the most similar ones, which tell least."""
+    seen = {}
 
-
-@pytest.mark.parametrize("words, change", [
-    ("names of model", lambda saved: saved["model"].pop(BIAS)),
-    ("names of model", lambda saved: saved["model"].update(more=torch.zeros(1))),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(5)})),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.full((23,), float("nan"))})),
-    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(23, dtype=torch.int64)})),
-    ("model", lambda saved: saved.update(model=[])), ("model", lambda saved: saved["model"].update(x=1)),
-    ("config", lambda saved: saved.update(config=None)),
-    ("config", lambda saved: saved["config"].update(x=1)),
-    ("config", lambda saved: saved["config"].update(msa_heads=3)),
-    ("config", lambda saved: saved["config"].update(num_blocks=10 ** 9)),
-    ("config", lambda saved: saved["config"].update(pair_dim=2 * 10 ** 9)),
-    ("names of model", lambda saved: saved["config"].update(num_blocks=3)),
-    ("card", lambda saved: saved.update(card=None)),
-    ("card", lambda saved: saved["card"].update(x=float("nan")))])
-def test_a_model_file_that_cannot_be_used_is_refused(model_file, words, change):
-    saved = torch.load(model_file, weights_only=True)
-    del saved["digest"]
-    change(saved)
-    torch.save(saved, model_file)
-    with pytest.raises(UserError, match=f"damaged, or of another version: .*{words}.* cannot be used"):
-        read_model(model_file, tof.PROGRAM)
-
-
-def test_foreign_files_and_weights_are_refused(model_file, tmp_path):
-    for content in ([1], dict(format="second_program model 1"), dict()):
-        torch.save(content, tmp_path / "c.pt")
-        with pytest.raises(UserError, match="neither a model file nor a checkpoint of tiny_openfold_v2.py"):
-            read_model(tmp_path / "c.pt", tof.PROGRAM)
-    model = a_model()
-    weights = dict(model.state_dict(), **{BIAS: torch.full((23,), float("inf"))})
-    before = model_file.read_bytes()
-    with pytest.raises(UserError, match="cannot be saved"):
-        save_model(model_file, tof.PROGRAM, weights, model.config, CARD)
-    assert model_file.read_bytes() == before
-
-
-# --- The whole of it ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_real_alignment_as_a_user_does_it(tmp_path, model_file):
-    alignment, structure = (require_shared("data", "pairs", name) for name in ("1a3a_A.a3m", "1a3a.pdb"))
-    command = [sys.executable, ROOT / "tiny_openfold_v2.py", "--contacts", alignment, "--structure",
-               f"{structure}:A", "--resume", model_file, "-o", tmp_path / "o"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    found = json.loads((tmp_path / "o" / "1a3a_A.json").read_text())
-    assert found["precision"]["mean-field DCA"]["6"]["p_l2"] == pytest.approx(0.83, abs=0.005)
-    assert found["rows"] == 1303 and found["rows_used"] == 512 and found["residues"] == 145
+    def noted(method):
+        def score(msa, weights, **_):
+            seen[method] = (msa, weights)
+            return np.zeros((30, 30))
+        return score
+    monkeypatch.setattr(prediction, "mutual_information", noted("mi"))
+    monkeypatch.setattr(prediction, "mean_field_dca", lambda msa, weights: noted("dca")(msa, weights))
+    monkeypatch.setattr(prediction, "YARDSTICK_ROWS", 8)
+    msa = (np.arange(40)[:, None] + np.zeros(30, int)).astype(np.uint8) % 20
+    place = 4.0 * np.arange(30)
+    coords = torch.from_numpy(np.stack([place, 0 * place, 0 * place], 1)).float()
+    found = SimpleNamespace(protein=SimpleNamespace(msa=msa, length=30), probability=torch.rand(30, 30),
+                            coords=(coords, torch.ones(30)))
+    assert list(prediction.precisions(found)) == ["model", "MI-APC", "mean-field DCA"]
+    for rows, weights in seen.values():
+        assert np.array_equal(rows, prediction.some_rows(msa, 8)) and not np.array_equal(rows, msa[:8])
+        assert np.array_equal(weights, prediction.sequence_weights(rows)) and len(rows) == 8

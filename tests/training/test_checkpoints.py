@@ -27,6 +27,7 @@ class Training:
     lr_schedule: str = "constant"
     learning_rate: float = 0.5
     early_stopping: int = None
+    device: str = "cpu"
 
 
 class World:
@@ -88,7 +89,6 @@ def faults(saved, trainer=None):
 
 
 # --- What is saved ----------------------------------------------------------------------------------------
-
 
 def test_a_snapshot_field_by_field(trainer):
     saved = snapshot(trainer)
@@ -187,7 +187,7 @@ def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch)
     monkeypatch.setattr(torch.random, "fork_rng",
                         lambda devices: calls.append(devices) or fork_rng(devices=[]))
     trainer.device, random = device, torch.get_rng_state()
-    with checkpoints.preserving(trainer):
+    with pytest.raises(KeyError), checkpoints.preserving(trainer):
         trainer.model[0].weight.data += 1
         trainer.average.weights[0] += 1
         trainer.gradient_norm += 1
@@ -195,6 +195,7 @@ def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch)
         state["exp_avg"] += 1
         trainer.optimizer.state[other] = dict(exp_avg=torch.ones(1), step=torch.tensor(1.0))
         trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 8.0})
+        raise KeyError
     assert trainer.model[0].weight.tolist() == before and trainer.model[0].weight.data_ptr() == kept
     assert trainer.published == [before] and trainer.average.steps == 7 and len(torch_state) == 3
     assert trainer.gradient_norm == 0.25
@@ -205,7 +206,6 @@ def test_what_runs_aside_leaves_everything(device, forked, trainer, monkeypatch)
 
 
 # --- What is refused --------------------------------------------------------------------------------------
-
 
 def test_a_file_that_is_none(tmp_path):
     for words, make in (("{} {}: No such file or directory", lambda path: None),
@@ -234,13 +234,17 @@ SCALER = torch.amp.GradScaler("cpu").state_dict()
     (dict(model={"0.half": torch.ones(2).to_sparse()}), ["model 0.half"]),
     (dict(model={"0.half": torch.ones(2).half()}), ["model 0.half"]),
     (dict(model={"0.weight": torch.ones(2)}), ["names of model"]), (dict(moments={}), []),
+    (dict(model={"0.half": torch.ones(2), "more": torch.ones(2)}), ["names of model"]),
+    (dict(moments=dict(exp_avg=[1], exp_avg_sq={})),
+     ["names of moments exp_avg", "names of moments exp_avg_sq"]),
     (dict(moments=dict.fromkeys(("exp_avg", "exp_avg_sq"), {"0.half": torch.tensor([1, INF])})),
      ["moments exp_avg 0.half", "moments exp_avg_sq 0.half"]),
     (dict(moments=dict.fromkeys(("exp_avg", "max"), {"0.half": torch.ones(2)})), ["moments"]),
     (dict(step=0, updates=0), []), (dict(step=2 ** 53, updates=2 ** 53), []), (dict(step=-1), ["step"]),
     (dict(step=2 ** 53 + 1, updates=-0.5), ["step", "updates"]), (dict(updates=NAN), ["updates"]),
     (dict(scaler={}), []), (dict(scaler={**SCALER, "scale": 0}), []),
-    (dict(scaler=dict(scale=1.0)), ["scaler"]),
+    (dict(scaler=dict(scale=1.0)), ["scaler"]), (dict(scaler={**SCALER, "more": 1}), ["scaler"]),
+    (dict(scaler={**SCALER, "scale": -1.0}), ["scaler"]),
     (dict(scaler={**SCALER, "scale": INF}), ["scaler"]), (dict(scaler={**SCALER, "scale": "1"}), ["scaler"]),
     (dict(trained_on=[1]), ["trained_on"]), (dict(chosen_by=["a", 1]), ["chosen_by"]),
     (dict(chosen_by="ab"), ["chosen_by"]), (dict(chosen_by=None), []), (dict(training=None), []),
@@ -250,8 +254,9 @@ SCALER = torch.amp.GradScaler("cpu").state_dict()
     (dict(best={**BEST, "step": 1.5}), ["best"]), (dict(best={**BEST, "since": None}), ["best"]),
     (dict(evaluated=3.0), ["evaluated"]), (dict(evaluated=True), ["evaluated"]), (dict(evaluated=None), []),
     (dict(ended=0), ["ended"]), (dict(gradient_norm=1), ["gradient_norm"]), (dict(gradient_norm=NAN), []),
-    (dict(best=dict(score=1, step=1)), ["best"]), (dict(rng=dict(cpu=torch.zeros(3))), ["rng cpu"]),
-    (dict(rng={}), ["rng cpu"])])
+    (dict(best=dict(score=1, step=1)), ["best"]), (dict(best={**BEST, "other": 1}), ["best"]),
+    (dict(rng=dict(cpu=torch.zeros(3))), ["rng cpu"]), (dict(rng=dict(cpu=[0])), ["rng cpu"]),
+    (dict(rng=dict(cpu=torch.zeros(7, dtype=torch.uint8))), ["rng cpu"]), (dict(rng={}), ["rng cpu"])])
 def test_which_fields_cannot_be_used(change, found, trainer):
     assert faults(whole(trainer, **change), trainer) == found
 
@@ -259,10 +264,12 @@ def test_which_fields_cannot_be_used(change, found, trainer):
 def test_the_first_fault_is_named_and_shortened(trainer, tmp_path):
     saved = whole(trainer, moments={300 * "x": {}, **snapshot(trainer)["moments"]})
     torch.save(saved, tmp_path / "c.pt")
+    fresh, path = trainer_of(steps=0), tmp_path / "c.pt"
+    before = fresh.model[0].weight.tolist()
     with pytest.raises(UserError) as caught:
-        restore(trainer_of(), tmp_path / "c.pt")
-    path = tmp_path / "c.pt"
+        restore(fresh, path)
     assert str(caught.value) == f"checkpoint {path}: damaged, or of another version: moments cannot be used"
+    assert fresh.model[0].weight.tolist() == before and fresh.published == []  # nothing was taken over
     trainer = trainer_of(steps=0, average=False)
     trainer.weights[long := 300 * "x"] = torch.tensor([NAN])
     with pytest.raises(UserError, match="weights are not finite at step 4: not saved"):
@@ -272,6 +279,18 @@ def test_the_first_fault_is_named_and_shortened(trainer, tmp_path):
     torch.save({**saved, "model": {**saved["model"], long: torch.tensor([NAN])}}, path)
     with pytest.raises(UserError, match=f": model {194 * 'x'} cannot be used$"):
         restore(trainer, path)
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(format="other checkpoint 1"), "not a checkpoint of this program"),
+    (dict(format=None), "not a checkpoint of this program"), (dict(step=True), "step is of the wrong type"),
+    *(({key: None}, f"it lacks {key}") for key in checkpoints.FIELDS),
+    *(({key: "x"}, f"{key} is of the wrong type") for key in checkpoints.FIELDS)])
+def test_a_checkpoint_that_lacks_something_or_has_another_kind_of_it(change, words, trainer, tmp_path):
+    torch.save(whole(trainer, **change), tmp_path / "c.pt")
+    with pytest.raises(UserError, match=f"^checkpoint .*{words}") as caught:
+        read_checkpoint(tmp_path / "c.pt", trainer.program, Config())
+    assert caught.value.code == USAGE and "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(trainer, tmp_path):
@@ -288,7 +307,6 @@ def test_a_checkpoint_of_another_model_says_with_which_flags_it_fits(trainer, tm
 
 
 # --- What comes back --------------------------------------------------------------------------------------
-
 
 def test_everything_is_put_in_its_place(trainer, tmp_path):
     torch.save(snapshot(trainer), tmp_path / "c.pt")
@@ -335,8 +353,9 @@ def test_what_a_continuation_says(trainer, tmp_path, capsys):
     save(trainer, path)
     load(trainer_of(), path)
     assert capsys.readouterr().out == f"Resumed from {path} at step 4\n"
-    other = trainer_of()
-    other.training, other.world.data_size = Training(num_steps=5, learning_rate=0.25), 1
+    other = trainer_of()  # paths, devices and limits are a session's own
+    other.training, other.world.data_size = Training(num_steps=5, learning_rate=0.25, device="cuda",
+                                                     early_stopping=7), 1
     load(other, path)
     said = f"Resumed from {path} at step 4; different now: "
     assert capsys.readouterr().out == said + "learning_rate 0.5 -> 0.25, ranks 2 -> 1\n"

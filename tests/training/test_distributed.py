@@ -92,7 +92,6 @@ def rank_at(at, shape, watch=None, device=CPU):
 
 # --- Who is who -------------------------------------------------------------------------------------------
 
-
 def test_a_rank_knows_its_place(others):
     one = rank_at((2, 1), (3, 2))
     assert (one.rank, one.size, one.first) == (5, 6, False)
@@ -164,7 +163,6 @@ def test_who_says_why_before_the_ranks_have_met(monkeypatch):
 
 
 # --- Losses and gradients ---------------------------------------------------------------------------------
-
 
 def test_what_a_rank_weighs(others):
     batches = []
@@ -294,7 +292,6 @@ def test_a_group_of_one_has_parts_that_are_whole():
 
 
 # --- Signals and agreements -------------------------------------------------------------------------------
-
 
 def test_a_signal_is_heard_from_any_rank(others):
     rank = rank_at((0, 0), (2, 1))

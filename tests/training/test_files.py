@@ -2,6 +2,8 @@
 import io
 import os
 import signal
+import stat
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 from fusion_lab.training import files, locks
 from fusion_lab.training.files import UserError
 from fusion_lab.training.options import ProfilerConfig
+from tests.support import PATIENCE, ROOT
 
 
 class OutOfMemoryError(RuntimeError):
@@ -36,8 +39,8 @@ ENDINGS = [
     (KeyboardInterrupt(), 130, "interrupted"),
     (MemoryError(), 1, MEMORY), (OutOfMemoryError("x"), 1, MEMORY), (RuntimeError("ALLOC_FAILED"), 1, MEMORY),
     (RuntimeError("cannot Allocate Memory"), 1, MEMORY),
-    (RuntimeError("No working C++ compiler found"), 3, "torch.compile needs a C++ compiler on CPU (g++) or "
-     "Triton on a GPU (pip install triton)"),
+    *((RuntimeError(text), 3, "torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip "
+       "install triton)") for text in ("No working C++ compiler", "needs a working triton installation")),
     (OSError(2, "No such file", "data.a3m"), 2, "data.a3m: No such file")]
 
 
@@ -85,6 +88,17 @@ def test_the_first_signal_asks_and_the_second_one_acts():
     with files.StopRequest():
         pass
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_patient_request_takes_every_signal_as_one_wish():
+    """Where several processes may pass on one signal twice."""
+    before = signal.getsignal(signal.SIGINT)
+    with files.StopRequest(patient=True) as stop:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            assert signal.getsignal(number) == stop.ask  # or the next line would end this process
+            os.kill(os.getpid(), number)
+            assert stop.signal == number
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_what_is_there_is_set_aside_under_its_time(tmp_path, monkeypatch):
@@ -149,11 +163,9 @@ def test_where_a_checkpoint_cannot_go_is_said_at_once(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"cannot write .*c.pt: there is no directory {tmp_path}/absent/deep"):
         files.require_writable(tmp_path / "absent" / "deep" / "c.pt")  # misspelled, or not mounted
     assert not (tmp_path / "absent").exists()
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "c.pt"):
-        with pytest.raises(UserError, match="cannot write") as caught:
-            files.require_writable(path)
-        assert str(path) in str(caught.value) and caught.value.code == 2
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}: is a directory") as caught:
+        files.require_writable(tmp_path)
+    assert caught.value.code == 2
 
 
 def test_directories_are_made_and_what_hinders_that_is_named(tmp_path):
@@ -194,6 +206,20 @@ def test_whoever_writes_a_file_goes_through_the_one_that_notes_errors(tmp_path, 
     with pytest.raises(UserError, match="No space left on device"):
         files.write_atomically(tmp_path / "f", hides_why)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
+    (tmp_path / "x.json").write_text("old")
+    for content, error in (({"a": float("nan")}, ValueError), ({"a": {1}}, TypeError)):
+        with pytest.raises(error):
+            files.write_json(tmp_path / "x.json", content)
+
+    def stopped(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        files.write_atomically(tmp_path / "x.json", stopped)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x.json", "old")]
 
 
 def test_a_temporary_file_is_somebody_s_for_as_long_as_it_is_open(tmp_path, monkeypatch):
@@ -273,13 +299,6 @@ def test_numbers_of_endings_are_what_scripts_rely_on():
     assert [getattr(files, name) for name in names.split()] == [0, 1, 2, 3, 4, 5, 6, 124, 141]
 
 
-def test_what_errors_say_and_end_with():
-    assert UserError("why").lines == ("why",) and UserError("why", 1, ["a", "b"]).lines == ("a", "b")
-    for words, code in (("needs a working triton installation", 3), ("No working C++ compiler", 3),
-                        ("CUDA Out Of Memory", 1), ("something else", None)):
-        assert files.explain(RuntimeError(words))[1] == code
-
-
 def test_numbers_that_json_cannot_hold_become_none():
     inf, nan = float("inf"), float("nan")
     assert files.finite({"a": [1.5, nan, (inf, 2)], "b": {"c": -inf, "d": "x"}, "e": 3, "f": None}) == {
@@ -293,3 +312,87 @@ def test_missing_packages_end_the_program(capsys):
     error = capsys.readouterr().err
     assert caught.value.code == 3
     assert error.startswith(f"p: error: {sys.executable} lacks no_such_a, no_such_b: pip")
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    events, path = [], tmp_path / "deep" / "x.bin"
+    sync, rename = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(("sync", os.fstat(handle).st_size)),
+                                                     sync(handle)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(("rename", new)), rename(old, new)))
+    umask = os.umask(0o027)
+    try:
+        files.write_atomically(path, lambda file: file.write(b"12345"))
+        assert os.umask(0) == 0o027  # as it was
+    finally:
+        os.umask(umask)
+    renamed = events.index(("rename", str(path)))
+    assert events[:renamed] == [("sync", 5)] and path.read_bytes() == b"12345"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640 and list(path.parent.iterdir()) == [path]
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    files.write_text(link, "é")
+    assert link.is_symlink() and path.read_text(encoding="utf-8") == "é"
+
+
+# --- Streams that are closed, full or know few letters; no more memory ------------------------------------
+
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from fusion_lab.training import interrupts
+interrupts.quiet(__name__)
+import os, subprocess
+from fusion_lab.training import files
+def run(argv):
+    with open("result", "w") as result:  # gets the number of a closed stream, where that is free
+        print("to stdout", flush=True)
+        print("to stderr", file=sys.stderr)
+        subprocess.run(["sh", "-c", "echo of another program; echo and its complaint >&2"])
+        os.write(2, b"of a library")
+        result.write(sys.stdin.read())
+    return 0
+sys.exit(files.exit_code(run, [], "p"))
+"""
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-"])
+def test_streams_that_are_closed_harm_nothing(closed, tmp_path):
+    command = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, PROGRAM]
+    done = subprocess.run(command, cwd=tmp_path, input="what was read", capture_output=True, text=True,
+                          timeout=PATIENCE, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "result").read_text() == ("" if "0<&-" in closed else "what was read")
+    assert done.stdout == ("" if "1>&-" in closed else "to stdout\nof another program\n")
+    assert done.stderr == ("" if "2>&-" in closed else "to stderr\nand its complaint\nof a library")
+
+
+def test_a_full_stdout_is_called_that(tmp_path):
+    """Also where a flush has failed before, which throws away what it had."""
+    code = PROGRAM.replace('print("to stdout", flush=True)', 'print("to stdout", flush=True) or 1/0')
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE,
+                              text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (1, "p: error: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of UTF-8, and of the POSIX locale
+def test_letters_that_stdout_lacks_are_spelled_out(errors, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", errors))
+    assert files.exit_code(lambda argv: print("8 \xc5 in \udcc3\udc84.a3m") or 0, [], "p") == 0
+    assert sys.stdout.buffer.getvalue() == b"8 \\xc5 in \xc3\x84.a3m\n"
+
+
+@pytest.mark.parametrize("error", ['MemoryError()', 'RuntimeError("can\'t start new thread")',
+                                   'ImportError("x.so: failed to map segment from shared object")'])
+def test_want_of_memory_is_one_line_from_the_first_import_on(error, tmp_path):
+    for code in (f"raise {error}", f"import sys\nfrom fusion_lab.training import files\ndef run(argv):\n"
+                 f"    raise {error}\nsys.exit(files.exit_code(run, [], 'p'))"):
+        begin = "from fusion_lab.training import interrupts\ninterrupts.quiet(__name__)\n"
+        done = subprocess.run([sys.executable, "-c", begin + code], cwd=ROOT, capture_output=True, text=True,
+                              timeout=PATIENCE, check=False)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and ": error: " in done.stderr
+        assert "memory" in done.stderr
+    done = subprocess.run([sys.executable, "-c", begin + "raise ValueError"], cwd=ROOT, capture_output=True,
+                          text=True, check=False)
+    assert "Traceback" in done.stderr

@@ -11,9 +11,9 @@ from torch.nn.functional import one_hot
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import models, recipe
-from fusion_lab.training.checkpoints import restore, save, snapshot
+from fusion_lab.training.checkpoints import save, snapshot
 from fusion_lab.training.distributed import ALONE
-from fusion_lab.training.evaluations import Evaluations, evaluating
+from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import load_weights, save_model
 from proteins import batches, coevolution, contacts, files, folds, natural, yardsticks
@@ -41,7 +41,6 @@ def trained(trainer, steps):
 
 
 # --- Learning rate, averaged weights, the best evaluation -----------------------------------------------
-
 
 @pytest.mark.parametrize(("schedule", "rates"), [
     ("constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]), ("linear", [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]),
@@ -74,29 +73,6 @@ def test_average_of_weights_by_hand():
         assert weight.item() == pytest.approx(expected, rel=1e-6)
     assert weight.item() == 11 and published == pytest.approx([expected, 11])
     assert recipe.average([weight], 0.0) is None
-
-
-@pytest.mark.parametrize("more", [{}, dict(use_amp=True, amp_dtype="bfloat16", enable_master_weights=True)])
-def test_averaged_weights_are_saved_and_continued(tmp_path, more):
-    whole = trained(trainer_of(ema_decay=0.9, **more), 4)
-    save(trained(trainer_of(ema_decay=0.9, **more), 2), tmp_path / "c.pt")
-    second = trainer_of(ema_decay=0.9, seed=7, **more)
-    restore(second, tmp_path / "c.pt")
-    second.training = whole.training
-    second.settings = whole.settings
-    trained(second, 2)
-    assert second.average.steps == 4
-    assert all(map(torch.equal, second.average.weights, whole.average.weights))
-    assert all(map(torch.equal, second.updated, whole.updated))
-    assert not torch.equal(second.average.weights[0], second.updated[0])
-
-
-def test_what_runs_aside_leaves_the_average_alone():
-    trainer = trained(trainer_of(ema_decay=0.9), 2)
-    before = [weight.clone() for weight in trainer.average.weights]
-    with trainer.preserved():
-        trained(trainer, 1)
-    assert trainer.average.steps == 2 and all(map(torch.equal, trainer.average.weights, before))
 
 
 def test_a_new_run_begins_with_averaged_weights(tmp_path):
@@ -133,28 +109,6 @@ def test_evaluations_are_without_dropout():
         assert model[0].training is training
 
 
-def test_the_best_evaluation_is_kept_and_ends_a_run(tmp_path, monkeypatch):
-    trainer = trainer_of(early_stopping=2, validate_fraction=0.5, data="d", save_best=str(tmp_path / "b.pt"))
-    scores = iter([0.2, 0.5, 0.5, 0.4])
-    monkeypatch.setattr(contacts, "evaluate", None)
-    trainer.program = type("Scored", (), dict(
-        evaluate=lambda self, *_, **__: next(scores), score=lambda self, found: found, name=tof.PROGRAM.name,
-        scores=lambda self, found: {"p": found}, evaluation_line=lambda self, found: f"{found}"))()
-    metrics, stop = type("M", (), dict(evaluation=lambda *_: None))(), type("S", (), dict(signal=None))()
-    found, stopped = Evaluations(trainer, None, metrics), []
-    for step in range(1, 5):
-        trainer.step_number = step
-        found.take(step, stop)
-        stopped.append(found.stopped)
-    assert stopped == [False, False, False, True]
-    assert found.in_words().startswith("Best evaluation: 0.500 after step 2, saved in")
-    assert torch.load(tmp_path / "b.pt", weights_only=True)["step"] == 2
-    save(trainer, tmp_path / "c.pt")  # a resumed run goes on counting
-    second = trainer_of()
-    restore(second, tmp_path / "c.pt")
-    assert second.best == dict(score=0.5, step=2, since=2)
-
-
 @pytest.mark.slow
 def test_a_program_without_a_score_cannot_choose(tmp_path):
     run = subprocess.run([sys.executable, ROOT / "tests" / "second_program.py", "--early-stopping", "2",
@@ -164,7 +118,6 @@ def test_a_program_without_a_score_cannot_choose(tmp_path):
 
 
 # --- Families for validation, synthetic batches among real ones ------------------------------------------
-
 
 def test_validation_families_are_neither_trained_on_nor_held_out():
     source = batches.open_source(settings_of(
@@ -192,21 +145,7 @@ def test_a_share_of_batches_is_synthetic():
     assert len({tuple(sorted(source.batch(step))) for step in range(8)}) == 1
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    ("--resume a --init-from b", "init_from"), ("--mix-synthetic .5", "--data"),
-    ("--data d --synthetic-world natural", "--mix-synthetic"),
-    ("--early-stopping 2", "--validate-fraction"), ("--save-best b.pt", "--validate-fraction"),
-    ("--validate-fraction .5", "--data"), ("--ema-decay 1", "less than 1"), ("--coevolution x", "couplings"),
-    ("--lr-schedule x", "cosine"), ("--extra-seqs 0", "at least 1")])
-def test_senseless_flags_are_one_line(flags, said):
-    run = subprocess.run([sys.executable, ROOT / "tiny_openfold_v2.py", "--check-flags", *flags.split()],
-                         capture_output=True, text=True, check=False)
-    assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1
-    assert said.replace("_", "-") in run.stderr.replace("_", "-")
-
-
 # --- Folds and alignments of the world `natural` ---------------------------------------------------------
-
 
 def test_folds_are_chains_with_the_contacts_of_domains():
     source, rng = folds.Folds(3, 64), np.random.default_rng(0)
@@ -228,6 +167,17 @@ def test_a_helix_and_a_strand_have_their_distances():
     assert np.linalg.norm(np.diff(strand, axis=0), axis=1) == pytest.approx(np.full(7, 3.76), abs=0.02)
     assert np.linalg.norm(folds.side_chains(helix)[1:-1] - helix[1:-1], axis=1) == pytest.approx(
         np.full(10, folds.CB_LENGTH), rel=0.25)
+
+
+def test_tables_of_amino_acids_have_their_published_order_and_sum():
+    for name, order, total in (("HYDROPHOBICITY", "IVLFCMAGTSWYPHDENQKR", -9.8),
+                               ("VOLUME", "WYFRKILMHQVETNPDCSAG", 2825.2),
+                               ("COMMON", "LAGVESIKRDTPNQFYMHCW", 99.91)):
+        table = dict(zip(files.AMINO_ACIDS, getattr(natural, name), strict=True))
+        assert "".join(sorted(table, key=lambda letter: -table[letter])) == order
+        assert sum(table.values()) == pytest.approx(total)
+    charged = {letter: x for letter, x in zip(files.AMINO_ACIDS, natural.CHARGE, strict=True) if x}
+    assert charged == dict(D=-1, E=-1, H=0.3, K=1, R=1)
 
 
 def test_natural_alignments_covary_where_residues_touch():
@@ -277,7 +227,6 @@ def test_natural_batches_are_a_function_of_their_step():
 
 
 # --- Coevolution features --------------------------------------------------------------------------------
-
 
 def test_covariance_by_hand():
     """Rows AC, AD, GC and GD, once each: independent; AC twice and GD twice: covariance 1/4."""
@@ -392,5 +341,7 @@ def test_files_of_weights(tmp_path, monkeypatch):
         models.put_weights(nn.Linear(1, 1), dict(format="a checkpoint"), path)
     with pytest.raises(UserError, match=f"{path}: holds none of this model's weights"):
         models.put_weights(nn.Linear(1, 1), dict(other=torch.ones(1)), path)
+    with pytest.raises(UserError, match=r'another model \(Missing key\(s\) in state_dict: "bias"\.\)'):
+        models.put_weights(nn.Linear(1, 1), dict(weight=torch.ones(1, 1)), path)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert refusal("x.safetensors") == ("needs safetensors: pip install safetensors", 3)

@@ -152,7 +152,6 @@ def test_without_proc_the_system_is_asked_otherwise(tmp_path, monkeypatch):
 
 # --- What a second run does --------------------------------------------------------------------------------
 
-
 def test_a_second_run_takes_another_directory_unless_it_was_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     place = ProfilerConfig().profile_dir
@@ -254,7 +253,6 @@ def test_runs_that_overlap_are_killed_and_moved_never_mix(tmp_path):
 
 
 # --- Sessions and studies ----------------------------------------------------------------------------------
-
 
 def test_sessions_and_studies_begin_beside_one_that_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,6 @@ CPU = torch.device("cpu")
 
 # --- Master weights ---------------------------------------------------------------------------------------
 
-
 class Weights(nn.Module):
     """Parameters of so many elements, each of which counts on from the one before."""
 
@@ -194,7 +193,6 @@ def test_which_masters_fit_a_run(dtype, shard, size, kind, low):
 
 
 # --- Batches ----------------------------------------------------------------------------------------------
-
 
 class Host:
     """A tensor that notes its way to a device."""

@@ -1,4 +1,7 @@
-"""--init-from: what a new run begins with."""
+"""Model files, and --init-from: what a new run begins with."""
+import dataclasses
+import json
+
 import pytest
 import torch
 
@@ -31,10 +34,68 @@ def test_an_average_begins_with_the_weights_too(masters, tmp_path):
     assert trainer.average.steps == 0 and trainer.average.decay == 0.99
 
 
-@pytest.mark.parametrize("weights", [None, [1], dict(a=1)])
-def test_a_model_file_without_weights_says_what_is_wrong(weights, tmp_path):
-    path = tmp_path / "m.pt"
-    torch.save(dict(format=models.format_of(tof.PROGRAM), config={}, card={}, model=weights), path)
+CARD, BIAS = dict(about="for tests", scores=[0.5, None]), "masked_msa_head.bias"
+
+
+def a_model(**fusion):
+    torch.manual_seed(0)
+    return tof.TinyOpenFoldV2(tof.PROGRAM.settings(**SIZES).model, tof.FusionConfig(**fusion))
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    model = a_model()
+    models.save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, CARD)
+    return tmp_path / "m.pt"
+
+
+def test_a_model_file_is_small_and_whole(model_file):
+    model, saved = a_model(), models.read_model(model_file, tof.PROGRAM)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert model_file.stat().st_size < 2 * parameters + 1000 * len(model.state_dict())
+    resized = dict(num_seqs=model.config.num_seqs, seq_len=model.config.seq_len)
+    assert saved.card == CARD and dataclasses.replace(saved.config, **resized) == model.config
+    assert all(torch.equal(saved.weights[name], weight.bfloat16().float())
+               for name, weight in model.state_dict().items())
+    packed = a_model(enable_projection_fusion=True).state_dict()
+    models.save_model(model_file, tof.PROGRAM, packed, model.config, CARD)
+    assert models.read_model(model_file, tof.PROGRAM).weights.keys() == saved.weights.keys()
+
+
+@pytest.mark.parametrize("words, change", [
+    ("names of model", lambda saved: saved["model"].pop(BIAS)),
+    ("names of model", lambda saved: saved["model"].update(more=torch.zeros(1))),
+    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(5)})),
+    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.full((23,), float("nan"))})),
+    (f"model {BIAS}", lambda saved: saved["model"].update({BIAS: torch.zeros(23, dtype=torch.int64)})),
+    *(("model", lambda saved, wrong=wrong: saved.update(model=wrong)) for wrong in (None, [1], dict(a=1))),
+    ("model", lambda saved: saved["model"].update(x=1)),
+    ("config or card", lambda saved: saved.update(config=None)),
+    ("config or card", lambda saved: saved["config"].update(x=1)),
+    ("config or card", lambda saved: saved["config"].update(msa_heads=3)),
+    ("config or card", lambda saved: saved["config"].update(num_blocks=10 ** 9)),
+    ("config or card", lambda saved: saved["config"].update(pair_dim=2 * 10 ** 9)),
+    ("names of model", lambda saved: saved["config"].update(num_blocks=3)),
+    ("config or card", lambda saved: saved.update(card=None)),
+    ("config or card", lambda saved: saved["card"].update(x=json.loads(51 * "[" + 51 * "]"))),
+    ("config or card", lambda saved: saved["card"].update(x=float("nan")))])
+def test_a_model_file_that_cannot_be_used_says_what_of_it(model_file, words, change):
+    saved = torch.load(model_file, weights_only=True)
+    del saved["digest"]
+    change(saved)
+    torch.save(saved, model_file)
     with pytest.raises(UserError) as caught:
-        models.read_model(path, tof.PROGRAM)
-    assert str(caught.value) == f"model {path}: damaged, or of another version: model cannot be used"
+        models.read_model(model_file, tof.PROGRAM)
+    assert str(caught.value) == f"model {model_file}: damaged, or of another version: {words} cannot be used"
+
+
+def test_foreign_files_and_weights_are_refused(model_file, tmp_path):
+    for content in ([1], dict(format="second_program model 1"), dict()):
+        torch.save(content, tmp_path / "c.pt")
+        with pytest.raises(UserError, match="neither a model file nor a checkpoint of tiny_openfold_v2.py"):
+            models.read_model(tmp_path / "c.pt", tof.PROGRAM)
+    model, before = a_model(), model_file.read_bytes()
+    weights = dict(model.state_dict(), **{BIAS: torch.full((23,), float("inf"))})
+    with pytest.raises(UserError, match="cannot be saved"):
+        models.save_model(model_file, tof.PROGRAM, weights, model.config, CARD)
+    assert model_file.read_bytes() == before

@@ -43,13 +43,6 @@ def directory_of(whole):
     return starts
 
 
-def test_what_is_written_is_read(path):
-    found = read_saved(path)
-    assert torch.equal(found["numbers"], CONTENT["numbers"]) and found["one"] == 7
-    assert found["deep"]["half"][0].dtype == torch.bfloat16 and found["empty"].numel() == 0
-    assert found["digest"] == saved.digest(CONTENT)
-
-
 @pytest.mark.parametrize("at, bits", [(38, 0x10), (38, 1), (10, 8), (20, 1), (24, 1), (8, 1), (9, 1)])
 def test_no_entry_can_be_called_a_directory_or_anything_else(at, bits, path):
     """torch.load() takes a directory's bytes from memory that nobody wrote. The rest: compressed, of two
@@ -157,7 +150,6 @@ def test_nothing_is_saved_that_could_not_be_read(kind, tmp_path):
 
 # --- --weights ------------------------------------------------------------------------------------------
 
-
 def test_weights_are_read_like_a_checkpoint(tmp_path):
     path, layer = tmp_path / "w.pt", nn.Linear(2, 3)
     torch.save(layer.state_dict(), path)
@@ -205,7 +197,6 @@ def test_safetensors(tmp_path, monkeypatch):
 
 
 # --- --contacts -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("key", ["contact_probability", "distances"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

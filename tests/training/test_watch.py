@@ -36,7 +36,6 @@ def rank_1_of_2(monkeypatch):
 
 # --- How they meet ----------------------------------------------------------------------------------------
 
-
 def settings(sharing=1, profile_rank="all"):
     return SimpleNamespace(training=SimpleNamespace(collective_timeout=7, sequence_parallel=sharing),
                            profiler=SimpleNamespace(profile_rank=profile_rank))
@@ -119,7 +118,6 @@ def test_what_is_for_one_process_says_so_once(rank_1_of_2, monkeypatch):
 
 
 # --- How they end -----------------------------------------------------------------------------------------
-
 
 def ending(run):
     """The exit code of a program that does this."""
@@ -237,7 +235,6 @@ def test_what_is_put_back_after_an_error_only_alone():
 
 
 # --- The watch --------------------------------------------------------------------------------------------
-
 
 class Clock:
     """time, which only sleep() turns on; then(time) happens there."""
