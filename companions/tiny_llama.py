@@ -56,7 +56,7 @@ class LlamaTraining(TrainingConfig):
                        metavar="PATH")
     eval_windows: int = option(512, "windows of --seq-len bytes in an evaluation", low=1)
     compare_ultra: bool = option(
-        False, "instead of training: one kernel a block, beside CUDA graphs and torch.compile, four shapes",
+        False, "one kernel a block, beside CUDA graphs and torch.compile, four shapes",
         mode=("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "seed", "device",
               "profile_dir", "json"))
     weights: str = option(None, "LLaMA weights to begin with: a state dict, .safetensors or .pt", type=str,
@@ -79,7 +79,7 @@ class LlamaSwitches(Switches):
         False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward", rung=7)
-    enable_pointwise_kernel: bool = option(False, "SwiGLU and rotary turns in Triton", ultra=True, rung=5)
+    enable_pointwise_kernel: bool = option(False, "SwiGLU and rotary positions in Triton", ultra=True, rung=5)
     enable_ultra_block: bool = option(False, "one persistent Triton kernel a block; backward recomputes")
 
     def idle(self, settings, on_gpu):

@@ -227,5 +227,5 @@ def test_check_of_predictions_prints_errors(capsys):
                                            [dict(batch_size=1, seq_len=12, num_seqs=4)])
     assert abs(checks[0]["peak_error_percent"]) < 5 and checks[0]["time_ratio"] > 0
     assert predictions.prediction_rows(checks, PROGRAM.axes)[1][:3] == ["1", "12", "4"]
-    assert predictions.errors_line(checks).startswith("Over 1 shapes")
+    assert predictions.errors_line(checks).startswith("Over 1 shape: ")
     assert predictions.errors_line([dict(reason="x")]) == "No shape could be measured"
