@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """A laboratory of kernel fusion: five patterns, and the conv layer, each written several ways.
 
-    python companions/fusion_patterns.py                      # everything at the sizes of this machine
+    python companions/fusion_patterns.py              # everything
     python companions/fusion_patterns.py --patterns "topk scores" --rounds 20
-    python companions/fusion_patterns.py --retune             # first find the best tiles for this GPU
+    python companions/fusion_patterns.py --retune     # first the best tiles
     python companions/fusion_patterns.py --targets "sm_90 gfx90a gfx942 gfx950"
 
 Plain PyTorch, torch.compile, our Triton kernels (companions/kernels/pattern_*.py, forward and backward), the

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyLlama V2: LLaMA in one file, with its kernel fusions as switches.
 
-    python companions/tiny_llama.py                       # a model of bytes learns Python
-    python companions/tiny_llama.py --compare-fusion      # what each switch buys
-    python companions/tiny_llama.py --data FILE           # your text
-    python companions/tiny_llama.py --weights model.safetensors --num-layers 22 ...
+    python companions/tiny_llama.py                     # bytes of Python
+    python companions/tiny_llama.py --compare-fusion    # what a switch buys
+    python companions/tiny_llama.py --data FILE         # your text
+    python companions/tiny_llama.py --weights FILE --num-layers 22
 
 LLaMA (Touvron et al. 2023) as in transformers, under its parameter names: pre-norm RMSNorm, rotary positions,
 grouped-query attention, SwiGLU. It reads bytes of the standard library of the Python that runs it: nothing
