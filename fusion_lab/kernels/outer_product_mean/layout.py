@@ -308,7 +308,7 @@ def projects(weight):
 
 def outer_layout(left, right, weight, bias, scale=1.0, residual=None, recompute=False):
     """[residual +] scale (weight vec(sum over n of left[n, i] right[n, j]^T) + bias), (B, S, S, c), in
-    autocast's dtype, or the residual's; scale is a number. recompute: backward makes the sum over n anew."""
+    autocast's dtype, or the residual's; scale is a number. recompute: backward recomputes the sum over n."""
     (B, _, S, h), c = left.shape, len(weight)
     check_shapes(("right", right, tuple(left.shape)), ("weight", weight, (c, h * h)), ("bias", bias, (c,)),
                  ("residual", residual, (B, S, S, c)))
