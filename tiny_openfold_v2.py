@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyOpenFold V2: AlphaFold 2's Evoformer in one file, with every kernel fusion as a switch.
 
-    python tiny_openfold_v2.py                              # --demo: a small first run
-    python tiny_openfold_v2.py --demo --disable-all-fusion  # the same, nothing fused
-    python tiny_openfold_v2.py --verify-accuracy            # fusion changes roundings alone
-    python tiny_openfold_v2.py --data DIR                   # train on your alignments
+    python tiny_openfold_v2.py                              # a small first run
+    python tiny_openfold_v2.py --demo --disable-all-fusion  # nothing fused
+    python tiny_openfold_v2.py --verify-accuracy            # the same numbers?
+    python tiny_openfold_v2.py --data DIR                   # your alignments
 
 Reading order: FusedEvoformerBlock, then the sub-layers above it in the order it calls them. Fused and plain
 code stand side by side in attend(), in the sub-layers and in PackedProjections (kernels/library/packing.py in

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """A laboratory of kernel fusion: five patterns, and the conv layer, each written several ways.
 
-    python companions/fusion_patterns.py                      # everything at the sizes of this machine
+    python companions/fusion_patterns.py              # everything
     python companions/fusion_patterns.py --patterns "topk scores" --rounds 20
-    python companions/fusion_patterns.py --retune             # first find the best tiles for this GPU
+    python companions/fusion_patterns.py --retune     # first the best tiles
     python companions/fusion_patterns.py --targets "sm_90 gfx90a gfx942 gfx950"
 
 Plain PyTorch, torch.compile, our Triton kernels (companions/kernels/pattern_*.py, forward and backward), the
@@ -274,8 +274,9 @@ def arguments_of(argv):
     summary, _, rest = __doc__.partition("\n")
     parser = Parser(prog="fusion_patterns.py", description=summary, epilog=f"{rest}\n{files.EXIT_CODES}")
     parser.add_argument("--patterns", metavar='"NAME ..."', default=" ".join(USUAL),
-                        help="only these, silu too (default: %(default)s)")
-    parser.add_argument("--rounds", type=whole_number(2), default=9, metavar="N", help="(default: 9)")
+                        help="only these; silu is one more (default: %(default)s)")
+    parser.add_argument("--rounds", type=whole_number(2), default=9, metavar="N",
+                        help="times each way is timed (default: 9)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: auto)")
     parser.add_argument("--targets", metavar='"NAME ..."', default="sm_90 gfx942",
                         help="GPUs to compile for that are not here (default: %(default)s)")

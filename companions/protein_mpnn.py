@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """ProteinMPNN: which sequence folds into this backbone? In one file, with its algebra as switches.
 
-    python companions/protein_mpnn.py                       # train, built-in chains
-    python companions/protein_mpnn.py --compare-fusion      # what each switch buys
-    python companions/protein_mpnn.py --data DIR --holdout-fraction 0.25   # on your structures
-    python companions/protein_mpnn.py --design X.pdb --weights FILE        # sequences as FASTA
+    python companions/protein_mpnn.py                    # a small first run
+    python companions/protein_mpnn.py --compare-fusion   # what a switch buys
+    python companions/protein_mpnn.py --data DIR         # your structures
+    python companions/protein_mpnn.py --design X.pdb --weights FILE
 
 Dauparas et al. 2022 (doi:10.1126/science.add2187), under its authors' parameter names, so that their weights
 load (--weights). Reading order: first_layer and Messages, where fused and plain code stand side by side, then

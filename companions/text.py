@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import UserError, counted
 from fusion_lab.training.reading import read_regular
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -72,8 +72,8 @@ class Bytes:
 
     def describe(self):
         what = self.training.data or f"standard library of Python {platform.python_version()}"
-        return (f"{what}, {len(self.names)} files ({len(self.seen) / 1e6:.2f} MB), {len(self.held_out)} "
-                f"held out ({len(self.unseen) / 1e6:.2f} MB), sha256 {self.sha256[:12]}")
+        return (f"{what}, {counted(len(self.names), 'file')} ({len(self.seen) / 1e6:.2f} MB), "
+                f"{len(self.held_out)} held out ({len(self.unseen) / 1e6:.2f} MB), sha256 {self.sha256[:12]}")
 
     def windows(self, text, starts):
         ids = torch.from_numpy(text[np.add.outer(starts, np.arange(self.length + 1))].astype(np.int64))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """TinyLlama V2: LLaMA in one file, with its kernel fusions as switches.
 
-    python companions/tiny_llama.py                       # a model of bytes learns Python
-    python companions/tiny_llama.py --compare-fusion      # what each switch buys
-    python companions/tiny_llama.py --data FILE           # your text
-    python companions/tiny_llama.py --weights model.safetensors --num-layers 22 ...
+    python companions/tiny_llama.py                     # bytes of Python
+    python companions/tiny_llama.py --compare-fusion    # what a switch buys
+    python companions/tiny_llama.py --data FILE         # your text
+    python companions/tiny_llama.py --weights FILE --num-layers 22
 
 LLaMA (Touvron et al. 2023) as in transformers, under its parameter names: pre-norm RMSNorm, rotary positions,
 grouped-query attention, SwiGLU. It reads bytes of the standard library of the Python that runs it: nothing
@@ -56,7 +56,7 @@ class LlamaTraining(TrainingConfig):
                        metavar="PATH")
     eval_windows: int = option(512, "windows of --seq-len bytes in an evaluation", low=1)
     compare_ultra: bool = option(
-        False, "instead of training: one kernel a block, beside CUDA graphs and torch.compile, four shapes",
+        False, "one kernel a block, beside CUDA graphs and torch.compile, four shapes",
         mode=("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "seed", "device",
               "profile_dir", "json"))
     weights: str = option(None, "LLaMA weights to begin with: a state dict, .safetensors or .pt", type=str,
@@ -79,7 +79,7 @@ class LlamaSwitches(Switches):
         False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6)
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward", rung=7)
-    enable_pointwise_kernel: bool = option(False, "SwiGLU and rotary turns in Triton", ultra=True, rung=5)
+    enable_pointwise_kernel: bool = option(False, "SwiGLU and rotary positions in Triton", ultra=True, rung=5)
     enable_ultra_block: bool = option(False, "one persistent Triton kernel a block; backward recomputes")
 
     def idle(self, settings, on_gpu):

@@ -3,9 +3,9 @@
     backbone = read_backbone("1a3a.pdb", "A")    # backbone.atoms (L, 4, 3), backbone.tokens (L,)
     backbones = load_backbones("families/")      # every NAME.pdb or NAME.cif, with NAME.a3m if that is there
 
-A missing O is put into the plane of its peptide bond; residues that lack another atom are left out, `places`
-says how far apart the others are. Letters in
-shapes: L residues, R sequences that are said to fold like this.
+A missing O is put into the plane of its peptide bond; residues that lack another atom are left out, and
+`positions` says how far apart the others are. Letters in shapes: L residues, R
+sequences that are said to fold like this.
 """
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from proteins import files
 from proteins.files import GAP, LETTERS, UNKNOWN, DataError
 from proteins.synthetic import random_chains
 
-BETWEEN_CHAINS = 100  # places
+BETWEEN_CHAINS = 100  # positions
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Backbone:
     name: str
     tokens: np.ndarray  # (L,) int64, 0..19 or UNKNOWN
     atoms: np.ndarray   # (L, 4, 3) float32: N, CA, C, O, Å
-    places: np.ndarray  # (L,) int64, along the sequence
+    positions: np.ndarray  # (L,) int64, along the sequence
     chains: np.ndarray  # (L,) int64, 0 for the first chain
     rows: np.ndarray    # (R, L) int64 sequences, the protein's own first; UNKNOWN where there is a gap
     labels: tuple = ()  # (L,) chain and residue number as in the file: "A52"
@@ -62,11 +62,12 @@ def read_backbone(path, chain=None):
         parts.append((found.sequence[whole], backbone[whole], start + whole,
                       np.full(len(whole), number), [found.name + str(found.numbers[i]) for i in whole]))
         start += len(found.sequence) + BETWEEN_CHAINS
-    tokens, atoms, places, chains, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
+    tokens, atoms, positions, chains, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
     if not len(tokens):
         raise DataError(f"{path}: no residue has all of N, CA, C and O")
     tokens = known(tokens)
-    return Backbone(files.split_suffix(path)[0], tokens, atoms, places, chains, tokens[None], tuple(labels))
+    return Backbone(files.split_suffix(path)[0], tokens, atoms, positions, chains, tokens[None],
+                    tuple(labels))
 
 
 def of_family(protein):
@@ -116,7 +117,7 @@ BEST_RECOVERY = 1 - NOISE + NOISE / 20
 
 
 def built_in(seed, index, length):
-    """Backbone number `index` of the world `seed`: a compact random chain, in which burial and the turn at
+    """Backbone number `index` of the world `seed`: a compact random chain, in which burial and the bend at
     each CA atom choose one of the 20 residues."""
     rng = np.random.default_rng((seed, int(index)))
     alpha = random_chains(rng.standard_normal((1, length + 3, 3)))[0]  # a residue more at either end
@@ -125,9 +126,9 @@ def built_in(seed, index, length):
     carbon = here + 1.52 * ahead
     side = np.cross(back, ahead)
     oxygen = carbon + 1.23 * side / np.linalg.norm(side, axis=1, keepdims=True).clip(1e-6)
-    turn = np.digitize(np.arccos((back * ahead).sum(1).clip(-1, 1)), TURNED)
+    bend = np.digitize(np.arccos((back * ahead).sum(1).clip(-1, 1)), TURNED)
     near = (np.linalg.norm(here[:, None] - here, axis=2) < NEAR).sum(1)
-    tokens = 5 * np.digitize(near, BURIED) + turn
+    tokens = 5 * np.digitize(near, BURIED) + bend
     tokens = np.where(rng.random(len(here)) < NOISE, rng.integers(0, 20, len(here)), tokens)[:length]
     atoms = np.stack([here + 1.46 * back, here, carbon, oxygen], axis=1).astype(np.float32)[:length]
     return Backbone(f"synthetic-{index}", tokens, atoms, np.arange(length), np.zeros(length, np.int64),

@@ -35,17 +35,17 @@ def sample_of(backbone, tokens, length, start=0):
     """Arrays of one sample, padded to length: X, S, mask, residue_idx, chain."""
     part = slice(start, start + length)
     arrays = (backbone.atoms[part], tokens[part], np.ones(len(tokens[part]), np.float32),
-              backbone.places[part], backbone.chains[part])
+              backbone.positions[part], backbone.chains[part])
     return [np.pad(a, [(0, length - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
 
 
 def assemble(samples, rng, neighbors, noise=0.0):
     """A batch of such samples: graph by noisy coordinates, a random decoding order, padding last in it."""
-    X, S, mask, places, chains = (np.stack(part) for part in zip(*samples, strict=True))
+    X, S, mask, positions, chains = (np.stack(part) for part in zip(*samples, strict=True))
     order = (rng.random(S.shape) + (1 - mask)).argsort(axis=1)
     X = X + noise * rng.standard_normal(X.shape)
     targets = np.where((S < UNKNOWN) & (mask > 0), S, -1)
-    batch = dict(X=X.astype(np.float32), S=S, mask=mask, residue_idx=places, chain=chains,
+    batch = dict(X=X.astype(np.float32), S=S, mask=mask, residue_idx=positions, chain=chains,
                  decoding_order=order, targets=targets)
     batch = {key: torch.from_numpy(array) for key, array in batch.items()}
     return batch | dict(E_idx=nearest(batch["X"], batch["mask"], neighbors))
@@ -131,7 +131,8 @@ def masked_batch(settings, device):
         b = source.made(i)
         b.chains[length // 2:], b.tokens[1] = 1, UNKNOWN
         short = length - (length // 4) * (i + 1 == settings.training.batch_size)
-        whole = Backbone(b.name, b.tokens[:short], b.atoms[:short], b.places[:short], b.chains[:short], None)
+        whole = Backbone(b.name, b.tokens[:short], b.atoms[:short], b.positions[:short], b.chains[:short],
+                         None)
         samples.append(sample_of(whole, whole.tokens, length))
     return to_device(assemble(samples, rng, settings.model.neighbors), device)
 

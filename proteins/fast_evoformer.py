@@ -77,18 +77,18 @@ class AttentionTwin(SubLayerTwin):
     """Of rows, columns and triangles: the sub-layer from LayerNorm to residual in kernels."""
 
     def takes(self, x):
-        return self.plan.attention and dispatch.projects(x, self.heads)
+        return self.plan.attention and dispatch.takes_attention_layer(x, self.heads)
 
-    def layer(self, x, axis, key_mask, onto, factors, bias=None, head=None):
-        """The whole sub-layer in kernels. The bias (B, H, L, L) is given or projected by `head`."""
+    def layer(self, x, axis, key_mask, onto, factors, bias=None, bias_proj=None):
+        """The whole sub-layer in kernels. The bias (B, H, L, L) is given, or projected by bias_proj."""
         weight, gate_bias = self.packed(*self.QKV, "gate_proj")
         return dispatch.attention_layer(x, self.layer_norm, weight, gate_bias, self.o_proj, self.heads, axis,
-                                        bias, head, key_mask, onto, factors, self.plan.recompute)
+                                        bias, bias_proj, key_mask, onto, factors, self.plan.recompute)
 
     def attention(self, x, axis, key_mask=None, bias=None):
         """The plain one; where only its heads fit, our kernel between the library's projections."""
         bias = bias if bias is None else self.plan.ranks.gather(bias, 2)  # (B, H, L / K, L) -> (B, H, L, L)
-        if not (self.plan.attention and dispatch.attends(x, self.heads)):
+        if not (self.plan.attention and dispatch.takes_attention(x, self.heads)):
             return super().attention(x, axis, key_mask, bias)
         wide = getattr(self, "qkv_gate_proj", None)  # its result lacks the gate's bias: the kernel adds that
         projected, gate_bias = ([wide(x)], wide.bias) if wide else (self.project(x), None)
@@ -106,7 +106,7 @@ class RowAttentionTwin(AttentionTwin):
         return new if onto is None else (new, pair)
 
     def bias_and_pair(self, pair):
-        if self.plan.attention and dispatch.projects_bias(pair, self.heads):
+        if self.plan.attention and dispatch.takes_head_bias(pair, self.heads):
             return dispatch.head_bias(self.pair_bias_proj, pair, self.pair_norm)
         return self.bias(pair), pair
 
@@ -124,17 +124,17 @@ class ColumnAttentionTwin(AttentionTwin):
 
 class TriangleAttentionTwin(AttentionTwin):
     def by_kernel(self, pair, seq_mask=None, onto=None, factors=None):
-        # with `head` the kernels project the bias and, for axis 1, read it transposed
-        axis, bias, head = 2 if self.starting else 1, None, self.triangle_bias_proj
+        # given bias_proj, the kernels project the bias and, for axis 1, read it transposed
+        axis, bias, bias_proj = 2 if self.starting else 1, None, self.triangle_bias_proj
         if self.plan.ranks.size > 1:  # the kernel projects biases of whole pair tensors alone
-            bias, head = dispatch.head_bias(head, pair, self.layer_norm)[0], None
+            bias, bias_proj = dispatch.head_bias(bias_proj, pair, self.layer_norm)[0], None
             bias = self.plan.ranks.gather(bias if self.starting else bias.mT, 2)
-        return self.layer(pair, axis, seq_mask, onto, factors, bias, head)
+        return self.layer(pair, axis, seq_mask, onto, factors, bias, bias_proj)
 
 
 class TransitionTwin(SubLayerTwin):
     def takes(self, x):
-        return self.plan.transition and dispatch.wraps(x)
+        return self.plan.transition and dispatch.takes_transition(x)
 
     def by_kernel(self, x, onto=None, factors=None):  # transitions have no dropout
         return dispatch.transition_layer(x, self.layer_norm, self.linear1, self.linear2, onto,
@@ -169,7 +169,7 @@ class OuterProductMeanTwin(SubLayerTwin):
 
     def by_kernel(self, msa, row_mask, onto):
         """(update or onto + update, msa)"""
-        if dispatch.projects_sides(msa, self.widths["left_proj"]):
+        if dispatch.takes_outer_sides(msa, self.widths["left_proj"]):
             left, right, msa = dispatch.sides(msa, self.layer_norm, *self.packed(*self.SIDES))
         else:
             left, right = self.project(self.layer_norm(msa))
@@ -215,26 +215,26 @@ class TriangleMultiplicationTwin(SubLayerTwin):
 
 
 class BlockTwin:
-    """Alg. 6 again: sub-layers add to the residual, two hand on what they read, ranks exchange parts."""
+    """Alg. 6 with twins: sub-layers add to the residual, two hand on what they read, ranks exchange parts."""
 
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
-        """As the plain one. A rank has S / K columns of msa and S / K rows of pair, masks whole. turn()
+        """As the plain one. A rank has S / K columns of msa and S / K rows of pair, masks whole. reshard()
         exchanges columns for rows, so that attention finds its axis whole. Dropout's factors have size 1
         along the axis that is split, and ranks of one sample draw the same."""
         ranks, rows = self.plan.ranks, msa.shape[1]
         along_1, along_2 = (partial(self.dropout_factors, dim=dim) for dim in (1, 2))
-        msa = ranks.turn(msa, 2, 1)  # (B, N / K, S, c_m)
+        msa = ranks.reshard(msa, 2, 1)  # (B, N / K, S, c_m)
         msa, pair = self.msa_row_attention(msa, pair, seq_mask, onto=msa, draw=along_1)
-        msa = ranks.turn(msa, 1, 2, rows)  # (B, N, S / K, c_m)
+        msa = ranks.reshard(msa, 1, 2, rows)  # (B, N, S / K, c_m)
         msa = self.msa_column_attention(msa, row_mask, onto=msa)
         msa = self.msa_transition(msa, onto=msa)
         pair, msa = self.outer_product_mean(msa, row_mask, onto=pair)  # (B, S / K, S, c_z)
         pair = self.triangle_mult_outgoing(pair, seq_mask, onto=pair, draw=along_1)
         pair = self.triangle_mult_incoming(pair, seq_mask, onto=pair, draw=along_1)
         pair = self.triangle_attn_starting(pair, seq_mask, onto=pair, draw=along_1)
-        pair = ranks.turn(pair, 1, 2)  # (B, S, S / K, c_z)
+        pair = ranks.reshard(pair, 1, 2)  # (B, S, S / K, c_z)
         pair = self.triangle_attn_ending(pair, seq_mask, onto=pair, draw=along_2)
-        pair = ranks.turn(pair, 2, 1)  # (B, S / K, S, c_z)
+        pair = ranks.reshard(pair, 2, 1)  # (B, S / K, S, c_z)
         pair = self.pair_transition(pair, onto=pair)
         return msa, pair
 

@@ -320,8 +320,8 @@ def _read_chain(structure, model_chain):
                   gemmi.find_tabulated_residue(parents.get(name, "")).one_letter_code) for name in names)
         return _tokens("".join(next(filter(str.isalpha, pair), "X") for pair in codes).encode())
 
-    places = itertools.groupby(polymer, key=lambda residue: (residue.seqid.num, residue.seqid.icode))
-    residues = [max(place, key=lambda r: max((atom.occ for atom in r), default=0)) for _, place in places]
+    sites = itertools.groupby(polymer, key=lambda residue: (residue.seqid.num, residue.seqid.icode))
+    residues = [max(site, key=lambda r: max((atom.occ for atom in r), default=0)) for _, site in sites]
     observed = tokens([residue.name for residue in residues])
     full = tokens([gemmi.Entity.first_mon(name) for name in (entity.full_sequence if entity else [])])
     labels = np.array([residue.label_seq or 0 for residue in residues]) - 1
@@ -371,9 +371,9 @@ def map_query(query, chain):
         whole = np.arange(len(chain.sequence) + 1)
         attempts.insert(0, (whole[:-1], np.isin(whole, (0, whole[-1]))))
     results = []
-    for places, breaks in attempts:
-        aligned = align(query, chain.sequence[places], breaks, UNKNOWN)
-        index = np.where((aligned >= 0) & chain.seen[places[aligned]], places[aligned], -1)
+    for positions, breaks in attempts:
+        aligned = align(query, chain.sequence[positions], breaks, UNKNOWN)
+        index = np.where((aligned >= 0) & chain.seen[positions[aligned]], positions[aligned], -1)
         known = (index >= 0) & (query < UNKNOWN) & (chain.sequence[index] < UNKNOWN)
         identical = int((query == chain.sequence[index])[known].sum())
         results.append((index, identical, int(known.sum()) - identical))

@@ -20,9 +20,9 @@ DENSITY = (0.9, 2.2)  # contacts of a residue, from the least to the most that a
 
 def helix(length):
     """(length, 3) CA atoms along y, centred."""
-    turn = np.arange(length) * HELIX_TURN
+    angle = np.arange(length) * HELIX_TURN
     rise = (np.arange(length) - (length - 1) / 2) * HELIX_RISE
-    return np.stack([HELIX_RADIUS * np.cos(turn), rise, HELIX_RADIUS * np.sin(turn)], axis=1)
+    return np.stack([HELIX_RADIUS * np.cos(angle), rise, HELIX_RADIUS * np.sin(angle)], axis=1)
 
 
 def strand(length):
@@ -50,40 +50,41 @@ def slots(rng, residues):
     layers = LAYOUTS[rng.choice(len(LAYOUTS), p=SHARES)]
     room = dict(e=9.5, h=17.0)  # residues that one takes with its loop
     width = max(residues / sum(room[kind] / dict(e=STRAND_GAP, h=HELIX_GAP)[kind] for kind in layers), 10.0)
-    places = []
+    positions = []
     for level, kind in enumerate(layers):
         gap = dict(e=STRAND_GAP, h=HELIX_GAP)[kind]
         count = max(int(round(width / gap)), 2)
         x = (np.arange(count) - (count - 1) / 2) * gap
-        places += [(kind, at, (level - (len(layers) - 1) / 2) * LAYER_GAP) for at in x]
-    return places
+        positions += [(kind, at, (level - (len(layers) - 1) / 2) * LAYER_GAP) for at in x]
+    return positions
 
 
-def route(rng, places):
-    """An order in which a chain visits the places: mostly to one that is near."""
-    left = list(range(len(places)))
-    order = [left.pop(int(rng.integers(len(left))))]
-    while left:
-        _, x, z = places[order[-1]]
-        far = np.array([abs(places[i][1] - x) + 0.7 * abs(places[i][2] - z) for i in left])
+def route(rng, positions):
+    """An order in which a chain visits the positions: mostly to one that is near."""
+    remaining = list(range(len(positions)))
+    order = [remaining.pop(int(rng.integers(len(remaining))))]
+    while remaining:
+        _, x, z = positions[order[-1]]
+        far = np.array([abs(positions[i][1] - x) + 0.7 * abs(positions[i][2] - z) for i in remaining])
         chance = np.exp(-far / 5.0)
-        order.append(left.pop(int(rng.choice(len(left), p=chance / chance.sum()))))
+        order.append(remaining.pop(int(rng.choice(len(remaining), p=chance / chance.sum()))))
     return order
 
 
 def backbone(rng, residues):
     """(about residues, 3) CA atoms of one random fold."""
-    places, chain = slots(rng, residues), []
-    for number, i in enumerate(route(rng, places)):
-        kind, x, z = places[i]
+    positions, chain = slots(rng, residues), []
+    for number, i in enumerate(route(rng, positions)):
+        kind, x, z = positions[i]
         piece = helix(int(rng.integers(9, 19))) if kind == "h" else strand(int(rng.integers(4, 9)))
         if number % 2:
             piece = piece * [1, -1, -1]  # half a turn about x: upside down, and of the same hand
         angle = TWIST * x / STRAND_GAP + rng.normal(0, 0.12) + (0.7 if kind == "h" else 0) * np.sign(z)
-        turn = np.array([[1, 0, 0], [0, np.cos(angle), -np.sin(angle)], [0, np.sin(angle), np.cos(angle)]])
-        turn = turn if kind == "e" else np.array(  # a helix lies across its layer, turned about z
-            [[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
-        piece = piece @ turn.T + [x, 0, z] + rng.normal(0, 0.5, 3)
+        cos, sin = np.cos(angle), np.sin(angle)
+        rotation = np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]])
+        if kind == "h":  # a helix lies across its layer, turned about z
+            rotation = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
+        piece = piece @ rotation.T + [x, 0, z] + rng.normal(0, 0.5, 3)
         if chain:
             chain.append(loop(chain[-1][-1], piece[0], rng))
         chain.append(piece)

@@ -100,23 +100,24 @@ def parsed(number):
 def ticks(numbers, most=8):
     """([position], [label]): round residue numbers of the file, or evenly spaced residues where the file's
     numbering has no two of them."""
-    plain = [(place, found[0]) for place, found in enumerate(map(parsed, numbers)) if found and not found[1]]
+    found = enumerate(map(parsed, numbers))
+    plain = [(position, number[0]) for position, number in found if number and not number[1]]
     for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000):
-        chosen = [(place, str(number)) for place, number in plain if number % step == 0]
+        chosen = [(position, str(number)) for position, number in plain if number % step == 0]
         if len(chosen) <= most:
             break
     if len(chosen) < 2:
-        numbered = [(place, number) for place, number in enumerate(numbers) if number]
+        numbered = [(position, number) for position, number in enumerate(numbers) if number]
         chosen = numbered[::max(1, -(-len(numbered) // most))]
-    return [place for place, _ in chosen], [label for _, label in chosen]
+    return [position for position, _ in chosen], [label for _, label in chosen]
 
 
 def jumps(numbers):
     """Positions whose number does not follow that of the residue before: the file has residues between them,
     or starts anew, though the query has nothing there. An insertion code is no jump."""
     found = [parsed(number) for number in numbers]
-    return [place for place in range(1, len(found))
-            if found[place - 1] and found[place] and found[place][0] - found[place - 1][0] not in (0, 1)]
+    return [position for position, (before, here) in enumerate(zip(found, found[1:], strict=False), 1)
+            if before and here and here[0] - before[0] not in (0, 1)]
 
 
 def runs(flags):
@@ -160,13 +161,13 @@ def draw_contacts(axis, m):
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     size = len(m.letters)
-    place = np.arange(size)
+    position = np.arange(size)
     touching = m.true < m.cutoff  # False where unknown
     image = np.ones((size, size, 3))
     if not m.precision:
         image -= 0.7 * m.probability[:, :, None]
     image[touching] = to_rgb(CONTACT)
-    image[np.abs(place[:, None] - place) < m.separation] = to_rgb(NEAR)
+    image[np.abs(position[:, None] - position) < m.separation] = to_rgb(NEAR)
     axis.imshow(image, origin="upper")
     i, j = m.chosen
     right = touching[i, j]
@@ -218,17 +219,17 @@ def draw_distances(axis, m):
 def dress(axis, m, title):
     """What both panels share: the file's numbers, jumps of them, the diagonal, hatched missing residues."""
     axis.set_title(title, fontsize=11, pad=15 if m.secondary else 6)  # above helices and strands
-    places, labels = ticks(m.numbers)
-    axis.set_xticks(places, labels)
-    axis.set_yticks(places, labels)
+    positions, labels = ticks(m.numbers)
+    axis.set_xticks(positions, labels)
+    axis.set_yticks(positions, labels)
     what = "residue number in the structure file" if m.secondary else "residue"
     axis.set(xlabel=what, ylabel=what)
     size = len(m.letters)
     axis.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color="0.6", linewidth=0.7)
     gaps = jumps(m.numbers)
-    for place in gaps:
+    for position in gaps:
         for line in (axis.axvline, axis.axhline):
-            line(place - 0.5, color="0.35", linewidth=0.6, linestyle=(0, (1, 2)))
+            line(position - 0.5, color="0.35", linewidth=0.6, linestyle=(0, (1, 2)))
     if gaps:
         axis.set_xlabel(f"{what}; dotted: it jumps")
     for first, last in runs(m.missing):

@@ -15,9 +15,9 @@ def align(query, chain, breaks, unknown):
     rows, columns = len(query), len(chain)
     known = (query[:, None] < unknown) & (chain < unknown)
     gain = np.where(query[:, None] == chain, np.int32(MATCH), np.int32(MISMATCH)) * known  # (L, C)
-    place = np.arange(columns + 1)
+    position = np.arange(columns + 1)
     query_open = np.where(breaks, 0, OPEN)
-    query_extend = np.where((place > 0) & (place < columns), EXTEND, 0)
+    query_extend = np.where((position > 0) & (position < columns), EXTEND, 0)
     chain_open = np.where(np.arange(rows + 1) < rows, OPEN, 0)
     chain_extend = np.where(np.arange(rows + 1) < rows, EXTEND, 0)
     best = np.zeros((rows + 1, columns + 1), np.int32)
@@ -27,9 +27,9 @@ def align(query, chain, breaks, unknown):
         row[1:] = best[i - 1, :-1] + gain[i - 1]
         skipped = skipped - query_extend
         np.maximum(row, skipped, out=row)
-        level = row + chain_extend[i] * place
+        level = row + chain_extend[i] * position
         row[1:] = np.maximum(row[1:], np.maximum.accumulate(level)[:-1] - chain_open[i]
-                             - chain_extend[i] * place[1:])
+                             - chain_extend[i] * position[1:])
         np.maximum(skipped, row - query_open, out=skipped)
 
     def above(first, i, j):
@@ -46,6 +46,6 @@ def align(query, chain, breaks, unknown):
         elif len(found := above(i - 1, i, j)) or len(found := above(0, i, j)):  # mostly the next one
             i = found[-1]
         else:
-            cost = chain_open[i] + chain_extend[i] * (j - place[:j])
+            cost = chain_open[i] + chain_extend[i] * (j - position[:j])
             j = np.flatnonzero(best[i, :j] - cost == best[i, j])[-1]
     return index

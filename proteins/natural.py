@@ -83,8 +83,8 @@ def couplings(draw, distances):
     """(B, S*A, S*A), symmetric: what a letter at one site adds to the logit of a letter at another.
     distances (B, S, S) in Å."""
     samples, size = distances.shape[:2]
-    place = torch.arange(size, device=distances.device)
-    apart = place[None, :] - place[:, None]
+    site = torch.arange(size, device=distances.device)
+    apart = site[None, :] - site[:, None]
     weight = ((FAR - distances) / (FAR - NEAR)).clamp(0, 1) * (apart > 0)
     weight = weight * (1 - (1 - ALONG) * (apart < 5)) * draw.factor(samples, size, size, spread=SPREAD)
     share = COUPLED * draw.factor(samples, 1, 1).clamp(max=1.4)
@@ -139,21 +139,21 @@ def inherit(x, parent):
 def begin_gaps(draw, rate, rows):
     """(B, rows, S): sites in gaps that begin in these rows; rate (B, 1, S)."""
     samples, _, size = rate.shape
-    place = torch.arange(size, device=rate.device)
+    site = torch.arange(size, device=rate.device)
     length = 1 + (draw.uniform(samples, rows, size).log() / math.log(1 - 1 / GAP_LENGTH)).floor()
-    ends = (place + length) * (draw.uniform(samples, rows, size) < rate)
-    return place < ends.cummax(2).values
+    ends = (site + length) * (draw.uniform(samples, rows, size) < rate)
+    return site < ends.cummax(2).values
 
 
 def missing_ends(draw, samples, rows, size, device):
     """(B, rows, S): rows that are fragments, and ends of the chain that the family lacks."""
-    place = torch.arange(size, device=device)
+    site = torch.arange(size, device=device)
     cut = 0.5 * size * draw.uniform(samples, rows, 1)
     left = draw.uniform(samples, rows, 1) < 0.5
-    fragment = torch.where(left, place < cut, place >= size - cut)
+    fragment = torch.where(left, site < cut, site >= size - cut)
     fragment &= draw.uniform(samples, rows, 1) < FRAGMENTS
     flank = -6 * draw.uniform(samples, 2).log() * (draw.uniform(samples, 2) < FLANKS)
-    return fragment | ((place < flank[:, :1]) | (place >= size - flank[:, 1:]))[:, None]
+    return fragment | ((site < flank[:, :1]) | (site >= size - flank[:, 1:]))[:, None]
 
 
 @torch.no_grad()

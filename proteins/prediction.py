@@ -18,7 +18,7 @@ from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.measuring.plotting import spared
 from fusion_lab.training import files as outputs
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, printable
+from fusion_lab.training.files import UserError, counted, printable
 from fusion_lab.training.machine import choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
 from fusion_lab.training.program import ROOT
@@ -90,8 +90,9 @@ def contacts(program, settings):
     outputs.require_directory(directory)
     batch = model_input(protein, saved.config, training.eval_seqs or ROWS, training.seed)
     rows = batch["msa_tokens"].shape[1]
-    print(f"Contacts of {printable(protein.name)}: {protein.length} residues, {rows} of {len(protein.msa)} "
-          f"rows, by {printable(path)} ({sum(w.numel() for w in saved.weights.values()):,} parameters)")
+    print(f"Contacts of {printable(protein.name)}: {protein.length} residues, {rows} of "
+          f"{counted(len(protein.msa), 'row')}, by {printable(path)} "
+          f"({sum(w.numel() for w in saved.weights.values()):,} parameters)")
     config = replace(saved.config, num_seqs=rows, seq_len=protein.length)
     forewarn(program, config, batch, device, amp_dtype(training, device))
     depth, kin = leaving(partial(judge, protein, batch, saved.card))
@@ -294,6 +295,7 @@ def print_precisions(found, methods):
     beside = f" and the couplings of {found.extra}" if found.extra else ""
     if found.relative["trained"]:
         print("  The model was trained on this family: its precision here says nothing of others")
-    print(f"  The model saw {found.rows} rows{beside}, the statistics {min(len(protein.msa), YARDSTICK_ROWS)}"
-          + ("" if "mean-field DCA" in methods else f"; mean-field DCA is left out above {LONGEST_FOR_DCA} "
-             "residues"))
+    missing = "" if "mean-field DCA" in methods else (
+        f"; mean-field DCA is left out above {LONGEST_FOR_DCA} residues")
+    print(f"  The model saw {counted(found.rows, 'row')}{beside}, the statistics "
+          f"{min(len(protein.msa), YARDSTICK_ROWS)}{missing}")

@@ -18,15 +18,16 @@ def hydrogen_bonds(backbone, donors):
     carbonyl /= np.linalg.norm(carbonyl, axis=1, keepdims=True).clip(0.5)
     hydrogen = np.full_like(nitrogen, np.nan)
     hydrogen[1:] = nitrogen[1:] + carbonyl[:-1]
-    place = np.arange(len(backbone))
-    bonds = np.zeros((len(place), len(place)), bool)
-    for rows in np.array_split(place, len(place) // 256 + 1):  # a ribosome's chains have to fit into memory
+    position = np.arange(len(backbone))
+    bonds = np.zeros((len(position), len(position)), bool)
+    # Some rows at a time: a ribosome's chains have to fit into memory
+    for rows in np.array_split(position, len(position) // 256 + 1):
         def inverse(first, second, rows=rows):
             return 1 / np.linalg.norm(first[rows, None] - second, axis=2).clip(0.5)
 
         energy = COUPLING * (inverse(oxygen, nitrogen) + inverse(carbon, hydrogen)
                              - inverse(oxygen, hydrogen) - inverse(carbon, nitrogen))
-        apart = np.abs(place - place[rows, None]) > 1  # neighbours share the atoms
+        apart = np.abs(position - position[rows, None]) > 1  # neighbours share the atoms
         bonds[rows] = (energy < BOND) & donors & apart
     return bonds
 
@@ -44,9 +45,9 @@ def secondary_structure(backbone, donors, broken):
     unknown = np.isnan(backbone).any(axis=(1, 2))
     if unknown.all():
         return np.full(len(backbone), UNKNOWN)
-    place = np.arange(len(backbone)) + SKIPPED * np.r_[0, np.cumsum(broken)].astype(int)
-    spread, able = np.full((place[-1] + 1, 4, 3), np.nan), np.zeros(place[-1] + 1, bool)
-    spread[place], able[place] = backbone, donors
+    position = np.arange(len(backbone)) + SKIPPED * np.r_[0, np.cumsum(broken)].astype(int)
+    spread, able = np.full((position[-1] + 1, 4, 3), np.nan), np.zeros(position[-1] + 1, bool)
+    spread[position], able[position] = backbone, donors
     bonds = hydrogen_bonds(spread, able)
 
     turns = np.diagonal(bonds, 4)  # C=O of i holds N-H of i + 4
@@ -61,5 +62,5 @@ def secondary_structure(backbone, donors, broken):
     for bridges, step in ((parallel & apart, 1), (antiparallel & apart, -1)):
         ladder = bridges & (shifted(bridges, 1, step) | shifted(bridges, -1, -step))
         strand |= ladder.any(axis=1)
-    letters = np.where(helix, HELIX, np.where(strand, STRAND, OTHER))[place]
+    letters = np.where(helix, HELIX, np.where(strand, STRAND, OTHER))[position]
     return np.where(unknown, UNKNOWN, letters)

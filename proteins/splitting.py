@@ -49,7 +49,7 @@ class SplitModel:
         return super().heads(msa, pair, own, *others)
 
     def symmetric(self, logits):
-        return logits + self.ranks.turn(logits, 1, 2).transpose(1, 2)
+        return logits + self.ranks.reshard(logits, 1, 2).transpose(1, 2)
 
     def distogram_targets(self, coords, coord_mask):
         return [self.ranks.own(whole, 1) for whole in super().distogram_targets(coords, coord_mask)]

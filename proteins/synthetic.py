@@ -18,23 +18,23 @@ def random_chains(noise):
     deviates; returns coordinates (B, S, 3) in Å. All steps at once, as a product with a (S, S) matrix."""
     steps = noise[:, 1:] + STIFFNESS * noise[:, :-1]
     steps *= BOND_LENGTH / np.linalg.norm(steps, axis=-1, keepdims=True)
-    place = np.arange(steps.shape[1])
-    decay = np.tril((1.0 - COMPACTNESS) ** (place[:, None] - place[None, :]).clip(0))
+    position = np.arange(steps.shape[1])
+    decay = np.tril((1.0 - COMPACTNESS) ** (position[:, None] - position[None, :]).clip(0))
     return decay @ steps
 
 
 def match_contacts(coords, priority, rounds=4):
     """Match residues in contact at random, each at most once: partner (B, S), itself where there is none.
     In each round the pairs that prefer each other (by priority (B, S, S)) are taken."""
-    place = np.arange(coords.shape[1])
+    position = np.arange(coords.shape[1])
     distances = np.linalg.norm(coords[:, :, None] - coords[:, None], axis=-1)  # (B, S, S)
-    far_apart = np.abs(place[:, None] - place[None, :]) >= SEPARATION
+    far_apart = np.abs(position[:, None] - position[None, :]) >= SEPARATION
     weight = (priority + priority.transpose(0, 2, 1)) * ((distances < CONTACT_DISTANCE) & far_apart)
-    partner = np.broadcast_to(place, weight.shape[:2]).copy()
+    partner = np.broadcast_to(position, weight.shape[:2]).copy()
     for _ in range(rounds):
         best = weight.argmax(axis=2)  # (B, S)
         wanted = np.take_along_axis(weight, best[:, :, None], axis=2)[:, :, 0] > 0
-        mutual = (np.take_along_axis(best, best, axis=1) == place) & wanted
+        mutual = (np.take_along_axis(best, best, axis=1) == position) & wanted
         partner = np.where(mutual, best, partner)
         weight *= ~(mutual[:, :, None] | mutual[:, None, :])
     return partner

@@ -4,14 +4,14 @@ Functions come in pairs: one says whether a kernel takes these tensors, the othe
 before the second: the second imports the kernel, by a statement that torch.compile can follow, and checks
 nothing.
 
-    whether            call
-    attends            gated_attention
-    projects           attention_layer
-    projects_bias      head_bias
-    runs               outer_layout
-    fits               two_layers, triangle_multiplication
-    wraps              transition_layer
-    projects_sides     sides
+    whether                  call
+    takes_attention          gated_attention
+    takes_attention_layer    attention_layer
+    takes_head_bias          head_bias
+    runs                     outer_layout
+    fits                     two_layers, triangle_multiplication
+    takes_transition         transition_layer
+    takes_outer_sides        sides
 
 Shapes: x (B, X, Y, c) is the MSA or the pair representation. recompute: backward recomputes what lies within
 the sub-layer, but attention's output, instead of keeping it. residual: added in the kernel, None for the
@@ -41,12 +41,12 @@ def fits(x):
     return runs(x) and x.shape[-1] in CHANNELS
 
 
-def wraps(x):
+def takes_transition(x):
     """Whether one kernel makes LayerNorm and a product of x (..., c), and one kernel their backward pass."""
     return runs(x) and x.shape[-1] in LAYER_CHANNELS
 
 
-def attends(x, heads):
+def takes_attention(x, heads):
     """Whether a kernel runs attention with so many heads over x (..., c)."""
     return triton_attends(x.is_cuda, product_dtype(x), x.shape[-1] // heads)
 
@@ -61,12 +61,12 @@ def gated_attention(projections, heads, axis, bias, keys, gate_bias):
     return kernels.gated_attention(projections, heads, axis, bias, keys, gate_bias)
 
 
-def projects(x, heads):
+def takes_attention_layer(x, heads):
     """Whether kernels run a whole attention sub-layer over x (..., c)."""
-    return takes_layer(x.shape[-1], heads) and attends(x, heads)
+    return takes_layer(x.shape[-1], heads) and takes_attention(x, heads)
 
 
-def projects_bias(x, heads):
+def takes_head_bias(x, heads):
     """Whether head_bias() takes x (..., c) and so many heads."""
     return runs(x) and takes_bias(x.shape[-1], heads)
 
@@ -78,23 +78,23 @@ def projections_by_library(**widths):
     return f"; {', '.join(names)}: projections by the library" if names else ""
 
 
-def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, head, keys, residual, drop,
+def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, bias_proj, keys, residual, drop,
                     recompute):
     """[residual +] LayerNorm, gated attention along axis and output projection of x (B, X, Y, c).
 
     weight (4 c, c) is that of q, k, v and gate, packed. The bias (B, H, L, L) is given, or made by the module
-    head from the same LayerNorm, or None. keys (B, L) or None.
+    bias_proj from the same LayerNorm, or None. keys (B, L) or None.
     """
     from fusion_lab.kernels.attention import layer as kernels
     return kernels.attention_layer(
         x, norm.weight, norm.bias, weight, gate_bias, output.weight, output.bias, heads, axis, bias,
-        None if head is None else head.weight, keys, norm.eps, residual, drop, recompute)
+        None if bias_proj is None else bias_proj.weight, keys, norm.eps, residual, drop, recompute)
 
 
-def head_bias(head, x, norm):
-    """head(norm(x)) as a bias of attention, (B, H, X, Y); and x, for whoever reads it after this."""
+def head_bias(bias_proj, x, norm):
+    """bias_proj(norm(x)) as a bias of attention, (B, H, X, Y); and x, for whoever reads it after this."""
     from fusion_lab.kernels import norm_projection as kernels
-    return kernels.norm_project(x, norm.weight, norm.bias, None, head.weight, norm.eps, True)[1:]
+    return kernels.norm_project(x, norm.weight, norm.bias, None, bias_proj.weight, norm.eps, True)[1:]
 
 
 def outer_layout(left, right, output, recompute, scale=1.0, residual=None):
@@ -106,7 +106,7 @@ def outer_layout(left, right, output, recompute, scale=1.0, residual=None):
     return kernels.outer_layout(left, right, output.weight, output.bias, scale, residual, recompute)
 
 
-def projects_sides(x, h):
+def takes_outer_sides(x, h):
     """Whether kernels project x (..., c) to both sides of an outer product, of h channels each."""
     return runs(x) and takes_sides(x.shape[-1], h)
 

@@ -88,11 +88,13 @@ def warm_up(trainer, source, stop=None):
     times, batch = [], to_device(batch_of(source, trainer.step_number, trainer.world),
                                 trainer.device)
     compiling = trainer.settings.fusion.enable_torch_compile
-    print(f"Warming up: {counted(trainer.training.warmup_steps, 'step')}, then counting memory and launches"
+    steps = trainer.training.warmup_steps
+    begins = f"Warming up: {counted(steps, 'step')}, then counting" if steps else "Counting"
+    print(f"{begins} memory and launches"
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         with while_captured(trainer):
-            for _ in range(trainer.training.warmup_steps):
+            for _ in range(steps):
                 if stop and trainer.world.heard(stop.signal) is not None:
                     break
                 started = time.perf_counter()

@@ -52,12 +52,12 @@ def make_parser(program):
     predictions.add_argument("--predict", type=flags.whole_number(), nargs=len(program.axes), default=None,
                              metavar=tuple(program.axes.values()),
                              help="least step time and peak memory of another size (default: none)")
-    predictions.add_argument("--check-prediction", action="store_true", help="predictions against "
-                             "measurement for the given size and some round it (default: off)")
+    predictions.add_argument("--check-prediction", action="store_true", help="predictions beside "
+                             "measurements, for the given size and some near it (default: off)")
     predictions.add_argument("--gpus", type=flags.whole_number(2), metavar="N", default=None, help="with "
                              "--predict: a step on so many GPUs, each with such a batch (default: one)")
-    predictions.add_argument("--link", metavar="FILE", default=None, help="what "
-                             "benchmarks/measure_scaling.py found of two GPUs, for --gpus (default: none)")
+    predictions.add_argument("--link", metavar="FILE", default=None, help="result "
+                             "of benchmarks/measure_scaling.py on two GPUs, for --gpus (default: none)")
     return parser
 
 

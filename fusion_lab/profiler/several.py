@@ -25,7 +25,7 @@ from fusion_lab.measuring.tables import code, markdown
 from fusion_lab.profiler.plots import plot_ablation
 from fusion_lab.profiler.report import comparison_lines, interleaved_line, write_lines
 from fusion_lab.profiler.session import run_session
-from fusion_lab.training.files import finite, write_json
+from fusion_lab.training.files import counted, finite, write_json
 
 SUMMARY, COMPARISON, V1_COMPARISON = "ablation_summary", "v1_comparison.md", "v1_comparison.json"
 
@@ -70,8 +70,9 @@ def summary_lines(program, settings, result):
     noise = [row["name"] for row in rows[1:] if row["measured"] and within_noise(row)]
     return ["# Ablation", "",
             f"{code(system['gpu_name'] or system['host_cpu'])}, torch {system['torch_version']}, "
-            f"{result['timestamp']}: {settings.training.num_steps} steps of every variant, in turn with a "
-            f"baseline, {sizes_text(program, settings)}. \"of X ms\": a compiled variant's own baseline.", "",
+            f"{result['timestamp']}: {counted(settings.training.num_steps, 'step')} of every variant, in "
+            f"turn with a baseline, {sizes_text(program, settings)}. "
+            "\"of X ms\": a compiled variant's own baseline.", "",
             *markdown(table(rows)), "",
             f"{WITHIN_NOISE}: {', '.join(noise) or 'none'}."]
 

@@ -266,7 +266,7 @@ def load(directory):
 def run(argv=None):
     """Print the summary of a directory; returns the exit code. Raises UserError."""
     parser = Parser(prog=PROGRAM, description=__doc__, epilog=EXIT_CODES)
-    parser.add_argument("directory", metavar="DIR")
+    parser.add_argument("directory", metavar="DIR", help="results of one run")
     parser.add_argument("--compare", metavar="EARLIER", help="result directory of an earlier run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(argv)

@@ -119,7 +119,7 @@ def add_what(add, vocabulary):
         text = f"{texts[axis.field]} (default: {quoted(axis.default)})".replace("%", "%%")
         add(flag(axis.plural), type=sizes, default=list(axis.default), metavar="LIST", help=text)
     add("--num-runs", type=whole_number(), default=3, metavar="N",
-        help="processes per point, each more narrows the intervals, which need two; may grow when a study is "
+        help="processes per point; intervals need two, more make them narrower; may grow when a study is "
              "continued (default: %(default)s)")
     add("--settings", type=setting_list(vocabulary), metavar="LIST",
         help='see below (default: "baseline fused"; with --find-batch-size: fused)')

@@ -7,7 +7,7 @@ from fusion_lab.study.records import checked
 from fusion_lab.study.results import Machine
 from fusion_lab.study.statistics import Gain, ratio_interval
 from fusion_lab.study.summary import FORMAT, PointSummary, gain_of
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import UserError, counted
 from fusion_lab.training.reading import read_json
 
 ALIKE = ("trainer_flags", "amp_dtype")  # in both studies
@@ -124,7 +124,7 @@ def check(summary, reference, min_speedup, max_regression):
         raise UserError("--check-against: this study has no point in common with the reference")
     alike = same_machine(summary, reference)
     principal = summary.vocabulary.principal(summary.study.settings)
-    print(f"\nCheck against the reference, {len(common)} points in common, "
+    print(f"\nCheck against the reference, {counted(len(common), 'point')} in common, "
           + ("same machine: step times compared" if alike else "another machine: speed-ups compared")
           + f", intervals of {100 * summary.confidence:g}%")
     counts = {kind: dict(PASS=0, FAIL=0, UNDECIDED=0) for kind in ("time", "memory")}

@@ -304,7 +304,7 @@ def method_section(summary):
     study = summary.study
     return f"""<h2 id="method">How this was measured</h2>
 <p>Every run is a process of its own: {study.warmup_steps} warm-up steps, then
-{study.num_steps} measured ones, of which the median counts. {study.num_runs} runs per point;
+{study.num_steps} measured ones, of which the median counts. {counted(study.num_runs, "run")} per point;
 a point's figure is the median over its runs, p20 and p80 are those of the steps (median over runs),
 the spread of runs is (largest - smallest) / median. {order(summary)}
 While one process measured, any other one of the study was stopped.</p>

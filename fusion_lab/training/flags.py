@@ -207,9 +207,9 @@ def make_parser(program, about=None, prog=None):
     if program.demo:
         sizes = " ".join(f"{flag(name)} {value}" for name, value in program.demo.items())
         presets.add_argument(DEMO, action="store_true", help="a first run, which learns within two minutes "
-                             f"on a CPU: {sizes}; also what no flags at all mean (default: off)")
+                             f"on a CPU: {sizes}; this is what runs without any flag (default: off)")
     presets.add_argument("--enable-all-profiling", action="store_true",
-                         help="all three profilers (default: off)")
+                         help="records all that the three flags above record (default: off)")
     add_modes(parser, program, str if about is None else lambda text: argparse.SUPPRESS)
     parser.add_argument("--program", metavar="FILE", default=None,
                         help=f"another model's file, which ends in its PROGRAM (default: {program.name})")
@@ -227,15 +227,15 @@ def add_modes(parser, program, told):
     for f in own_modes(program):
         add_flag(one_of, f, told=told)
     modes.add_argument(QUESTION, action="store_true", help=told(
-        "judge the other flags, those of a mode too, and print them, resolved, with torch, as one line of "
-        "JSON (default: off)"))
+        "check the other flags, print what they come to as one line of JSON, and end (default: off)"))
     compared = parser.add_argument_group("With --compare-fusion, and after training")
+    headline = [flag(name).removeprefix("--enable-") for name in program.headline]
     compared.add_argument("--combinations", action="store_true", help=told(
-        f"all combinations of {', '.join(program.headline) or 'no switch'} (default: off)"))
+        f"all combinations of {', '.join(headline) or 'no switch'} (default: off)"))
     compared.add_argument("--variants", metavar='"NAME ..."', default=None, help=told(
-        'only these rows, of those that it would print, such as "baseline all" (default: all)'))
+        'only these rows of the table, such as "baseline all" (default: all)'))
     compared.add_argument("--budget", metavar="SECONDS", type=seconds, default=None, help=told(
-        "until the table of the defaults is there; all rows take up to three times as long (on a GPU 1.5) "
+        "for the table of baseline and defaults; all rows take up to three times as long (on a GPU 1.5) "
         f"(default: {BUDGET:g}, none with --num-steps)"))
     compared.add_argument("--compare-with-v1", metavar="FILE", default=None, help=told(
         "after training, speed-up and memory against an earlier summary (default: none)"))

@@ -10,7 +10,7 @@ import torch
 import torch._functorch.config
 
 from fusion_lab.kernels.precision import runs_in_tf32
-from fusion_lab.training.files import NO_GPU, UserError
+from fusion_lab.training.files import NO_GPU, UserError, counted
 from fusion_lab.training.reading import read_regular
 from fusion_lab.training.torchrun import place
 
@@ -30,13 +30,13 @@ def choose_device(name):
         raise UserError(f"--device {name}: {here.size} ranks cannot share a GPU; each gets one without it")
     if here.local_size > count > 0:
         raise UserError(f"--device {name}: {here.local_size} ranks on this host, but torch "
-                        f"{torch.__version__} sees {count} GPU{'s' * (count > 1)}", code=NO_GPU)
+                        f"{torch.__version__} sees {counted(count, 'GPU')}", code=NO_GPU)
     index = index or str(here.local_rank)
     if kind != "cuda" or not index.isdecimal() or name.endswith(":"):
         raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N or N")
     if int(index) >= count:
-        raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees {count}",
-                        code=NO_GPU)
+        raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees "
+                        f"{counted(count, 'GPU')}", code=NO_GPU)
     device = torch.device("cuda", int(index))
     torch.cuda.set_device(device)
     return device

@@ -168,18 +168,18 @@ class Checkpoints(Learning):
     save_best: str = option(None, "checkpoint file of the best evaluation", type=str, training_only=True,
                             metavar="FILE")
     resume: str = option(None, "checkpoint to continue from", type=str, training_only=True, metavar="FILE")
-    init_from: str = option(None, "checkpoint or model file whose weights a new run starts from, averaged "
-                                  "if they were", type=str, training_only=True, metavar="FILE")
+    init_from: str = option(None, "checkpoint or model file with whose weights a new run starts; "
+                                  "the moving average, if any", type=str, training_only=True, metavar="FILE")
 
 
 @dataclass(frozen=True)
 class Several(Checkpoints):
     """Several GPUs, a process for each, started by torchrun."""
     collective_timeout: int = option(600, "seconds for which ranks wait for each other", low=1)
-    sequence_parallel: int = option(1, "GPUs that share each sample, of which each has a part: for samples "
-                                       "too large for one", low=1, training_only=True, metavar="K")
-    shard_optimizer: bool = option(False, "every rank keeps and updates its part of the optimizer's state "
-                                          "alone: less memory")
+    sequence_parallel: int = option(1, "GPUs that share each sample, for samples that are too large for one "
+                                       "GPU", low=1, training_only=True, metavar="K")
+    shard_optimizer: bool = option(False, "every GPU keeps and updates a part of the optimizer's state: less "
+                                          "memory")
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def test_a_backbone_is_read_as_it_was_written(tmp_path):
     [read], made = backbones.load_backbones(tmp_path), backbones.built_in(1, 0, 12)
     assert read.name == "A" and (read.tokens == made.tokens).all()
     assert np.abs(read.atoms - made.atoms).max() < 1e-3
-    assert read.labels[:2] == ("A1", "A2") and (read.places == np.arange(12)).all()
+    assert read.labels[:2] == ("A1", "A2") and (read.positions == np.arange(12)).all()
     assert backbones.fixed_residues(read, "A2-3,A12").nonzero()[0].tolist() == [1, 2, 11]
     for wrong in ("B1", "A3-2", "A13", "x"):
         with pytest.raises(DataError, match="no such residues"):
@@ -239,7 +239,7 @@ def test_residues_without_a_whole_backbone_are_left_out(tmp_path):
     lines = [line for line in path.read_text().splitlines() if not line.startswith("ATOM     17 ")]  # N of 5
     path.write_text("\n".join(lines))
     read = backbones.read_backbone(path)
-    assert len(read) == 11 and read.labels[4] == "A6" and read.places[4] == 5
+    assert len(read) == 11 and read.labels[4] == "A6" and read.positions[4] == 5
 
 
 def test_a_missing_oxygen_is_put_where_it_was(families_dir):

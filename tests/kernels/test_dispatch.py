@@ -200,15 +200,16 @@ def there(*shape, gpu=True, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("ask, fits, does_not", [
     (dispatch.runs, [(7,)], []), (dispatch.fits, [(7, 64), (7, 256)], [(64, 7), (64, 512)]),
-    (lambda x: dispatch.attends(x, 4), [(7, 512)], [(512, 520)]),
-    (lambda x: dispatch.projects(x, 4), [(7, 128)], [(128, 7), (128, 256)]),
-    (lambda x: dispatch.projects(x, 64), [(7, 64)], []), (lambda x: dispatch.projects(x, 65), [], [(7, 64)]),
-    (lambda x: dispatch.projects_bias(x, 64), [(7, 256)], [(256, 7)]),
-    (lambda x: dispatch.projects_bias(x, 65), [], [(7, 64)]),
-    (lambda x: dispatch.projects_sides(x, 32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
-    (lambda x: dispatch.projects_sides(x, 16), [(7, 64)], []),
-    (lambda x: dispatch.projects_sides(x, 8), [], [(7, 64)]),
-    (lambda x: dispatch.projects_sides(x, 64), [], [(7, 64)])])
+    (lambda x: dispatch.takes_attention(x, 4), [(7, 512)], [(512, 520)]),
+    (lambda x: dispatch.takes_attention_layer(x, 4), [(7, 128)], [(128, 7), (128, 256)]),
+    (lambda x: dispatch.takes_attention_layer(x, 64), [(7, 64)], []),
+    (lambda x: dispatch.takes_attention_layer(x, 65), [], [(7, 64)]),
+    (lambda x: dispatch.takes_head_bias(x, 64), [(7, 256)], [(256, 7)]),
+    (lambda x: dispatch.takes_head_bias(x, 65), [], [(7, 64)]),
+    (lambda x: dispatch.takes_outer_sides(x, 32), [(7, 16), (7, 128)], [(16, 7), (7, 256)]),
+    (lambda x: dispatch.takes_outer_sides(x, 16), [(7, 64)], []),
+    (lambda x: dispatch.takes_outer_sides(x, 8), [], [(7, 64)]),
+    (lambda x: dispatch.takes_outer_sides(x, 64), [], [(7, 64)])])
 def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch):
     for module in (attention_choice, dispatch):
         monkeypatch.setattr(module, "HAS_TRITON", True)

@@ -78,7 +78,7 @@ def test_a_layer_makes_the_same_again(name):
 def test_a_compiled_block_keeps_as_little_and_knows_its_operations(monkeypatch):
     """The compiler may not move what is made again into the forward pass, where it would be kept."""
     monkeypatch.setattr(dispatch, "runs", lambda x: True)
-    monkeypatch.setattr(dispatch, "attends", lambda x, heads: True)
+    monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: True)
     config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
     given, known, results, kept = [t.bfloat16() for t in check_model.tensors()], set(), [], []
 

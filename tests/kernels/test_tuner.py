@@ -166,10 +166,10 @@ def test_what_has_a_kernel(x, fits, attends, monkeypatch):
     monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: False)
     for module in (lab, attention_choice):
         monkeypatch.setattr(module, "HAS_TRITON", True)
-    assert (lab.fits(x), lab.attends(x, 4)) == (fits, attends)
+    assert (lab.fits(x), lab.takes_attention(x, 4)) == (fits, attends)
     for module in (lab, attention_choice):
         monkeypatch.setattr(module, "HAS_TRITON", False)
-    assert not lab.fits(x) and not lab.attends(x, 4)
+    assert not lab.fits(x) and not lab.takes_attention(x, 4)
 
 
 @pytest.mark.parametrize("channels, heads, whole, bias", [
@@ -179,7 +179,7 @@ def test_whose_projections_have_a_kernel(channels, heads, whole, bias, monkeypat
     for module in (lab, attention_choice):
         monkeypatch.setattr(module, "HAS_TRITON", True)
     x = on_gpu(2, 3, channels)
-    assert (lab.projects(x, heads), lab.projects_bias(x, heads)) == (whole, bias)
+    assert (lab.takes_attention_layer(x, heads), lab.takes_head_bias(x, heads)) == (whole, bias)
     assert lab.projections_by_library(MSA=(channels, heads), pair=(64, 4)) == (
         "" if whole else "; MSA: projections by the library")
 

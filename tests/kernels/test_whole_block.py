@@ -21,7 +21,7 @@ PACKINGS = dict(none=dict(enable_qkv_fusion_msa=False, enable_qkv_fusion_triangl
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(dispatch, "runs", lambda x: True)
-    monkeypatch.setattr(dispatch, "attends", lambda x, heads: True)
+    monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: True)
 
 
 def run(block):
@@ -68,7 +68,7 @@ def test_a_block_is_what_it_is_without_kernels(packing):
 def test_kernels_by_width(packing, layers, h, monkeypatch):
     """The outer product laid out, from sides with a kernel, or without; transitions round library products,
     or, of many channels, their layers."""
-    monkeypatch.setattr(dispatch, "wraps", lambda x: layers == "transition_layer")
+    monkeypatch.setattr(dispatch, "takes_transition", lambda x: layers == "transition_layer")
     (ours, plain), made = blocks(packing, h=h), []
     for name in ("outer_layout", "sides", "two_layers", "transition_layer"):
         call = getattr(dispatch, name)

@@ -204,7 +204,7 @@ def interpret_kernels():
     from tests.kernels import triton_targets
     triton_targets.mend_interpreter()
     dispatch.runs = lambda x: x.dtype == torch.float32
-    dispatch.attends = lambda x, heads: dispatch.runs(x)
+    dispatch.takes_attention = lambda x, heads: dispatch.runs(x)
 
 
 def main(names):

@@ -14,7 +14,8 @@ SMALL = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=12, msa_heads=2
                                outer_product_dim=4)
 ALL_TRITON = tof.FusionConfig(**{f"enable_triton_{name}": True for name in (
     "attention", "outer_layout", "relu", "triangle")})
-ASKED = ("runs", "fits", "wraps", "projects", "projects_bias", "attends")  # whether there is a kernel
+ASKED = ("runs", "fits", "takes_transition", "takes_attention_layer", "takes_head_bias",
+         "takes_attention")  # whether there is a kernel
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def kernels(monkeypatch):
         tof.head_bias(head, norm(pair)), pair)))
     for name in ASKED:
         monkeypatch.setattr(dispatch, name, lambda *given, name=name: asked.append((name, given)) or True)
-    monkeypatch.setattr(dispatch, "projects_sides", lambda msa, h: False)
+    monkeypatch.setattr(dispatch, "takes_outer_sides", lambda msa, h: False)
     return SimpleNamespace(calls=calls, asked=asked)
 
 
@@ -160,8 +161,8 @@ def test_every_sub_layer_hands_its_modules_and_masks_to_its_kernel(kernels):
     layer = block.pair_transition
     same(given[9], (pair + 5, layer.layer_norm, layer.linear1, layer.linear2, pair + 5, False))
     widths = {(name, *(g for g in given[1:] if isinstance(g, int))) for name, given in kernels.asked}
-    assert widths == {("projects", 2), ("projects", 3), ("projects_bias", 2),
-                      *((name,) for name in ("fits", "wraps", "runs"))}
+    assert widths == {("takes_attention_layer", 2), ("takes_attention_layer", 3), ("takes_head_bias", 2),
+                      *((name,) for name in ("fits", "takes_transition", "runs"))}
 
 
 def test_a_mask_of_rows_reaches_attention_over_them(kernels, monkeypatch):
@@ -175,7 +176,7 @@ def test_a_mask_of_rows_reaches_attention_over_them(kernels, monkeypatch):
 def test_what_a_kernel_hands_on_is_read_next(kernels, monkeypatch):
     """The pair tensor behind its bias by the outer product's residual, the MSA behind its sides by the next
     block; their gradients then pass through those kernels."""
-    monkeypatch.setattr(dispatch, "projects_sides", lambda msa, h: True)
+    monkeypatch.setattr(dispatch, "takes_outer_sides", lambda msa, h: True)
     monkeypatch.setattr(dispatch, "head_bias", lambda head, pair, norm: (torch.zeros(1), pair + 100))
     monkeypatch.setattr(dispatch, "sides", lambda msa, *_: (msa, msa, msa + 1000))
     msa, pair = inputs()
@@ -222,7 +223,7 @@ def test_kernels_take_over_where_reassociating_draws_level(samples, rows, residu
 
 def test_where_the_sides_of_an_outer_product_have_a_kernel(kernels, monkeypatch):
     made, asked = [], []
-    monkeypatch.setattr(dispatch, "projects_sides", lambda msa, h: asked.append(h) or True)
+    monkeypatch.setattr(dispatch, "takes_outer_sides", lambda msa, h: asked.append(h) or True)
     monkeypatch.setattr(dispatch, "outer_layout", lambda left, right, *_: left - right)
     monkeypatch.setattr(dispatch, "sides", lambda *given: made.append(given) or (
         given[0] + 1, given[0] - 1, given[0] + 2))
@@ -233,7 +234,7 @@ def test_where_the_sides_of_an_outer_product_have_a_kernel(kernels, monkeypatch)
     assert set(asked) == {4}
     same(made.pop(), (msa, layer.layer_norm, layer.left_right_proj.weight, layer.left_right_proj.bias))
     layer(msa[:, :1])  # re-associated
-    monkeypatch.setattr(dispatch, "projects_sides", lambda msa, h: False)
+    monkeypatch.setattr(dispatch, "takes_outer_sides", lambda msa, h: False)
     assert layer(msa, onto=pair)[1] is msa and made == []
 
 
@@ -270,8 +271,8 @@ def test_dropout_is_the_plain_blocks_where_no_kernel_runs():
 def test_attention_between_the_library_s_projections(monkeypatch):
     """Where only heads fit: packed with the gate or not, the bias turned for the ending node."""
     calls = []
-    monkeypatch.setattr(dispatch, "projects", lambda x, heads: False)
-    monkeypatch.setattr(dispatch, "attends", lambda x, heads: calls.append(heads) or True)
+    monkeypatch.setattr(dispatch, "takes_attention_layer", lambda x, heads: False)
+    monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: calls.append(heads) or True)
     monkeypatch.setattr(dispatch, "gated_attention",
                         lambda *given: calls.append(given) or given[0][0][..., :12])
     pair, keys = torch.randn(2, 7, 7, 12), torch.ones(2, 7)
@@ -317,7 +318,7 @@ def test_a_shared_sample_is_turned_so_that_attention_finds_its_axis_whole():
     """(places along axis 1, the axis that was split, the one to split, rows in all) between sub-layers."""
     block, order = block_of(tof.FusionConfig()), []
     msa, pair = inputs()
-    share(block, SimpleNamespace(turn=lambda x, *how: order.append((x.shape[1], *how)) or x, size=1,
+    share(block, SimpleNamespace(reshard=lambda x, *how: order.append((x.shape[1], *how)) or x, size=1,
                                  gather=lambda x, dim: x))
     for name in tof.SUBLAYERS:
         getattr(block, name).register_forward_hook(lambda *_, name=name: order.append(name))
@@ -337,7 +338,7 @@ def test_ranks_own_columns_of_the_msa_and_rows_of_pairs():
     fast_evoformer.swap_in(model, splitting.SplitModel)
     model.ranks = SimpleNamespace(own=lambda x, dim: owned.append((*x.shape, dim)) or x, size=1,
                                   sum=lambda x: others.append(x) or x,
-                                  turn=lambda x, *how: others.append((*x.shape, *how)) or x)
+                                  reshard=lambda x, *how: others.append((*x.shape, *how)) or x)
     loss = model(**batch)["masked_msa_loss"].item()
     assert owned == [(1, 4, 7, 8, 2), (1, 7, 7, 12, 1), (1, 4, 7, 2), (1, 7, 7, 1), (1, 7, 7, 1)]
     assert others[0] == (1, 7, 7, 64, 1, 2) and len(others) == 5  # two sums and two counts of all ranks

@@ -54,7 +54,7 @@ class Gather(torch.autograd.Function):
         return reduce_scatter(ranks_first(gradient, dim, size), name, size), None, None, None
 
 
-class Turn(torch.autograd.Function):
+class Reshard(torch.autograd.Function):
     """x (..., n, ..., K * m, ...), split along `split`, then whole there and split along `whole`:
     (..., K * n, ..., m, ...)."""
 
@@ -137,7 +137,7 @@ class Ranks:
         """x whole, from x split along dim."""
         return x if self.size == 1 else Gather.apply(x, dim, self.name, self.size)
 
-    def turn(self, x, split, whole, length=None):
+    def reshard(self, x, split, whole, length=None):
         """x split along the dimension where it was whole, and whole along that where it was split. Where it
         cannot be split evenly, zeros are appended; the way back takes all but `length` away."""
         if self.size == 1:
@@ -145,7 +145,7 @@ class Ranks:
         missing = -x.shape[whole] % self.size
         if missing:
             x = F.pad(x, [0, 0] * (x.dim() - whole - 1) + [0, missing])
-        x = Turn.apply(x, split, whole, self.name, self.size)
+        x = Reshard.apply(x, split, whole, self.name, self.size)
         return x if length in (None, x.shape[split]) else x.narrow(split, 0, length)
 
     def triangle_product(self, left, right, outgoing):

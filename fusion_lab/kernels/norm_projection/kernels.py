@@ -6,7 +6,9 @@ Letters, here and in the launchers beside this file:
     C          channels of x and out, all of them in each program
     N          outputs of the first product, a chunk of BN at a time; may be 0
     H, HEADS   heads of an attention bias; padded to a power of two, at least 16, or 0 where there are none
-    K          channels that go into the second product, a chunk of BK at a time
+    head_weight, head_bias    (H, C) weights that project such a bias, a row each head; the bias (B, H, PLANE)
+    og         what the second product reads: attention's gated output, or a transition's hidden layer
+    K          channels of og, a chunk of BK at a time
     BM         positions of a tile
 
 Every tensor is contiguous, so a tensor (B, X, Y, C) is read as a matrix (P, C).
@@ -197,6 +199,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
     # dx, with what only has to be added
     dx_tile = layer_norm_backward(dnormed, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)  # (BM, C)
     if RESIDUAL:
+        # The gradient of x as its other reader, the residual, has it
         handed_on = rows(residual + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
         if TOTAL > 0:
             store_sums(partial_sums + (2 + H) * C, c, handed_on, dtype, PRECISION, BM)

@@ -1,14 +1,14 @@
-"""The outer product mean: a Triton kernel writes its big tensor, and the gradient of that, in the layout that
-their readers want. The projection is a kernel, too, if it adds a residual. Other products are the BLAS
-library's.
+"""The outer product mean: a Triton kernel writes its large tensor, h*h numbers for every pair of positions,
+and the gradient of that, in the layout that their readers want. The projection is a kernel, too, if it adds a
+residual. Other products are the BLAS library's.
 
     out = [residual +] scale (W vec(sum over n of left[n, i] right[n, j]^T) + bias)
 
-left, right (B, N, S, h); W (c, h*h); bias (c,); residual, out (B, S, S, c). A library's product of left and
-right has rows (i, c) and columns (j, d), so it writes (i, c, j, d), while the projection reads (i, j, c, d).
-The gradient of what it reads is made with rows (i, j) and columns (c, d), while the products that make
-gradients of left and right read (i, c, j, d). A copy between the two layouts would read and write h*h numbers
-for every pair of positions.
+left, right (B, N, S, h); W (c, h*h); bias (c,); residual, out (B, S, S, c). Indices: i, j positions; u, v
+channels of left and right. A library's product of left and right has rows (i, u) and columns (j, v), so it
+writes (i, u, j, v), while the projection reads (i, j, u, v). The gradient of what it reads is made with rows
+(i, j) and columns (u, v), while the products that make gradients of left and right read (i, u, j, v). A copy
+between the two layouts would read and write h*h numbers for every pair of positions.
 
 So one kernel multiplies matrices whose rows and columns have two indices each, the middle two of which change
 places in the result:
@@ -16,8 +16,8 @@ places in the result:
     out[m1, n1, m2, n2] = scale * sum over k of a[m1, m2, k] b[k, n1, n2]
 
               a                (m1, m2)   b       (n1, n2)   k
-    forward   left             (i, c)     right   (j, d)     rows n of the alignment
-    backward  out's gradient   (i, j)     W       (c, d)     channels of out
+    forward   left             (i, u)     right   (j, v)     rows n of the alignment
+    backward  out's gradient   (i, j)     W       (u, v)     channels of out
 
 Sums are short, so most of a program is addresses, a wait for its operands and the store. So a program makes
 several tiles of columns from the same rows, and loads the next one's operand while it stores. The scale goes
@@ -119,7 +119,7 @@ def outer_product_matmul_kernel(
     One program: BM rows (m1, m2) and MANY tiles of BN columns (n1, n2) of one sample.
 
     Grid: axis 0: tiles of rows times tiles of columns, columns innermost, from the last to the first;
-    axis 1: samples.
+    axis 1: samples. (Last tiles first: from_the_end() says why.)
     WHOLE_K: BK divides K. ONE_STEP: K is no more than BK.
     LINES: the tile's rows are so many whole lines, or (1) a part of one. Its columns are whole lines, or a
     part of one. None lies beyond the last. 0: none of this. (A line: see tile_pointers().)
@@ -234,7 +234,7 @@ def forward_sizes(left, right, scale=1.0, after=None):
 
 
 def backward(gradient, weight, scale, count):
-    """That sum's gradient, by that of out: ((i, c), (j, d)) of each sample, (B, S h, S h); and partial sums
+    """That sum's gradient, by that of out: ((i, u), (j, v)) of each sample, (B, S h, S h); and partial sums
     (count, c) of scale times the sum of out's gradient over positions."""
     douter, partial_sums = backward_sizes(gradient, weight, scale, count)
     h = side_channels(weight)
@@ -308,7 +308,7 @@ def projects(weight):
 
 def outer_layout(left, right, weight, bias, scale=1.0, residual=None, recompute=False):
     """[residual +] scale (weight vec(sum over n of left[n, i] right[n, j]^T) + bias), (B, S, S, c), in
-    autocast's dtype, or the residual's; scale is a number. recompute: backward makes the sum over n anew."""
+    autocast's dtype, or the residual's; scale is a number. recompute: backward recomputes the sum over n."""
     (B, _, S, h), c = left.shape, len(weight)
     check_shapes(("right", right, tuple(left.shape)), ("weight", weight, (c, h * h)), ("bias", bias, (c,)),
                  ("residual", residual, (B, S, S, c)))

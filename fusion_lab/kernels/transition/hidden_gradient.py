@@ -71,6 +71,7 @@ def transition_hidden_gradient_kernel(
     """dh = (dy W2) * [h > 0];  db1 = sum of dh over positions: BK hidden units of K, SHARE positions of P a
     program, in tiles of BM.
 
+    Letters: P positions, C = c channels, K = u hidden units; p0, m, k, c count within them.
     Grid: axis 0: chunks of BK hidden units; axis 1: shares of the positions, from the last to the first.
     WHOLE_TILES: BM divides P. h is loaded a tile ahead: no product takes it, so the compiler does not load it
     early by itself."""
@@ -118,7 +119,8 @@ def shares(positions, channels, units, dtype):
 
 
 def launch(gradient, w2, hidden, count):
-    """dh (P, u) and partial sums (count, u) of db1 from dy (P, c), W2 (c, u) and h (P, u)."""
+    """dh (P, u) and partial sums (count, u) of db1 from dy (P, c), W2 (c, u) and h (P, u).
+    count: from shares()."""
     out, partial_sums = sizes(gradient, w2, hidden, count)
     (channels, units), positions = w2.shape, len(hidden)
     if message := unsupported(w2.dtype, channels, units):

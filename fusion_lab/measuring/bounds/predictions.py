@@ -13,6 +13,7 @@ from fusion_lab.measuring.comparison.compare import measure_alone, release
 from fusion_lab.measuring.comparison.variants import AS_GIVEN, Variant
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import counted
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 
 ATTENTION = "enable_flash_attention"  # the switch of fused attention, in every program that has one
@@ -178,6 +179,6 @@ def errors_line(checks):
         return "No shape could be measured"
     ratios = [e["time_ratio"] for e in known]
     errors = [abs(e["peak_error_percent"]) for e in known if e["peak_error_percent"] is not None]
-    return (f"Over {len(known)} shapes: measured time is {min(ratios):.2f} to {max(ratios):.2f} times the "
-            "bound" + (f" (below 1: {AT_FAULT})" if min(ratios) < 1 else "")
+    return (f"Over {counted(len(known), 'shape')}: measured time is {min(ratios):.2f} to {max(ratios):.2f} "
+            "times the bound" + (f" (below 1: {AT_FAULT})" if min(ratios) < 1 else "")
             + (f"; peak memory is off by at most {max(errors):.1f}%" if errors else ""))

@@ -37,7 +37,7 @@ from fusion_lab.measuring.comparison.worth import STEPS, add_worth, operations_b
 from fusion_lab.measuring.probe import counts_its_first_step, peak_of_two_steps, probe
 from fusion_lab.measuring.summary import dtype_name, launch_kind
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import require_writable, set_aside, write_json
+from fusion_lab.training.files import counted, require_writable, set_aside, write_json
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 from fusion_lab.training.stops import interruptible
@@ -176,7 +176,7 @@ def measure(program, variants, device, source, pace=None, table=None, gate=None,
         bring_to_life(program, variant, device, weights, supply[0])
         release()
     measured = [variant for variant in measured if not variant.reason]
-    table.note(f"{len(measured)} variants in turn{pace.left_text()}")
+    table.note(f"{counted(len(measured), 'variant')} in turn{pace.left_text()}")
     with gate or contextlib.nullcontext():
         alternate(measured, pace, supply, lambda rounds: table.progress(measured, rounds, pace))
 

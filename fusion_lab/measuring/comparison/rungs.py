@@ -13,7 +13,7 @@ from fusion_lab.measuring.comparison.rows import add_savings, not_measured
 from fusion_lab.measuring.comparison.variants import refuse_idle
 from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.measuring.turns import Guest
-from fusion_lab.training.files import OUT_OF_MEMORY
+from fusion_lab.training.files import OUT_OF_MEMORY, counted
 from fusion_lab.training.program import ROOT
 from fusion_lab.training.reading import parse_json
 
@@ -119,7 +119,7 @@ class Rungs:
     def measure(self, baseline_row, ceiling):
         """Yields a row for each variant, as soon as it is measured."""
         if self.together and self.running:
-            self.note(f"waiting for {len(self.running)} variants to compile{self.left_text()}")
+            self.note(f"waiting for {counted(len(self.running), 'variant')} to compile{self.left_text()}")
             for rung in self.running:
                 rung.heard(self.left() and COMPILING * self.left())
         again = []

@@ -7,6 +7,7 @@ from fusion_lab.measuring.bounds.roofline import AT_FAULT
 from fusion_lab.measuring.comparison.rows import not_measured, rows_of
 from fusion_lab.measuring.comparison.variants import ALL, UNMEASURED, short
 from fusion_lab.measuring.tables import aligned, cell
+from fusion_lab.training.files import counted
 
 COLUMNS = (("peak MB (saved)", "peak_memory_mb", ".1f", "peak_memory_reduction_percent"),
            ("saved act. MB (saved)", "saved_activation_mb", ".1f", "saved_activation_reduction_percent"),
@@ -23,7 +24,7 @@ def cells(row, baseline):
     speed = f"{row['speedup']:.2f}x"
     if row["name"] != baseline["name"]:
         low, high = row["speedup_low"], row["speedup_high"]
-        speed += f" ({row['rounds']} rounds)" if low is None else f" ({low:.2f}, {high:.2f})"
+        speed += f" ({counted(row['rounds'], 'round')})" if low is None else f" ({low:.2f}, {high:.2f})"
     if row["baseline_batch_time"] != baseline["median_batch_time"]:
         speed += f" of {1e3 * row['baseline_batch_time']:.2f} ms"
     line = [row["name"], "{:.2f} ({:.2f}, {:.2f})".format(*times), f"{row['samples_per_second']:.1f}", speed]
@@ -104,7 +105,7 @@ class LiveTable:
             self.add()
         if self.printed:
             print("Interrupted: these are the rounds before it; "
-                  f"{len(self.variants) - len(self.rows)} more rows were not measured")
+                  f"{counted(len(self.variants) - len(self.rows), 'more row')} not measured")
             add(not_measured(v, UNMEASURED) for v in self.variants)
             self.save(self.result)
 

@@ -158,7 +158,7 @@ def test_equal_code_is_found_again_in_the_compilers_cache():
 def test_a_block_with_kernels(made, monkeypatch):
     """Also under activation checkpointing, beside compiled code that gathers nothing."""
     monkeypatch.setattr(dispatch, "runs", lambda x: True)
-    monkeypatch.setattr(dispatch, "attends", lambda x, heads: True)
+    monkeypatch.setattr(dispatch, "takes_attention", lambda x, heads: True)
     torch.manual_seed(0)
     config = tof.TinyOpenFoldConfig(msa_dim=16, pair_dim=32, msa_heads=2, pair_heads=2, outer_product_dim=8)
     block = tof.FusedEvoformerBlock(config, tof.FusionConfig.ultra())

@@ -302,7 +302,7 @@ def test_rounds_that_a_signal_broke_off_are_in_the_table(live, capsys):
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in out[1:3]] == ["baseline", "all"]
     assert live.saved[-1] == [True, True, False]
-    assert out[3] == "Interrupted: these are the rounds before it; 1 more rows were not measured"
+    assert out[3] == "Interrupted: these are the rounds before it; 1 more row not measured"
     assert table.rows[2]["reason"] == UNMEASURED and not any("some length" in line for line in out)
 
 
