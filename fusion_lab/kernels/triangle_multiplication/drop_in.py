@@ -52,25 +52,29 @@ class Plan:
         defaults = x.new_ones(self.c), x.new_zeros(self.c)
         self.norms = *defaults, *defaults  # where they are not given
         self.given = [w is not None for w in weights]
+        self.as_they_lie = all([t is None or t.is_contiguous() for t in (x, *weights)]) and x.dim() == 4
+        self.need_cast = any([w is not None and w.dtype != dtype for w in (*weights[2:6], *weights[8:])])
 
     def packed(self, x, weights):
         """Weights as the kernels have them, operator.PARAMETERS, from those of a call."""
-        c = self.c
-        norms = [n if w is None else w.contiguous() for n, w in zip(self.norms, weights[:2] + weights[6:8],
-                                                                    strict=True)]
-        products = [torch.cat((weights[2], weights[4])), joined(x, weights[3], weights[5], 2 * c),
-                    *weights[8:12]]
-        dtype = self.dtype
-        products = [w if w is None or w.dtype is dtype and w.is_contiguous() else w.to(dtype).contiguous()
-                    for w in products]
+        if not self.as_they_lie:
+            weights = [w if w is None else w.contiguous() for w in weights]
+        (norm_in_weight, norm_in_bias, p_in, p_in_bias, g_in, g_in_bias, norm_out_weight, norm_out_bias,
+         *products) = weights
+        products = [torch.cat((p_in, g_in)), joined(x, p_in_bias, g_in_bias, 2 * self.c), *products]
+        if self.need_cast:
+            products = [w if w is None else w.to(self.dtype) for w in products]
+        norms = [default if given is None else given for default, given in zip(
+            self.norms, (norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias), strict=True)]
         return [*norms[:2], *products[:2], *norms[2:], *products[2:]]
 
     def forward(self, x, mask, weights):
         """The update, and what backward reads."""
-        pair = x.contiguous().view(self.shape)
+        pair = x if self.as_they_lie else x.contiguous().view(self.shape)
         packed = self.packed(x, weights)
-        mask = None if mask is None else mask.expand(self.shape[:3])
-        mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+        if mask is not None:
+            mask = mask if mask.shape == self.shape[:3] else mask.expand(self.shape[:3])
+            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
         if self.call is None:
             trimul.check(pair, packed, mask, None, None, self.dtype)
             self.call = trimul.Call(pair, packed, mask, None, self.outgoing)
@@ -81,23 +85,23 @@ class Plan:
                                             for name in trimul.SUMMED])
         out, *saved = trimul.forward(pair, packed, mask, None, None, self.outgoing, self.eps, self.learns,
                                      call=self.call)
-        return out.view(x.shape), (pair, mask, *saved, *packed)
+        return out if x.dim() == 4 else out.view(x.shape), (pair, mask, *saved, *packed)
 
     def backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides, *packed):
         """Gradients of x and, in the order of a call, of all weights."""
         c, shape = self.c, gradient.shape
-        gradient = gradient.contiguous().view(self.shape)
-        gradient = gradient if alike(gradient) else gradient.clone()
+        gradient = gradient.contiguous()
+        gradient = (gradient if alike(gradient) else gradient.clone()).view(self.shape)
         dpair, dprojected, dout, *partial_sums = trimul.backward(
             gradient, pair, packed, mask, None, statistics, normed, normed_product, product, sides, False,
             self.outgoing, *self.programs, self.call)
         with as_given(gradient):
-            dp_in, dg_in, dg_out = (dprojected.t() @ normed).split([2 * c, 2 * c, c])
-            dp_out = dout.t() @ normed_product  # (c, c)
+            dp_in, dg_in, dg_out = torch.mm(dprojected.t(), normed).split_with_sizes((2 * c, 2 * c, c))
+            dp_out = torch.mm(dout.t(), normed_product)  # (c, c)
         front, back = [sums.launch(each, self.sums_dtype, self.call.bound, name)
                        for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
-        dnorm_weight, dnorm_bias, dp_in_bias, dg_in_bias = front.split([c, c, 2 * c, 2 * c])
-        dcenter_weight, dcenter_bias, dp_out_bias, dg_out_bias = back.split(c)
+        dnorm_weight, dnorm_bias, dp_in_bias, dg_in_bias = front.split_with_sizes((c, c, 2 * c, 2 * c))
+        dcenter_weight, dcenter_bias, dp_out_bias, dg_out_bias = back.split_with_sizes((c, c, c, c))
         found = (dnorm_weight, dnorm_bias, dp_in, dp_in_bias, dg_in, dg_in_bias, dcenter_weight, dcenter_bias,
                  dp_out, dp_out_bias, dg_out, dg_out_bias)
         return dpair.view(shape), *[d if there else None for d, there in zip(found, self.given, strict=True)]
