@@ -9,7 +9,8 @@ import functools
 
 import torch
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+HERE = contextlib.nullcontext()
 
 
 def watched(name, tensors):
@@ -21,7 +22,7 @@ def watched(name, tensors):
         raise RuntimeError(f"{name} does not run under torch.func.grad, vmap or the like: use torch.autograd")
     if torch._C._len_torch_dispatch_stack():
         return True
-    return any(type(t) not in PLAIN for t in tensors if t is not None)
+    return not PLAIN.issuperset(map(type, tensors))
 
 
 def looks(tensors):
@@ -32,16 +33,14 @@ def looks(tensors):
 def where(x):
     """A context in which launches go to x's device."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return HERE
     return torch.cuda.device_of(x)
 
 
 def as_given(x):
     """A context in which products on x's device keep their dtype: without autocast."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else HERE
 
 
 class Refusal(torch.autograd.Function):
