@@ -70,7 +70,7 @@ def multiplication_call(S, device):
 
 @contextlib.contextmanager
 def clocks():
-    """Within, {part: seconds spent in it so far} is kept up to date."""
+    """Within, {part: seconds spent in it} grows; yields it."""
     spent, inner = dict.fromkeys(PARTS, 0.0), [0.0]
 
     def timed(part, function):
@@ -90,17 +90,20 @@ def clocks():
         yield spent
 
 
-def times(step, steps):
-    """Medians (until step() returns, until the GPU is idle) in microseconds; before each step it is idle."""
-    host, wall = [], []
+def times(step, steps, spent=()):
+    """Medians {"host": until step() returns, "wall": until the GPU is idle, and each of spent} in
+    microseconds; before each step the GPU is idle."""
+    found = []
     for _ in range(steps + 5):
         torch.cuda.synchronize()
+        for part in spent:
+            spent[part] = 0.0
         start = time.perf_counter()
         step()
-        host.append(time.perf_counter() - start)
+        host = time.perf_counter() - start
         torch.cuda.synchronize()
-        wall.append(time.perf_counter() - start)
-    return [1e6 * statistics.median(each[5:]) for each in (host, wall)]
+        found.append(dict(spent, host=host, wall=time.perf_counter() - start))
+    return {name: 1e6 * statistics.median(each[name] for each in found[5:]) for name in found[0]}
 
 
 def measure(name, make, size, steps, device):
@@ -112,11 +115,11 @@ def measure(name, make, size, steps, device):
         torch.autograd.grad(call(), tensors, gradient)
     for direction, step in (("forward", call), ("forward and backward", both)):
         row = dict(function=name, size=size, direction=direction)
-        row["host_us"], row["wall_us"] = times(step, steps)
+        row.update({f"{name}_us": value for name, value in times(step, steps).items()})
         with clocks() as spent:
-            total = times(step, steps)[0]
-        parts = {part: 1e6 * seconds / (steps + 5) for part, seconds in spent.items()}
-        row["parts_us"] = {**parts, "autograd": total - sum(parts.values())}
+            found = times(step, steps, spent)
+        parts = {part: found[part] for part in PARTS}
+        row["parts_us"] = {**parts, "autograd": found["host"] - sum(parts.values())}
         print(f"{name:32s} S {size:4d} {direction:20s} wall {row['wall_us']:7.0f} us  host",
               f"{row['host_us']:7.0f} ", *(f"{part} {value:.0f} " for part, value in row["parts_us"].items()),
               flush=True)
