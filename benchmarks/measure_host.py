@@ -4,8 +4,9 @@
     python benchmarks/measure_host.py --out OUT [--sizes 64 128 256] [--steps 100]
 
 Both functions of fusion_lab.kernels, bf16, one sample, a mask; attention of 4 heads of 32, multiplication of
-128 channels. "wall": from call to idle GPU. "host": until the call returns. Medians, in microseconds. The
-host's time is told apart by a second run with clocks in it, which itself takes some microseconds a call:
+128 channels. "wall": from call to idle GPU. "host": until the call returns. Medians, in microseconds. "one
+thread": backward in the thread that calls, by torch.autograd.set_multithreading_enabled(False). The host's
+time is told apart by a second run with clocks in it, which itself takes some microseconds a call:
 
     launches  starting compiled kernels
     plan      all else in forward and backward: memory, the library's products, sums
@@ -107,13 +108,17 @@ def times(step, steps, spent=()):
 
 
 def measure(name, make, size, steps, device):
-    """A row for forward, and one for forward and backward."""
+    """A row for forward, and two for forward and backward."""
     call, tensors = make(size, device)
     gradient = torch.randn_like(call())
 
     def both():
         torch.autograd.grad(call(), tensors, gradient)
-    for direction, step in (("forward", call), ("forward and backward", both)):
+
+    def alone():
+        with torch.autograd.set_multithreading_enabled(False):
+            both()
+    for direction, step in (("forward", call), ("forward and backward", both), ("both, one thread", alone)):
         row = dict(function=name, size=size, direction=direction)
         row.update({f"{name}_us": value for name, value in times(step, steps).items()})
         with clocks() as spent:

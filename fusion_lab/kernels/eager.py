@@ -8,6 +8,7 @@ import contextlib
 import functools
 
 import torch
+from triton.runtime import driver
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 HERE = contextlib.nullcontext()
@@ -41,6 +42,11 @@ def as_given(x):
     """A context in which products on x's device keep their dtype: without autocast."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else HERE
+
+
+def stream_of(x):
+    """The number of the current stream of x's GPU, for Bound; None on a CPU, where Triton finds its own."""
+    return driver.active.get_current_stream(x.device.index) if x.is_cuda else None
 
 
 class Refusal(torch.autograd.Function):
