@@ -5,6 +5,7 @@ import torch
 
 from fusion_lab.kernels import adamw, norm_projection
 from fusion_lab.kernels.attention import bias_gradient
+from fusion_lab.kernels.attention import drop_in as attention_drop_in
 from fusion_lab.kernels.attention import layer as attention_layer
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.outer_product_mean import layout as outer_layout
@@ -97,6 +98,15 @@ def heads_of(width):
     q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
         (1, 3, 2, 256, width), (1, 2, 256, 256)))
     attention_operator.row_attention(q, q, q, bias).sum().backward()
+
+
+def from_python(length, masked):
+    """The same for attention as other projects call it."""
+    q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
+        (1, 3, 4, length, 32), (1, 1, 4, length, length)))
+    attention_drop_in.plans.clear()
+    mask = torch.ones(1, 3, 1, 1, length, dtype=torch.bool) if masked else None
+    attention_drop_in.triangle_attention(q, q, q, bias, mask).sum().backward()
 
 
 def layer(channels, dropped=True):
@@ -204,6 +214,7 @@ LAUNCHES = {
     **{f"multiplication, c {c}, S {S}": (multiplication, c, S) for c in (64, 128, 256) for S in (64, 70)},
     **{f"short products, side {side}": (short_products, side) for side in (16, 48, 64)},
     **{f"attention, heads of {width}": (heads_of, width) for width in (64, 128)},
+    **{f"attention from Python, S {S}": (from_python, S, masked) for S, masked in ((64, True), (77, False))},
     **{f"attention sub-layer, c {c}": (layer, c) for c in (64, 128, 256)},
     "attention sub-layer without dropout": (layer, 128, False),
     "odd projections, c 128": (odd_projections, 128),
@@ -241,7 +252,7 @@ WITHOUT = ("attention, float32", "outer layout, float32",
            "its gradient, float32")  # matrix instructions, which only AMD has for float32
 WITHOUT_PRODUCTS = (
     "sum_kernel", "sums_kernel", "attention_bias_gradient_kernel", "attention_padded_bias_kernel",
-    "attention_gate_backward", "message_", "adamw_", "swiglu_", "rotary_kernel",
+    "attention_gate_backward", "attention_key_mask_kernel", "message_", "adamw_", "swiglu_", "rotary_kernel",
     "triangle_multiplication_back_kernel RESIDUAL=False, SAVE=True, OUT=False")  # which stops before them
 SPILLS = {  # where tiles are not whole
     ("sm_90", "triangle_multiplication_front_backward_kernel",

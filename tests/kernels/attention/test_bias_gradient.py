@@ -23,7 +23,7 @@ MUTANTS = {  # what is replaced by what, and the case that must notice; none lea
     "last one dropped": ("n < N - n0", "n < N - n0 - 1", "few of long rows"),
     "always the first ones": ("tl.int64) * BP", "tl.int64) * 0", "one more"),
     "transposed without being asked": ("if TRANSPOSE else", "if not TRANSPOSE else", "few of long rows"),
-    "crop ignored": ("LP, TRANSPOSE=transpose", "length, TRANSPOSE=transpose", "few of long rows"),
+    "crop ignored": ("length, LP),", "length, length),", "few of long rows"),
     "last query not stored": ("(i < L)", "(i < L - 1)", "few of long rows"),
     "last key not stored": ("(j < L)", "(j < L - 1)", "few of long rows"),
     "first rows alone": ("(bh * LP + i0)", "(bh * LP + 0 * i0)", "few of long rows"),

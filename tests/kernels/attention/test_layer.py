@@ -35,7 +35,7 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
 OF_THE_GATE = {  # the same in output_backward.py
     "gate bias forgotten": ("float32) + bias_tile", "float32) + 0 * bias_tile", "columns"),
     "derivative of the gate": ("dout_out * (1 - opening)", "dout_out * opening", "columns"),
-    "gradient not gated": ("(dout * opening)", "dout", "columns"),
+    "gradient not gated": ("C, dout * opening)", "C, dout)", "columns"),
     "delta of the first head": ("h[None, :] * delta_strides[HEAD]", "0 * h[None, :]", "starting node"),
     "delta of the other axis": ("if axis == 1:", "if axis == 2:", "ending node"),
     "delta of a part of a head": ("delta_strides[HEAD], head_delta",
