@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Samples split over GPUs (--sequence-parallel): memory, time, and how long a protein may be.
 
-    python benchmarks/measure_long.py --out OUT [--ranks 1 2] [--lengths 64 256 768] [--only REGEX] [--quick]
+    python benchmarks/measure_long.py --out OUT [--ranks 1 2] [--lengths 64 256 512 768] [--only REGEX]
 
 Parts, each in processes of its own: "accuracy" (loss and all gradients of a small model against float64, by
 the 3x rule); "steps" (step time, peak memory and time in collectives by kind, each step one CUDA graph);
-"compiled" (the same at the longest length, everything fused and compiled); "longest" (trials: the memory of
-two lengths says where to begin, every trial is one step of eager code that fits or does not). B1, N 128,
-c_m 256, 8 heads, 4 blocks, checkpointing, bf16. Writes OUT/long.json and OUT/long.md after every part. Exit
-code 1 if a part fails or accuracy does. --quick: tiny, on a CPU with Gloo; --limit says what fits there.
+"compiled" (the same at the two longest lengths, everything fused and compiled); "ultra" (with our kernels,
+too, as far as split samples have them); "longest" (trials: the memory of two lengths says where to begin,
+every trial is one step of eager code that fits or does not). B1, N 128, c_m 256, 8 heads, 4 blocks,
+checkpointing, bf16. Writes OUT/long.json and OUT/long.md after every part. Exit code 1 if a part fails or
+accuracy does. --quick: tiny, on a CPU with Gloo; --limit says what fits there.
 """
 import json
 import math
@@ -48,6 +49,7 @@ QUICK = "--batch-size 1 --num-seqs 6 --msa-dim 16 --pair-dim 16 --msa-heads 2 --
 EAGER = f"{BF16} --enable-master-weights --enable-triton-attention"
 FLAGS = {"accuracy": f"{BF16} --enable-triton-attention --enable-triton-relu",
          "steps": f"{EAGER} --enable-cuda-graphs", "compiled": f"{BF16} --enable-all-fusion",
+         "ultra": f"{BF16} --enable-ultra",
          "longest": EAGER}
 GOAL = 0.6       # of one GPU's peak, on two
 MARGIN = 0.97    # of the length that the memory of shorter ones promises
@@ -191,7 +193,7 @@ class Measurement:
                 if part == "accuracy" and ranks == 1:
                     continue
                 rows = (self.longest(ranks) if part == "longest" else self.launch(
-                    part, ranks, asked.lengths[-1:] if part != "steps" else asked.lengths, asked.steps))
+                    part, ranks, asked.lengths if part == "steps" else asked.lengths[-2:], asked.steps))
                 self.result["rows"] += [dict(row, part=part) for row in rows]
             self.write()
 
@@ -258,7 +260,7 @@ def findings(rows):
     """What the rows say, in lines."""
     lines, peaks = [], {}
     for row in rows:
-        if "peak_mb" in row and row["part"] in ("steps", "compiled"):
+        if "peak_mb" in row and row["part"] != "longest":
             peaks.setdefault((row["part"], row["length"]), {})[row["ranks"]] = row["peak_mb"]
     for (part, length), by_ranks in peaks.items():
         if {1, 2} <= set(by_ranks):
@@ -280,7 +282,7 @@ def main(argv):
     parser = Parser(prog="measure_long.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", required=True, help="directory for long.json and long.md")
     parser.add_argument("--ranks", type=whole_number(), nargs="+", default=[1, 2], help="GPUs (default: 1 2)")
-    parser.add_argument("--lengths", type=whole_number(), nargs="+", default=[64, 256, 768])
+    parser.add_argument("--lengths", type=whole_number(), nargs="+", default=[64, 256, 512, 768])
     parser.add_argument("--steps", type=whole_number(), default=10, help="measured steps (default: 10)")
     parser.add_argument("--trials", type=whole_number(), default=3, help="on so many GPUs (default: 3)")
     parser.add_argument("--stride", type=whole_number(), default=64, help="of lengths tried (default: 64)")

@@ -6,8 +6,8 @@ They need Triton and a GPU, and are imported when they are first asked for.
 """
 import importlib
 
-DROP_IN = dict(triangle_attention="attention.operator",
-               triangle_multiplicative_update="triangle_multiplication.operator")
+DROP_IN = dict(triangle_attention="attention.drop_in",
+               triangle_multiplicative_update="triangle_multiplication.drop_in")
 
 
 def __getattr__(name):

@@ -10,6 +10,8 @@ Imports triton; whoever imports this has asked `limits.HAS_TRITON` first. Rules 
 
 Shapes in helpers: x (BM, C) is a tile of BM positions with all their C channels.
 """
+import inspect
+
 import torch
 import triton
 import triton.language as tl
@@ -37,9 +39,7 @@ def operation(schema, launch, sizes, flops=None):
     def launch_there(*arguments):
         listed = (x for given in arguments for x in (given if isinstance(given, (list, tuple)) else [given]))
         first = next(x for x in listed if isinstance(x, torch.Tensor))
-        if not (first.is_cuda or on_cpu()):
-            raise RuntimeError(f"{name} is a Triton kernel, which needs a GPU, or TRITON_INTERPRET=1 in the "
-                               "environment before it is imported; its tensors lie on the CPU")
+        check_device(name, first)
         with torch.cuda.device_of(first):
             return launch(*arguments)
     library.define(name, schema[schema.index("("):])
@@ -51,6 +51,13 @@ def operation(schema, launch, sizes, flops=None):
     return op.default
 
 
+def check_device(name, x):
+    """RuntimeError where x lies on the CPU and kernels do not run there."""
+    if not (x.is_cuda or on_cpu()):
+        raise RuntimeError(f"{name} is a Triton kernel, which needs a GPU, or TRITON_INTERPRET=1 in the "
+                           "environment before it is imported; its tensors lie on the CPU")
+
+
 def on_cpu():
     """Whether launches on CPU tensors mean anything: in the interpreter, or where a CPU driver is active
     (the tests that compile for GPUs which are not there)."""
@@ -60,6 +67,48 @@ def on_cpu():
         return driver.active.get_active_torch_device().type == "cpu"
     except RuntimeError:  # no driver at all
         return False
+
+
+class Bound:
+    """A launch of which all but the tensors is fixed: grid, the numbers behind the tensors, and options.
+
+    Triton looks at every argument of every launch. A Bound lets it look once, and then starts the compiled
+    kernel, as Triton has it (`compiled[grid](...)`). So whoever keeps one gives it tensors that are alike:
+    of the same dtypes and device, None or not, and as alike() wants them.
+    """
+
+    def __init__(self, kernel, grid, numbers=(), **options):
+        self.kernel, self.grid, self.numbers, self.options = kernel, grid, numbers, options
+        self.compiled = None
+
+    def __call__(self, *tensors):
+        if self.compiled is not None:
+            self.compiled(*tensors, *self.behind)
+            return
+        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
+        if compiled is not None:  # there is none in the interpreter, and where nothing is run
+            others = list(inspect.signature(self.kernel.fn).parameters.values())
+            self.behind = (*self.numbers, *(self.options.get(each.name, each.default)
+                                            for each in others[len(tensors) + len(self.numbers):]))
+            self.compiled = compiled[(*self.grid, 1, 1)[:3]]
+
+
+def bind(bound, name, kernel, grid, numbers=(), **options):
+    """The Bound that the dict `bound` has by this name, or a new one; None keeps nothing."""
+    made = Bound(kernel, grid, numbers, **options)
+    if bound is not None:
+        bound[name] = made
+    return made
+
+
+def alike(*tensors):
+    """Whether a kept launch takes these tensors (None: not there) for others: Triton compiles for addresses
+    that 16 divides and, on AMD, for storages below 2 GB."""
+    for t in tensors:
+        if t is not None and (t.data_ptr() & 15
+                              or torch.version.hip and t.untyped_storage().nbytes() >= 1 << 31):
+            return False
+    return True
 
 
 def check_shapes(*given):
@@ -108,9 +157,13 @@ def shared_dtype(tensors):
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def add_up(partial_sums, sums):
+def add_up(partial_sums, sums, bound=None, name=None):
     """sums (...) = the sum of partial_sums (programs, ...), float32, over programs: in one launch, with the
-    same bits in every run. Where sums have few numbers, a tile is high, so that there are loads enough."""
+    same bits in every run. Where sums have few numbers, a tile is high, so that there are loads enough.
+    bound, name: as in bind()."""
+    if bound is not None and name in bound:
+        bound[name](partial_sums, sums)
+        return
     columns = sums.numel()
     if columns < 1 << 13:  # fewer than 8192: 8 columns, 32 bytes of a row, and up to 1024 rows at once
         height, width, warps = min(1024, triton.next_power_of_2(max(1, len(partial_sums)))), 8, 8
@@ -118,8 +171,12 @@ def add_up(partial_sums, sums):
         height, width, warps = 2, 512, 4
     else:
         height, width, warps = 4, 128, 1
-    start(sum_kernel, (triton.cdiv(columns, width),), partial_sums, sums, len(partial_sums), columns,
-          BR=height, BN=width, num_warps=warps)
+    grid, numbers = (triton.cdiv(columns, width),), (len(partial_sums), columns)
+    options = dict(BR=height, BN=width, num_warps=warps)
+    if bound is None:
+        start(sum_kernel, grid, partial_sums, sums, *numbers, **options)
+    else:
+        bind(bound, name, sum_kernel, grid, numbers, **options)(partial_sums, sums)
 
 
 def padded_width(width):

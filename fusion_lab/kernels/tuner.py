@@ -22,8 +22,10 @@ from fusion_lab.kernels.library.attention_choice import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
+MOST_PLANS = 1024  # of one function: each is a few KB
 CYCLES = 6_000_000  # the GPU waits so long, about 3 ms; meanwhile the host queues REPEATS launches
 found = None  # {kernel and class: configuration} while retuning() measures
+plans = []  # dicts of what was made for the tiles known so far
 
 
 def gpu():
@@ -56,6 +58,19 @@ def tables():
 
 class NoneFits(RuntimeError):
     """No candidate for a kernel fits this GPU."""
+
+
+def plan(kept, key, make):
+    """make(), kept in the dict `kept` by this key until tiles are measured anew; never kept meanwhile."""
+    if found is not None:
+        return make()
+    if (made := kept.get(key)) is None:
+        if not any(each is kept for each in plans):
+            plans.append(kept)
+        if len(kept) >= MOST_PLANS:
+            kept.clear()
+        made = kept[key] = make()
+    return made
 
 
 def launch(kernel, shape, candidates, run):
@@ -128,6 +143,8 @@ def retuning():
         yield found
         write(cache_file(), {**read(cache_file()), **found})
         tables.cache_clear()
+        for each in plans:
+            each.clear()
     finally:
         found = None
 

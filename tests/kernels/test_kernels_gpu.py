@@ -20,6 +20,7 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.machine import process_settings
 from proteins.batches import SyntheticProteins
 from tests.kernels.attention import test_bias_gradient as check_added_bias
+from tests.kernels.attention import test_drop_in as drop_in_attention
 from tests.kernels.attention import test_layer as layers
 from tests.kernels.attention import test_operator as attention
 from tests.kernels.attention import test_padded_bias as check_attention_bias
@@ -31,6 +32,7 @@ from tests.kernels.reductions import test_weight_gradients as weights
 from tests.kernels.rule import violations
 from tests.kernels.transition import test_hidden_gradient as hidden
 from tests.kernels.transition import test_layer as wrapped
+from tests.kernels.triangle_multiplication import test_drop_in as drop_in_multiplication
 from tests.kernels.triangle_multiplication import test_operator as multiplication
 from tests.kernels.triangle_multiplication import test_products as products
 from tests.support import ROOT
@@ -51,6 +53,9 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "columns of one row": (attention, lambda S: (1, 1, S, 4, 16, 1, False, False, True)),
     "outgoing": (multiplication, lambda S: (1, S, 128, True, 2, "own", 1, True)),
     "incoming": (multiplication, lambda S: (1, S, 64, False, 2, "own", 2, True)),
+    "attention, from Python": (drop_in_attention, lambda S: (S, True, torch.float32, 2, 5, 4, 32)),
+    "attention without a mask, from Python": (drop_in_attention, lambda S: (S, False)),
+    "multiplication, from Python": (drop_in_multiplication, lambda S: (S, 128, "incoming")),
     "two layers": (hidden, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (hidden, lambda S: ((1, 3, S, 256), 1024)),
     "transition sub-layer": (wrapped, lambda S: ((2, 5, S, 128), 512, "x")),
@@ -194,8 +199,29 @@ def test_a_bias_that_masks(dtype, lowest):
     assert not v.grad[..., :128, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+@pytest.mark.parametrize("size", [64, 77, 256, 300])
+def test_kept_launches_give_the_bits_of_triton_s_own(size, dtype):
+    """Also on another stream, of addresses that 16 does not divide, and of data in other places."""
+    with torch.device(DEVICE):
+        for module in (drop_in_attention, drop_in_multiplication):
+            call, tensors = module.calls(dtype, size)
+            expected = module.gradients(call["operators"], tensors)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            for turn in range(3):
+                given = [t.clone() for t in tensors]
+                if turn == 1:
+                    given = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in tensors]
+                with torch.cuda.stream(stream if turn == 2 else torch.cuda.current_stream()):
+                    found = module.gradients(call["plan"], given)
+                torch.cuda.synchronize()
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), turn
+
+
 @pytest.mark.parametrize("name", ["sub-layer, starting node", "outgoing", "outer layout", "sides",
-                                  "SwiGLU", "rotary"])
+                                  "SwiGLU", "rotary", "attention, from Python",
+                                  "multiplication, from Python"])
 def test_a_cuda_graph_replays_the_same_bits_on_new_data(name):
     module, case = PROBLEMS[name]
     with torch.device(DEVICE):

@@ -83,8 +83,8 @@ def comparisons():
         """*X is the row of X alone and that which adds it to the others."""
         return '--variants "baseline {}"'.format(re.sub(r"\*(\w+)", r"\1 +\1", words))
     return [
-        Verb("compare default bf16", (f"{compare} {BF16} --num-steps 10 --budget 120 {picked(some)}",),
-             named=idle, measured=(*USUAL, "cuda_graphs alone",
+        Verb("compare default bf16", (f"{compare} {BF16} --num-steps 10 --budget 240 {picked(some)}",),
+             seconds=330, named=idle, measured=(*USUAL, "cuda_graphs alone",
                        *rows("cuda_graphs triton_attention triton_adamw", "+ {}")), expected=GIVES_WAY),
         Verb("compare fp32", (f"{small} {picked(f'{HEADLINE} opm all *master_weights torch.compile')}",),
              measured=(*USUAL, "all + torch.compile"),

@@ -27,6 +27,7 @@ NULL = {  # figures that may be null, and why
     "reason": "nothing stands in the way", "switch_effects": "of --combinations alone",
     "nominal": "of programs without a count that users know", "fusion_statistics": "the same",
     "mfu": "of a device whose peak is unknown", "p_l2_long": "of proteins with no such pair",
+    "speedup_low": "of the baseline, and of fewer than six rounds", "speedup_high": "the same",
     "touched_sublayers": "of compiled rows, CUDA graphs and the baseline", "touched_share": "the same",
     "amdahl_ceiling": "the same", "amdahl_reached": "the same"}
 PHASES = {f"{kind}_{phase}_time" for kind in ("avg", "median")  # null where a step is one CUDA graph

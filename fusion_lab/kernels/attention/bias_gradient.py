@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusion_lab.kernels.common import operation
+from fusion_lab.kernels.common import bind, operation
 
 LINE = 128  # bytes of a matrix row that a program reads: a line of the cache
 TILE = 256  # numbers of a tile: queries times keys
@@ -29,15 +29,18 @@ def reference(partial_sums, length, dtype, transpose):
     return (out.mT if transpose else out).contiguous()
 
 
-def launch(partial_sums, length, dtype, transpose):
-    """The gradient (B, H, length, length) in dtype, or its transpose."""
-    out = sizes(partial_sums, length, dtype, transpose)
+def launch(partial_sums, length, dtype, transpose, bound=None):
+    """The gradient (B, H, length, length) in dtype, or its transpose. bound: as in common.bind()."""
+    out, name = sizes(partial_sums, length, dtype, transpose), "bias_gradient"
+    if bound is not None and name in bound:
+        bound[name](partial_sums, out)
+        return out
     N, B, H, LP, _ = partial_sums.shape
     BP, BI, BJ = tile_sizes(N, LP, partial_sums.itemsize)
     warps = BI * BJ * BP * partial_sums.itemsize // (32 * 32)  # of 32 threads, each of which loads 32 bytes
-    attention_bias_gradient_kernel[(triton.cdiv(length, BJ), triton.cdiv(length, BI), B * H)](
-        partial_sums, out, N, B * H * LP * LP, length, LP, TRANSPOSE=transpose, BP=BP, BI=BI, BJ=BJ,
-        num_warps=max(1, warps))
+    bind(bound, name, attention_bias_gradient_kernel,
+         (triton.cdiv(length, BJ), triton.cdiv(length, BI), B * H), (N, B * H * LP * LP, length, LP),
+         TRANSPOSE=transpose, BP=BP, BI=BI, BJ=BJ, num_warps=max(1, warps))(partial_sums, out)
     return out
 
 

@@ -26,10 +26,10 @@ of all tiles and D is BD: loads and stores need no masks, which take more instru
 import triton
 import triton.language as tl
 
+from fusion_lab.kernels.attention.online_softmax import log_sum_exp, online_softmax
 from fusion_lab.kernels.common import LOG2E, reciprocal, sigmoid
 
 SAMPLE, ROW, HEAD, POSITION = (tl.constexpr(n) for n in range(4))  # of a tuple of strides
-NO_KEY = tl.constexpr(-5e8)  # a maximum smaller than this: all keys are masked, by -1e9
 
 
 @triton.jit
@@ -69,6 +69,13 @@ def store_tile(matrix, values, l0, L, D, stride, WHOLE_TILES: tl.constexpr):
 
 
 @triton.jit
+def store_dscores(dscores, row, bh, heads, LP, l0, column0, ds):
+    """ds (BL, BC) into the matrix (LP, LP) of a row and head of dscores (rows, heads, LP, LP)."""
+    matrix = dscores + (row * heads + bh) * LP * LP + column0
+    tl.store(tile_pointers(matrix, l0, LP, ds.shape[0], ds.shape[1]), ds)
+
+
+@triton.jit
 def gate_sigmoid(gate_tile, gate_bias, h, D, BD: tl.constexpr, GATE_BIAS: tl.constexpr):
     """sigmoid(gate + gate_bias) (BL, BD) in float32, of a tile (BL, BD) of head h; gate_bias (H, D)."""
     x = gate_tile.to(tl.float32)
@@ -98,13 +105,20 @@ def load_statistic(pointer, i, L, beyond, WHOLE_TILES: tl.constexpr):
 
 
 @triton.jit
+def load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES: tl.constexpr):
+    """lse (BM,) and delta (BM,) of queries i (BM,) in row r."""
+    first = ((b * R + r) * H + h) * L
+    return (load_statistic(lse + first, i, L, float("inf"), WHOLE_TILES),
+            load_statistic(delta + first, i, L, 0.0, WHOLE_TILES))
+
+
+@triton.jit
 def load_row_statistics(lse, delta, key_mask, b, r, h, i, j, R, H, L, mask_strides, KEYS: tl.constexpr,
                         WHOLE_TILES: tl.constexpr):
     """lse (BM,) and delta (BM,) of queries i in row r, and the mask (BN,) of its keys j, 0 without."""
-    first = ((b * R + r) * H + h) * L
     mask = load_key_mask(key_mask, b, r, j, mask_strides) if KEYS else 0.0
-    return (load_statistic(lse + first, i, L, float("inf"), WHOLE_TILES),
-            load_statistic(delta + first, i, L, 0.0, WHOLE_TILES), mask)
+    lse_tile, delta_tile = load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES)
+    return lse_tile, delta_tile, mask
 
 
 @triton.jit
@@ -119,20 +133,13 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
     Reads q, k, v, gate (B, R, H, L, D), gate_bias (H, D), bias (B, H, LP, LP), key_mask (B|1, R|1, LP).
     Writes out (B, R, H, L, D), lse (B, R, H, L).
 
-    For each tile of keys, with running maxima m, sums n and outputs acc of each query (online softmax):
-        s = scale q k^T + bias + key_mask;  m' = max(m, rowmax(s));  p = exp(s - m')
-        n = n exp(m - m') + rowsum(p);  acc = acc exp(m - m') + p v
-    Then out = acc / n sigmoid(gate + gate_bias) and lse = log2(e) m + log2(n). The code keeps m MAX_UNIT.
+    For each tile of keys s = scale q k^T + bias + key_mask, which online_softmax() adds to maxima m, sums n
+    and outputs acc. Then out = acc / n sigmoid(gate + gate_bias) and lse = log2(e) m + log2(n).
     """
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i = i0 + tl.arange(0, BM)  # (BM,)
-    # Maxima are in base 2, so that an exponent is one multiply-add: MAX_UNIT is log2(e). In float16 it is 1:
-    # in a tile of masked keys alone, -1e9 times log2(e) is off by 18, and 2^18 is more than float16 holds.
-    # There differences are taken first. A bias far below -1e9 would be off by more than float32 holds:
-    # row_attention() lifts it to -1e9.
-    MAX_UNIT: tl.constexpr = 1.0 if q.dtype.element_ty == tl.float16 else LOG2E
-    TO_BASE_2: tl.constexpr = LOG2E / MAX_UNIT
+    MAX_UNIT: tl.constexpr = 1.0 if q.dtype.element_ty == tl.float16 else LOG2E  # of online_softmax()
     # Tuples have one entry for each of the RU rows.
     q_tiles, gate_tiles, maxima, sums, accs = (), (), (), (), ()
     for u in tl.static_range(RU):
@@ -145,8 +152,7 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
                                   BM, BD, WHOLE_TILES)  # (BM, BD)
             gate_tiles = gate_tiles + (gate_tile,)
         maxima = maxima + (tl.full((BM,), float("-inf"), tl.float32),)
-        sums = sums + (tl.zeros((BM,), tl.float32),)
-        accs = accs + (tl.zeros((BM, BD), tl.float32),)
+        sums, accs = sums + (tl.zeros((BM,), tl.float32),), accs + (tl.zeros((BM, BD), tl.float32),)
     for j0 in range(0, L, BN):
         j = j0 + tl.arange(0, BN)  # (BN,)
         bias_tile = load_bias(bias, bh, i0, j0, LP, BM, BN, BIAS)  # (BM, BN)
@@ -161,14 +167,9 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
             s = s * scale + bias_tile
             if KEYS:
                 s += load_key_mask(key_mask, b, r, j, mask_strides)[None, :]
-            # Online softmax: a larger maximum shrinks what was summed before.
-            maximum = tl.maximum(maxima[u], tl.max(s, 1) * MAX_UNIT)  # (BM,)
-            p = tl.exp2((s * MAX_UNIT - maximum[:, None]) * TO_BASE_2)  # (BM, BN)
-            shrink = tl.exp2((maxima[u] - maximum) * TO_BASE_2)  # (BM,)
-            new_maxima = new_maxima + (maximum,)
-            new_sums = new_sums + (sums[u] * shrink + tl.sum(p, 1),)
-            # Output.
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, accs[u] * shrink[:, None], input_precision=PRECISION)
+            # Online softmax, and the output.
+            maximum, total, acc = online_softmax(s, v_tile, maxima[u], sums[u], accs[u], MAX_UNIT, PRECISION)
+            new_maxima, new_sums = new_maxima + (maximum,), new_sums + (total,)  # (BM,) each
             new_accs = new_accs + (acc,)  # (BM, BD)
         maxima, sums, accs = new_maxima, new_sums, new_accs
     for u in tl.static_range(RU):
@@ -179,17 +180,15 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
                 result = result * gate_sigmoid(gate_tiles[u], gate_bias, h, D, BD, GATE_BIAS)
             store_tile(out + head_offset(b, r, h, out_strides), result, i0, L, D, out_strides[POSITION],
                        WHOLE_TILES)
-            # A row without any key gets infinity: its probabilities are 0 in backward. The sum itself would
-            # drown in a maximum of -1e9.
-            row_lse = tl.where(maxima[u] < NO_KEY, float("inf"), maxima[u] * TO_BASE_2 + tl.log2(sums[u]))
-            tl.store(lse + ((b * R + r) * H + h) * L + i, row_lse, mask=i < L)  # (BM,)
+            tl.store(lse + ((b * R + r) * H + h) * L + i, log_sum_exp(maxima[u], sums[u], MAX_UNIT),
+                     mask=i < L)  # (BM,)
 
 
 @triton.jit
-def attention_gate_backward_kernel(gate, gate_bias, out, dout, dgate, do, delta, R, H: tl.constexpr, L,
-                                   D: tl.constexpr, gate_strides, out_strides, dgate_strides,
-                                   GATE: tl.constexpr, GATE_BIAS: tl.constexpr, WHOLE_TILES: tl.constexpr,
-                                   BD: tl.constexpr, BM: tl.constexpr, gate_bias_sums=None):
+def attention_gate_backward_kernel(gate, gate_bias, out, dout, dgate, do, delta, gate_bias_sums, R,
+                                   H: tl.constexpr, L, D: tl.constexpr, gate_strides, out_strides,
+                                   dgate_strides, GATE: tl.constexpr, GATE_BIAS: tl.constexpr,
+                                   WHOLE_TILES: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
     """One program: delta, do and dgate of BM queries of one sample, head and row, which backward begins with.
 
     Grid: axis 0: tiles of BM queries; axis 1: bh; axis 2: rows.
@@ -245,13 +244,13 @@ def attention_backward_q_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, R, 
     q_tiles, do_tiles, lses, deltas, accs, k_rows, v_rows = (), (), (), (), (), (), ()
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, R - 1)  # rows beyond the last are that one again, and not stored
-        offset, first = head_offset(b, r, h, q_strides), ((b * R + r) * H + h) * L
+        offset = head_offset(b, r, h, q_strides)
         q_tile = load_tile(q + offset, i0, L, D, q_strides[POSITION], BM, BD, WHOLE_TILES)  # (BM, BD)
         do_tile = load_tile(do + head_offset(b, r, h, out_strides), i0, L, D, out_strides[POSITION], BM, BD,
                             WHOLE_TILES)  # (BM, BD)
         q_tiles, do_tiles = q_tiles + (q_tile,), do_tiles + (do_tile,)
-        lses = lses + (load_statistic(lse + first, i, L, float("inf"), WHOLE_TILES),)  # (BM,)
-        deltas = deltas + (load_statistic(delta + first, i, L, 0.0, WHOLE_TILES),)  # (BM,)
+        lse_tile, delta_tile = load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES)  # (BM,) each
+        lses, deltas = lses + (lse_tile,), deltas + (delta_tile,)
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
         k_rows, v_rows = k_rows + (k + offset,), v_rows + (v + offset,)
     for j0 in range(0, L, BN):
@@ -283,28 +282,23 @@ def attention_backward_q_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, R, 
 
 
 @triton.jit
-def attention_backward_kv_kernel(q, k, v, bias_transposed, key_mask, do, lse, delta, dk, dv, dscores, R,
-                                 H: tl.constexpr, L, LP, D: tl.constexpr, scale, first_row, end_row,
-                                 mask_strides, q_strides, out_strides, dq_strides, BIAS: tl.constexpr,
-                                 KEYS: tl.constexpr, STORE: tl.constexpr, WHOLE_TILES: tl.constexpr,
-                                 PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-                                 BN: tl.constexpr, RU: tl.constexpr):
+def attention_backward_kv_kernel(
+        q, k, v, bias_transposed, key_mask, do, lse, delta, dk, dv, dscores, R, H: tl.constexpr, L, LP,
+        D: tl.constexpr, scale, first_row, end_row, mask_strides, q_strides, out_strides, dq_strides,
+        BIAS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr, WHOLE_TILES: tl.constexpr,
+        PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """One program: dk and dv of BN keys of one sample and head, in RU rows. It recomputes scores.
 
     Grid: axis 0: tiles of BN keys; axis 1: bh; axis 2: groups of RU rows, from first_row to end_row.
-    Reads q, k, v, do (B, R, H, L, D), bias_transposed (B, H, LP, LP: keys, queries), key_mask (B|1, R|1, LP),
-    lse, delta (B, R, H, L).
-    Writes dk, dv (B, R, H, L, D). With STORE also dscores (end_row - first_row, B, H, LP, LP: keys, queries),
-    which is ds.
+    Reads q, k, v, do, lse, delta, key_mask, bias_transposed (B, H, LP, LP: keys, queries).
+    Writes dk, dv (B, R, H, L, D); with STORE ds, dscores (end_row - first_row, B, H, LP, LP: keys, queries).
 
     For each tile of queries, all transposed: s = scale k q^T + bias^T + key_mask;  p = 2^(s log2(e) - lse)
         ds = p (v do^T - delta);  dv += p do;  dk += ds q.  At the end dk is multiplied by scale.
     Scores are (keys, queries), so that p and ds are left operands of products as they stand.
     """
-    j0, r0 = tl.program_id(0) * BN, first_row + tl.program_id(2).to(tl.int64) * RU
-    bh = tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    j = j0 + tl.arange(0, BN)  # (BN,)
+    j0, r0, bh = tl.program_id(0) * BN, first_row + tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
+    b, h, j = (bh // H).to(tl.int64), (bh % H).to(tl.int64), j0 + tl.arange(0, BN)  # (), (), (BN,)
     # Tuples have one entry for each of the RU rows; q_rows and do_rows move with the queries.
     k_tiles, v_tiles, dk_accs, dv_accs, masks, q_rows, do_rows = (), (), (), (), (), (), ()
     for u in tl.static_range(RU):
@@ -314,8 +308,8 @@ def attention_backward_kv_kernel(q, k, v, bias_transposed, key_mask, do, lse, de
         v_tiles = v_tiles + (load_tile(v + offset, j0, L, D, q_strides[POSITION], BN, BD, WHOLE_TILES),)
         if KEYS:
             masks = masks + (load_key_mask(key_mask, b, r, j, mask_strides),)  # (BN,)
-        dk_accs = dk_accs + (tl.zeros((BN, BD), tl.float32),)
-        dv_accs = dv_accs + (tl.zeros((BN, BD), tl.float32),)
+        empty = tl.zeros((BN, BD), tl.float32)
+        dk_accs, dv_accs = dk_accs + (empty,), dv_accs + (empty,)
         q_rows, do_rows = q_rows + (q + offset,), do_rows + (do + head_offset(b, r, h, out_strides),)
     for i0 in range(0, L, BM):
         i = i0 + tl.arange(0, BM)  # (BM,)
@@ -328,12 +322,9 @@ def attention_backward_kv_kernel(q, k, v, bias_transposed, key_mask, do, lse, de
                                 WHOLE_TILES)  # (BM, BD)
             new_q_rows = new_q_rows + (q_rows[u] + BM * q_strides[POSITION],)
             new_do_rows = new_do_rows + (do_rows[u] + BM * out_strides[POSITION],)
-            first = ((b * R + r) * H + h) * L
-            lse_tile = load_statistic(lse + first, i, L, float("inf"), WHOLE_TILES)  # (BM,)
-            delta_tile = load_statistic(delta + first, i, L, 0.0, WHOLE_TILES)  # (BM,)
+            lse_tile, delta_tile = load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES)  # (BM,) each
             # Scores again. dp does not wait for them: it runs while exponentials are computed.
-            s = tl.dot(k_tiles[u], tl.trans(q_tile), input_precision=PRECISION)  # (BN, BM)
-            s = s * scale + bias_tile
+            s = tl.dot(k_tiles[u], tl.trans(q_tile), input_precision=PRECISION) * scale + bias_tile
             dp = tl.dot(v_tiles[u], tl.trans(do_tile), input_precision=PRECISION)  # (BN, BM)
             if KEYS:
                 s += masks[u][:, None]
@@ -344,8 +335,7 @@ def attention_backward_kv_kernel(q, k, v, bias_transposed, key_mask, do, lse, de
             dk_acc = tl.dot(ds, q_tile, dk_accs[u], input_precision=PRECISION)  # (BN, BD)
             new_dv_accs, new_dk_accs = new_dv_accs + (dv_acc,), new_dk_accs + (dk_acc,)
             if STORE:
-                ds_head = dscores + ((r - first_row) * tl.num_programs(1) + bh) * LP * LP + i0
-                tl.store(tile_pointers(ds_head, j0, LP, BN, BM), ds)
+                store_dscores(dscores, r - first_row, bh, tl.num_programs(1), LP, j0, i0, ds)
         dk_accs, dv_accs, q_rows, do_rows = new_dk_accs, new_dv_accs, new_q_rows, new_do_rows
     for u in tl.static_range(RU):
         if r0 + u < end_row:
@@ -469,14 +459,13 @@ def attention_backward_short_kernel(q, k, v, bias, key_mask, do, lse, delta, dq,
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i = tl.arange(0, BL)  # (BL,): queries, and keys as well
     for r in range(r0, tl.minimum(r0 + ROWS, end_row)):
-        offset, first = head_offset(b, r, h, q_strides), ((b * R + r) * H + h) * L
+        offset = head_offset(b, r, h, q_strides)
         q_tile = load_tile(q + offset, 0, L, D, q_strides[POSITION], BL, BD, WHOLE_TILES)  # (BL, BD)
         k_tile = load_tile(k + offset, 0, L, D, q_strides[POSITION], BL, BD, WHOLE_TILES)  # (BL, BD)
         v_tile = load_tile(v + offset, 0, L, D, q_strides[POSITION], BL, BD, WHOLE_TILES)  # (BL, BD)
         do_tile = load_tile(do + head_offset(b, r, h, out_strides), 0, L, D, out_strides[POSITION], BL, BD,
                             WHOLE_TILES)  # (BL, BD)
-        lse_tile = load_statistic(lse + first, i, L, float("inf"), WHOLE_TILES)  # (BL,)
-        delta_tile = load_statistic(delta + first, i, L, 0.0, WHOLE_TILES)  # (BL,)
+        lse_tile, delta_tile = load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES)  # (BL,) each
         # Scores again.
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale  # (BL, BL): queries, keys
         s += load_bias(bias, bh, 0, 0, LP, BL, BL, BIAS)
@@ -488,8 +477,7 @@ def attention_backward_short_kernel(q, k, v, bias, key_mask, do, lse, delta, dq,
         ds = p * (dp - delta_tile[:, None])
         p, ds = p.to(q_tile.dtype), ds.to(q_tile.dtype)
         if BIAS:
-            ds_head = dscores + ((r - first_row) * tl.num_programs(1) + bh) * LP * LP
-            tl.store(tile_pointers(ds_head, 0, LP, BL, BL), ds)
+            store_dscores(dscores, r - first_row, bh, tl.num_programs(1), LP, 0, 0, ds)
         # Gradients of v, k and q, (BL, BD) each.
         offset = head_offset(b, r, h, dq_strides)
         dv_tile = tl.dot(tl.trans(p), do_tile, input_precision=PRECISION)

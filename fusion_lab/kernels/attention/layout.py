@@ -20,6 +20,12 @@ def views(qkvg, heads, axis, gated):
     return [as_rows(x, heads, axis) for x in qkvg]
 
 
+def with_gate(qkvg, heads, axis, gated):
+    """[q, k, v, gate], each (B, R, H, L, D); without a gate q in its place, which no kernel reads then."""
+    q, k, v, *gate = views(qkvg, heads, axis, gated)
+    return [q, k, v, *(gate or [q])]
+
+
 def strides(x):
     """Those of sample, row, head and position of x (B, R, H, L, D), as a kernel takes them: in one tuple."""
     return x.stride()[:4]

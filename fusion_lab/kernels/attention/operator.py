@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.attention import bias_gradient, kernels, output_backward
 from fusion_lab.kernels.attention import padded_bias as padding
-from fusion_lab.kernels.attention.layout import as_rows, check, strides, views
+from fusion_lab.kernels.attention.layout import as_rows, check, strides, views, with_gate
 from fusion_lab.kernels.attention.padded_bias import MASKED, PADDING
 from fusion_lab.kernels.attention.tile_candidates import (
     BACKWARD_BIAS,
@@ -47,6 +47,7 @@ from fusion_lab.kernels.attention.tile_candidates import (
     STORED,
 )
 from fusion_lab.kernels.common import (
+    bind,
     check_shapes,
     operation,
     padded_width,
@@ -185,48 +186,55 @@ def gate_sum_count(B, R, H, L, D, dtype):
 
 
 class Launch(Sizes):
-    """What the launches of one call share: tensors, sizes, strides, flags."""
+    """What the launches of one call share: sizes, strides, flags. Kept, it also keeps them ready (bound)."""
 
     def __init__(self, qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale):
-        self.q, self.k, self.v, *gate = views(qkvg, heads, axis, gated)
-        self.gate = gate[0] if gated else self.q  # which no kernel reads without GATE
-        super().__init__(self.q.shape, self.q.dtype)
-        check(self.q, self.k, self.v, self.gate)
+        q, k, v, gate = with_gate(qkvg, heads, axis, gated)
+        super().__init__(q.shape, q.dtype)
+        check(q, k, v, gate)
         # Axes 1 and 2 of a grid end at 65535; offsets within a tile have 32 bits.
-        position_stride = max(self.q.stride(3), self.gate.stride(3))
+        position_stride = max(q.stride(3), gate.stride(3))
         if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * position_stride >= 1 << 31:
-            raise ValueError(f"attention over {tuple(self.q.shape)} is too large for one launch")
-        self.gate_bias, self.bias, self.key_mask = gate_bias, bias, key_mask
+            raise ValueError(f"attention over {tuple(q.shape)} is too large for one launch")
+        self.bound = {}
         self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
         shared = (0, 0) if key_mask is None else tuple(
             key_mask.stride(i) if key_mask.shape[i] > 1 else 0 for i in (0, 1))
-        self.strides = dict(mask_strides=shared, q_strides=strides(self.q))
-        self.flags = dict(KEYS=key_mask is not None, PRECISION=precision(self.q.dtype))
+        self.strides = dict(mask_strides=shared, q_strides=strides(q))
+        self.flags = dict(KEYS=key_mask is not None, PRECISION=precision(q.dtype))
         self.bias_flag = dict(BIAS=bias is not None)
         self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None)
 
-    def run(self, kernel, tiles, grid, arguments, gate_bias_sums=None, kind="", **options):
+    def run(self, kernel, tiles, grid, tensors, numbers, kind="", summed=False, **options):
         """Launch with the tuner's choice for this kind of the kernel; grid is a function of a configuration.
 
-        gate_bias_sums (n, H, D), if given, gets the partial sums that the programs store.
+        summed: the last of the tensors (n, H, D) gets the partial sums that the programs store.
         """
+        name = kernel.__name__ + kind
+        if (name, numbers) in self.bound:
+            return self.bound[name, numbers](*tensors)
+
         def launch(config):
             config = self.fitted(config)
             size = grid(config)
-            if gate_bias_sums is None:
-                return kernel[size](*arguments, **options, BD=self.BD, **config)
-            with sums.room(gate_bias_sums, math.prod(size) // self.H) as room:
-                kernel[size](*arguments, gate_bias_sums=room, **options, BD=self.BD, **config)
-        tuner.launch(*self.looked_up(kernel.__name__ + kind, tiles), launch)
+            ready = bind(None if summed else self.bound, (name, numbers), kernel, size, numbers, **options,
+                         BD=self.BD, **config)
+            if not summed:
+                return ready(*tensors)
+            with sums.room(tensors[-1], math.prod(size) // self.H) as room:
+                ready(*tensors[:-1], room)
+        tuner.launch(*self.looked_up(name, tiles), launch)
 
 
-def forward(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale):
-    """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of exponentials."""
-    call = Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
+def forward(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale, call=None):
+    """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of exponentials.
+    call: a kept Launch of the same."""
+    call = call or Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
+    q, k, v, gate = with_gate(qkvg, heads, axis, gated)
     out, lse = forward_sizes(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
     call.run(kernels.attention_forward_kernel, FORWARD, call.grid("BM"),
-             (call.q, call.k, call.v, call.gate, gate_bias, bias, key_mask, out, lse, *call.sizes),
-             **call.strides, gate_strides=strides(call.gate), out_strides=strides(as_rows(out, heads, axis)),
+             (q, k, v, gate, gate_bias, bias, key_mask, out, lse), call.sizes,
+             **call.strides, gate_strides=strides(gate), out_strides=strides(as_rows(out, heads, axis)),
              **call.gate_flags, **call.bias_flag, **call.flags)
     return out, lse
 
@@ -239,6 +247,8 @@ def forward_sizes(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale):
 
 class Given(NamedTuple):
     """What the kernels of backward read and write once the gate's has run."""
+    qkv: list
+    bias: torch.Tensor | None
     bias_transposed: torch.Tensor | None
     saved: tuple  # key_mask, do, lse, delta
     dq: torch.Tensor  # (B, R, H, L, D), as dk and dv
@@ -248,30 +258,33 @@ class Given(NamedTuple):
 
 
 def backward(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop, heads, axis,
-             gated, scale, bias_sums, gate_bias_sums):
+             gated, scale, bias_sums, gate_bias_sums, call=None):
     """Gradients, in a list: those of qkvg, each as its tensor lies, and what is still to be added up.
 
     These are so many (bias_sums, B, H, LP, LP) partial sums of the bias's gradient, for bias_gradient.py; so
     many (gate_bias_sums, H, D) of the gate bias's; du, and (gate_bias_sums, c) of the gradient of the
     projection's bias. Partial sums are float32, unless they are ds. What is not there is empty.
-    gradient: of the result or, with a weight, of its projection (output_backward.py).
+    gradient: of the result or, with a weight, of its projection (output_backward.py). call: a kept Launch of
+    the same.
     """
-    call = Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
+    call = call or Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
+    *qkv, gate = with_gate(qkvg, heads, axis, gated)
     results = backward_sizes(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight,
-                             drop, heads, axis, gated, scale, bias_sums, gate_bias_sums)
+                             drop, heads, axis, gated, scale, bias_sums, gate_bias_sums, call)
     *grads, bias_sums, gate_bias_sums, du, out_bias_sums = results
     dq, dk, dv, *dgate = views(grads, heads, axis, gated)
     dgate, out_strides = (dgate or [dq])[0], strides(as_rows(out, heads, axis))
     delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
     if weight is None:
+        summed = gate_bias is not None
         call.run(kernels.attention_gate_backward_kernel, GATE, call.grid("BM"),
-                 (call.gate, gate_bias, out, gradient, dgate, do, delta, call.R, call.H, call.L, call.D),
-                 None if gate_bias is None else gate_bias_sums, gate_strides=strides(call.gate),
+                 (gate, gate_bias, out, gradient, dgate, do, delta, gate_bias_sums if summed else None),
+                 (call.R, call.H, call.L, call.D), summed=summed, gate_strides=strides(gate),
                  out_strides=out_strides, dgate_strides=strides(dgate), **call.gate_flags)
     else:
-        output_backward.launch(gradient, weight, drop, out, call.gate, gate_bias, do, dgate, delta, du,
+        output_backward.launch(gradient, weight, drop, out, gate, gate_bias, do, dgate, delta, du,
                              out_bias_sums, gate_bias_sums, axis)
-    given = Given(bias_transposed, (key_mask, do, lse, delta), dq, dk, dv,
+    given = Given(qkv, bias, bias_transposed, (key_mask, do, lse, delta), dq, dk, dv,
                   dict(out_strides=out_strides, dq_strides=strides(dq)))
     if call.short:
         short_rows(call, given, bias_sums)
@@ -293,13 +306,13 @@ def backward(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradien
 def short_rows(call, given, bias_sums):
     """dq, dk, dv and, with a bias, its partial sums: ds of each row, or the sums of rounds of rows."""
     for number, (first_row, end_row) in enumerate(call.rounds(MOST_SCORES)):
-        in_place = call.bias is None or call.dscores_are_sums()
+        in_place = given.bias is None or call.dscores_are_sums()
         dscores = bias_sums if in_place else call.new_dscores(given.dq, first_row, end_row)
         call.run(kernels.attention_backward_short_kernel, BACKWARD_SHORT,
                  lambda config, rows=end_row - first_row: (triton.cdiv(rows, config["ROWS"]),
                                                            call.B * call.H),
-                 (call.q, call.k, call.v, call.bias, *given.saved, given.dq, given.dk, given.dv, dscores,
-                  *call.sizes, first_row, end_row), **call.strides, **given.strides, **call.bias_flag,
+                 (*given.qkv, given.bias, *given.saved, given.dq, given.dk, given.dv, dscores),
+                 (*call.sizes, first_row, end_row), **call.strides, **given.strides, **call.bias_flag,
                  **call.flags, BL=call.LP)
         if not in_place:
             torch.sum(dscores, 0, dtype=torch.float32, out=bias_sums[number])
@@ -311,15 +324,15 @@ def key_gradients(call, given, dscores, first_row, end_row):
     call.run(kernels.attention_backward_kv_kernel, BACKWARD_KV,
              lambda config: (triton.cdiv(call.L, config["BN"]), call.B * call.H,
                              triton.cdiv(end_row - first_row, config["RU"])),
-             (call.q, call.k, call.v, given.bias_transposed, *given.saved, given.dk, given.dv, dscores,
-              *call.sizes, first_row, end_row), **call.strides, **given.strides, **call.bias_flag,
+             (*given.qkv, given.bias_transposed, *given.saved, given.dk, given.dv, dscores),
+             (*call.sizes, first_row, end_row), **call.strides, **given.strides, **call.bias_flag,
              **call.flags, STORE=stored, kind=" stored" if stored else "")
 
 
 def recompute_scores(call, given):
     """dq, dk and dv, by two kernels that recompute scores."""
     call.run(kernels.attention_backward_q_kernel, BACKWARD_Q, call.grid("BM"),
-             (call.q, call.k, call.v, call.bias, *given.saved, given.dq, *call.sizes), **call.strides,
+             (*given.qkv, given.bias, *given.saved, given.dq), call.sizes, **call.strides,
              **given.strides, **call.bias_flag, **call.flags)
     key_gradients(call, given, None, 0, call.R)
 
@@ -330,9 +343,9 @@ def sum_bias(call, given, bias_sums):
     call.run(kernels.attention_backward_bias_kernel, BACKWARD_BIAS,
              lambda config: (triton.cdiv(call.L, config["BM"]) * triton.cdiv(call.L, config["BN"]), shares,
                              call.B * call.H),
-             (call.q, call.k, call.v, call.bias, *given.saved, bias_sums, *call.sizes,
-              triton.cdiv(call.R, shares)), **call.strides, out_strides=given.strides["out_strides"],
-             **call.flags)
+             (*given.qkv, given.bias, *given.saved, bias_sums),
+             (*call.sizes, triton.cdiv(call.R, shares)), **call.strides,
+             out_strides=given.strides["out_strides"], **call.flags)
 
 
 def store_dscores(call, given, bias_sums, most):
@@ -343,15 +356,16 @@ def store_dscores(call, given, bias_sums, most):
         key_gradients(call, given, dscores, first_row, end_row)
         call.run(kernels.attention_backward_scores_kernel, BACKWARD_SCORES,
                  lambda config: (triton.cdiv(call.L, config["BM"]), shares, call.B * call.H),
-                 (call.k, dscores, given.dq, bias_sums, call.H, call.L, call.D, call.sizes[-1], first_row,
-                  end_row, triton.cdiv(end_row - first_row, shares)), q_strides=call.strides["q_strides"],
+                 (given.qkv[1], dscores, given.dq, bias_sums),
+                 (call.H, call.L, call.D, call.sizes[-1], first_row, end_row,
+                  triton.cdiv(end_row - first_row, shares)), q_strides=call.strides["q_strides"],
                  dq_strides=given.strides["dq_strides"], LP=call.LP,
                  NO_PADDING=call.L == call.LP and call.D == call.BD, PRECISION=call.flags["PRECISION"])
 
 
 def backward_sizes(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop, heads,
-                   axis, gated, scale, bias_sums, gate_bias_sums):
-    call = Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
+                   axis, gated, scale, bias_sums, gate_bias_sums, call=None):
+    call = call or Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
     sums_size = (bias_sums, call.B, call.H, call.LP, call.LP) if bias is not None else 0
     return [*(x.new_empty(x.shape) for x in qkvg),
             out.new_empty(sums_size, dtype=call.dtype if call.dscores_are_sums() else torch.float32),
@@ -459,19 +473,6 @@ def gated_attention(qkvg, heads, axis, bias=None, keys=None, gate_bias=None):
     length, gate_bias = qkvg[0].shape[axis], None if gate_bias is None else gate_bias.contiguous()
     return BiasedAttention.apply(bias, keys, gate_bias, heads, axis, True, width ** -0.5,
                                  reads_transposed_bias(length), *qkvg)
-
-
-def triangle_attention(q, k, v, bias, mask=None, scale=None):
-    """cuEquivariance's function of this name: softmax(scale q k^T + bias, masked) v.
-
-    q, k, v (B, N, H, S, D); bias (B, 1, H, S, S); mask (B, N, 1, 1, S), True = present, or None; scale:
-    default D^-0.5. Returns (B, N, H, S, D). Gradients for q, k, v and bias, none from rows whose keys are all
-    masked. Raises ValueError for another shape, and for more keys than queries.
-    """
-    B, N, H, S, _ = q.shape
-    check_shapes(("k", k, tuple(q.shape)), ("v", v, tuple(q.shape)), ("bias", bias, (B, 1, H, S, S)),
-                 ("mask", mask, (B, N, 1, 1, S)))
-    return row_attention(q, k, v, bias[:, 0], None if mask is None else mask[:, :, 0, 0], scale)
 
 
 def row_attention(q, k, v, bias=None, keys=None, scale=None):

@@ -34,18 +34,29 @@ def delta_offsets(X, Y, delta_strides, LINES: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def attention_output_backward_kernel(dupdate, w, drop, out, gate, gate_bias, do, dgate, delta, du, bias_sums,
-                                     gate_bias_sums, P, X, Y, drop_stride_sample, drop_stride_x,
-                                     drop_stride_y: tl.constexpr, gate_stride, dgate_stride, delta_strides,
-                                     DROP: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
-                                     C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+def load_columns(matrix, p, valid, columns, stride):
+    """(BM, columns) of rows p (BM,), `stride` numbers apart, of a matrix; zeros where a row is not valid."""
+    return tl.load(matrix + p[:, None] * stride + columns[None, :], mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def store_columns(matrix, p, valid, columns, stride, values):
+    """Store values (BM, columns) where load_columns() reads them."""
+    at = matrix + p[:, None] * stride + columns[None, :]  # (BM, columns)
+    tl.store(at, values.to(matrix.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def attention_output_backward_kernel(
+        dupdate, w, drop, out, gate, gate_bias, do, dgate, delta, du, bias_sums, gate_bias_sums, P, X, Y,
+        drop_stride_sample, drop_stride_x, drop_stride_y: tl.constexpr, gate_stride, dgate_stride,
+        delta_strides, DROP: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+        D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     """One program: all gradients of the formulas above at BM positions, in heads of D channels each.
 
     Grid: axis 0: tiles of BM of the P = B X Y positions.
-    Reads dupdate, out (P, C), gate (P, C) with gate_stride between positions, w (C, C), gate_bias (C,); with
-    DROP drop (B, X, Y, C), broadcast by drop_stride_*.
-    Writes do (P, C), dgate (P, C) with dgate_stride between positions, delta (B, R, H, L) by delta_strides
-    (sample, X, Y, head); with DROP du (P, C).
+    Reads dupdate, out, gate (P, C), w (C, C), gate_bias (C,); with DROP drop (B, X, Y, C), broadcast.
+    Writes do, dgate (P, C), delta (B, R, H, L) by delta_strides (sample, X, Y, head); with DROP du (P, C).
     Writes partial sums (programs, C) of the gradients of b and gate_bias: bias_sums, gate_bias_sums.
     LINES: how many lines of Y positions the tile is the whole of, 1 if a part of one, 0 if neither.
     """
@@ -57,8 +68,8 @@ def attention_output_backward_kernel(dupdate, w, drop, out, gate, gate_bias, do,
     if DROP:
         du_tile *= factors(drop, first + p, P, X, Y, drop_stride_sample, drop_stride_x, drop_stride_y, C,
                            LINES)
-    bias_sums += tl.program_id(0).to(tl.int64) * C
-    gate_bias_sums += tl.program_id(0).to(tl.int64) * C
+    row = tl.program_id(0).to(tl.int64) * C  # of this program in the partial sums
+    bias_sums, gate_bias_sums = bias_sums + row, gate_bias_sums + row
     if DROP:  # store_sums() makes sums as a product with ones: with DROP that spilled on sm_80 (the diary)
         tl.store(bias_sums + c, tl.sum(du_tile, 0))
     else:
@@ -66,18 +77,15 @@ def attention_output_backward_kernel(dupdate, w, drop, out, gate, gate_bias, do,
     du_tile = du_tile.to(dtype)
     if DROP:
         store_rows(du + first * C, p, remaining, du_tile, C)
-    out += first * C
-    do += first * C
-    gate += first * gate_stride
-    dgate += first * dgate_stride
+    out, do = out + first * C, do + first * C
+    gate, dgate = gate + first * gate_stride, dgate + first * dgate_stride
     delta += delta_offsets(X, Y, delta_strides, LINES, BM)  # (BM,)
     # BK channels at a time: one or more heads, or a part of one, whose delta head_delta then sums.
     head_delta, valid = tl.zeros((BM,), tl.float32), below(p, remaining)
     for k0 in range(0, C, BK):
         k = k0 + tl.arange(0, BK)  # (BK,)
-        out_tile = tl.load(out + p[:, None] * C + k[None, :], mask=valid[:, None], other=0.0)  # (BM, BK)
-        gate_tile = tl.load(gate + p[:, None] * gate_stride + k[None, :], mask=valid[:, None],
-                            other=0.0)  # (BM, BK)
+        out_tile = load_columns(out, p, valid, k, C)  # (BM, BK)
+        gate_tile = load_columns(gate, p, valid, k, gate_stride)  # (BM, BK)
         # Gradient of the gated output.
         w_tile = tl.load(w + c[:, None] * C + k[None, :])  # (C, BK)
         dout = tl.dot(du_tile, w_tile, input_precision=PRECISION)  # (BM, BK)
@@ -86,10 +94,8 @@ def attention_output_backward_kernel(dupdate, w, drop, out, gate, gate_bias, do,
         opening = sigmoid(gate_tile.to(tl.float32) + bias_tile)  # (BM, BK)
         dout_out = dout * out_tile.to(tl.float32)  # (BM, BK)
         dgate_tile = dout_out * (1 - opening)  # (BM, BK)
-        tl.store(do + p[:, None] * C + k[None, :], (dout * opening).to(do.dtype.element_ty),
-                 mask=valid[:, None])
-        tl.store(dgate + p[:, None] * dgate_stride + k[None, :], dgate_tile.to(dgate.dtype.element_ty),
-                 mask=valid[:, None])
+        store_columns(do, p, valid, k, C, dout * opening)
+        store_columns(dgate, p, valid, k, dgate_stride, dgate_tile)
         store_sums(gate_bias_sums, k, dgate_tile, dtype, PRECISION, BM)
         # delta, summed over the channels of each head.
         if BK >= D:

@@ -2,6 +2,9 @@
 
     out = bias; MASKED where a key is masked; PADDING beyond L    bias (B, H, L, L), out (B, H, LP, LP)
 
+Another kernel makes what all else adds to scores: key_mask = (keys - 1) * -MASKED, PADDING beyond L, of keys
+(B, R, L), 1 = present, out (B, R, LP).
+
 The kernels of attention read out and, for the gradients of k and v, its transpose. One launch reads the bias
 once, along that of its last two axes which lies closer together in memory, and writes both.
 """
@@ -10,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fusion_lab.kernels.common import operation
+from fusion_lab.kernels.common import bind, operation
 
 MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: so far below MASKED that it gets no weight even in a row without any key
@@ -33,7 +36,8 @@ def reference(bias, keys, LP, dtype, transpose):
 @triton.jit
 def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_stride_sample, bias_stride_head,
                                  bias_stride_query, bias_stride_key, keys_stride_sample, KEYS: tl.constexpr,
-                                 TRANSPOSE: tl.constexpr, ALONG_QUERIES: tl.constexpr, T: tl.constexpr):
+                                 TRANSPOSE: tl.constexpr, ALONG_QUERIES: tl.constexpr, LIFT: tl.constexpr,
+                                 T: tl.constexpr):
     """One program: T queries and T keys of one head, of out and of its transpose.
 
     Grid: axis 0: bh = b H + h; axis 1: tiles of T queries; axis 2: tiles of T keys.
@@ -41,6 +45,7 @@ def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_str
     whose keys_stride_sample is 0 if all samples share them.
     Writes out (B, H, LP, LP: queries, keys) and, with TRANSPOSE, transposed (B, H, LP, LP: keys, queries).
     ALONG_QUERIES: queries lie closer together in the bias than keys do, so that it is read along them.
+    LIFT: what is below MASKED becomes that.
     """
     bh, i0, j0 = tl.program_id(0).to(tl.int64), tl.program_id(1) * T, tl.program_id(2) * T
     i, j = i0.to(tl.int64) + tl.arange(0, T), j0.to(tl.int64) + tl.arange(0, T)  # (T,), (T,)
@@ -52,6 +57,8 @@ def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_str
     else:
         pointers = bias + i[:, None] * bias_stride_query + j[None, :] * bias_stride_key
         values = tl.load(pointers, mask=inside, other=0.0)
+    if LIFT:  # not NaN, which stays
+        values = tl.maximum(values.to(tl.float32), KERNEL_MASKED, propagate_nan=tl.PropagateNan.ALL)
     values = values.to(out.dtype.element_ty)  # (T, T): queries, keys
     if KEYS:
         present = tl.load(keys + bh // H * keys_stride_sample + j, mask=j < L, other=0) != 0  # (T,)
@@ -62,18 +69,49 @@ def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_str
         tl.store(transposed + bh * LP * LP + (j[:, None] * LP + i[None, :]), tl.trans(values))
 
 
-def launch(bias, keys, LP, dtype, transpose):
-    """(out, its transpose or an empty tensor); arguments as in reference()."""
-    out, transposed = sizes(bias, keys, LP, dtype, transpose)
+@triton.jit
+def attention_key_mask_kernel(keys, out, R, L, LP, keys_stride_sample, keys_stride_row, keys_stride_key,
+                              T: tl.constexpr):
+    """One program: T keys of one row of the key mask. Grid: axis 0: b R + r; axis 1: tiles of T keys.
+
+    Reads keys (B, R, L) with any strides; writes out (B, R, LP).
+    """
+    row, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * T + tl.arange(0, T)  # (), (T,)
+    keys += row // R * keys_stride_sample + row % R * keys_stride_row
+    present = tl.load(keys + j.to(tl.int64) * keys_stride_key, mask=j < L, other=0).to(tl.float32)  # (T,)
+    tl.store(out + row * LP + j, tl.where(j < L, (present - 1.0) * -KERNEL_MASKED, KERNEL_PADDING))
+
+
+def launch_key_mask(keys, LP, bound=None):
+    """key_mask (B, R, LP) in float32 of keys (B, R, L). bound: as in common.bind()."""
+    B, R, L = keys.shape
+    out, name = keys.new_empty(B, R, LP, dtype=torch.float32), "key_mask"
+    keys = keys.view(torch.uint8) if keys.dtype == torch.bool else keys
+    if bound is not None and name in bound:
+        bound[name](keys, out)
+    else:
+        T = min(LP, 128)  # which divides LP
+        bind(bound, name, attention_key_mask_kernel, (B * R, LP // T), (R, L, LP, *keys.stride()),
+             T=T, num_warps=1)(keys, out)
+    return out
+
+
+def launch(bias, keys, LP, dtype, transpose, lift=False, bound=None):
+    """(out, its transpose or an empty tensor); arguments as in reference(). lift: what is below MASKED, -inf
+    as well, becomes that. bound: as in common.bind()."""
+    (out, transposed), name = sizes(bias, keys, LP, dtype, transpose), "padded_bias"
+    if bound is not None and name in bound:
+        bound[name](bias, keys, out, transposed)
+        return out, transposed
     B, H, L, _ = bias.shape
     keys_stride_sample = 0
     if keys is not None:
         keys, keys_stride_sample = keys.contiguous(), L * (len(keys) > 1)
         keys = keys.view(torch.uint8) if keys.dtype == torch.bool else keys
     T = min(TILE, LP)  # which divides LP
-    attention_padded_bias_kernel[(B * H, LP // T, LP // T)](
-        bias, keys, out, transposed, H, L, LP, *bias.stride(), keys_stride_sample, KEYS=keys is not None,
-        TRANSPOSE=transpose, ALONG_QUERIES=bias.stride(2) < bias.stride(3), T=T)
+    bind(bound, name, attention_padded_bias_kernel, (B * H, LP // T, LP // T),
+         (H, L, LP, *bias.stride(), keys_stride_sample), KEYS=keys is not None, TRANSPOSE=transpose,
+         ALONG_QUERIES=bias.stride(2) < bias.stride(3), LIFT=lift, T=T)(bias, keys, out, transposed)
     return out, transposed
 
 

@@ -55,10 +55,10 @@ def room(partial_sums, programs):
     partial_sums[1:].zero_()
 
 
-def launch(partial_sums, dtype):
-    """The sum of partial_sums (programs, ...) over programs, in this dtype."""
+def launch(partial_sums, dtype, bound=None, name=None):
+    """The sum of partial_sums (programs, ...) over programs, in this dtype. bound, name: as in bind()."""
     out = sizes(partial_sums, dtype)
-    add_up(partial_sums, out)
+    add_up(partial_sums, out, bound, name)
     return out
 
 

@@ -7,7 +7,8 @@ Grid of every kernel here: axis 0: tiles of BM padded positions, B SP SP / BM pr
 A position has two numbers:
     q  in the padded planes (B, SP, SP): sides, product and statistics, whose channels come first
     p  in (B, S, S): pair, normed, out and others, whose channels come last
-`inside` says which padded positions are real ones. plane = B SP SP is the stride of a channel of the planes.
+`inside` says which padded positions are real ones. channel_stride = B SP SP numbers lie between two channels
+of the planes.
 """
 import triton
 import triton.language as tl
@@ -61,9 +62,16 @@ def store_tile(matrix, p, inside, columns, stride, values):
 
 
 @triton.jit
-def load_plane_tile(planes, columns, q, plane):
+def load_plane_tile(planes, columns, q, channel_stride):
     """(BM, columns) of channel-first planes (., B SP SP). They need no mask: padding is there, and zero."""
-    return tl.trans(tl.load(planes + columns[:, None].to(tl.int64) * plane + q[None, :]))
+    return tl.trans(tl.load(planes + columns[:, None].to(tl.int64) * channel_stride + q[None, :]))
+
+
+@triton.jit
+def store_plane_tile(planes, columns, q, channel_stride, values):
+    """Store values (columns, BM), channel first, where load_plane_tile() reads them."""
+    at = planes + columns[:, None].to(tl.int64) * channel_stride + q[None, :]  # (columns, BM)
+    tl.store(at, values.to(planes.dtype.element_ty))
 
 
 @triton.jit
@@ -94,31 +102,31 @@ def load_mask(mask, inside, at, MASK: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(x, statistics, plane, q, eps, C: tl.constexpr):
+def store_statistics(x, statistics, channel_stride, q, eps, C: tl.constexpr):
     """Mean and 1 / std of x (BM, C), (BM,) each; statistics (2, B SP SP) get them, too."""
     mean, rstd = moments(x, eps, C)
     tl.store(statistics + q, mean)
-    tl.store(statistics + plane + q, rstd)
+    tl.store(statistics + channel_stride + q, rstd)
     return mean, rstd
 
 
 @triton.jit
 def project(x, w, bias, BIAS: tl.constexpr, PRECISION: tl.constexpr):
     """x (BM, C) times w (BC, C) transposed, plus bias (BC,): (BM, BC) in float32."""
-    y = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+    result = tl.dot(x, tl.trans(w), input_precision=PRECISION)
     if BIAS:
-        y += bias[None, :]
-    return y
+        result += bias[None, :]
+    return result
 
 
 @triton.jit
-def norm_gradient(dy, x, mean, rstd, weight, partial_sums, channels, dtype: tl.constexpr,
+def norm_gradient(dnormed, x, mean, rstd, weight, partial_sums, channels, dtype: tl.constexpr,
                   PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
-    """LayerNorm's derivative: dx (BM, C) from dy and x (BM, C). partial_sums (2, C): of dweight and dbias."""
+    """LayerNorm's derivative (BM, C) of dnormed and x (BM, C). partial_sums (2, C): of weight's, bias's."""
     x_hat = normalised(x, mean, rstd)  # (BM, C)
-    store_sums(partial_sums, channels, dy * x_hat, dtype, PRECISION, BM)
-    store_sums(partial_sums + C, channels, dy, dtype, PRECISION, BM)
-    return layer_norm_backward(dy, x_hat, rstd, load_vector(weight, channels), C)
+    store_sums(partial_sums, channels, dnormed * x_hat, dtype, PRECISION, BM)
+    store_sums(partial_sums + C, channels, dnormed, dtype, PRECISION, BM)
+    return layer_norm_backward(dnormed, x_hat, rstd, load_vector(weight, channels), C)
 
 
 @triton.jit
@@ -130,7 +138,7 @@ def triangle_multiplication_front_kernel(
         sides,  # (2 C, B, SP, SP) out: left, right
         normed,  # (P, C) out: LN(pair)
         statistics,  # (2, B SP SP) out, float32: pair's mean, 1 / std
-        S, SP, plane, eps, mask_stride_b, mask_stride_i, mask_stride_j,
+        S, SP, channel_stride, eps, mask_stride_b, mask_stride_i, mask_stride_j,
         IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, NO_PADDING: tl.constexpr,
         LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Forward, before the product: left and right of BM positions.
@@ -146,8 +154,9 @@ def triangle_multiplication_front_kernel(
 
     # LayerNorm, kept for the gradients of weights
     x = load_tile(pair, p, inside, channels, C)  # (BM, C)
-    value_bias, gate_bias = load_bias(in_bias, chunk, IN_BIAS), load_bias(in_bias, chunk + 2 * C, IN_BIAS)
-    mean, rstd = store_statistics(x, statistics, plane, q, eps, C)  # (BM,)
+    chunk_bias = load_bias(in_bias, chunk, IN_BIAS)  # (BC,)
+    chunk_gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)  # (BC,)
+    mean, rstd = store_statistics(x, statistics, channel_stride, q, eps, C)  # (BM,)
     x = affine(normalised(x, mean, rstd), norm_weight, norm_bias, C).to(in_weight.dtype.element_ty)  # (BM, C)
     store_tile(normed, p, inside, channels, C, x)
     mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
@@ -156,21 +165,21 @@ def triangle_multiplication_front_kernel(
     # Projections and their gates, BC of the 2 C channels of both sides at a time
     for c0 in range(0, 2 * C, BC):
         chunk, next_chunk = c0 + tl.arange(0, BC), (c0 + BC) % (2 * C) + tl.arange(0, BC)
-        next_value_bias = load_bias(in_bias, next_chunk, IN_BIAS)  # (BC,)
+        next_bias = load_bias(in_bias, next_chunk, IN_BIAS)  # (BC,)
         next_gate_bias = load_bias(in_bias, next_chunk + 2 * C, IN_BIAS)  # (BC,)
         at = in_weight + chunk[:, None] * C + channels[None, :]  # (BC, C)
         value = tl.dot(tl.load(at), x, input_precision=PRECISION)  # (BC, BM)
         gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION)  # (BC, BM); gates: 2 C rows on
         if IN_BIAS:
-            value += value_bias[:, None]
-            gate += gate_bias[:, None]
+            value += chunk_bias[:, None]
+            gate += chunk_gate_bias[:, None]
         value *= sigmoid(gate)
         if MASK:
             value *= tl.where((c0 < C) | MASK_BOTH, mask_factor, 1.0)[None, :]  # c0 < C: left's channels
         if not NO_PADDING:
             value = tl.where(inside[None, :], value, 0.0)  # the product sums over padding
-        tl.store(sides + chunk[:, None].to(tl.int64) * plane + q[None, :], value.to(sides.dtype.element_ty))
-        value_bias, gate_bias = next_value_bias, next_gate_bias
+        store_plane_tile(sides, chunk, q, channel_stride, value)
+        chunk_bias, chunk_gate_bias = next_bias, next_gate_bias
 
 
 @triton.jit
@@ -183,9 +192,8 @@ def triangle_multiplication_back_kernel(
         drop,  # (B, S, S, C) by its strides; channels are contiguous
         residual,  # (P, C)
         out,  # (P, C) out
-        normed_product,  # (P, C) out: LN(product)
-        statistics,  # (2, B SP SP) out, float32: the product's mean, 1 / std
-        S, SP, plane, eps, drop_stride_b, drop_stride_i, drop_stride_j,
+        normed_product, statistics,  # out: LN(product) (P, C); its mean, 1 / std (2, B SP SP), float32
+        S, SP, channel_stride, eps, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
         SAVE: tl.constexpr, OUT: tl.constexpr, NO_PADDING: tl.constexpr, LINES: tl.constexpr,
         PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
@@ -204,20 +212,19 @@ def triangle_multiplication_back_kernel(
         residual += start * C
     dtype: tl.constexpr = out_weight.dtype.element_ty
     channels, chunk = tl.arange(0, C), tl.arange(0, BC)
-
     # LayerNorm of the product; the tiles of LN(product) and LN(pair) stay for all chunks
-    n, x = load_plane_tile(product, channels, q, plane), load_tile(normed, p, inside, channels, C)  # (BM, C)
+    n = load_plane_tile(product, channels, q, channel_stride)  # (BM, C)
+    x = load_tile(normed, p, inside, channels, C)  # (BM, C)
     chunk_out_bias = load_bias(out_bias, chunk, OUT_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(gate_bias, chunk, GATE_BIAS)  # (BC,)
-    mean, rstd = store_statistics(n, statistics, plane, q, eps, C)  # (BM,)
+    mean, rstd = store_statistics(n, statistics, channel_stride, q, eps, C)  # (BM,)
     n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)  # (BM, C)
     if SAVE:
         store_tile(normed_product, p, inside, channels, C, n)
     if not OUT:
         return
 
-    # Output projection, gate, dropout and residual, BC channels at a time. Dropout and residual are loaded
-    # before the products, so that they arrive meanwhile.
+    # BC channels at a time. Dropout and residual are loaded before the products: they arrive meanwhile.
     for c0 in range(0, C, BC):
         chunk, next_chunk = c0 + tl.arange(0, BC), (c0 + BC) % C + tl.arange(0, BC)
         next_out_bias = load_bias(out_bias, next_chunk, OUT_BIAS)  # (BC,)
@@ -228,13 +235,13 @@ def triangle_multiplication_back_kernel(
         if RESIDUAL:
             residual_tile = load_tile(residual, p, inside, chunk, C)  # (BM, BC)
         at = chunk[:, None] * C + channels[None, :]  # (BC, C)
-        y = project(n, tl.load(out_weight + at), chunk_out_bias, OUT_BIAS, PRECISION)  # (BM, BC)
-        y *= sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS, PRECISION))
+        value = project(n, tl.load(out_weight + at), chunk_out_bias, OUT_BIAS, PRECISION)  # (BM, BC)
+        value *= sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS, PRECISION))
         if DROP:
-            y *= factor
+            value *= factor
         if RESIDUAL:
-            y += residual_tile.to(tl.float32)
-        store_tile(out, p, inside, chunk, C, y)
+            value += residual_tile.to(tl.float32)
+        store_tile(out, p, inside, chunk, C, value)
         chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
 
 
@@ -243,8 +250,7 @@ def triangle_multiplication_back_backward_kernel(
         product,  # (C, B, SP, SP)
         normed, normed_product,  # (P, C) each: LN(pair), LN(product)
         center_weight,  # (C,)
-        out_weight, out_bias,  # (C, C), (C,)
-        gate_weight, gate_bias,  # (C, C), (C,)
+        out_weight, out_bias, gate_weight, gate_bias,  # (C, C), (C,), (C, C), (C,)
         drop,  # (B, S, S, C) by its strides; channels are contiguous
         statistics,  # (2, B SP SP): the product's mean, 1 / std
         gradient,  # (P, C): of out
@@ -252,12 +258,12 @@ def triangle_multiplication_back_backward_kernel(
         dout,  # (P, C) out: gradient of the output projection's result
         dprojected,  # (P, 5 C) out: its last C columns, the gradient of the output gate before its sigmoid
         partial_sums,  # (programs, 4, C) out: of center_weight's, center_bias's, out_bias's, gate_bias's
-        S, SP, plane, drop_stride_b, drop_stride_i, drop_stride_j,
+        S, SP, channel_stride, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, NO_PADDING: tl.constexpr,
         LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """Backward of the back stage: the product's gradient of BM positions. Of value y and gate s:
+    """Backward of the back stage: the product's gradient of BM positions. With out = drop * value * gate:
 
-        dy = drop * gradient * s;  dg = dy * y (1 - s);  dproduct = LN's derivative of dy Wo
+        dvalue = drop * gradient * gate;  dgate = dvalue * value (1 - gate);  dproduct: LN's, of dvalue Wo
     """
     start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     normed, normed_product, dout = normed + start * C, normed_product + start * C, dout + start * C
@@ -279,49 +285,63 @@ def triangle_multiplication_back_backward_kernel(
         d = load_tile(gradient, p, inside, chunk, C).to(tl.float32)  # (BM, BC)
         at = chunk[:, None] * C + channels[None, :]  # (BC, C)
         w = tl.load(out_weight + at)  # (BC, C)
-        y = project(n, w, chunk_out_bias, OUT_BIAS, PRECISION)  # (BM, BC)
-        gate = project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS, PRECISION)
-        gate = sigmoid(gate)  # (BM, BC)
+        value = project(n, w, chunk_out_bias, OUT_BIAS, PRECISION)  # (BM, BC)
+        gate = sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS, PRECISION))
         if DROP:
             d *= load_tile(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside, chunk,
                            1).to(tl.float32)
-        dy = d * gate
-        dg = dy * y * (1 - gate)
+        dvalue = d * gate
+        dgate = dvalue * value * (1 - gate)
         if OUT_BIAS:
-            store_sums(partial_sums + 2 * C, chunk, dy, dtype, PRECISION, BM)
+            store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, PRECISION, BM)
         if GATE_BIAS:
-            store_sums(partial_sums + 3 * C, chunk, dg, dtype, PRECISION, BM)
-        store_tile(dout, p, inside, chunk, C, dy)
-        store_tile(dprojected, p, inside, chunk + 4 * C, 5 * C, dg)
-        dn = tl.dot(dy.to(dtype), w, dn, input_precision=PRECISION)  # (BM, C)
+            store_sums(partial_sums + 3 * C, chunk, dgate, dtype, PRECISION, BM)
+        store_tile(dout, p, inside, chunk, C, dvalue)
+        store_tile(dprojected, p, inside, chunk + 4 * C, 5 * C, dgate)
+        dn = tl.dot(dvalue.to(dtype), w, dn, input_precision=PRECISION)  # (BM, C)
         chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
 
     # LayerNorm's derivative, stored channel first for the library's product
-    mean, rstd = tl.load(statistics + q), tl.load(statistics + plane + q)  # (BM,)
-    d = norm_gradient(dn, load_plane_tile(product, channels, q, plane), mean, rstd, center_weight,
+    mean, rstd = tl.load(statistics + q), tl.load(statistics + channel_stride + q)  # (BM,)
+    d = norm_gradient(dn, load_plane_tile(product, channels, q, channel_stride), mean, rstd, center_weight,
                       partial_sums, channels, dtype, PRECISION, C, BM).to(dproduct.dtype.element_ty)
-    tl.store(dproduct + channels[:, None].to(tl.int64) * plane + q[None, :], tl.trans(d))  # (C, BM)
+    store_plane_tile(dproduct, channels, q, channel_stride, tl.trans(d))
 
 
 @triton.jit
 def output_gate_part(dprojected, gate_weight, p, inside, PRECISION: tl.constexpr, C: tl.constexpr,
                      BM: tl.constexpr, BC: tl.constexpr):
-    """(BM, C) in float32: what the output gate adds to the gradient of LN(pair), dg Wg."""
+    """(BM, C) in float32: what the output gate adds to the gradient of LN(pair), dgate Wg."""
     channels, dx = tl.arange(0, C), tl.zeros((BM, C), tl.float32)
     for c0 in range(0, C, BC):
         chunk = c0 + tl.arange(0, BC)
         w = tl.load(gate_weight + chunk[:, None] * C + channels[None, :])  # (BC, C)
-        dg = load_tile(dprojected, p, inside, chunk + 4 * C, 5 * C)  # (BM, BC)
-        dx = tl.dot(dg, w, dx, input_precision=PRECISION)
+        dgate = load_tile(dprojected, p, inside, chunk + 4 * C, 5 * C)  # (BM, BC)
+        dx = tl.dot(dgate, w, dx, input_precision=PRECISION)
     return dx
+
+
+@triton.jit
+def pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, q, inside, channel_stride,
+                  ADD_GRADIENT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+                  BM: tl.constexpr):
+    """(BM, C) in float32: LayerNorm's derivative of dx (BM, C), with ADD_GRADIENT the residual's added."""
+    channels = tl.arange(0, C)
+    x, mean, rstd = (load_tile(pair, p, inside, channels, C), tl.load(statistics + q),
+                     tl.load(statistics + channel_stride + q))  # (BM, C), (BM,), (BM,)
+    if ADD_GRADIENT:
+        residual_gradient = load_tile(gradient, p, inside, channels, C)  # (BM, C)
+    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, PRECISION, C, BM)
+    if ADD_GRADIENT:
+        d += residual_gradient.to(tl.float32)
+    return d
 
 
 @triton.jit
 def triangle_multiplication_front_backward_kernel(
         pair, normed,  # (P, C) each; normed = LN(pair)
-        norm_weight,  # (C,)
+        norm_weight, gate_weight,  # (C,), (C, C)
         in_weight, in_bias,  # (4 C, C), (4 C,): left, right, left's gate, right's gate
-        gate_weight,  # (C, C)
         mask,  # of positions, by its strides
         sides, dsides,  # (2 C, B, SP, SP) each: left, right, and their gradients
         statistics,  # (2, B SP SP): pair's mean, 1 / std
@@ -329,18 +349,18 @@ def triangle_multiplication_front_backward_kernel(
         dprojected,  # (P, 5 C) in and out: gradients of left, right, their gates, and (in) the output gate
         dpair,  # (P, C) out
         partial_sums,  # (programs, 6, C) out: of norm_weight's, norm_bias's, in_bias's (4)
-        S, SP, plane, mask_stride_b, mask_stride_i, mask_stride_j,
+        S, SP, channel_stride, mask_stride_b, mask_stride_i, mask_stride_j,
         IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, ADD_GRADIENT: tl.constexpr,
         NO_PADDING: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
         BM: tl.constexpr, BC: tl.constexpr):
-    """Backward of the front stage: pair's gradient of BM positions. Of a side y = value * s * mask:
+    """Backward of the front stage: pair's gradient of BM positions. Of a side = value * gate * mask:
 
-        dvalue = dy * s * mask;  dg = dy * y (1 - s)
-        dx = sum over both sides of (dvalue W + dg G) + the output gate's dg Wg
+        dvalue = dside * gate * mask;  dgate = dside * side (1 - gate)
+        dx = sum over both sides of (dvalue W + dgate G) + the output gate's dgate Wg
         dpair = LN's derivative of dx [+ gradient]
 
-    y is `sides`, so no value is recomputed, only its gate s. Tiles of sides and their gradients are
-    transposed as they are read: what is made of them is a product's left operand as it stands.
+    No value is recomputed, only its gate. Tiles of sides and their gradients are transposed as they are
+    read: what is made of them is a product's left operand as it stands.
     """
     start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     pair, normed, dpair = pair + start * C, normed + start * C, dpair + start * C
@@ -350,39 +370,31 @@ def triangle_multiplication_front_backward_kernel(
     dtype: tl.constexpr = in_weight.dtype.element_ty
     x = load_tile(normed, p, inside, channels, C)  # (BM, C)
     mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
-    gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)
+    chunk_gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)
     dx = output_gate_part(dprojected, gate_weight, p, inside, PRECISION, C, BM, BC)  # (BM, C)
 
     # Both sides: gradients of gates, then of values, BC of 2 C channels at a time
     for c0 in range(0, 2 * C, BC):
         chunk = c0 + tl.arange(0, BC)
-        next_bias = load_bias(in_bias, (c0 + BC) % (2 * C) + 2 * C + tl.arange(0, BC), IN_BIAS)
+        next_gate_bias = load_bias(in_bias, (c0 + BC) % (2 * C) + 2 * C + tl.arange(0, BC), IN_BIAS)
         w = tl.load(in_weight + (chunk[:, None] + 2 * C) * C + channels[None, :])  # (BC, C) of the gate
-        gate = sigmoid(project(x, w, gate_bias, IN_BIAS, PRECISION))  # (BM, BC)
-        dy = load_plane_tile(dsides + start, chunk, q, plane).to(tl.float32)  # (BM, BC)
-        dg = dy * load_plane_tile(sides + start, chunk, q, plane).to(tl.float32) * (1 - gate)
+        gate = sigmoid(project(x, w, chunk_gate_bias, IN_BIAS, PRECISION))  # (BM, BC)
+        dside = load_plane_tile(dsides + start, chunk, q, channel_stride).to(tl.float32)  # (BM, BC)
+        dgate = dside * load_plane_tile(sides + start, chunk, q, channel_stride).to(tl.float32) * (1 - gate)
         if IN_BIAS:
-            store_sums(partial_sums + 4 * C, chunk, dg, dtype, PRECISION, BM)
-        dg = dg.to(dtype)
-        store_tile(dprojected, p, inside, chunk + 2 * C, 5 * C, dg)
-        dx = tl.dot(dg, w, dx, input_precision=PRECISION)
-        dy *= gate
+            store_sums(partial_sums + 4 * C, chunk, dgate, dtype, PRECISION, BM)
+        store_tile(dprojected, p, inside, chunk + 2 * C, 5 * C, dgate)
+        dx = tl.dot(dgate.to(dtype), w, dx, input_precision=PRECISION)
+        dvalue = dside * gate
         if MASK:
-            dy *= tl.where((c0 < C) | MASK_BOTH, mask_factor, 1.0)[:, None]  # c0 < C: left's channels
+            dvalue *= tl.where((c0 < C) | MASK_BOTH, mask_factor, 1.0)[:, None]  # c0 < C: left's channels
         if IN_BIAS:
-            store_sums(partial_sums + 2 * C, chunk, dy, dtype, PRECISION, BM)
-        dvalue = dy.to(dtype)  # (BM, BC)
+            store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, PRECISION, BM)
         store_tile(dprojected, p, inside, chunk, 5 * C, dvalue)
         w = tl.load(in_weight + chunk[:, None] * C + channels[None, :])  # (BC, C) of the value
-        dx = tl.dot(dvalue, w, dx, input_precision=PRECISION)
-        gate_bias = next_bias
+        dx = tl.dot(dvalue.to(dtype), w, dx, input_precision=PRECISION)
+        chunk_gate_bias = next_gate_bias
 
-    # LayerNorm's derivative, and the residual's gradient
-    x, mean, rstd = (load_tile(pair, p, inside, channels, C), tl.load(statistics + q),
-                     tl.load(statistics + plane + q))  # (BM, C), (BM,), (BM,)
-    if ADD_GRADIENT:
-        residual_gradient = load_tile(gradient, p, inside, channels, C)  # (BM, C)
-    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, PRECISION, C, BM)
-    if ADD_GRADIENT:
-        d += residual_gradient.to(tl.float32)
+    d = pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, q, inside, channel_stride,
+                      ADD_GRADIENT, dtype, PRECISION, C, BM)
     store_tile(dpair, p, inside, channels, C, d)

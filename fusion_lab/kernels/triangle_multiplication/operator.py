@@ -19,8 +19,9 @@ Backward, 34 passes (33 where S is short, whose two products are one kernel):
     two GEMMs               gradients of weights, from what the kernels wrote
 
 Gradients of weights need LN(pair) and LN(product) in memory. So forward writes them, and their readers have
-an operand without arithmetic. Backward does not recompute the projection of a side: with
-y = value * sigmoid(gate), which is saved, the gradients are dy sigmoid(gate) and dy y (1 - sigmoid(gate)).
+an operand without arithmetic. Backward does not recompute the projection of a side. With
+side = value * sigmoid(gate), which is saved, value's gradient is dside sigmoid(gate), and its gate's
+dside side (1 - sigmoid(gate)).
 Sums over positions are one partial sum a program, so every run gives the same bits.
 """
 import torch
@@ -31,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.common import (
     DTYPES,
+    bind,
     candidates,
     check_shapes,
     lines,
@@ -113,32 +115,32 @@ def programs(name, B, S, C, dtype):
 
 
 class Call:
-    """What the launches of one call share: weights, sizes, strides, flags, each a group of keywords.
+    """What the launches of one call share: sizes, strides, flags, each a group of keywords. Kept, it also
+    keeps the launches ready (bound).
 
     weights: of PARAMETERS, None for a bias that there is not."""
 
     def __init__(self, pair, weights, mask, drop, outgoing):
         self.B, self.S, _, self.C = pair.shape
         self.SP = padded(self.S)
-        self.plane = self.B * self.SP * self.SP
-        if self.plane >= 1 << 31:  # a program counts positions in 32 bits
+        self.positions = self.B * self.SP * self.SP
+        if self.positions >= 1 << 31:  # a program counts positions in 32 bits
             raise ValueError(f"{tuple(pair.shape)} are too many positions for one launch")
-        self.weights = dict(zip(PARAMETERS, weights, strict=True))
-        self.outgoing, self.dtype = outgoing, self.weights["in_weight"].dtype
-        self.new = self.weights["in_weight"].new_empty
-        self.mask = dict(
-            mask=mask, **named_strides("mask", mask_strides(mask, outgoing)), MASK=mask is not None,
-            MASK_BOTH=mask is not None and mask.dim() == 3)
+        weights = dict(zip(PARAMETERS, weights, strict=True))
+        self.outgoing, self.dtype, self.device = outgoing, weights["in_weight"].dtype, pair.device
+        self.biases = {name.upper(): weights[name] is not None
+                       for name in ("in_bias", "out_bias", "gate_bias")}
+        self.mask = dict(named_strides("mask", mask_strides(mask, outgoing)), MASK=mask is not None,
+                         MASK_BOTH=mask is not None and mask.dim() == 3)
         strides = (0, 0, 0) if drop is None else drop.expand(pair.shape).stride()
-        self.drop = dict(drop=drop, **named_strides("drop", strides), DROP=drop is not None)
-        self.sizes = dict(S=self.S, SP=self.SP, plane=self.plane)
+        self.drop = dict(named_strides("drop", strides), DROP=drop is not None)
+        self.bound = {}
+        self.sizes = dict(S=self.S, SP=self.SP, channel_stride=self.positions)
         self.flags = dict(PRECISION=precision(self.dtype), C=self.C, NO_PADDING=self.S == self.SP)
 
-    def weights_named(self, *names):
-        """These weights by name; with a bias of a projection the flag that says whether there is one."""
-        flags = {name.upper(): self.weights[name] is not None for name in names
-                 if name in ("in_bias", "out_bias", "gate_bias")}
-        return {**{name: self.weights[name] for name in names}, **flags}
+    def new(self, *size, dtype=None):
+        """Room for a tensor, in the weights' dtype unless another is given."""
+        return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
 
     def result(self, pair, residual, exists):
         """Room for out, or for nothing."""
@@ -159,20 +161,28 @@ class Call:
 
     def statistics(self):
         """Room for mean and 1 / std of pair, then of the product, at each position: (4, B SP SP)."""
-        return self.new(4, self.plane, dtype=torch.float32)
+        return self.new(4, self.positions, dtype=torch.float32)
 
-    def run(self, kernel, partial_sums=None, **arguments):
-        """Launch with the tuner's choice of tile. partial_sums, if given, gets a row from every program."""
+    def run(self, kernel, tensors, summed=False, **options):
+        """Launch with the tuner's choice of tile. summed: the last of the tensors gets a row from every
+        program."""
+        name = kernel.__name__
+        if name in self.bound and tuner.found is None and not (
+                summed and len(tensors[-1]) != self.bound[name].grid[0]):
+            return self.bound[name](*tensors)
+
         def launch(config):
             config = fitted(config, self.C)
-            count = self.plane // config["BM"]  # programs
+            count = self.positions // config["BM"]  # programs
             whole = lines(self.S, self.S, config["BM"]) if self.S == self.SP else 0
-            everything = {**arguments, **self.sizes, **self.flags, "LINES": whole, **config}
-            if partial_sums is None:
-                return kernel[(count,)](**everything)
-            with sums.room(partial_sums, count) as room:
-                kernel[(count,)](partial_sums=room, **everything)
-        tuner.launch(*looked_up(kernel.__name__, self.S, self.C, self.dtype), launch)
+            flags = {flag: there for flag, there in self.biases.items() if flag in kernel.arg_names}
+            ready = bind(self.bound, name, kernel, (count,), **options, **flags, **self.sizes, **self.flags,
+                         LINES=whole, **config)
+            if not summed:
+                return ready(*tensors)
+            with sums.room(tensors[-1], count) as room:
+                ready(*tensors[:-1], room)
+        tuner.launch(*looked_up(name, self.S, self.C, self.dtype), launch)
 
     def matrices(self, planes):
         """[(C B, SP, SP)] of left and right, or of the product alone."""
@@ -180,14 +190,14 @@ class Call:
 
     def multiply(self, sides):
         """The product, (C, B, SP, SP)."""
-        product = triangle_products.multiply(*self.matrices(sides), self.outgoing)
+        product = triangle_products.multiply(*self.matrices(sides), self.outgoing, self.bound)
         return product.view(self.C, *sides.shape[1:])
 
     def multiply_backward(self, sides, dproduct):
         """The gradient of sides, (2 C, B, SP, SP)."""
         dsides = torch.empty_like(sides)
         matrices = (each for planes in (sides, dproduct, dsides) for each in self.matrices(planes))
-        triangle_products.multiply_backward(*matrices, self.outgoing)
+        triangle_products.multiply_backward(*matrices, self.outgoing, self.bound)
         return dsides
 
 
@@ -203,24 +213,23 @@ def mask_strides(mask, outgoing):
     return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
 
 
-def forward(pair, weights, mask, drop, residual, outgoing, eps, save, after=None):
+def forward(pair, weights, mask, drop, residual, outgoing, eps, save, after=None, call=None):
     """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
 
     LN(product) and the sides are empty unless save. With `after`, when backward recomputes, out is empty
-    (see norm_projection.norm_project_launch())."""
-    call, makes_out = Call(pair, weights, mask, drop, outgoing), after is None
+    (see norm_projection.norm_project_launch()). call: a kept Call of the same."""
+    call, makes_out = call or Call(pair, weights, mask, drop, outgoing), after is None
+    norm_weight, norm_bias, in_weight, in_bias, *behind = weights
     statistics, normed, sides = call.statistics(), call.matrix(call.C), call.planes(2)
-    call.run(kernels.triangle_multiplication_front_kernel, pair=pair, sides=sides, normed=normed,
-             statistics=statistics[:2], eps=eps, **call.mask,
-             **call.weights_named("norm_weight", "norm_bias", "in_weight", "in_bias"))
+    call.run(kernels.triangle_multiplication_front_kernel,
+             (pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed, statistics[:2]), eps=eps,
+             **call.mask)
     product = call.multiply(sides)
     sides = sides if save else call.planes(0)  # their memory may be out's
     out, normed_product = call.result(pair, residual, makes_out), call.matrix(call.C * save)
-    call.run(kernels.triangle_multiplication_back_kernel, product=product, normed=normed, residual=residual,
-             out=out, normed_product=normed_product, statistics=statistics[2:], eps=eps,
-             RESIDUAL=residual is not None, SAVE=save, OUT=makes_out, **call.drop,
-             **call.weights_named("center_weight", "center_bias", "out_weight", "out_bias", "gate_weight",
-                          "gate_bias"))
+    call.run(kernels.triangle_multiplication_back_kernel,
+             (product, normed, *behind, drop, residual, out, normed_product, statistics[2:]), eps=eps,
+             RESIDUAL=residual is not None, SAVE=save, OUT=makes_out, **call.drop)
     return [out, statistics, normed, normed_product, product, sides]
 
 
@@ -231,7 +240,7 @@ def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save, afte
 
 
 def backward(gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-             residual_is_pair, outgoing, front_programs, back_programs):
+             residual_is_pair, outgoing, front_programs, back_programs, call=None):
     """The five results, of P = B S S positions:
 
         dpair               like pair
@@ -241,28 +250,28 @@ def backward(gradient, pair, weights, mask, drop, statistics, normed, normed_pro
         back_sums           (back_programs, 4 c): center_weight's, center_bias's, out_bias's, gate_bias's
 
     Products of the (P, .) are left to the caller, where torch.compile sees them; so those outlive their use
-    here."""
-    call = Call(pair, weights, mask, drop, outgoing)
+    here. call: a kept Call of the same."""
+    call = call or Call(pair, weights, mask, drop, outgoing)
+    norm_weight, _, in_weight, in_bias, center_weight, _, *behind = weights
     results = dpair, dprojected, dout, front_sums, back_sums = backward_sizes(
         gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-        residual_is_pair, outgoing, front_programs, back_programs)
+        residual_is_pair, outgoing, front_programs, back_programs, call)
     dproduct = call.planes(1)
-    call.run(kernels.triangle_multiplication_back_backward_kernel, back_sums, product=product, normed=normed,
-             normed_product=normed_product, statistics=statistics[2:], gradient=gradient, dproduct=dproduct,
-             dout=dout, dprojected=dprojected, **call.drop,
-             **call.weights_named("center_weight", "out_weight", "out_bias", "gate_weight", "gate_bias"))
+    call.run(kernels.triangle_multiplication_back_backward_kernel,
+             (product, normed, normed_product, center_weight, *behind, drop, statistics[2:], gradient,
+              dproduct, dout, dprojected, back_sums), summed=True, **call.drop)
     dsides = call.multiply_backward(sides, dproduct)
     del dproduct
-    call.run(kernels.triangle_multiplication_front_backward_kernel, front_sums, pair=pair, normed=normed,
-             gate_weight=call.weights["gate_weight"], sides=sides, dsides=dsides, statistics=statistics[:2],
-             gradient=gradient, dprojected=dprojected, dpair=dpair, ADD_GRADIENT=residual_is_pair,
-             **call.mask, **call.weights_named("norm_weight", "in_weight", "in_bias"))
+    call.run(kernels.triangle_multiplication_front_backward_kernel,
+             (pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides, statistics[:2],
+              gradient, dprojected, dpair, front_sums), summed=True, ADD_GRADIENT=residual_is_pair,
+             **call.mask)
     return list(results)
 
 
 def backward_sizes(gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-                   residual_is_pair, outgoing, front_programs, back_programs):
-    call, c = Call(pair, weights, mask, drop, outgoing), pair.shape[-1]
+                   residual_is_pair, outgoing, front_programs, back_programs, call=None):
+    call, c = call or Call(pair, weights, mask, drop, outgoing), pair.shape[-1]
     return [pair.new_empty(pair.shape), call.matrix(5 * c), call.matrix(c),
             call.partial_sums(front_programs, 6), call.partial_sums(back_programs, 4)]
 
@@ -322,11 +331,11 @@ class TriangleMultiplication(torch.autograd.Function):
         return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 5, *dweights
 
 
-def check(pair, weights, mask, drop, residual):
-    """ValueError with what is wrong."""
+def check(pair, weights, mask, drop, residual, dtype):
+    """ValueError with what is wrong; dtype: of products."""
     B, S, _, c = pair.shape
-    if product_dtype(pair) not in DTYPES or c not in CHANNELS:
-        raise ValueError(f"no Triton kernels for {c} channels in {product_dtype(pair)}, but for "
+    if dtype not in DTYPES or c not in CHANNELS:
+        raise ValueError(f"no Triton kernels for {c} channels in {dtype}, but for "
                          f"{', '.join(map(str, CHANNELS))} in float16, bfloat16 and float32")
     sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
     check_shapes(("pair", pair, (B, S, S, c)), ("mask", mask, (B, S), (B, S, S)),
@@ -347,42 +356,11 @@ def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, ce
     """
     weights = [norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight, out_bias,
                gate_weight, gate_bias]
-    check(pair, weights, mask, drop, residual)
     dtype, residual_is_pair = product_dtype(pair), residual is pair
+    check(pair, weights, mask, drop, residual, dtype)
     for n, w in enumerate(weights):  # LayerNorms compute in float32 anyway
         weights[n] = None if w is None else (w if n in (0, 1, 4, 5) else w.to(dtype)).contiguous()
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
     residual = None if residual_is_pair or residual is None else residual.contiguous()
     return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, residual_is_pair, outgoing,
                                         eps, torch.is_grad_enabled(), recompute, *weights)
-
-
-def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
-                                   p_in_weight=None, p_in_bias=None, g_in_weight=None, g_in_bias=None,
-                                   norm_out_weight=None, norm_out_bias=None, p_out_weight=None,
-                                   p_out_bias=None, g_out_weight=None, g_out_bias=None, eps=1e-5):
-    """cuEquivariance's function of this name: the update of x (B, N, N, D) or (N, N, D), without residual.
-
-    mask (B, N, N) or (N, N), 1 = present; p_in_weight, g_in_weight (2 D, D): left, then right; p_out_weight,
-    g_out_weight (D, D); biases (2 D,) and (D,). Norms default to 1 and 0, biases of projections to none.
-    Weights of projections must be given: there they would be drawn at random. ValueError for what the kernels
-    cannot take; nothing falls back unseen.
-    """
-    for name, value in dict(p_in_weight=p_in_weight, g_in_weight=g_in_weight, p_out_weight=p_out_weight,
-                            g_out_weight=g_out_weight).items():
-        if value is None:
-            raise ValueError(f"{name} is missing")
-    if direction not in ("outgoing", "incoming"):
-        raise ValueError(f"direction is {direction!r}, but must be 'outgoing' or 'incoming'")
-    pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
-    mask = None if mask is None else mask.expand(pair.shape[:3])
-    one, zero = x.new_ones(c), x.new_zeros(c)
-    in_bias = None
-    if p_in_bias is not None or g_in_bias is not None:
-        in_bias = torch.cat([x.new_zeros(2 * c) if b is None else b for b in (p_in_bias, g_in_bias)])
-    norms = [default if given is None else given for default, given in (
-        (one, norm_in_weight), (zero, norm_in_bias), (one, norm_out_weight), (zero, norm_out_bias))]
-    out = triangle_multiplication(
-        pair, *norms[:2], torch.cat([p_in_weight, g_in_weight]), in_bias, *norms[2:], p_out_weight,
-        p_out_bias, g_out_weight, g_out_bias, mask, direction == "outgoing", eps)
-    return out.view(x.shape)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.common import candidates, precision
+from fusion_lab.kernels.common import bind, candidates, precision
 
 # The longest side of a matrix that the kernels take, and the side of every tile, even of shorter matrices:
 # for transposed tiles of 32 rows Triton 3.6 made faulty code.
@@ -93,31 +93,34 @@ def short(matrices):
     return matrices.shape[-1] <= LONGEST and matrices.dtype in DTYPES
 
 
-def launch(kernel, *tensors, outgoing):
-    """Launch with the tuner's choice, which goes by dtype, P matrices and their side S."""
+def launch(kernel, *tensors, outgoing, bound=None):
+    """Launch with the tuner's choice, which goes by dtype, P matrices and their side S. bound: as in
+    common.bind()."""
+    if bound is not None and kernel.__name__ in bound:
+        return bound[kernel.__name__](*tensors)
     matrices, side, dtype = *tensors[0].shape[:2], tensors[0].dtype
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(matrices)} S{triton.next_power_of_2(side)}"
 
     def run(config):
-        kernel[(matrices // config["MANY"],)](*tensors, OUTGOING=outgoing, PRECISION=precision(dtype),
-                                              SP=side, T=LONGEST, **config)
+        bind(bound, kernel.__name__, kernel, (matrices // config["MANY"],), OUTGOING=outgoing,
+             PRECISION=precision(dtype), SP=side, T=LONGEST, **config)(*tensors)
     tuner.launch(kernel.__name__, shape, CANDIDATES, run)
 
 
-def multiply(left, right, outgoing):
+def multiply(left, right, outgoing, bound=None):
     """The product of each pair of matrices, (N, SP, SP)."""
     if not short(left):
         return reference(left, right, outgoing)
     product = torch.empty_like(left)
-    launch(triangle_multiplication_product_kernel, left, right, product, outgoing=outgoing)
+    launch(triangle_multiplication_product_kernel, left, right, product, outgoing=outgoing, bound=bound)
     return product
 
 
-def multiply_backward(left, right, d, dleft, dright, outgoing):
+def multiply_backward(left, right, d, dleft, dright, outgoing, bound=None):
     """Fill dleft and dright (N, SP, SP) from the product's gradient d."""
     if short(left):
         launch(triangle_multiplication_product_backward_kernel, left, right, d, dleft, dright,
-               outgoing=outgoing)
+               outgoing=outgoing, bound=bound)
     else:
         torch.bmm(*((d, right) if outgoing else (right, d.mT)), out=dleft)
         torch.bmm(*((d.mT, left) if outgoing else (left, d)), out=dright)

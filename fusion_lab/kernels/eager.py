@@ -1,0 +1,72 @@
+"""Calls from Python, operation by operation: what spends the host's time there, and what need not.
+
+At 64 residues the GPU is done in 0.1 ms, so the host decides how long a call takes. A function that is called
+so works out once what follows from shapes, strides and dtypes alone, and keeps it as a plan (tuner.plan). It
+calls launchers itself instead of operators, unless somebody looks at operators (watched).
+"""
+import contextlib
+import functools
+
+import torch
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def watched(name, tensors):
+    """Whether something looks at each operation on these tensors (None: not there): torch.compile, fake
+    tensors, a counter. RuntimeError under torch.func's transforms, which need more than there is."""
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{name} does not run under torch.func.grad, vmap or the like: use torch.autograd")
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return any(type(t) not in PLAIN for t in tensors if t is not None)
+
+
+def looks(tensors):
+    """What a plan may depend on of these tensors (None: not there): the key to keep it by."""
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+
+
+def where(x):
+    """A context in which launches go to x's device."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device_of(x)
+
+
+def as_given(x):
+    """A context in which products on x's device keep their dtype: without autocast."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+class Refusal(torch.autograd.Function):
+    """Gradients as they are, whose own derivative is an error."""
+
+    @staticmethod
+    def forward(ctx, anchor, name, *gradients):
+        ctx.name = name
+        return tuple(None if g is None else g.detach() for g in gradients)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(f"{ctx.name} has no second derivative")
+
+
+def differentiable_once(name):
+    """A decorator of an autograd function's backward, which returns a tuple: a second derivative says that
+    there is none. PyTorch's decorator says it only where the incoming gradient has a derivative itself."""
+    def decorate(backward):
+        @functools.wraps(backward)
+        def once(ctx, gradient):
+            if not torch.is_grad_enabled():
+                return backward(ctx, gradient)
+            with torch.no_grad():
+                found = backward(ctx, gradient)
+            return Refusal.apply(torch.zeros((), requires_grad=True), name, *found)
+        return once
+    return decorate

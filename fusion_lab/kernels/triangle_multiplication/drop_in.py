@@ -1,0 +1,167 @@
+"""Triangle multiplication as other projects call it, under cuEquivariance's name, from Python or compiled.
+
+From Python a plan says once what follows from shapes, strides and dtypes. Where somebody looks at operators
+it is operator.triangle_multiplication().
+"""
+import torch
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.common import alike, check_device, check_shapes, precision, shared_dtype
+from fusion_lab.kernels.eager import as_given, differentiable_once, looks, watched, where
+from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.reductions import sums
+from fusion_lab.kernels.triangle_multiplication import operator as trimul
+
+NAME = "triangle_multiplicative_update"
+plans = {}
+
+
+def check(x, mask, weights):
+    """ValueError for shapes that would be misread, or a weight that is missing."""
+    _, _, p_in, p_in_bias, g_in, g_in_bias, _, _, p_out, _, g_out, _ = weights
+    c = x.shape[-1]
+    for name, value in (("p_in_weight", p_in), ("g_in_weight", g_in), ("p_out_weight", p_out),
+                        ("g_out_weight", g_out)):
+        if value is None:
+            raise ValueError(f"{name} is missing")
+    if x.dim() not in (3, 4):
+        raise ValueError(f"x is {tuple(x.shape)}, but must be (B, N, N, D) or (N, N, D)")
+    check_shapes(("p_in_weight", p_in, (2 * c, c)), ("g_in_weight", g_in, (2 * c, c)),
+                 ("p_in_bias", p_in_bias, (2 * c,)), ("g_in_bias", g_in_bias, (2 * c,)))
+    if mask is not None and mask.shape != x.shape[:-1]:
+        torch.broadcast_shapes(mask.shape, x.shape[:-1])
+
+
+def joined(x, p, g, columns):
+    """p over g, either of which may be None and is zero then; None if both are."""
+    if p is None and g is None:
+        return None
+    return torch.cat([x.new_zeros(columns) if each is None else each for each in (p, g)])
+
+
+class Plan:
+    """What follows from how the tensors of a call look; dtype: of products; learns: there will be a
+    backward."""
+
+    def __init__(self, x, mask, weights, outgoing, eps, dtype, learns):
+        check_device(NAME, x)
+        check(x, mask, weights)
+        self.outgoing, self.eps, self.dtype, self.learns = outgoing, float(eps), dtype, learns
+        self.call = None  # made of what the first call gives the kernels
+        self.shape, self.c = x.shape if x.dim() == 4 else (1, *x.shape), x.shape[-1]
+        defaults = x.new_ones(self.c), x.new_zeros(self.c)
+        self.norms = *defaults, *defaults  # where they are not given
+        self.given = [w is not None for w in weights]
+
+    def packed(self, x, weights):
+        """Weights as the kernels have them, operator.PARAMETERS, from those of a call."""
+        c = self.c
+        norms = [n if w is None else w.contiguous() for n, w in zip(self.norms, weights[:2] + weights[6:8],
+                                                                    strict=True)]
+        products = [torch.cat((weights[2], weights[4])), joined(x, weights[3], weights[5], 2 * c),
+                    *weights[8:12]]
+        dtype = self.dtype
+        products = [w if w is None or w.dtype is dtype and w.is_contiguous() else w.to(dtype).contiguous()
+                    for w in products]
+        return [*norms[:2], *products[:2], *norms[2:], *products[2:]]
+
+    def forward(self, x, mask, weights):
+        """The update, and what backward reads."""
+        pair = x.contiguous().view(self.shape)
+        packed = self.packed(x, weights)
+        mask = None if mask is None else mask.expand(self.shape[:3])
+        mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+        if self.call is None:
+            trimul.check(pair, packed, mask, None, None, self.dtype)
+            self.call = trimul.Call(pair, packed, mask, None, self.outgoing)
+            self.programs = [trimul.programs(name, *self.shape[:2], self.c, self.dtype) for name in (
+                "triangle_multiplication_front_backward_kernel",
+                "triangle_multiplication_back_backward_kernel")]
+            self.sums_dtype = shared_dtype([dict(zip(trimul.PARAMETERS, packed, strict=True))[name]
+                                            for name in trimul.SUMMED])
+        out, *saved = trimul.forward(pair, packed, mask, None, None, self.outgoing, self.eps, self.learns,
+                                     call=self.call)
+        return out.view(x.shape), (pair, mask, *saved, *packed)
+
+    def backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides, *packed):
+        """Gradients of x and, in the order of a call, of all weights."""
+        c, shape = self.c, gradient.shape
+        gradient = gradient.contiguous().view(self.shape)
+        gradient = gradient if alike(gradient) else gradient.clone()
+        dpair, dprojected, dout, *partial_sums = trimul.backward(
+            gradient, pair, packed, mask, None, statistics, normed, normed_product, product, sides, False,
+            self.outgoing, *self.programs, self.call)
+        with as_given(gradient):
+            dp_in, dg_in, dg_out = (dprojected.t() @ normed).split([2 * c, 2 * c, c])
+            dp_out = dout.t() @ normed_product  # (c, c)
+        front, back = [sums.launch(each, self.sums_dtype, self.call.bound, name)
+                       for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
+        dnorm_weight, dnorm_bias, dp_in_bias, dg_in_bias = front.split([c, c, 2 * c, 2 * c])
+        dcenter_weight, dcenter_bias, dp_out_bias, dg_out_bias = back.split(c)
+        found = (dnorm_weight, dnorm_bias, dp_in, dp_in_bias, dg_in, dg_in_bias, dcenter_weight, dcenter_bias,
+                 dp_out, dp_out_bias, dg_out, dg_out_bias)
+        return dpair.view(shape), *[d if there else None for d, there in zip(found, self.given, strict=True)]
+
+
+class TriangleUpdate(torch.autograd.Function):
+    """A plan's forward and backward. Autograd casts gradients to the dtypes of what they belong to."""
+
+    @staticmethod
+    def forward(ctx, plan, x, mask, *weights):
+        ctx.plan = plan
+        out, saved = plan.forward(x, mask, weights)
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    @differentiable_once(NAME)
+    def backward(ctx, gradient):
+        with where(gradient):
+            dx, *dweights = ctx.plan.backward(gradient, *ctx.saved_tensors)
+        return None, dx, None, *dweights
+
+
+def through_operators(x, mask, weights, outgoing, eps):
+    """The same where somebody looks at operators."""
+    check(x, mask, weights)
+    (norm_in_weight, norm_in_bias, p_in, p_in_bias, g_in, g_in_bias, norm_out_weight, norm_out_bias,
+     *out_weights) = weights
+    pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
+    mask = None if mask is None else mask.expand(pair.shape[:3])
+    one, zero = x.new_ones(c), x.new_zeros(c)
+    norms = [default if given is None else given for default, given in (
+        (one, norm_in_weight), (zero, norm_in_bias), (one, norm_out_weight), (zero, norm_out_bias))]
+    out = trimul.triangle_multiplication(
+        pair, *norms[:2], torch.cat([p_in, g_in]), joined(x, p_in_bias, g_in_bias, 2 * c), *norms[2:],
+        *out_weights, mask, outgoing, eps)
+    return out.view(x.shape)
+
+
+def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
+                                   p_in_weight=None, p_in_bias=None, g_in_weight=None, g_in_bias=None,
+                                   norm_out_weight=None, norm_out_bias=None, p_out_weight=None,
+                                   p_out_bias=None, g_out_weight=None, g_out_bias=None, eps=1e-5):
+    """cuEquivariance's function of this name: the update of x (B, N, N, D) or (N, N, D), without residual.
+
+    mask (B, N, N) or (N, N), 1 = present; p_in_weight, g_in_weight (2 D, D): left, then right; p_out_weight,
+    g_out_weight (D, D); biases (2 D,) and (D,). Norms default to 1 and 0, biases of projections to none.
+    Weights of projections must be given: there they would be drawn at random. They are cast to the dtype of
+    x, under autocast to autocast's, which the result has then, too; gradients have the dtypes of what they
+    belong to. ValueError for what the kernels cannot take; nothing falls back unseen. RuntimeError for second
+    derivatives.
+    """
+    if direction not in ("outgoing", "incoming"):
+        raise ValueError(f"direction is {direction!r}, but must be 'outgoing' or 'incoming'")
+    weights = (norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, norm_out_weight,
+               norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias)
+    given, outgoing = (x, mask, *weights), direction == "outgoing"
+    if watched(NAME, given):
+        return through_operators(x, mask, weights, outgoing, eps)
+    learns = torch.is_grad_enabled() and any([t.requires_grad for t in given if t is not None])
+    dtype = product_dtype(x)
+    with where(x):
+        def make():
+            return Plan(x, mask, weights, outgoing, eps, dtype, learns)
+        key = *looks(given), outgoing, eps, learns, dtype, precision(dtype)
+        plan = tuner.plan(plans, key, make) if alike(*given) else make()
+        return TriangleUpdate.apply(plan, *given) if learns else plan.forward(x, mask, weights)[0]

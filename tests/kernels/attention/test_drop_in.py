@@ -1,0 +1,125 @@
+"""Triangle attention under cuEquivariance's name: by the 3x rule, under autocast, by kept plans."""
+import pytest
+import torch
+
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.attention import drop_in
+from fusion_lab.kernels.attention import operator as attention
+from tests.kernels.rule import violations
+
+pytestmark = [pytest.mark.interpreted, pytest.mark.full]
+
+
+def problem(dtype, S=13, masked=True, bias_dtype=None, B=1, N=3, H=2, D=16):
+    """(ours, plain, tensors): q, k, v and the bias."""
+    torch.manual_seed(2)
+    tensors = [*torch.randn(3, B, N, H, S, D).to(dtype), torch.randn(B, 1, H, S, S).to(bias_dtype or dtype)]
+    mask = torch.rand(B, N, 1, 1, S) > 0.3 if masked else None
+    if masked:
+        mask[..., 0] = True
+
+    def ours(q, k, v, bias):
+        return drop_in.triangle_attention(q, k, v, bias, mask)
+
+    def plain(q, k, v, bias):
+        return attention.reference(q, k, v, bias[:, 0], None if mask is None else mask[:, :, 0, 0])
+    return ours, plain, tensors
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("length", [13, pytest.param(70, marks=pytest.mark.slow)])
+def test_forward_and_gradients_by_a_plan_and_by_the_one_that_was_kept(length, masked):
+    drop_in.plans.clear()
+    for _ in range(2):
+        assert not violations(*problem(torch.bfloat16, length, masked))
+    assert len(drop_in.plans) == 1
+
+
+def calls(dtype, S=13):
+    """({"plan", "operators": function(q, k, v, bias)}, tensors)"""
+    _, _, tensors = problem(dtype, S)
+    mask = torch.rand(1, 3, 1, 1, S) > 0.3
+
+    def by_plan(*given):
+        return drop_in.triangle_attention(*given, mask)
+
+    def by_operators(q, k, v, bias):
+        return attention.row_attention(q, k, v, bias[:, 0], mask[:, :, 0, 0])
+    return dict(plan=by_plan, operators=by_operators), tensors
+
+
+def gradients(call, tensors):
+    """[output, gradients of all tensors]"""
+    given = [t.detach().requires_grad_() for t in tensors]
+    out = call(*given)
+    return [out, *torch.autograd.grad(out.float().square().sum(), given)]
+
+
+def test_a_plan_gives_the_bits_of_the_operators():
+    call, tensors = calls(torch.bfloat16)
+    expected = gradients(call["operators"], tensors)
+    for _ in range(2):
+        found = gradients(call["plan"], tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_views_are_read_as_they_lie():
+    ours, _, (q, k, v, bias) = problem(torch.float32)
+    packed = torch.cat([q, k, v], -1)
+    assert torch.equal(ours(*packed.chunk(3, -1), bias), ours(q, k, v, bias))
+    across = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    assert torch.equal(ours(*across, bias), ours(q, k, v, bias))
+    assert torch.equal(ours(across[0], k, v, bias), ours(q, k, v, bias))  # not all alike
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_bias_may_be_minus_infinity(dtype):
+    ours, plain, tensors = problem(dtype, masked=False)
+    tensors[3][..., :6] = -torch.inf
+    tensors[3][:, :, 0, 2] = -torch.inf  # a query without any key
+    q, k, v, bias = (t.requires_grad_() for t in tensors)
+    out = ours(q, k, v, bias)
+    exact = plain(*(t.detach().double() for t in (q, k, v, bias)))
+    exact[:, :, 0, 2] = v.detach().double().mean(3)[:, :, 0]  # every key counts the same
+    assert torch.allclose(out.double(), exact, atol=2e-2)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v, bias))
+    assert all(g.isfinite().all() for g in gradients) and not gradients[3][bias == -torch.inf].any()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(low):
+    ours, _, tensors = problem(torch.float32)
+    given = [t.requires_grad_() for t in tensors]
+    with torch.autocast("cpu", low):
+        out = ours(*given)
+    assert out.dtype == low
+    assert [g.dtype for g in torch.autograd.grad(out.sum(), given)] == [torch.float32] * 4
+    q, k, v, bias = given
+    assert torch.equal(out, ours(q.to(low), k.to(low), v.to(low), bias))
+
+
+def test_what_is_refused_in_one_line():
+    ours, _, (q, k, v, bias) = problem(torch.float32)
+    with pytest.raises(ValueError, match="v is .*float16"):
+        ours(q, k, v.half(), bias)
+    with pytest.raises(ValueError, match=r"bias is \(1, 2, 13, 13\)"):
+        ours(q, k, v, bias[:, 0])
+    q.requires_grad_()
+    gradient, = torch.autograd.grad(ours(q, k, v, bias).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="triangle_attention has no second derivative"):
+        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="does not run under torch.func"):
+        torch.func.grad(lambda q: ours(q, k, v, bias).sum())(q)
+
+
+def test_plans_are_made_anew_when_tiles_were_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuner, "cache_file", lambda: tmp_path / "tiles.json")
+    monkeypatch.setattr(tuner, "fastest", lambda key, candidates, run: candidates[0])
+    ours, _, tensors = problem(torch.bfloat16)
+    ours(*tensors)
+    assert drop_in.plans
+    with tuner.retuning() as found:
+        ours(*tensors)
+        assert any(key.startswith("attention_forward_kernel") for key in found)
+    assert not drop_in.plans
