@@ -628,6 +628,7 @@ class Trainer:
         loss = self.graphed_step(batch, mark) if self.use_graph else self.eager_step(batch, mark)
         if self.average:
             self.average.update()
+        mark()  # the third phase, of what comes after the backward pass
         return loss
 
     def graphed_step(self, batch, mark):
@@ -635,7 +636,7 @@ class Trainer:
             with self.preserved():
                 self.graph = GraphedStep(self.eager_step, batch, self.device)
         loss = self.graph(batch)
-        for _ in ("forward", "backward", "optimizer"):
+        for _ in ("forward", "backward"):
             mark()
         return loss
 
@@ -655,9 +656,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.masters:
             self.masters.after_step()
-        loss = loss.clone()  # CUDA graphs of torch.compile's own overwrite what they returned
-        mark()
-        return loss
+        return loss.clone()  # CUDA graphs of torch.compile's own overwrite what they returned
 
     def publish(self):
         """Let the model see what the optimizer updates."""

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.measuring.accuracy import ERROR_FACTOR
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.measuring.counters import is_view
 
 if HAS_TRITON:
     from fusion_lab.kernels import ahead_of_time, tuner
@@ -86,7 +87,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        if not is_view(func):
             leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
             self.bytes += sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
         return result

@@ -19,11 +19,11 @@ from fusion_lab.measuring.plotting import spared
 from fusion_lab.training import files as outputs
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, printable
-from fusion_lab.training.interrupts import leaving
 from fusion_lab.training.machine import choose_device, free_memory, process_settings
 from fusion_lab.training.models import read_model
 from fusion_lab.training.program import ROOT
 from fusion_lab.training.reporting import print_result
+from fusion_lab.training.stops import leaving
 from proteins import files, maps
 from proteins.batches import MOST_EXTRA, assemble
 from proteins.contacts import (

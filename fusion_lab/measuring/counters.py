@@ -8,6 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion_lab.measuring.ranges import ranges
 
 
+def is_view(operation):
+    """Whether an OpOverload only looks at its tensor in another way. The schema of _unsafe_view, which matrix
+    products end in, does not say so."""
+    return operation.is_view or operation is torch.ops.aten._unsafe_view.default
+
+
 class OpCounter(TorchDispatchMode):
     """Counts the operations that run (views and bare allocations excluded) and the bytes of live tensors.
 
@@ -26,7 +32,7 @@ class OpCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         self.operations = hash((self.operations, func, *map(form, leaves)))
-        if not func.is_view and func.overloadpacket.__name__ not in self.ALLOCATIONS:
+        if not is_view(func) and func.overloadpacket.__name__ not in self.ALLOCATIONS:
             self.launches += 1
         if not any(returned.alias_info for returned in func._schema.returns):  # views, in-place: nothing new
             for tensor in torch.utils._pytree.tree_leaves(result):

@@ -91,15 +91,6 @@ def run_pytorch(options, directory, own_flags):
     return Outcome(code, reason, str(directory), ended.seconds)
 
 
-def run_one(start):
-    """Outcome of one profiler, whatever happens in it; start() runs it."""
-    begin = time.monotonic()
-    try:
-        return start()
-    except (UserError, OSError) as error:
-        return Outcome(getattr(error, "code", FAILED), str(error), "", time.monotonic() - begin)
-
-
 def result_word(outcome):
     if outcome is None or outcome.code in (MISSING, NO_GPU):
         return "SKIP"
@@ -156,8 +147,12 @@ def run_all(arguments):
     outcomes = dict.fromkeys(options.names)
     for name, place in places.items():
         say("", f"# {name}")
-        outcomes[name] = run_one(lambda name=name, place=place: session.profile(wrappers[name])
-                                 if name in wrappers else run_pytorch(options, place, [*sizes, *own_flags]))
+        begin = time.monotonic()
+        try:
+            outcomes[name] = session.profile(wrappers[name]) if name in wrappers else \
+                run_pytorch(options, place, [*sizes, *own_flags])
+        except (UserError, OSError) as error:  # the others run all the same
+            outcomes[name] = Outcome(getattr(error, "code", FAILED), str(error), "", time.monotonic() - begin)
         if outcomes[name].code > 128:
             break
         if result_word(outcomes[name]) == "SKIP":
@@ -178,9 +173,9 @@ def run_all(arguments):
 
 def overall_code(options, outcomes):
     """Not zero if a profiler failed, if one asked for by name could not run, or if none could."""
-    for outcome in outcomes.values():
-        if outcome and outcome.code > 128:
-            return outcome.code
+    highest = max((outcome.code for outcome in outcomes.values() if outcome), default=OK)
+    if highest > 128:
+        return highest
     words = {result_word(outcome) for outcome in outcomes.values()}
     if "FAIL" in words or options.only and "SKIP" in words:
         return FAILED

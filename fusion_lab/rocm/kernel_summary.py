@@ -149,8 +149,8 @@ def render(summary):
     else:
         lines += [f"Launches per step     unknown    ({summary['steps_counted']})"]
     if summary["gpu_busy_percent"] is not None:
-        busy = summary["gpu_busy_percent"]
-        lines += [f"GPU busy         {busy:12.1f} %  of the time from first to last kernel"]
+        lines += ["GPU busy         {gpu_busy_percent:12.1f} %  of the time from first to last kernel".format(
+            **summary)]
     if summary["memory_gb_per_s"] is not None:
         lines += [f"Memory traffic   {summary['memory_gb_per_s']:12.1f} GB/s while kernels ran"]
     if summary["memory_copies"]:
@@ -165,13 +165,11 @@ def render(summary):
               f"{'calls':>8}{'ms':>12}{'average us':>12}{'share':>8}  kind           name"]
     lines += ["{calls:>8}{time_ms:>12.3f}{average_us:>12.2f}{percent:>7.1f}%  {kind:<14} ".format(**row)
               + short_name(row["name"]) for row in summary["top_kernels"]]
-    if summary["counters"]:
-        lines += ["", "Counters, summed over all recorded kernels"]
-        lines += [f"{name:<32}{value:>20.0f}" for name, value in sorted(summary["counters"].items())]
-    if summary["counter_averages"]:
-        lines += ["", "Counters that do not add up: their mean over kernels, weighted by time"]
-        lines += [f"{name:<32}{value:>20.1f} mean"
-                  for name, value in sorted(summary["counter_averages"].items())]
+    for key, title, form in (
+            ("counters", "Counters, summed over all recorded kernels", "{:<32}{:>20.0f}"),
+            ("counter_averages", "Counters that do not add up: their mean over kernels, weighted by time",
+             "{:<32}{:>20.1f} mean")):
+        lines += ["", title] * bool(summary[key]) + [form.format(*x) for x in sorted(summary[key].items())]
     return "\n".join(lines) + "\n"
 
 
@@ -192,8 +190,8 @@ def differences(current, earlier):
     for label, key in (("GPU busy %", "gpu_busy_percent"), ("memory traffic GB/s", "memory_gb_per_s")):
         if current[key] is not None and earlier[key] is not None:
             rows.append((label, earlier[key], current[key]))
-    same_steps = earlier["selected_regions"] == current["selected_regions"]
-    return {"earlier": earlier["directory"], "per_step": per_step, "same_steps": same_steps,
+    return {"earlier": earlier["directory"], "per_step": per_step,
+            "same_steps": earlier["selected_regions"] == current["selected_regions"],
             "rows": [{"figure": label, "earlier": a, "current": b,
                       "change_percent": 100 * (b / a - 1) if a else None} for label, a, b in rows]}
 

@@ -55,9 +55,6 @@ class Profiled:
         stem = re.sub(r"_v\d+$", "", os.path.splitext(os.path.basename(self.path))[0])
         return re.sub(r"[\W_]", "", stem)[:20] or "program"
 
-    def profile_dir(self):
-        return self.answer.get("profiler_config", {}).get("profile_dir")
-
     def steps(self):
         """{"measured", "warmup"}, or None where nobody knows."""
         training = self.answer.get("training_params", {})

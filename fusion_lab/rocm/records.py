@@ -95,11 +95,6 @@ def other_runs(directory):
     return sorted({path.name for path in runs + sessions}) if sessions or len(runs) > 1 else []
 
 
-def preferably_counters(files):
-    """Of rocprof-compute's workloads, the one with counters rather than the roofline."""
-    return sorted(files, key=lambda path: "_roof" in str(path))
-
-
 LONGEST_LINE = 2 ** 20  # letters; a gzip bomb can be one line
 MOST_ROWS = 10 ** 7  # of a query; a view may have no end
 LARGEST = 1e30  # no figure comes near it, and products of two stay finite
@@ -216,11 +211,9 @@ def query_rocpd(path, *queries, names=1):
                 if len(rows) == MOST_ROWS:
                     raise TooMuch(f"{path}: a table of {MOST_ROWS} rows or more")
                 return [[*map(str, row[:names]), *map(number, row[names:])] for row in rows]
-            except sqlite3.OperationalError as error:  # no such table or view: not this generation
+            except (sqlite3.Error, TypeError, ValueError) as error:  # no such table: not this generation
                 if too_late():
                     raise too_slow(path) from None
-                problem = error
-            except (sqlite3.Error, TypeError, ValueError) as error:
                 problem = error
     raise Unreadable(f"{path}: not a rocpd database: {problem}")
 
@@ -244,15 +237,14 @@ def read_kernels(directory):
     readers = read_rocpd, read_stats, read_trace, read_trace, read_long_form, read_long_form
     untimed = []
     for source, pattern, reader in zip(names, KERNEL_FILES, readers, strict=True):
-        files = result_files(directory, pattern)
+        # of rocprof-compute's workloads the one with counters first
+        files = sorted(result_files(directory, pattern), key=lambda path: "_roof" in str(path))
         if source == OF_COMPUTE:  # each file is one more run
-            lists = {path: set(TIMES) <= set(map(plain, read_header(path)))
-                     for path in preferably_counters(files)}
+            lists = {path: set(TIMES) <= set(map(plain, read_header(path))) for path in files}
             untimed += [str(path.relative_to(directory)) for path, timed in lists.items() if not timed]
             files = [path for path, timed in lists.items() if timed][:1]
         elif any(WORKLOADS in path.relative_to(directory).parts for path in files):
-            first = preferably_counters(files)[0]
-            files = [path for path in files if path.parents[1] == first.parents[1]]  # processes of one run
+            files = [path for path in files if path.parents[1] == files[0].parents[1]]  # processes of one run
         if totals := merge(map(reader, files)):
             return Kernels(totals, source, [str(path.relative_to(directory)) for path in files], untimed)
     return Kernels({}, None, [], untimed)

@@ -63,7 +63,8 @@ class RocprofCompute(Wrapper):
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
         if self.analyze:
             self.help_arguments = ("analyze", "--help")
-        super().__init__(options, own_flags)
+        super().__init__(options, [*([] if options.device is None else ["--device", str(options.device)]),
+                                   *own_flags])
         self.name = name or self.profiled.short_name()
         self.runs_program = not self.analyze
         if ".." in self.directory:
@@ -74,9 +75,6 @@ class RocprofCompute(Wrapper):
         if self.no_roofline and self.parts[1:] and not self.analyze:
             self.parts = ["counters"]
             self.notes.append(f"{self.tool_and_release()} draws no roofline of {self.no_roofline}: left out")
-
-    def extra_flags(self):
-        return [] if self.options.device is None else ["--device", str(self.options.device)]
 
     def fresh_directory(self):
         return not self.analyze
@@ -152,9 +150,6 @@ class RocprofCompute(Wrapper):
         if not self.analyze:
             yield from preflight.clock_warnings()
 
-    def steps(self):
-        return None if self.analyze else super().steps()
-
     def explain(self, code, reason, log_text):
         if code != PROGRAM_FAILED or "execution failed" in log_text:  # what it says of a failed program
             return code, reason
@@ -177,7 +172,7 @@ class RocprofCompute(Wrapper):
             return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/{why}"
         where = f" -o {shlex.quote(self.options.output_dir)}" if self.options.output_dir else ""
         say(f"Next: ./{self.script}{where} --list-stats, then --dispatch ID")
-        return OK, f"{' and '.join(map(self.amount, self.parts))} collected{self.amount(self.parts[0], True)}"
+        return OK, self.amount(places.get("counters"))
 
     @staticmethod
     def has_results(part, place):
@@ -186,12 +181,10 @@ class RocprofCompute(Wrapper):
             path.stat().st_size for pattern in ("roofline*", "empirRoof*")
             for path in records.result_files(place, pattern))
 
-    def amount(self, part, lacking=False):
-        """"counters", or "3 of 4 counters" where some that the tool asked for are not there; or these."""
-        place = self.workload_directory("counters") if part == "counters" else None
-        names = records.missing_counters(place) if place else []
-        if lacking:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            return f" (not {', '.join(names[:5])}{more})" if names else ""
-        wanted = len(records.wanted_counters(place)) if names else 0
-        return f"{wanted - len(names)} of {wanted} {part}" if names else part
+    def amount(self, place):
+        """What was collected, without the counters in place that the tool set out to collect and lost."""
+        if not (names := records.missing_counters(place) if place else []):
+            return f"{' and '.join(self.parts)} collected"
+        wanted, more = len(records.wanted_counters(place)), f" and {len(names) - 5} more" * (len(names) > 5)
+        return (f"{' and '.join([f'{wanted - len(names)} of {wanted} counters', *self.parts[1:]])} collected "
+                f"(not {', '.join(names[:5])}{more})")

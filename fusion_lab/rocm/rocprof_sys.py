@@ -86,8 +86,8 @@ class RocprofSys(Wrapper):
 
     def left_result(self):
         """Is there a summary of the program that this run wrote?"""
-        place = pathlib.Path(self.profiled.profile_dir() or self.directory)
-        summaries = place.glob(self.profiled.summary() or kernel_summary.SUMMARIES)
+        place = self.profiled.answer.get("profiler_config", {}).get("profile_dir") or self.directory
+        summaries = pathlib.Path(place).glob(self.profiled.summary() or kernel_summary.SUMMARIES)
         return any(path.stat().st_mtime >= self.started - 1 for path in summaries)
 
     def list_results(self):

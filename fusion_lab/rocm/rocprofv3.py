@@ -82,10 +82,9 @@ class Rocprofv3(Wrapper):
         arguments += [self.require(switch) for switch in switches]
         arguments += ["--hip-graph-trace"] * bool(self.has("--hip-graph-trace"))
         if options.memory_trace:
-            arguments.append("--memory-copy-trace")
-            if self.has("--memory-allocation-trace"):
-                arguments.append("--memory-allocation-trace")
-            else:
+            allocations = bool(self.has("--memory-allocation-trace"))
+            arguments += ["--memory-copy-trace", *["--memory-allocation-trace"] * allocations]
+            if not allocations:
                 self.notes.append("memory allocations are left out, which not every rocprofv3 of 6.3 traces")
         for counters in self.passes():
             arguments += [self.require("--pmc"), *counters]

@@ -7,31 +7,23 @@ import time
 
 from fusion_lab.rocm import failures, machine, preflight, profiled
 from fusion_lab.rocm.process import said_if_slow, say
-from fusion_lab.training import flags
-from fusion_lab.training.files import (
-    EXIT_CODES,
-    FAILED,
-    MISSING,
-    PROGRAM_FAILED,
-    UserError,
-    printable,
-    session_directory,
-)
+from fusion_lab.training import files, flags
+from fusion_lab.training.files import FAILED, MISSING, PROGRAM_FAILED, UserError, printable
 from fusion_lab.training.program import DEFAULT_PROGRAM
 
 OLDEST_ROCM, NEWEST_ROCM = "6.3", "10.1"  # of the releases whose tools are known here
 # Ranges, start and stop for the profiler outside, and no torch.profiler inside: two cannot share a GPU.
 OUTER = ["--enable-rocm-profiling"]
-EPILOG = """
+EPILOG = f"""
 Everything that is not an option of this script goes to the profiled program untouched; `--` forces that.
 
 environment:
   PYTHON               interpreter that has torch for ROCm (default: python3)
-  {variable}  program to profile, where --program names none
+  {profiled.VARIABLE}  program to profile, where --program names none
   ROCM_PATH            ROCm tree, searched after PATH (default: /opt/rocm)
   MIN_FREE_GB          disk space wanted for the results (default: 1)
 
-{exit_codes}
+{files.EXIT_CODES}
 """
 
 
@@ -43,8 +35,7 @@ class Parser(flags.Parser):
             about += f"\nFlags of the program before yours: {' '.join(OUTER)}\n{' '.join(workload)}"
         default = os.path.basename(DEFAULT_PROGRAM)
         super().__init__(prog=script, description=about,
-                         epilog=examples + EPILOG.format(variable=profiled.VARIABLE, exit_codes=EXIT_CODES),
-                         usage=f"./{script} [options] [--] [flags of {default}]")
+                         epilog=examples + EPILOG, usage=f"./{script} [options] [--] [flags of {default}]")
         self.add_argument("--program", metavar="FILE",
                           help=f"the program to profile (default: {default} next to this script)")
         self.add_argument("-o", "--output-dir", metavar="DIR", help="fresh directory for the results "
@@ -95,16 +86,15 @@ class Wrapper:
         self.directory = os.path.abspath(options.output_dir or self.default_dir)
         if not (options.dry_run or options.preflight):
             default = not options.output_dir and self.fresh_directory()
-            self.directory = session_directory(self.directory, default, say)
+            self.directory = files.session_directory(self.directory, default, say)
         self.records = self.directory  # where command.txt, env.txt and manifest.json go
-        self.own_flags = [*self.extra_flags(), *own_flags]
+        self.own_flags = own_flags
         self.profiled = profiled.Profiled(profiled.chosen_program(options.program))
         self.notes, self.torch, self.started = [], {}, time.time()
-        self.tool = machine.Tool(self.executable)
-        if options.rocm is None:
-            self.tool = machine.find_tool(self.executable, *self.help_arguments)
-        elif not options.dry_run:
+        if options.rocm and not options.dry_run:
             raise UserError("--rocm: chooses what --dry-run prints; a run asks the installed tool")
+        self.tool = machine.Tool(self.executable) if options.rocm else machine.find_tool(
+            self.executable, *self.help_arguments)
         if (self.release() or self.tool.path) and not self.is_known():
             self.notes.append(f"ROCm {self.release() or '?'} is not among those known here ({OLDEST_ROCM} to "
                               f"{NEWEST_ROCM}): what this release does differently was not looked at")
@@ -131,9 +121,6 @@ class Wrapper:
                 if wrapper.profiled.unjudged:
                     wrapper.notes.append(f"flags were not judged: {wrapper.profiled.unjudged}")
         return wrapper
-
-    def extra_flags(self):
-        return []
 
     def flags_with(self, sizes):
         words = [word for pair in sizes for word in pair]

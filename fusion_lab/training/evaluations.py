@@ -73,6 +73,8 @@ class Evaluations:
             self.compare(trainer.step_number, score, final)
         if final and trainer.training.save_checkpoint:
             self.note_end(before)
+        if final and trainer.step_number in self.by_step:  # as after early stopping
+            return f"The final weights are those of step {trainer.step_number}, evaluated above"
         return program.evaluation_line(found)
 
     def compare(self, step, score, final):

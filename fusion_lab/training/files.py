@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 
-from fusion_lab.training.interrupts import TOO_SMALL, Raised, open_streams
+from fusion_lab.training.interrupts import Raised, gives_no_more, open_streams
 from fusion_lab.training.locks import hold_directory, hold_file, let_go, present, release
 from fusion_lab.training.reading import open_regular, require_regular
 
@@ -333,7 +333,7 @@ def explain(error):
     name = type(error).__name__
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or OUT_OF_MEMORY.search(str(error)):
         return "out of memory: lower --batch-size, --seq-len or --num-seqs, or add --use-amp", FAILED
-    if TOO_SMALL.search(str(error)):
+    if gives_no_more(error):
         return f"{error}: the system gives no more memory or threads; see ulimit -v and ulimit -u", FAILED
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
         return ("torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)",

@@ -2,12 +2,11 @@
 memory are one line, no traceback; streams that are closed take nothing and harm nobody. Imports next to
 nothing, since whatever comes before quiet() is not covered by it."""
 import os
-import re
 import signal
 import sys
 
 # What the system says that gives no more; of a library that cannot be loaded, or of a thread.
-TOO_SMALL = re.compile("start new thread|failed to map segment|Cannot allocate memory")
+TOO_SMALL = ("start new thread", "failed to map segment", "Cannot allocate memory")
 
 
 def leave(number, _frame):
@@ -35,9 +34,14 @@ def open_streams():
             setattr(sys, name, open(handle, mode, closefd=False))  # noqa: SIM115  as long as the program
 
 
+def gives_no_more(error):
+    """Whether the system has no memory or thread left, by an error's words."""
+    return any(words in str(error) for words in TOO_SMALL)
+
+
 def say_what_is_missing(kind, error, trace):
     """sys.excepthook: a line where there is no memory to begin with."""
-    if issubclass(kind, MemoryError) or TOO_SMALL.search(str(error)):
+    if issubclass(kind, MemoryError) or gives_no_more(error):
         name = os.path.basename(sys.argv[0])
         print(f"{name}: error: {str(error) or 'out of memory'}: the system gives no more memory or threads; "
               "see ulimit -v and ulimit -u", file=sys.stderr)
@@ -60,31 +64,3 @@ class Raised:
         if self.was_quiet:
             Raised.within = False
             signal.signal(signal.SIGINT, leave)
-
-
-def leaving(work):
-    """What work() returns. In a program Ctrl-C ends the process meanwhile, at once, though one operation of
-    torch may take minutes, in which Python hears no signal: a thread does the work, and this one waits. For
-    work that writes nothing."""
-    import threading
-    if not Raised.within or threading.current_thread() is not threading.main_thread():
-        return work()
-    result, errors = [], []
-
-    def do():
-        try:
-            result.append(work())
-        except BaseException as error:  # to be raised where it is waited for
-            errors.append(error)
-
-    sys.stdout.flush()  # leave() drops what is still to be written
-    thread = threading.Thread(target=do, daemon=True)
-    before = signal.signal(signal.SIGINT, leave)
-    try:
-        thread.start()
-        thread.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if errors:
-        raise errors[0]
-    return result[0]

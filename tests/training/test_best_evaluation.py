@@ -51,6 +51,17 @@ def test_the_best_evaluation_in_words():
     assert found.in_words() == "Best evaluation: 0.750 after step 1, saved in best.pt"
 
 
+def test_the_line_of_weights_that_were_just_evaluated_is_not_said_again():
+    """As after early stopping; the file has their final evaluation all the same."""
+    trainer = Trainer(0.5, 0.4, 0.4, early_stopping=1)
+    for trainer.step_number in (6, 7):
+        trainer.evaluations.take(trainer.step_number, trainer.stop)
+    assert trainer.evaluations.stopped
+    said = trainer.evaluations.take("final", trainer.stop)
+    assert said == "The final weights are those of step 7, evaluated above"
+    assert trainer.evaluations.by_step == {6: 0.5, 7: 0.4, "final": 0.4}
+
+
 @pytest.mark.parametrize("score, signal", [(None, None), (0.5, 2)])
 def test_without_a_score_or_with_a_signal_nothing_is_compared(score, signal):
     trainer = Trainer(score, signal=signal)

@@ -17,7 +17,7 @@ import torch
 from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer
-from fusion_lab.measuring.comparison.pace import Pace, interruptible
+from fusion_lab.measuring.comparison.pace import Pace
 from fusion_lab.measuring.comparison.rows import rows_of, switch_effects
 from fusion_lab.measuring.comparison.rungs import Rungs
 from fusion_lab.measuring.comparison.table import LiveTable
@@ -40,9 +40,11 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import require_writable, set_aside, write_json
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
+from fusion_lab.training.stops import interruptible
 
 LONG = 0.5  # s, of a step that is timed twice by sub-layer, not five times
 OTHERS = 0.5  # of the first table's budget: for the other rows
+PATIENCE = 1.2  # s for what runs to end by itself after a signal
 MOST_BATCHES = 16  # alive on the device at once; longer comparisons repeat them
 
 
@@ -285,6 +287,6 @@ def compare_fusion(program, settings, picked=None, combinations=False, limits=No
             path, settings)
         return 128 + number if number is not None else 0
 
-    with interruptible(finish) as done:
+    with interruptible(finish, PATIENCE) as done:
         compare(program, settings, None, combinations, picked, table, pace)
     return done()

@@ -1,9 +1,5 @@
-"""How long a comparison goes on: rounds, a budget of seconds, and the signal that ends it."""
-import contextlib
+"""How long a comparison goes on: rounds, or a budget of seconds."""
 import math
-import os
-import signal
-import threading
 import time
 
 from fusion_lab.measuring.comparison.rows import FEWEST, speedup_interval
@@ -11,7 +7,6 @@ from fusion_lab.measuring.comparison.rows import FEWEST, speedup_interval
 ROUNDS = 0.25  # of the budget at least, however long counting took
 NARROW = 0.04  # high / low - 1 of a speed-up's interval that needs no more rounds
 WHOLE = dict(cpu=3.0, cuda=1.5)  # budgets of the first table until the last row
-PATIENCE = 1.2  # s for what runs to end by itself after a signal
 
 
 class Pace:
@@ -61,46 +56,3 @@ class Pace:
         self.look = rounds + rounds // 8 + 1
         intervals = [speedup_interval(v, variants[0]) for v in variants[1:] if not v.reason]
         return all(high < (1 + NARROW) * low for low, high in intervals)
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM came; no Exception, which would be one variant's reason."""
-
-
-@contextlib.contextmanager
-def interruptible(finish):
-    """Within, a signal raises Interrupted, which ends it here; a second one acts at once. Yields what calls
-    finish(number of the signal or None), once it is over. Where operations run on for longer than a reader
-    waits, in which Python hears nothing, another thread calls it and ends the process."""
-    heard, over = [], threading.Event()
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def ask(number, _frame):
-        heard.append(number)
-        restore()
-        raise Interrupted
-
-    def restore():
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def watch():
-        number = os.read(reader, 1)
-        if number and not over.wait(PATIENCE):
-            os._exit(finish(number[0]))
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        with contextlib.suppress(Interrupted):
-            yield lambda: finish(heard[0] if heard else None)
-    finally:
-        over.set()
-        signal.set_wakeup_fd(wakeup)
-        restore()
-        os.close(writer)
-        watcher.join()
-        os.close(reader)

@@ -160,12 +160,6 @@ def headline(rows, nominal, launch_kind):
             f"Kernel reduction: {launches}"]
 
 
-def print_table(result):
-    """The whole comparison at once."""
-    print("\n".join(aligned(table(result["variants"]))))
-    print_details(result)
-
-
 def print_details(result):
     """What comes below the table: phases, what is within noise, the switches' effects, the headline."""
     rows = result["variants"]

@@ -10,10 +10,12 @@ from functools import cache, partial
 import torch
 
 from fusion_lab.measuring.bounds.flops import REST
+from fusion_lab.measuring.counters import OpCounter, is_view
 from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.trace.attribution import amounts_in_a_step, medians, share_samples
 
 STEPS = 5  # of the baseline, timed by sub-layer
+ROUNDING = 1e-9  # of a sum of shares that is the whole step
 UNKNOWN = dict(touched_sublayers=None, touched_share=None, amdahl_ceiling=None, amdahl_reached=None)
 
 
@@ -21,7 +23,8 @@ RANGE = "sub-layer: "  # before its name in the profiler's record
 
 
 def operations_by_sublayer(trainer, batch):
-    """{sub-layer or REST: [(operation, sizes of its tensors)]} of a forward pass, views left out.
+    """{sub-layer or REST: [(operation, sizes of its tensors)]} of a forward pass: those that do work
+    themselves. A matrix product may have views for children, what only calls others has those.
 
     The profiler watches from outside: FlexAttention compiles itself in eager code, and inside of a dispatch
     mode PyTorch neither compiles nor runs it.
@@ -40,7 +43,8 @@ def operations_by_sublayer(trainer, batch):
         with ranges(trainer.model.sublayers(), enter, leave):
             trainer.forward(batch)
     for event in profiler.events():
-        if not (event.cpu_children or event.name.startswith(RANGE) or is_view(event.name)):
+        if not (event.name.startswith(RANGE) or looks(event.name)
+                or any(not looks(child.name) for child in event.cpu_children)):
             found.setdefault(sublayer_of(event), []).append((event.name, event.input_shapes))
     return found
 
@@ -53,10 +57,12 @@ def sublayer_of(event):
 
 
 @cache
-def is_view(operation):
-    """Whether an operation, "aten::view" for instance, only looks at its tensor in another way."""
-    overloads = getattr(torch.ops.aten, operation.removeprefix("aten::"), None)
-    return overloads is not None and any(getattr(overloads, name).is_view for name in overloads.overloads())
+def looks(name):
+    """Whether the operation of this name, "aten::view" for instance, is a view or a bare allocation."""
+    name = name.removeprefix("aten::")
+    overloads = getattr(torch.ops.aten, name, None)
+    return name in OpCounter.ALLOCATIONS or overloads is not None and any(
+        is_view(getattr(overloads, overload)) for overload in overloads.overloads())
 
 
 def touched(operations, baseline):
@@ -72,14 +78,17 @@ def clock(device):
 
 
 def shares_of_a_step(trainer, batch, steps):
-    """{sub-layer or REST: its share of a step, forward and backward}, the median of so many steps."""
+    """{sub-layer or REST: its share of a step, forward and backward}, the median of so many steps; medians
+    need not add up to 1, so they are made to."""
     amounts = []
     for _ in range(steps):
         amounts.append({})
         for (name, _), seconds in amounts_in_a_step(trainer, batch, partial(clock, trainer.device)).items():
             amounts[-1][name] = amounts[-1].get(name, 0.0) + seconds
     names = {name for sample in amounts for name in sample}
-    return medians(share_samples(amounts, names))
+    shares = medians(share_samples(amounts, names))
+    whole = sum(shares.values())
+    return {name: share / whole for name, share in shares.items()}
 
 
 def worth(names, shares, speedup):
@@ -87,7 +96,8 @@ def worth(names, shares, speedup):
     reached: the time saved, as a share of the time there was to save; below 0 for a loss."""
     if not names:
         return UNKNOWN
-    share = min(sum(shares.get(name, 0.0) for name in names), 1.0)
+    share = sum(shares.get(name, 0.0) for name in names)
+    share = 1.0 if share > 1 - ROUNDING else share
     return dict(touched_sublayers=names, touched_share=share,
                 amdahl_ceiling=1 / (1 - share) if share < 1 else None,
                 amdahl_reached=(1 - 1 / speedup) / share if share else None)

@@ -14,7 +14,7 @@ from fusion_lab.measuring.comparison import compare as comparison
 from fusion_lab.measuring.comparison import pace as pacing
 from fusion_lab.measuring.comparison import rung, rungs, worth
 from fusion_lab.measuring.comparison import table as comparison_table
-from fusion_lab.measuring.comparison.pace import Interrupted, Pace
+from fusion_lab.measuring.comparison.pace import Pace
 from fusion_lab.measuring.comparison.rows import reduction, rows_of, switch_effects
 from fusion_lab.measuring.comparison.rungs import Rungs
 from fusion_lab.measuring.comparison.table import (
@@ -23,7 +23,6 @@ from fusion_lab.measuring.comparison.table import (
     detail_table,
     headline,
     print_details,
-    print_table,
     table,
 )
 from fusion_lab.measuring.comparison.variants import (
@@ -39,6 +38,7 @@ from fusion_lab.measuring.comparison.variants import (
 from fusion_lab.measuring.comparison.worth import UNKNOWN, add_worth, operations_by_sublayer, touched
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.tables import aligned
+from fusion_lab.training.stops import Interrupted
 from tests.second_program import PROGRAM as SECOND
 
 PLAIN = SECOND.fusion_config.preset(False)
@@ -238,9 +238,9 @@ def test_details_name_what_is_within_noise(capsys):
     assert "\nopm              1.250x over all settings of the others (from 1.000 to 1.500), saved " \
            "activations -2.0 MB\n" in out
     few = dict(variants=[before, rows[2]], switch_effects=None, nominal=None, launch_kind="gpu_kernels")
-    print_table(few)
+    print_details(few)
     assert capsys.readouterr().out.splitlines() == [
-        *aligned(table(few["variants"])), "", *aligned(detail_table(few["variants"])), "",
+        "", *aligned(detail_table(few["variants"])), "",
         *headline(few["variants"], None, "gpu_kernels")]
     for share in (1.0, 1.01):
         print_details(dict(few, variants=[before, dict(rows[2], mfu=share)]))

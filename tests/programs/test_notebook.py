@@ -1,0 +1,54 @@
+"""The notebook of the first hour: plain, and it runs as in a kernel, without Jupyter."""
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import PATIENCE, ROOT
+
+PAGE = ROOT / "docs" / "first_hour.ipynb"
+BOOK = json.loads(PAGE.read_text(encoding="utf-8"))
+CELLS = ["".join(cell["source"]) for cell in BOOK["cells"] if cell["cell_type"] == "code"]
+# What a kernel does: cells one after the other in one namespace, "!" lines by the shell, {names} filled in.
+KERNEL = """
+import json, re, subprocess, sys
+
+names = {"__name__": "__main__"}
+for number, source in enumerate(json.load(sys.stdin)):
+    if source.startswith("!"):
+        command = re.sub(r"{(\\w+)}", lambda match: str(names[match[1]]), source[1:])
+        subprocess.run(command, shell=True, check=True)
+    else:
+        exec(compile(source, f"cell {number}", "exec"), names)
+    sys.stdout.flush()
+"""
+
+
+def test_it_is_a_plain_notebook_without_outputs():
+    assert (BOOK["nbformat"], BOOK["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in BOOK["cells"]}) == len(BOOK["cells"])
+    for cell in BOOK["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+    for source in CELLS:
+        if source.startswith("!"):
+            assert source.startswith("!{python} ")
+            assert source.count("\n") == source.count("\\\n")  # one command
+        else:
+            ast.parse(source)
+
+
+@pytest.mark.slow
+def test_its_cells_run_in_order(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], input=json.dumps(CELLS), capture_output=True,
+                          text=True, cwd=PAGE.parent, env=environment, timeout=4 * PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for words in ("In words: after step 120", "torch.Size([1, 32, 32])", "Training speed: ", "PASS",
+                  "Findings:"):
+        assert words in done.stdout, words
+    results, = tmp_path.glob("first_hour_*")
+    assert sorted(path.name for path in results.iterdir()) == ["accuracy", "compare", "session", "train"]
