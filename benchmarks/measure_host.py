@@ -4,8 +4,9 @@
     python benchmarks/measure_host.py --out OUT [--sizes 64 128 256] [--steps 100]
 
 Both functions of fusion_lab.kernels, bf16, one sample, a mask; attention of 4 heads of 32, multiplication of
-128 channels. "wall": from call to idle GPU. "host": until the call returns. Medians, in microseconds. The
-host's time is told apart by a second run with clocks in it, which itself takes some microseconds a call:
+128 channels. "wall": from call to idle GPU. "host": until the call returns. Medians, in microseconds. "one
+thread": backward in the thread that calls, by torch.autograd.set_multithreading_enabled(False). The host's
+time is told apart by a second run with clocks in it, which itself takes some microseconds a call:
 
     launches  starting compiled kernels
     plan      all else in forward and backward: memory, the library's products, sums
@@ -70,7 +71,7 @@ def multiplication_call(S, device):
 
 @contextlib.contextmanager
 def clocks():
-    """Within, {part: seconds spent in it so far} is kept up to date."""
+    """Within, {part: seconds spent in it} grows; yields it."""
     spent, inner = dict.fromkeys(PARTS, 0.0), [0.0]
 
     def timed(part, function):
@@ -90,33 +91,40 @@ def clocks():
         yield spent
 
 
-def times(step, steps):
-    """Medians (until step() returns, until the GPU is idle) in microseconds; before each step it is idle."""
-    host, wall = [], []
+def times(step, steps, spent=()):
+    """Medians {"host": until step() returns, "wall": until the GPU is idle, and each of spent} in
+    microseconds; before each step the GPU is idle."""
+    found = []
     for _ in range(steps + 5):
         torch.cuda.synchronize()
+        for part in spent:
+            spent[part] = 0.0
         start = time.perf_counter()
         step()
-        host.append(time.perf_counter() - start)
+        host = time.perf_counter() - start
         torch.cuda.synchronize()
-        wall.append(time.perf_counter() - start)
-    return [1e6 * statistics.median(each[5:]) for each in (host, wall)]
+        found.append(dict(spent, host=host, wall=time.perf_counter() - start))
+    return {name: 1e6 * statistics.median(each[name] for each in found[5:]) for name in found[0]}
 
 
 def measure(name, make, size, steps, device):
-    """A row for forward, and one for forward and backward."""
+    """A row for forward, and two for forward and backward."""
     call, tensors = make(size, device)
     gradient = torch.randn_like(call())
 
     def both():
         torch.autograd.grad(call(), tensors, gradient)
-    for direction, step in (("forward", call), ("forward and backward", both)):
+
+    def alone():
+        with torch.autograd.set_multithreading_enabled(False):
+            both()
+    for direction, step in (("forward", call), ("forward and backward", both), ("both, one thread", alone)):
         row = dict(function=name, size=size, direction=direction)
-        row["host_us"], row["wall_us"] = times(step, steps)
+        row.update({f"{name}_us": value for name, value in times(step, steps).items()})
         with clocks() as spent:
-            total = times(step, steps)[0]
-        parts = {part: 1e6 * seconds / (steps + 5) for part, seconds in spent.items()}
-        row["parts_us"] = {**parts, "autograd": total - sum(parts.values())}
+            found = times(step, steps, spent)
+        parts = {part: found[part] for part in PARTS}
+        row["parts_us"] = {**parts, "autograd": found["host"] - sum(parts.values())}
         print(f"{name:32s} S {size:4d} {direction:20s} wall {row['wall_us']:7.0f} us  host",
               f"{row['host_us']:7.0f} ", *(f"{part} {value:.0f} " for part, value in row["parts_us"].items()),
               flush=True)

@@ -8,8 +8,10 @@ import contextlib
 import functools
 
 import torch
+from triton.runtime import driver
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+HERE = contextlib.nullcontext()
 
 
 def watched(name, tensors):
@@ -21,7 +23,7 @@ def watched(name, tensors):
         raise RuntimeError(f"{name} does not run under torch.func.grad, vmap or the like: use torch.autograd")
     if torch._C._len_torch_dispatch_stack():
         return True
-    return any(type(t) not in PLAIN for t in tensors if t is not None)
+    return not PLAIN.issuperset(map(type, tensors))
 
 
 def looks(tensors):
@@ -32,16 +34,19 @@ def looks(tensors):
 def where(x):
     """A context in which launches go to x's device."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return HERE
     return torch.cuda.device_of(x)
 
 
 def as_given(x):
     """A context in which products on x's device keep their dtype: without autocast."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else HERE
+
+
+def stream_of(x):
+    """The number of the current stream of x's GPU, for Bound; None on a CPU, where Triton finds its own."""
+    return driver.active.get_current_stream(x.device.index) if x.is_cuda else None
 
 
 class Refusal(torch.autograd.Function):

@@ -11,10 +11,18 @@ from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.attention import padded_bias as padding
 from fusion_lab.kernels.attention.layout import strides
 from fusion_lab.kernels.common import alike, check_device, check_shapes, precision
-from fusion_lab.kernels.eager import differentiable_once, looks, watched, where
+from fusion_lab.kernels.eager import differentiable_once, looks, stream_of, watched, where
 from fusion_lab.kernels.precision import product_dtype
 
 NAME = "triangle_attention"
+LAUNCHES = {  # of backward: the tensors that each kernel takes, in groups
+    "attention_gate_backward_kernel": ("gate",),
+    "attention_backward_short_kernel": ("qkv", "bias", "saved", "dq", "dkv", "sums"),
+    "attention_backward_q_kernel": ("qkv", "bias", "saved", "dq"),
+    "attention_backward_kv_kernel": ("qkv", "transposed", "saved", "dkv", "nothing"),
+    "attention_backward_kv_kernel stored": ("qkv", "transposed", "saved", "dkv", "dscores"),
+    "attention_backward_scores_kernel": ("k", "dscores", "dq", "sums"),
+    "attention_backward_bias_kernel": ("qkv", "bias", "saved", "sums")}
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # by autocast, which leaves float64 as it is
 plans = {}
 
@@ -39,10 +47,30 @@ class Plan:
         self.padded_dtype = bias.dtype if bias.dtype in attention.HOLD_PADDING else torch.float32
         # Kernels take q, k and v by the same strides, as long as channels lie side by side
         self.as_they_lie = q.stride(-1) == 1 and strides(q) == strides(k) == strides(v)
-        self.bound, self.call, self.sums = {}, None, 0
+        self.bound, self.call, self.sums, self.repeat = {}, None, 0, None
+        self.bias_size = (*bias.shape[:1], *bias.shape[2:3], self.padded, self.padded)
+        self.mask_size = (*q.shape[:2], self.padded)
 
     def forward(self, q, k, v, bias, mask):
         """out, and what backward reads: q, k, v, the padded bias, its transpose, key_mask, out, lse."""
+        if self.call is None:
+            return self.first_forward(q, k, v, bias, mask)
+        if not self.as_they_lie:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        stream, bound, new = stream_of(q), self.bound, q.new_empty
+        padded, key_mask = new(self.bias_size, dtype=self.padded_dtype), None
+        transposed = new(self.bias_size, dtype=self.padded_dtype) if self.transpose else None
+        bound["padded_bias"](bias, None, padded, padded if transposed is None else transposed, stream=stream)
+        if mask is not None:
+            key_mask = new(self.mask_size, dtype=torch.float32)
+            mask = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
+            bound["key_mask"](mask, key_mask, stream=stream)
+        out, lse = new(q.shape), new(q.shape[:-1], dtype=torch.float32)
+        bound["forward"](q, k, v, q, None, padded, key_mask, out, lse, stream=stream)
+        return out, (q, k, v, padded, transposed, key_mask, out, lse)
+
+    def first_forward(self, q, k, v, bias, mask):
+        """The same by operator.py's launchers, whose launches are then kept."""
         qkv = [q, k, v] if self.as_they_lie else [x.contiguous() for x in (q, k, v)]
         padded, transposed = padding.launch(bias[:, 0], None, self.padded, self.padded_dtype, self.transpose,
                                             True, self.bound)
@@ -50,21 +78,48 @@ class Plan:
         if mask is not None:
             key_mask = padding.launch_key_mask(mask[:, :, 0, 0], self.padded, self.bound)
         settings = self.heads, 0, False, self.scale
-        if self.call is None:
-            self.call = attention.Launch(qkv, None, padded, key_mask, *settings)
-            self.sums = self.call.bias_sum_count()
-        out, lse = attention.forward(qkv, None, padded, key_mask, *settings, self.call)
+        call = attention.Launch(qkv, None, padded, key_mask, *settings)
+        out, lse = attention.forward(qkv, None, padded, key_mask, *settings, call)
+        self.bound["forward"], = call.bound.values()
+        self.call, self.sums = call, call.bias_sum_count()
+        self.sums_size = (self.sums, *self.bias_size)
         return out, (*qkv, padded, transposed if self.transpose else None, key_mask, out, lse)
 
     def backward(self, gradient, q, k, v, padded, transposed, key_mask, out, lse):
         """Gradients of q, k, v and the bias."""
         gradient = gradient.contiguous()
         gradient = gradient if alike(gradient) else gradient.clone()
-        dq, dk, dv, bias_sums, *_ = attention.backward(
+        if self.repeat is None:
+            return self.first_backward(gradient, q, k, v, padded, transposed, key_mask, out, lse)
+        stream = stream_of(q)
+        size, new = q.shape, q.new_empty
+        dq, dk, dv, delta = new(size), new(size), new(size), torch.empty_like(lse)
+        bias_sums = new(self.sums_size, dtype=self.sums_dtype)
+        given = dict(qkv=(q, k, v), k=(k,), bias=(padded,), transposed=(transposed,), dq=(dq,), dkv=(dk, dv),
+                     saved=(key_mask, gradient, lse, delta), sums=(bias_sums,), nothing=(None,),
+                     dscores=(new(self.dscores_size) if self.dscores_size else None,),
+                     gate=(q, None, out, gradient, dq, gradient, delta, None))
+        for launch, names in self.repeat:
+            launch(*[t for name in names for t in given[name]], stream=stream)
+        dbias = new(self.dbias_size, dtype=self.bias_dtype)
+        self.bound["bias_gradient"](bias_sums, dbias, stream=stream)
+        return dq, dk, dv, dbias
+
+    def first_backward(self, gradient, q, k, v, padded, transposed, key_mask, out, lse):
+        """The same by operator.py's launchers, whose launches are then kept, if they are one of each kind."""
+        *grads, bias_sums, _, _, _ = attention.backward(
             [q, k, v], None, padded, transposed, key_mask, out, lse, gradient, None, None, self.heads, 0,
             False, self.scale, self.sums, 0, self.call)
-        dbias = bias_gradient.launch(bias_sums, self.length, self.bias_dtype, False, self.bound)
-        return dq, dk, dv, dbias[:, None]
+        dbias = bias_gradient.launch(bias_sums, self.length, self.bias_dtype, False, self.bound)[:, None]
+        self.dbias_size, self.sums_dtype = dbias.shape, bias_sums.dtype
+        kept = [(name, launch) for (name, _), launch in self.call.bound.items()
+                if launch is not self.bound["forward"]]
+        names = [name for name, _ in kept]
+        if len(set(names)) == len(names):  # all rows in one round
+            self.repeat = [(launch, LAUNCHES[name]) for name, launch in kept]
+            stored = "attention_backward_scores_kernel" in names
+            self.dscores_size = (self.call.R, *self.bias_size) if stored else None
+        return *grads, dbias
 
 
 class TriangleAttention(torch.autograd.Function):

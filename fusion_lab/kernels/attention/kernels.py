@@ -105,9 +105,8 @@ def load_statistic(pointer, i, L, beyond, WHOLE_TILES: tl.constexpr):
 
 
 @triton.jit
-def load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES: tl.constexpr):
-    """lse (BM,) and delta (BM,) of queries i (BM,) in row r."""
-    first = ((b * R + r) * H + h) * L
+def load_statistics(lse, delta, first, i, L, WHOLE_TILES: tl.constexpr):
+    """lse (BM,) and delta (BM,) of queries i (BM,) of the row and head whose first number has this offset."""
     return (load_statistic(lse + first, i, L, float("inf"), WHOLE_TILES),
             load_statistic(delta + first, i, L, 0.0, WHOLE_TILES))
 
@@ -116,8 +115,9 @@ def load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES: tl.constexpr):
 def load_row_statistics(lse, delta, key_mask, b, r, h, i, j, R, H, L, mask_strides, KEYS: tl.constexpr,
                         WHOLE_TILES: tl.constexpr):
     """lse (BM,) and delta (BM,) of queries i in row r, and the mask (BN,) of its keys j, 0 without."""
+    first = ((b * R + r) * H + h) * L
     mask = load_key_mask(key_mask, b, r, j, mask_strides) if KEYS else 0.0
-    lse_tile, delta_tile = load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES)
+    lse_tile, delta_tile = load_statistics(lse, delta, first, i, L, WHOLE_TILES)
     return lse_tile, delta_tile, mask
 
 
@@ -180,8 +180,8 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
                 result = result * gate_sigmoid(gate_tiles[u], gate_bias, h, D, BD, GATE_BIAS)
             store_tile(out + head_offset(b, r, h, out_strides), result, i0, L, D, out_strides[POSITION],
                        WHOLE_TILES)
-            tl.store(lse + ((b * R + r) * H + h) * L + i, log_sum_exp(maxima[u], sums[u], MAX_UNIT),
-                     mask=i < L)  # (BM,)
+            row_lse = log_sum_exp(maxima[u], sums[u], MAX_UNIT)  # (BM,)
+            tl.store(lse + ((b * R + r) * H + h) * L + i, row_lse, mask=i < L)
 
 
 @triton.jit
@@ -244,12 +244,12 @@ def attention_backward_q_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, R, 
     q_tiles, do_tiles, lses, deltas, accs, k_rows, v_rows = (), (), (), (), (), (), ()
     for u in tl.static_range(RU):
         r = tl.minimum(r0 + u, R - 1)  # rows beyond the last are that one again, and not stored
-        offset = head_offset(b, r, h, q_strides)
+        offset, first = head_offset(b, r, h, q_strides), ((b * R + r) * H + h) * L
         q_tile = load_tile(q + offset, i0, L, D, q_strides[POSITION], BM, BD, WHOLE_TILES)  # (BM, BD)
         do_tile = load_tile(do + head_offset(b, r, h, out_strides), i0, L, D, out_strides[POSITION], BM, BD,
                             WHOLE_TILES)  # (BM, BD)
         q_tiles, do_tiles = q_tiles + (q_tile,), do_tiles + (do_tile,)
-        lse_tile, delta_tile = load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES)  # (BM,) each
+        lse_tile, delta_tile = load_statistics(lse, delta, first, i, L, WHOLE_TILES)  # (BM,) each
         lses, deltas = lses + (lse_tile,), deltas + (delta_tile,)
         accs = accs + (tl.zeros((BM, BD), tl.float32),)
         k_rows, v_rows = k_rows + (k + offset,), v_rows + (v + offset,)
@@ -322,7 +322,7 @@ def attention_backward_kv_kernel(
                                 WHOLE_TILES)  # (BM, BD)
             new_q_rows = new_q_rows + (q_rows[u] + BM * q_strides[POSITION],)
             new_do_rows = new_do_rows + (do_rows[u] + BM * out_strides[POSITION],)
-            lse_tile, delta_tile = load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES)  # (BM,) each
+            lse_tile, delta_tile = load_statistics(lse, delta, ((b * R + r) * H + h) * L, i, L, WHOLE_TILES)
             # Scores again. dp does not wait for them: it runs while exponentials are computed.
             s = tl.dot(k_tiles[u], tl.trans(q_tile), input_precision=PRECISION) * scale + bias_tile
             dp = tl.dot(v_tiles[u], tl.trans(do_tile), input_precision=PRECISION)  # (BN, BM)
@@ -459,13 +459,13 @@ def attention_backward_short_kernel(q, k, v, bias, key_mask, do, lse, delta, dq,
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i = tl.arange(0, BL)  # (BL,): queries, and keys as well
     for r in range(r0, tl.minimum(r0 + ROWS, end_row)):
-        offset = head_offset(b, r, h, q_strides)
+        offset, first = head_offset(b, r, h, q_strides), ((b * R + r) * H + h) * L
         q_tile = load_tile(q + offset, 0, L, D, q_strides[POSITION], BL, BD, WHOLE_TILES)  # (BL, BD)
         k_tile = load_tile(k + offset, 0, L, D, q_strides[POSITION], BL, BD, WHOLE_TILES)  # (BL, BD)
         v_tile = load_tile(v + offset, 0, L, D, q_strides[POSITION], BL, BD, WHOLE_TILES)  # (BL, BD)
         do_tile = load_tile(do + head_offset(b, r, h, out_strides), 0, L, D, out_strides[POSITION], BL, BD,
                             WHOLE_TILES)  # (BL, BD)
-        lse_tile, delta_tile = load_statistics(lse, delta, b, r, h, i, R, H, L, WHOLE_TILES)  # (BL,) each
+        lse_tile, delta_tile = load_statistics(lse, delta, first, i, L, WHOLE_TILES)  # (BL,) each
         # Scores again.
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale  # (BL, BL): queries, keys
         s += load_bias(bias, bh, 0, 0, LP, BL, BL, BIAS)

@@ -16,6 +16,8 @@ def as_rows(x, heads, axis):
 
 def views(qkvg, heads, axis, gated):
     """[q, k, v] or [q, k, v, gate], each (B, R, H, L, D)."""
+    if axis == 0:
+        return qkvg
     qkvg = qkvg[0].chunk(3 + gated, dim=-1) if len(qkvg) == 1 else qkvg
     return [as_rows(x, heads, axis) for x in qkvg]
 

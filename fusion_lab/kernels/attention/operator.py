@@ -23,6 +23,7 @@ bits.
 Sources: Dao et al. 2022 (arXiv:2205.14135) for attention in tiles; AlphaFold 2 supplement, Alg. 7, 8, 13, 14.
 """
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -114,6 +115,7 @@ class Sizes:
         self.dtype, self.short = dtype, self.L <= longest_short()
         self.LP, self.BD = padded_length(self.L), padded_width(self.D)
         self.shape = f"{str(dtype)[6:]} L{triton.next_power_of_2(self.L)} D{self.BD}"
+        self.short_rounds = self.rounds(MOST_SCORES) if self.short else None
 
     def fitted(self, config):
         """The tuner's configuration for rows that may be shorter than its tiles, with WHOLE_TILES."""
@@ -145,12 +147,12 @@ class Sizes:
 
     def dscores_are_sums(self):
         """Whether ds of all short rows fits MOST_SCORES. Each row's is then one of the partial sums."""
-        return self.short and len(self.rounds(MOST_SCORES)) == 1
+        return self.short and len(self.short_rounds) == 1
 
     def bias_sum_count(self):
         """How many partial sums of the bias's gradient backward makes with the tuner's choice."""
         if self.short:
-            return self.R if self.dscores_are_sums() else len(self.rounds(MOST_SCORES))
+            return self.R if self.dscores_are_sums() else len(self.short_rounds)
         return self.shares(tuner.chosen(*self.looked_up("attention_backward", STORED))["STORED"])
 
     def grid(self, along):
@@ -205,19 +207,22 @@ class Launch(Sizes):
         self.bias_flag = dict(BIAS=bias is not None)
         self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None)
 
-    def run(self, kernel, tiles, grid, tensors, numbers, kind="", summed=False, **options):
-        """Launch with the tuner's choice for this kind of the kernel; grid is a function of a configuration.
+    def run(self, kernel, tiles, grid, tensors, numbers, options, kind="", summed=False):
+        """Launch with the tuner's choice for this kind of the kernel.
 
-        summed: the last of the tensors (n, H, D) gets the partial sums that the programs store.
+        grid: a function of a configuration, or what grid() takes. options: a function that returns them: a
+        launch that is kept needs none. summed: the last of the tensors (n, H, D) gets the partial sums that
+        the programs store.
         """
         name = kernel.__name__ + kind
-        if (name, numbers) in self.bound:
-            return self.bound[name, numbers](*tensors)
+        if (ready := self.bound.get((name, numbers))) is not None:
+            return ready(*tensors)
+        grid = self.grid(grid) if isinstance(grid, str) else grid
 
         def launch(config):
             config = self.fitted(config)
             size = grid(config)
-            ready = bind(None if summed else self.bound, (name, numbers), kernel, size, numbers, **options,
+            ready = bind(None if summed else self.bound, (name, numbers), kernel, size, numbers, **options(),
                          BD=self.BD, **config)
             if not summed:
                 return ready(*tensors)
@@ -232,10 +237,11 @@ def forward(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale, call=Non
     call = call or Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
     q, k, v, gate = with_gate(qkvg, heads, axis, gated)
     out, lse = forward_sizes(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
-    call.run(kernels.attention_forward_kernel, FORWARD, call.grid("BM"),
+    call.run(kernels.attention_forward_kernel, FORWARD, "BM",
              (q, k, v, gate, gate_bias, bias, key_mask, out, lse), call.sizes,
-             **call.strides, gate_strides=strides(gate), out_strides=strides(as_rows(out, heads, axis)),
-             **call.gate_flags, **call.bias_flag, **call.flags)
+             lambda: dict(call.strides, gate_strides=strides(gate),
+                          out_strides=strides(as_rows(out, heads, axis)), **call.gate_flags,
+                          **call.bias_flag, **call.flags))
     return out, lse
 
 
@@ -254,7 +260,7 @@ class Given(NamedTuple):
     dq: torch.Tensor  # (B, R, H, L, D), as dk and dv
     dk: torch.Tensor
     dv: torch.Tensor
-    strides: dict  # of do and dq
+    strides: Callable  # returns those of do and dq, by their names
 
 
 def backward(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop, heads, axis,
@@ -273,19 +279,20 @@ def backward(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradien
                              drop, heads, axis, gated, scale, bias_sums, gate_bias_sums, call)
     *grads, bias_sums, gate_bias_sums, du, out_bias_sums = results
     dq, dk, dv, *dgate = views(grads, heads, axis, gated)
-    dgate, out_strides = (dgate or [dq])[0], strides(as_rows(out, heads, axis))
+    dgate = (dgate or [dq])[0]
     delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
     if weight is None:
         summed = gate_bias is not None
-        call.run(kernels.attention_gate_backward_kernel, GATE, call.grid("BM"),
+        call.run(kernels.attention_gate_backward_kernel, GATE, "BM",
                  (gate, gate_bias, out, gradient, dgate, do, delta, gate_bias_sums if summed else None),
-                 (call.R, call.H, call.L, call.D), summed=summed, gate_strides=strides(gate),
-                 out_strides=out_strides, dgate_strides=strides(dgate), **call.gate_flags)
+                 (call.R, call.H, call.L, call.D),
+                 lambda: dict(call.gate_flags, gate_strides=strides(gate), dgate_strides=strides(dgate),
+                              out_strides=strides(as_rows(out, heads, axis))), summed=summed)
     else:
         output_backward.launch(gradient, weight, drop, out, gate, gate_bias, do, dgate, delta, du,
                              out_bias_sums, gate_bias_sums, axis)
     given = Given(qkv, bias, bias_transposed, (key_mask, do, lse, delta), dq, dk, dv,
-                  dict(out_strides=out_strides, dq_strides=strides(dq)))
+                  lambda: dict(out_strides=strides(as_rows(out, heads, axis)), dq_strides=strides(dq)))
     if call.short:
         short_rows(call, given, bias_sums)
     elif bias is None:
@@ -305,15 +312,15 @@ def backward(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradien
 
 def short_rows(call, given, bias_sums):
     """dq, dk, dv and, with a bias, its partial sums: ds of each row, or the sums of rounds of rows."""
-    for number, (first_row, end_row) in enumerate(call.rounds(MOST_SCORES)):
+    for number, (first_row, end_row) in enumerate(call.short_rounds):
         in_place = given.bias is None or call.dscores_are_sums()
         dscores = bias_sums if in_place else call.new_dscores(given.dq, first_row, end_row)
         call.run(kernels.attention_backward_short_kernel, BACKWARD_SHORT,
                  lambda config, rows=end_row - first_row: (triton.cdiv(rows, config["ROWS"]),
                                                            call.B * call.H),
                  (*given.qkv, given.bias, *given.saved, given.dq, given.dk, given.dv, dscores),
-                 (*call.sizes, first_row, end_row), **call.strides, **given.strides, **call.bias_flag,
-                 **call.flags, BL=call.LP)
+                 (*call.sizes, first_row, end_row),
+                 lambda: dict(call.strides, **given.strides(), **call.bias_flag, **call.flags, BL=call.LP))
         if not in_place:
             torch.sum(dscores, 0, dtype=torch.float32, out=bias_sums[number])
 
@@ -325,15 +332,16 @@ def key_gradients(call, given, dscores, first_row, end_row):
              lambda config: (triton.cdiv(call.L, config["BN"]), call.B * call.H,
                              triton.cdiv(end_row - first_row, config["RU"])),
              (*given.qkv, given.bias_transposed, *given.saved, given.dk, given.dv, dscores),
-             (*call.sizes, first_row, end_row), **call.strides, **given.strides, **call.bias_flag,
-             **call.flags, STORE=stored, kind=" stored" if stored else "")
+             (*call.sizes, first_row, end_row),
+             lambda: dict(call.strides, **given.strides(), **call.bias_flag, **call.flags, STORE=stored),
+             kind=" stored" if stored else "")
 
 
 def recompute_scores(call, given):
     """dq, dk and dv, by two kernels that recompute scores."""
-    call.run(kernels.attention_backward_q_kernel, BACKWARD_Q, call.grid("BM"),
-             (*given.qkv, given.bias, *given.saved, given.dq), call.sizes, **call.strides,
-             **given.strides, **call.bias_flag, **call.flags)
+    call.run(kernels.attention_backward_q_kernel, BACKWARD_Q, "BM",
+             (*given.qkv, given.bias, *given.saved, given.dq), call.sizes,
+             lambda: dict(call.strides, **given.strides(), **call.bias_flag, **call.flags))
     key_gradients(call, given, None, 0, call.R)
 
 
@@ -344,8 +352,8 @@ def sum_bias(call, given, bias_sums):
              lambda config: (triton.cdiv(call.L, config["BM"]) * triton.cdiv(call.L, config["BN"]), shares,
                              call.B * call.H),
              (*given.qkv, given.bias, *given.saved, bias_sums),
-             (*call.sizes, triton.cdiv(call.R, shares)), **call.strides,
-             out_strides=given.strides["out_strides"], **call.flags)
+             (*call.sizes, triton.cdiv(call.R, shares)),
+             lambda: dict(call.strides, out_strides=given.strides()["out_strides"], **call.flags))
 
 
 def store_dscores(call, given, bias_sums, most):
@@ -358,9 +366,10 @@ def store_dscores(call, given, bias_sums, most):
                  lambda config: (triton.cdiv(call.L, config["BM"]), shares, call.B * call.H),
                  (given.qkv[1], dscores, given.dq, bias_sums),
                  (call.H, call.L, call.D, call.sizes[-1], first_row, end_row,
-                  triton.cdiv(end_row - first_row, shares)), q_strides=call.strides["q_strides"],
-                 dq_strides=given.strides["dq_strides"], LP=call.LP,
-                 NO_PADDING=call.L == call.LP and call.D == call.BD, PRECISION=call.flags["PRECISION"])
+                  triton.cdiv(end_row - first_row, shares)),
+                 lambda: dict(q_strides=call.strides["q_strides"], dq_strides=given.strides()["dq_strides"],
+                              LP=call.LP, NO_PADDING=call.L == call.LP and call.D == call.BD,
+                              PRECISION=call.flags["PRECISION"]))
 
 
 def backward_sizes(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop, heads,

@@ -7,12 +7,13 @@ import torch
 
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.common import alike, check_device, check_shapes, precision, shared_dtype
-from fusion_lab.kernels.eager import as_given, differentiable_once, looks, watched, where
+from fusion_lab.kernels.eager import as_given, differentiable_once, looks, stream_of, watched, where
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 
 NAME = "triangle_multiplicative_update"
+KERNEL = "triangle_multiplication"  # what names of launches begin with
 plans = {}
 
 
@@ -49,28 +50,37 @@ class Plan:
         self.outgoing, self.eps, self.dtype, self.learns = outgoing, float(eps), dtype, learns
         self.call = None  # made of what the first call gives the kernels
         self.shape, self.c = x.shape if x.dim() == 4 else (1, *x.shape), x.shape[-1]
+        self.matrix = x.numel() // self.c, self.c
+        self.wide_matrix = self.matrix[0], 5 * self.c
         defaults = x.new_ones(self.c), x.new_zeros(self.c)
         self.norms = *defaults, *defaults  # where they are not given
         self.given = [w is not None for w in weights]
+        self.as_they_lie = all([t is None or t.is_contiguous() for t in (x, *weights)]) and x.dim() == 4
+        self.need_cast = any([w is not None and w.dtype != dtype for w in (*weights[2:6], *weights[8:])])
 
     def packed(self, x, weights):
         """Weights as the kernels have them, operator.PARAMETERS, from those of a call."""
-        c = self.c
-        norms = [n if w is None else w.contiguous() for n, w in zip(self.norms, weights[:2] + weights[6:8],
-                                                                    strict=True)]
-        products = [torch.cat((weights[2], weights[4])), joined(x, weights[3], weights[5], 2 * c),
-                    *weights[8:12]]
-        dtype = self.dtype
-        products = [w if w is None or w.dtype is dtype and w.is_contiguous() else w.to(dtype).contiguous()
-                    for w in products]
+        if not self.as_they_lie:
+            weights = [w if w is None else w.contiguous() for w in weights]
+        (norm_in_weight, norm_in_bias, p_in, p_in_bias, g_in, g_in_bias, norm_out_weight, norm_out_bias,
+         *products) = weights
+        products = [torch.cat((p_in, g_in)), joined(x, p_in_bias, g_in_bias, 2 * self.c), *products]
+        if self.need_cast:
+            products = [w if w is None else w.to(self.dtype) for w in products]
+        norms = [default if given is None else given for default, given in zip(
+            self.norms, (norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias), strict=True)]
         return [*norms[:2], *products[:2], *norms[2:], *products[2:]]
 
     def forward(self, x, mask, weights):
         """The update, and what backward reads."""
-        pair = x.contiguous().view(self.shape)
+        pair = x if self.as_they_lie else x.contiguous().view(self.shape)
         packed = self.packed(x, weights)
-        mask = None if mask is None else mask.expand(self.shape[:3])
-        mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+        if mask is not None:
+            mask = mask if mask.shape == self.shape[:3] else mask.expand(self.shape[:3])
+            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        if self.call is not None and self.learns:
+            out, saved = self.again(pair, packed, mask)
+            return out if x.dim() == 4 else out.view(x.shape), saved
         if self.call is None:
             trimul.check(pair, packed, mask, None, None, self.dtype)
             self.call = trimul.Call(pair, packed, mask, None, self.outgoing)
@@ -81,26 +91,77 @@ class Plan:
                                             for name in trimul.SUMMED])
         out, *saved = trimul.forward(pair, packed, mask, None, None, self.outgoing, self.eps, self.learns,
                                      call=self.call)
-        return out.view(x.shape), (pair, mask, *saved, *packed)
+        return out if x.dim() == 4 else out.view(x.shape), (pair, mask, *saved, *packed)
 
-    def backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides, *packed):
+    def again(self, pair, packed, mask):
+        """operator.forward() by its kept launches: out, and what backward reads."""
+        call, stream, bound, new, c = self.call, stream_of(pair), self.call.bound, pair.new_empty, self.c
+        norm_weight, norm_bias, in_weight, in_bias, *behind = packed
+        statistics, normed, sides = call.statistics(), new(self.matrix, dtype=self.dtype), call.planes(2)
+        bound[f"{KERNEL}_front_kernel"](pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed,
+                                        statistics, stream=stream)
+        if f"{KERNEL}_product_kernel" in bound:
+            product = call.planes(1)
+            bound[f"{KERNEL}_product_kernel"](sides, sides[c:], product, stream=stream)
+        else:
+            product = call.multiply(sides)
+        out, normed_product = new(pair.shape, dtype=self.dtype), new(self.matrix, dtype=self.dtype)
+        bound[f"{KERNEL}_back_kernel"](product, normed, *behind, None, None, out, normed_product,
+                                       statistics[2:], stream=stream)
+        return out, (pair, mask, statistics, normed, normed_product, product, sides, *packed)
+
+    def backward(self, gradient, pair, *saved):
         """Gradients of x and, in the order of a call, of all weights."""
         c, shape = self.c, gradient.shape
-        gradient = gradient.contiguous().view(self.shape)
-        gradient = gradient if alike(gradient) else gradient.clone()
-        dpair, dprojected, dout, *partial_sums = trimul.backward(
-            gradient, pair, packed, mask, None, statistics, normed, normed_product, product, sides, False,
-            self.outgoing, *self.programs, self.call)
+        gradient = gradient.contiguous()
+        gradient = (gradient if alike(gradient) else gradient.clone()).view(self.shape)
+        again = f"{KERNEL}_front_backward_kernel" in self.call.bound
+        dpair, dprojected, dout, sums_of_all, normed, normed_product = (
+            self.backward_again if again else self.first_backward)(gradient, pair, *saved)
         with as_given(gradient):
-            dp_in, dg_in, dg_out = (dprojected.t() @ normed).split([2 * c, 2 * c, c])
-            dp_out = dout.t() @ normed_product  # (c, c)
-        front, back = [sums.launch(each, self.sums_dtype, self.call.bound, name)
-                       for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
-        dnorm_weight, dnorm_bias, dp_in_bias, dg_in_bias = front.split([c, c, 2 * c, 2 * c])
-        dcenter_weight, dcenter_bias, dp_out_bias, dg_out_bias = back.split(c)
+            dp_in, dg_in, dg_out = torch.mm(dprojected.t(), normed).split_with_sizes((2 * c, 2 * c, c))
+            dp_out = torch.mm(dout.t(), normed_product)  # (c, c)
+        (dnorm_weight, dnorm_bias, dp_in_bias, dg_in_bias, dcenter_weight, dcenter_bias, dp_out_bias,
+         dg_out_bias) = sums_of_all.split_with_sizes((c, c, 2 * c, 2 * c, c, c, c, c))
         found = (dnorm_weight, dnorm_bias, dp_in, dp_in_bias, dg_in, dg_in_bias, dcenter_weight, dcenter_bias,
                  dp_out, dp_out_bias, dg_out, dg_out_bias)
         return dpair.view(shape), *[d if there else None for d, there in zip(found, self.given, strict=True)]
+
+    def first_backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides,
+                       *packed):
+        """operator.backward(), whose launches are then kept, and the sums of its partial sums (10 c,)."""
+        dpair, dprojected, dout, *partial_sums = trimul.backward(
+            gradient, pair, packed, mask, None, statistics, normed, normed_product, product, sides, False,
+            self.outgoing, *self.programs, self.call)
+        found = [sums.launch(each, self.sums_dtype, self.call.bound, name)
+                 for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
+        return dpair, dprojected, dout, torch.cat(found), normed, normed_product
+
+    def backward_again(self, gradient, pair, mask, statistics, normed, normed_product, product, sides,
+                       *packed):
+        """The same by kept launches."""
+        call, stream, bound, new, c = self.call, stream_of(pair), self.call.bound, pair.new_empty, self.c
+        norm_weight, _, in_weight, in_bias, center_weight, _, *behind = packed
+        dproduct, dout = call.planes(1), new(self.matrix, dtype=self.dtype)
+        dprojected, dpair = new(self.wide_matrix, dtype=self.dtype), torch.empty_like(pair)
+        front, back = call.partial_sums(self.programs[0], 6), call.partial_sums(self.programs[1], 4)
+        bound[f"{KERNEL}_back_backward_kernel"](
+            product, normed, normed_product, center_weight, *behind, None, statistics[2:], gradient, dproduct,
+            dout, dprojected, back, stream=stream)
+        if f"{KERNEL}_product_backward_kernel" in bound:
+            dsides = torch.empty_like(sides)
+            bound[f"{KERNEL}_product_backward_kernel"](sides, sides[c:], dproduct, dsides, dsides[c:],
+                                                       stream=stream)
+        else:
+            dsides = call.multiply_backward(sides, dproduct)
+        del dproduct
+        bound[f"{KERNEL}_front_backward_kernel"](
+            pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides, statistics,
+            gradient, dprojected, dpair, front, stream=stream)
+        found = new(10 * c, dtype=self.sums_dtype)
+        bound["front sums"](front, found, stream=stream)
+        bound["back sums"](back, found[6 * c:], stream=stream)
+        return dpair, dprojected, dout, found, normed, normed_product
 
 
 class TriangleUpdate(torch.autograd.Function):

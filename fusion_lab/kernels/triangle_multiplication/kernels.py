@@ -356,11 +356,9 @@ def triangle_multiplication_front_backward_kernel(
     """Backward of the front stage: pair's gradient of BM positions. Of a side = value * gate * mask:
 
         dvalue = dside * gate * mask;  dgate = dside * side (1 - gate)
-        dx = sum over both sides of (dvalue W + dgate G) + the output gate's dgate Wg
-        dpair = LN's derivative of dx [+ gradient]
+        dpair = LN's of dx [+ gradient];  dx = the sum of dvalue W + dgate G + the output gate's dgate Wg
 
-    No value is recomputed, only its gate. Tiles of sides and their gradients are transposed as they are
-    read: what is made of them is a product's left operand as it stands.
+    No value is recomputed, only its gate. Sides are transposed as they are read, to be left operands.
     """
     start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     pair, normed, dpair = pair + start * C, normed + start * C, dpair + start * C
@@ -383,16 +381,18 @@ def triangle_multiplication_front_backward_kernel(
         dgate = dside * load_plane_tile(sides + start, chunk, q, channel_stride).to(tl.float32) * (1 - gate)
         if IN_BIAS:
             store_sums(partial_sums + 4 * C, chunk, dgate, dtype, PRECISION, BM)
+        dgate = dgate.to(dtype)
         store_tile(dprojected, p, inside, chunk + 2 * C, 5 * C, dgate)
-        dx = tl.dot(dgate.to(dtype), w, dx, input_precision=PRECISION)
+        dx = tl.dot(dgate, w, dx, input_precision=PRECISION)
         dvalue = dside * gate
         if MASK:
             dvalue *= tl.where((c0 < C) | MASK_BOTH, mask_factor, 1.0)[:, None]  # c0 < C: left's channels
         if IN_BIAS:
             store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, PRECISION, BM)
+        dvalue = dvalue.to(dtype)  # (BM, BC)
         store_tile(dprojected, p, inside, chunk, 5 * C, dvalue)
         w = tl.load(in_weight + chunk[:, None] * C + channels[None, :])  # (BC, C) of the value
-        dx = tl.dot(dvalue.to(dtype), w, dx, input_precision=PRECISION)
+        dx = tl.dot(dvalue, w, dx, input_precision=PRECISION)
         chunk_gate_bias = next_gate_bias
 
     d = pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, q, inside, channel_stride,

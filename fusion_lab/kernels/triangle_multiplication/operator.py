@@ -168,7 +168,7 @@ class Call:
         program."""
         name = kernel.__name__
         if name in self.bound and tuner.found is None and not (
-                summed and len(tensors[-1]) != self.bound[name].grid[0]):
+                summed and tensors[-1].shape[0] != self.bound[name].grid[0]):
             return self.bound[name](*tensors)
 
         def launch(config):
@@ -185,8 +185,8 @@ class Call:
         tuner.launch(*looked_up(name, self.S, self.C, self.dtype), launch)
 
     def matrices(self, planes):
-        """[(C B, SP, SP)] of left and right, or of the product alone."""
-        return planes.view(-1, self.C * self.B, self.SP, self.SP)
+        """((C B, SP, SP), ...) of left and right, or of the product alone."""
+        return planes.view(-1, self.C * self.B, self.SP, self.SP).unbind()
 
     def multiply(self, sides):
         """The product, (C, B, SP, SP)."""
@@ -196,7 +196,7 @@ class Call:
     def multiply_backward(self, sides, dproduct):
         """The gradient of sides, (2 C, B, SP, SP)."""
         dsides = torch.empty_like(sides)
-        matrices = (each for planes in (sides, dproduct, dsides) for each in self.matrices(planes))
+        matrices = [each for planes in (sides, dproduct, dsides) for each in self.matrices(planes)]
         triangle_products.multiply_backward(*matrices, self.outgoing, self.bound)
         return dsides
 

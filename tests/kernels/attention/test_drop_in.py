@@ -5,7 +5,7 @@ import torch
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.attention import drop_in
 from fusion_lab.kernels.attention import operator as attention
-from tests.kernels.rule import violations
+from tests.kernels.rule import same_in_every_mode, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -62,6 +62,12 @@ def test_a_plan_gives_the_bits_of_the_operators():
     for _ in range(2):
         found = gradients(call["plan"], tensors)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_under_compile_checkpoint_and_no_grad():
+    ours, _, tensors = problem(torch.float32)
+    assert same_in_every_mode(ours, tensors, unused=0)
 
 
 def test_views_are_read_as_they_lie():

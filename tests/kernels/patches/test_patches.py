@@ -191,6 +191,18 @@ def test_a_kept_plan_reads_each_calls_numbers(name, on_gpu):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["OpenFold, ending", "OpenFold, outgoing"])
+def test_the_result_may_be_changed_in_place(name, on_gpu):
+    """As OpenFold's dropout does."""
+    layer, (x, mask) = layer_of(name), inputs()
+    with patch(layer):
+        out = layer(x.requires_grad_(), mask)
+        out *= 2
+    out.sum().backward()
+    assert x.grad.abs().max() > 0
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["OpenFold, ending", "OpenFold, outgoing"])
 def test_there_is_no_second_derivative(name, on_gpu):
     layer, (x, mask) = layer_of(name), inputs()
     with patch(layer):

@@ -5,7 +5,7 @@ import torch
 from fusion_lab.kernels.triangle_multiplication import drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 from tests.kernels.attention.test_drop_in import gradients
-from tests.kernels.rule import violations
+from tests.kernels.rule import same_in_every_mode, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 NAMES = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias",
@@ -58,6 +58,12 @@ def test_a_plan_gives_the_bits_of_the_operators():
     for _ in range(2):
         found = gradients(call["plan"], tensors)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_under_compile_checkpoint_and_no_grad():
+    ours, _, tensors = problem(torch.float32)
+    assert same_in_every_mode(ours, tensors, unused=0)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
