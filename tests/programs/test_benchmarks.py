@@ -23,11 +23,30 @@ def run(program, *flags, **environment):
 
 
 @pytest.mark.slow
-def test_attention(tmp_path):
-    done = run("measure_attention.py", "--quick", "--precisions", "fp32", "--steps", 2, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
-    assert len(rows) == 6 and all(row["accurate"] and row["median_ms"] > 0 for row in rows)
+def test_everyones_triangle_kernels(tmp_path):
+    """A stand-in of cuEquivariance on a path; ours in Triton's interpreter."""
+    pytest.importorskip("triton")
+    done = run("peers.py", "--quick", "--sizes", 4, "--repeats", 1, "--only", "plain|SDPA|ours|cuEq|trifast",
+               "--path", ROOT / "tests/programs/fake_peer", "--out", tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {(row["operation"], row["peer"]): row
+            for row in json.loads((tmp_path / "peers.json").read_text())["rows"]}
+    assert len(rows) == 8 and rows.pop(("attention", "trifast"))["failed"] == "not installed (trifast)"
+    assert all(row["accurate"] and row["both_ms"] > 0 for row in rows.values()), rows
+    assert "| trifast | not installed (trifast) |" in (tmp_path / "peers.md").read_text()
+
+
+def test_a_peer_that_is_wrong_or_fell_back_is_said():
+    from benchmarks import peers, peers_cases
+    rows = [dict(peer="plain", error=1e-2, gradient_error=1e-2), dict(peer="ours", failed="x"),
+            dict(peer="far", error=1e-2, gradient_error=5e-2)]
+    peers.judge(rows, torch.bfloat16)
+    assert [row.get("accurate") for row in rows] == [True, None, False]
+    proofs = {operation: {peer.name: peer.proof for peer in found}
+              for operation, found in peers_cases.PEERS.items()}
+    ran = ["kernel_cutlass_kernel_kf_trimul_sm90_training", "void at::native::elementwise_kernel"]
+    proof = proofs["multiplication"]["cuEquivariance"]
+    assert [bool(re.search(proof, name)) for name in ran] == [True, False]
 
 
 @pytest.mark.slow
@@ -153,25 +172,24 @@ def test_peers(tmp_path):
 
 
 @pytest.mark.slow
-def test_openfold_with_our_kernels(tmp_path):
-    """In Triton's interpreter, round a stand-in; and its errors are found."""
-    pytest.importorskip("triton")
-    flags = "--quick", "--sizes", 5, "--rows", 2, "--steps", 1, "--out", tmp_path
-    there = dict(PYTHONPATH=str(ROOT / "tests/programs/fake_peer"), TRITON_INTERPRET="1")
-    done = run("patch_openfold.py", *flags, **there)
+def test_patched_layers(tmp_path):
+    """Of a stand-in, on a CPU, where the layer's own code runs in both."""
+    done = run("measure_patches.py", "--quick", "--sizes", 5, "--steps", 1, "--out", tmp_path,
+               "--path", ROOT / "tests/programs/fake_peer")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "openfold.json").read_text())["results"]["S 5, N 2"]
-    assert set(found) == {"openfold", "patched"} and found["patched"]["broken"] == []
-    assert 0 < found["patched"]["worst_error"] < 1e-4 and found["patched"]["median_ms"] > 0
-    broken = tmp_path / "benchmarks" / "patch_openfold.py"  # a copy that forgets the mask
-    shutil.copytree(ROOT / "fusion_lab", tmp_path / "fusion_lab")
-    broken.parent.mkdir()
-    text = (ROOT / "benchmarks" / "patch_openfold.py").read_text()
-    mask = "mask.reshape(-1, *mask.shape[-2:]))\n    out ="
-    assert text.count(mask) == 1
-    broken.write_text(text.replace(mask, "None)\n    out ="))
-    done = run(broken, *flags[:-2], **there)
-    assert done.returncode == 1 and "gradient" in done.stdout, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "patches.json").read_text())["results"]["openfold S5"]
+    assert len(rows) == 4 and rows["patched"]["errors"] == rows["as it is"]["errors"]
+    assert all(row["median_ms"] > 0 for row in rows.values()) and "its own forward runs" in done.stderr
+
+
+def test_patched_layers_that_are_wrong_or_absent():
+    import measure_patches
+    rows = {"as it is": dict(errors=[1e-2] * 3), "patched": dict(errors=[1e-2, 1e-2, 5e-2]),
+            "as it is, checkpointed": dict(failed="x"), "patched, checkpointed": dict(errors=[1] * 3)}
+    assert [text.partition(":")[0] for text in measure_patches.broken(rows)] == [
+        "patched", "as it is, checkpointed"]
+    done = run("measure_patches.py", "--quick")
+    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "boltz" in done.stderr
 
 
 @pytest.mark.slow
@@ -271,7 +289,7 @@ def test_the_longest_protein_is_one_that_was_no_trial():
     ("mpnn_recovery.py", "--data . --out OUT --steps 31,30", 2, "--steps: more than the 30"),
     ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
                          "--seq-len 16 --batch-size 1 --only nothing", 2, "--only nothing: no contender"),
-    ("compare_peers.py", "", 3, "pip install cuequivariance"), ("patch_openfold.py", "", 3, "OpenFold")])
+    ("compare_peers.py", "", 3, "pip install cuequivariance")])
 def test_what_benchmarks_refuse(program, flags, code, words, tmp_path):
     if "OUT" in flags and not (ROOT / "companions").exists():
         pytest.skip("companions were deleted")

@@ -1,4 +1,6 @@
-"""`pip install .` holds everything, and its console commands work from elsewhere."""
+"""`pip install .` holds everything, and its console commands work from elsewhere; the kernels need torch and
+Triton alone."""
+import email
 import importlib.util
 import json
 import os
@@ -28,9 +30,14 @@ def test_every_command_runs_a_file_that_is_there(monkeypatch):
         assert os.path.isfile(run[0]) and sys.argv[-1] == "--help"
 
 
+WHEEL, SOURCES = "tinyopenfold-2.0.0-py3-none-any.whl", "tinyopenfold-2.0.0.tar.gz"
+BUILD_SOURCES = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A directory with the installed wheel, which was built from a copy without network."""
+    """A directory with the installed wheel, built without network as `python -m build` does it: sources of a
+    copy into an archive, and the archive into a wheel."""
     for name in ("pip", "setuptools"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"this Python has no {name}")
@@ -38,9 +45,10 @@ def site(tmp_path_factory):
     shutil.copytree(ROOT, place / "copy", symlinks=True, ignore=shutil.ignore_patterns(
         ".*", "tests", "benchmarks", "docs", "build", "*.egg-info", "__pycache__", "*_profiles_v2*"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    for step in ([*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", place, "."],
-                 [*pip, "install", "--no-deps", "--no-index", "--target", place / "site",
-                  place / "tinyopenfold-2.0.0-py3-none-any.whl"]):
+    for step in ([sys.executable, "-c", BUILD_SOURCES, place],
+                 [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", place,
+                  place / SOURCES],
+                 [*pip, "install", "--no-deps", "--no-index", "--target", place / "site", place / WHEEL]):
         done = subprocess.run(step, cwd=place / "copy", capture_output=True, text=True, timeout=PATIENCE,
                               check=False)
         assert done.returncode == 0, done.stderr
@@ -71,3 +79,57 @@ def test_it_runs_from_elsewhere(site, tmp_path, command):
     if "--contacts" in flags:
         result = json.loads((tmp_path / "contacts" / "x.json").read_text())
         assert result["model"].startswith(str(site)) and result["residues"] == 50
+
+
+def needs(requirement):
+    """{name, bounds}, in whatever order they are written"""
+    return set(re.split(r",|(?=[<>])", requirement)) - {""}
+
+
+@pytest.mark.slow
+def test_the_wheel_says_what_it_is(site):
+    """What an index asks for, and that all files which are no modules are in it."""
+    about = email.message_from_string(next(site.glob("*.dist-info/METADATA")).read_text(encoding="utf-8"))
+    assert (about["Name"], about["Version"], about["Requires-Python"]) == ("tinyopenfold", "2.0.0", ">=3.10")
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert about.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    asked = (ROOT / "requirements.txt").read_text().splitlines()
+    assert [needs(line) for line in about.get_all("Requires-Dist")] == [needs(line) for line in asked if line]
+    for name in ("models/contacts.pt", "models/README.md", "fusion_lab/kernels/tiles.json"):
+        assert (site / name).read_bytes() == (ROOT / name).read_bytes()
+    modules = {str(file.relative_to(ROOT)) for package in ("fusion_lab", "proteins", "companions")
+               for file in (ROOT / package).rglob("*.py")}
+    assert modules <= {str(file.relative_to(site)) for file in site.rglob("*.py")}
+    assert next(site.glob("*.dist-info/licenses/LICENSE"), None) or next(site.glob("*.dist-info/LICENSE"))
+
+
+ALL_KERNELS = """
+import builtins, importlib, pkgutil, sys
+real, asked = builtins.__import__, set()
+
+def spy(name, globals=None, locals=None, fromlist=(), level=0):
+    if str((globals or {}).get("__name__")).startswith("fusion_lab"):
+        asked.add(name.partition(".")[0])
+    return real(name, globals, locals, fromlist, level)
+
+builtins.__import__ = spy
+import fusion_lab.kernels
+for module in pkgutil.walk_packages(fusion_lab.kernels.__path__, "fusion_lab.kernels."):
+    importlib.import_module(module.name)
+from fusion_lab.kernels import triangle_attention, triangle_multiplicative_update
+from fusion_lab.kernels.patches import patch
+print(*asked - set(sys.stdlib_module_names))
+print(*(name for name in sys.modules if name.startswith("fusion_lab.")))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_alone_need_torch_and_triton(site, tmp_path):
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", ALL_KERNELS], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=PATIENCE, check=False,
+                          env={**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"})
+    assert done.returncode == 0, done.stderr
+    asked, loaded = (line.split() for line in done.stdout.splitlines())
+    assert set(asked) == {"fusion_lab", "torch", "triton"}
+    assert len(loaded) > 30 and all(name.startswith("fusion_lab.kernels") for name in loaded)

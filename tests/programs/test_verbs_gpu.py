@@ -259,14 +259,15 @@ def companions():
                                                f"--warmup-steps 1 {words}",), measured=measured, named=named,
                           expected=UNPACKED if named else ()))
     patterns = " --patterns add_norm --no-compile --no-ladder" if ON_CPU else ""
-    flags = "--quick --sizes 5 --rows 2 --steps 1" if ON_CPU else "--sizes 64 --rows 8 --steps 3"
-    peer = (("PYTHONPATH", str(ROOT / "tests/programs/fake_peer")), *[("TRITON_INTERPRET", "1")] * ON_CPU)
+    flags = "--quick --sizes 5 --steps 1" if ON_CPU else "--sizes 64 --steps 3"
     return [*found,
             Verb("patterns", (f"companions/fusion_patterns.py --rounds 3{patterns}",),
                  result="pytorch_profiles_v2/fusion_patterns.json", null=("forward", "both"),
                  expected=("not installed", *["not measured"] * ON_CPU), holds=all_were_timed),
-            Verb("patch openfold", (f"benchmarks/patch_openfold.py {flags} --out out",),
-                 result="out/openfold.json", environment=peer)]
+            Verb("patch openfold", (f"benchmarks/measure_patches.py {flags} --out out",),
+                 result="out/patches.json",
+                 expected=("boltz cannot be imported", *["its own forward runs"] * ON_CPU),
+                 environment=(("PYTHONPATH", str(ROOT / "tests/programs/fake_peer")),))]
 
 
 def all_were_timed(result, directory):

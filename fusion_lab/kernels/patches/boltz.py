@@ -2,7 +2,7 @@
 github.com/jwohlwend/boltz, commit 832486d."""
 from functools import partial
 
-from fusion_lab.kernels.patches import openfold
+from fusion_lab.kernels.patches.openfold import attention
 from fusion_lab.kernels.patches.triangle import Multiplication
 
 
@@ -11,7 +11,7 @@ def multiplication(layer, outgoing):
                           outgoing)
 
 
-LAYERS = dict(TriangleAttention=openfold.attention,
+LAYERS = dict(TriangleAttention=attention,
               TriangleMultiplicationOutgoing=partial(multiplication, outgoing=True),
               TriangleMultiplicationIncoming=partial(multiplication, outgoing=False))
 

@@ -1,6 +1,7 @@
 """OpenFold3's triangle layers: OpenFold's with another name for the projection to heads. Read at
 github.com/aqlaboratory/openfold-3, commit b7940cb."""
-from fusion_lab.kernels.patches import openfold
+from fusion_lab.kernels.patches.openfold import LAYERS as OPENFOLD
+from fusion_lab.kernels.patches.openfold import adds as adds_in_openfold
 from fusion_lab.kernels.patches.triangle import Attention
 
 
@@ -10,9 +11,9 @@ def attention(layer):
                      own.linear_o, layer.no_heads, layer.starting)
 
 
-LAYERS = openfold.LAYERS | dict(TriangleAttention=attention)
+LAYERS = OPENFOLD | dict(TriangleAttention=attention)
 
 
 def adds(given):
     """As of OpenFold; a call that asks for cuEquivariance's kernels gets the update alone."""
-    return openfold.adds(given) and not given.get("use_cueq_triangle_kernels")
+    return adds_in_openfold(given) and not given.get("use_cueq_triangle_kernels")

@@ -1,6 +1,6 @@
 """Protenix's triangle layers, which are OpenFold's without biases. Read at github.com/bytedance/Protenix,
 commit 3248f8e."""
-from fusion_lab.kernels.patches import openfold
+from fusion_lab.kernels.patches.openfold import adds as adds
+from fusion_lab.kernels.patches.openfold import attention, multiplication
 
-LAYERS = {name: openfold.LAYERS[name] for name in ("TriangleAttention", "TriangleMultiplicativeUpdate")}
-adds = openfold.adds
+LAYERS = dict(TriangleAttention=attention, TriangleMultiplicativeUpdate=multiplication)

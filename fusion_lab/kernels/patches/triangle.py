@@ -6,11 +6,15 @@ return, or raises Unfit before it has computed anything. Shapes: x (*, I, I, c),
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fusion_lab.kernels import dispatch
 from fusion_lab.kernels.limits import CHANNELS, WIDEST_HEAD, takes_layer
 from fusion_lab.kernels.precision import product_dtype
+
+WHOLE_FROM = 640  # residues from which the GPU's time counts and not the host's, so that all of an attention
+# layer runs in kernels: fewer passes over memory, but more to do for the host
 
 
 class Unfit(Exception):
@@ -41,6 +45,25 @@ def as_pairs(x, mask):
     if mask is not None:
         mask = mask.expand(x.shape[:-1]).reshape(-1, *x.shape[-3:-1])
     return x.reshape(-1, *x.shape[-3:]), mask
+
+
+def waits_for_gpu(x):
+    """Whether the host's time counts for nothing: many residues, a CUDA graph, or torch.compile."""
+    return (x.shape[-2] >= WHOLE_FROM or torch.compiler.is_compiling()
+            or x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def one_weight(linears):
+    """Weights of projections of one input below each other, and their biases or, if none has one, None."""
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        joined = None
+    elif all(bias is None for bias in biases[:-1]):  # as of q, k, v and gate
+        joined = F.pad(biases[-1], (sum(map(len, weights[:-1])), 0))
+    else:
+        require(not any(bias is None for bias in biases), "biases on some projections alone")
+        joined = torch.cat(biases)
+    return torch.cat(weights), joined
 
 
 def affine(norm):
@@ -77,7 +100,8 @@ class Attention(NamedTuple):
         if turned:  # a view of the pair tensor, as OpenFold's block hands it on: no copy
             pair, keys, axis = x.transpose(1, 2), None if keys is None else keys.mT, 3 - axis
         keys = keys.mT if axis == 1 and keys is not None else keys  # (B, rows, keys)
-        whole = (takes_layer(x.shape[-1], self.heads) and len(self.q.weight) == x.shape[-1]
+        whole = (waits_for_gpu(x) and takes_layer(x.shape[-1], self.heads)
+                 and len(self.q.weight) == x.shape[-1]
                  and all(linear.bias is None for linear in projections[:3]))
         out = (self.whole_layer if whole else self.core)(pair, keys, axis)
         return (out.transpose(1, 2) if turned else out).view(x.shape)
@@ -94,12 +118,14 @@ class Attention(NamedTuple):
             head_weight=self.head.weight, keys=keys, eps=eps)
 
     def core(self, pair, keys, axis):
-        """Projections by the layer's own modules, between them attention with its gate in kernels."""
-        x = self.norm(pair)
-        bias = self.head(x).permute(0, 3, 1, 2)  # (B, H, X, Y)
-        parts = [linear(x) for linear in (self.q, self.k, self.v, self.gate)]
-        bias = bias.mT if axis == 1 else bias
-        return self.output(dispatch.gated_attention(parts, self.heads, axis, bias, keys, None))
+        """LayerNorm and projections in PyTorch, between them attention with its gate in kernels."""
+        from fusion_lab.kernels.patches.gated import gated_attention
+        dtype = product_dtype(pair)
+        x = self.norm(pair).to(dtype)
+        bias = F.linear(x, self.head.weight.to(dtype)).permute(0, 3, 1, 2)  # (B, H, X, Y)
+        weight, biases = one_weight((self.q, self.k, self.v, self.gate))
+        qkvg = F.linear(x, weight.to(dtype), None if biases is None else biases.to(dtype))  # (B, X, Y, 4 H D)
+        return self.output(gated_attention(qkvg, self.heads, axis, bias.mT if axis == 1 else bias, keys))
 
 
 class Multiplication(NamedTuple):
@@ -119,15 +145,13 @@ class Multiplication(NamedTuple):
         require(c in CHANNELS, f"{c} channels")
         require_linear([*inner, self.output, self.output_gate])
         require(sum(len(linear.weight) for linear in inner) == 4 * c, f"another inner width than {c}")
-        biases = [linear.bias for linear in inner if linear.bias is not None]
-        require(len(biases) in (0, len(inner)), "biases on some projections alone")
         pair, mask = as_pairs(x, mask)
-        from fusion_lab.kernels.triangle_multiplication.operator import triangle_multiplication
+        from fusion_lab.kernels.triangle_multiplication.drop_in import triangle_multiplicative_update
         weight, bias, eps = affine(self.norm)
         center_weight, center_bias, center_eps = affine(self.center)
         require(eps == center_eps, "LayerNorms with different eps")
-        return triangle_multiplication(
-            pair, weight, bias, torch.cat([linear.weight for linear in inner]),
-            torch.cat(biases) if biases else None, center_weight, center_bias, self.output.weight,
-            self.output.bias, self.output_gate.weight, self.output_gate.bias, mask, self.outgoing,
-            eps).view(x.shape)
+        (p_in, p_in_bias), (g_in, g_in_bias) = (one_weight(each) for each in (self.values, self.gates))
+        return triangle_multiplicative_update(
+            pair, "outgoing" if self.outgoing else "incoming", mask, weight, bias, p_in, p_in_bias, g_in,
+            g_in_bias, center_weight, center_bias, self.output.weight, self.output.bias,
+            self.output_gate.weight, self.output_gate.bias, eps).view(x.shape)

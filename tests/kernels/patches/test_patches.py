@@ -9,8 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+pytest.importorskip("triton")
+
 from fusion_lab.kernels import dispatch
-from fusion_lab.kernels.patches import patch, triangle
+from fusion_lab.kernels.attention import layer as attention_layer
+from fusion_lab.kernels.attention import operator
+from fusion_lab.kernels.patches import gated, patch, triangle
+from fusion_lab.kernels.triangle_multiplication import drop_in
+from fusion_lab.kernels.triangle_multiplication import operator as multiplication
 from tests.kernels.patches import stand_ins
 from tests.kernels.rule import violations
 
@@ -88,7 +94,7 @@ class Called(nn.Module):
         return self.call(self.layer, x, mask)
 
 
-ALWAYS = "OpenFold, ending", "OpenFold, wider inside", "OpenFold, packed", "Boltz outgoing"  # every path
+ALWAYS = "OpenFold, ending", "OpenFold, wider inside", "Boltz outgoing"  # every path
 
 
 @pytest.mark.interpreted
@@ -118,8 +124,8 @@ def test_templates_have_another_dimension(name, on_gpu):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", ["OpenFold, starting", "OpenFold, outgoing",
-                                  pytest.param("OpenFold, wider inside", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["OpenFold, starting", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("OpenFold, outgoing", "OpenFold, wider inside"))])
 def test_autocast_is_heard(name, on_gpu):
     layer, (x, mask) = layer_of(name), inputs()
     with torch.autocast("cpu", torch.bfloat16):
@@ -133,22 +139,77 @@ def test_autocast_is_heard(name, on_gpu):
     assert torch.allclose(out * keep, own * keep, atol=0.06 * own.abs().max().item())
 
 
-def test_exact_in_float64(monkeypatch, on_gpu):
-    """By the kernels' references, which shows that each parameter takes its place to the last bit."""
-    from fusion_lab.kernels.attention import layer as attention
-    from fusion_lab.kernels.triangle_multiplication import operator as multiplication
-    monkeypatch.setattr(attention, "attention_layer", attention.reference)
-    monkeypatch.setattr(multiplication, "triangle_multiplication", multiplication.reference)
-    for name in LAYERS:
-        if name != "OpenFold, wider inside":  # whose operator has no double
-            ours, own, tensors = problem(name, CALLS["plainly"], torch.float64)
-            given = [t.requires_grad_() for t in tensors]
-            found, exact = ours(*given), own(*given)
-            weight = torch.randn_like(exact)
-            assert torch.allclose(found, exact, rtol=1e-12, atol=1e-12), name
-            for a, b in zip(*(torch.autograd.grad((out * weight).sum(), given) for out in (found, exact)),
-                            strict=True):
-                assert torch.allclose(a, b, rtol=1e-11, atol=1e-11), name
+def plain_attention(packed, heads, axis, bias, keys):
+    """gated_attention() by the reference of its operator."""
+    q, k, v, gate = operator.views([packed], heads, axis, True)
+    out = operator.reference(q, k, v, bias, keys, gate)  # (B, R, H, L, D)
+    return out.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
+
+
+def plain_update(x, direction, mask, norm, norm_bias, p_in, p_bias, g_in, g_bias, *others):
+    """triangle_multiplicative_update() by the reference of its operator."""
+    biases = None if p_bias is None else torch.cat([p_bias, g_bias])
+    *others, eps = others
+    return multiplication.reference(x, norm, norm_bias, torch.cat([p_in, g_in]), biases, *others, mask,
+                                    direction == "outgoing", eps)
+
+
+@pytest.mark.parametrize("name, whole", [(name, whole) for name in LAYERS for whole in (False, True)
+                                         if not whole or "attention" in name or name.endswith("ing")])
+def test_exact_in_float64(name, whole, monkeypatch, on_gpu):
+    """By references in the kernels' places, which shows that each parameter takes its own."""
+    monkeypatch.setattr(gated, "gated_attention", plain_attention)
+    monkeypatch.setattr(attention_layer, "attention_layer", attention_layer.reference)
+    monkeypatch.setattr(drop_in, "triangle_multiplicative_update", plain_update)
+    monkeypatch.setattr(triangle, "WHOLE_FROM", 0 if whole else S + 1)
+    ours, own, tensors = problem(name, CALLS["plainly"], torch.float64)
+    given = [t.requires_grad_() for t in tensors]
+    found, exact = ours(*given), own(*given)
+    weight = torch.randn_like(exact)
+    assert torch.allclose(found, exact, rtol=1e-12, atol=1e-12)
+    for a, b in zip(*(torch.autograd.grad((out * weight).sum(), given) for out in (found, exact)),
+                    strict=True):
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.interpreted
+def test_all_of_an_attention_layer_in_kernels(monkeypatch, on_gpu):
+    monkeypatch.setattr(triangle, "WHOLE_FROM", 0)
+    monkeypatch.setattr(gated, "gated_attention", None)
+    assert not violations(*problem("OpenFold, ending", CALLS["plainly"]))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["OpenFold, ending", "Boltz outgoing"])
+def test_a_kept_plan_reads_each_calls_numbers(name, on_gpu):
+    layer, (x, mask) = layer_of(name), inputs()
+    for given, there in ((x, mask), (-x, mask), (x, torch.ones_like(mask))):
+        expected = layer(given, there) * there[..., None]
+        with patch(layer):
+            assert torch.allclose(layer(given, there) * there[..., None], expected, atol=1e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["OpenFold, ending", "OpenFold, outgoing"])
+def test_the_result_may_be_changed_in_place(name, on_gpu):
+    """As OpenFold's dropout does."""
+    layer, (x, mask) = layer_of(name), inputs()
+    with patch(layer):
+        out = layer(x.requires_grad_(), mask)
+        out *= 2
+    out.sum().backward()
+    assert x.grad.abs().max() > 0
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["OpenFold, ending", "OpenFold, outgoing"])
+def test_there_is_no_second_derivative(name, on_gpu):
+    layer, (x, mask) = layer_of(name), inputs()
+    with patch(layer):
+        (gradient,) = torch.autograd.grad(layer(x.requires_grad_(), mask).square().sum(), x,
+                                          create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            gradient.sum().backward()
 
 
 @pytest.mark.interpreted
@@ -186,7 +247,7 @@ def test_without_a_gpu_its_own_forward_runs(name):
 
 
 def hooked(layer):
-    layer.layer_norm.register_forward_hook(lambda *_: None)
+    layer.mha.linear_q.register_forward_hook(lambda *_: None)
 
 
 def adapted(layer):

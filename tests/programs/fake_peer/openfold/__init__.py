@@ -1,1 +1,1 @@
-"""Stands in for OpenFold in tests of benchmarks/patch_openfold.py: its names, by the definitions."""
+"""Stands in for OpenFold in tests of benchmarks/measure_patches.py: its names, by the definitions."""

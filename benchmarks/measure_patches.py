@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""One layer of Boltz-2 and of OpenFold as it is, and with our kernels by patch(): a training step of each.
+
+    python benchmarks/measure_patches.py --out OUT [--path DIR ...] [--sizes 128 256 384 512]
+
+The layers are Boltz-2's pairformer layer (c_z 128) and OpenFold's Evoformer block (64 rows, c_m 256), from
+installed packages or from checkouts in --path. A step is forward and backward, called from Python, under
+autocast in bfloat16, without dropout, with and without activation checkpointing; steps alternate. Columns:
+the step's time, the GPU's share of it, peak memory. Errors are against the layer in float32: of outputs,
+gradients of inputs and gradients of parameters, each the largest |difference| / |exact| of a tensor. Writes
+OUT/patches.json after each size. Exit code 1 if an error is above three times that of the layer as it is or
+our kernels did not run, 3 where neither project or no GPU is there (--quick tries the script on a CPU, where
+both ways run the layer's own code).
+"""
+import inspect
+import pathlib
+import sys
+import time
+import warnings
+from statistics import median
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fusion_lab.kernels.patches import patch
+from fusion_lab.measuring.accuracy import ERROR_FACTOR
+from fusion_lab.training.files import MISSING, UserError, exit_code, write_json
+from fusion_lab.training.flags import Parser, whole_number
+from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
+
+ROWS = 64  # of OpenFold's alignment
+WAYS = {f"{kind}{', checkpointed' * again}": (kind == "patched", again)
+        for again in (False, True) for kind in ("as it is", "patched")}
+
+
+class Boltz(nn.Module):
+    """Boltz-2's pairformer layer."""
+
+    def __init__(self, narrow):
+        super().__init__()
+        from boltz.model.layers.pairformer import PairformerLayer
+        self.single, self.pair = (16, 16) if narrow else (384, 128)
+        self.layer = PairformerLayer(self.single, self.pair, self.single // 24 or 2, dropout=0.0, v2=True,
+                                     pairwise_head_width=self.pair // 4)
+
+    def inputs(self, present):
+        """[(tensor's shape, its mask)]"""
+        S = len(present)
+        return [((1, S, self.single), present[None]), ((1, S, S, self.pair), pairs(present))]
+
+    def forward(self, s, z, present):
+        return self.layer(s, z, present[None], pairs(present))
+
+
+class OpenFold(nn.Module):
+    """OpenFold's Evoformer block."""
+
+    def __init__(self, narrow):
+        super().__init__()
+        from openfold.model.evoformer import EvoformerBlock
+        sizes = dict(c_m=256, c_z=128, c_hidden_msa_att=32, c_hidden_opm=32, c_hidden_mul=128,
+                     c_hidden_pair_att=32, no_heads_msa=8, no_heads_pair=4, transition_n=4)
+        if narrow:
+            sizes |= dict(c_m=16, c_z=16, c_hidden_mul=16, c_hidden_pair_att=8, no_heads_pair=2)
+        sizes |= dict(msa_dropout=0.0, pair_dropout=0.0, no_column_attention=False, opm_first=False,
+                      fuse_projection_weights=False, inf=1e9, eps=1e-3)
+        known = inspect.signature(EvoformerBlock.__init__).parameters
+        self.layer = EvoformerBlock(**{name: value for name, value in sizes.items() if name in known})
+        self.c_m, self.c_z = sizes["c_m"], sizes["c_z"]
+
+    def inputs(self, present):
+        """[(tensor's shape, its mask)]"""
+        S = len(present)
+        return [((1, ROWS, S, self.c_m), self.rows(present)), ((1, S, S, self.c_z), pairs(present))]
+
+    def rows(self, present):
+        return present.expand(1, ROWS, -1)
+
+    def forward(self, m, z, present):
+        return self.layer(m, z, msa_mask=self.rows(present), pair_mask=pairs(present))
+
+
+MODELS = dict(boltz=Boltz, openfold=OpenFold)
+
+
+def pairs(present):
+    return (present[:, None] * present)[None]
+
+
+class Problem:
+    """A model with inputs, a mask, and gradients of its outputs that are 0 where outputs are undefined."""
+
+    def __init__(self, name, S, device, narrow):
+        torch.manual_seed(1)
+        self.model, self.device = MODELS[name](narrow), device
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)  # many begin with zeros
+        self.model.to(device).train()
+        self.present = torch.ones(S, device=device)
+        self.present[S - max(1, S // 9):] = 0
+        shapes = self.model.inputs(self.present)
+        self.inputs = [torch.randn(shape, device=device).requires_grad_() for shape, _ in shapes]
+        self.keeps = [mask[..., None] for _, mask in shapes]
+        self.weights = [torch.randn(shape, device=device) * mask[..., None] for shape, mask in shapes]
+
+    def step(self, again=False, autocast=True):
+        for tensor in (*self.inputs, *self.model.parameters()):
+            tensor.grad = None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            call = (lambda *x: checkpoint(self.model, *x, use_reentrant=False)) if again else self.model
+            outs = call(*self.inputs, self.present)
+        torch.autograd.backward(outs, [w.to(out.dtype) for w, out in zip(self.weights, outs, strict=True)])
+        return outs
+
+    def results(self, **how):
+        """[outputs, gradients of inputs, [gradients of all parameters, as one]]"""
+        outs = self.step(**how)
+        parameters = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+        return [[(out * keep).detach().float() for out, keep in zip(outs, self.keeps, strict=True)],
+                [x.grad.clone() for x in self.inputs], [torch.cat(parameters)]]
+
+
+def errors(found, exact):
+    return [max(((a - b).norm() / b.norm()).item() for a, b in zip(*both, strict=True))
+            for both in zip(found, exact, strict=True)]
+
+
+def broken(rows):
+    """Lines on the rows of a problem whose errors break the rule of three, or that failed."""
+    said = []
+    for name, row in rows.items():
+        own = rows[name.replace("patched", "as it is")].get("errors")
+        if "failed" in row:
+            said.append(f"{name}: {row['failed']}")
+        elif own and any(error > ERROR_FACTOR * limit + 2 * torch.finfo(torch.bfloat16).eps
+                         for error, limit in zip(row["errors"], own, strict=True)):
+            said.append(f"{name}: errors {row['errors']}, as it is {own}")
+    return said
+
+
+def seconds(problem, again):
+    """Of a step, called from Python and waited for."""
+    on_gpu = problem.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    problem.step(again)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def gpu_seconds(problem, again):
+    """Sum over the kernels of a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        problem.step(again)
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
+
+
+def compare(name, S, device, arguments):
+    """{way: row} of one model and size."""
+    problem, on_gpu = Problem(name, S, device, arguments.quick), device.type == "cuda"
+    exact, rows, times = problem.results(autocast=False), {way: {} for way in WAYS}, {way: [] for way in WAYS}
+    for number in range(-1, arguments.steps):
+        for way, (patched, again) in WAYS.items():
+            handle = patch(problem.model) if patched else None
+            try:
+                if number < 0:
+                    rows[way]["errors"] = errors(problem.results(again=again), exact)
+                    if on_gpu:
+                        rows[way]["gpu_ms"] = 1e3 * gpu_seconds(problem, again)
+                        torch.cuda.reset_peak_memory_stats()
+                        problem.step(again)
+                        rows[way]["peak_mb"] = torch.cuda.max_memory_allocated() / MEGABYTE
+                elif "failed" not in rows[way]:
+                    times[way].append(1e3 * seconds(problem, again))
+            except Exception as error:  # a way that fails is a row with its reason
+                rows[way] = dict(failed=" ".join(str(error).split())[:200] or type(error).__name__)
+            if handle:
+                handle.undo()
+    for way, found in times.items():
+        if found:
+            rows[way] |= dict(median_ms=median(found), least_ms=min(found), most_ms=max(found))
+    return rows
+
+
+def show(name, S, rows):
+    for way, row in rows.items():
+        own = rows[way.replace("patched", "as it is")]
+        label = f"{name:9s} S{S:4d} {way:23s}"
+        if "failed" in row:
+            print(f"{label} failed: {row['failed']}", flush=True)
+            continue
+        ratio = f"x{own['median_ms'] / row['median_ms']:.2f}" if "median_ms" in own else ""
+        print(f"{label} {row['median_ms']:8.2f} ms ({row['least_ms']:.2f}, {row['most_ms']:.2f}) {ratio:6s} "
+              f"GPU {row.get('gpu_ms', 0):7.2f} ms  peak {row.get('peak_mb', 0):6.0f} MB  errors "
+              f"{' '.join(f'{error:.1e}' for error in row['errors'])}", flush=True)
+
+
+def importable(name):
+    """"" or why the model cannot be built."""
+    try:
+        MODELS[name](narrow=True)
+    except ImportError as error:
+        return f"{name} cannot be imported ({error})"
+    return ""
+
+
+def main(argv=None):
+    parser = Parser(prog="measure_patches.py", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, help="directory for patches.json (default: none)")
+    parser.add_argument("--path", nargs="+", default=[], help="directories in which the projects lie")
+    parser.add_argument("--sizes", nargs="+", type=whole_number(), default=[128, 256, 384, 512],
+                        help="residues (default: %(default)s)")
+    parser.add_argument("--steps", type=whole_number(), default=10, help="timed (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="narrow, on a CPU: to try the script")
+    arguments = parser.parse_args(argv)
+    sys.path += arguments.path
+    if not (arguments.quick or torch.cuda.is_available()):
+        raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
+    device = choose_device("cpu" if arguments.quick else "cuda")
+    absent = {name: reason for name in MODELS if (reason := importable(name))}
+    if len(absent) == len(MODELS):
+        raise UserError(f"{'; '.join(absent.values())}: install one or name its directory by --path",
+                        code=MISSING)
+    for reason in absent.values():
+        print(f"left out: {reason}")
+    if device.type == "cuda":
+        warnings.filterwarnings("error", ".*its own forward runs")
+    results, wrong = {}, []
+    for name in [name for name in MODELS if name not in absent]:
+        for S in arguments.sizes:
+            rows = results[f"{name} S{S}"] = compare(name, S, device, arguments)
+            show(name, S, rows)
+            wrong += [f"{name} S{S}, {text}" for text in broken(rows)]
+            if arguments.out:
+                command = " ".join(["python benchmarks/measure_patches.py", *sys.argv[1:]])
+                write_json(arguments.out / "patches.json", dict(
+                    command=command, results=results, date=time.strftime("%F"),
+                    system_info=system_info(device)))
+    for text in wrong:
+        print(text)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main, None, "measure_patches.py"))
