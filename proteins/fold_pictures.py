@@ -115,9 +115,9 @@ def draw_fold(axis, sequence, atoms, plddt):
     width = np.array([1.8 if letters[k] == OTHER else 4.5 for k in residue])
     shade = [colour(plddt[k]) for k in residue]
     for k in order:
-        for tint, more in (("#333333", 1.4), (shade[k], 0)):
+        for tint, more, cap in (("#333333", 1.4, "butt"), (shade[k], 0, "round")):
             axis.add_collection(LineCollection([strokes[k, :, :2]], colors=[tint], linewidths=[width[k] + more],
-                                               capstyle="round"))
+                                               capstyle=cap))
     for k, end in ((0, "N"), (-1, "C")):
         axis.annotate(end, places[k, :2], textcoords="offset points", xytext=(4, 4), fontsize=10, zorder=5)
     reach = np.abs(places).max() + 4

@@ -30,6 +30,8 @@ TRACE_STEPS, FOLD_STEPS = 300, 450
 PAIRS_AT_ONCE = 400_000       # residue pairs of all starts; long chains have fewer starts
 DISTANCE_WEIGHT = 12.0        # kT for each residue, shared by all of its pairs
 CLASHES_FROM, REFRESH = 0.6, 15  # share of the steps before atoms may clash no more; steps of one list of pairs
+WINDOW = 5                    # residues of an ideal piece of chain
+PIECES = ((-62., -43.), (-120., 130.), (-70., 140.), (-95., 0.), (60., 40.), (80., 5.))  # phi, psi in degrees
 LEAST = 4                     # residues with which distances have something to say
 
 
@@ -45,11 +47,19 @@ class Fold:
 
 
 def folded(logits, centres, sequence, seed=0):
-    """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters. One process gives one
-    result for a seed and a number of threads."""
+    """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters. On one thread: the tensors
+    are small, and a seed is one fold whatever the machine has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _folded(logits, centres, sequence, torch.Generator().manual_seed(seed))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _folded(logits, centres, sequence, generator):
     probability = logits.float().softmax(-1)
     potential = Distances(probability, centres)
-    generator = torch.Generator().manual_seed(seed)
     size = len(sequence)
     starts = max(min(TRACES, PAIRS_AT_ONCE // max(len(potential.i), 1)), 2)
     if size < LEAST:
@@ -101,17 +111,26 @@ def fold_traces(potential, points, size, steps=TRACE_STEPS):
 
 
 def frames_along(trace):
-    """First (rotation (B, L, 3, 3), place (B, L, 3)) of residues whose CB lie on a trace (B, L, 3): the chain goes
-    along it, and CB points outwards where it bends."""
-    before = torch.cat([2 * trace[:, :1] - trace[:, 1:2], trace[:, :-1]], 1) if trace.shape[1] > 1 else trace - 1
-    after = torch.cat([trace[:, 1:], 2 * trace[:, -1:] - trace[:, -2:-1]], 1) if trace.shape[1] > 1 else trace + 1
-    along, outwards = after - before, 2 * trace - before - after
-    outwards = outwards + 1e-2 * torch.linalg.cross(along, torch.ones_like(along))
-    chain = geometry.rotations(along, outwards)  # columns: along the chain, outwards, aside
-    n, ca, c, cb = geometry.ideal_residue(trace.dtype)
-    own = geometry.rotations(c - n, cb - ca)
-    rotation = chain @ own.T
-    return rotation, trace - rotation @ cb
+    """First (rotation (B, L, 3, 3), place (B, L, 3)) of residues whose CB lie on a trace (B, L, 3): those of the
+    piece of an ideal chain that fits best on each residue and its neighbours."""
+    reach = WINDOW // 2
+    pieces = geometry.extended(*torch.tensor(PIECES).deg2rad().T[..., None].expand(2, -1, WINDOW))
+    points, own = pieces[:, :, geometry.CB], geometry.frames_of(*(pieces[:, reach, atom] for atom in range(3)))[0]
+    points = points - points.mean(1, keepdim=True)  # (F, WINDOW, 3)
+    ends = torch.arange(1, reach + 1)[:, None].to(trace)
+    step = (trace[:, 1:2] - trace[:, :1], trace[:, -1:] - trace[:, -2:-1]) if trace.shape[1] > 1 else (
+        torch.ones_like(trace),) * 2  # the chain goes on as it begins and ends
+    padded = torch.cat([trace[:, :1] - ends.flip(0) * step[0], trace, trace[:, -1:] + ends * step[1]], 1)
+    windows = padded.unfold(1, WINDOW, 1).transpose(-1, -2)  # (B, L, WINDOW, 3)
+    windows = windows - windows.mean(2, keepdim=True)
+    u, value, v = torch.linalg.svd(torch.einsum("blwi,fwj->blfij", windows, points))
+    hand = (u @ v).det().sign()
+    fitted = value[..., 0] + value[..., 1] + hand * value[..., 2]
+    error = points.square().sum((1, 2)) - 2 * fitted  # of the least squares, less what all pieces share
+    u = torch.cat([u[..., :2], u[..., 2:] * hand[..., None, None]], -1)
+    best = error.argmin(-1)[..., None, None, None].expand(-1, -1, 1, 3, 3)
+    rotation = torch.take_along_dim(u @ v @ own, best, 2).squeeze(2)
+    return rotation, trace - rotation @ geometry.ideal_residue(trace.dtype)[3]
 
 
 def weights(done):
