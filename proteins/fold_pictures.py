@@ -1,7 +1,7 @@
 """What one looks at: a fold beside its map as a picture, and as a page in which one turns it.
 
-The page, made from fold_page.html, holds all that it needs and works without a network. pLDDT has the colours of
-AlphaFold's database. Letters in shapes: L residues.
+The page, made from fold_page.html, holds all that it needs and works without a network. pLDDT has the
+colours of AlphaFold's database. Letters in shapes: L residues.
 """
 import base64
 import html
@@ -18,7 +18,8 @@ from proteins.geometry import CA
 from proteins.secondary import OTHER, UNKNOWN, secondary_structure
 
 PAGE = Path(__file__).with_name("fold_page.html")
-BANDS = ((90, "#0053D6", "very high"), (70, "#65CBF3", "high"), (50, "#FFDB13", "low"), (0, "#FF7D45", "very low"))
+BANDS = ((90, "#0053D6", "very high"), (70, "#65CBF3", "high"), (50, "#FFDB13", "low"),
+         (0, "#FF7D45", "very low"))
 PIECES = 5  # of the curve between two residues
 
 
@@ -48,7 +49,7 @@ def smooth(points):
     ends = np.concatenate([points[:1], points, points[-1:]])
     a, b, c, d = (ends[k:len(points) - 1 + k, None] for k in range(4))
     t = (np.arange(PIECES) / PIECES)[:, None]
-    curve = 0.5 * (2 * b + (c - a) * t + (2 * a - 5 * b + 4 * c - d) * t ** 2 + (3 * (b - c) + d - a) * t ** 3)
+    curve = b + 0.5 * ((c - a) * t + (2 * a - 5 * b + 4 * c - d) * t ** 2 + (3 * (b - c) + d - a) * t ** 3)
     return np.concatenate([curve.reshape(-1, 3), points[-1:]])
 
 
@@ -65,7 +66,7 @@ def notes(result):
         found.append(("warning", "The model was trained on a relative of this protein"))
     if scores := result.get("scores"):
         found.append(("", f"Against the structure: TM-score {scores['tm_score']:.2f}, lDDT-CA "
-                          f"{scores['lddt_ca']:.2f}, GDT-TS {scores['gdt_ts']:.2f}, RMSD {scores['rmsd']:.1f} Å"))
+                      f"{scores['lddt_ca']:.2f}, GDT-TS {scores['gdt_ts']:.2f}, RMSD {scores['rmsd']:.1f} Å"))
     return found
 
 
@@ -78,7 +79,7 @@ def write_page(path, m, atoms, plddt, result):
     title = html.escape(f"{maps.printable(m.name)}: predicted fold")
     paragraphs = "\n".join(f'<p class="{kind}">{html.escape(words)}</p>' for kind, words in notes(result))
     text = PAGE.read_text(encoding="utf-8").replace("TITLE", title).replace("NOTES", paragraphs)
-    text = text.replace("DATA", json.dumps(data).replace("<", "\\u003c"))  # last: what is inserted is not searched
+    text = text.replace("DATA", json.dumps(data).replace("<", "\\u003c"))  # last: it is not searched
     write_text(path, text)
 
 
@@ -95,7 +96,8 @@ def write_picture(path, m, atoms, plddt):
     maps.dress(contacts, m, "contacts: marks predicted, squares true" if m.precision
                else "contacts: the more probable, the darker")
     shades = draw_fold(fold, m.letters, atoms, plddt)
-    figure.suptitle(f"{maps.printable(m.name)}: predicted fold, mean pLDDT {plddt.mean():.0f}", parse_math=False)
+    title = f"{maps.printable(m.name)}: predicted fold, mean pLDDT {plddt.mean():.0f}"
+    figure.suptitle(title, parse_math=False)
     figure.legend(handles=handles + shades, loc="outside lower left", frameon=False, ncols=4, fontsize=9,
                   columnspacing=1.4, handletextpad=0.5)
     with warnings.catch_warnings():
@@ -104,7 +106,8 @@ def write_picture(path, m, atoms, plddt):
 
 
 def draw_fold(axis, sequence, atoms, plddt):
-    """The chain from the side where it is widest, what is near over what is far; returns what the legend shows."""
+    """The chain from the side where it is widest, what is near over what is far; returns what the legend
+    shows."""
     from matplotlib.collections import LineCollection
     from matplotlib.patches import Patch
     places, letters = turned(atoms[:, CA].astype(float)), secondary(sequence, atoms)
@@ -116,8 +119,8 @@ def draw_fold(axis, sequence, atoms, plddt):
     shade = [colour(plddt[k]) for k in residue]
     for k in order:
         for tint, more, cap in (("#333333", 1.4, "butt"), (shade[k], 0, "round")):
-            axis.add_collection(LineCollection([strokes[k, :, :2]], colors=[tint], linewidths=[width[k] + more],
-                                               capstyle=cap))
+            axis.add_collection(LineCollection([strokes[k, :, :2]], colors=[tint], capstyle=cap,
+                                               linewidths=[width[k] + more]))
     for k, end in ((0, "N"), (-1, "C")):
         axis.annotate(end, places[k, :2], textcoords="offset points", xytext=(4, 4), fontsize=10, zorder=5)
     reach = np.abs(places).max() + 4

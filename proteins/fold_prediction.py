@@ -2,7 +2,6 @@
 import time
 from functools import partial
 
-import numpy as np
 import torch
 
 from fusion_lab.training import files as outputs
@@ -17,8 +16,8 @@ SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", gdt_ts="GDT-TS", rmsd="RMSD
 
 
 def fold(centres, program, settings):
-    """The mode --fold: predict, fold, write the files, say what is in them; returns the exit code. centres: of the
-    distogram's bins, Å. Raises UserError."""
+    """The mode --fold: predict, fold, write the files, say what is in them; returns the exit code. centres:
+    of the distogram's bins, Å. Raises UserError."""
     started = time.monotonic()
     found, stem, about = predict(program, settings, "--fold", settings.training.fold)
     predicted = time.monotonic()
@@ -57,7 +56,8 @@ def quality(made, sequence):
     """What of the chain can be checked without knowing the truth."""
     bond = (made.atoms[:-1, 2] - made.atoms[1:, 0]).norm(dim=-1)
     overlap = fold_energy.overlaps(made.atoms[None], fold_energy.near_pairs(made.atoms[None]), sequence)
-    return dict(energy=made.energy, energy_terms=made.terms, other_hand=made.gap, from_mirror_image=made.mirrored,
+    return dict(energy=made.energy, energy_terms=made.terms, other_hand=made.gap,
+                from_mirror_image=made.mirrored,
                 longest_peptide_bond=float(bond.max()) if len(bond) else None,
                 worst_overlap=float(overlap.max()) if len(overlap) else 0.0)
 
@@ -69,7 +69,8 @@ def write_files(stem, found, table, atoms, plddt, result):
     """Write PDB, mmCIF and page; returns their names. What is there is renamed."""
     name, sequence = found.protein.name, found.protein.sequence
     remarks = [f"PREDICTED BY TINYOPENFOLD FROM {found.rows} ROWS OF AN ALIGNMENT",
-               "B-FACTORS ARE PLDDT, 0 TO 100", *["OUTSIDE OF WHAT THE MODEL WAS TESTED ON"] * bool(result["untested"])]
+               "B-FACTORS ARE PLDDT, 0 TO 100",
+               *["OUTSIDE OF WHAT THE MODEL WAS TESTED ON"] * bool(result["untested"])]
     writers = {".pdb": partial(structure_files.write_pdb, remarks=remarks), ".cif": structure_files.write_cif}
     written = []
     for suffix, write in writers.items():

@@ -2,10 +2,11 @@
 
     fold = folded(logits, centres, "MKTAYIAK...")      # fold.atoms (L, 5, 3), fold.energy
 
-First come traces: a point for each residue, in five dimensions, in which a chain can pass through itself, and of
-which two are pressed flat. The best traces and their mirror images become frames: rigid L-amino acids that are
-pulled together until the chain is whole. Of all of these the one with the least energy is the fold; since residues
-and the Ramachandran plot have a hand, it is the right image. Letters in shapes: B structures, L residues.
+First come traces: a point for each residue, in five dimensions, in which a chain can pass through itself,
+and of which two are pressed flat. The best traces and their mirror images become frames: rigid L-amino
+acids that are pulled together until the chain is whole. Of all of these the one with the least energy is
+the fold; since residues and the Ramachandran plot have a hand, it is the right image. Letters in shapes: B
+structures, L residues.
 """
 from dataclasses import dataclass
 
@@ -18,18 +19,18 @@ from proteins.fold_energy import (
     clashes,
     crowding,
     near_pairs,
-    overlaps,
     peptide_bonds,
     ramachandran,
 )
-from proteins.geometry import CA_CB, C, N
+from proteins.geometry import CA, CB, C, N
 
 TRACES, CHOSEN = 16, 4        # starts; of which so many are folded on, each with its mirror image
 DIMENSIONS = 5
 TRACE_STEPS, FOLD_STEPS = 300, 450
 PAIRS_AT_ONCE = 400_000       # residue pairs of all starts; long chains have fewer starts
-DISTANCE_WEIGHT = 12.0        # kT for each residue, shared by all of its pairs
-CLASHES_FROM, REFRESH = 0.6, 15  # share of the steps before atoms may clash no more; steps of one list of pairs
+DISTANCE_WEIGHT = 20.0        # kT for each residue, shared by all of its pairs
+CLASHES_FROM = 0.6            # share of the steps before atoms may clash no more
+REFRESH = 15                  # steps for which a list of near pairs serves
 WINDOW = 5                    # residues of an ideal piece of chain
 PIECES = ((-62., -43.), (-120., 130.), (-70., 140.), (-95., 0.), (60., 40.), (80., 5.))  # phi, psi in degrees
 LEAST = 4                     # residues with which distances have something to say
@@ -47,8 +48,8 @@ class Fold:
 
 
 def folded(logits, centres, sequence, seed=0):
-    """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters. On one thread: the tensors
-    are small, and a seed is one fold whatever the machine has."""
+    """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters. On one thread:
+    the tensors are small, and a seed is one fold whatever the machine has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -76,8 +77,8 @@ def _folded(logits, centres, sequence, generator):
 
 
 def spread(probability, centres, starts, generator):
-    """Starts (B, L, DIMENSIONS): where multidimensional scaling of the mean distances puts the residues (Torgerson
-    1952, doi:10.1007/BF02288916), with noise of 2 Å."""
+    """Starts (B, L, DIMENSIONS): where multidimensional scaling of the mean distances puts the residues
+    (Torgerson 1952, doi:10.1007/BF02288916), with noise of 2 Å."""
     size = len(probability)
     centring = torch.eye(size) - 1 / size
     squares = (probability @ torch.as_tensor(centres, dtype=torch.float32)).square()
@@ -90,8 +91,8 @@ def spread(probability, centres, starts, generator):
 
 
 def fold_traces(potential, points, size, steps=TRACE_STEPS):
-    """(B, L, 3), best first: points (B, L, DIMENSIONS) moved down the potential; the dimensions behind the third
-    are pressed flat in the middle third of the steps."""
+    """(B, L, 3), best first: points (B, L, DIMENSIONS) moved down the potential; the dimensions behind the
+    third are pressed flat in the middle third of the steps."""
     points = points.clone().requires_grad_()
     optimizer = torch.optim.Adam([points], lr=1.0)
     for step in range(steps + 1):
@@ -111,11 +112,13 @@ def fold_traces(potential, points, size, steps=TRACE_STEPS):
 
 
 def frames_along(trace):
-    """First (rotation (B, L, 3, 3), place (B, L, 3)) of residues whose CB lie on a trace (B, L, 3): those of the
-    piece of an ideal chain that fits best on each residue and its neighbours."""
+    """First (rotation (B, L, 3, 3), place (B, L, 3)) of residues whose CB lie on a trace (B, L, 3): those
+    of the piece of an ideal chain that fits best on each residue and its neighbours."""
     reach = WINDOW // 2
-    pieces = geometry.extended(*torch.tensor(PIECES).deg2rad().T[..., None].expand(2, -1, WINDOW))
-    points, own = pieces[:, :, geometry.CB], geometry.frames_of(*(pieces[:, reach, atom] for atom in range(3)))[0]
+    angles = torch.tensor(PIECES, dtype=trace.dtype).deg2rad().T[..., None]
+    pieces = geometry.extended(*angles.expand(2, -1, WINDOW))  # (F, WINDOW, 5, 3)
+    own, _ = geometry.frames_of(*(pieces[:, reach, atom] for atom in (N, CA, C)))
+    points = pieces[:, :, CB]
     points = points - points.mean(1, keepdim=True)  # (F, WINDOW, 3)
     ends = torch.arange(1, reach + 1)[:, None].to(trace)
     step = (trace[:, 1:2] - trace[:, :1], trace[:, -1:] - trace[:, -2:-1]) if trace.shape[1] > 1 else (
@@ -134,13 +137,12 @@ def frames_along(trace):
 
 
 def weights(done):
-    """What each term counts when this share of the steps is done: short range first, the whole chain last."""
-    return dict(peptide=10 ** (-3.0 + 3.0 * min(done / 0.75, 1)), plot=min(done / 0.5, 1))
+    """What terms count when this share of the steps is done: each residue by itself first, the chain last."""
+    return dict(peptide=10 ** (-3.0 + 3.0 * min(done / 0.75, 1)))
 
 
 def fold_frames(potential, traces, sequence, steps=FOLD_STEPS):
     """Atoms (B, L, 5, 3) of chains that start along the traces (B, L, 3)."""
-    size = len(sequence)
     rotation, place = frames_along(traces)
     axes = rotation[..., :2].transpose(-1, -2).contiguous().requires_grad_()  # two vectors, made a rotation
     place = place.contiguous().requires_grad_()
@@ -172,7 +174,7 @@ def terms(potential, atoms, sequence, pairs=None):
     if size > 2:
         phi, psi, _ = geometry.backbone_angles(atoms)
         found["plot"] = ramachandran(phi[:, :-1], psi[:, 1:], sequence[1:-1])
-        found["clashes"] = (3 * crowding(atoms[:, :, geometry.CA]) if pairs is None
+        found["clashes"] = (3 * crowding(atoms[:, :, CA]) if pairs is None
                             else clashes(atoms, pairs, sequence))
     return found
 

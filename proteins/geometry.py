@@ -32,8 +32,8 @@ def unit(vectors):
 
 
 def placed(a, b, c, length, angle, dihedral):
-    """The atom d behind c: |cd| = length, angle bcd, dihedral angle abcd (natural extension of a chain: Parsons
-    et al. 2005, doi:10.1002/jcc.20237). a, b, c (..., 3); angle and dihedral are numbers or (...)."""
+    """The atom d behind c: |cd| = length, angle bcd, dihedral angle abcd (natural extension of a chain:
+    Parsons et al. 2005, doi:10.1002/jcc.20237). a, b, c (..., 3); angle and dihedral are numbers or (...)."""
     angle, dihedral = (torch.as_tensor(x, dtype=c.dtype, device=c.device) for x in (angle, dihedral))
     along = unit(c - b)
     normal = unit(torch.linalg.cross(b - a, along))
@@ -44,8 +44,8 @@ def placed(a, b, c, length, angle, dihedral):
 
 
 def dihedral(a, b, c, d):
-    """The angle between the planes abc and bcd, (-pi, pi], of points (..., 3). Positive where d is turned to the
-    right of a, seen from b to c (IUPAC)."""
+    """The angle between the planes abc and bcd, (-pi, pi], of points (..., 3). Positive where d is turned
+    to the right of a, seen from b to c (IUPAC)."""
     axis = unit(c - b)
     before, after = a - b, d - c
     before = before - (before * axis).sum(-1, keepdim=True) * axis
@@ -63,8 +63,8 @@ def ideal_residue(dtype=torch.float32):
 
 
 def rotations(first, second):
-    """Rotation matrices (..., 3, 3) whose columns are first, made a unit, second, made normal to it, and their
-    cross product (Gram and Schmidt; AlphaFold 2's Alg. 21). first, second (..., 3), not parallel."""
+    """Rotation matrices (..., 3, 3) whose columns are first, made a unit, second, made normal to it, and
+    their cross product (Gram and Schmidt; AlphaFold 2's Alg. 21). first, second (..., 3), not parallel."""
     x = unit(first)
     y = unit(second - (second * x).sum(-1, keepdim=True) * x)
     return torch.stack([x, y, torch.linalg.cross(x, y)], dim=-1)
@@ -75,7 +75,8 @@ def backbone(rotation, place):
     lies in the plane of the bond to the next N; in the last residue as in a strand."""
     local = ideal_residue(place.dtype).to(place.device)
     n, ca, c, cb = (place + rotation @ atom for atom in local)
-    following = torch.cat([n[..., 1:, :], placed(n, ca, c, C_N, ANGLE_CA_C_N, math.radians(140))[..., -1:, :]], -2)
+    end = placed(n, ca, c, C_N, ANGLE_CA_C_N, math.radians(140))[..., -1:, :]
+    following = torch.cat([n[..., 1:, :], end], dim=-2)
     return torch.stack([n, ca, c, oxygen(ca, c, following), cb], dim=-2)
 
 
@@ -109,8 +110,8 @@ def extended(phi, psi, omega=math.pi):
 
 
 def backbone_angles(atoms):
-    """phi, psi, omega of atoms (..., L, >=3, 3), each (..., L - 1): phi of residues 2 to L, psi of 1 to L - 1,
-    omega of the bond behind residues 1 to L - 1."""
+    """phi, psi, omega of atoms (..., L, >=3, 3), each (..., L - 1): phi of residues 2 to L, psi of 1 to L -
+    1, omega of the bond behind residues 1 to L - 1."""
     n, ca, c = (atoms[..., atom, :] for atom in (N, CA, C))
     phi = dihedral(c[..., :-1, :], n[..., 1:, :], ca[..., 1:, :], c[..., 1:, :])
     psi = dihedral(n[..., :-1, :], ca[..., :-1, :], c[..., :-1, :], n[..., 1:, :])

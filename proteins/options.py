@@ -5,7 +5,6 @@ from fusion_lab.kernels.limits import idle_kernels
 from fusion_lab.training import options
 from fusion_lab.training.options import option
 
-
 # Fields that a mode takes which predicts something of one alignment.
 OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs", "output", "seed", "device",
                   "use_amp", "amp_dtype", "use_tf32", "deterministic", "json")

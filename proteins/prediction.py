@@ -202,8 +202,8 @@ def needs(program, config, batch, device, dtype):
 
 @torch.no_grad()
 def run_model(program, weights, config, batch, device, dtype, mode="--contacts"):
-    """What PREDICTED names for a mode, (L, L) or (L, L, bins) each, float32 on the CPU. Raises UserError where
-    they are not finite."""
+    """What PREDICTED names for a mode, (L, L) or (L, L, bins) each, float32 on the CPU. Raises UserError
+    where they are not finite."""
     model = program.model(config, program.fusion_config())
     model.load_state_dict(weights)
     model = model.to(device).eval()

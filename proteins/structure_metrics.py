@@ -19,8 +19,8 @@ def distances(points):
 
 
 def superposed(model, true, chosen):
-    """How far each residue lies from its partner, (S, L), when the chosen ones, (S, L) bool, are superposed with the
-    least RMSD (Kabsch 1976, doi:10.1107/S0567739476001873), without mirroring."""
+    """How far each residue lies from its partner, (S, L), when the chosen ones, (S, L) bool, are superposed
+    with the least RMSD (Kabsch 1976, doi:10.1107/S0567739476001873), without mirroring."""
     share = chosen / chosen.sum(1, keepdims=True)
     middle, goal = share @ model, share @ true  # (S, 3)
     a, b = model - middle[:, None], true - goal[:, None]
@@ -30,7 +30,8 @@ def superposed(model, true, chosen):
 
 
 def fragments(size):
-    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole to four residues."""
+    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole to four
+    residues."""
     found, length = [], size
     while length >= min(4, size):
         step = max(length // 2, 1)
@@ -42,8 +43,8 @@ def fragments(size):
 
 
 def searched(model, true, score, cutoff):
-    """The best score(distances (S, L)) -> (S,) of superpositions that start from pieces and go on with what lies
-    within the cutoff, which grows where less than FEWEST residues do."""
+    """The best score(distances (S, L)) -> (S,) of superpositions that start from pieces and go on with what
+    lies within the cutoff, which grows where less than FEWEST residues do."""
     chosen, best = fragments(len(model)), -np.inf
     for _ in range(ROUNDS):
         away = superposed(model, true, chosen)
@@ -81,8 +82,8 @@ def rmsd(model, true):
 
 
 def lddt(model, true):
-    """(L,) share of each residue's true distances within LDDT_RADIUS that the model has within 0.5, 1, 2 and 4 Å;
-    NaN where it has no neighbour."""
+    """(L,) share of each residue's true distances within LDDT_RADIUS that the model has within 0.5, 1, 2
+    and 4 Å; NaN where it has no neighbour."""
     wanted, found = distances(true), distances(model)
     counts = (wanted < LDDT_RADIUS) & ~np.eye(len(true), dtype=bool)
     error = np.abs(wanted - found)
@@ -92,8 +93,8 @@ def lddt(model, true):
 
 
 def compared(model, true):
-    """All of them for CA atoms (L, 3); residues whose true atom is NaN are left out. None where fewer than FEWEST
-    are left."""
+    """All of them for CA atoms (L, 3); residues whose true atom is NaN are left out. None where fewer than
+    FEWEST are left."""
     known = np.isfinite(true).all(axis=1)
     if known.sum() < FEWEST:
         return None

@@ -28,7 +28,8 @@ def test_residues_have_the_textbooks_lengths_and_angles():
     """Engh and Huber (1991)."""
     atoms = a_chain(STRAND)
     n, ca, c, o, cb = atoms.unbind(1)
-    for a, b, length in ((n, ca, 1.458), (ca, c, 1.525), (c, o, 1.231), (ca, cb, 1.530), (c[:-1], n[1:], 1.329)):
+    for a, b, length in ((n, ca, 1.458), (ca, c, 1.525), (c, o, 1.231), (ca, cb, 1.530),
+                         (c[:-1], n[1:], 1.329)):
         assert (a - b).norm(dim=-1).tolist() == pytest.approx([length] * len(a), abs=0.005)
     for a, b, d, expected in ((n, ca, c, 111.2), (n, ca, cb, 110.5), (c, ca, cb, 110.1), (ca, c, o, 120.8),
                               (ca[:-1], c[:-1], n[1:], 116.2), (c[:-1], n[1:], ca[1:], 121.7)):
@@ -51,7 +52,8 @@ def test_angles_come_back_from_the_chain_that_they_made():
 
 def test_the_dihedral_angles_sign_is_iupacs():
     a, b, c = torch.tensor([[1.0, 0, 0], [0, 0, 0], [0, 0, 1]])
-    d = torch.tensor([[math.cos(math.radians(angle)), math.sin(math.radians(angle)), 1] for angle in (30, -60, 170)])
+    turns = torch.tensor([30.0, -60.0, 170.0]).deg2rad()
+    d = torch.stack([turns.cos(), turns.sin(), torch.ones(3)], -1)
     assert g.dihedral(a, b, c, d).rad2deg().tolist() == pytest.approx([30, -60, 170], abs=1e-4)
     assert (g.placed(a, b, c, 1.0, math.pi / 2, math.radians(30)) - d[0]).abs().max() < 1e-6
 
@@ -73,7 +75,8 @@ def test_residues_are_l_amino_acids_and_helices_right_handed():
 
 
 def test_frames_move_with_the_chain():
-    atoms, turn, shift = a_chain(STRAND), random_rotation(), torch.tensor([3.0, -5.0, 8.0], dtype=torch.float64)
+    atoms, turn = a_chain(STRAND), random_rotation()
+    shift = torch.tensor([3.0, -5.0, 8.0], dtype=torch.float64)
     rotation, place = g.frames_of(*(atoms[:, k] for k in range(3)))
     assert (g.backbone(rotation, place)[:, :5] - atoms).abs().max() < 1e-5  # the last O too: it is made alike
     moved = g.frames_of(*((atoms @ turn.T + shift)[:, k] for k in range(3)))

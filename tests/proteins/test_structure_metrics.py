@@ -21,7 +21,8 @@ def rotated(points, seed=1):
 def test_a_structure_that_was_moved_is_the_same():
     true = a_trace()
     found = sm.compared(rotated(true), true)
-    assert found == pytest.approx(dict(tm_score=1, lddt_ca=1, gdt_ts=1, rmsd=0, residues_compared=80), abs=1e-5)
+    expected = dict(tm_score=1, lddt_ca=1, gdt_ts=1, rmsd=0, residues_compared=80)
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_mirror_image_is_not_but_for_lddt():
@@ -31,7 +32,8 @@ def test_a_mirror_image_is_not_but_for_lddt():
 
 
 def test_two_halves_that_were_moved_apart():
-    """TM-score superposes the one half, RMSD has to take both; half of the pairs within 15 Å cross at most."""
+    """TM-score superposes the one half, RMSD has to take both; half of the pairs within 15 Å cross at
+    most."""
     true = a_trace(100)
     model = true.copy()
     model[50:] = rotated(model[50:])
@@ -40,7 +42,8 @@ def test_two_halves_that_were_moved_apart():
     wanted = np.linalg.norm(true[:, None] - true, axis=-1)
     within = (wanted < 15) & ~np.eye(100, dtype=bool)
     error = np.abs(np.linalg.norm(model[:, None] - model, axis=-1) - wanted)
-    by_hand = [np.mean([(error[i, within[i]] < cutoff).mean() for cutoff in (0.5, 1, 2, 4)]) for i in range(100)]
+    by_hand = [np.mean([(error[i, within[i]] < cutoff).mean() for cutoff in (0.5, 1, 2, 4)])
+               for i in range(100)]
     assert sm.lddt(model, true) == pytest.approx(by_hand)
 
 
@@ -59,7 +62,7 @@ def test_definitions():
     chosen = np.ones((1, 50), bool)
     best = np.sqrt((sm.superposed(true + noise, true, chosen) ** 2).mean())
     assert sm.rmsd(true + noise, true) == pytest.approx(best)
-    assert best <= np.sqrt((noise ** 2).sum(1).mean())  # no superposition is better than the least squares one
+    assert best <= np.sqrt((noise ** 2).sum(1).mean())  # this one is the least squares'
     turned = rotated(true + noise)
     assert sm.rmsd(turned, true) == pytest.approx(best)
 
@@ -82,8 +85,8 @@ def test_the_shortest_chains(size):
 
 @pytest.mark.parametrize("noise", [0.5, 2.0, 4.0])
 def test_tm_score_is_tmtools(noise):
-    """TM-align may pair residues otherwise, which can only raise its score; of structures that are near it does
-    not."""
+    """TM-align may pair residues otherwise, which can only raise its score; of structures that are near it
+    does not."""
     tmtools = pytest.importorskip("tmtools")
     for seed in range(4):
         true = a_trace(120, seed)
