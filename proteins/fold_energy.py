@@ -21,8 +21,8 @@ PLANAR = 30.0    # of 1 + cos omega: 10 degrees cost half of it in kT
 STIFFNESS = 20.0  # kT / Å^2 of atoms that are too near
 NEAR = 9.0       # Å between CA atoms beyond which no two backbones can clash
 APART = 3        # residues along the chain from which on atoms clash; bonds see to nearer ones
-# Nearest that two atoms come, Å, in the order of geometry.ATOMS: in 151 chains of the PDB 0.2% of the atoms of
-# residues within NEAR are nearer.
+# Nearest that two atoms come, Å, in the order of geometry.ATOMS. In 151 chains of the PDB 0.2% of the atoms
+# of near residues are nearer.
 TOUCH = torch.tensor([[3.9, 3.9, 3.4, 2.6, 3.5], [3.9, 4.0, 3.9, 3.0, 3.4], [3.4, 3.9, 4.1, 3.2, 3.4],
                       [2.6, 3.0, 3.2, 3.0, 2.7], [3.5, 3.4, 3.4, 2.7, 3.2]])
 

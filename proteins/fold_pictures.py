@@ -90,7 +90,7 @@ def write_picture(path, m, atoms, plddt):
     """Map and fold side by side, as PNG."""
     require_matplotlib()
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(2 * maps.PANEL + 1.0, maps.PANEL + 1.4), layout="constrained")
+    figure = Figure(figsize=(2 * maps.PANEL + 1.0, maps.PANEL + 2.1), layout="constrained")
     contacts, fold = figure.subplots(1, 2)
     handles = maps.draw_contacts(contacts, m)
     maps.dress(contacts, m, "contacts: marks predicted, squares true" if m.precision

@@ -12,7 +12,7 @@ from proteins.geometry import CA
 from proteins.prediction import draw, finish, predict
 from proteins.structure_metrics import compared
 
-SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", gdt_ts="GDT-TS", rmsd="RMSD, Å")
+SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", gdt_ts="GDT-TS", rmsd="RMSD")
 
 
 def fold(centres, program, settings):
@@ -97,6 +97,6 @@ def print_scores(scores, found):
         print("Too few residues with CA atoms to compare")
         return
     print(f"Against chain {found.protein.chain or '(no name)'}, {scores['residues_compared']} residues: "
-          + ", ".join(f"{title} {scores[key]:.2f}" for key, title in SHOWN.items()))
+          + ", ".join(f"{title} {scores[key]:.2f}" for key, title in SHOWN.items()) + " Å")
     if found.relative["trained"]:
         print("  The model was trained on this family: these scores say nothing of others")
