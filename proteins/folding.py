@@ -126,6 +126,7 @@ def frames_along(trace):
     padded = torch.cat([trace[:, :1] - ends.flip(0) * step[0], trace, trace[:, -1:] + ends * step[1]], 1)
     windows = padded.unfold(1, WINDOW, 1).transpose(-1, -2)  # (B, L, WINDOW, 3)
     windows = windows - windows.mean(2, keepdim=True)
+    # Superpose each piece on each window (Kabsch 1976, doi:10.1107/S0567739476001873), without mirroring it.
     u, value, v = torch.linalg.svd(torch.einsum("blwi,fwj->blfij", windows, points))
     hand = (u @ v).det().sign()
     fitted = value[..., 0] + value[..., 1] + hand * value[..., 2]
@@ -166,9 +167,9 @@ def fold_frames(potential, traces, sequence, steps=FOLD_STEPS):
 
 
 def terms(potential, atoms, sequence, pairs=None):
-    """{term: (B,) kT}; without pairs CA and CB alone repel each other."""
+    """{term: (B,) kT}; without pairs, from near_pairs(), CA atoms alone repel each other."""
     size = len(sequence)
-    found = dict(distances=DISTANCE_WEIGHT / max(size, 1) * potential(anchor(atoms, sequence)))
+    found = dict(distances=DISTANCE_WEIGHT / size * potential(anchor(atoms, sequence)))
     if size > 1:
         found["peptide"] = peptide_bonds(atoms)
     if size > 2:
@@ -186,9 +187,10 @@ def total(found, **weight):
 def best_of(potential, atoms, sequence):
     """Fold of the candidates (B, L, 5, 3), of which the second half grew from mirror images."""
     found = terms(potential, atoms, sequence, near_pairs(atoms))
-    size, energies = len(sequence), total(found) / len(sequence)
+    size = len(sequence)
+    energies = total(found) / size
     best, half = int(energies.argmin()), len(energies) // 2
     other = energies[:half] if best >= half else energies[half:]
-    return Fold(atoms[best], float(energies[best]), {term: float(value[best]) / size for term, value in
-                                                     found.items()},
-                energies.tolist(), best >= half, float(other.min() - energies[best]))
+    by_term = {term: float(value[best]) / size for term, value in found.items()}
+    return Fold(atoms[best], float(energies[best]), by_term, energies.tolist(), best >= half,
+                float(other.min() - energies[best]))

@@ -92,6 +92,14 @@ def test_the_plot_is_a_density_and_knows_glycine_and_proline():
     assert both.item() == pytest.approx(a[0] + g[1])
 
 
+def test_each_residue_has_its_own_plot():
+    angles = [(-60, -45), (80, 10), (-70, 140), (-120, 130), (-60, -30)]
+    found = terms(chain(angles)[None], "AGPVK", chain(angles))["plot"].item()
+    phi, psi = torch.tensor(angles, dtype=torch.float64).T.deg2rad()
+    by_hand = [e.ramachandran(phi[None, k:k + 1], psi[None, k:k + 1], "AGPVK"[k]).item() for k in (1, 2, 3)]
+    assert found == pytest.approx(sum(by_hand))
+
+
 def test_whole_chains_have_whole_bonds():
     atoms = chain([(-60, -45)] * 8)[None]
     assert e.peptide_bonds(atoms).item() < 0.1
