@@ -88,6 +88,8 @@ def write_files(stem, found, table, atoms, plddt, result):
 def print_fold(result):
     print(f"pLDDT {result['plddt']:.0f} of 100: the lDDT-CA to be expected, which was measured on "
           f"{confidence.CALIBRATED_ON}")
+    if result["untested"]:
+        print("  For alignments such as this it was not measured: it may be far too high")
     print(f"Energy {result['energy']:.2f} kT a residue; the best fold of the other hand has "
           f"{result['other_hand']:.2f} more")
 

@@ -100,7 +100,8 @@ def test_the_shortest_chains(setup, sequence, capsys):
     assert run("s.a3m") == 0
     lines = (setup / "fold" / "s.pdb").read_text().splitlines()
     assert sum(line[:4] == "ATOM" for line in lines) == 5 * len(sequence)
-    assert "warning: 1 effective rows" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "warning: 1 effective rows" in said.err and "it was not measured" in said.out
 
 
 def test_what_cannot_be_used_is_one_line(setup, capsys):
