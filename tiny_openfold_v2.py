@@ -64,8 +64,7 @@ class FusionConfig(TritonSwitches):
                                           preset=True)
     enable_triangle_fusion: bool = option(True, "triangle multiplication: projections in one GEMM, gates in "
                                           "one GEMM", preset=True)
-    enable_opm_fusion: bool = option(True, "outer product mean re-associated where that is cheaper",
-                                     preset=True)
+    enable_opm_fusion: bool = option(True, "outer product mean re-associated where cheaper", preset=True)
     enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
                                             "right; gradients of embeddings", preset=True, rung=4)
     enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
@@ -129,7 +128,7 @@ from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import load_weights
 from proteins import batches as proteins
-from proteins import coevolution, contacts, fast_evoformer, prediction, splitting
+from proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction, splitting
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 from proteins.seam import attention_in_words, defined, move_kinks_away, start_lines
@@ -779,7 +778,8 @@ PROGRAM = Program(
     statistics=lambda settings: statistics(settings.fusion, settings.model.num_blocks),
     before_training=contacts.require_plots, start_lines=start_lines, evaluate=contacts.evaluate,
     evaluation_name="contact_precision", evaluation_line=contacts.contact_line, scores=contacts.scores,
-    score=contacts.validation_score, closing=contacts.closing, modes={"--contacts": prediction.contacts},
+    score=contacts.validation_score, closing=contacts.closing,
+    modes={"--contacts": prediction.contacts, "--fold": partial(fold_prediction.fold, DISTANCE_CENTRES)},
     titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
             "Flash Attention": "enable_flash_attention",
             "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},

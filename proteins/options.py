@@ -5,6 +5,10 @@ from fusion_lab.kernels.limits import idle_kernels
 from fusion_lab.training import options
 from fusion_lab.training.options import option
 
+# Fields that a mode takes which predicts something of one alignment.
+OF_PREDICTIONS = ("structure", "query", "min_coordinates", "resume", "eval_seqs", "output", "seed", "device",
+                  "use_amp", "amp_dtype", "use_tf32", "deterministic", "json")
+
 
 @dataclass(frozen=True)
 class Families(options.TrainingConfig):
@@ -32,7 +36,7 @@ class Drawn(Families):
     mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data",
                                   low=0.0, below=1.0)
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
-                                  "with --contacts 512", low=1, type=int)
+                                  "with --contacts and --fold 512", low=1, type=int)
     extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
                                    "all, at most 4096", low=1)
     validate_fraction: float = option(None, "share of the families neither trained on nor held out, whose "
@@ -45,28 +49,31 @@ class TrainingConfig(Drawn):
     """One protein, pictures, predictions."""
     msa: str = option(None, "alignment of one real protein", type=str, metavar="FILE")
     structure: str = option(None, "its structure, FILE or FILE:CHAIN", type=str, metavar="FILE")
-    query: str = option(None, "name of the query row in --msa or --contacts; default: the first row",
-                        type=str, metavar="NAME")
+    query: str = option(None, "name of the query row in --msa, --contacts or --fold; default: the "
+                        "first row", type=str, metavar="NAME")
     min_coordinates: float = option(0.1, "share of a real protein's residues that must have coordinates; "
                                          "fewer are refused", low=0.0, at_most=1.0)
     plot_contacts: str = option(None, "directory for contact maps of held-out proteins (PNG, and the numbers "
                                       "as TSV)", type=str, training_only=True, metavar="DIR")
     contacts: str = option(None, "predict contacts and distances of an alignment, by the model of this "
                            "project or that of --resume (docs/contacts.md)", type=str, metavar="ALIGNMENT",
-                           mode=("structure", "query", "min_coordinates", "resume", "eval_seqs", "output",
-                                 "seed", "device", "use_amp", "amp_dtype", "use_tf32", "deterministic",
-                                 "json"))
-    output: str = option(None, "directory for the files of --contacts; default: contacts", type=str,
-                         short="-o", metavar="DIR")
+                           mode=OF_PREDICTIONS)
+    fold: str = option(None, "predict the structure of an alignment's first protein, by the same models "
+                       "(docs/folding.md)", type=str, metavar="ALIGNMENT", mode=OF_PREDICTIONS)
+    output: str = option(None, "directory for the files of --contacts and --fold; default: contacts or fold",
+                         type=str, short="-o", metavar="DIR")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.contacts is None and (self.msa is None) != (self.structure is None):
-            given, missing = ("msa", "--structure") if self.msa else ("structure", "--msa or --contacts")
+        predicts = self.contacts is not None or self.fold is not None
+        if not predicts and (self.msa is None) != (self.structure is None):
+            given, missing = (("msa", "--structure") if self.msa else
+                              ("structure", "--msa or --contacts or --fold"))
             self.refuse(given, f"must come together with {missing}")
-        for name, needed in (("output", "contacts"), ("validate_fraction", "data"),
-                             ("early_stopping", "validate_fraction"), ("save_best", "validate_fraction"),
-                             *[("query", "msa")] * (self.contacts is None)):
+        if self.output is not None and not predicts:
+            self.refuse("output", "needs --contacts or --fold")
+        for name, needed in (("validate_fraction", "data"), ("early_stopping", "validate_fraction"),
+                             ("save_best", "validate_fraction"), *[("query", "msa")] * (not predicts)):
             self.require(name, needed)
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")

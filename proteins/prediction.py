@@ -41,8 +41,9 @@ from proteins.seam import data_errors
 from proteins.yardsticks import mean_field_dca, mutual_information, sequence_weights, some_rows
 
 MODEL = os.path.join(ROOT, "models", "contacts.pt")  # what is used without --resume
-DIRECTORY = "contacts"    # for the files, without --output
 ROWS = 512                # of the alignment, without --eval-seqs
+PREDICTED = {"--contacts": ("contact_probability", "distances"),  # of the model's output, by mode
+             "--fold": ("contact_probability", "distances", "distogram_logits")}
 YARDSTICK_ROWS = 4000     # since statistics need more of them
 LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
 SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of precision
@@ -62,12 +63,18 @@ class Prediction:
     relative: dict              # what the model's card knows of relatives, see evidence.py
     probability: torch.Tensor   # (L, L) of a contact
     distances: torch.Tensor     # (L, L) Å
+    logits: torch.Tensor | None = None  # (L, L, bins) of the distogram, for --fold
 
     @property
     def coords(self):
         """(coordinates (L, 3), 0 where there are none; coord_mask (L,))"""
         seen = np.isfinite(self.protein.coords).all(axis=1)
         return torch.from_numpy(np.nan_to_num(self.protein.coords)), torch.from_numpy(seen).float()
+
+    def table(self):
+        """The maps.ContactMap that pictures and tables are made of."""
+        return contact_map(self.protein.name, self.protein, torch.from_numpy(self.protein.msa[0]),
+                           (self.probability, self.distances, *self.coords))
 
     def best(self):
         """[(i, j, probability, distance)], positions from 1, of all pairs SEPARATION apart, best first."""
@@ -79,49 +86,50 @@ class Prediction:
 def contacts(program, settings):
     """The mode --contacts: predict, write the files, say what is in them; returns the exit code. Raises
     UserError."""
-    training = settings.training
-    device = choose_device(training.device)
-    process_settings(settings, device)
-    if training.resume is None and not os.path.exists(MODEL):
-        raise UserError(f"--contacts: there is no {MODEL}; name a model file or a checkpoint by --resume")
-    protein, path = read_protein(training), training.resume or MODEL
-    saved = read_model(path, program)
-    directory = training.output or DIRECTORY
-    outputs.require_directory(directory)
-    batch = model_input(protein, saved.config, training.eval_seqs or ROWS, training.seed)
-    rows = batch["msa_tokens"].shape[1]
-    print(f"Contacts of {printable(protein.name)}: {protein.length} residues, {rows} of "
-          f"{counted(len(protein.msa), 'row')}, by {printable(path)} "
-          f"({sum(w.numel() for w in saved.weights.values()):,} parameters)")
-    config = replace(saved.config, num_seqs=rows, seq_len=protein.length)
-    forewarn(program, config, batch, device, amp_dtype(training, device))
-    depth, kin = leaving(partial(judge, protein, batch, saved.card))
-    extra = batch["extra_msa"].shape[1] if "extra_msa" in batch else 0
-    found = Prediction(protein, path, rows, extra, kin, *leaving(partial(
-        run_model, program, saved.weights, config, batch, device, amp_dtype(training, device))))
-    stem = os.path.join(directory, maps.file_names([protein.name])[protein.name])
-    table = contact_map(protein.name, protein, torch.from_numpy(protein.msa[0]),
-                        (found.probability, found.distances, *found.coords))
-    result = dict(mode="contacts", name=protein.name, residues=protein.length, rows=len(protein.msa),
-                  rows_used=rows, extra_rows_used=extra, effective_rows=depth.effective,
-                  coverage=depth.coverage, untested=depth.untested, trained_on=kin["trained"], relative=kin,
-                  model=path, model_config=asdict(config),
-                  card={key: value for key, value in saved.card.items() if key != "sequences"},
-                  files=write_files(stem, found, table))
+    found, stem, about = predict(program, settings, "--contacts", settings.training.contacts)
+    table = found.table()
+    result = dict(mode="contacts", **about, files=write_files(stem, found, table))
     print_best(found)
     if found.coords[1].any():
         result["precision"] = leaving(partial(precisions, found))
         print_precisions(found, result["precision"])
-    outputs.set_aside(f"{stem}.json")
-    outputs.write_json(f"{stem}.json", outputs.finite(result))
-    if picture := draw(stem, table):  # last: whatever is wrong with it, the results are there
-        result["files"].append(picture)
-        outputs.write_json(f"{stem}.json", outputs.finite(result))
-    print(f"Written: {', '.join(map(printable, [*result['files'], f'{stem}.json']))}")
+    finish(stem, result, partial(draw, stem, table))
     headline = {key: result[key] for key in ("mode", "name", "effective_rows", "precision", "files")
                 if key in result}
     print_result(outputs.finite(headline), f"{stem}.json", settings)
     return 0
+
+
+def predict(program, settings, mode, alignment):
+    """(Prediction, path of its files without a suffix, what a result says of it) for a mode and the alignment
+    that it was given. Raises UserError."""
+    training, subject = settings.training, mode[2:].capitalize()
+    device = choose_device(training.device)
+    process_settings(settings, device)
+    if training.resume is None and not os.path.exists(MODEL):
+        raise UserError(f"{mode}: there is no {MODEL}; name a model file or a checkpoint by --resume")
+    protein, path = read_protein(training, alignment), training.resume or MODEL
+    saved = read_model(path, program)
+    directory = training.output or mode[2:]
+    outputs.require_directory(directory)
+    batch = model_input(protein, saved.config, training.eval_seqs or ROWS, training.seed)
+    rows, dtype = batch["msa_tokens"].shape[1], amp_dtype(training, device)
+    print(f"{subject} of {printable(protein.name)}: {protein.length} residues, {rows} of "
+          f"{counted(len(protein.msa), 'row')}, by {printable(path)} "
+          f"({sum(w.numel() for w in saved.weights.values()):,} parameters)")
+    config = replace(saved.config, num_seqs=rows, seq_len=protein.length)
+    forewarn(program, config, batch, device, dtype)
+    depth, kin = leaving(partial(judge, protein, batch, saved.card))
+    extra = batch["extra_msa"].shape[1] if "extra_msa" in batch else 0
+    found = Prediction(protein, path, rows, extra, kin, *leaving(partial(
+        run_model, program, saved.weights, config, batch, device, dtype, mode)))
+    stem = os.path.join(directory, maps.file_names([protein.name])[protein.name])
+    return found, stem, dict(
+        name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
+        extra_rows_used=extra, effective_rows=depth.effective, coverage=depth.coverage,
+        untested=depth.untested, trained_on=kin["trained"], relative=kin, model=path,
+        model_config=asdict(config), card={key: value for key, value in saved.card.items()
+                                           if key != "sequences"})
 
 
 def judge(protein, batch, card):
@@ -141,15 +149,15 @@ def judge(protein, batch, card):
     return depth, kin
 
 
-def read_protein(training):
-    """The files.Protein that the flags name. Raises UserError."""
+def read_protein(training, alignment):
+    """The files.Protein of an alignment and what other flags name. Raises UserError."""
     with data_errors():
         if training.structure is None:
-            protein = files.load_alignment(training.contacts, training.query)
-            require_protein(protein.msa[0], training.contacts)
+            protein = files.load_alignment(alignment, training.query)
+            require_protein(protein.msa[0], alignment)
             return protein
         path, chain = files.split_structure_argument(training.structure)
-        protein = files.load_protein(training.contacts, path, chain, training.query)
+        protein = files.load_protein(alignment, path, chain, training.query)
         require_coordinates([protein], training.min_coordinates)
         return protein
 
@@ -194,22 +202,32 @@ def needs(program, config, batch, device, dtype):
 
 
 @torch.no_grad()
-def run_model(program, weights, config, batch, device, dtype):
-    """(contact probability, distances), each (L, L) float32 on the CPU. Raises UserError where they are not
-    finite."""
+def run_model(program, weights, config, batch, device, dtype, mode="--contacts"):
+    """What PREDICTED names for a mode, (L, L) or (L, L, bins) each, float32 on the CPU. Raises UserError
+    where they are not finite."""
     model = program.model(config, program.fusion_config())
     model.load_state_dict(weights)
     model = model.to(device).eval()
     with torch.autocast(device.type, dtype, dtype is not None):
         output = model(**to_device(batch, device))
-    found = tuple(output[key][0].float().cpu() for key in ("contact_probability", "distances"))
+    found = tuple(output[key][0].float().cpu() for key in PREDICTED[mode])
     if not all(values.isfinite().all() for values in found):
-        raise UserError("--contacts: the model's predictions are not finite: nothing is written"
+        raise UserError(f"{mode}: the model's predictions are not finite: nothing is written"
                         + ("; leave out --use-amp" if dtype else ""), code=outputs.FAILED)
     return found
 
 
 # --- Files ----------------------------------------------------------------------------------------------
+
+
+def finish(stem, result, draw):
+    """Write the result, then add the picture: whatever is wrong with that, the results are there."""
+    outputs.set_aside(f"{stem}.json")
+    outputs.write_json(f"{stem}.json", outputs.finite(result))
+    if picture := draw():
+        result["files"].append(picture)
+        outputs.write_json(f"{stem}.json", outputs.finite(result))
+    print(f"Written: {', '.join(map(printable, [*result['files'], f'{stem}.json']))}")
 
 
 def write_files(stem, found, table):
@@ -222,14 +240,14 @@ def write_files(stem, found, table):
     return [stem + suffix for suffix in writers]
 
 
-def draw(stem, table):
-    """The picture's name; None where it cannot be drawn, which is said."""
+def draw(stem, table, write=maps.write_picture):
+    """The picture's name, made by write(path, table); None where it cannot be drawn, which is said."""
     outputs.set_aside(f"{stem}.png")
     if find_spec("matplotlib") is None:
         print("No picture is drawn: that needs pip install matplotlib")
         return None
     with spared(f"picture {stem}.png"):
-        maps.write_picture(f"{stem}.png", table)
+        write(f"{stem}.png", table)
         return f"{stem}.png"
 
 

@@ -59,6 +59,7 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [
     ["tinyopenfold", "--contacts", "x.a3m", "--device", "cpu"],
+    ["tinyopenfold", "--fold", "x.a3m", "--device", "cpu"],
     ["tinyopenfold", "--num-blocks", 1, "--seq-len", 16, "--batch-size", 1, "--num-steps", 1,
      "--device", "cpu"],
     ["tinyopenfold-profile", "--num-blocks", 1, "--seq-len", 16, "--batch-size", 1, "--profile-steps", 1,
@@ -79,6 +80,8 @@ def test_it_runs_from_elsewhere(site, tmp_path, command):
     if "--contacts" in flags:
         result = json.loads((tmp_path / "contacts" / "x.json").read_text())
         assert result["model"].startswith(str(site)) and result["residues"] == 50
+    if "--fold" in flags:  # the page is made from a file of the package
+        assert "<canvas" in (tmp_path / "fold" / "x.html").read_text(encoding="utf-8")
 
 
 def needs(requirement):

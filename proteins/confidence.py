@@ -1,0 +1,45 @@
+"""How sure a fold is, residue by residue: pLDDT from the distogram's own spread.
+
+If the distogram is true, the chance that the true distance of two residues lies within 0.5, 1, 2 or 4 Å of
+the fold's is known, and so is the lDDT to be expected. Distograms are too sure or too unsure, folds do not
+use all of them; a straight line, fitted to measured lDDT-CA, corrects the mean of that. Letters in shapes:
+L residues.
+"""
+import torch
+
+from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
+
+# lDDT-CA is INTERCEPT + SLOPE * expected; benchmarks/measure_folds.py fitted it to families that the shipped
+# model was not trained on, but which chose its step (models/README.md).
+INTERCEPT, SLOPE = 0.033, 1.112
+CALIBRATED_ON = "11 families that chose the model's training step and were not trained on"
+
+
+def expected_lddt(probability, centres, anchors):
+    """(L,) lDDT that a fold would have if the distogram were true; NaN where no neighbour is probable.
+    probability (L, L, bins), centres (bins,) Å, anchors (L, 3): the atoms that the distogram is about."""
+    found = torch.cdist(anchors[None], anchors[None])[0]
+    weight, kept = torch.zeros_like(found), torch.zeros_like(found)
+    for bin_, centre in enumerate(centres.tolist()):  # each alone, or long chains would not fit
+        if centre < LDDT_RADIUS:
+            chance, error = probability[..., bin_], (found - centre).abs()
+            weight += chance
+            held = sum((error < cutoff).to(chance.dtype) for cutoff in LDDT_CUTOFFS)
+            kept += chance * held / len(LDDT_CUTOFFS)
+    for matrix in (weight, kept):
+        matrix.fill_diagonal_(0)
+    total = weight.sum(1)
+    return torch.where(total > 0.5, kept.sum(1) / total, float("nan"))  # half a neighbour is none
+
+
+def plddt(expected):
+    """(L,) 0 to 100, as in a B-factor column; 0 where nothing can be expected."""
+    return (100 * (INTERCEPT + SLOPE * expected)).clamp(0, 100).nan_to_num(0)
+
+
+def entropy(probability):
+    """Mean entropy of the distogram's pairs, in bits; of 64 bins it is 6 at most."""
+    size = len(probability)
+    i, j = torch.triu_indices(size, size, 1)
+    p = probability[i, j]
+    return float(-(p * p.clamp(min=1e-12).log2()).sum(-1).mean()) if len(i) else 0.0

@@ -1,0 +1,129 @@
+"""What one looks at: a fold beside its map as a picture, and as a page in which one turns it.
+
+The page, made from fold_page.html, holds all that it needs and works without a network. pLDDT has the
+colours of AlphaFold's database. Letters in shapes: L residues.
+"""
+import base64
+import html
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from fusion_lab.measuring.plotting import require_matplotlib
+from fusion_lab.training.files import write_atomically, write_text
+from proteins import maps
+from proteins.geometry import CA
+from proteins.secondary import OTHER, UNKNOWN, secondary_structure
+
+PAGE = Path(__file__).with_name("fold_page.html")
+BANDS = ((90, "#0053D6", "very high"), (70, "#65CBF3", "high"), (50, "#FFDB13", "low"),
+         (0, "#FF7D45", "very low"))
+PIECES = 5  # of the curve between two residues
+
+
+def colour(plddt):
+    return next(shade for least, shade, _ in BANDS if plddt >= least or not least)
+
+
+def secondary(sequence, atoms):
+    """L letters of secondary.py, "-" for what is neither helix nor strand; atoms (L, 5, 3)."""
+    if len(sequence) < 3:
+        return OTHER * len(sequence)
+    donors = np.array([letter != "P" for letter in sequence])
+    letters = secondary_structure(atoms[:, :4].astype(float), donors, np.zeros(len(sequence) - 1, bool))
+    return "".join(letters).replace(UNKNOWN, OTHER)
+
+
+def turned(points):
+    """(L, 3) with the longest extent along x and the shortest towards the eye, centred; never mirrored."""
+    centred = points - points.mean(axis=0)
+    _, _, axes = np.linalg.svd(centred, full_matrices=True)
+    axes[2] *= np.sign(np.linalg.det(axes))
+    return centred @ axes.T
+
+
+def smooth(points):
+    """((L - 1) * PIECES + 1, 3): a curve through points (L, 3) (Catmull and Rom 1974)."""
+    ends = np.concatenate([points[:1], points, points[-1:]])
+    a, b, c, d = (ends[k:len(points) - 1 + k, None] for k in range(4))
+    t = (np.arange(PIECES) / PIECES)[:, None]
+    curve = b + 0.5 * ((c - a) * t + (2 * a - 5 * b + 4 * c - d) * t ** 2 + (3 * (b - c) + d - a) * t ** 3)
+    return np.concatenate([curve.reshape(-1, 3), points[-1:]])
+
+
+# --- Page -----------------------------------------------------------------------------------------------
+
+
+def notes(result):
+    """[(class of the paragraph, words)] above the panels."""
+    found = [("", f"{result['residues']} residues, {result['rows_used']} of {result['rows']} rows "
+                  f"({result['effective_rows']:.1f} effective); mean pLDDT {result['plddt']:.0f} of 100")]
+    if result["untested"]:
+        found.append(("warning", f"{result['untested']}: the fold may be wrong throughout"))
+    if result["trained_on"]:
+        found.append(("warning", "The model was trained on a relative of this protein"))
+    if scores := result.get("scores"):
+        found.append(("", f"Against the structure: TM-score {scores['tm_score']:.2f}, lDDT-CA "
+                      f"{scores['lddt_ca']:.2f}, GDT-TS {scores['gdt_ts']:.2f}, RMSD {scores['rmsd']:.1f} Å"))
+    return found
+
+
+def write_page(path, m, atoms, plddt, result):
+    """m: a maps.ContactMap; atoms (L, 5, 3) Å, plddt (L,); result: what the mode's JSON holds."""
+    tenths = np.clip(np.round(10 * m.distances), 0, 255).astype(np.uint8)
+    data = dict(sequence=m.letters, places=turned(atoms[:, CA].astype(float)).round(2).tolist(),
+                plddt=plddt.round(1).tolist(), secondary=secondary(m.letters, atoms),
+                distances=base64.b64encode(tenths.tobytes()).decode())
+    title = html.escape(f"{maps.printable(m.name)}: predicted fold")
+    paragraphs = "\n".join(f'<p class="{kind}">{html.escape(words)}</p>' for kind, words in notes(result))
+    text = PAGE.read_text(encoding="utf-8").replace("TITLE", title).replace("NOTES", paragraphs)
+    text = text.replace("DATA", json.dumps(data).replace("<", "\\u003c"))  # last: it is not searched
+    write_text(path, text)
+
+
+# --- Picture --------------------------------------------------------------------------------------------
+
+
+def write_picture(path, m, atoms, plddt):
+    """Map and fold side by side, as PNG."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(2 * maps.PANEL + 1.0, maps.PANEL + 2.1), layout="constrained")
+    contacts, fold = figure.subplots(1, 2)
+    handles = maps.draw_contacts(contacts, m)
+    maps.dress(contacts, m, "contacts: marks predicted, squares true" if m.precision
+               else "contacts: the more probable, the darker")
+    shades = draw_fold(fold, m.letters, atoms, plddt)
+    title = f"{maps.printable(m.name)}: predicted fold, mean pLDDT {plddt.mean():.0f}"
+    figure.suptitle(title, parse_math=False)
+    figure.legend(handles=handles + shades, loc="outside lower left", frameon=False, ncols=4, fontsize=9,
+                  columnspacing=1.4, handletextpad=0.5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a rare script
+        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=200))
+
+
+def draw_fold(axis, sequence, atoms, plddt):
+    """The chain from the side where it is widest, what is near over what is far; returns what the legend
+    shows."""
+    from matplotlib.collections import LineCollection
+    from matplotlib.patches import Patch
+    places, letters = turned(atoms[:, CA].astype(float)), secondary(sequence, atoms)
+    curve = smooth(places) if len(places) > 1 else np.repeat(places, 2, axis=0)
+    strokes = np.stack([curve[:-1], curve[1:]], axis=1)  # (pieces, 2, 3)
+    residue = np.minimum((np.arange(len(strokes)) / PIECES + 0.5).astype(int), len(sequence) - 1)
+    order = strokes[:, :, 2].mean(axis=1).argsort()
+    width = np.array([1.8 if letters[k] == OTHER else 4.5 for k in residue])
+    shade = [colour(plddt[k]) for k in residue]
+    for k in order:
+        for tint, more, cap in (("#333333", 1.4, "butt"), (shade[k], 0, "round")):
+            axis.add_collection(LineCollection([strokes[k, :, :2]], colors=[tint], capstyle=cap,
+                                               linewidths=[width[k] + more]))
+    for k, end in ((0, "N"), (-1, "C")):
+        axis.annotate(end, places[k, :2], textcoords="offset points", xytext=(4, 4), fontsize=10, zorder=5)
+    reach = np.abs(places).max() + 4
+    axis.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xticks=[], yticks=[])
+    axis.set_title("fold, coloured by pLDDT", fontsize=11)
+    return [Patch(facecolor=tint, label=f"pLDDT {words}") for _, tint, words in BANDS]

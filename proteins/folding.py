@@ -1,0 +1,196 @@
+"""From a distogram to atoms: many folds at once, by gradient descent (docs/folding.md).
+
+    fold = folded(logits, centres, "MKTAYIAK...")      # fold.atoms (L, 5, 3), fold.energy
+
+First come traces: a point for each residue, in five dimensions, in which a chain can pass through itself,
+and of which two are pressed flat. The best traces and their mirror images become frames: rigid L-amino
+acids that are pulled together until the chain is whole. Of all of these the one with the least energy is
+the fold; since residues and the Ramachandran plot have a hand, it is the right image. Letters in shapes: B
+structures, L residues.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from proteins import geometry
+from proteins.fold_energy import (
+    Distances,
+    anchor,
+    clashes,
+    crowding,
+    near_pairs,
+    peptide_bonds,
+    ramachandran,
+)
+from proteins.geometry import CA, CB, C, N
+
+TRACES, CHOSEN = 16, 4        # starts; of which so many are folded on, each with its mirror image
+DIMENSIONS = 5
+TRACE_STEPS, FOLD_STEPS = 300, 450
+PAIRS_AT_ONCE = 400_000       # residue pairs of all starts; long chains have fewer starts
+DISTANCE_WEIGHT = 20.0        # kT for each residue, shared by all of its pairs
+CLASHES_FROM = 0.6            # share of the steps before atoms may clash no more
+REFRESH = 15                  # steps for which a list of near pairs serves
+WINDOW = 5                    # residues of an ideal piece of chain
+PIECES = ((-62., -43.), (-120., 130.), (-70., 140.), (-95., 0.), (60., 40.), (80., 5.))  # phi, psi in degrees
+LEAST = 4                     # residues with which distances have something to say
+
+
+@dataclass
+class Fold:
+    """One structure and what was asked of it."""
+    atoms: torch.Tensor      # (L, 5, 3) in the order of geometry.ATOMS, Å
+    energy: float            # kT for each residue
+    terms: dict              # {term: kT for each residue}
+    energies: list           # of all candidates, images behind each other
+    mirrored: bool           # it grew from the mirror image of its trace
+    gap: float               # kT for each residue by which the best of the other hand is worse
+
+
+def folded(logits, centres, sequence, seed=0):
+    """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters. On one thread:
+    the tensors are small, and a seed is one fold whatever the machine has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _folded(logits, centres, sequence, torch.Generator().manual_seed(seed))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _folded(logits, centres, sequence, generator):
+    probability = logits.float().softmax(-1)
+    potential = Distances(probability, centres)
+    size = len(sequence)
+    starts = max(min(TRACES, PAIRS_AT_ONCE // max(len(potential.i), 1)), 2)
+    if size < LEAST:
+        traces = torch.randn(2, size, 3, generator=generator)
+    else:
+        traces = fold_traces(potential, spread(probability, centres, starts, generator), size)
+        traces = traces[:min(CHOSEN, max(starts // 2, 1))]
+    images = torch.cat([traces, traces * torch.tensor([1.0, 1.0, -1.0])])
+    atoms = fold_frames(potential, images, sequence)
+    return best_of(potential, atoms, sequence)
+
+
+# --- Traces ---------------------------------------------------------------------------------------------
+
+
+def spread(probability, centres, starts, generator):
+    """Starts (B, L, DIMENSIONS): where multidimensional scaling of the mean distances puts the residues
+    (Torgerson 1952, doi:10.1007/BF02288916), with noise of 2 Å."""
+    size = len(probability)
+    centring = torch.eye(size) - 1 / size
+    squares = (probability @ torch.as_tensor(centres, dtype=torch.float32)).square()
+    squares.fill_diagonal_(0)
+    values, vectors = torch.linalg.eigh(-0.5 * centring @ squares @ centring)
+    most = min(DIMENSIONS, size)
+    scaled = vectors[:, -most:].flip(1) * values[-most:].flip(0).clamp(min=0).sqrt()
+    scaled = torch.nn.functional.pad(scaled, (0, DIMENSIONS - most))
+    return scaled + 2.0 * torch.randn(starts, size, DIMENSIONS, generator=generator)
+
+
+def fold_traces(potential, points, size, steps=TRACE_STEPS):
+    """(B, L, 3), best first: points (B, L, DIMENSIONS) moved down the potential; the dimensions behind the
+    third are pressed flat in the middle third of the steps."""
+    points = points.clone().requires_grad_()
+    optimizer = torch.optim.Adam([points], lr=1.0)
+    for step in range(steps + 1):
+        done = step / steps
+        flat = min(max(3 * done - 1, 0), 1)
+        optimizer.param_groups[0]["lr"] = 1.0 * (1 - done) + 0.02
+        shown = torch.cat([points[..., :3], points[..., 3:] * (1 - flat)], -1)
+        energy = (potential(shown) + 3 * crowding(shown, 3.8)) / size
+        if step < steps:
+            optimizer.zero_grad()
+            energy.sum().backward()
+            optimizer.step()
+    return points.detach()[energy.argsort(), :, :3]
+
+
+# --- Frames ---------------------------------------------------------------------------------------------
+
+
+def frames_along(trace):
+    """First (rotation (B, L, 3, 3), place (B, L, 3)) of residues whose CB lie on a trace (B, L, 3): those
+    of the piece of an ideal chain that fits best on each residue and its neighbours."""
+    reach = WINDOW // 2
+    angles = torch.tensor(PIECES, dtype=trace.dtype).deg2rad().T[..., None]
+    pieces = geometry.extended(*angles.expand(2, -1, WINDOW))  # (F, WINDOW, 5, 3)
+    own, _ = geometry.frames_of(*(pieces[:, reach, atom] for atom in (N, CA, C)))
+    points = pieces[:, :, CB]
+    points = points - points.mean(1, keepdim=True)  # (F, WINDOW, 3)
+    ends = torch.arange(1, reach + 1)[:, None].to(trace)
+    step = (trace[:, 1:2] - trace[:, :1], trace[:, -1:] - trace[:, -2:-1]) if trace.shape[1] > 1 else (
+        torch.ones_like(trace),) * 2  # the chain goes on as it begins and ends
+    padded = torch.cat([trace[:, :1] - ends.flip(0) * step[0], trace, trace[:, -1:] + ends * step[1]], 1)
+    windows = padded.unfold(1, WINDOW, 1).transpose(-1, -2)  # (B, L, WINDOW, 3)
+    windows = windows - windows.mean(2, keepdim=True)
+    # Superpose each piece on each window (Kabsch 1976, doi:10.1107/S0567739476001873), without mirroring it.
+    u, value, v = torch.linalg.svd(torch.einsum("blwi,fwj->blfij", windows, points))
+    hand = (u @ v).det().sign()
+    fitted = value[..., 0] + value[..., 1] + hand * value[..., 2]
+    error = points.square().sum((1, 2)) - 2 * fitted  # of the least squares, less what all pieces share
+    u = torch.cat([u[..., :2], u[..., 2:] * hand[..., None, None]], -1)
+    best = error.argmin(-1)[..., None, None, None].expand(-1, -1, 1, 3, 3)
+    rotation = torch.take_along_dim(u @ v @ own, best, 2).squeeze(2)
+    return rotation, trace - rotation @ geometry.ideal_residue(trace.dtype)[3]
+
+
+def weights(done):
+    """What terms count when this share of the steps is done: each residue by itself first, the chain last."""
+    return dict(peptide=10 ** (-3.0 + 3.0 * min(done / 0.75, 1)))
+
+
+def fold_frames(potential, traces, sequence, steps=FOLD_STEPS):
+    """Atoms (B, L, 5, 3) of chains that start along the traces (B, L, 3)."""
+    rotation, place = frames_along(traces)
+    axes = rotation[..., :2].transpose(-1, -2).contiguous().requires_grad_()  # two vectors, made a rotation
+    place = place.contiguous().requires_grad_()
+    optimizer = torch.optim.Adam([dict(params=[axes]), dict(params=[place])], betas=(0.9, 0.98))
+    pairs = None
+    for step in range(steps):
+        done = step / steps
+        rate = min(1, 2.2 * (1 - done)) + 0.002
+        for group, most in zip(optimizer.param_groups, (0.06, 0.25), strict=True):
+            group["lr"] = most * rate
+        atoms = geometry.backbone(geometry.rotations(axes[..., 0, :], axes[..., 1, :]), place)
+        clashing = done >= CLASHES_FROM
+        if clashing and (pairs is None or step % REFRESH == 0):
+            pairs = near_pairs(atoms)
+        energy = total(terms(potential, atoms, sequence, pairs), **weights(done))
+        optimizer.zero_grad()
+        energy.sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return geometry.backbone(geometry.rotations(axes[..., 0, :], axes[..., 1, :]), place)
+
+
+def terms(potential, atoms, sequence, pairs=None):
+    """{term: (B,) kT}; without pairs, from near_pairs(), CA atoms alone repel each other."""
+    size = len(sequence)
+    found = dict(distances=DISTANCE_WEIGHT / size * potential(anchor(atoms, sequence)))
+    if size > 1:
+        found["peptide"] = peptide_bonds(atoms)
+    if size > 2:
+        phi, psi, _ = geometry.backbone_angles(atoms)
+        found["plot"] = ramachandran(phi[:, :-1], psi[:, 1:], sequence[1:-1])
+        found["clashes"] = (3 * crowding(atoms[:, :, CA]) if pairs is None
+                            else clashes(atoms, pairs, sequence))
+    return found
+
+
+def total(found, **weight):
+    return sum(weight.get(term, 1) * value for term, value in found.items())
+
+
+def best_of(potential, atoms, sequence):
+    """Fold of the candidates (B, L, 5, 3), of which the second half grew from mirror images."""
+    found = terms(potential, atoms, sequence, near_pairs(atoms))
+    size = len(sequence)
+    energies = total(found) / size
+    best, half = int(energies.argmin()), len(energies) // 2
+    other = energies[:half] if best >= half else energies[half:]
+    by_term = {term: float(value[best]) / size for term, value in found.items()}
+    return Fold(atoms[best], float(energies[best]), by_term, energies.tolist(), best >= half,
+                float(other.min() - energies[best]))

@@ -1,0 +1,36 @@
+"""Folds made up for tests of --fold: chains from angles, and distograms that are sure of them."""
+import math
+
+import torch
+
+from proteins import geometry
+from proteins.fold_energy import anchor
+from tiny_openfold_v2 import DISTANCE_CENTRES
+
+CENTRES = torch.tensor(DISTANCE_CENTRES, dtype=torch.float32)
+SEQUENCE = "MKALEELLKKAGVDPEKLLKALEK"  # two helices and a turn
+
+
+def chain(angles, omega=math.pi):
+    """Atoms (L, 5, 3), float64, from [(phi, psi)] in degrees."""
+    phi, psi = torch.tensor(angles, dtype=torch.float64).T.deg2rad()
+    return geometry.extended(phi, psi, omega)
+
+
+def a_fold():
+    """Two right-handed helices packed by a turn, as long as SEQUENCE."""
+    return chain([(-62, -43)] * 11 + [(60, 30), (-90, 120), (-100, 100)] + [(-62, -43)] * 10)
+
+
+def certain(atoms, sequence, deviation=0.6):
+    """Logits (L, L, bins) of a distogram that knows this fold."""
+    points = anchor(atoms[None], sequence)[0]
+    away = torch.cdist(points, points)[..., None] - CENTRES.to(points)
+    return -(away.clamp(min=-30) / deviation).square() / 2
+
+
+def turned(atoms):
+    """The same fold elsewhere."""
+    generator = torch.Generator().manual_seed(5)
+    turn = geometry.rotations(*torch.randn(2, 3, generator=generator, dtype=atoms.dtype))
+    return atoms @ turn.T + torch.tensor([5.0, -7.0, 11.0], dtype=atoms.dtype)

@@ -1,0 +1,61 @@
+"""pLDDT: what a distogram leads one to expect."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from proteins import confidence
+from proteins.fold_energy import anchor
+from proteins.structure_metrics import lddt
+from tests.proteins.folds_at_hand import CENTRES, SEQUENCE, a_fold, certain
+
+
+def test_expected_is_what_it_comes_to_if_the_distogram_is_true():
+    """Two equally probable distances for each pair: the mean of the lDDT by the one and by the other."""
+    true = a_fold()[:, 4]
+    size = len(true)
+    distances = torch.cdist(true, true)
+    bins = (distances[..., None] - CENTRES).abs().argmin(-1)
+    p = torch.zeros(size, size, len(CENTRES), dtype=torch.float64)
+    for other in (bins, (bins + 5).clamp(max=len(CENTRES) - 1)):  # 1.56 Å apart
+        p.scatter_add_(2, other[..., None], torch.full((size, size, 1), 0.5, dtype=torch.float64))
+    found = confidence.expected_lddt(p, CENTRES, true)
+    by_hand = []
+    for i in range(size):
+        kept = weight = 0
+        for j in set(range(size)) - {i}:
+            for centre in (CENTRES[bins[i, j]].item(), CENTRES[min(bins[i, j] + 5, 63)].item()):
+                if centre < 15:
+                    weight += 0.5
+                    error = abs(centre - distances[i, j].item())
+                    kept += 0.5 * sum(error < cutoff for cutoff in (0.5, 1, 2, 4)) / 4
+        by_hand.append(kept / weight)
+    assert found.tolist() == pytest.approx(by_hand) and 0.6 < found.mean() < 0.9
+
+
+def test_a_sure_distogram_and_its_fold_expect_much_and_a_flat_one_little():
+    true = a_fold()
+    points = anchor(true[None], SEQUENCE)[0]
+    sure = confidence.expected_lddt(certain(true, SEQUENCE, 0.2).softmax(-1), CENTRES, points)
+    flat = confidence.expected_lddt(torch.zeros(24, 24, 64, dtype=torch.float64).softmax(-1), CENTRES, points)
+    wrong = confidence.expected_lddt(certain(true, SEQUENCE, 0.2).softmax(-1), CENTRES, 2 * points)
+    assert sure.min() > 0.9 and flat.max() < 0.5 and wrong.mean() < 0.5
+    measured = np.nanmean(lddt((2 * points).numpy(), points.numpy()))
+    assert measured == pytest.approx(wrong.mean().item(), abs=0.1)
+
+
+def test_plddt_lies_between_0_and_100_and_is_0_without_neighbours():
+    alone = confidence.expected_lddt(torch.full((1, 1, 64), 1 / 64), CENTRES, torch.zeros(1, 3))
+    assert math.isnan(alone.item())
+    found = confidence.plddt(torch.tensor([float("nan"), 0.0, 0.3, 0.5, 5.0]))
+    assert found[0] == 0 and found.max() <= 100 and found[2] < found[3] <= found[4]
+    middle = 100 * (confidence.INTERCEPT + confidence.SLOPE * 0.5)
+    assert found[3].item() == pytest.approx(middle, abs=1e-3) and "families" in confidence.CALIBRATED_ON
+
+
+def test_entropy_is_in_bits():
+    assert confidence.entropy(torch.full((5, 5, 64), 1 / 64)) == pytest.approx(6)
+    sure = torch.eye(64)[torch.zeros(5, 5, dtype=torch.long)]
+    assert confidence.entropy(sure) == pytest.approx(0, abs=1e-6)
+    assert confidence.entropy(torch.full((1, 1, 64), 1 / 64)) == 0

@@ -1,0 +1,145 @@
+"""What a fold costs: each term by hand, gradients against finite differences, what turning and mirroring
+change."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from proteins import fold_energy as e
+from proteins import folding
+from proteins.geometry import CA, CB, C, N
+from tests.proteins.folds_at_hand import CENTRES, SEQUENCE, a_fold, certain, chain, turned
+
+
+def terms(atoms, sequence=SEQUENCE, true=None):
+    potential = e.Distances(certain(a_fold() if true is None else true, sequence).softmax(-1), CENTRES)
+    return folding.terms(potential, atoms, sequence, e.near_pairs(atoms))
+
+
+def test_turning_and_moving_change_nothing_and_mirroring_does():
+    atoms = a_fold()[None]
+    found, moved = terms(atoms), terms(turned(atoms))
+    mirrored = terms(atoms * torch.tensor([1, 1, -1]))
+    for name, value in found.items():
+        assert moved[name].item() == pytest.approx(value.item(), abs=1e-6), name
+        if name != "plot":
+            assert mirrored[name].item() == pytest.approx(value.item(), abs=1e-6), name
+    assert mirrored["plot"].item() > found["plot"].item() + len(SEQUENCE)
+
+
+def test_a_batch_is_its_structures():
+    both = torch.stack([a_fold(), chain([(-120, 130)] * len(SEQUENCE))])
+    found, alone = terms(both), [terms(atoms[None]) for atoms in both]
+    for name, value in found.items():
+        assert value.tolist() == pytest.approx([one[name].item() for one in alone], abs=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["distances", "peptide", "plot", "clashes"])
+def test_gradients_are_those_of_finite_differences(name):
+    generator = torch.Generator().manual_seed(0)
+    sequence, true = "AGPVLK", chain([(-60, -45)] * 6)
+    atoms = (true + 0.3 * torch.randn(true.shape, generator=generator, dtype=torch.float64))[None]
+    if name == "clashes":
+        atoms = atoms * 0.7  # too near
+    potential = e.Distances(certain(true, sequence).softmax(-1), CENTRES)
+    pairs = e.near_pairs(atoms)
+
+    def energy(x):
+        return folding.terms(potential, x, sequence, pairs)[name].sum()
+
+    atoms.requires_grad_()
+    gradient, = torch.autograd.grad(energy(atoms), atoms)
+    assert gradient.abs().max() > 0.1
+    step = 1e-6
+    with torch.no_grad():
+        for place in ((0, 0, 2, 0), (0, 1, 1, 1), (0, 2, 0, 2), (0, 4, 4, 1), (0, 5, 1, 0)):
+            by = torch.zeros_like(atoms)
+            by[place] = step
+            measured = (energy(atoms + by) - energy(atoms - by)).item() / (2 * step)
+            assert gradient[place].item() == pytest.approx(measured, rel=1e-4, abs=1e-4), place
+
+
+def test_distances_are_odds_against_the_mean_at_that_separation():
+    generator = torch.Generator().manual_seed(2)
+    p = torch.rand(7, 7, len(CENTRES), generator=generator, dtype=torch.float64).softmax(-1)
+    p = (p + p.transpose(0, 1)) / 2
+    points = torch.zeros(1, 7, 3, dtype=torch.float64)
+    points[0, :, 0] = torch.tensor([0, 2.4, 5.0, 7.31, 9.9, 40.0, 80.0])
+    total, grid = 0.0, CENTRES.numpy()
+    for i in range(7):
+        for j in range(i + 1, 7):
+            mean = np.mean([p[k, k + j - i].numpy() for k in range(7 - (j - i))], axis=0)
+            odds = 0.5 * np.log(mean + 1e-4) - np.log(p[i, j].numpy() + 1e-4)
+            total += np.interp((points[0, j, 0] - points[0, i, 0]).item(), grid, odds)
+    assert e.Distances(p, CENTRES)(points).item() == pytest.approx(total, abs=1e-4)
+
+
+def test_the_plot_is_a_density_and_knows_glycine_and_proline():
+    grid = torch.deg2rad(torch.arange(-180.0, 180.0, 2.0, dtype=torch.float64))
+    phi, psi = (x.reshape(-1, 1) for x in torch.meshgrid(grid, grid, indexing="ij"))
+    area = math.radians(2) ** 2
+    costs = {letter: e.ramachandran(phi, psi, letter) for letter in "AGPX"}
+    for letter, cost in costs.items():
+        assert (-cost).exp().sum().item() * area == pytest.approx(1, abs=2e-3), letter
+    assert torch.equal(costs["A"], costs["X"])
+    angles = torch.deg2rad(torch.tensor([[-63.0], [60.0], [85.0], [-120.0]], dtype=torch.float64))
+    others = torch.deg2rad(torch.tensor([[-42.0], [42.0], [7.0], [130.0]], dtype=torch.float64))
+    a, g, p = (e.ramachandran(angles, others, letter).tolist() for letter in "AGP")
+    assert a[1] > a[0] + 4 and a[0] < a[3] < a[1]      # the left-handed helix is rare
+    assert g[2] < a[2] - 2 and p[3] > a[3] + 2         # but for glycine; proline's phi is near -65
+    both = e.ramachandran(angles[:2].T, others[:2].T, "AG")
+    assert both.item() == pytest.approx(a[0] + g[1])
+
+
+def test_each_residue_has_its_own_plot():
+    angles = [(-60, -45), (80, 10), (-70, 140), (-120, 130), (-60, -30)]
+    found = terms(chain(angles)[None], "AGPVK", chain(angles))["plot"].item()
+    phi, psi = torch.tensor(angles, dtype=torch.float64).T.deg2rad()
+    by_hand = [e.ramachandran(phi[None, k:k + 1], psi[None, k:k + 1], "AGPVK"[k]).item() for k in (1, 2, 3)]
+    assert found == pytest.approx(sum(by_hand))
+
+
+def test_whole_chains_have_whole_bonds():
+    atoms = chain([(-60, -45)] * 8)[None]
+    assert e.peptide_bonds(atoms).item() < 0.1
+    broken = atoms.clone()
+    broken[:, 4:] += torch.tensor([0.1, 0, 0])
+    assert e.peptide_bonds(broken).item() > 1
+    cis = chain([(-60, -45)] * 8, omega=0.0)[None]
+    assert e.peptide_bonds(cis).item() > 7 * e.PLANAR
+
+
+def test_clashes_are_of_atoms_that_are_too_near():
+    strand = chain([(-120, 130)] * 8)
+    pair = torch.stack([torch.cat([strand, strand + torch.tensor([0, 0, far])]) for far in (30.0, 1.0)])
+    pairs = e.near_pairs(pair)
+    assert ((pairs[2] - pairs[1]) >= 3).all() and set(pairs[0].tolist()) == {1}
+    ca = pair[pairs[0], pairs[1], CA] - pair[pairs[0], pairs[2], CA]
+    assert (ca.norm(dim=-1) < e.NEAR).all()
+    free, clashing = e.clashes(pair, pairs).tolist()
+    assert free == 0 < 100 < clashing
+    ones = torch.zeros(1, 3, 5, 3)
+    ones[0, 0], ones[0, 1], ones[0, 2] = 0, 50, 100
+    ones += torch.arange(5)[:, None] * 20.0
+    ones[0, 2, CB] = ones[0, 0, N] + torch.tensor([2.0, 0, 0])
+    one = (torch.tensor([0]), torch.tensor([0]), torch.tensor([2]))
+    over = e.overlaps(ones, one)
+    assert over[0, N, CB].item() == pytest.approx(e.TOUCH[N, CB].item() - 2, abs=1e-4)
+    assert over.sum().item() == over[0, N, CB].item() and e.overlaps(ones, one, "AAG").sum() == 0
+    cost = e.STIFFNESS * (e.TOUCH[N, CB].item() - 2) ** 2
+    assert e.clashes(ones, one).item() == pytest.approx(cost, rel=1e-3)
+    assert torch.equal(e.TOUCH, e.TOUCH.T)
+
+
+def test_real_folds_do_not_clash():
+    for angles in ((-63, -42), (-120, 130), (-75, 145)):
+        atoms = chain([angles] * 12)[None]
+        assert e.clashes(atoms, e.near_pairs(atoms)).item() < 0.1, angles
+
+
+def test_the_anchor_of_glycine_is_its_ca():
+    atoms = chain([(-60, -45)] * 3)[None]
+    found = e.anchor(atoms, "AGA")
+    assert torch.equal(found[0, 1], atoms[0, 1, CA]) and torch.equal(found[0, ::2], atoms[0, ::2, CB])
+    assert not torch.equal(found[0, 0], atoms[0, 0, C])

@@ -1,0 +1,252 @@
+"""--fold: files and figures of a whole run, the page in a browser, what is refused."""
+import base64
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.training.models import save_model
+from proteins import files, fold_pictures, folding, prediction, structure_metrics
+from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
+from tests.support import PATIENCE, ROOT, require_shared
+
+SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=1, pair_heads=1, outer_product_dim=4)
+
+
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    """In a directory with x.a3m and m.pt; a model that knows the fold, few steps, no measuring of the
+    machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
+    monkeypatch.setattr(folding, "TRACES", 4)
+    monkeypatch.setattr(folding, "CHOSEN", 2)
+    for name, steps in (("fold_traces", 40), ("fold_frames", 120)):
+        of = getattr(folding, name)
+        monkeypatch.setattr(folding, name, lambda *given, of=of, steps=steps: of(*given, steps=steps))
+    (tmp_path / "x.a3m").write_text(f">x\n{SEQUENCE}\n>y\n{SEQUENCE[:9]}{'-' * 15}\n")
+    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES))
+    save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, dict(about="for tests"))
+    run_model = prediction.run_model
+
+    def knowing(*given):
+        found = run_model(*given)
+        return (*found[:2], certain(a_fold(), SEQUENCE)) if len(found[0]) == len(SEQUENCE) else found
+    monkeypatch.setattr(prediction, "run_model", knowing)
+    return tmp_path
+
+
+def run(*argv):
+    try:
+        return tof.main(["--fold", *map(str, argv), "--resume", "m.pt", "--device", "cpu"])
+    except SystemExit as error:
+        return error.code
+
+
+def write_truth(path):
+    """x.pdb, with a residue left out."""
+    from tests.proteins.structures import CODES, atom, write_model
+    lines = [atom(name, CODES[SEQUENCE[number]], "A", number + 5, xyz)
+             for number, residue in enumerate(a_fold().tolist()) if number != 3
+             for name, xyz in zip(("N", "CA", "C", "O", "CB"), residue, strict=True)
+             if (SEQUENCE[number], name) != ("G", "CB")]
+    return write_model(path, *lines)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_structure(setup, capsys):
+    pytest.importorskip("gemmi")
+    pytest.importorskip("matplotlib")
+    write_truth(setup / "x.pdb")
+    assert run("x.a3m", "--structure", "x.pdb:A", "-o", "out") == 0
+    out = capsys.readouterr().out
+    result = json.loads((setup / "out" / "x.json").read_text())
+    assert {path.name for path in (setup / "out").iterdir()} == {f"x.{kind}" for kind in
+                                                                 ("pdb", "cif", "png", "html", "json")}
+    assert set(result["files"]) == {f"out/x.{kind}" for kind in ("pdb", "cif", "png", "html")}
+    found, = files.read_structure("out/x.pdb")
+    known = np.arange(len(SEQUENCE)) != 3
+    expected = structure_metrics.compared(found.backbone[known, 1].astype(float),
+                                          a_fold()[known, 1].numpy())
+    assert result["scores"] == pytest.approx(expected, abs=2e-3) and expected["lddt_ca"] > 0.8
+    assert result["scores"]["residues_compared"] == 23 and "TM-score" in out
+    assert (result["mode"], result["rows"], result["residues"]) == ("fold", 2, 24)
+    assert set(result["seconds"]) == {"model", "folding"} and all(s > 0 for s in result["seconds"].values())
+    assert result["other_hand"] > 0.2
+    assert result["longest_peptide_bond"] < 1.4 and result["worst_overlap"] < 0.5
+    assert result["plddt"] == pytest.approx(np.mean(result["plddt_by_residue"]), abs=0.01)
+    assert "families" in result["plddt_calibrated_on"] and 0 < result["entropy_bits"] < 6
+    with open("out/x.pdb", encoding="ascii") as file:
+        factors = [float(line[60:66]) for line in file if line[:4] == "ATOM" and line[13:15] == "CA"]
+    assert factors == pytest.approx(result["plddt_by_residue"], abs=0.01)
+    assert json.loads(out.splitlines()[-1])["scores"] == result["scores"]
+    assert (setup / "out" / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+    assert run("x.a3m", "-o", "out") == 0  # again: nothing is overwritten
+    assert len(list((setup / "out").glob("x.*.old-*"))) == 5
+    assert "scores" not in json.loads((setup / "out" / "x.json").read_text())
+
+
+@pytest.mark.parametrize("sequence", ["M", "MK", "MKT"])
+def test_the_shortest_chains(setup, sequence, capsys):
+    (setup / "s.a3m").write_text(f">s\n{sequence}\n")
+    assert run("s.a3m") == 0
+    lines = (setup / "fold" / "s.pdb").read_text().splitlines()
+    assert sum(line[:4] == "ATOM" for line in lines) == 5 * len(sequence)
+    said = capsys.readouterr()
+    assert "warning: 1 effective rows" in said.err and "it was not measured" in said.out
+
+
+def test_what_cannot_be_used_is_one_line(setup, capsys):
+    (setup / "bad.a3m").write_text(">q\nMKT\n>r\nMK\n")
+    (setup / "dna.a3m").write_text(f">q\n{'ACGT' * 10}\n")
+    for words, argv in {"bad.a3m: row 1": ["bad.a3m"], "no.a3m: cannot be read": ["no.a3m"],
+                        "reads like DNA": ["dna.a3m"], "must not be empty": [""],
+                        "query 'z' is not a row": ["x.a3m", "--query", "z"],
+                        "--num-steps: not with --fold": ["x.a3m", "--num-steps", "5"],
+                        "not allowed with": ["x.a3m", "--contacts", "x.a3m"],
+                        "cannot write into": ["x.a3m", "-o", "m.pt"]}.items():
+        assert run(*argv) == 2
+        error = capsys.readouterr().err
+        assert words in error and len(error.splitlines()) == 1, error
+    assert not (setup / "fold").exists()
+
+
+# --- The page -------------------------------------------------------------------------------------------
+
+
+def a_page(path, name="x </script><b>", size=24):
+    from proteins.maps import ContactMap
+    atoms, letters = a_fold().numpy()[:size], SEQUENCE[:size]
+    distances = np.linalg.norm(atoms[:, None, 4] - atoms[:, 4], axis=-1)
+    m = ContactMap(name=name, chain="", numbers=("",) * size, letters=letters, secondary="",
+                   probability=np.eye(size), distances=distances, true=np.full((size, size), np.nan),
+                   chosen=((), ()), precision={}, cutoff=8.0, separation=6)
+    result = dict(residues=size, rows=2, rows_used=2, effective_rows=1.5, plddt=50.0, untested="<few> rows",
+                  trained_on=True, scores=dict(tm_score=0.51, lddt_ca=0.61, gdt_ts=0.71, rmsd=2.0))
+    fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result)
+    return path.read_text(encoding="utf-8"), atoms, distances
+
+
+def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
+    text, atoms, distances = a_page(tmp_path / "x.html")
+    data = json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
+    places = np.array(data["places"])
+    assert structure_metrics.rmsd(places, atoms[:, 1]) < 0.01  # turned, and not mirrored
+    spread = places.std(axis=0)
+    assert spread[0] > spread[1] > spread[2] and np.abs(places.mean(axis=0)).max() < 0.01
+    tenths = np.frombuffer(base64.b64decode(data["distances"]), np.uint8).reshape(24, 24)
+    assert tenths == pytest.approx(10 * distances.clip(0, 25.5), abs=0.51)
+    assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
+    assert "x &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
+    assert "&lt;few&gt; rows" in text
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+    assert "trained on a relative" in text and "TM-score 0.51" in text
+
+
+def test_the_pages_script_draws_in_node(tmp_path):
+    """Without a browser: the script against a stand-in of the page, which counts strokes."""
+    node = shutil.which("node") or pytest.skip("needs Node.js: apt-get install nodejs")
+    for size in (1, 2, 24):
+        text, *_ = a_page(tmp_path / "x.html", size=size)
+        script = tmp_path / "x.js"
+        script.write_text(STAND_IN + re.search(r"<script>(.*)</script>", text, re.DOTALL)[1] + ASKED)
+        done = subprocess.run([node, script], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["strokes"] == 2 * 6 * (size - 1) and found["pixels"] == 4 * size ** 2
+        assert found["drawn"] == 5
+        assert found["moved"] is (size > 1) and "predicted" in found["words"] and found["hand"] > 0.99
+
+
+STAND_IN = """
+const strokes = [], words = {}, handlers = {};
+const pen = new Proxy({}, {get: (own, key) => key in own ? own[key] : (...given) => {
+  if (key === "lineTo") strokes.push(given);
+  if (key === "createImageData") return {data: {set() { pen.set += 4; }}};
+}, set: (own, key, value) => { own[key] = value; return true; }});
+pen.set = 0;
+const element = name => ({clientWidth: 300, getContext: () => pen, style: {}, append() {},
+  setPointerCapture() {},
+  addEventListener: (kind, act) => { handlers[name + kind] = act; },
+  getBoundingClientRect: () => ({left: 0, top: 0, width: 300, height: 300}),
+  set textContent(text) { words[name] = text; }});
+const made = {};
+globalThis.document = {getElementById: name => made[name] ||= element(name), createElement: element,
+                       body: {dataset: {}}};
+globalThis.window = {addEventListener() {}, devicePixelRatio: 1};
+globalThis.requestAnimationFrame = () => {};
+"""
+ASKED = """
+const count = strokes.length, first = JSON.stringify(strokes);
+strokes.length = 0;
+handlers.foldpointerdown({clientX: 0, clientY: 0, pointerId: 1});
+handlers.foldpointermove({clientX: 60, clientY: 30});
+const moved = JSON.stringify(strokes.slice(0, count)) !== first;
+handlers.foldkeydown({key: "ArrowLeft", preventDefault() {}});
+handlers.foldwheel({deltaY: 100, preventDefault() {}});
+handlers.mappointermove({clientX: 290, clientY: 10});
+const [a, b, c] = turn;
+const hand = (a[1] * b[2] - a[2] * b[1]) * c[0] + (a[2] * b[0] - a[0] * b[2]) * c[1]
+  + (a[0] * b[1] - a[1] * b[0]) * c[2];
+console.log(JSON.stringify({strokes: count, moved, drawn: Number(document.body.dataset.drawn), hand,
+                            words: words.pair, pixels: pen.set}));
+"""
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(tmp_path):
+    from matplotlib import image
+
+    from tests.study.test_report import browse
+    a_page(tmp_path / "x.html")
+    url, shot = (tmp_path / "x.html").as_uri(), tmp_path / "shot.png"
+    done = browse(tmp_path, "--window-size=1200,900", f"--screenshot={shot}", url)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    pixels = image.imread(shot)[..., :3]
+    for shade in ((0, 0x53, 0xD6), (0xFF, 0x7D, 0x45)):  # the surest residues and the least sure
+        assert (np.abs(pixels - np.array(shade) / 255).max(-1) < 0.02).sum() > 200
+
+
+# --- The whole of it ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_real_alignment_as_a_user_does_it(tmp_path):
+    alignment, structure = (require_shared("data", "pairs", name) for name in ("1a3a_A.a3m", "1a3a.pdb"))
+    command = [sys.executable, ROOT / "tiny_openfold_v2.py", "--fold", alignment, "--structure",
+               f"{structure}:A", "-o", tmp_path / "o"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    found = json.loads((tmp_path / "o" / "1a3a_A.json").read_text())
+    assert found["trained_on"] is False and found["residues"] == 145
+    assert found["scores"]["tm_score"] > 0.5 and found["other_hand"] > 0.5
+    assert found["longest_peptide_bond"] < 1.36 and found["worst_overlap"] < 0.6
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_it_folds_ends_it_and_leaves_nothing(setup):
+    (setup / "x.a3m").write_text(f">x\n{SEQUENCE * 10}\n")
+    command = [sys.executable, ROOT / "tiny_openfold_v2.py", "--fold", "x.a3m", "--resume", "m.pt"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert any(line.startswith("Folding 240 residues") for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 130
+        finally:
+            process.kill()
+        assert process.stderr.read().endswith("interrupted\n")
+    assert not list((setup / "fold").iterdir())
+
+
+def test_the_model_is_asked_for_its_distogram_alone_here():
+    assert torch.tensor(tof.DISTANCE_CENTRES).diff().max() < 0.32
+    fold, contacts = (set(prediction.PREDICTED[mode]) for mode in ("--fold", "--contacts"))
+    assert fold - contacts == {"distogram_logits"} and contacts <= fold

@@ -1,0 +1,75 @@
+"""From a distogram to atoms: folds that are known come back, with the right hand, whole and free of
+clashes."""
+import pytest
+import torch
+
+from proteins import fold_energy, folding, geometry
+from proteins.structure_metrics import compared
+from tests.proteins.folds_at_hand import CENTRES, SEQUENCE, a_fold, certain, chain
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(folding, "TRACES", 4)
+    monkeypatch.setattr(folding, "CHOSEN", 2)
+    for name, steps in (("fold_traces", 60), ("fold_frames", 180)):
+        of = getattr(folding, name)
+        monkeypatch.setattr(folding, name, lambda *given, of=of, steps=steps: of(*given, steps=steps))
+
+
+def test_a_known_fold_comes_back_and_not_its_mirror_image(quick):
+    true = a_fold()
+    found = folding.folded(certain(true, SEQUENCE), CENTRES, SEQUENCE)
+    atoms = found.atoms.double()
+    scores = compared(atoms[:, 1].numpy(), true[:, 1].numpy())
+    image = compared((atoms[:, 1] * torch.tensor([1, 1, -1])).numpy(), true[:, 1].numpy())
+    assert scores["tm_score"] > 0.6 > image["tm_score"] and scores["lddt_ca"] > 0.85 and scores["rmsd"] < 1.5
+    assert (geometry.chirality(atoms) > 2).all() and found.gap > 0.2
+    phi, psi, omega = (angle.rad2deg() for angle in geometry.backbone_angles(atoms))
+    assert (phi[1:9] < -30).all() and (psi[1:9] < 0).all() and (omega.abs() > 150).all()
+    bonds = (atoms[:-1, 2] - atoms[1:, 0]).norm(dim=-1)
+    assert bonds.tolist() == pytest.approx([geometry.C_N] * len(bonds), abs=0.05)
+    assert fold_energy.overlaps(atoms[None], fold_energy.near_pairs(atoms[None]), SEQUENCE).max() < 0.4
+    assert len(found.energies) == 4 and found.energy == pytest.approx(min(found.energies), abs=1e-5)
+    assert found.energy == pytest.approx(sum(found.terms.values()), abs=1e-4)
+
+
+def test_a_seed_is_a_fold(quick):
+    logits, size = certain(a_fold(), SEQUENCE)[:9, :9], 9
+    one, two, other = (folding.folded(logits, CENTRES, SEQUENCE[:size], seed).atoms for seed in (1, 1, 2))
+    assert torch.equal(one, two) and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_shortest_chains(size, quick):
+    atoms = chain([(-60, -45)] * size)
+    found = folding.folded(certain(atoms, SEQUENCE[:size]), CENTRES, SEQUENCE[:size])
+    assert found.atoms.shape == (size, 5, 3) and found.atoms.isfinite().all()
+    bonds = (found.atoms[:-1, 2] - found.atoms[1:, 0]).norm(dim=-1)
+    assert bonds.tolist() == pytest.approx([geometry.C_N] * (size - 1), abs=0.05)
+
+
+def test_frames_begin_on_the_trace_with_their_side_chains_outwards():
+    strand = fold_energy.anchor(chain([(-120, 130)] * 9)[None], "A" * 9)
+    rotation, place = folding.frames_along(strand)
+    atoms = geometry.backbone(rotation, place)
+    assert (atoms[..., 4, :] - strand).abs().max() < 1e-5
+    along = strand[:, 2:] - strand[:, :-2]
+    assert ((atoms[:, 1:-1, 2] - atoms[:, 1:-1, 0]) * along > 0).any(-1).all()
+    outwards = 2 * strand[:, 1:-1] - strand[:, :-2] - strand[:, 2:]
+    assert (((atoms[:, 1:-1, 4] - atoms[:, 1:-1, 1]) * outwards).sum(-1) > 0).all()
+
+
+def test_chosen_is_what_costs_least_with_its_hand():
+    potential = fold_energy.Distances(certain(a_fold(), SEQUENCE).softmax(-1), CENTRES)
+    left = chain([(62, 43)] * 24)
+    image = torch.stack([left, left, a_fold(), left]).float()
+    found = folding.best_of(potential, image, SEQUENCE)
+    assert found.mirrored and torch.equal(found.atoms, image[2])
+    assert found.gap == pytest.approx(min(found.energies[:2]) - found.energy, abs=1e-5) and found.gap > 1
+    assert not folding.best_of(potential, image.flip(0), SEQUENCE).mirrored
+
+
+def test_short_range_comes_first():
+    early, late = folding.weights(0.0), folding.weights(1.0)
+    assert early["peptide"] < 0.01 < 0.1 < folding.weights(0.6)["peptide"] and set(late.values()) == {1}

@@ -1,0 +1,100 @@
+"""Frames and ideal residues: lengths, angles, hands, against plain trigonometry."""
+import math
+
+import pytest
+import torch
+
+from proteins import geometry as g
+
+HELIX = math.radians(-57.8), math.radians(-47.0)
+STRAND = math.radians(-120.0), math.radians(130.0)
+
+
+def a_chain(angles, size=14):
+    return g.extended(*(torch.full((size,), angle, dtype=torch.float64) for angle in angles))
+
+
+def random_rotation(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return g.rotations(*torch.randn(2, 3, dtype=torch.float64, generator=generator))
+
+
+def angle(a, b, c):
+    u, v = g.unit(a - b), g.unit(c - b)
+    return (u * v).sum(-1).clamp(-1, 1).acos().rad2deg()
+
+
+def test_residues_have_the_textbooks_lengths_and_angles():
+    """Engh and Huber (1991)."""
+    atoms = a_chain(STRAND)
+    n, ca, c, o, cb = atoms.unbind(1)
+    for a, b, length in ((n, ca, 1.458), (ca, c, 1.525), (c, o, 1.231), (ca, cb, 1.530),
+                         (c[:-1], n[1:], 1.329)):
+        assert (a - b).norm(dim=-1).tolist() == pytest.approx([length] * len(a), abs=0.005)
+    for a, b, d, expected in ((n, ca, c, 111.2), (n, ca, cb, 110.5), (c, ca, cb, 110.1), (ca, c, o, 120.8),
+                              (ca[:-1], c[:-1], n[1:], 116.2), (c[:-1], n[1:], ca[1:], 121.7)):
+        assert angle(a, b, d).tolist() == pytest.approx([expected] * len(a), abs=1.0)
+    assert angle(o[:-1], c[:-1], n[1:]).tolist() == pytest.approx([122.9] * 13, abs=0.6)
+    flat = g.dihedral(o[:-1], c[:-1], n[1:], ca[1:])  # O and the next CA on one side of a trans bond
+    assert flat.tolist() == pytest.approx([0] * 13, abs=1e-6)
+
+
+def test_angles_come_back_from_the_chain_that_they_made():
+    generator = torch.Generator().manual_seed(1)
+    phi, psi = (torch.rand(2, 2, 9, dtype=torch.float64, generator=generator) * 6 - 3).unbind(0)
+    found_phi, found_psi, omega = g.backbone_angles(g.extended(phi, psi))
+    assert found_phi.flatten().tolist() == pytest.approx(phi[:, 1:].flatten().tolist(), abs=1e-6)
+    assert found_psi.flatten().tolist() == pytest.approx(psi[:, :-1].flatten().tolist(), abs=1e-6)
+    assert omega.abs().flatten().tolist() == pytest.approx([math.pi] * 16, abs=1e-6)
+    cis = g.extended(phi, psi, omega=0.0)
+    assert g.backbone_angles(cis)[2].flatten().tolist() == pytest.approx([0] * 16, abs=1e-6)
+
+
+def test_the_dihedral_angles_sign_is_iupacs():
+    a, b, c = torch.tensor([[1.0, 0, 0], [0, 0, 0], [0, 0, 1]])
+    turns = torch.tensor([30.0, -60.0, 170.0]).deg2rad()
+    d = torch.stack([turns.cos(), turns.sin(), torch.ones(3)], -1)
+    assert g.dihedral(a, b, c, d).rad2deg().tolist() == pytest.approx([30, -60, 170], abs=1e-4)
+    assert (g.placed(a, b, c, 1.0, math.pi / 2, math.radians(30)) - d[0]).abs().max() < 1e-6
+
+
+def test_residues_are_l_amino_acids_and_helices_right_handed():
+    """CORN: seen from H, which is opposite of the others, CO, R and N go clockwise."""
+    atoms = a_chain(HELIX)
+    n, ca, c, o, cb = atoms.unbind(1)
+    h = ca + g.unit(3 * ca - n - c - cb)
+    eye = g.unit(h - ca)
+    clockwise = (torch.linalg.cross(c - ca, cb - ca) * eye).sum(-1)
+    assert (clockwise < 0).all() and (g.chirality(atoms) > 2).all()
+    assert (g.chirality(atoms * torch.tensor([1, 1, -1])) < -2).all()
+    step = ca[1:] - ca[:-1]
+    assert ((torch.linalg.cross(step[:-2], step[1:-1]) * step[2:]).sum(-1) > 0).all()
+    rise = (ca[11] - ca[0]).norm() / 11  # 1.5 Å a residue, and a hydrogen bond to the fourth
+    assert rise == pytest.approx(1.5, abs=0.06)
+    assert (o[:-4] - n[4:]).norm(dim=-1).tolist() == pytest.approx([2.95] * 10, abs=0.2)
+
+
+def test_frames_move_with_the_chain():
+    atoms, turn = a_chain(STRAND), random_rotation()
+    shift = torch.tensor([3.0, -5.0, 8.0], dtype=torch.float64)
+    rotation, place = g.frames_of(*(atoms[:, k] for k in range(3)))
+    assert (g.backbone(rotation, place)[:, :5] - atoms).abs().max() < 1e-5  # the last O too: it is made alike
+    moved = g.frames_of(*((atoms @ turn.T + shift)[:, k] for k in range(3)))
+    assert (moved[0] - turn @ rotation).abs().max() < 1e-9
+    assert (g.backbone(*moved) - (atoms @ turn.T + shift)).abs().max() < 1e-9
+
+
+def test_rotations_are_rotations_and_their_gradients_true():
+    first, second = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found = g.rotations(first, second)
+    assert (found.mT @ found - torch.eye(3)).abs().max() < 1e-12 and (found.det() - 1).abs().max() < 1e-12
+    place = torch.randn(5, 3, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (first, second, place)]
+    assert torch.autograd.gradcheck(lambda a, b, p: g.backbone(g.rotations(a, b), p), inputs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_shortest_chains(size):
+    atoms = a_chain(STRAND, size)
+    assert atoms.shape == (size, 5, 3) and atoms.isfinite().all()
+    assert [len(kind) for kind in g.backbone_angles(atoms)] == [size - 1] * 3

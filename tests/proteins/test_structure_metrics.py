@@ -1,0 +1,95 @@
+"""TM-score, lDDT, GDT-TS, RMSD: by hand, by definition, against tmtools."""
+import numpy as np
+import pytest
+
+from proteins import structure_metrics as sm
+
+
+def a_trace(size=80, seed=0):
+    """CA atoms of a chain that folds back on itself."""
+    rng = np.random.default_rng(seed)
+    steps = rng.normal(size=(size, 3))
+    walk = np.cumsum(3.8 * steps / np.linalg.norm(steps, axis=1, keepdims=True), axis=0)
+    return walk - 0.1 * np.arange(size)[:, None] * walk.mean(0) / size
+
+
+def rotated(points, seed=1):
+    q, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(3, 3)))
+    return points @ (q * np.sign(np.linalg.det(q))) + [10, -20, 30]
+
+
+def test_a_structure_that_was_moved_is_the_same():
+    true = a_trace()
+    found = sm.compared(rotated(true), true)
+    expected = dict(tm_score=1, lddt_ca=1, gdt_ts=1, rmsd=0, residues_compared=80)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_mirror_image_is_not_but_for_lddt():
+    true = a_trace()
+    found = sm.compared(true * [1, 1, -1], true)
+    assert found["lddt_ca"] == 1 and found["tm_score"] < 0.6 and found["rmsd"] > 3 and found["gdt_ts"] < 0.6
+
+
+def test_two_halves_that_were_moved_apart():
+    """TM-score superposes the one half, RMSD has to take both; half of the pairs within 15 Å cross at
+    most."""
+    true = a_trace(100)
+    model = true.copy()
+    model[50:] = rotated(model[50:])
+    found = sm.compared(model, true)
+    assert 0.5 <= found["tm_score"] < 0.75 and 0.5 <= found["gdt_ts"] < 0.75 and found["rmsd"] > 8
+    wanted = np.linalg.norm(true[:, None] - true, axis=-1)
+    within = (wanted < 15) & ~np.eye(100, dtype=bool)
+    error = np.abs(np.linalg.norm(model[:, None] - model, axis=-1) - wanted)
+    by_hand = [np.mean([(error[i, within[i]] < cutoff).mean() for cutoff in (0.5, 1, 2, 4)])
+               for i in range(100)]
+    assert sm.lddt(model, true) == pytest.approx(by_hand)
+
+
+def test_definitions():
+    away = np.array([0.5, 1.5, 3.0, 7.0, 9.0])
+    assert sm.tm_scale(100) == pytest.approx(1.24 * 85 ** (1 / 3) - 1.8) and sm.tm_scale(10) == 0.5
+    line = np.zeros((300, 3))
+    line[:, 0] = 3.8 * np.arange(300)
+    shifted = line.copy()
+    shifted[:5, 1] += 1000 + away  # five of 300 are far away: the others fit exactly
+    assert sm.tm_score(shifted, line) == pytest.approx(295 / 300, abs=1e-3)
+    assert sm.gdt_ts(shifted, line) == pytest.approx(295 / 300, abs=1e-3)
+    assert sm.tm_score(line, line, residues=600) == pytest.approx(0.5)
+    true = a_trace(50)
+    noise = np.random.default_rng(2).normal(size=(50, 3))
+    chosen = np.ones((1, 50), bool)
+    best = np.sqrt((sm.superposed(true + noise, true, chosen) ** 2).mean())
+    assert sm.rmsd(true + noise, true) == pytest.approx(best)
+    assert best <= np.sqrt((noise ** 2).sum(1).mean())  # this one is the least squares'
+    turned = rotated(true + noise)
+    assert sm.rmsd(turned, true) == pytest.approx(best)
+
+
+def test_residues_without_coordinates_are_left_out():
+    true, model = a_trace(), a_trace() + np.random.default_rng(3).normal(size=(80, 3))
+    true[10:20] = np.nan
+    known = np.isfinite(true[:, 0])
+    assert sm.compared(model, true) == sm.compared(model[known], true[known])
+    assert sm.compared(model, true)["residues_compared"] == 70
+    true[2:] = np.nan
+    assert sm.compared(model, true) is None
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_the_shortest_chains(size):
+    found = sm.compared(rotated(a_trace(size)), a_trace(size))
+    assert found["tm_score"] == pytest.approx(1, abs=1e-5) and found["rmsd"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("noise", [0.5, 2.0, 4.0])
+def test_tm_score_is_tmtools(noise):
+    """TM-align may pair residues otherwise, which can only raise its score; of structures that are near it
+    does not."""
+    tmtools = pytest.importorskip("tmtools")
+    for seed in range(4):
+        true = a_trace(120, seed)
+        model = rotated(true + np.random.default_rng(seed).normal(scale=noise, size=true.shape), seed)
+        expected = tmtools.tm_align(model, true, "A" * 120, "A" * 120).tm_norm_chain2
+        assert sm.tm_score(model, true) == pytest.approx(expected, abs=0.01)
