@@ -158,10 +158,10 @@ def test_flex_attention_is_compiled_once_for_many_shapes(monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "compile", lambda *given, **named: calls.append((*given, named)) or "compiled")
     for before, after in ((8, 64), (100, 100)):
-        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", before)
-        found = [attention_choice.compiled_flex_attention() for _ in range(2)]
-        assert found == ["compiled"] * 2
-        assert torch._dynamo.config.recompile_limit == after
+        with torch._dynamo.config.patch(recompile_limit=before):  # monkeypatch would hide it afterwards
+            found = [attention_choice.compiled_flex_attention() for _ in range(2)]
+            assert found == ["compiled"] * 2
+            assert torch._dynamo.config.recompile_limit == after
         assert calls.pop() == (attention_choice.flex_attention, dict(dynamic=False)) and calls == []
         attention_choice.compiled_flex_attention.cache_clear()
 

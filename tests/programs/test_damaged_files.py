@@ -304,7 +304,7 @@ def profiled_program(random_, place):
     found = profiled.Profiled(str(program), answer or {})
     assert all(isinstance(pair, tuple) for pair in found.sizes([("--seq-len", "8")]))
     assert found.steps() is None or all(type(count) is int for count in found.steps().values())
-    pathlib.Path(found.profile_dir() or place).joinpath(found.summary() or "x")
+    pathlib.Path(found.answer.get("profiler_config", {}).get("profile_dir") or place, found.summary() or "x")
     if answer is None:
         raise UserError("not understood")
     assert found.torch()["gpus"] >= 0

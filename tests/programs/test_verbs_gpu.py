@@ -454,6 +454,19 @@ def test_the_judge_complains(values, words, tmp_path):
     assert any(words in complaint for complaint in complaints), complaints
 
 
+def test_the_judge_counts_again(tmp_path):
+    run = a_run(tmp_path)
+    result = dict(run.results[0], training_params=dict(batch_size=2), matmul_ceiling_tflops=1e-9)
+    for row in result["variants"][:2]:
+        row.update(samples_per_second=20.0, achieved_tflops=6e-11, mfu=0.06,
+                   peak_memory_reduction_percent=0.0, saved_activation_reduction_percent=0.0)
+    run.results[0] = result
+    assert judge(COMPARED, run, tmp_path) == []
+    result["variants"][1].update(samples_per_second=21.0, peak_memory_mb=6.0)
+    assert judge(COMPARED, run, tmp_path) == ["all: samples_per_second is 21.0, not 20.0",
+                                              "all: peak_memory_reduction_percent is 0.0, not -100.0"]
+
+
 def test_the_judge_misses_a_file(tmp_path):
     run = a_run(tmp_path)
     (tmp_path / "table.json").write_text("")
