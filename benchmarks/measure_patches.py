@@ -160,7 +160,8 @@ def seconds(problem, again):
 
 def gpu_seconds(problem, again):
     """Sum over the kernels of a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA],
+                                acc_events=True) as profiler:
         problem.step(again)
         torch.cuda.synchronize()
     return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6

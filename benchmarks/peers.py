@@ -107,7 +107,8 @@ class Run:
         """[(name, milliseconds)] of both(), the longest first."""
         if self.device.type != "cuda":
             return []
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA],
+                                    acc_events=True) as profiler:
             self.both()
             self.synchronize()
         events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
