@@ -302,8 +302,8 @@ class OuterProductMean(PackedProjections):
         return self.output_proj(outer.flatten(-2))
 
     def reassociates(self, sides):
-        """Whether to project first, sides (B, N, S, h) being few rows of many residues (FusionConfig). Strict
-        float32 on a GPU is bound by multiplications, of which N = h / 2 saves half (not tried on AMD)."""
+        """Whether to project first, sides (B, N, S, h) being few rows of many residues (FusionConfig). That
+        takes some N / h of the multiplications. Strict float32 on a GPU, bound by these, must save half."""
         bound_by_multiplications = sides.is_cuda and strict_float32(sides.dtype)
         return (self.fusion.reassociates(*sides.shape[:3])
                 and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
@@ -378,7 +378,7 @@ class FusedTriangleAttention(GatedAttention):
     def forward(self, pair, seq_mask=None):
         x = self.layer_norm(pair)
         bias = head_bias(self.triangle_bias_proj, x)  # (B, H, S, S)
-        # The ending node attends along columns: heads are permuted for that, the pair tensor is not copied.
+        # Ending node: along columns, by permuted heads, no copy of pair; (i, j), (k, j) are biased by (k, i).
         axis, bias = (2, bias) if self.starting else (1, bias.mT)
         return self.attention(x, axis, seq_mask, bias)  # (B, S, S, c_z)
 
@@ -393,8 +393,8 @@ SUBLAYERS = ("msa_row_attention", "msa_column_attention", "msa_transition", "out
 
 
 class FusedEvoformerBlock(nn.Module):
-    """Alg. 6: one Evoformer block. Classes named Fused have fused forms; without switches they run plain.
-    A twin (fast_evoformer.py) may stand in for its forward."""
+    """Alg. 6: one Evoformer block, plain. With Triton switches it becomes a FastEvoformerBlock, whose
+    sub-layers add their updates in their last kernels (proteins/fast_evoformer.py)."""
 
     def __init__(self, config, fusion_config=None):
         super().__init__()

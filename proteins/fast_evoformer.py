@@ -7,7 +7,7 @@ Called with `onto`, a twin returns that tensor with its update added, because a 
 Kernels run where they take what they are given (device, dtype, width); elsewhere the plain code runs.
 
 `swap_in_twins` swaps the classes of a block where fusion or ranks ask for it, and else changes nothing. Plain
-classes are named Fused after the fusions that PyTorch can show, their twins in use are named Fast.
+classes are those of the model, also where they are named Fused; their twins in use are named Fast.
 Letters in shape comments are the model's; K ranks share a sample.
 """
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ class SubLayerTwin:
         return False
 
     def forward(self, x, *inputs, onto=None, draw=no_dropout, **masks):
-        """The update. With `onto`: onto + update * draw(x), dropout's factors for an x of its shape."""
+        """The update. With `onto`: onto + update * factors; draw(t) gives dropout's for a t of this shape."""
         if self.takes(x):
             drop = None if onto is None else draw(onto)
             return self.by_kernel(x, *inputs, onto=onto, factors=drop, **masks)
@@ -96,8 +96,9 @@ class AttentionTwin(SubLayerTwin):
 
 
 class RowAttentionTwin(AttentionTwin):
-    """Also returns pair. The gradient of what is read from it next passes through the backward kernel of the
-    bias, which adds the bias's part. Autograd would add the two in one more launch."""
+    """With `onto` also returns pair, the same numbers. The block reads this one from then on, so gradients of
+    all later readers arrive in the bias's backward kernel, which adds its own. Autograd would add them in one
+    more launch."""
 
     def forward(self, msa, pair, seq_mask=None, onto=None, draw=no_dropout):
         """The update of msa; with `onto`, (msa, pair)."""

@@ -2,7 +2,8 @@
 
 At 64 residues the GPU is done in 0.1 ms, so the host decides how long a call takes. A function that is called
 so works out once what follows from shapes, strides and dtypes alone, and keeps it as a plan (tuner.plan). It
-calls launchers itself instead of operators, unless somebody looks at operators (watched).
+calls launchers itself instead of operators, unless torch.compile, fake tensors or a counter want operators
+(watched).
 """
 import contextlib
 import functools
@@ -63,8 +64,8 @@ class Refusal(torch.autograd.Function):
 
 
 def differentiable_once(name):
-    """A decorator of an autograd function's backward, which returns a tuple: a second derivative says that
-    there is none. PyTorch's decorator says it only where the incoming gradient has a derivative itself."""
+    """A decorator of an autograd function's backward, which returns a tuple: a second derivative is a
+    RuntimeError. torch's once_differentiable raises only if the incoming gradient requires a gradient."""
     def decorate(backward):
         @functools.wraps(backward)
         def once(ctx, gradient):

@@ -1,7 +1,7 @@
 """Triangle attention as other projects call it, under cuEquivariance's name, from Python or compiled.
 
-From Python a plan says once what follows from shapes, strides and dtypes; kernels make of mask and bias what
-attention reads. Where somebody looks at operators it is operator.row_attention().
+From Python a plan says once what follows from shapes, strides and dtypes, and small kernels pad mask and bias
+first. Under torch.compile, fake tensors or a counter operator.row_attention() runs instead.
 """
 import torch
 
@@ -35,7 +35,8 @@ def check(q, k, v, bias, mask):
 
 
 class Plan:
-    """What follows from how the tensors of a call look; transpose: whether backward will read a bias's."""
+    """What follows from how a call's tensors look. transpose: whether backward needs the transposed bias.
+    bound: recorded launches by name; call: forward's; repeat: backward's, None before its first run."""
 
     def __init__(self, q, k, v, bias, mask, scale, transpose):
         check_device(NAME, q)

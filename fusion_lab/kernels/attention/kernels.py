@@ -1,8 +1,9 @@
 """The Triton kernels of biased attention. operator.py says which of them run when, and launches them.
 
 Tensors: B samples, R rows, H heads, L positions of a row, D channels of a head. LP: L, rounded up to tiles.
-Tiles: BM queries, BN keys, BD channels: D rounded up to a power of two, 16 at least. RU: rows that share
-one bias tile.
+Tiles: BM queries, BN keys, BD channels: D rounded up to a power of two, 16 at least. RU: rows that a program
+takes together, loading each bias tile once. ROWS: rows that it takes one after another. In helpers: BL
+positions from l0 on, BC columns.
 Indices: sample b, row r, head h, bh = b H + h; queries i from i0 on, keys j from j0 on, channels d.
 
     s = scale q k^T + bias + key_mask              scores, never stored
@@ -16,12 +17,13 @@ Pointers, of which a launch says the strides (sample, row, head, position); alon
     q, k, v (B, R, H, L, D): q_strides; gate: gate_strides; out, dout, do: out_strides
     dq, dk, dv: dq_strides; dgate: dgate_strides
 Contiguous pointers:
-    bias (B, H, LP, LP) and bias_transposed, its transpose: PADDING beyond L, so that no kernel masks a score
+    bias (B, H, LP, LP) and bias_transposed, its transpose: PADDING beyond L, so that no kernel masks a score.
+    Where LP is more than L and there is no bias, the launcher makes a key mask.
     key_mask (B or 1, R or 1, LP): added to scores; mask_strides (sample, row) are 0 where it is shared
     lse, delta (B, R, H, L) in float32; gate_bias (H, D)
 
 Flags: BIAS, KEYS (there is a key mask), GATE, GATE_BIAS say what there is. With WHOLE_TILES L is a multiple
-of all tiles and D is BD: loads and stores need no masks, which take more instructions than a score has.
+of all tiles and D is BD: loads and stores need no bounds checks, which would cost more than the scores.
 """
 import triton
 import triton.language as tl
@@ -70,7 +72,7 @@ def store_tile(matrix, values, l0, L, D, stride, WHOLE_TILES: tl.constexpr):
 
 @triton.jit
 def store_dscores(dscores, row, bh, heads, LP, l0, column0, ds):
-    """ds (BL, BC) into the matrix (LP, LP) of a row and head of dscores (rows, heads, LP, LP)."""
+    """ds (BL, BC) into the matrix (LP, LP) of a row and head; dscores (rows, heads, LP, LP), heads = B H."""
     matrix = dscores + (row * heads + bh) * LP * LP + column0
     tl.store(tile_pointers(matrix, l0, LP, ds.shape[0], ds.shape[1]), ds)
 
@@ -133,8 +135,8 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
     Reads q, k, v, gate (B, R, H, L, D), gate_bias (H, D), bias (B, H, LP, LP), key_mask (B|1, R|1, LP).
     Writes out (B, R, H, L, D), lse (B, R, H, L).
 
-    For each tile of keys s = scale q k^T + bias + key_mask, which online_softmax() adds to maxima m, sums n
-    and outputs acc. Then out = acc / n sigmoid(gate + gate_bias) and lse = log2(e) m + log2(n).
+    For each tile of keys s = scale q k^T + bias + key_mask, which online_softmax() adds to maxima, sums and
+    outputs acc. Then out = acc / sum sigmoid(gate + gate_bias); log_sum_exp() makes lse.
     """
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)

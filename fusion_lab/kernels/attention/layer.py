@@ -33,7 +33,7 @@ def reference(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias
 
 
 class AttentionLayer(torch.autograd.Function):
-    """attention_layer() with its derivative; add: the residual is x."""
+    """attention_layer() with its derivative; add: the residual is x, so output_project_kernel adds it."""
 
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, bias, head_weight,
@@ -82,7 +82,8 @@ class AttentionLayer(torch.autograd.Function):
 def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis,
                     bias=None, head_weight=None, keys=None, eps=1e-5, residual=None, drop=None,
                     recompute=False):
-    """Attention along axis 1 or 2 of LayerNorm(x), (B, X, Y, c), as an update or added to the residual.
+    """Attention along axis 1 or 2 of LayerNorm(x), (B, X, Y, c), as an update or added to the residual,
+    by the kernel where that is x itself.
 
     weight (4 c, c) of q, k, v and gate; gate_bias (c,); out_weight (c, c). bias (B, H, L, L), nowhere below
     -1e9, or head_weight (H, c), which makes it of LayerNorm(x) (then X = Y; for axis 1 the transpose is

@@ -15,12 +15,14 @@ NO_KEY = tl.constexpr(-5e8)  # a maximum smaller than this: all keys are masked,
 def online_softmax(s, v_tile, maximum, total, acc, MAX_UNIT: tl.constexpr, PRECISION: tl.constexpr):
     """Maxima (BM,), sums (BM,) and outputs (BM, BD) with one more tile of keys, of scores s (BM, BN).
 
-    A larger maximum shrinks what was summed before:
-        m' = max(m, rowmax(s));  p = exp(s - m');  n = n exp(m - m') + rowsum(p);  acc = acc exp(m - m') + p v
-    Maxima are in base 2, so that an exponent is one multiply-add: MAX_UNIT is log2(e). In float16 it is 1: in
-    a tile of masked keys alone, -1e9 times log2(e) is off by 18, and 2^18 is more than float16 holds. There
-    differences are taken first. A bias far below -1e9 would be off by more than float32 holds: it is lifted
-    to -1e9 before.
+    A larger maximum shrinks what was summed before, with u for MAX_UNIT:
+        maximum' = max(maximum, u rowmax(s));  p = 2^((u s - maximum') log2(e) / u)
+        shrink = 2^((maximum - maximum') log2(e) / u)
+        total' = total shrink + rowsum(p);  acc' = acc shrink + p v
+    With u = log2(e) an exponent is one fused multiply-add. The maximum was rounded, the product within is
+    not: at scores of -1e9, in a tile of masked keys alone, the exponent is off by up to 18. Dividing by the sum
+    cancels that, but float16 does not hold 2^18: there u is 1. A bias far below -1e9 would be off by more
+    than float32 holds: it is lifted to -1e9 before.
     """
     TO_BASE_2: tl.constexpr = LOG2E / MAX_UNIT
     new_maximum = tl.maximum(maximum, tl.max(s, 1) * MAX_UNIT)  # (BM,)

@@ -2,7 +2,8 @@
 
 Letters: B samples, S residues, SP = S rounded up to 16, C channels, P = B S S positions.
 A program owns BM positions and all their channels. It passes over the channels in chunks of BC.
-Grid of every kernel here: axis 0: tiles of BM padded positions, B SP SP / BM programs. No other axis.
+Grid of every kernel here: axis 0: tiles of BM positions of the padded planes, B SP SP / BM programs. No other
+axis. No tile is partial: SP SP is a multiple of 256, BM a power of two up to 128; BC divides C.
 
 A position has two numbers:
     q  in the padded planes (B, SP, SP): sides, product and statistics, whose channels come first
@@ -25,11 +26,11 @@ from fusion_lab.kernels.common import (
 
 @triton.jit
 def tile_positions(S, SP, NO_PADDING: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr):
-    """This program's positions: start (), from which q and p count; q, p, inside (BM,); sample b, row i,
-    column j.
+    """This program's positions: q and p count from start (), the tile's first position if NO_PADDING, else 0;
+    q, p, inside (BM,); sample b () if LINES, else (BM,); row i, column j (BM,).
 
-    NO_PADDING: S is SP, so q is p and all are inside. LINES: the tile is so many whole rows i, 1 if it is
-    a part of one row, 0 if neither.
+    NO_PADDING: S is SP, so q is p and all are inside. LINES: how many rows i the tile touches, if these are
+    whole or it lies within one; else 0.
     """
     first, q = tl.program_id(0) * BM, tl.arange(0, BM)  # (), (BM,)
     # Sample, row and column of each position. If LINES, only the first position is divided by SP, not all BM.
@@ -82,8 +83,9 @@ def load_vector(pointer, columns):
 
 @triton.jit
 def load_bias(pointer, columns, BIAS: tl.constexpr):
-    """(columns,) of a bias, or 0 without one. Kernels load the next chunk's while they work on this one: a
-    product starts from its bias, and the compiler does not load so few bytes early."""
+    """(columns,) of a bias, or 0 without one. Kernels load the next chunk's while they work on this one (at
+    the end the first's, unused): the compiler adds a bias as its product's first value, so the product waits
+    for it, and it does not load so few bytes early."""
     if BIAS:
         found = load_vector(pointer, columns)
     else:
@@ -134,7 +136,7 @@ def triangle_multiplication_front_kernel(
         pair,  # (P, C)
         norm_weight, norm_bias,  # (C,) each
         in_weight, in_bias,  # (4 C, C), (4 C,): left, right, left's gate, right's gate
-        mask,  # of positions, by its strides
+        mask,  # (B, S, S) by its strides; (B, S) has stride 0 along the other axis
         sides,  # (2 C, B, SP, SP) out: left, right
         normed,  # (P, C) out: LN(pair)
         statistics,  # (2, B SP SP) out, float32: pair's mean, 1 / std
@@ -145,8 +147,8 @@ def triangle_multiplication_front_kernel(
 
         x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask
 
-    The mask multiplies left alone; both sides if MASK_BOTH. Tiles are made channel first, as sides lie: so
-    weights are the left operands, and no result is transposed.
+    A mask of residues k multiplies left alone, one of pairs both (MASK_BOTH). Tiles are channel first, as
+    sides lie: weights are the first operands of tl.dot, and no result is transposed.
     """
     start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     pair, normed, sides, statistics = pair + start * C, normed + start * C, sides + start, statistics + start
@@ -342,7 +344,7 @@ def triangle_multiplication_front_backward_kernel(
         pair, normed,  # (P, C) each; normed = LN(pair)
         norm_weight, gate_weight,  # (C,), (C, C)
         in_weight, in_bias,  # (4 C, C), (4 C,): left, right, left's gate, right's gate
-        mask,  # of positions, by its strides
+        mask,  # (B, S, S) by its strides; (B, S) has stride 0 along the other axis
         sides, dsides,  # (2 C, B, SP, SP) each: left, right, and their gradients
         statistics,  # (2, B SP SP): pair's mean, 1 / std
         gradient,  # (P, C): of the residual
@@ -358,7 +360,7 @@ def triangle_multiplication_front_backward_kernel(
         dvalue = dside * gate * mask;  dgate = dside * side (1 - gate)
         dpair = LN's of dx [+ gradient];  dx = the sum of dvalue W + dgate G + the output gate's dgate Wg
 
-    No value is recomputed, only its gate. Sides are transposed as they are read, to be left operands.
+    No value is recomputed, only its gate. Sides are transposed as they are read: first operands of tl.dot.
     """
     start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     pair, normed, dpair = pair + start * C, normed + start * C, dpair + start * C
