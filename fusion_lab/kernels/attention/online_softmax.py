@@ -20,7 +20,7 @@ def online_softmax(s, v_tile, maximum, total, acc, MAX_UNIT: tl.constexpr, PRECI
         shrink = 2^((maximum - maximum') log2(e) / u)
         total' = total shrink + rowsum(p);  acc' = acc shrink + p v
     With u = log2(e) an exponent is one fused multiply-add. The maximum was rounded, the product within is
-    not: at scores of -1e9, in a tile of masked keys alone, the exponent is off by up to 18. Dividing by the sum
+    not: at scores of -1e9, in a tile of masked keys alone, the exponent is off by up to 18. Dividing by sums
     cancels that, but float16 does not hold 2^18: there u is 1. A bias far below -1e9 would be off by more
     than float32 holds: it is lifted to -1e9 before.
     """
