@@ -154,9 +154,9 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
         dnormed = dy weight + dbias head_weight;    dx = dnormed through LayerNorm [+ residual]
         dnorm_weight = sum of dnormed x_hat;  dnorm_bias = sum of dnormed;  dhead_weight = dbias^T normed
 
-        x, dx, residual (a gradient to add where RESIDUAL) (P, C); dy (P, N); dbias (B, H, PLANE), of head_bias;
-        norm_weight, norm_bias (C,); weight (N, C); head_weight (H, C); normed_out (P, C), for the library's
-        product that makes dweight; partial_sums (programs, 2 + H + TOTAL, C) of these, last of residual
+        x, dx (P, C); residual (P, C), a gradient to add where RESIDUAL; dy (P, N); dbias (B, H, PLANE), of
+        head_bias; norm_weight, norm_bias (C,); weight (N, C); head_weight (H, C); normed_out (P, C), for the
+        library's dweight; partial_sums (programs, 2 + H + TOTAL, C) of the second line, then of residual
     """
     first, p, c = tl.program_id(0).to(tl.int64) * BM, tl.arange(0, BM), tl.arange(0, C)
     remaining = None if WHOLE_TILES else (P - first).to(tl.int32)
