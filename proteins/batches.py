@@ -100,14 +100,15 @@ class SyntheticProteins:
 
 
 class NaturalProteins(SyntheticProteins):
-    """The world `natural`. Its alignments are made where the training runs, beside it on a GPU, each rank's
-    by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of them. A
-    seed gives the same ones every time on one kind of device, and others on another. In an evaluation
+    """The world `natural`. Its alignments are made on a CUDA GPU beside the training, else on the CPU, each
+    rank's by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of
+    them. A seed gives the same ones every time on one kind of device, and others on another. In an evaluation
     "training" are new alignments of folds that are trained on, "held_out" are other folds."""
 
     def __init__(self, settings):
         super().__init__(settings)
-        self.device, self.graphed = choose_device(self.training.device), None
+        device, self.graphed = choose_device(self.training.device), None
+        self.device = device if device.type == "cuda" else torch.device("cpu")
         self.folds, self.unseen = (Folds(self.training.seed + other, self.config.seq_len) for other in (0, 1))
         self.kept, self.count = {}, self.training.batch_size
 

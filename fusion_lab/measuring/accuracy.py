@@ -40,7 +40,7 @@ def results_and_gradients(trainer, batch):
                  for name, p in trainer.model.named_parameters()}
     tensors = trainer.program.defined(output, batch)
     tensors |= {f"{GRADIENT}{name}": g for name, g in unpacked(trainer.model, gradients).items()}
-    return {name: tensor.detach().double().cpu() for name, tensor in tensors.items()}
+    return {name: tensor.detach().cpu().double() for name, tensor in tensors.items()}
 
 
 def judge(fused, baseline, exact, epsilon, tolerances):
@@ -90,12 +90,14 @@ def compare_numerics(program, settings, device, note=lambda text: None):
     process_settings(settings, device)
     baseline = program.trainer(program, plain, device)
     shake(program, baseline.model)
-    exact = program.trainer(program, plain.having(use_amp=False, amp_dtype=None), device)
+    place = torch.device("cpu") if device.type == "mps" else device  # Apple GPUs have no float64
+    exact = program.trainer(program, plain.having(use_amp=False, amp_dtype=None), place)
     fused = program.trainer(program, settings, device)
     for trainer in (exact, fused):
         trainer.model.load_state_dict(baseline.model.state_dict())
     exact.model.double()
-    double = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    double = {key: value.to(place, torch.float64 if value.is_floating_point() else None)
+              for key, value in batch.items()}
     runs = []
     for name, trainer, inputs in (("as given", fused, batch), ("the baseline", baseline, batch),
                                   ("the baseline in float64", exact, double)):

@@ -100,7 +100,8 @@ def print_summary(result, path, settings):
 
 
 def launch_kind(device):
-    return "gpu_kernels" if device.type == "cuda" else "cpu_ops"
+    """What launches are a count of; None where they are not counted."""
+    return dict(cuda="gpu_kernels", cpu="cpu_ops").get(device.type)
 
 
 def dtype_name(dtype):

@@ -201,7 +201,7 @@ def has_gpu(device):
     if device == "auto":
         import torch
         return torch.cuda.is_available()
-    return device != "cpu"
+    return device not in ("cpu", "mps")
 
 
 def choose_settings(options, vocabulary):

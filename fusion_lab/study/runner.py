@@ -82,7 +82,7 @@ class Turns:
     @staticmethod
     def signal(process, kind):
         if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a zombie
                 os.killpg(process.pid, kind)
 
     def end(self, process):

@@ -18,14 +18,21 @@ GRACE = 1.0    # s in which a rank may end by itself after another one failed
 
 
 def host():
-    """What processes that can see each other's numbers have in common."""
+    """What processes that can see each other's numbers have in common; without /proc, as on macOS, the host's
+    name."""
+    if not os.path.exists("/proc"):
+        return os.uname().nodename
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def runs(pid):
-    """Whether this process is there and has not ended."""
+    """Whether this process is there and has not ended; without /proc one that has ended counts until its
+    parent has asked for its exit code."""
     try:
+        if not os.path.exists("/proc"):
+            os.kill(pid, 0)
+            return True
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

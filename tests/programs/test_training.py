@@ -173,7 +173,7 @@ def test_missing_compiler_is_exit_code_3(tmp_path):
 BAD_FLAGS = [
     (["--num-steps", "many"], "--num-steps: 'many': must be a whole number"),
     (["--msa-heads", "3"], "--msa-heads: 3: must divide msa_dim = 8"),
-    (["--device", "tpu"], "--device tpu: must be auto, cpu, cuda, cuda:N or N"),
+    (["--device", "tpu"], "--device tpu: must be auto, cpu, cuda, cuda:N, N or mps"),
     (["--no-such-flag"], "--no-such-flag"),
     (["--num-step", "3"], "--num-step"),  # no abbreviations
     (["--msa", "x.a3m"], "--msa: 'x.a3m': must come together with --structure"),

@@ -39,7 +39,7 @@ class Rung:
 
     def signal(self, number):
         if self.guest.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a zombie
                 os.killpg(self.guest.process.pid, number)
 
     def heard(self, seconds=None):

@@ -74,6 +74,8 @@ def clock(device):
     """Seconds; on a GPU those after all work so far is done, so that each sub-layer has its own."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
     return time.perf_counter()
 
 

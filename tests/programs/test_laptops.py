@@ -1,0 +1,121 @@
+"""Where Linux's own interfaces are missing, as on a Mac, and --device mps. Nothing here ran on a Mac."""
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import clocks, summary
+from fusion_lab.measuring.comparison import compare
+from fusion_lab.training import files, machine, watch
+from tests.support import run_program
+
+# sitecustomize.py, which every Python that is started runs first
+LIKE_A_MAC = '''
+import builtins, ctypes, io, os, sys
+import sysconfig, urllib.request, uuid  # these look for modules of macOS's own Python
+sysconfig.get_config_vars()
+sys.platform = "darwin"
+sys.modules["triton"] = None
+del os.sched_getaffinity
+
+def absent(path):
+    return isinstance(path, (str, bytes)) and os.fsdecode(path).startswith(("/proc", "/sys/fs"))
+
+def without(function, missing):
+    def call(path, *rest, **named):
+        return missing(path) if absent(path) else function(path, *rest, **named)
+    return call
+
+def refuse(path):
+    raise FileNotFoundError(2, "No such file or directory", path)
+
+builtins.open = io.open = without(open, refuse)
+os.open, os.readlink, os.stat = (without(f, refuse) for f in (os.open, os.readlink, os.stat))
+os.path.exists = without(os.path.exists, lambda path: False)
+
+class Library(ctypes.CDLL):
+    def __getattr__(self, name):
+        if name in ("prctl", "mallopt"):
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+ctypes.CDLL = Library
+'''
+SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
+         "--num-seqs 4 --seq-len 16 --batch-size 2 --warmup-steps 1 --num-steps 2").split()
+
+
+def run_like_a_mac(directory, *flags):
+    (directory / "sitecustomize.py").write_text(LIKE_A_MAC)
+    found = run_program("tiny_openfold_v2.py", *flags, cwd=directory, env=dict(PYTHONPATH=str(directory)))
+    assert "Traceback" not in found.stderr, found.stderr
+    return found
+
+
+def test_it_starts_without_what_linux_has(tmp_path):
+    assert run_like_a_mac(tmp_path, "--help").returncode == 0
+    found = run_like_a_mac(tmp_path, "--batchsize", "3")
+    assert found.returncode == 2 and "did you mean --batch-size?" in found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [
+    [*SMALL, "--save-checkpoint", "run.pt"], ["--compare-fusion", *SMALL, "--variants", "qkv_msa"],
+    ["--contacts", "x.a3m"]], ids=lambda flags: next((f for f in flags[:1] if "-" in f), "training"))
+def test_it_works_without_what_linux_has(flags, tmp_path):
+    query = "MKVLAAGIVGLPNVGKSTLFNALTKAGAEA"
+    (tmp_path / "x.a3m").write_text("".join(f">r{i}\n{query[i:] + query[:i]}\n" for i in range(6)))
+    found = run_like_a_mac(tmp_path, *flags, "--device", "cpu")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_apple_gpu_is_asked_for_by_name(there, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
+    if there:
+        assert machine.choose_device("mps") == torch.device("mps")
+        assert machine.choose_device("auto").type != "mps"
+        return
+    assert tof.main([*SMALL, "--profile-dir", str(tmp_path), "--device", "mps"]) == 4
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "sees no Apple GPU" in said
+
+
+def test_ranks_do_not_share_an_apple_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "place", lambda: SimpleNamespace(size=2))
+    with pytest.raises(files.UserError, match="2 ranks cannot share"):
+        machine.choose_device("mps")
+
+
+def test_what_an_apple_gpu_cannot_do():
+    device, settings = torch.device("mps"), tof.PROGRAM.settings()
+    machine.process_settings(settings, device)
+    with pytest.raises(files.UserError, match="not with --use-amp, --enable-torch-compile;"):
+        machine.process_settings(settings.having(use_amp=True, enable_torch_compile=True), device)
+    rows = sum(compare.suggested_parts(tof.PROGRAM, settings, device, False, None), [])
+    assert len(rows) > 3 and not any(row.compiled for row in rows)
+    assert summary.launch_kind(device) is None
+    said, code = files.explain(NotImplementedError("aten::x is not implemented for the MPS device.\nmore"))
+    assert code == 4 and said == "aten::x is not implemented for the MPS device.; --device cpu can"
+    assert files.explain(TypeError("another")) == (None, None)
+
+
+def test_clocks_wait_for_an_apple_gpu(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(1))
+    timer = clocks.PhaseTimer(torch.device("mps"))
+    timer.start()
+    timer.mark()
+    assert len(waits) == 2 and timer.seconds().shape == (1, 1)
+
+
+def test_ranks_without_proc(monkeypatch):
+    monkeypatch.setattr(watch.os.path, "exists", lambda path: False)
+    assert watch.host() == os.uname().nodename and watch.runs(os.getpid())
+    child = os.posix_spawn("/bin/true", ["true"], os.environ)
+    os.waitpid(child, 0)
+    assert not watch.runs(child)
