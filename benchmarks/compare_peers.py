@@ -4,10 +4,10 @@
     pip install cuequivariance-torch cuequivariance-ops-torch-cu13     # NVIDIA only; not needed otherwise
     python benchmarks/compare_peers.py --out OUT [--shapes S64] [--steps 30]
 
-"ours" is the block under --enable-all-fusion in bfloat16. "cuEquivariance" differs in the four triangle
-sub-layers alone: attention is cuequivariance_torch.triangle_attention, multiplication (LayerNorms and gates
-included) triangle_multiplicative_update; the rest is ours, and both are compiled. "plain" is the
-baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are against the
+"all fusion" and "ultra" are the block under --enable-all-fusion and, on a GPU, --enable-ultra, in bfloat16.
+"cuEquivariance" differs from "all fusion" in the four triangle sub-layers alone: attention is
+cuequivariance_torch.triangle_attention, multiplication (LayerNorms and gates included)
+triangle_multiplicative_update. All three are compiled. "plain" is the baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are against the
 plain block in float64. Writes OUT/peers.json after each shape, with the kernels that took the most time, so
 that one sees whose ran. Exit code 1 if an error is above three times the plain block's, 3 where the package
 or a GPU for it is missing.
@@ -39,6 +39,7 @@ from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.files import MISSING, UserError, exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import system_info
+from proteins.fast_evoformer import compiler_options
 
 SHAPES = {"B4 S64 N16": dict(batch=4, seq_len=64, num_seqs=16),
           "B1 S256 N64": dict(batch=1, seq_len=256, num_seqs=64),
@@ -72,7 +73,8 @@ class PeerTriangleMultiplication(tof.FusedTriangleMultiplication):
 
 
 def blocks(config, device, dtype):
-    """{name: block} with equal weights: plain, ours and with the peer's triangle sub-layers."""
+    """{name: block} with equal weights: plain, ours and with the peer's triangle sub-layers. Our kernels have
+    their row on a GPU only."""
     torch.manual_seed(0)
     plain = tof.FusedEvoformerBlock(config, tof.FusionConfig.preset(False))
     shake(tof.PROGRAM, plain)
@@ -82,7 +84,9 @@ def blocks(config, device, dtype):
     peer.triangle_mult_incoming = PeerTriangleMultiplication(config, packed, outgoing=False)
     peer.triangle_attn_starting = PeerTriangleAttention(config, everything, starting=True)
     peer.triangle_attn_ending = PeerTriangleAttention(config, everything, starting=False)
-    found = dict(plain=plain, ours=ours, cuEquivariance=peer)
+    found = {"plain": plain, "all fusion": ours, "cuEquivariance": peer}
+    if device.type == "cuda":
+        found["ultra"] = tof.FusedEvoformerBlock(config, tof.FusionConfig.ultra())
     for block in found.values():
         block.load_state_dict(plain.state_dict())
         block.to(device, dtype)
@@ -137,8 +141,9 @@ def compare(shape, steps, device, on_gpu):
     rows, runs, graphs, timers = {}, {}, {}, {}
     for name, block in found.items():
         if on_gpu and name != "plain":
-            combo = tof.FusionConfig.preset(True).combo_kernels_at(config.seq_len)
-            block.compile(dynamic=False, options=dict(combo_kernels=combo))
+            fusion = tof.FusionConfig.ultra() if name == "ultra" else tof.FusionConfig.preset(True)
+            block.compile(dynamic=False, options=dict(
+                combo_kernels=fusion.combo_kernels_at(config.seq_len), **compiler_options(fusion)))
         run = gradients_step(block)
         rows[name] = dict(error=worst_error(flat(block, run(tensors)), exact))
         runs[name] = partial(run, tensors)

@@ -167,7 +167,7 @@ def test_peers(tmp_path):
                PYTHONPATH=str(ROOT / "tests/programs/fake_peer"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "peers.json").read_text())["results"]["tiny"]
-    assert set(rows) == {"plain", "ours", "cuEquivariance"}
+    assert set(rows) == {"plain", "all fusion", "cuEquivariance"}
     assert all(row["error"] < 3e-5 for row in rows.values()), rows
 
 
