@@ -7,10 +7,10 @@
 "all fusion" and "ultra" are the block under --enable-all-fusion and, on a GPU, --enable-ultra, in bfloat16.
 "cuEquivariance" differs from "all fusion" in the four triangle sub-layers alone: attention is
 cuequivariance_torch.triangle_attention, multiplication (LayerNorms and gates included)
-triangle_multiplicative_update. All three are compiled. "plain" is the baseline block. Forward and backward of each are one CUDA graph; replays alternate. Errors are against the
-plain block in float64. Writes OUT/peers.json after each shape, with the kernels that took the most time, so
-that one sees whose ran. Exit code 1 if an error is above three times the plain block's, 3 where the package
-or a GPU for it is missing.
+triangle_multiplicative_update. All three are compiled. "plain" is the baseline block. Forward and backward of
+each are one CUDA graph; replays alternate. Errors are against the plain block in float64. Writes
+OUT/peers.json after each shape, with the kernels that took the most time, so that one sees whose ran. Exit
+code 1 if an error is above three times the plain block's, 3 where the package or a GPU for it is missing.
 """
 import os
 import pathlib
