@@ -104,7 +104,7 @@ def from_python(length, masked):
     """The same for attention as other projects call it."""
     q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
         (1, 3, 4, length, 32), (1, 1, 4, length, length)))
-    attention_drop_in.plans.clear()
+    attention_drop_in.Plan.kept.clear()
     mask = torch.ones(1, 3, 1, 1, length, dtype=torch.bool) if masked else None
     attention_drop_in.triangle_attention(q, q, q, bias, mask).sum().backward()
 

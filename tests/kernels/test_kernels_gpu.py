@@ -29,7 +29,7 @@ from tests.kernels.outer_product_mean import test_layout as layouts
 from tests.kernels.outer_product_mean import test_sides as sides
 from tests.kernels.reductions import test_sums as check_sums
 from tests.kernels.reductions import test_weight_gradients as weights
-from tests.kernels.rule import violations
+from tests.kernels.rule import gradients, violations
 from tests.kernels.transition import test_hidden_gradient as hidden
 from tests.kernels.transition import test_layer as wrapped
 from tests.kernels.triangle_multiplication import test_drop_in as drop_in_multiplication
@@ -205,8 +205,8 @@ def test_kept_launches_give_the_bits_of_triton_s_own(size, dtype):
     """Also on another stream, of addresses that 16 does not divide, and of data in other places."""
     with torch.device(DEVICE):
         for module in (drop_in_attention, drop_in_multiplication):
-            call, tensors = module.calls(dtype, size)
-            expected = module.gradients(call["operators"], tensors)
+            by_plan, by_operators, tensors = module.calls(dtype, size)
+            expected = gradients(by_operators, tensors)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             for turn in range(3):
@@ -214,7 +214,7 @@ def test_kept_launches_give_the_bits_of_triton_s_own(size, dtype):
                 if turn == 1:
                     given = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in tensors]
                 with torch.cuda.stream(stream if turn == 2 else torch.cuda.current_stream()):
-                    found = module.gradients(call["plan"], given)
+                    found = gradients(by_plan, given)
                 torch.cuda.synchronize()
                 assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), turn
 

@@ -4,8 +4,7 @@ import torch
 
 from fusion_lab.kernels.triangle_multiplication import drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
-from tests.kernels.attention.test_drop_in import gradients
-from tests.kernels.rule import same_in_every_mode, violations
+from tests.kernels.rule import a_plan_changes_no_bit, refuses_more_derivatives, same_in_every_mode, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 NAMES = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias",
@@ -33,14 +32,14 @@ def problem(dtype, S=5, c=16, direction="outgoing", masked=True):
 @pytest.mark.sample
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 def test_forward_and_gradients_by_a_plan_and_by_the_one_that_was_kept(direction):
-    drop_in.plans.clear()
+    drop_in.Plan.kept.clear()
     for _ in range(2):
         assert not violations(*problem(torch.bfloat16, direction=direction))
-    assert len(drop_in.plans) == 1
+    assert len(drop_in.Plan.kept) == 1
 
 
 def calls(dtype, S=5):
-    """({"plan", "operators": function(x, *weights)}, tensors)"""
+    """(function(x, *weights) by a plan, the same by operators, tensors)"""
     _, _, tensors = problem(dtype, S)
     mask = (torch.rand(1, S, S) > 0.25).float()
 
@@ -49,15 +48,11 @@ def calls(dtype, S=5):
 
     def by_operators(x, *weights):
         return drop_in.through_operators(x, mask, weights, True, 1e-5)
-    return dict(plan=by_plan, operators=by_operators), tensors
+    return by_plan, by_operators, tensors
 
 
 def test_a_plan_gives_the_bits_of_the_operators():
-    call, tensors = calls(torch.bfloat16)
-    expected = gradients(call["operators"], tensors)
-    for _ in range(2):
-        found = gradients(call["plan"], tensors)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert a_plan_changes_no_bit(*calls(torch.bfloat16))
 
 
 @pytest.mark.slow
@@ -81,18 +76,9 @@ def test_autocast(low):
     assert (out - exact).abs().max() <= 3 * (theirs - exact).abs().max()
 
 
-def test_a_second_derivative_is_refused():
+def test_second_derivatives_and_transforms_are_refused():
     ours, _, tensors = problem(torch.float32)
-    given = [t.requires_grad_() for t in tensors]
-    gradient, = torch.autograd.grad(ours(*given).sum(), given[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="triangle_multiplicative_update has no second derivative"):
-        gradient.sum().backward()
-
-
-def test_transforms_of_functions_are_refused():
-    ours, _, tensors = problem(torch.float32)
-    with pytest.raises(RuntimeError, match="does not run under torch.func"):
-        torch.func.grad(lambda x: ours(x, *tensors[1:]).sum())(tensors[0])
+    assert refuses_more_derivatives(ours, tensors, drop_in.NAME)
 
 
 def by_hand(x, direction, mask, norms, p_in, g_in, p_out, g_out):
