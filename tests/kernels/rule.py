@@ -54,7 +54,7 @@ def a_plan_changes_no_bit(by_plan, by_operators, tensors):
 
 
 def refuses_more_derivatives(function, tensors, name):
-    """Whether second derivatives and torch.func's transforms of function(*tensors) are a clear RuntimeError."""
+    """Whether second derivatives of function(*tensors) and torch.func's transforms are RuntimeErrors."""
     x, *others = tensors
     x = x.detach().requires_grad_()
     gradient, = torch.autograd.grad(function(x, *others).sum(), x, create_graph=True)

@@ -127,7 +127,7 @@ class Plan(KeptLaunches):
         return dq, dk, dv, dbias, None
 
     def first_backward(self, gradient, q, k, v, *saved):
-        """The same by operator.py's launchers, whose launches are then repeated if each is of its own kind."""
+        """The same by operator.py's launchers; their launches are repeated later, if one of each kind."""
         *grads, dbias, self.sums_dtype = self.launch_backward(gradient, [q, k, v], *saved)
         dbias = dbias[:, None]
         self.dbias_size = dbias.shape

@@ -111,8 +111,8 @@ class Plan:
         return out, (pair, mask, statistics, normed, normed_product, product, sides, *parameters)
 
     def backward(self, gradient, pair, *saved):
-        """Gradients of x, not of the mask, and of all weights in the order of a call. Autograd casts them to the
-        dtypes of what they belong to."""
+        """Gradients of x, not of the mask, and of all weights in the order of a call. Autograd casts them to
+        the dtypes of what they belong to."""
         c, shape = self.c, gradient.shape
         gradient = gradient.view(self.shape)
         again = f"{KERNEL}_front_backward_kernel" in self.call.bound
