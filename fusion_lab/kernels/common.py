@@ -272,7 +272,7 @@ def below(p, P):
 
 
 @triton.jit
-def rows(matrix, p, P, C: tl.constexpr):
+def load_rows(matrix, p, P, C: tl.constexpr):
     """Rows p (BM,) of a contiguous (P, C) matrix, (BM, C); zeros beyond P, unless that is None. Addresses
     take fewest instructions where `matrix` points at the tile's first row and p, 32 bits, counts from it."""
     return tl.load(matrix + p[:, None] * C + tl.arange(0, C)[None, :], mask=below(p, P)[:, None], other=0.0)
@@ -280,7 +280,7 @@ def rows(matrix, p, P, C: tl.constexpr):
 
 @triton.jit
 def store_rows(matrix, p, P, tile, C: tl.constexpr):
-    """Store tile (BM, C) in rows p (BM,) of a contiguous (P, C) matrix, as rows() has them, in its dtype."""
+    """Store tile (BM, C) in rows p (BM,) of a contiguous (P, C) matrix, of load_rows(), in its dtype."""
     to = matrix + p[:, None] * C + tl.arange(0, C)[None, :]  # (BM, C)
     tl.store(to, tile.to(matrix.dtype.element_ty), mask=below(p, P)[:, None])
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw, dispatch, norm_projection, tuner
+from fusion_lab.kernels import adamw, dispatch, projections, tuner
 from fusion_lab.kernels.attention import bias_gradient, padded_bias
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.outer_product_mean import layout as outer_layout
@@ -24,9 +24,9 @@ from tests.kernels.attention import test_drop_in as drop_in_attention
 from tests.kernels.attention import test_layer as layers
 from tests.kernels.attention import test_operator as attention
 from tests.kernels.attention import test_padded_bias as check_attention_bias
-from tests.kernels.norm_projection import test_norm_projection as projections
 from tests.kernels.outer_product_mean import test_layout as layouts
 from tests.kernels.outer_product_mean import test_sides as sides
+from tests.kernels.projections import test_projections as check_projections
 from tests.kernels.reductions import test_sums as check_sums
 from tests.kernels.reductions import test_weight_gradients as weights
 from tests.kernels.rule import gradients, violations
@@ -146,25 +146,25 @@ def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(norm_projection.NORM_PROJECT[2, False])))
+@pytest.mark.parametrize("number", range(len(projections.NORM_PROJECT[2, False])))
 def test_norm_project_by_every_tile(number, dtype, monkeypatch):
     """Also where weights stay, and programs make several tiles of positions, whole ones or not."""
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(
         candidates[number] if kernel == "norm_project_kernel" else candidates[0]))
     with torch.device(DEVICE):
         for shape in ((1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)):
-            assert not violations(*projections.norm_problem(dtype, shape, 4 * shape[-1], 4))
-            assert not violations(*projections.hidden_problem(dtype, shape, 4 * shape[-1], 0))
+            assert not violations(*check_projections.norm_problem(dtype, shape, 4 * shape[-1], 4))
+            assert not violations(*check_projections.hidden_problem(dtype, shape, 4 * shape[-1], 0))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(norm_projection.OUTPUT_PROJECT[2, False])))
+@pytest.mark.parametrize("number", range(len(projections.OUTPUT_PROJECT[2, False])))
 def test_output_project_by_every_tile(number, dtype, monkeypatch):
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
     with torch.device(DEVICE):
         for case in (((1, 64, 128, 512), 128, True, 1), ((2, 37, 65, 1024), 128, True, 0, 0.1),
                      ((2, 37, 64, 256), 64, False, 0)):
-            assert not violations(*projections.output_problem(dtype, *case))
+            assert not violations(*check_projections.output_problem(dtype, *case))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

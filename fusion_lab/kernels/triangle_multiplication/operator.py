@@ -217,7 +217,7 @@ def forward(pair, weights, mask, drop, residual, outgoing, eps, save, after=None
     """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
 
     LN(product) and the sides are empty unless save. With `after`, when backward recomputes, out is empty
-    (see norm_projection.norm_project_launch()). call: a kept Call of the same."""
+    (see projections.norm_project_launch()). call: a kept Call of the same."""
     call, makes_out = call or Call(pair, weights, mask, drop, outgoing), after is None
     norm_weight, norm_bias, in_weight, in_bias, *behind = weights
     statistics, normed, sides = call.statistics(), call.matrix(call.C), call.planes(2)
