@@ -6,15 +6,18 @@ calls launchers itself instead of operators, unless torch.compile, fake tensors 
 (watched).
 """
 import contextlib
+import warnings
 
 import torch
 from triton.runtime import driver
 
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.common import alike, precision
+from fusion_lab.kernels.precision import strict_float32
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 HERE = contextlib.nullcontext()
+said = set()  # names of functions of which say_plain() has spoken
 
 
 def watched(name, tensors):
@@ -27,6 +30,23 @@ def watched(name, tensors):
     if torch._C._len_torch_dispatch_stack():
         return True
     return not PLAIN.issuperset(map(type, tensors))
+
+
+def plain_is_faster(name, x):
+    """Whether float32 x takes PyTorch's operations and not our kernels, which is said once: on NVIDIA's GPUs
+    without TF32. There products have no matrix instructions, and tiles must be small: a layer of Boltz-2 with
+    512 residues took 81 ms by operations and 151 ms by kernels."""
+    return x.is_cuda and not torch.version.hip and strict_float32(x.dtype) and say_plain(name)
+
+
+@torch.compiler.assume_constant_result
+def say_plain(name):
+    """True, with a warning the first time."""
+    if name not in said:
+        said.add(name)
+        warnings.warn(f"{name}: float32 without TF32 runs in PyTorch's operations, which are faster than the "
+                      "kernels, but keep more memory", stacklevel=4)
+    return True
 
 
 def looks(tensors):

@@ -124,7 +124,7 @@ def outer_product_sides_backward_kernel(
         dl, dr = load_rows(dleft, p, end, H), load_rows(dright, p, end, H)  # (BM, H)
         dnormal = tl.dot(dl, side_weights(weight, 0, H, C), input_precision=PRECISION)  # (BM, C)
         dnormal = tl.dot(dr, side_weights(weight, 1, H, C), dnormal, input_precision=PRECISION)
-        mean, rstd = moments(x_tile, eps, C)  # (BM,)
+        mean, rstd = moments(x_tile, eps, C, C)  # (BM,)
         x_hat = normalised(x_tile, mean, rstd)  # (BM, C)
         rounded = x_hat.to(weight.dtype.element_ty)
         left_products = tl.dot(tl.trans(dl), rounded, left_products, input_precision=PRECISION)  # (H, C)

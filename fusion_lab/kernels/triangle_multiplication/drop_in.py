@@ -4,29 +4,32 @@ From Python a plan says once what follows from shapes, strides and dtypes. Where
 it is operator.triangle_multiplication().
 """
 import torch
+import torch.nn.functional as F
 
-from fusion_lab.kernels.common import check_device, check_shapes, shared_dtype
-from fusion_lab.kernels.eager import as_given, planned, stream_of, watched
+from fusion_lab.kernels.common import check_device, check_shapes, padded_width, shared_dtype
+from fusion_lab.kernels.eager import as_given, plain_is_faster, planned, stream_of, watched
+from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 
 NAME = "triangle_multiplicative_update"
 KERNEL = "triangle_multiplication"  # what names of launches begin with
+WEIGHTS = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias",
+           "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias", "g_out_weight", "g_out_bias")
 
 
 def check(x, mask, weights):
     """ValueError for shapes that would be misread, or a weight that is missing."""
-    _, _, p_in, p_in_bias, g_in, g_in_bias, _, _, p_out, _, g_out, _ = weights
-    c = x.shape[-1]
-    for name, value in (("p_in_weight", p_in), ("g_in_weight", g_in), ("p_out_weight", p_out),
-                        ("g_out_weight", g_out)):
-        if value is None:
-            raise ValueError(f"{name} is missing")
     if x.dim() not in (3, 4):
         raise ValueError(f"x is {tuple(x.shape)}, but must be (B, N, N, D) or (N, N, D)")
-    check_shapes(("p_in_weight", p_in, (2 * c, c)), ("g_in_weight", g_in, (2 * c, c)),
-                 ("p_in_bias", p_in_bias, (2 * c,)), ("g_in_bias", g_in_bias, (2 * c,)))
+    c = x.shape[-1]
+    sizes = (c,), (c,), (2 * c, c), (2 * c,), (2 * c, c), (2 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
+    given = list(zip(WEIGHTS, weights, sizes, strict=True))
+    for name, value, size in given:
+        if value is None and len(size) == 2:
+            raise ValueError(f"{name} is missing")
+    check_shapes(*given)
     if mask is not None and mask.shape != x.shape[:-1]:
         torch.broadcast_shapes(mask.shape, x.shape[:-1])
 
@@ -55,11 +58,12 @@ class Plan:
     """What follows from how the tensors of a call look."""
     name, kept = NAME, {}
 
-    def __init__(self, tensors, learns, outgoing, eps):
+    def __init__(self, tensors, learns, outgoing, eps, width):
         x, mask, *weights = tensors
         check_device(NAME, x)
         check(x, mask, weights)
-        self.outgoing, self.eps, self.dtype, self.learns = outgoing, float(eps), product_dtype(x), learns
+        self.outgoing, self.eps, self.width = outgoing, float(eps), width
+        self.dtype, self.learns = product_dtype(x), learns
         self.call = None  # made of what the first call gives the kernels
         self.shape, self.c = x.shape if x.dim() == 4 else (1, *x.shape), x.shape[-1]
         self.matrix = x.numel() // self.c, self.c
@@ -83,7 +87,7 @@ class Plan:
             return out if x.dim() == 4 else out.view(x.shape), saved
         if self.call is None:
             trimul.check(pair, parameters, mask, None, None, self.dtype)
-            self.call = trimul.Call(pair, parameters, mask, None, self.outgoing)
+            self.call = trimul.Call(pair, parameters, mask, None, self.outgoing, self.width)
             self.programs = [trimul.programs(name, *self.shape[:2], self.c, self.dtype) for name in (
                 "triangle_multiplication_front_backward_kernel",
                 "triangle_multiplication_back_backward_kernel")]
@@ -133,7 +137,7 @@ class Plan:
         """operator.backward(), whose launches are then kept, and the sums of its partial sums (10 c,)."""
         dpair, dprojected, dout, *partial_sums = trimul.backward(
             gradient, pair, parameters, mask, None, statistics, normed, normed_product, product, sides, False,
-            self.outgoing, *self.programs, self.call)
+            self.outgoing, *self.programs, call=self.call)
         found = [sums.launch(each, self.sums_dtype, self.call.bound, name)
                  for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
         return dpair, dprojected, dout, torch.cat(found), normed, normed_product
@@ -165,13 +169,27 @@ class Plan:
         return dpair, dprojected, dout, found, normed, normed_product
 
 
-def through_operators(x, mask, weights, outgoing, eps):
-    """The same where somebody looks at operators."""
+def plain(pair, *given):
+    """operator.reference() of the same, with parameters in pair's dtype."""
+    return trimul.reference(pair, *(t.to(pair.dtype) if isinstance(t, torch.Tensor) else t for t in given))
+
+
+def by_whole_function(function, x, mask, weights, *settings, **named):
+    """function(pair, *operator.PARAMETERS, mask, *settings): where no plan serves."""
     check(x, mask, weights)
     pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
     mask = None if mask is None else mask.expand(pair.shape[:3])
     parameters = packed(x, weights, (x.new_ones(c), x.new_zeros(c)) * 2)
-    return trimul.triangle_multiplication(pair, *parameters, mask, outgoing, eps).view(x.shape)
+    return function(pair, *parameters, mask, *settings, **named).view(x.shape)
+
+
+def padded(x, weights, wide):
+    """x and weights of a call with so many channels more, of zeros."""
+    c, more = x.shape[-1], (0, wide)
+
+    def pad(w):  # (c,), (c, c), (2 c,) or (2 c, c): with zeros behind each c
+        return w if w is None else F.pad(w.unflatten(0, (-1, c)), more * w.dim()).flatten(0, 1)
+    return F.pad(x, more), [pad(w) for w in weights]
 
 
 def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
@@ -184,14 +202,27 @@ def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_w
     g_out_weight (D, D); biases (2 D,) and (D,). Norms default to 1 and 0, biases of projections to none.
     Weights of projections must be given: there they would be drawn at random. They are cast to the dtype of
     x, under autocast to autocast's, which the result has then, too; gradients have the dtypes of what they
-    belong to. ValueError for what the kernels cannot take; nothing falls back unseen. RuntimeError for second
-    derivatives.
+    belong to. Up to 256 channels; to a power of two they are padded. Strict float32 on NVIDIA's GPUs runs in
+    PyTorch's operations, which a warning says. ValueError for what the kernels cannot take; RuntimeError for
+    their second derivatives.
     """
     if direction not in ("outgoing", "incoming"):
         raise ValueError(f"direction is {direction!r}, but must be 'outgoing' or 'incoming'")
     weights = (norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, norm_out_weight,
                norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias)
-    given, outgoing = (x, mask, *weights), direction == "outgoing"
+    outgoing, dtype, c = direction == "outgoing", product_dtype(x), x.shape[-1]
+    if dtype is torch.float32 and plain_is_faster(NAME, x):
+        return by_whole_function(plain, x, mask, weights, outgoing, eps)
+    if c not in CHANNELS and c < CHANNELS[-1]:
+        check(x, mask, weights)
+        x, weights = padded(x, weights, padded_width(c) - c)
+        return by_kernels(x, mask, weights, dtype, outgoing, eps, c)[..., :c]
+    return by_kernels(x, mask, weights, dtype, outgoing, eps, c)
+
+
+def by_kernels(x, mask, weights, dtype, outgoing, eps, width):
+    """The update of x, of whose channels `width` are no padding; dtype: of products."""
+    given = x, mask, *weights
     if watched(NAME, given):
-        return through_operators(x, mask, weights, outgoing, eps)
-    return planned(Plan, given, product_dtype(x), outgoing, eps)
+        return by_whole_function(trimul.triangle_multiplication, x, mask, weights, outgoing, eps, width=width)
+    return planned(Plan, given, dtype, outgoing, eps, width)

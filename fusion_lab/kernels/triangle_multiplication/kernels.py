@@ -8,8 +8,9 @@ axis. No tile is partial: SP SP is a multiple of 256, BM a power of two up to 12
 A position has two numbers:
     padded_p  in the padded planes (B, SP, SP): sides, product and statistics, whose channels come first
     p         in (B, S, S): pair, normed, out and others, whose channels come last
-`inside` says which padded positions are real ones. channel_stride = B SP SP numbers lie between two channels
-of the planes.
+`inside` says which padded positions are real ones. The first WIDTH of C channels are real: pair and
+projections are 0 beyond, and only LayerNorms must know. channel_stride = B SP SP numbers lie between two
+channels of the planes.
 """
 import triton
 import triton.language as tl
@@ -105,9 +106,9 @@ def load_mask(mask, inside, at, MASK: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(x, statistics, channel_stride, padded_p, eps, C: tl.constexpr):
+def store_statistics(x, statistics, channel_stride, padded_p, eps, C: tl.constexpr, WIDTH: tl.constexpr):
     """Mean and 1 / std of x (BM, C), (BM,) each; statistics (2, B SP SP) get them, too."""
-    mean, rstd = moments(x, eps, C)
+    mean, rstd = moments(x, eps, C, WIDTH)
     tl.store(statistics + padded_p, mean)
     tl.store(statistics + channel_stride + padded_p, rstd)
     return mean, rstd
@@ -124,12 +125,12 @@ def project(x, w, bias, BIAS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def norm_gradient(dnormed, x, mean, rstd, weight, partial_sums, channels, dtype: tl.constexpr,
-                  PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+                  PRECISION: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
     """LayerNorm's derivative (BM, C) of dnormed and x (BM, C). partial_sums (2, C): of weight's, bias's."""
     x_hat = normalised(x, mean, rstd)  # (BM, C)
     store_sums(partial_sums, channels, dnormed * x_hat, dtype, PRECISION, BM)
     store_sums(partial_sums + C, channels, dnormed, dtype, PRECISION, BM)
-    return layer_norm_backward(dnormed, x_hat, rstd, load_vector(weight, channels), C)
+    return layer_norm_backward(dnormed, x_hat, rstd, load_vector(weight, channels), WIDTH)
 
 
 @triton.jit
@@ -143,7 +144,8 @@ def triangle_multiplication_front_kernel(
         statistics,  # (2, B SP SP) out, float32: pair's mean, 1 / std
         S, SP, channel_stride, eps, mask_stride_b, mask_stride_i, mask_stride_j,
         IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, NO_PADDING: tl.constexpr,
-        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Forward, before the product: left and right of BM positions.
 
         x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask
@@ -159,7 +161,7 @@ def triangle_multiplication_front_kernel(
     x = load_tile(pair, p, inside, channels, C)  # (BM, C)
     chunk_bias = load_bias(in_bias, chunk, IN_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)  # (BC,)
-    mean, rstd = store_statistics(x, statistics, channel_stride, padded_p, eps, C)  # (BM,)
+    mean, rstd = store_statistics(x, statistics, channel_stride, padded_p, eps, C, WIDTH)  # (BM,)
     x = affine(normalised(x, mean, rstd), norm_weight, norm_bias, C).to(in_weight.dtype.element_ty)  # (BM, C)
     store_tile(normed, p, inside, channels, C, x)
     mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
@@ -199,7 +201,8 @@ def triangle_multiplication_back_kernel(
         S, SP, channel_stride, eps, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
         SAVE: tl.constexpr, OUT: tl.constexpr, NO_PADDING: tl.constexpr, LINES: tl.constexpr,
-        PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        PRECISION: tl.constexpr, C: tl.constexpr,
+        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Forward, behind the product: the result of BM positions.
 
         out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(LN(pair) Wg^T + bg)
@@ -220,7 +223,7 @@ def triangle_multiplication_back_kernel(
     x = load_tile(normed, p, inside, channels, C)  # (BM, C)
     chunk_out_bias = load_bias(out_bias, chunk, OUT_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(gate_bias, chunk, GATE_BIAS)  # (BC,)
-    mean, rstd = store_statistics(n, statistics, channel_stride, padded_p, eps, C)  # (BM,)
+    mean, rstd = store_statistics(n, statistics, channel_stride, padded_p, eps, C, WIDTH)  # (BM,)
     n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)  # (BM, C)
     if SAVE:
         store_tile(normed_product, p, inside, channels, C, n)
@@ -263,7 +266,8 @@ def triangle_multiplication_back_backward_kernel(
         partial_sums,  # (programs, 4, C) out: of center_weight's, center_bias's, out_bias's, gate_bias's
         S, SP, channel_stride, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, NO_PADDING: tl.constexpr,
-        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Backward of the back stage: the product's gradient of BM positions. With out = drop * value * gate:
 
         dvalue = drop * gradient * gate;  dgate = dvalue * value (1 - gate);  dproduct: LN's, of dvalue Wo
@@ -307,7 +311,7 @@ def triangle_multiplication_back_backward_kernel(
     # LayerNorm's derivative, stored channel first for the library's product
     mean, rstd = tl.load(statistics + padded_p), tl.load(statistics + channel_stride + padded_p)  # (BM,)
     d = norm_gradient(dn, load_plane_tile(product, channels, padded_p, channel_stride), mean, rstd,
-                      center_weight, partial_sums, channels, dtype, PRECISION, C, BM)
+                      center_weight, partial_sums, channels, dtype, PRECISION, C, WIDTH, BM)
     d = d.to(dproduct.dtype.element_ty)
     store_plane_tile(dproduct, channels, padded_p, channel_stride, tl.trans(d))
 
@@ -328,14 +332,14 @@ def output_gate_part(dprojected, gate_weight, p, inside, PRECISION: tl.constexpr
 @triton.jit
 def pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, padded_p, inside,
                   channel_stride, ADD_GRADIENT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
-                  C: tl.constexpr, BM: tl.constexpr):
+                  C: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
     """(BM, C) in float32: LayerNorm's derivative of dx (BM, C), with ADD_GRADIENT the residual's added."""
     channels = tl.arange(0, C)
     x, mean, rstd = (load_tile(pair, p, inside, channels, C), tl.load(statistics + padded_p),
                      tl.load(statistics + channel_stride + padded_p))  # (BM, C), (BM,), (BM,)
     if ADD_GRADIENT:
         residual_gradient = load_tile(gradient, p, inside, channels, C)  # (BM, C)
-    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, PRECISION, C, BM)
+    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, PRECISION, C, WIDTH, BM)
     if ADD_GRADIENT:
         d += residual_gradient.to(tl.float32)
     return d
@@ -356,7 +360,7 @@ def triangle_multiplication_front_backward_kernel(
         S, SP, channel_stride, mask_stride_b, mask_stride_i, mask_stride_j,
         IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, ADD_GRADIENT: tl.constexpr,
         NO_PADDING: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-        BM: tl.constexpr, BC: tl.constexpr):
+        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Backward of the front stage: pair's gradient of BM positions. Of a side = value * gate * mask:
 
         dvalue = dside * gate * mask;  dgate = dside * side (1 - gate)
@@ -401,5 +405,5 @@ def triangle_multiplication_front_backward_kernel(
         chunk_gate_bias = next_gate_bias
 
     d = pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, padded_p, inside,
-                      channel_stride, ADD_GRADIENT, dtype, PRECISION, C, BM)
+                      channel_stride, ADD_GRADIENT, dtype, PRECISION, C, WIDTH, BM)
     store_tile(dpair, p, inside, channels, C, d)

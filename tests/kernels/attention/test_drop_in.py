@@ -36,6 +36,26 @@ def test_forward_and_gradients_by_a_plan_and_by_the_one_that_was_kept(length, ma
     assert len(drop_in.Plan.kept) == 1
 
 
+@pytest.mark.parametrize("dtype, width", [
+    (torch.bfloat16, 24), (torch.float32, 48), *(pytest.param(dtype, width, marks=pytest.mark.slow)
+    for dtype, width in ((torch.float16, 96), (torch.float32, 24), (torch.bfloat16, 48)))])
+def test_heads_that_are_no_power_of_two(dtype, width):
+    assert not violations(*problem(dtype, D=width))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_plain_path_is_the_same_function(masked, monkeypatch):
+    monkeypatch.setattr(drop_in, "plain_is_faster", lambda name, x: True)
+    monkeypatch.setattr(drop_in, "planned", None)
+    assert not violations(*problem(torch.float32, masked=masked))
+    ours, _, (q, k, v, bias) = problem(torch.float32)
+    v.requires_grad_()
+    nobody = torch.zeros(1, 3, 1, 1, 13, dtype=torch.bool)
+    out = drop_in.triangle_attention(q, k, v, torch.full_like(bias, -torch.inf), nobody)
+    assert torch.allclose(out, v.mean(3, keepdim=True).expand_as(v), atol=1e-5)
+    assert not torch.autograd.grad(out.sum(), v)[0].any()  # no gradient from rows without any key
+
+
 def calls(dtype, S=13):
     """(function(q, k, v, bias) by a plan, the same by operators, tensors)"""
     _, _, tensors = problem(dtype, S)
@@ -98,6 +118,8 @@ def test_what_is_refused_in_one_line():
     ours, _, (q, k, v, bias) = problem(torch.float32)
     with pytest.raises(ValueError, match="v is .*float16"):
         ours(q, k, v.half(), bias)
+    with pytest.raises(ValueError, match="no Triton attention for heads of 136 channels .* for up to 128 in"):
+        ours(*torch.zeros(3, 1, 3, 2, 13, 136), bias)
     with pytest.raises(ValueError, match=r"bias is \(1, 2, 13, 13\)"):
         ours(q, k, v, bias[:, 0])
     assert refuses_more_derivatives(ours, (q, k, v, bias), "triangle_attention")
