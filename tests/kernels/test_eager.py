@@ -42,3 +42,11 @@ def test_all_else_takes_kernels(nvidia, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not eager.plain_is_faster("", on("cuda", torch.float32))
     assert not eager.said
+
+
+def test_a_compiler_is_told_too(nvidia):
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(x):
+        return x + 1 if eager.say_plain("compiled") else x
+    with pytest.warns(UserWarning, match="compiled: float32 without"):
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw, dispatch, projections, tuner
+from fusion_lab.kernels import adamw, dispatch, eager, projections, tuner
 from fusion_lab.kernels.attention import bias_gradient, padded_bias
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.outer_product_mean import layout as outer_layout
@@ -56,6 +56,8 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "attention, from Python": (drop_in_attention, lambda S: (S, True, torch.float32, 2, 5, 4, 32)),
     "attention without a mask, from Python": (drop_in_attention, lambda S: (S, False)),
     "multiplication, from Python": (drop_in_multiplication, lambda S: (S, 128, "incoming")),
+    "heads of 48, from Python": (drop_in_attention, lambda S: (S, True, None, 1, 5, 2, 48)),
+    "96 channels, from Python": (drop_in_multiplication, lambda S: (S, 96, "outgoing")),
     "two layers": (hidden, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (hidden, lambda S: ((1, 3, S, 256), 1024)),
     "transition sub-layer": (wrapped, lambda S: ((2, 5, S, 128), 512, "x")),
@@ -197,6 +199,28 @@ def test_a_bias_that_masks(dtype, lowest):
     assert torch.allclose(out.double(), exact, atol=2e-2)
     out.sum().backward()
     assert not v.grad[..., :128, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+CALLED = drop_in_attention.drop_in, drop_in_multiplication.drop_in
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_float32(monkeypatch):
+    for module in CALLED:
+        monkeypatch.setattr(module, "plain_is_faster", lambda name, x: False)
+
+
+@pytest.mark.skipif(bool(torch.version.hip), reason="AMD's float32 has matrix instructions")
+@pytest.mark.parametrize("module", [drop_in_attention, drop_in_multiplication])
+def test_strict_float32_takes_operations_and_says_so(module, monkeypatch):
+    with torch.device(DEVICE):
+        ours, _, tensors = module.problem(torch.float32)
+        expected = ours(*tensors)
+        monkeypatch.setattr(module.drop_in, "plain_is_faster", eager.plain_is_faster)
+        monkeypatch.setattr(module.drop_in, "planned", None)
+        eager.said.clear()
+        with pytest.warns(UserWarning, match="float32 without TF32 runs in PyTorch's operations"):
+            assert torch.allclose(ours(*tensors), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
