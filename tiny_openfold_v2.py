@@ -189,7 +189,7 @@ class GatedAttention(PackedProjections):
         layers["gate_proj"] = linear(channels, channels, init="gate")
         # packed: q, k, v (and the gate) are one wide GEMM, x is read once; else one GEMM for each
         packing = "qkv_gate_proj" if fusion.enable_projection_fusion else "qkv_proj"
-        self.add_projections(layers, *[packing] * packed)
+        self.add_projections(layers, [packing] if packed else [])
         self.o_proj = linear(channels, channels, init="zero")
 
     def attention(self, x, axis, key_mask=None, bias=None):
@@ -275,7 +275,7 @@ class OuterProductMean(PackedProjections):
         self.fusion = fusion
         self.layer_norm = nn.LayerNorm(config.msa_dim)
         layers = {name: linear(config.msa_dim, config.outer_product_dim) for name in self.SIDES}
-        self.add_projections(layers, *["left_right_proj"] * fusion.enable_projection_fusion)
+        self.add_projections(layers, ["left_right_proj"] if fusion.enable_projection_fusion else [])
         self.output_proj = linear(config.outer_product_dim ** 2, config.pair_dim, init="zero")
 
     def forward(self, msa, row_mask=None):
@@ -341,14 +341,14 @@ class FusedTriangleMultiplication(PackedProjections):
         self.output_proj = linear(c, c, init="zero")
         self.output_gate = linear(c, c, init="gate")
         packings = ["left_right_proj", "left_right_gate"] if fusion.enable_triangle_fusion else []
-        self.add_projections(layers, *["left_right_all"] if packings and fusion.enable_projection_fusion
+        self.add_projections(layers, ["left_right_all"] if packings and fusion.enable_projection_fusion
                              else packings)
 
     def forward(self, pair, seq_mask=None):
         x = self.layer_norm(pair)
         # One S x S matrix per channel, written so by the projections: batched GEMMs would copy operands in
         # any other layout, in forward once and in backward again.
-        if self.active:  # packed: one operation gates both sides, which lie next to each other
+        if self.packings:  # packed: one operation gates both sides, which lie next to each other
             sides, gates = self.project(x, self.SIDES, self.GATES, dim=0)  # (2 c_z, B, S, S)
             left, right = (sides * gates.sigmoid()).chunk(2, dim=0)  # each (c_z, B, S, S)
         else:

@@ -34,7 +34,7 @@ require_packages("measure_host.py", "torch", "triton")
 
 import torch
 
-from fusion_lab.kernels import common, tuner
+from fusion_lab.kernels import common, eager, tuner
 from fusion_lab.kernels.attention import drop_in as attention
 from fusion_lab.kernels.triangle_multiplication import drop_in as multiplication
 from fusion_lab.training.flags import Parser, whole_number
@@ -43,8 +43,8 @@ from fusion_lab.training.machine import choose_device, system_info
 PARTS = dict(  # name: what belongs to it; parts within parts count for the inner one
     launches=[(common.Bound, "__call__")],
     plan=[(module.Plan, name) for module in (attention, multiplication) for name in ("forward", "backward")],
-    checks=[(tuner, "plan"), *((module, name) for module in (attention, multiplication)
-                               for name in ("looks", "watched", "alike"))])
+    checks=[(tuner, "plan"), (eager, "looks"), (eager, "alike"), (attention, "watched"),
+            (multiplication, "watched")])
 
 
 def attention_call(S, device):

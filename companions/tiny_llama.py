@@ -160,12 +160,12 @@ class FusedQKVAttention(PackedProjections):
         heads = dict(q_proj=config.num_heads, k_proj=config.num_kv_heads, v_proj=config.num_kv_heads)
         layers = {name: nn.Linear(config.hidden_size, count * self.width, bias=False)
                   for name, count in heads.items()}
-        self.add_projections(layers, *["qkv_proj"] * fusion.enable_qkv_fusion)
+        self.add_projections(layers, ["qkv_proj"] if fusion.enable_qkv_fusion else [])
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x, angles):
         """x (B, S, c)"""
-        if self.fusion.enable_pointwise_kernel and self.active and dispatch.takes_elements(x):
+        if self.fusion.enable_pointwise_kernel and self.packings and dispatch.takes_elements(x):
             q, k, v = dispatch.rotary(self.qkv_proj(x), angles, *self.widths.values())
         else:
             q, k, v = (p.unflatten(-1, (-1, self.width)).transpose(1, 2) for p in self.project(x))
@@ -188,11 +188,11 @@ class FusedSwiGLU(PackedProjections):
         super().__init__()
         self.fusion, c, wide = fusion, config.hidden_size, config.intermediate_size
         layers = {name: nn.Linear(c, wide, bias=False) for name in self.SIDES}
-        self.add_projections(layers, *["gate_up_proj"] * fusion.enable_swiglu_fusion)
+        self.add_projections(layers, ["gate_up_proj"] if fusion.enable_swiglu_fusion else [])
         self.down_proj = nn.Linear(wide, c, bias=False)
 
     def forward(self, x):
-        if self.fusion.enable_pointwise_kernel and self.active and dispatch.takes_elements(x):
+        if self.fusion.enable_pointwise_kernel and self.packings and dispatch.takes_elements(x):
             return self.down_proj(dispatch.swiglu(self.gate_up_proj(x)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)

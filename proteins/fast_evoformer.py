@@ -57,20 +57,20 @@ class SubLayerTwin:
         """Whether kernels run this sub-layer for such an x."""
         return False
 
-    def forward(self, x, *inputs, onto=None, draw=no_dropout, **masks):
-        """The update. With `onto`: onto + update * factors; draw(t) gives dropout's for a t of this shape."""
+    def forward(self, x, *inputs, onto=None, dropout_factors=no_dropout, **masks):
+        """The update. With `onto`: onto + update * dropout_factors(a tensor of its shape)."""
         if self.takes(x):
-            drop = None if onto is None else draw(onto)
-            return self.by_kernel(x, *inputs, onto=onto, factors=drop, **masks)
+            drop = None if onto is None else dropout_factors(onto)
+            return self.by_kernel(x, *inputs, onto=onto, drop=drop, **masks)
         update = recomputed(self.plan.recompute, partial(self.by_library, **masks), x, *inputs)
-        return update if onto is None else add(onto, update, draw(update))
+        return update if onto is None else add(onto, update, dropout_factors(update))
 
     def by_library(self, *inputs, **masks):
         return super().forward(*inputs, **masks)
 
 
-def add(residual, update, factors):
-    return residual + (update if factors is None else update * factors)
+def add(residual, update, drop):
+    return residual + (update if drop is None else update * drop)
 
 
 class AttentionTwin(SubLayerTwin):
@@ -79,11 +79,11 @@ class AttentionTwin(SubLayerTwin):
     def takes(self, x):
         return self.plan.attention and dispatch.takes_attention_layer(x, self.heads)
 
-    def layer(self, x, axis, key_mask, onto, factors, bias=None, bias_proj=None):
+    def layer(self, x, axis, key_mask, onto, drop, bias=None, bias_proj=None):
         """The whole sub-layer in kernels. The bias (B, H, L, L) is given, or projected by bias_proj."""
         weight, gate_bias = self.packed(*self.QKV, "gate_proj")
         return dispatch.attention_layer(x, self.layer_norm, weight, gate_bias, self.o_proj, self.heads, axis,
-                                        bias, bias_proj, key_mask, onto, factors, self.plan.recompute)
+                                        bias, bias_proj, key_mask, onto, drop, self.plan.recompute)
 
     def attention(self, x, axis, key_mask=None, bias=None):
         """The plain one; where only its heads fit, our kernel between the library's projections."""
@@ -100,10 +100,10 @@ class RowAttentionTwin(AttentionTwin):
     all later readers arrive in the bias's backward kernel, which adds its own. Autograd would add them in one
     more launch."""
 
-    def forward(self, msa, pair, seq_mask=None, onto=None, draw=no_dropout):
+    def forward(self, msa, pair, seq_mask=None, onto=None, dropout_factors=no_dropout):
         """The update of msa; with `onto`, (msa, pair)."""
         bias, pair = self.bias_and_pair(pair)
-        new = super().forward(msa, bias, seq_mask, onto=onto, draw=draw)
+        new = super().forward(msa, bias, seq_mask, onto=onto, dropout_factors=dropout_factors)
         return new if onto is None else (new, pair)
 
     def bias_and_pair(self, pair):
@@ -111,33 +111,33 @@ class RowAttentionTwin(AttentionTwin):
             return dispatch.head_bias(self.pair_bias_proj, pair, self.pair_norm)
         return self.bias(pair), pair
 
-    def by_kernel(self, msa, bias, seq_mask=None, onto=None, factors=None):
-        return self.layer(msa, 2, seq_mask, onto, factors, self.plan.ranks.gather(bias, 2))
+    def by_kernel(self, msa, bias, seq_mask=None, onto=None, drop=None):
+        return self.layer(msa, 2, seq_mask, onto, drop, self.plan.ranks.gather(bias, 2))
 
     def by_library(self, msa, bias, seq_mask=None):
         return self.attention(self.layer_norm(msa), 2, seq_mask, bias)
 
 
 class ColumnAttentionTwin(AttentionTwin):
-    def by_kernel(self, msa, row_mask=None, onto=None, factors=None):
-        return self.layer(msa, 1, row_mask, onto, factors)
+    def by_kernel(self, msa, row_mask=None, onto=None, drop=None):
+        return self.layer(msa, 1, row_mask, onto, drop)
 
 
 class TriangleAttentionTwin(AttentionTwin):
-    def by_kernel(self, pair, seq_mask=None, onto=None, factors=None):
+    def by_kernel(self, pair, seq_mask=None, onto=None, drop=None):
         # given bias_proj, the kernels project the bias and, for axis 1, read it transposed
         axis, bias, bias_proj = 2 if self.starting else 1, None, self.triangle_bias_proj
         if self.plan.ranks.size > 1:  # the kernel projects biases of whole pair tensors alone
             bias, bias_proj = dispatch.head_bias(bias_proj, pair, self.layer_norm)[0], None
             bias = self.plan.ranks.gather(bias if self.starting else bias.mT, 2)
-        return self.layer(pair, axis, seq_mask, onto, factors, bias, bias_proj)
+        return self.layer(pair, axis, seq_mask, onto, drop, bias, bias_proj)
 
 
 class TransitionTwin(SubLayerTwin):
     def takes(self, x):
         return self.plan.transition and dispatch.takes_transition(x)
 
-    def by_kernel(self, x, onto=None, factors=None):  # transitions have no dropout
+    def by_kernel(self, x, onto=None, drop=None):  # transitions have no dropout
         return dispatch.transition_layer(x, self.layer_norm, self.linear1, self.linear2, onto,
                                          self.plan.recompute)
 
@@ -155,6 +155,7 @@ class OuterProductMeanTwin(SubLayerTwin):
         return self.plan.outer_product_mean and dispatch.runs(msa) and not self.reassociates(msa)
 
     def reassociates(self, sides):
+        """With kernels only B, N and S of sides count, which are the msa's: so takes() can ask."""
         if self.plan.outer_product_mean and dispatch.runs(sides):
             return self.fusion.reassociates(*sides.shape[:3], at_most=False)  # level at 4 N = S (the diary)
         return super().reassociates(sides)
@@ -196,10 +197,10 @@ class TriangleMultiplicationTwin(SubLayerTwin):
     def takes(self, pair):
         return self.plan.triangle_multiplication and dispatch.fits(pair)
 
-    def by_kernel(self, pair, seq_mask=None, onto=None, factors=None):
+    def by_kernel(self, pair, seq_mask=None, onto=None, drop=None):
         return dispatch.triangle_multiplication(
             pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm, self.output_proj,
-            self.output_gate, seq_mask, self.outgoing, onto, factors, self.plan.recompute)
+            self.output_gate, seq_mask, self.outgoing, onto, drop, self.plan.recompute)
 
     def product(self, left, right, seq_mask=None):
         if self.plan.ranks.size == 1:
@@ -225,16 +226,16 @@ class BlockTwin:
         ranks, rows = self.plan.ranks, msa.shape[1]
         along_1, along_2 = (partial(self.dropout_factors, dim=dim) for dim in (1, 2))
         msa = ranks.reshard(msa, 2, 1)  # (B, N / K, S, c_m)
-        msa, pair = self.msa_row_attention(msa, pair, seq_mask, onto=msa, draw=along_1)
+        msa, pair = self.msa_row_attention(msa, pair, seq_mask, onto=msa, dropout_factors=along_1)
         msa = ranks.reshard(msa, 1, 2, rows)  # (B, N, S / K, c_m)
         msa = self.msa_column_attention(msa, row_mask, onto=msa)
         msa = self.msa_transition(msa, onto=msa)
         pair, msa = self.outer_product_mean(msa, row_mask, onto=pair)  # (B, S / K, S, c_z)
-        pair = self.triangle_mult_outgoing(pair, seq_mask, onto=pair, draw=along_1)
-        pair = self.triangle_mult_incoming(pair, seq_mask, onto=pair, draw=along_1)
-        pair = self.triangle_attn_starting(pair, seq_mask, onto=pair, draw=along_1)
+        pair = self.triangle_mult_outgoing(pair, seq_mask, onto=pair, dropout_factors=along_1)
+        pair = self.triangle_mult_incoming(pair, seq_mask, onto=pair, dropout_factors=along_1)
+        pair = self.triangle_attn_starting(pair, seq_mask, onto=pair, dropout_factors=along_1)
         pair = ranks.reshard(pair, 1, 2)  # (B, S, S / K, c_z)
-        pair = self.triangle_attn_ending(pair, seq_mask, onto=pair, draw=along_2)
+        pair = self.triangle_attn_ending(pair, seq_mask, onto=pair, dropout_factors=along_2)
         pair = ranks.reshard(pair, 2, 1)  # (B, S / K, S, c_z)
         pair = self.pair_transition(pair, onto=pair)
         return msa, pair

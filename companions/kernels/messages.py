@@ -30,9 +30,9 @@ from fusion_lab.kernels.ahead_of_time import start
 from fusion_lab.kernels.common import (
     LOG2E,
     check_shapes,
+    load_rows,
     operation,
     reciprocal,
-    rows,
     store_rows,
     vector,
 )
@@ -130,7 +130,7 @@ def message_first_backward_kernel(gradient, own, edges, table, index, dx_out, do
     for k0 in tl.range(0, K, BE, num_stages=STAGES):
         k = k0 + tl.arange(0, BE)
         x = before_gelu(own, edges, table, index, node, k, K, STRIDE, C)  # (BE, C)
-        dx = rows(gradient, node * K + k, node * K + K, C).to(tl.float32) * slope(x)
+        dx = load_rows(gradient, node * K + k, node * K + K, C).to(tl.float32) * slope(x)
         store_rows(dx_out, node * K + k, node * K + K, dx, C)
         acc += dx
     tl.store(down + node * C + tl.arange(0, C), tl.sum(acc, 0).to(down.dtype.element_ty))
@@ -139,7 +139,7 @@ def message_first_backward_kernel(gradient, own, edges, table, index, dx_out, do
 @triton.jit
 def biased(y, bias, node, k, K, C: tl.constexpr):
     """y + bias of edges k (BE,) of a node, (BE, C) float32."""
-    return rows(y, node * K + k, node * K + K, C).to(tl.float32) + vector(bias, C)
+    return load_rows(y, node * K + k, node * K + K, C).to(tl.float32) + vector(bias, C)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def message_gelu_backward_kernel(gradient, y, bias, mask, dy, partial_sums, K, S
         if SUM:
             d *= present(mask, node, k, K) * vector(gradient + node * C, C)
         else:
-            d *= rows(gradient, node * K + k, node * K + K, C).to(tl.float32)
+            d *= load_rows(gradient, node * K + k, node * K + K, C).to(tl.float32)
         store_rows(dy, node * K + k, node * K + K, d, C)
         acc += d
     tl.store(partial_sums + node * C + tl.arange(0, C), tl.sum(acc, 0))

@@ -2,7 +2,7 @@
 
     from fusion_lab.kernels import triangle_attention, triangle_multiplicative_update
 
-They need Triton and a GPU, and are imported when they are first asked for.
+They need Triton and a GPU, and are imported when they are first asked for: without Triton an ImportError.
 """
 import importlib
 
@@ -13,4 +13,10 @@ DROP_IN = dict(triangle_attention="attention.drop_in",
 def __getattr__(name):
     if name not in DROP_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{DROP_IN[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{DROP_IN[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] != "triton":
+            raise
+        raise ModuleNotFoundError(f"{__name__}.{name} needs Triton: pip install triton",
+                                  name="triton") from None

@@ -230,13 +230,15 @@ def sigmoid(x):
 
 
 @triton.jit
-def moments(x, eps, C: tl.constexpr):
-    """Mean and 1 / standard deviation of x (BM, C), (BM,) each. Mean first, then centred squares: exact where
-    a sum of squares would cancel."""
+def moments(x, eps, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Mean and 1 / standard deviation of the first WIDTH channels of x (BM, C), (BM,) each; the others are 0.
+    Mean first, then centred squares: exact where a sum of squares would cancel."""
     x = x.to(tl.float32)
-    mean = tl.sum(x, 1) / C  # (BM,)
+    mean = tl.sum(x, 1) / WIDTH  # (BM,)
     x -= mean[:, None]
-    return mean, tl.rsqrt(tl.sum(x * x, 1) / C + eps)
+    if WIDTH < C:
+        x = tl.where((tl.arange(0, C) < WIDTH)[None, :], x, 0.0)
+    return mean, tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
 
 
 @triton.jit
@@ -246,11 +248,11 @@ def normalised(x, mean, rstd):
 
 
 @triton.jit
-def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
+def layer_norm_backward(dy, x_hat, rstd, weight, WIDTH: tl.constexpr):
     """Gradient (BM, C) of LayerNorm's input, from dy (BM, C), normalised x (BM, C), 1 / std (BM,) and
-    LayerNorm's weight (C,):  rstd (g - mean(g) - x_hat mean(g x_hat)),  g = dy weight."""
+    LayerNorm's weight (C,), 0 from WIDTH on:  rstd (g - mean(g) - x_hat mean(g x_hat)),  g = dy weight."""
     dx = dy * weight[None, :]
-    mean, projection = tl.sum(dx, 1) / C, tl.sum(dx * x_hat, 1) / C  # (BM,) each
+    mean, projection = tl.sum(dx, 1) / WIDTH, tl.sum(dx * x_hat, 1) / WIDTH  # (BM,) each
     return rstd[:, None] * (dx - mean[:, None] - x_hat * projection[:, None])
 
 
@@ -272,7 +274,7 @@ def below(p, P):
 
 
 @triton.jit
-def rows(matrix, p, P, C: tl.constexpr):
+def load_rows(matrix, p, P, C: tl.constexpr):
     """Rows p (BM,) of a contiguous (P, C) matrix, (BM, C); zeros beyond P, unless that is None. Addresses
     take fewest instructions where `matrix` points at the tile's first row and p, 32 bits, counts from it."""
     return tl.load(matrix + p[:, None] * C + tl.arange(0, C)[None, :], mask=below(p, P)[:, None], other=0.0)
@@ -280,7 +282,7 @@ def rows(matrix, p, P, C: tl.constexpr):
 
 @triton.jit
 def store_rows(matrix, p, P, tile, C: tl.constexpr):
-    """Store tile (BM, C) in rows p (BM,) of a contiguous (P, C) matrix, as rows() has them, in its dtype."""
+    """Store tile (BM, C) in rows p (BM,) of a contiguous (P, C) matrix, of load_rows(), in its dtype."""
     to = matrix + p[:, None] * C + tl.arange(0, C)[None, :]  # (BM, C)
     tl.store(to, tile.to(matrix.dtype.element_ty), mask=below(p, P)[:, None])
 
@@ -295,7 +297,7 @@ def vector(pointer, C: tl.constexpr):
 def layer_norm(x, weight, bias, eps, C: tl.constexpr):
     """LayerNorm(x) (BM, C) float32, and what its derivative wants: normalised x (BM, C), 1 / std (BM,).
     weight and bias point to (C,)."""
-    mean, rstd = moments(x, eps, C)
+    mean, rstd = moments(x, eps, C, C)
     x_hat = normalised(x, mean, rstd)
     return affine(x_hat, weight, bias, C), x_hat, rstd
 

@@ -93,7 +93,7 @@ def attention_layer(x, norm, weight, gate_bias, output, heads, axis, bias, bias_
 
 def head_bias(bias_proj, x, norm):
     """bias_proj(norm(x)) as a bias of attention, (B, H, X, Y); and x, for whoever reads it after this."""
-    from fusion_lab.kernels import norm_projection as kernels
+    from fusion_lab.kernels import projections as kernels
     return kernels.norm_project(x, norm.weight, norm.bias, None, bias_proj.weight, norm.eps, True)[1:]
 
 

@@ -1,18 +1,23 @@
 """Calls from Python, operation by operation: what spends the host's time there, and what need not.
 
 At 64 residues the GPU is done in 0.1 ms, so the host decides how long a call takes. A function that is called
-so works out once what follows from shapes, strides and dtypes alone, and keeps it as a plan (tuner.plan). It
+so works out once what follows from shapes, strides and dtypes alone, and keeps it as a plan (planned). It
 calls launchers itself instead of operators, unless torch.compile, fake tensors or a counter want operators
 (watched).
 """
 import contextlib
-import functools
+import warnings
 
 import torch
 from triton.runtime import driver
 
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.common import alike, precision
+from fusion_lab.kernels.precision import strict_float32
+
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 HERE = contextlib.nullcontext()
+said = set()  # names of functions of which say_plain() has spoken
 
 
 def watched(name, tensors):
@@ -27,9 +32,27 @@ def watched(name, tensors):
     return not PLAIN.issuperset(map(type, tensors))
 
 
+def plain_is_faster(name, x):
+    """Whether float32 x takes PyTorch's operations and not our kernels, which is said once: on NVIDIA's GPUs
+    without TF32. There products have no matrix instructions, and tiles must be small: a layer of Boltz-2 with
+    512 residues took 81 ms by operations and 151 ms by kernels."""
+    return x.is_cuda and not torch.version.hip and strict_float32(x.dtype) and say_plain(name)
+
+
+@torch.compiler.assume_constant_result
+def say_plain(name):
+    """True, with a warning the first time."""
+    if name not in said:
+        said.add(name)
+        warnings.warn(f"{name}: float32 without TF32 runs in PyTorch's operations, which are faster than the "
+                      "kernels, but keep more memory", stacklevel=4)
+    return True
+
+
 def looks(tensors):
     """What a plan may depend on of these tensors (None: not there): the key to keep it by."""
-    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+                  for t in tensors])
 
 
 def where(x):
@@ -63,16 +86,42 @@ class Refusal(torch.autograd.Function):
         raise RuntimeError(f"{ctx.name} has no second derivative")
 
 
-def differentiable_once(name):
-    """A decorator of an autograd function's backward, which returns a tuple: a second derivative is a
-    RuntimeError. torch's once_differentiable raises only if the incoming gradient requires a gradient."""
-    def decorate(backward):
-        @functools.wraps(backward)
-        def once(ctx, gradient):
-            if not torch.is_grad_enabled():
-                return backward(ctx, gradient)
+class Planned(torch.autograd.Function):
+    """A plan's forward and backward. A second derivative is a RuntimeError: torch's
+    once_differentiable raises only if the incoming gradient requires a gradient."""
+
+    @staticmethod
+    def forward(ctx, plan, *tensors):
+        ctx.plan = plan
+        out, saved = plan.forward(*tensors)
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if torch.is_grad_enabled():
             with torch.no_grad():
-                found = backward(ctx, gradient)
-            return Refusal.apply(torch.zeros((), requires_grad=True), name, *found)
-        return once
-    return decorate
+                found = Planned.backward(ctx, gradient)
+            return Refusal.apply(torch.zeros((), requires_grad=True), ctx.plan.name, *found)
+        with where(gradient):
+            gradient = gradient.contiguous()
+            gradient = gradient if alike(gradient) else gradient.clone()
+            return None, *ctx.plan.backward(gradient, *ctx.saved_tensors)
+
+
+def planned(Plan, tensors, dtype, *settings):
+    """A plan's result for these tensors (None: not there), whose products are in dtype; differentiable once.
+
+    Plan: a class with a `name`, plans by what they follow from (`kept`), and
+    Plan(tensors, learns, *settings)    learns: there will be a backward
+    .forward(*tensors)                  the result, and a tuple of what backward reads
+    .backward(gradient, *read)          a gradient for each of the tensors, or None
+    """
+    with where(tensors[0]):
+        def make():
+            learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None)
+            return Plan(tensors, learns, *settings), learns
+        key = (*looks(tensors), torch.is_grad_enabled(), dtype, dtype is torch.float32 and precision(dtype),
+               *settings)
+        plan, learns = tuner.plan(Plan.kept, key, make) if alike(*tensors) else make()
+        return Planned.apply(plan, *tensors) if learns else plan.forward(*tensors)[0]

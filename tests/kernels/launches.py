@@ -3,7 +3,7 @@ from unittest import mock
 
 import torch
 
-from fusion_lab.kernels import adamw, norm_projection
+from fusion_lab.kernels import adamw, projections
 from fusion_lab.kernels.attention import bias_gradient
 from fusion_lab.kernels.attention import drop_in as attention_drop_in
 from fusion_lab.kernels.attention import layer as attention_layer
@@ -104,7 +104,7 @@ def from_python(length, masked):
     """The same for attention as other projects call it."""
     q, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
         (1, 3, 4, length, 32), (1, 1, 4, length, length)))
-    attention_drop_in.plans.clear()
+    attention_drop_in.Plan.kept.clear()
     mask = torch.ones(1, 3, 1, 1, length, dtype=torch.bool) if masked else None
     attention_drop_in.triangle_attention(q, q, q, bias, mask).sum().backward()
 
@@ -117,7 +117,7 @@ def layer(channels, dropped=True):
     weights = empty(c), empty(c), empty(4 * c, c), empty(c), empty(c, c), empty(c)
     attention_layer.attention_layer(x, *weights, 4, 2, head_weight=empty(4, c), residual=x,
                                     drop=torch.ones(1, 1, 64, c) if dropped else None).sum().backward()
-    norm_projection.norm_project(x, *weights[:2], None, empty(4, c), 1e-5)[1].sum().backward()
+    projections.norm_project(x, *weights[:2], None, empty(4, c), 1e-5)[1].sum().backward()
 
 
 def odd_projections(channels):

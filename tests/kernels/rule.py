@@ -4,6 +4,7 @@ import itertools
 import pathlib
 from unittest import mock
 
+import pytest
 import torch
 
 from fusion_lab.kernels import common
@@ -37,6 +38,31 @@ def violations(ours, plain, tensors, gradient=None):
             if not error <= allowed:
                 found.append(f"{name}: {error:.2e}, allowed {allowed:.2e}")
     return found
+
+
+def gradients(call, tensors):
+    """[output, gradients of all tensors] of call(*tensors)."""
+    given = [t.detach().requires_grad_() for t in tensors]
+    out = call(*given)
+    return [out, *torch.autograd.grad(out.float().square().sum(), given)]
+
+
+def a_plan_changes_no_bit(by_plan, by_operators, tensors):
+    """Whether a function called from Python, twice, so that its plan was kept, has the operators' bits."""
+    expected, *found = (gradients(call, tensors) for call in (by_operators, by_plan, by_plan))
+    return all(torch.equal(a, b) for each in found for a, b in zip(each, expected, strict=True))
+
+
+def refuses_more_derivatives(function, tensors, name):
+    """Whether second derivatives of function(*tensors) and torch.func's transforms are RuntimeErrors."""
+    x, *others = tensors
+    x = x.detach().requires_grad_()
+    gradient, = torch.autograd.grad(function(x, *others).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
+        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match=f"{name} does not run under torch.func"):
+        torch.func.grad(lambda x: function(x, *others).sum())(x)
+    return True
 
 
 def counted_flops(function, tensors):

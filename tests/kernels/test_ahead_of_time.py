@@ -17,7 +17,7 @@ with warnings.catch_warnings():  # Triton 3.9 announces 3.10's default for contr
     warnings.simplefilter("ignore")
     from tests.kernels.triton_targets import SHARED, compiled_for
 
-from fusion_lab.kernels import ahead_of_time, norm_projection, tuner
+from fusion_lab.kernels import ahead_of_time, projections, tuner
 from fusion_lab.kernels.reductions import weight_gradients
 from tests.kernels.launches import (
     COMPANIONS,
@@ -76,7 +76,7 @@ def test_instructions_of_a_loop_are_counted():
 def test_kernels_on_a_cpu_say_what_they_need():
     x, vector = torch.zeros(1, 3, 5, 16), torch.zeros(16)
     with pytest.raises(RuntimeError, match="norm_project is .* needs a GPU, or TRITON_INTERPRET=1"):
-        norm_projection.norm_project(x, vector, vector, torch.zeros(32, 16), None, 1e-5)
+        projections.norm_project(x, vector, vector, torch.zeros(32, 16), None, 1e-5)
 
 
 def described(kernel):

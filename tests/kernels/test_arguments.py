@@ -7,8 +7,8 @@ import torch
 
 from tests.kernels.attention import test_layer as layers
 from tests.kernels.attention import test_operator as attention
-from tests.kernels.norm_projection import test_norm_projection as projections
 from tests.kernels.outer_product_mean import test_layout as layouts
+from tests.kernels.projections import test_projections as projections
 from tests.kernels.rule import violations
 from tests.kernels.transition import test_layer as transitions
 from tests.kernels.triangle_multiplication import test_operator as multiplication
@@ -64,7 +64,7 @@ def laid_out(**wrong):
 
 def norms(width=16, heads=16):
     x, vector, *weights = empty((1, 3, 4, 16), 16, (32, width), (2, heads))
-    return projections.norm_projection.norm_project(x, vector, vector, *weights, 1e-5)
+    return projections.projections.norm_project(x, vector, vector, *weights, 1e-5)
 
 
 BIAS, KEYS = (2, 2, 5, 5), (2, 5)

@@ -241,7 +241,7 @@ def handed(monkeypatch):
             return result
         return call
     lab = {f"fusion_lab.kernels.{module}": functions for module, functions in {
-        "attention.layer": ["attention_layer"], "norm_projection": ["norm_project"],
+        "attention.layer": ["attention_layer"], "projections": ["norm_project"],
         "outer_product_mean.layout": ["outer_layout"], "attention.operator": ["gated_attention"],
         "triangle_multiplication.operator": ["triangle_multiplication"],
         "transition.hidden_gradient": ["two_layers"], "transition.layer": ["transition_layer"],
@@ -288,7 +288,7 @@ def test_modules_become_arguments(handed):
 
 def test_the_bias_of_pairs_is_the_second_result_and_what_is_handed_on_the_third(handed):
     norm, head, x = nn.LayerNorm(4, eps=1e-3), nn.Linear(4, 2, bias=False), torch.ones(4)
-    sys.modules["fusion_lab.kernels.norm_projection"].norm_project = lambda *given: ("projected", given, "x")
+    sys.modules["fusion_lab.kernels.projections"].norm_project = lambda *given: ("projected", given, "x")
     bias, handed_on = dispatch.head_bias(head, x, norm)
     is_given(bias, x, norm.weight, norm.bias, None, head.weight, 1e-3, True)
     assert handed_on == "x"

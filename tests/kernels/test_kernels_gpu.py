@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import adamw, dispatch, norm_projection, tuner
+from fusion_lab.kernels import adamw, dispatch, eager, projections, tuner
 from fusion_lab.kernels.attention import bias_gradient, padded_bias
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.outer_product_mean import layout as outer_layout
@@ -24,12 +24,12 @@ from tests.kernels.attention import test_drop_in as drop_in_attention
 from tests.kernels.attention import test_layer as layers
 from tests.kernels.attention import test_operator as attention
 from tests.kernels.attention import test_padded_bias as check_attention_bias
-from tests.kernels.norm_projection import test_norm_projection as projections
 from tests.kernels.outer_product_mean import test_layout as layouts
 from tests.kernels.outer_product_mean import test_sides as sides
+from tests.kernels.projections import test_projections as check_projections
 from tests.kernels.reductions import test_sums as check_sums
 from tests.kernels.reductions import test_weight_gradients as weights
-from tests.kernels.rule import violations
+from tests.kernels.rule import gradients, violations
 from tests.kernels.transition import test_hidden_gradient as hidden
 from tests.kernels.transition import test_layer as wrapped
 from tests.kernels.triangle_multiplication import test_drop_in as drop_in_multiplication
@@ -56,6 +56,8 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "attention, from Python": (drop_in_attention, lambda S: (S, True, torch.float32, 2, 5, 4, 32)),
     "attention without a mask, from Python": (drop_in_attention, lambda S: (S, False)),
     "multiplication, from Python": (drop_in_multiplication, lambda S: (S, 128, "incoming")),
+    "heads of 48, from Python": (drop_in_attention, lambda S: (S, True, None, 1, 5, 2, 48)),
+    "96 channels, from Python": (drop_in_multiplication, lambda S: (S, 96, "outgoing")),
     "two layers": (hidden, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (hidden, lambda S: ((1, 3, S, 256), 1024)),
     "transition sub-layer": (wrapped, lambda S: ((2, 5, S, 128), 512, "x")),
@@ -146,25 +148,25 @@ def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(norm_projection.NORM_PROJECT[2, False])))
+@pytest.mark.parametrize("number", range(len(projections.NORM_PROJECT[2, False])))
 def test_norm_project_by_every_tile(number, dtype, monkeypatch):
     """Also where weights stay, and programs make several tiles of positions, whole ones or not."""
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(
         candidates[number] if kernel == "norm_project_kernel" else candidates[0]))
     with torch.device(DEVICE):
         for shape in ((1, 128, 256, 128), (2, 93, 127, 128), (2, 64, 128, 64)):
-            assert not violations(*projections.norm_problem(dtype, shape, 4 * shape[-1], 4))
-            assert not violations(*projections.hidden_problem(dtype, shape, 4 * shape[-1], 0))
+            assert not violations(*check_projections.norm_problem(dtype, shape, 4 * shape[-1], 4))
+            assert not violations(*check_projections.hidden_problem(dtype, shape, 4 * shape[-1], 0))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(norm_projection.OUTPUT_PROJECT[2, False])))
+@pytest.mark.parametrize("number", range(len(projections.OUTPUT_PROJECT[2, False])))
 def test_output_project_by_every_tile(number, dtype, monkeypatch):
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
     with torch.device(DEVICE):
         for case in (((1, 64, 128, 512), 128, True, 1), ((2, 37, 65, 1024), 128, True, 0, 0.1),
                      ((2, 37, 64, 256), 64, False, 0)):
-            assert not violations(*projections.output_problem(dtype, *case))
+            assert not violations(*check_projections.output_problem(dtype, *case))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -199,14 +201,36 @@ def test_a_bias_that_masks(dtype, lowest):
     assert not v.grad[..., :128, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
 
 
+CALLED = drop_in_attention.drop_in, drop_in_multiplication.drop_in
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_float32(monkeypatch):
+    for module in CALLED:
+        monkeypatch.setattr(module, "plain_is_faster", lambda name, x: False)
+
+
+@pytest.mark.skipif(bool(torch.version.hip), reason="AMD's float32 has matrix instructions")
+@pytest.mark.parametrize("module", [drop_in_attention, drop_in_multiplication])
+def test_strict_float32_takes_operations_and_says_so(module, monkeypatch):
+    with torch.device(DEVICE):
+        ours, _, tensors = module.problem(torch.float32)
+        expected = ours(*tensors)
+        monkeypatch.setattr(module.drop_in, "plain_is_faster", eager.plain_is_faster)
+        monkeypatch.setattr(module.drop_in, "planned", None)
+        eager.said.clear()
+        with pytest.warns(UserWarning, match="float32 without TF32 runs in PyTorch's operations"):
+            assert torch.allclose(ours(*tensors), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
 @pytest.mark.parametrize("size", [64, 77, 256, 300])
 def test_kept_launches_give_the_bits_of_triton_s_own(size, dtype):
     """Also on another stream, of addresses that 16 does not divide, and of data in other places."""
     with torch.device(DEVICE):
         for module in (drop_in_attention, drop_in_multiplication):
-            call, tensors = module.calls(dtype, size)
-            expected = module.gradients(call["operators"], tensors)
+            by_plan, by_operators, tensors = module.calls(dtype, size)
+            expected = gradients(by_operators, tensors)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             for turn in range(3):
@@ -214,7 +238,7 @@ def test_kept_launches_give_the_bits_of_triton_s_own(size, dtype):
                 if turn == 1:
                     given = [torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for t in tensors]
                 with torch.cuda.stream(stream if turn == 2 else torch.cuda.current_stream()):
-                    found = module.gradients(call["plan"], given)
+                    found = gradients(by_plan, given)
                 torch.cuda.synchronize()
                 assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), turn
 

@@ -55,7 +55,7 @@ def test_which_projections_are_one_gemm(switches, packed):
     fusion = dataclasses.replace(tof.FusionConfig.preset(False), **{
         f"enable_{name}": True for name in switches.split()})
     block = block_of(fusion)
-    assert {name: getattr(block, name).active for name in NONE} == {**NONE, **packed}
+    assert {name: tuple(getattr(block, name).packings) for name in NONE} == {**NONE, **packed}
 
 
 # --- To the choice of attention, to losses ----------------------------------------------------------------

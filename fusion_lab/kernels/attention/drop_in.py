@@ -5,13 +5,12 @@ first. Under torch.compile, fake tensors or a counter operator.row_attention() r
 """
 import torch
 
-from fusion_lab.kernels import tuner
 from fusion_lab.kernels.attention import bias_gradient
 from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.attention import padded_bias as padding
 from fusion_lab.kernels.attention.layout import strides
-from fusion_lab.kernels.common import alike, check_device, check_shapes, precision
-from fusion_lab.kernels.eager import differentiable_once, looks, stream_of, watched, where
+from fusion_lab.kernels.common import check_device, check_shapes
+from fusion_lab.kernels.eager import plain_is_faster, planned, stream_of, watched
 from fusion_lab.kernels.precision import product_dtype
 
 NAME = "triangle_attention"
@@ -24,7 +23,6 @@ LAUNCHES = {  # of backward: the tensors that each kernel takes, in groups
     "attention_backward_scores_kernel": ("k", "dscores", "dq", "sums"),
     "attention_backward_bias_kernel": ("qkv", "bias", "saved", "sums")}
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # by autocast, which leaves float64 as it is
-plans = {}
 
 
 def check(q, k, v, bias, mask):
@@ -34,21 +32,53 @@ def check(q, k, v, bias, mask):
                  ("mask", mask, (B, N, 1, 1, S)))
 
 
-class Plan:
-    """What follows from how a call's tensors look. transpose: whether backward needs the transposed bias.
-    bound: recorded launches by name; call: forward's; repeat: backward's, None before its first run."""
+class KeptLaunches:
+    """What follows from how q and bias look, and operator.py's launchers, which keep their launches.
 
-    def __init__(self, q, k, v, bias, mask, scale, transpose):
-        check_device(NAME, q)
-        check(q, k, v, bias, mask)
-        self.heads, self.length = q.shape[2:4]
-        self.scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-        self.transpose, self.bias_dtype = transpose, bias.dtype
+    transpose: whether backward reads the transposed bias; bound: launches by name; call: forward's.
+    """
+
+    def __init__(self, q, bias, learns, *settings):
+        check_device(self.name, q)
+        self.settings, self.length, self.bias_dtype = settings, bias.shape[-1], bias.dtype
+        self.transpose = learns and self.length > attention.longest_short()
         self.padded = attention.padded_length(self.length)
         self.padded_dtype = bias.dtype if bias.dtype in attention.HOLD_PADDING else torch.float32
+        self.bound, self.call, self.sums = {}, None, 0
+
+    def launch_forward(self, qkvg, bias, keys):
+        """out, and what backward reads: qkvg, the padded bias, its transpose, key_mask, out, lse."""
+        padded, transposed = padding.launch(bias, None, self.padded, self.padded_dtype, self.transpose, True,
+                                            self.bound)
+        key_mask = None if keys is None else padding.launch_key_mask(keys, self.padded, self.bound)
+        given = qkvg, None, padded, key_mask, *self.settings
+        if self.call is None:
+            self.call = attention.Launch(*given)
+            self.sums = self.call.bias_sum_count()
+        out, lse = attention.forward(*given, self.call)
+        return out, (*qkvg, padded, transposed if self.transpose else None, key_mask, out, lse)
+
+    def launch_backward(self, gradient, qkvg, padded, transposed, key_mask, out, lse):
+        """Gradients of qkvg and the bias (B, H, L, L); dtype of the partial sums of the latter."""
+        *grads, bias_sums, _, _, _ = attention.backward(
+            qkvg, None, padded, transposed, key_mask, out, lse, gradient, None, None, *self.settings,
+            self.sums, 0, self.call)
+        dbias = bias_gradient.launch(bias_sums, self.length, self.bias_dtype, False, self.bound)
+        return *grads, dbias, bias_sums.dtype
+
+
+class Plan(KeptLaunches):
+    """What follows from how a call's tensors look. repeat: backward's launches, None before its first run."""
+    name, kept = NAME, {}
+
+    def __init__(self, tensors, learns, scale):
+        q, k, v, bias, mask = tensors
+        check(*tensors)
+        super().__init__(q, bias, learns, q.shape[2], 0, False,
+                         float(q.shape[-1] ** -0.5 if scale is None else scale))
         # Kernels take q, k and v by the same strides, as long as channels lie side by side
         self.as_they_lie = q.stride(-1) == 1 and strides(q) == strides(k) == strides(v)
-        self.bound, self.call, self.sums, self.repeat = {}, None, 0, None
+        self.repeat = None
         self.bias_size = (*bias.shape[:1], *bias.shape[2:3], self.padded, self.padded)
         self.mask_size = (*q.shape[:2], self.padded)
 
@@ -71,25 +101,15 @@ class Plan:
         return out, (q, k, v, padded, transposed, key_mask, out, lse)
 
     def first_forward(self, q, k, v, bias, mask):
-        """The same by operator.py's launchers, whose launches are then kept."""
+        """The same by operator.py's launchers."""
         qkv = [q, k, v] if self.as_they_lie else [x.contiguous() for x in (q, k, v)]
-        padded, transposed = padding.launch(bias[:, 0], None, self.padded, self.padded_dtype, self.transpose,
-                                            True, self.bound)
-        key_mask = None
-        if mask is not None:
-            key_mask = padding.launch_key_mask(mask[:, :, 0, 0], self.padded, self.bound)
-        settings = self.heads, 0, False, self.scale
-        call = attention.Launch(qkv, None, padded, key_mask, *settings)
-        out, lse = attention.forward(qkv, None, padded, key_mask, *settings, call)
-        self.bound["forward"], = call.bound.values()
-        self.call, self.sums = call, call.bias_sum_count()
+        found = self.launch_forward(qkv, bias[:, 0], None if mask is None else mask[:, :, 0, 0])
+        self.bound["forward"], = self.call.bound.values()
         self.sums_size = (self.sums, *self.bias_size)
-        return out, (*qkv, padded, transposed if self.transpose else None, key_mask, out, lse)
+        return found
 
     def backward(self, gradient, q, k, v, padded, transposed, key_mask, out, lse):
-        """Gradients of q, k, v and the bias."""
-        gradient = gradient.contiguous()
-        gradient = gradient if alike(gradient) else gradient.clone()
+        """Gradients of q, k, v and the bias; none of the mask."""
         if self.repeat is None:
             return self.first_backward(gradient, q, k, v, padded, transposed, key_mask, out, lse)
         stream = stream_of(q)
@@ -104,15 +124,13 @@ class Plan:
             launch(*[t for name in names for t in given[name]], stream=stream)
         dbias = new(self.dbias_size, dtype=self.bias_dtype)
         self.bound["bias_gradient"](bias_sums, dbias, stream=stream)
-        return dq, dk, dv, dbias
+        return dq, dk, dv, dbias, None
 
-    def first_backward(self, gradient, q, k, v, padded, transposed, key_mask, out, lse):
-        """The same by operator.py's launchers, whose launches are then kept, if they are one of each kind."""
-        *grads, bias_sums, _, _, _ = attention.backward(
-            [q, k, v], None, padded, transposed, key_mask, out, lse, gradient, None, None, self.heads, 0,
-            False, self.scale, self.sums, 0, self.call)
-        dbias = bias_gradient.launch(bias_sums, self.length, self.bias_dtype, False, self.bound)[:, None]
-        self.dbias_size, self.sums_dtype = dbias.shape, bias_sums.dtype
+    def first_backward(self, gradient, q, k, v, *saved):
+        """The same by operator.py's launchers; their launches are repeated later, if one of each kind."""
+        *grads, dbias, self.sums_dtype = self.launch_backward(gradient, [q, k, v], *saved)
+        dbias = dbias[:, None]
+        self.dbias_size = dbias.shape
         kept = [(name, launch) for (name, _), launch in self.call.bound.items()
                 if launch is not self.bound["forward"]]
         names = [name for name, _ in kept]
@@ -120,24 +138,16 @@ class Plan:
             self.repeat = [(launch, LAUNCHES[name]) for name, launch in kept]
             stored = "attention_backward_scores_kernel" in names
             self.dscores_size = (self.call.R, *self.bias_size) if stored else None
-        return *grads, dbias
+        return *grads, dbias, None
 
 
-class TriangleAttention(torch.autograd.Function):
-    """A plan's forward and backward."""
-
-    @staticmethod
-    def forward(ctx, plan, q, k, v, bias, mask):
-        ctx.plan = plan
-        out, saved = plan.forward(q, k, v, bias, mask)
-        ctx.save_for_backward(*saved)
-        return out
-
-    @staticmethod
-    @differentiable_once(NAME)
-    def backward(ctx, gradient):
-        with where(gradient):
-            return None, *ctx.plan.backward(gradient, *ctx.saved_tensors), None
+def plain(q, k, v, bias, mask, scale):
+    """The same by PyTorch's operations."""
+    check(q, k, v, bias, mask)
+    if mask is None:
+        return attention.reference(q, k, v, padding.lifted(bias[:, 0]), scale=scale)
+    out = attention.reference(q, k, v, padding.lifted(bias[:, 0]), mask[:, :, 0, 0], scale=scale)
+    return torch.where(mask.bool().any(-1, keepdim=True), out, out.detach())  # no gradient from empty rows
 
 
 def triangle_attention(q, k, v, bias, mask=None, scale=None):
@@ -146,22 +156,17 @@ def triangle_attention(q, k, v, bias, mask=None, scale=None):
     q, k, v (B, N, H, S, D); bias (B, 1, H, S, S); mask (B, N, 1, 1, S), True = present, or None; scale:
     default D^-0.5. Returns (B, N, H, S, D). A bias below -1e9, or -inf, masks as much as that does. Gradients
     for q, k, v and bias, none from rows whose keys are all masked; no second derivatives (RuntimeError).
-    Under autocast q, k and v are cast to its dtype; a bias is read as it is. Raises ValueError for another
-    shape, dtypes of q, k and v that differ, and for more keys than queries.
+    Under autocast q, k and v are cast to its dtype; a bias is read as it is. Heads of up to 128 channels.
+    Strict float32 on NVIDIA's GPUs runs in PyTorch's operations, which a warning says. Raises ValueError for
+    another shape, dtypes of q, k and v that differ, and for more keys than queries.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = product_dtype(q)
         q, k, v = (x.to(dtype) if x.dtype in CAST else x for x in (q, k, v))
     given = q, k, v, bias, mask
+    if q.dtype is torch.float32 and plain_is_faster(NAME, q):
+        return plain(*given, scale)
     if watched(NAME, given):
         check(*given)
         return attention.row_attention(q, k, v, bias[:, 0], None if mask is None else mask[:, :, 0, 0], scale)
-    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
-                                          or bias.requires_grad)
-    with where(q):
-        def make():
-            return Plan(*given, scale, learns and q.shape[3] > attention.longest_short())
-        key = *looks(given), scale, learns, precision(q.dtype)
-        plan = tuner.plan(plans, key, make) if alike(*given) else make()
-        return TriangleAttention.apply(plan, *given) if learns else plan.forward(*given)[0]
-
+    return planned(Plan, given, q.dtype, scale)

@@ -141,7 +141,7 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
     i0, r0, bh = tl.program_id(0) * BM, tl.program_id(2).to(tl.int64) * RU, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     i = i0 + tl.arange(0, BM)  # (BM,)
-    MAX_UNIT: tl.constexpr = 1.0 if q.dtype.element_ty == tl.float16 else LOG2E  # of online_softmax()
+    SCORE_FACTOR: tl.constexpr = 1.0 if q.dtype.element_ty == tl.float16 else LOG2E  # of online_softmax()
     # Tuples have one entry for each of the RU rows.
     q_tiles, gate_tiles, maxima, sums, accs = (), (), (), (), ()
     for u in tl.static_range(RU):
@@ -170,7 +170,8 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
             if KEYS:
                 s += load_key_mask(key_mask, b, r, j, mask_strides)[None, :]
             # Online softmax, and the output.
-            maximum, total, acc = online_softmax(s, v_tile, maxima[u], sums[u], accs[u], MAX_UNIT, PRECISION)
+            maximum, total, acc = online_softmax(s, v_tile, maxima[u], sums[u], accs[u], SCORE_FACTOR,
+                                                 PRECISION)
             new_maxima, new_sums = new_maxima + (maximum,), new_sums + (total,)  # (BM,) each
             new_accs = new_accs + (acc,)  # (BM, BD)
         maxima, sums, accs = new_maxima, new_sums, new_accs
@@ -182,7 +183,7 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
                 result = result * gate_sigmoid(gate_tiles[u], gate_bias, h, D, BD, GATE_BIAS)
             store_tile(out + head_offset(b, r, h, out_strides), result, i0, L, D, out_strides[POSITION],
                        WHOLE_TILES)
-            row_lse = log_sum_exp(maxima[u], sums[u], MAX_UNIT)  # (BM,)
+            row_lse = log_sum_exp(maxima[u], sums[u], SCORE_FACTOR)  # (BM,)
             tl.store(lse + ((b * R + r) * H + h) * L + i, row_lse, mask=i < L)
 
 

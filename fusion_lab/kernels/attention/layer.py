@@ -1,4 +1,4 @@
-"""A whole attention sub-layer: the projections of norm_projection round the kernels of operator.py.
+"""A whole attention sub-layer: the projections of projections round the kernels of operator.py.
 
     y = LayerNorm(x) W^T; bias = LayerNorm(x) Wh^T, or is given, or there is none
     out = residual + drop * (softmax(q k^T scale + bias + key mask) v sigmoid(gate + gate_bias) Wo^T + bo)
@@ -12,7 +12,7 @@ where backward will read it, what keys add to scores where no bias holds it, dro
 import torch
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import norm_projection
+from fusion_lab.kernels import projections
 from fusion_lab.kernels.attention import bias_gradient, output_backward
 from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.common import check_shapes
@@ -23,13 +23,13 @@ from fusion_lab.kernels.reductions import sums
 def reference(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis, bias=None,
               head_weight=None, keys=None, eps=1e-5, residual=None, drop=None):
     """The same in plain PyTorch; arguments as in attention_layer()."""
-    y, own_bias = norm_projection.norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps)
+    y, own_bias = projections.norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps)
     if own_bias is not None:
         bias = own_bias.mT if axis == 1 else own_bias
     q, k, v, gate = attention.views([y], heads, axis, True)
     og = attention.reference(q, k, v, bias, keys, gate, gate_bias.view(heads, -1))
     og = og.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
-    return norm_projection.output_project_reference(og, out_weight, out_bias, residual, drop)
+    return projections.output_project_reference(og, out_weight, out_bias, residual, drop)
 
 
 class AttentionLayer(torch.autograd.Function):
@@ -41,7 +41,7 @@ class AttentionLayer(torch.autograd.Function):
         ctx.add, ctx.eps, ctx.recompute = add, eps, recompute
         ctx.settings = heads, axis, True, (x.shape[-1] // heads) ** -0.5
         sizes = len(x), x.shape[3 - axis], heads, x.shape[axis]
-        y, own_bias = norm_projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
+        y, own_bias = projections.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, head_weight, eps)
         if head_weight is not None:
             bias = own_bias.mT if axis == 1 else own_bias
         padded, transposed, key_mask = attention.padded_bias(bias, keys, y, sizes, transpose)
@@ -49,7 +49,7 @@ class AttentionLayer(torch.autograd.Function):
         ctx.save_for_backward(x, norm_weight, norm_bias, weight, gate_bias, out_weight, head_weight, drop,
                               None if recompute else y, padded, transposed, key_mask, og, lse)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return norm_projection.OUTPUT_PROJECT_OP(og, out_weight, out_bias, x if add else None, drop)
+        return projections.OUTPUT_PROJECT_OP(og, out_weight, out_bias, x if add else None, drop)
 
     @staticmethod
     @once_differentiable
@@ -58,7 +58,7 @@ class AttentionLayer(torch.autograd.Function):
          key_mask, og, lse) = ctx.saved_tensors
         gradient, length = gradient.contiguous(), x.shape[ctx.settings[1]]
         if ctx.recompute:
-            y, _ = norm_projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, None, ctx.eps,
+            y, _ = projections.NORM_PROJECT_OP(x, norm_weight, norm_bias, weight, None, ctx.eps,
                                                    after=gradient)
         q = attention.views([y], *ctx.settings[:3])[0]
         dy, bias_sums, gate_bias_sums, du, out_bias_sums = attention.BACKWARD_OP(
@@ -73,7 +73,7 @@ class AttentionLayer(torch.autograd.Function):
         dbias = None if padded is None else bias_gradient.OP(bias_sums, length, ctx.bias_dtype,
                                                              own_bias and ctx.settings[1] == 1)
         own, dbias = (dbias, None) if own_bias else (None, dbias)
-        dx, dnorm_weight, dnorm_bias, dweight, dhead_weight = norm_projection.norm_project_backward(
+        dx, dnorm_weight, dnorm_bias, dweight, dhead_weight = projections.norm_project_backward(
             dy, own, x, norm_weight, norm_bias, weight, head_weight, ctx.eps, gradient if ctx.add else None)
         return (dx, dnorm_weight, dnorm_bias, dweight, dgate_bias, dout_weight, dout_bias, dbias,
                 dhead_weight, *[None] * 8)
@@ -90,7 +90,7 @@ def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, ou
     taken), or neither; keys (B, L), 1 = present; drop: factors that broadcast to x, without a gradient. Under
     autocast the products are made in its dtype, and the sum in that of the residual.
     """
-    dtype, add, drop = product_dtype(x), residual is x, norm_projection.widened(drop, x.shape[-1])
+    dtype, add, drop = product_dtype(x), residual is x, projections.widened(drop, x.shape[-1])
     c = x.shape[-1]
     if bias is not None and head_weight is not None:
         raise ValueError("bias and head_weight: either makes the bias")

@@ -12,10 +12,10 @@ NO_KEY = tl.constexpr(-5e8)  # a maximum smaller than this: all keys are masked,
 
 
 @triton.jit
-def online_softmax(s, v_tile, maximum, total, acc, MAX_UNIT: tl.constexpr, PRECISION: tl.constexpr):
+def online_softmax(s, v_tile, maximum, total, acc, SCORE_FACTOR: tl.constexpr, PRECISION: tl.constexpr):
     """Maxima (BM,), sums (BM,) and outputs (BM, BD) with one more tile of keys, of scores s (BM, BN).
 
-    A larger maximum shrinks what was summed before, with u for MAX_UNIT:
+    A larger maximum shrinks what was summed before, with u for SCORE_FACTOR:
         maximum' = max(maximum, u rowmax(s));  p = 2^((u s - maximum') log2(e) / u)
         shrink = 2^((maximum - maximum') log2(e) / u)
         total' = total shrink + rowsum(p);  acc' = acc shrink + p v
@@ -24,9 +24,9 @@ def online_softmax(s, v_tile, maximum, total, acc, MAX_UNIT: tl.constexpr, PRECI
     cancels that, but float16 does not hold 2^18: there u is 1. A bias far below -1e9 would be off by more
     than float32 holds: it is lifted to -1e9 before.
     """
-    TO_BASE_2: tl.constexpr = LOG2E / MAX_UNIT
-    new_maximum = tl.maximum(maximum, tl.max(s, 1) * MAX_UNIT)  # (BM,)
-    p = tl.exp2((s * MAX_UNIT - new_maximum[:, None]) * TO_BASE_2)  # (BM, BN)
+    TO_BASE_2: tl.constexpr = LOG2E / SCORE_FACTOR
+    new_maximum = tl.maximum(maximum, tl.max(s, 1) * SCORE_FACTOR)  # (BM,)
+    p = tl.exp2((s * SCORE_FACTOR - new_maximum[:, None]) * TO_BASE_2)  # (BM, BN)
     shrink = tl.exp2((maximum - new_maximum) * TO_BASE_2)  # (BM,)
     new_total = total * shrink + tl.sum(p, 1)  # (BM,)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)  # (BM, BD)
@@ -34,7 +34,7 @@ def online_softmax(s, v_tile, maximum, total, acc, MAX_UNIT: tl.constexpr, PRECI
 
 
 @triton.jit
-def log_sum_exp(maximum, total, MAX_UNIT: tl.constexpr):
+def log_sum_exp(maximum, total, SCORE_FACTOR: tl.constexpr):
     """lse (BM,) from what online_softmax() left. A row without any key gets infinity: its probabilities are 0
     in backward. The sum itself would drown in a maximum of -1e9."""
-    return tl.where(maximum < NO_KEY, float("inf"), maximum * (LOG2E / MAX_UNIT) + tl.log2(total))
+    return tl.where(maximum < NO_KEY, float("inf"), maximum * (LOG2E / SCORE_FACTOR) + tl.log2(total))

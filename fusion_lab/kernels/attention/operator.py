@@ -489,7 +489,7 @@ def row_attention(q, k, v, bias=None, keys=None, scale=None):
 
     A bias below -1e9, or -inf, masks as much as that does, in float16 as much as its lowest number.
     """
-    bias = None if bias is None else bias.clamp(min=max(MASKED, torch.finfo(bias.dtype).min))
+    bias = None if bias is None else padding.lifted(bias)
     qkv = [x.contiguous() for x in (q, k, v)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return BiasedAttention.apply(bias, keys, None, q.shape[2], 0, False, scale,

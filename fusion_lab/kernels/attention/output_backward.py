@@ -12,9 +12,9 @@ gates were a quarter of the instructions of the gradient of q at 256 keys (count
 import triton
 import triton.language as tl
 
-from fusion_lab.kernels import norm_projection, tuner
-from fusion_lab.kernels.common import below, lines, precision, rows, sigmoid, store_rows, store_sums
-from fusion_lab.kernels.norm_projection import factors, tiles
+from fusion_lab.kernels import projections, tuner
+from fusion_lab.kernels.common import below, lines, load_rows, precision, sigmoid, store_rows, store_sums
+from fusion_lab.kernels.projections import factors, tiles
 from fusion_lab.kernels.reductions import sums
 
 SAMPLE, ALONG_X, ALONG_Y, HEAD = (tl.constexpr(n) for n in range(4))  # of a tuple of strides
@@ -64,7 +64,7 @@ def attention_output_backward_kernel(
     remaining = None if LINES > 0 else (P - first).to(tl.int32)  # positions from the first on; None: enough
     dtype: tl.constexpr = w.dtype.element_ty
     # Gradient of the projection's output, and a partial sum of its bias's gradient.
-    du_tile = rows(dupdate + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
+    du_tile = load_rows(dupdate + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
     if DROP:
         du_tile *= factors(drop, first + p, P, X, Y, drop_stride_sample, drop_stride_x, drop_stride_y, C,
                            LINES)
@@ -135,7 +135,7 @@ def launch(dupdate, weight, drop, out, gate, gate_bias, do, dgate, delta, du, bi
 
     out and do are contiguous; gate and dgate views (B, R, H, L, D) of tensors (B, X, Y, wide).
     """
-    norm_projection.check(weight.dtype, len(weight))
+    projections.check(weight.dtype, len(weight))
     positions, (X, Y), C = dupdate.numel() // len(weight), dupdate.shape[1:3], len(weight)
     sample, x, head, y = delta.stride()
     if axis == 1:  # rows of attention are along Y then
@@ -148,7 +148,7 @@ def launch(dupdate, weight, drop, out, gate, gate_bias, do, dgate, delta, du, bi
         with sums.room(bias_sums, size) as of_bias, sums.room(gate_bias_sums, size) as of_gate:
             attention_output_backward_kernel[(size,)](
                 dupdate, weight, drop, out, gate, gate_bias, do, dgate, delta, du, of_bias, of_gate,
-                positions, X, Y, *norm_projection.drop_strides(drop, dupdate),
+                positions, X, Y, *projections.drop_strides(drop, dupdate),
                 gate_stride=gate.stride(position), dgate_stride=dgate.stride(position),
                 delta_strides=(sample, x, y, head), DROP=drop is not None,
                 LINES=lines(X, Y, config["BM"]), PRECISION=precision(weight.dtype), C=C, D=gate.shape[-1],

@@ -33,6 +33,11 @@ def reference(bias, keys, LP, dtype, transpose):
     return out, out.mT.contiguous() if transpose else out.new_empty(0)
 
 
+def lifted(bias):
+    """The bias, nowhere below MASKED or, in float16, its lowest number."""
+    return bias.clamp(min=max(MASKED, torch.finfo(bias.dtype).min))
+
+
 @triton.jit
 def attention_padded_bias_kernel(bias, keys, out, transposed, H, L, LP, bias_stride_sample, bias_stride_head,
                                  bias_stride_query, bias_stride_key, keys_stride_sample, KEYS: tl.constexpr,

@@ -47,16 +47,16 @@ class PackedProjections(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.widths, self.active = {}, ()  # outputs of every projection; the packings in use
+        self.widths, self.packings = {}, ()  # outputs of every projection; keys of PACKINGS in use
         self._register_state_dict_hook(lambda module, state, prefix, _: module.split_packed(state, prefix))
         self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: module.adapt(state, prefix))
 
-    def add_projections(self, layers, *active):
-        """Register layers, a dict of nn.Linear by name, those of the active packings as one."""
-        self.active = active
+    def add_projections(self, layers, packings=()):
+        """Register layers, a dict of nn.Linear by name, those of each of the packings as one."""
+        self.packings = packings
         self.widths = {name: layer.out_features for name, layer in layers.items()}
         self.biased = {name for name, layer in layers.items() if layer.bias is not None}
-        for packed_name in active:
+        for packed_name in packings:
             layers[packed_name] = WideLinear([layers.pop(name) for name in self.PACKINGS[packed_name]])
         for name, layer in layers.items():
             self.add_module(name, layer)
@@ -68,7 +68,7 @@ class PackedProjections(nn.Module):
         groups = groups or [(name,) for name in self.widths]
         run = channels_first if dim == 0 else nn.Module.__call__
         made = {}
-        for packed_name in self.active:
+        for packed_name in self.packings:
             layer = getattr(self, packed_name)
             own = [names for names in groups if names[0] in self.PACKINGS[packed_name]]
             widths = [sum(self.widths[name] for name in names) for names in own]
@@ -80,7 +80,7 @@ class PackedProjections(nn.Module):
     def packed(self, *names):
         """Weight and bias of these projections below each other, as one packing or several hold them; no bias
         where none of them has one."""
-        layers = [getattr(self, name) for name in self.active if self.PACKINGS[name][0] in names]
+        layers = [getattr(self, name) for name in self.packings if self.PACKINGS[name][0] in names]
         layers += [getattr(self, name) for name in names if hasattr(self, name)]  # in no packing
         if len(layers) == 1:
             return layers[0].weight, layers[0].bias
@@ -99,7 +99,7 @@ class PackedProjections(nn.Module):
     def adapt(self, tensors, prefix):
         """The reverse: bring a dict in any form to the form this module has."""
         self.split_packed(tensors, prefix)
-        for packed_name in self.active:
+        for packed_name in self.packings:
             for kind in ("weight", "bias"):
                 keys = [f"{prefix}{name}.{kind}" for name in self.PACKINGS[packed_name]
                         if kind == "weight" or name in self.biased]

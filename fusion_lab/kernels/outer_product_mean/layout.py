@@ -22,7 +22,7 @@ places in the result:
 Sums are short, so most of a program is addresses, a wait for its operands and the store. So a program makes
 several tiles of columns from the same rows, and loads the next one's operand while it stores. The scale goes
 into both tensors as they are written, which saves a pass over out and its gradient. The kernel that projects
-(norm_projection) adds the residual, where it takes these widths. The gradient of the bias is a sum of
+(projections) adds the residual, where it takes these widths. The gradient of the bias is a sum of
 rows of out's gradient: programs that multiply these with the first columns add them up.
 
 Sources: AlphaFold 2 supplement, Alg. 10.
@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import norm_projection, tuner
+from fusion_lab.kernels import projections, tuner
 from fusion_lab.kernels.common import (
     DTYPES,
     below,
@@ -222,7 +222,7 @@ def multiply(a, b, out, scale, partial_sums=None):
 
 
 def forward(left, right, scale=1.0, after=None):
-    """scale times the sum over rows, (B, S, S, h*h). after: see norm_projection.norm_project_launch()."""
+    """scale times the sum over rows, (B, S, S, h*h). after: see projections.norm_project_launch()."""
     out = forward_sizes(left, right)
     multiply(left.permute(0, 2, 3, 1), right, out, scale)
     return out
@@ -279,7 +279,7 @@ class OuterLayout(torch.autograd.Function):
         ctx.save_for_backward(left, right, weight, None if recompute else outer)
         ctx.scale, ctx.residual = scale, residual is not None
         if residual is not None and projects(weight):
-            return norm_projection.OUTPUT_PROJECT_OP(outer, weight, bias, residual, None, scale)
+            return projections.OUTPUT_PROJECT_OP(outer, weight, bias, residual, None, scale)
         update = F.linear(outer, weight) + bias * scale  # a compiler adds that where it adds the residual
         return (residual + update).to(residual.dtype) if ctx.residual else update
 
@@ -303,7 +303,7 @@ class OuterLayout(torch.autograd.Function):
 def projects(weight):
     """Whether the kernel that adds a residual takes this weight (c, h*h): wider ones are the library's."""
     return (weight.dtype in DTYPES and len(weight) in LAYER_CHANNELS
-            and norm_projection.takes_inner(weight.shape[1]))
+            and projections.takes_inner(weight.shape[1]))
 
 
 def outer_layout(left, right, weight, bias, scale=1.0, residual=None, recompute=False):

@@ -6,7 +6,7 @@ x (B, N, S, c); W = [Wl; Wr] (2 h, c); b (2 h,); left, right (B, N, S, h). Both 
 library's products of backward then read and write matrices without gaps, and nothing is copied.
 
 Backward is one kernel. Its dx is LayerNorm's derivative of dleft Wl + dright Wr, to which it adds the
-gradient of the x that forward has handed on (`NormProject` in norm_projection says why). W is small, so a
+gradient of the x that forward has handed on (`NormProject` in projections says why). W is small, so a
 program adds up the gradients of all parameters in registers, over a share of the positions, and stores them
 as partial sums. Left to the library and a compiler these are two products, their operands joined, and five
 passes for the rest.
@@ -28,11 +28,11 @@ from fusion_lab.kernels.common import (
     check_shapes,
     layer_norm,
     layer_norm_backward,
+    load_rows,
     moments,
     normalised,
     operation,
     precision,
-    rows,
     shared_dtype,
     store_rows,
     vector,
@@ -67,7 +67,7 @@ def outer_product_sides_kernel(
 
     Grid: axis 0: tiles of BM positions."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # (BM,)
-    normal, x_hat, rstd = layer_norm(rows(x, p, P, C), norm_weight, norm_bias, eps, C)
+    normal, x_hat, rstd = layer_norm(load_rows(x, p, P, C), norm_weight, norm_bias, eps, C)
     normal = normal.to(weight.dtype.element_ty)  # (BM, C)
     y = tl.dot(normal, tl.trans(side_weights(weight, 0, H, C)), input_precision=PRECISION)  # (BM, H)
     store_rows(left, p, P, y + vector(bias, H), H)
@@ -120,11 +120,11 @@ def outer_product_sides_backward_kernel(
     left_sums, right_sums = tl.zeros((BM, H), tl.float32), tl.zeros((BM, H), tl.float32)  # g, not yet over BM
     for p0 in range(first, end, BM):
         p = p0 + m  # (BM,)
-        x_tile, handed_on = rows(x, p, end, C), rows(residual_gradient, p, end, C)  # (BM, C)
-        dl, dr = rows(dleft, p, end, H), rows(dright, p, end, H)  # (BM, H)
+        x_tile, handed_on = load_rows(x, p, end, C), load_rows(residual_gradient, p, end, C)  # (BM, C)
+        dl, dr = load_rows(dleft, p, end, H), load_rows(dright, p, end, H)  # (BM, H)
         dnormal = tl.dot(dl, side_weights(weight, 0, H, C), input_precision=PRECISION)  # (BM, C)
         dnormal = tl.dot(dr, side_weights(weight, 1, H, C), dnormal, input_precision=PRECISION)
-        mean, rstd = moments(x_tile, eps, C)  # (BM,)
+        mean, rstd = moments(x_tile, eps, C, C)  # (BM,)
         x_hat = normalised(x_tile, mean, rstd)  # (BM, C)
         rounded = x_hat.to(weight.dtype.element_ty)
         left_products = tl.dot(tl.trans(dl), rounded, left_products, input_precision=PRECISION)  # (H, C)

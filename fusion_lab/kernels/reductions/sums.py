@@ -93,11 +93,11 @@ def sums_kernel(problems, rows, columns, out, COUNT: tl.constexpr, BR: tl.conste
     tl.store(out + offset + n, tl.sum(acc, 0).to(out.dtype.element_ty), mask=n < N)
 
 
-def gathered(parts, dtype):
-    """The sums of each of parts, [(programs, ...)], one after the other, (numbers,)."""
-    out, end = gathered_sizes(parts, dtype), 0
-    for first in range(0, len(parts), MOST):
-        problems = parts[first:first + MOST]
+def gathered(partial_sums, dtype):
+    """The sums of each of the partial_sums, [(programs, ...)], one after the other, (numbers,)."""
+    out, end = gathered_sizes(partial_sums, dtype), 0
+    for first in range(0, len(partial_sums), MOST):
+        problems = partial_sums[first:first + MOST]
         columns = [problem.shape[1:].numel() for problem in problems]
         begin, end = end, end + sum(columns)
         sums_kernel[(sum(triton.cdiv(n, COLUMNS) for n in columns),)](
@@ -106,8 +106,8 @@ def gathered(parts, dtype):
     return out
 
 
-def gathered_sizes(parts, dtype):
-    return parts[0].new_empty(sum(each.shape[1:].numel() for each in parts), dtype=dtype)
+def gathered_sizes(partial_sums, dtype):
+    return partial_sums[0].new_empty(sum(each.shape[1:].numel() for each in partial_sums), dtype=dtype)
 
 
 def over_rows(x):
@@ -118,5 +118,5 @@ def over_rows(x):
     return x.sum(0)
 
 
-OP = operation("summed(Tensor parts, ScalarType dtype) -> Tensor", launch, sizes)
-GATHERED_OP = operation("sums(Tensor[] parts, ScalarType dtype) -> Tensor", gathered, gathered_sizes)
+OP = operation("summed(Tensor partial_sums, ScalarType dtype) -> Tensor", launch, sizes)
+GATHERED_OP = operation("sums(Tensor[] partial_sums, ScalarType dtype) -> Tensor", gathered, gathered_sizes)

@@ -25,9 +25,9 @@ from fusion_lab.kernels.common import (
     candidates,
     check_shapes,
     from_the_end,
+    load_rows,
     operation,
     precision,
-    rows,
 )
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
@@ -88,7 +88,8 @@ def transition_hidden_gradient_kernel(
         remaining = None if WHOLE_TILES else (end - p0).to(tl.int32)  # positions from p0 on
         ahead = tl.full((BM,), p0 + BM, tl.int64) < end if WHOLE_TILES else m + BM < remaining  # (BM,)
         next_h = tl.load(unit_pointers(hidden, p0 + BM, m, k, K), mask=ahead[:, None], other=0.0)
-        dh = tl.dot(rows(gradient + p0 * C, m, remaining, C), w_tile, input_precision=PRECISION)  # (BM, BK)
+        dh = load_rows(gradient + p0 * C, m, remaining, C)  # (BM, C)
+        dh = tl.dot(dh, w_tile, input_precision=PRECISION)  # (BM, BK)
         dh = tl.where(h > 0, dh, 0.0)
         acc += dh
         tl.store(unit_pointers(out, p0, m, k, K), dh.to(out.dtype.element_ty),

@@ -1,4 +1,4 @@
-"""A whole transition by kernels of other sub-layers: those of norm_projection, and in backward that of
+"""A whole transition by kernels of other sub-layers: those of projections, and in backward that of
 hidden_gradient.py before them.
 
     h = relu(LayerNorm(x) W1^T + b1);  out = x + h W2^T + b2
@@ -10,7 +10,7 @@ x, out (B, X, Y, c); W1 (u, c); W2 (c, u); h (B, X, Y, u). Saved for backward: x
     backward   hidden gradient            dh = (dout W2) * [h > 0], partial sums of db1
                norm_project_backward      dx = LayerNorm's derivative of dh W1, + dout; dW1; db2 = sum of dout
 
-The kernels of norm_projection are those of attention's projections. Left to the library and a compiler
+The kernels of projections are those of attention's projections. Left to the library and a compiler
 each line is a product, a pass over what it wrote, one over what it reads, and more for the sums.
 
 Source: AlphaFold 2 supplement, Alg. 9 and 15 (transitions).
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from fusion_lab.kernels import norm_projection
+from fusion_lab.kernels import projections
 from fusion_lab.kernels.common import check_shapes
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
@@ -38,22 +38,22 @@ class TransitionLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, w1, b1, w2, b2, residual_is_x, eps, recompute):
-        h, _ = norm_projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, eps, b1)
+        h, _ = projections.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, eps, b1)
         ctx.save_for_backward(x, norm_weight, norm_bias, w1, b1, w2, None if recompute else h)
         ctx.residual_is_x, ctx.eps, ctx.recompute = residual_is_x, eps, recompute
-        return norm_projection.OUTPUT_PROJECT_OP(h, w2, b2, x if residual_is_x else None, None)
+        return projections.OUTPUT_PROJECT_OP(h, w2, b2, x if residual_is_x else None, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         (x, norm_weight, norm_bias, w1, b1, w2, h), gradient = ctx.saved_tensors, gradient.contiguous()
         if ctx.recompute:
-            h, _ = norm_projection.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, ctx.eps, b1, gradient)
+            h, _ = projections.NORM_PROJECT_OP(x, norm_weight, norm_bias, w1, None, ctx.eps, b1, gradient)
         h = h.flatten(0, -2)  # (P, u)
         dupdate = gradient.flatten(0, -2).to(w2.dtype)  # (P, c)
         shares = hidden_gradient.shares(len(h), *w2.shape, w2.dtype)
         dh, partial_sums = hidden_gradient.OP(dupdate, w2, h, shares)  # (P, u), (shares, u)
-        dx, dnorm_weight, dnorm_bias, dw1, _, *total = norm_projection.norm_project_backward(
+        dx, dnorm_weight, dnorm_bias, dw1, _, *total = projections.norm_project_backward(
             dh.view(*x.shape[:-1], len(w1)), None, x, norm_weight, norm_bias, w1, None, ctx.eps,
             gradient if ctx.residual_is_x else None, ctx.residual_is_x)
         db1, dw2 = sums.OP(partial_sums, h.dtype), dupdate.t() @ h  # (u,), (c, u)

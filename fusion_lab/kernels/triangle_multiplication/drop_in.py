@@ -4,31 +4,32 @@ From Python a plan says once what follows from shapes, strides and dtypes. Where
 it is operator.triangle_multiplication().
 """
 import torch
+import torch.nn.functional as F
 
-from fusion_lab.kernels import tuner
-from fusion_lab.kernels.common import alike, check_device, check_shapes, precision, shared_dtype
-from fusion_lab.kernels.eager import as_given, differentiable_once, looks, stream_of, watched, where
+from fusion_lab.kernels.common import check_device, check_shapes, padded_width, shared_dtype
+from fusion_lab.kernels.eager import as_given, plain_is_faster, planned, stream_of, watched
+from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 
 NAME = "triangle_multiplicative_update"
 KERNEL = "triangle_multiplication"  # what names of launches begin with
-plans = {}
+WEIGHTS = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias",
+           "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias", "g_out_weight", "g_out_bias")
 
 
 def check(x, mask, weights):
     """ValueError for shapes that would be misread, or a weight that is missing."""
-    _, _, p_in, p_in_bias, g_in, g_in_bias, _, _, p_out, _, g_out, _ = weights
-    c = x.shape[-1]
-    for name, value in (("p_in_weight", p_in), ("g_in_weight", g_in), ("p_out_weight", p_out),
-                        ("g_out_weight", g_out)):
-        if value is None:
-            raise ValueError(f"{name} is missing")
     if x.dim() not in (3, 4):
         raise ValueError(f"x is {tuple(x.shape)}, but must be (B, N, N, D) or (N, N, D)")
-    check_shapes(("p_in_weight", p_in, (2 * c, c)), ("g_in_weight", g_in, (2 * c, c)),
-                 ("p_in_bias", p_in_bias, (2 * c,)), ("g_in_bias", g_in_bias, (2 * c,)))
+    c = x.shape[-1]
+    sizes = (c,), (c,), (2 * c, c), (2 * c,), (2 * c, c), (2 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
+    given = list(zip(WEIGHTS, weights, sizes, strict=True))
+    for name, value, size in given:
+        if value is None and len(size) == 2:
+            raise ValueError(f"{name} is missing")
+    check_shapes(*given)
     if mask is not None and mask.shape != x.shape[:-1]:
         torch.broadcast_shapes(mask.shape, x.shape[:-1])
 
@@ -40,63 +41,66 @@ def joined(x, p, g, columns):
     return torch.cat([x.new_zeros(columns) if each is None else each for each in (p, g)])
 
 
-class Plan:
-    """What follows from how the tensors of a call look; dtype: of products; learns: there will be a
-    backward."""
+def packed(x, weights, norms, dtype=None):
+    """Weights as the kernels have them, operator.PARAMETERS, from those of a call. dtype: that of products'
+    weights, None: as it is; norms: the LayerNorms' where they are not given."""
+    (norm_in_weight, norm_in_bias, p_in, p_in_bias, g_in, g_in_bias, norm_out_weight, norm_out_bias,
+     *products) = weights
+    products = [torch.cat((p_in, g_in)), joined(x, p_in_bias, g_in_bias, p_in.shape[0]), *products]
+    if dtype is not None:
+        products = [w if w is None else w.to(dtype) for w in products]
+    norms = [default if given is None else given for default, given in zip(
+        norms, (norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias), strict=True)]
+    return [*norms[:2], *products[:2], *norms[2:], *products[2:]]
 
-    def __init__(self, x, mask, weights, outgoing, eps, dtype, learns):
+
+class Plan:
+    """What follows from how the tensors of a call look."""
+    name, kept = NAME, {}
+
+    def __init__(self, tensors, learns, outgoing, eps, width):
+        x, mask, *weights = tensors
         check_device(NAME, x)
         check(x, mask, weights)
-        self.outgoing, self.eps, self.dtype, self.learns = outgoing, float(eps), dtype, learns
+        self.outgoing, self.eps, self.width = outgoing, float(eps), width
+        self.dtype, self.learns = product_dtype(x), learns
         self.call = None  # made of what the first call gives the kernels
         self.shape, self.c = x.shape if x.dim() == 4 else (1, *x.shape), x.shape[-1]
         self.matrix = x.numel() // self.c, self.c
         self.wide_matrix = self.matrix[0], 5 * self.c
-        defaults = x.new_ones(self.c), x.new_zeros(self.c)
-        self.norms = *defaults, *defaults  # where they are not given
+        self.norms = (x.new_ones(self.c), x.new_zeros(self.c)) * 2  # where they are not given
         self.given = [w is not None for w in weights]
         self.as_they_lie = all([t is None or t.is_contiguous() for t in (x, *weights)]) and x.dim() == 4
-        self.need_cast = any([w is not None and w.dtype != dtype for w in (*weights[2:6], *weights[8:])])
+        need_cast = any([w is not None and w.dtype != self.dtype for w in (*weights[2:6], *weights[8:])])
+        self.cast = self.dtype if need_cast else None
 
-    def packed(self, x, weights):
-        """Weights as the kernels have them, operator.PARAMETERS, from those of a call."""
-        if not self.as_they_lie:
-            weights = [w if w is None else w.contiguous() for w in weights]
-        (norm_in_weight, norm_in_bias, p_in, p_in_bias, g_in, g_in_bias, norm_out_weight, norm_out_bias,
-         *products) = weights
-        products = [torch.cat((p_in, g_in)), joined(x, p_in_bias, g_in_bias, 2 * self.c), *products]
-        if self.need_cast:
-            products = [w if w is None else w.to(self.dtype) for w in products]
-        norms = [default if given is None else given for default, given in zip(
-            self.norms, (norm_in_weight, norm_in_bias, norm_out_weight, norm_out_bias), strict=True)]
-        return [*norms[:2], *products[:2], *norms[2:], *products[2:]]
-
-    def forward(self, x, mask, weights):
+    def forward(self, x, mask, *weights):
         """The update, and what backward reads."""
         pair = x if self.as_they_lie else x.contiguous().view(self.shape)
-        packed = self.packed(x, weights)
+        weights = weights if self.as_they_lie else [w if w is None else w.contiguous() for w in weights]
+        parameters = packed(x, weights, self.norms, self.cast)
         if mask is not None:
             mask = mask if mask.shape == self.shape[:3] else mask.expand(self.shape[:3])
             mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
         if self.call is not None and self.learns:
-            out, saved = self.again(pair, packed, mask)
+            out, saved = self.again(pair, parameters, mask)
             return out if x.dim() == 4 else out.view(x.shape), saved
         if self.call is None:
-            trimul.check(pair, packed, mask, None, None, self.dtype)
-            self.call = trimul.Call(pair, packed, mask, None, self.outgoing)
+            trimul.check(pair, parameters, mask, None, None, self.dtype)
+            self.call = trimul.Call(pair, parameters, mask, None, self.outgoing, self.width)
             self.programs = [trimul.programs(name, *self.shape[:2], self.c, self.dtype) for name in (
                 "triangle_multiplication_front_backward_kernel",
                 "triangle_multiplication_back_backward_kernel")]
-            self.sums_dtype = shared_dtype([dict(zip(trimul.PARAMETERS, packed, strict=True))[name]
+            self.sums_dtype = shared_dtype([dict(zip(trimul.PARAMETERS, parameters, strict=True))[name]
                                             for name in trimul.SUMMED])
-        out, *saved = trimul.forward(pair, packed, mask, None, None, self.outgoing, self.eps, self.learns,
+        out, *saved = trimul.forward(pair, parameters, mask, None, None, self.outgoing, self.eps, self.learns,
                                      call=self.call)
-        return out if x.dim() == 4 else out.view(x.shape), (pair, mask, *saved, *packed)
+        return out if x.dim() == 4 else out.view(x.shape), (pair, mask, *saved, *parameters)
 
-    def again(self, pair, packed, mask):
+    def again(self, pair, parameters, mask):
         """operator.forward() by its kept launches: out, and what backward reads."""
         call, stream, bound, new, c = self.call, stream_of(pair), self.call.bound, pair.new_empty, self.c
-        norm_weight, norm_bias, in_weight, in_bias, *behind = packed
+        norm_weight, norm_bias, in_weight, in_bias, *behind = parameters
         statistics, normed, sides = call.statistics(), new(self.matrix, dtype=self.dtype), call.planes(2)
         bound[f"{KERNEL}_front_kernel"](pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed,
                                         statistics, stream=stream)
@@ -108,13 +112,13 @@ class Plan:
         out, normed_product = new(pair.shape, dtype=self.dtype), new(self.matrix, dtype=self.dtype)
         bound[f"{KERNEL}_back_kernel"](product, normed, *behind, None, None, out, normed_product,
                                        statistics[2:], stream=stream)
-        return out, (pair, mask, statistics, normed, normed_product, product, sides, *packed)
+        return out, (pair, mask, statistics, normed, normed_product, product, sides, *parameters)
 
     def backward(self, gradient, pair, *saved):
-        """Gradients of x and, in the order of a call, of all weights."""
+        """Gradients of x, not of the mask, and of all weights in the order of a call. Autograd casts them to
+        the dtypes of what they belong to."""
         c, shape = self.c, gradient.shape
-        gradient = gradient.contiguous()
-        gradient = (gradient if alike(gradient) else gradient.clone()).view(self.shape)
+        gradient = gradient.view(self.shape)
         again = f"{KERNEL}_front_backward_kernel" in self.call.bound
         dpair, dprojected, dout, sums_of_all, normed, normed_product = (
             self.backward_again if again else self.first_backward)(gradient, pair, *saved)
@@ -125,23 +129,24 @@ class Plan:
          dg_out_bias) = sums_of_all.split_with_sizes((c, c, 2 * c, 2 * c, c, c, c, c))
         found = (dnorm_weight, dnorm_bias, dp_in, dp_in_bias, dg_in, dg_in_bias, dcenter_weight, dcenter_bias,
                  dp_out, dp_out_bias, dg_out, dg_out_bias)
-        return dpair.view(shape), *[d if there else None for d, there in zip(found, self.given, strict=True)]
+        return (dpair.view(shape), None,
+                *[d if there else None for d, there in zip(found, self.given, strict=True)])
 
     def first_backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides,
-                       *packed):
+                       *parameters):
         """operator.backward(), whose launches are then kept, and the sums of its partial sums (10 c,)."""
         dpair, dprojected, dout, *partial_sums = trimul.backward(
-            gradient, pair, packed, mask, None, statistics, normed, normed_product, product, sides, False,
-            self.outgoing, *self.programs, self.call)
+            gradient, pair, parameters, mask, None, statistics, normed, normed_product, product, sides, False,
+            self.outgoing, *self.programs, call=self.call)
         found = [sums.launch(each, self.sums_dtype, self.call.bound, name)
                  for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
         return dpair, dprojected, dout, torch.cat(found), normed, normed_product
 
     def backward_again(self, gradient, pair, mask, statistics, normed, normed_product, product, sides,
-                       *packed):
+                       *parameters):
         """The same by kept launches."""
         call, stream, bound, new, c = self.call, stream_of(pair), self.call.bound, pair.new_empty, self.c
-        norm_weight, _, in_weight, in_bias, center_weight, _, *behind = packed
+        norm_weight, _, in_weight, in_bias, center_weight, _, *behind = parameters
         dproduct, dout = call.planes(1), new(self.matrix, dtype=self.dtype)
         dprojected, dpair = new(self.wide_matrix, dtype=self.dtype), torch.empty_like(pair)
         front, back = call.partial_sums(self.programs[0], 6), call.partial_sums(self.programs[1], 4)
@@ -164,38 +169,27 @@ class Plan:
         return dpair, dprojected, dout, found, normed, normed_product
 
 
-class TriangleUpdate(torch.autograd.Function):
-    """A plan's forward and backward. Autograd casts gradients to the dtypes of what they belong to."""
-
-    @staticmethod
-    def forward(ctx, plan, x, mask, *weights):
-        ctx.plan = plan
-        out, saved = plan.forward(x, mask, weights)
-        ctx.save_for_backward(*saved)
-        return out
-
-    @staticmethod
-    @differentiable_once(NAME)
-    def backward(ctx, gradient):
-        with where(gradient):
-            dx, *dweights = ctx.plan.backward(gradient, *ctx.saved_tensors)
-        return None, dx, None, *dweights
+def plain(pair, *given):
+    """operator.reference() of the same, with parameters in pair's dtype."""
+    return trimul.reference(pair, *(t.to(pair.dtype) if isinstance(t, torch.Tensor) else t for t in given))
 
 
-def through_operators(x, mask, weights, outgoing, eps):
-    """The same where somebody looks at operators."""
+def by_whole_function(function, x, mask, weights, *settings, **named):
+    """function(pair, *operator.PARAMETERS, mask, *settings): where no plan serves."""
     check(x, mask, weights)
-    (norm_in_weight, norm_in_bias, p_in, p_in_bias, g_in, g_in_bias, norm_out_weight, norm_out_bias,
-     *out_weights) = weights
     pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
     mask = None if mask is None else mask.expand(pair.shape[:3])
-    one, zero = x.new_ones(c), x.new_zeros(c)
-    norms = [default if given is None else given for default, given in (
-        (one, norm_in_weight), (zero, norm_in_bias), (one, norm_out_weight), (zero, norm_out_bias))]
-    out = trimul.triangle_multiplication(
-        pair, *norms[:2], torch.cat([p_in, g_in]), joined(x, p_in_bias, g_in_bias, 2 * c), *norms[2:],
-        *out_weights, mask, outgoing, eps)
-    return out.view(x.shape)
+    parameters = packed(x, weights, (x.new_ones(c), x.new_zeros(c)) * 2)
+    return function(pair, *parameters, mask, *settings, **named).view(x.shape)
+
+
+def padded(x, weights, wide):
+    """x and weights of a call with so many channels more, of zeros."""
+    c, more = x.shape[-1], (0, wide)
+
+    def pad(w):  # (c,), (c, c), (2 c,) or (2 c, c): with zeros behind each c
+        return w if w is None else F.pad(w.unflatten(0, (-1, c)), more * w.dim()).flatten(0, 1)
+    return F.pad(x, more), [pad(w) for w in weights]
 
 
 def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
@@ -208,21 +202,27 @@ def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_w
     g_out_weight (D, D); biases (2 D,) and (D,). Norms default to 1 and 0, biases of projections to none.
     Weights of projections must be given: there they would be drawn at random. They are cast to the dtype of
     x, under autocast to autocast's, which the result has then, too; gradients have the dtypes of what they
-    belong to. ValueError for what the kernels cannot take; nothing falls back unseen. RuntimeError for second
-    derivatives.
+    belong to. Up to 256 channels; to a power of two they are padded. Strict float32 on NVIDIA's GPUs runs in
+    PyTorch's operations, which a warning says. ValueError for what the kernels cannot take; RuntimeError for
+    their second derivatives.
     """
     if direction not in ("outgoing", "incoming"):
         raise ValueError(f"direction is {direction!r}, but must be 'outgoing' or 'incoming'")
     weights = (norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, norm_out_weight,
                norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias)
-    given, outgoing = (x, mask, *weights), direction == "outgoing"
+    outgoing, dtype, c = direction == "outgoing", product_dtype(x), x.shape[-1]
+    if dtype is torch.float32 and plain_is_faster(NAME, x):
+        return by_whole_function(plain, x, mask, weights, outgoing, eps)
+    if c not in CHANNELS and c < CHANNELS[-1]:
+        check(x, mask, weights)
+        x, weights = padded(x, weights, padded_width(c) - c)
+        return by_kernels(x, mask, weights, dtype, outgoing, eps, c)[..., :c]
+    return by_kernels(x, mask, weights, dtype, outgoing, eps, c)
+
+
+def by_kernels(x, mask, weights, dtype, outgoing, eps, width):
+    """The update of x, of whose channels `width` are no padding; dtype: of products."""
+    given = x, mask, *weights
     if watched(NAME, given):
-        return through_operators(x, mask, weights, outgoing, eps)
-    learns = torch.is_grad_enabled() and any([t.requires_grad for t in given if t is not None])
-    dtype = product_dtype(x)
-    with where(x):
-        def make():
-            return Plan(x, mask, weights, outgoing, eps, dtype, learns)
-        key = *looks(given), outgoing, eps, learns, dtype, precision(dtype)
-        plan = tuner.plan(plans, key, make) if alike(*given) else make()
-        return TriangleUpdate.apply(plan, *given) if learns else plan.forward(x, mask, weights)[0]
+        return by_whole_function(trimul.triangle_multiplication, x, mask, weights, outgoing, eps, width=width)
+    return planned(Plan, given, dtype, outgoing, eps, width)

@@ -6,10 +6,11 @@ Grid of every kernel here: axis 0: tiles of BM positions of the padded planes, B
 axis. No tile is partial: SP SP is a multiple of 256, BM a power of two up to 128; BC divides C.
 
 A position has two numbers:
-    q  in the padded planes (B, SP, SP): sides, product and statistics, whose channels come first
-    p  in (B, S, S): pair, normed, out and others, whose channels come last
-`inside` says which padded positions are real ones. channel_stride = B SP SP numbers lie between two channels
-of the planes.
+    padded_p  in the padded planes (B, SP, SP): sides, product and statistics, whose channels come first
+    p         in (B, S, S): pair, normed, out and others, whose channels come last
+`inside` says which padded positions are real ones. The first WIDTH of C channels are real: pair and
+projections are 0 beyond, and only LayerNorms must know. channel_stride = B SP SP numbers lie between two
+channels of the planes.
 """
 import triton
 import triton.language as tl
@@ -26,27 +27,28 @@ from fusion_lab.kernels.common import (
 
 @triton.jit
 def tile_positions(S, SP, NO_PADDING: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr):
-    """This program's positions: q and p count from start (), the tile's first position if NO_PADDING, else 0;
-    q, p, inside (BM,); sample b () if LINES, else (BM,); row i, column j (BM,).
+    """This program's positions: padded_p and p count from start (), the tile's first position if NO_PADDING,
+    else 0; padded_p, p, inside (BM,); sample b () if LINES, else (BM,); row i, column j (BM,).
 
-    NO_PADDING: S is SP, so q is p and all are inside. LINES: how many rows i the tile touches, if these are
-    whole or it lies within one; else 0.
+    NO_PADDING: S is SP, so both are the same and all are inside. LINES: how many rows i the tile touches, if
+    these are whole or it lies within one; else 0.
     """
-    first, q = tl.program_id(0) * BM, tl.arange(0, BM)  # (), (BM,)
+    first, offset = tl.program_id(0) * BM, tl.arange(0, BM)  # (), (BM,)
     # Sample, row and column of each position. If LINES, only the first position is divided by SP, not all BM.
     if LINES > 0:
         W: tl.constexpr = BM // LINES  # columns of one row in the tile
-        b, i, j = first // (SP * SP), first // SP % SP + q // W, tl.multiple_of(first % SP, W) + q % W
+        b, i = first // (SP * SP), first // SP % SP + offset // W
+        j = tl.multiple_of(first % SP, W) + offset % W
     else:
-        b, i, j = (first + q) // (SP * SP), (first + q) // SP % SP, (first + q) % SP  # (BM,)
-    # Without padding q and p count from the tile's first position. Addresses then have 32 bits within a tile,
+        b, i, j = (first + offset) // (SP * SP), (first + offset) // SP % SP, (first + offset) % SP  # (BM,)
+    # Without padding both count from the tile's first position. Addresses then have 32 bits within a tile,
     # which takes half as many instructions.
     if NO_PADDING:
-        start, p, inside = first.to(tl.int64), q, tl.full((BM,), True, tl.int1)
+        start, padded_p, p, inside = first.to(tl.int64), offset, offset, tl.full((BM,), True, tl.int1)
     else:
         start, p, inside = tl.cast(0, tl.int64), ((b * S + i) * S + j).to(tl.int64), (i < S) & (j < S)
-        q = first + q
-    return start, q, p, inside, b, i, j
+        padded_p = first + offset
+    return start, padded_p, p, inside, b, i, j
 
 
 @triton.jit
@@ -63,15 +65,15 @@ def store_tile(matrix, p, inside, columns, stride, values):
 
 
 @triton.jit
-def load_plane_tile(planes, columns, q, channel_stride):
+def load_plane_tile(planes, columns, padded_p, channel_stride):
     """(BM, columns) of channel-first planes (., B SP SP). They need no mask: padding is there, and zero."""
-    return tl.trans(tl.load(planes + columns[:, None].to(tl.int64) * channel_stride + q[None, :]))
+    return tl.trans(tl.load(planes + columns[:, None].to(tl.int64) * channel_stride + padded_p[None, :]))
 
 
 @triton.jit
-def store_plane_tile(planes, columns, q, channel_stride, values):
+def store_plane_tile(planes, columns, padded_p, channel_stride, values):
     """Store values (columns, BM), channel first, where load_plane_tile() reads them."""
-    at = planes + columns[:, None].to(tl.int64) * channel_stride + q[None, :]  # (columns, BM)
+    at = planes + columns[:, None].to(tl.int64) * channel_stride + padded_p[None, :]  # (columns, BM)
     tl.store(at, values.to(planes.dtype.element_ty))
 
 
@@ -104,11 +106,11 @@ def load_mask(mask, inside, at, MASK: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(x, statistics, channel_stride, q, eps, C: tl.constexpr):
+def store_statistics(x, statistics, channel_stride, padded_p, eps, C: tl.constexpr, WIDTH: tl.constexpr):
     """Mean and 1 / std of x (BM, C), (BM,) each; statistics (2, B SP SP) get them, too."""
-    mean, rstd = moments(x, eps, C)
-    tl.store(statistics + q, mean)
-    tl.store(statistics + channel_stride + q, rstd)
+    mean, rstd = moments(x, eps, C, WIDTH)
+    tl.store(statistics + padded_p, mean)
+    tl.store(statistics + channel_stride + padded_p, rstd)
     return mean, rstd
 
 
@@ -123,12 +125,12 @@ def project(x, w, bias, BIAS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def norm_gradient(dnormed, x, mean, rstd, weight, partial_sums, channels, dtype: tl.constexpr,
-                  PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+                  PRECISION: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
     """LayerNorm's derivative (BM, C) of dnormed and x (BM, C). partial_sums (2, C): of weight's, bias's."""
     x_hat = normalised(x, mean, rstd)  # (BM, C)
     store_sums(partial_sums, channels, dnormed * x_hat, dtype, PRECISION, BM)
     store_sums(partial_sums + C, channels, dnormed, dtype, PRECISION, BM)
-    return layer_norm_backward(dnormed, x_hat, rstd, load_vector(weight, channels), C)
+    return layer_norm_backward(dnormed, x_hat, rstd, load_vector(weight, channels), WIDTH)
 
 
 @triton.jit
@@ -142,7 +144,8 @@ def triangle_multiplication_front_kernel(
         statistics,  # (2, B SP SP) out, float32: pair's mean, 1 / std
         S, SP, channel_stride, eps, mask_stride_b, mask_stride_i, mask_stride_j,
         IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, NO_PADDING: tl.constexpr,
-        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Forward, before the product: left and right of BM positions.
 
         x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask
@@ -150,7 +153,7 @@ def triangle_multiplication_front_kernel(
     A mask of residues k multiplies left alone, one of pairs both (MASK_BOTH). Tiles are channel first, as
     sides lie: weights are the first operands of tl.dot, and no result is transposed.
     """
-    start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
+    start, padded_p, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     pair, normed, sides, statistics = pair + start * C, normed + start * C, sides + start, statistics + start
     channels, chunk = tl.arange(0, C), tl.arange(0, BC)
 
@@ -158,7 +161,7 @@ def triangle_multiplication_front_kernel(
     x = load_tile(pair, p, inside, channels, C)  # (BM, C)
     chunk_bias = load_bias(in_bias, chunk, IN_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)  # (BC,)
-    mean, rstd = store_statistics(x, statistics, channel_stride, q, eps, C)  # (BM,)
+    mean, rstd = store_statistics(x, statistics, channel_stride, padded_p, eps, C, WIDTH)  # (BM,)
     x = affine(normalised(x, mean, rstd), norm_weight, norm_bias, C).to(in_weight.dtype.element_ty)  # (BM, C)
     store_tile(normed, p, inside, channels, C, x)
     mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
@@ -180,7 +183,7 @@ def triangle_multiplication_front_kernel(
             value *= tl.where((c0 < C) | MASK_BOTH, mask_factor, 1.0)[None, :]  # c0 < C: left's channels
         if not NO_PADDING:
             value = tl.where(inside[None, :], value, 0.0)  # the product sums over padding
-        store_plane_tile(sides, chunk, q, channel_stride, value)
+        store_plane_tile(sides, chunk, padded_p, channel_stride, value)
         chunk_bias, chunk_gate_bias = next_bias, next_gate_bias
 
 
@@ -198,14 +201,15 @@ def triangle_multiplication_back_kernel(
         S, SP, channel_stride, eps, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
         SAVE: tl.constexpr, OUT: tl.constexpr, NO_PADDING: tl.constexpr, LINES: tl.constexpr,
-        PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        PRECISION: tl.constexpr, C: tl.constexpr,
+        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Forward, behind the product: the result of BM positions.
 
         out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(LN(pair) Wg^T + bg)
 
     SAVE: write normed_product, which backward reads. OUT: write out; recomputation for backward does not.
     """
-    start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
+    start, padded_p, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     normed, out = normed + start * C, out + start * C
     product, statistics = product + start, statistics + start
     if SAVE:
@@ -215,11 +219,11 @@ def triangle_multiplication_back_kernel(
     dtype: tl.constexpr = out_weight.dtype.element_ty
     channels, chunk = tl.arange(0, C), tl.arange(0, BC)
     # LayerNorm of the product; the tiles of LN(product) and LN(pair) stay for all chunks
-    n = load_plane_tile(product, channels, q, channel_stride)  # (BM, C)
+    n = load_plane_tile(product, channels, padded_p, channel_stride)  # (BM, C)
     x = load_tile(normed, p, inside, channels, C)  # (BM, C)
     chunk_out_bias = load_bias(out_bias, chunk, OUT_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(gate_bias, chunk, GATE_BIAS)  # (BC,)
-    mean, rstd = store_statistics(n, statistics, channel_stride, q, eps, C)  # (BM,)
+    mean, rstd = store_statistics(n, statistics, channel_stride, padded_p, eps, C, WIDTH)  # (BM,)
     n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)  # (BM, C)
     if SAVE:
         store_tile(normed_product, p, inside, channels, C, n)
@@ -262,12 +266,13 @@ def triangle_multiplication_back_backward_kernel(
         partial_sums,  # (programs, 4, C) out: of center_weight's, center_bias's, out_bias's, gate_bias's
         S, SP, channel_stride, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, NO_PADDING: tl.constexpr,
-        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Backward of the back stage: the product's gradient of BM positions. With out = drop * value * gate:
 
         dvalue = drop * gradient * gate;  dgate = dvalue * value (1 - gate);  dproduct: LN's, of dvalue Wo
     """
-    start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
+    start, padded_p, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     normed, normed_product, dout = normed + start * C, normed_product + start * C, dout + start * C
     gradient, dprojected, statistics = gradient + start * C, dprojected + start * 5 * C, statistics + start
     product, dproduct = product + start, dproduct + start
@@ -304,10 +309,11 @@ def triangle_multiplication_back_backward_kernel(
         chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
 
     # LayerNorm's derivative, stored channel first for the library's product
-    mean, rstd = tl.load(statistics + q), tl.load(statistics + channel_stride + q)  # (BM,)
-    d = norm_gradient(dn, load_plane_tile(product, channels, q, channel_stride), mean, rstd, center_weight,
-                      partial_sums, channels, dtype, PRECISION, C, BM).to(dproduct.dtype.element_ty)
-    store_plane_tile(dproduct, channels, q, channel_stride, tl.trans(d))
+    mean, rstd = tl.load(statistics + padded_p), tl.load(statistics + channel_stride + padded_p)  # (BM,)
+    d = norm_gradient(dn, load_plane_tile(product, channels, padded_p, channel_stride), mean, rstd,
+                      center_weight, partial_sums, channels, dtype, PRECISION, C, WIDTH, BM)
+    d = d.to(dproduct.dtype.element_ty)
+    store_plane_tile(dproduct, channels, padded_p, channel_stride, tl.trans(d))
 
 
 @triton.jit
@@ -324,16 +330,16 @@ def output_gate_part(dprojected, gate_weight, p, inside, PRECISION: tl.constexpr
 
 
 @triton.jit
-def pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, q, inside, channel_stride,
-                  ADD_GRADIENT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                  BM: tl.constexpr):
+def pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, padded_p, inside,
+                  channel_stride, ADD_GRADIENT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
+                  C: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
     """(BM, C) in float32: LayerNorm's derivative of dx (BM, C), with ADD_GRADIENT the residual's added."""
     channels = tl.arange(0, C)
-    x, mean, rstd = (load_tile(pair, p, inside, channels, C), tl.load(statistics + q),
-                     tl.load(statistics + channel_stride + q))  # (BM, C), (BM,), (BM,)
+    x, mean, rstd = (load_tile(pair, p, inside, channels, C), tl.load(statistics + padded_p),
+                     tl.load(statistics + channel_stride + padded_p))  # (BM, C), (BM,), (BM,)
     if ADD_GRADIENT:
         residual_gradient = load_tile(gradient, p, inside, channels, C)  # (BM, C)
-    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, PRECISION, C, BM)
+    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, PRECISION, C, WIDTH, BM)
     if ADD_GRADIENT:
         d += residual_gradient.to(tl.float32)
     return d
@@ -354,7 +360,7 @@ def triangle_multiplication_front_backward_kernel(
         S, SP, channel_stride, mask_stride_b, mask_stride_i, mask_stride_j,
         IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, ADD_GRADIENT: tl.constexpr,
         NO_PADDING: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-        BM: tl.constexpr, BC: tl.constexpr):
+        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Backward of the front stage: pair's gradient of BM positions. Of a side = value * gate * mask:
 
         dvalue = dside * gate * mask;  dgate = dside * side (1 - gate)
@@ -362,7 +368,7 @@ def triangle_multiplication_front_backward_kernel(
 
     No value is recomputed, only its gate. Sides are transposed as they are read: first operands of tl.dot.
     """
-    start, q, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
+    start, padded_p, p, inside, b, i, j = tile_positions(S, SP, NO_PADDING, LINES, BM)
     pair, normed, dpair = pair + start * C, normed + start * C, dpair + start * C
     gradient, dprojected, statistics = gradient + start * C, dprojected + start * 5 * C, statistics + start
     partial_sums += tl.program_id(0).to(tl.int64) * 6 * C
@@ -379,8 +385,9 @@ def triangle_multiplication_front_backward_kernel(
         next_gate_bias = load_bias(in_bias, (c0 + BC) % (2 * C) + 2 * C + tl.arange(0, BC), IN_BIAS)
         w = tl.load(in_weight + (chunk[:, None] + 2 * C) * C + channels[None, :])  # (BC, C) of the gate
         gate = sigmoid(project(x, w, chunk_gate_bias, IN_BIAS, PRECISION))  # (BM, BC)
-        dside = load_plane_tile(dsides + start, chunk, q, channel_stride).to(tl.float32)  # (BM, BC)
-        dgate = dside * load_plane_tile(sides + start, chunk, q, channel_stride).to(tl.float32) * (1 - gate)
+        dside = load_plane_tile(dsides + start, chunk, padded_p, channel_stride).to(tl.float32)  # (BM, BC)
+        side = load_plane_tile(sides + start, chunk, padded_p, channel_stride).to(tl.float32)
+        dgate = dside * side * (1 - gate)
         if IN_BIAS:
             store_sums(partial_sums + 4 * C, chunk, dgate, dtype, PRECISION, BM)
         dgate = dgate.to(dtype)
@@ -397,6 +404,6 @@ def triangle_multiplication_front_backward_kernel(
         dx = tl.dot(dvalue, w, dx, input_precision=PRECISION)
         chunk_gate_bias = next_gate_bias
 
-    d = pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, q, inside, channel_stride,
-                      ADD_GRADIENT, dtype, PRECISION, C, BM)
+    d = pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, padded_p, inside,
+                      channel_stride, ADD_GRADIENT, dtype, PRECISION, C, WIDTH, BM)
     store_tile(dpair, p, inside, channels, C, d)

@@ -118,9 +118,10 @@ class Call:
     """What the launches of one call share: sizes, strides, flags, each a group of keywords. Kept, it also
     keeps the launches ready (bound).
 
-    weights: of PARAMETERS, None for a bias that there is not."""
+    weights: of PARAMETERS, None for a bias that there is not. width: channels that are no padding, None: all
+    are."""
 
-    def __init__(self, pair, weights, mask, drop, outgoing):
+    def __init__(self, pair, weights, mask, drop, outgoing, width=None):
         self.B, self.S, _, self.C = pair.shape
         self.SP = padded(self.S)
         self.positions = self.B * self.SP * self.SP
@@ -136,7 +137,8 @@ class Call:
         self.drop = dict(named_strides("drop", strides), DROP=drop is not None)
         self.bound = {}
         self.sizes = dict(S=self.S, SP=self.SP, channel_stride=self.positions)
-        self.flags = dict(PRECISION=precision(self.dtype), C=self.C, NO_PADDING=self.S == self.SP)
+        self.flags = dict(PRECISION=precision(self.dtype), C=self.C, WIDTH=width or self.C,
+                          NO_PADDING=self.S == self.SP)
 
     def new(self, *size, dtype=None):
         """Room for a tensor, in the weights' dtype unless another is given."""
@@ -213,12 +215,12 @@ def mask_strides(mask, outgoing):
     return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
 
 
-def forward(pair, weights, mask, drop, residual, outgoing, eps, save, after=None, call=None):
+def forward(pair, weights, mask, drop, residual, outgoing, eps, save, after=None, width=None, call=None):
     """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
 
     LN(product) and the sides are empty unless save. With `after`, when backward recomputes, out is empty
-    (see norm_projection.norm_project_launch()). call: a kept Call of the same."""
-    call, makes_out = call or Call(pair, weights, mask, drop, outgoing), after is None
+    (see projections.norm_project_launch()). call: a kept Call of the same."""
+    call, makes_out = call or Call(pair, weights, mask, drop, outgoing, width), after is None
     norm_weight, norm_bias, in_weight, in_bias, *behind = weights
     statistics, normed, sides = call.statistics(), call.matrix(call.C), call.planes(2)
     call.run(kernels.triangle_multiplication_front_kernel,
@@ -233,14 +235,14 @@ def forward(pair, weights, mask, drop, residual, outgoing, eps, save, after=None
     return [out, statistics, normed, normed_product, product, sides]
 
 
-def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save, after=None):
+def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save, after=None, width=None):
     call = Call(pair, weights, mask, drop, outgoing)
     return [call.result(pair, residual, after is None), call.statistics(), call.matrix(call.C),
             call.matrix(call.C * save), call.planes(1), call.planes(2 * save)]
 
 
 def backward(gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-             residual_is_pair, outgoing, front_programs, back_programs, call=None):
+             residual_is_pair, outgoing, front_programs, back_programs, width=None, call=None):
     """The five results, of P = B S S positions:
 
         dpair               like pair
@@ -251,11 +253,11 @@ def backward(gradient, pair, weights, mask, drop, statistics, normed, normed_pro
 
     Products of the (P, .) are left to the caller, where torch.compile sees them; so those outlive their use
     here. call: a kept Call of the same."""
-    call = call or Call(pair, weights, mask, drop, outgoing)
+    call = call or Call(pair, weights, mask, drop, outgoing, width)
     norm_weight, _, in_weight, in_bias, center_weight, _, *behind = weights
     results = dpair, dprojected, dout, front_sums, back_sums = backward_sizes(
         gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-        residual_is_pair, outgoing, front_programs, back_programs, call)
+        residual_is_pair, outgoing, front_programs, back_programs, width, call)
     dproduct = call.planes(1)
     call.run(kernels.triangle_multiplication_back_backward_kernel,
              (product, normed, normed_product, center_weight, *behind, drop, statistics[2:], gradient,
@@ -270,7 +272,7 @@ def backward(gradient, pair, weights, mask, drop, statistics, normed, normed_pro
 
 
 def backward_sizes(gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-                   residual_is_pair, outgoing, front_programs, back_programs, call=None):
+                   residual_is_pair, outgoing, front_programs, back_programs, width=None, call=None):
     call, c = call or Call(pair, weights, mask, drop, outgoing), pair.shape[-1]
     return [pair.new_empty(pair.shape), call.matrix(5 * c), call.matrix(c),
             call.partial_sums(front_programs, 6), call.partial_sums(back_programs, 4)]
@@ -284,12 +286,13 @@ def flops(shape, second, *others, **_):
 
 
 FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor? mask, Tensor? drop, "
-                       "Tensor? residual, bool outgoing, float eps, bool save, Tensor? after=None) "
-                       "-> Tensor[]", forward, forward_sizes, flops)
+                       "Tensor? residual, bool outgoing, float eps, bool save, Tensor? after=None, "
+                       "int? width=None) -> Tensor[]", forward, forward_sizes, flops)
 BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
                         "Tensor? drop, Tensor statistics, Tensor normed, Tensor normed_product, "
                         "Tensor product, Tensor sides, bool residual_is_pair, bool outgoing, "
-                        "int front_programs, int back_programs) -> Tensor[]", backward, backward_sizes, flops)
+                        "int front_programs, int back_programs, int? width=None) -> Tensor[]",
+                        backward, backward_sizes, flops)
 
 
 class TriangleMultiplication(torch.autograd.Function):
@@ -297,11 +300,12 @@ class TriangleMultiplication(torch.autograd.Function):
     and both sides."""
 
     @staticmethod
-    def forward(ctx, pair, mask, drop, residual, residual_is_pair, outgoing, eps, save, recompute, *weights):
-        ctx.residual_is_pair, ctx.outgoing, ctx.eps = residual_is_pair, outgoing, eps
+    def forward(ctx, pair, mask, drop, residual, residual_is_pair, outgoing, eps, save, recompute, width,
+                *weights):
+        ctx.residual_is_pair, ctx.outgoing, ctx.eps, ctx.width = residual_is_pair, outgoing, eps, width
         save = save and not recompute
         out, *saved = FORWARD_OP(pair, weights, mask, drop, pair if residual_is_pair else residual, outgoing,
-                                 eps, save)
+                                 eps, save, width=width)
         ctx.save_for_backward(pair, mask, drop, *([None] * 5 if recompute else saved), *weights)
         return out
 
@@ -311,14 +315,14 @@ class TriangleMultiplication(torch.autograd.Function):
         pair, mask, drop, statistics, normed, normed_product, product, sides, *weights = ctx.saved_tensors
         if sides is None:  # recompute
             _, statistics, normed, normed_product, product, sides = FORWARD_OP(
-                pair, weights, mask, None, None, ctx.outgoing, ctx.eps, True, gradient)
+                pair, weights, mask, None, None, ctx.outgoing, ctx.eps, True, gradient, ctx.width)
         named = dict(zip(PARAMETERS, weights, strict=True))
         (B, S, _, c), dtype = pair.shape, shared_dtype([named[name] for name in SUMMED])
         counts = [programs(name, B, S, c, named["in_weight"].dtype) for name in (
             "triangle_multiplication_front_backward_kernel", "triangle_multiplication_back_backward_kernel")]
         dpair, dprojected, dout, *partial_sums = BACKWARD_OP(
             gradient.contiguous(), pair, weights, mask, drop, statistics, normed, normed_product, product,
-            sides, ctx.residual_is_pair, ctx.outgoing, *counts)
+            sides, ctx.residual_is_pair, ctx.outgoing, *counts, ctx.width)
         # Gradients of all weights: two products over positions, and the partial sums added up
         din_weight, dgate_weight = (dprojected.t() @ normed).split([4 * c, c])  # (4 c, c), (c, c)
         dout_weight = dout.t() @ normed_product  # (c, c)
@@ -328,7 +332,7 @@ class TriangleMultiplication(torch.autograd.Function):
         found = (dnorm_weight, dnorm_bias, din_weight, din_bias, dcenter_weight, dcenter_bias, dout_weight,
                  dout_bias, dgate_weight, dgate_bias)  # as PARAMETERS
         dweights = [None if w is None else d.to(w.dtype) for d, w in zip(found, weights, strict=True)]
-        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 5, *dweights
+        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 6, *dweights
 
 
 def check(pair, weights, mask, drop, residual, dtype):
@@ -345,14 +349,15 @@ def check(pair, weights, mask, drop, residual, dtype):
 
 def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias,
                             out_weight, out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5,
-                            residual=None, drop=None, recompute=False):
+                            residual=None, drop=None, recompute=False, width=None):
     """The update of pair (B, S, S, c), or residual + drop * update; see the formula above.
 
     in_weight (4 c, c), in_bias: left, right, left gate, right gate; out_weight, gate_weight (c, c); biases of
     projections may be None. mask (B, S), 0 = missing, takes residues out of the sum; a mask (B, S, S)
     multiplies both sides. residual: pair itself or a tensor like it; drop (B, 1, S, c) or (B, S, 1, c):
-    factors. recompute: save pair alone and run forward once more in backward. No gradients for mask and drop,
-    no second derivatives. ValueError for what the kernels cannot take.
+    factors. recompute: save pair alone and run forward once more in backward. width: of the channels so many
+    are real, None: all; pair and projections are 0 in the others. No gradients for mask and drop, no second
+    derivatives. ValueError for what the kernels cannot take.
     """
     weights = [norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight, out_bias,
                gate_weight, gate_bias]
@@ -363,4 +368,4 @@ def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, ce
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
     residual = None if residual_is_pair or residual is None else residual.contiguous()
     return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, residual_is_pair, outgoing,
-                                        eps, torch.is_grad_enabled(), recompute, *weights)
+                                        eps, torch.is_grad_enabled(), recompute, width, *weights)

@@ -5,7 +5,7 @@ import torch
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.attention import drop_in
 from fusion_lab.kernels.attention import operator as attention
-from tests.kernels.rule import same_in_every_mode, violations
+from tests.kernels.rule import a_plan_changes_no_bit, refuses_more_derivatives, same_in_every_mode, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -30,14 +30,34 @@ def problem(dtype, S=13, masked=True, bias_dtype=None, B=1, N=3, H=2, D=16):
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("length", [13, pytest.param(70, marks=pytest.mark.slow)])
 def test_forward_and_gradients_by_a_plan_and_by_the_one_that_was_kept(length, masked):
-    drop_in.plans.clear()
+    drop_in.Plan.kept.clear()
     for _ in range(2):
         assert not violations(*problem(torch.bfloat16, length, masked))
-    assert len(drop_in.plans) == 1
+    assert len(drop_in.Plan.kept) == 1
+
+
+@pytest.mark.parametrize("dtype, width", [
+    (torch.bfloat16, 24), (torch.float32, 48), *(pytest.param(dtype, width, marks=pytest.mark.slow)
+    for dtype, width in ((torch.float16, 96), (torch.float32, 24), (torch.bfloat16, 48)))])
+def test_heads_that_are_no_power_of_two(dtype, width):
+    assert not violations(*problem(dtype, D=width))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_plain_path_is_the_same_function(masked, monkeypatch):
+    monkeypatch.setattr(drop_in, "plain_is_faster", lambda name, x: True)
+    monkeypatch.setattr(drop_in, "planned", None)
+    assert not violations(*problem(torch.float32, masked=masked))
+    ours, _, (q, k, v, bias) = problem(torch.float32)
+    v.requires_grad_()
+    nobody = torch.zeros(1, 3, 1, 1, 13, dtype=torch.bool)
+    out = drop_in.triangle_attention(q, k, v, torch.full_like(bias, -torch.inf), nobody)
+    assert torch.allclose(out, v.mean(3, keepdim=True).expand_as(v), atol=1e-5)
+    assert not torch.autograd.grad(out.sum(), v)[0].any()  # no gradient from rows without any key
 
 
 def calls(dtype, S=13):
-    """({"plan", "operators": function(q, k, v, bias)}, tensors)"""
+    """(function(q, k, v, bias) by a plan, the same by operators, tensors)"""
     _, _, tensors = problem(dtype, S)
     mask = torch.rand(1, 3, 1, 1, S) > 0.3
 
@@ -46,22 +66,11 @@ def calls(dtype, S=13):
 
     def by_operators(q, k, v, bias):
         return attention.row_attention(q, k, v, bias[:, 0], mask[:, :, 0, 0])
-    return dict(plan=by_plan, operators=by_operators), tensors
-
-
-def gradients(call, tensors):
-    """[output, gradients of all tensors]"""
-    given = [t.detach().requires_grad_() for t in tensors]
-    out = call(*given)
-    return [out, *torch.autograd.grad(out.float().square().sum(), given)]
+    return by_plan, by_operators, tensors
 
 
 def test_a_plan_gives_the_bits_of_the_operators():
-    call, tensors = calls(torch.bfloat16)
-    expected = gradients(call["operators"], tensors)
-    for _ in range(2):
-        found = gradients(call["plan"], tensors)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert a_plan_changes_no_bit(*calls(torch.bfloat16))
 
 
 @pytest.mark.slow
@@ -109,14 +118,11 @@ def test_what_is_refused_in_one_line():
     ours, _, (q, k, v, bias) = problem(torch.float32)
     with pytest.raises(ValueError, match="v is .*float16"):
         ours(q, k, v.half(), bias)
+    with pytest.raises(ValueError, match="no Triton attention for heads of 136 channels .* for up to 128 in"):
+        ours(*torch.zeros(3, 1, 3, 2, 13, 136), bias)
     with pytest.raises(ValueError, match=r"bias is \(1, 2, 13, 13\)"):
         ours(q, k, v, bias[:, 0])
-    q.requires_grad_()
-    gradient, = torch.autograd.grad(ours(q, k, v, bias).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="triangle_attention has no second derivative"):
-        gradient.sum().backward()
-    with pytest.raises(RuntimeError, match="does not run under torch.func"):
-        torch.func.grad(lambda q: ours(q, k, v, bias).sum())(q)
+    assert refuses_more_derivatives(ours, (q, k, v, bias), "triangle_attention")
 
 
 def test_plans_are_made_anew_when_tiles_were_measured(monkeypatch, tmp_path):
@@ -124,8 +130,8 @@ def test_plans_are_made_anew_when_tiles_were_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(tuner, "fastest", lambda key, candidates, run: candidates[0])
     ours, _, tensors = problem(torch.bfloat16)
     ours(*tensors)
-    assert drop_in.plans
+    assert drop_in.Plan.kept
     with tuner.retuning() as found:
         ours(*tensors)
         assert any(key.startswith("attention_forward_kernel") for key in found)
-    assert not drop_in.plans
+    assert not drop_in.Plan.kept

@@ -5,8 +5,8 @@ import torch
 from fusion_lab.kernels import common, tuner
 from fusion_lab.kernels.reductions import sums
 from tests.kernels.attention import test_layer as layers
-from tests.kernels.norm_projection import test_norm_projection as projections
 from tests.kernels.outer_product_mean import test_layout as layouts
+from tests.kernels.projections import test_projections as projections
 from tests.kernels.rule import mutant, violations
 from tests.kernels.transition import test_hidden_gradient as hidden
 from tests.kernels.triangle_multiplication import test_operator as multiplication
@@ -80,7 +80,8 @@ def test_mutants_are_caught(broken, tmp_path):
 
 
 def test_only_the_first_launch_is_caught(tmp_path):
-    module = mutant(sums, "parts[first:first + MOST]", "parts[:len(parts[first:first + MOST])]", tmp_path)
+    module = mutant(sums, "partial_sums[first:first + MOST]",
+                    "partial_sums[:len(partial_sums[first:first + MOST])]", tmp_path)
     module.MOST = 4
     parts = problem([(70, 16)] * 6)
     wrong = module.GATHERED_OP(parts, torch.float32) != expected(parts, torch.float32)

@@ -3,7 +3,7 @@ mutants must fail."""
 import pytest
 import torch
 
-from fusion_lab.kernels import norm_projection
+from fusion_lab.kernels import projections
 from fusion_lab.kernels.transition import hidden_gradient
 from fusion_lab.kernels.transition import layer as transition_layer
 from tests.kernels.rule import counted_flops, mutant, same_in_every_mode, violations
@@ -74,8 +74,8 @@ def test_mutants_are_caught(name, tmp_path):
     ("(2 + H) * C, c, handed_on,", "(2 + H) * C, c, 0 * handed_on,"),
     ("* (2 + H + TOTAL) * C", "* (2 + H) * C")], ids=["not summed", "parts on each other"])
 def test_mutants_of_the_residuals_sum_are_caught(old, new, tmp_path, monkeypatch):
-    changed = mutant(norm_projection, old, new, tmp_path)
-    monkeypatch.setattr(norm_projection, "norm_project_backward", changed.norm_project_backward)
+    changed = mutant(projections, old, new, tmp_path)
+    monkeypatch.setattr(projections, "norm_project_backward", changed.norm_project_backward)
     assert violations(*problem(torch.float32, *CASES["several shares"]))
 
 

@@ -4,16 +4,13 @@ import torch
 
 from fusion_lab.kernels.triangle_multiplication import drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
-from tests.kernels.attention.test_drop_in import gradients
-from tests.kernels.rule import same_in_every_mode, violations
+from tests.kernels.rule import a_plan_changes_no_bit, refuses_more_derivatives, same_in_every_mode, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
-NAMES = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias",
-         "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias", "g_out_weight", "g_out_bias")
 
 
 def problem(dtype, S=5, c=16, direction="outgoing", masked=True):
-    """(ours, plain, tensors): ours is the function; tensors: x and its weights in the order of NAMES."""
+    """(ours, plain, tensors): ours is the function; tensors: x and its weights in the order of WEIGHTS."""
     torch.manual_seed(3)
     sizes = [(c,), (c,), (2 * c, c), (2 * c,), (2 * c, c), (2 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)]
     tensors = [torch.randn(1, S, S, c), *(torch.randn(size) * size[-1] ** -0.5 for size in sizes)]
@@ -33,14 +30,49 @@ def problem(dtype, S=5, c=16, direction="outgoing", masked=True):
 @pytest.mark.sample
 @pytest.mark.parametrize("direction", ["outgoing", "incoming"])
 def test_forward_and_gradients_by_a_plan_and_by_the_one_that_was_kept(direction):
-    drop_in.plans.clear()
+    drop_in.Plan.kept.clear()
     for _ in range(2):
         assert not violations(*problem(torch.bfloat16, direction=direction))
-    assert len(drop_in.plans) == 1
+    assert len(drop_in.Plan.kept) == 1
+
+
+@pytest.mark.parametrize("dtype, c", [
+    (torch.bfloat16, 24), *(pytest.param(dtype, c, marks=pytest.mark.slow) for dtype, c in (
+        (torch.float32, 24), (torch.float32, 12), (torch.bfloat16, 96), (torch.float32, 96)))])
+def test_channels_that_are_no_power_of_two(dtype, c):
+    assert not violations(*problem(dtype, c=c))
+
+
+def test_padded_channels_by_operators_have_the_bits_of_a_plan():
+    ours, _, tensors = problem(torch.bfloat16, c=24, masked=False)
+
+    def by_operators(*given):
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            return ours(*given)
+    assert a_plan_changes_no_bit(ours, by_operators, tensors)
+
+
+def test_wider_channels_are_refused_in_one_line():
+    ours, _, tensors = problem(torch.bfloat16, c=272, S=2)
+    with pytest.raises(ValueError, match="no Triton kernels for 272 channels in .* 64, 128, 256 in"):
+        ours(*tensors)
+
+
+@pytest.mark.parametrize("direction", ["outgoing", "incoming"])
+def test_the_plain_path_is_the_same_function(direction, monkeypatch):
+    monkeypatch.setattr(drop_in, "plain_is_faster", lambda name, x: True)
+    monkeypatch.setattr(drop_in, "by_kernels", None)
+    for S, c in ((5, 16), (3, 300)):
+        assert not violations(*problem(torch.float32, S, c, direction))
+    ours, _, (x, *weights) = problem(torch.float32)
+    mixed = [w.bfloat16().requires_grad_() for w in weights]
+    out = ours(x, *mixed)
+    assert torch.equal(out, ours(x, *(w.float() for w in mixed))) and out.dtype == torch.float32
+    assert all(g.dtype == torch.bfloat16 for g in torch.autograd.grad(out.sum(), mixed))
 
 
 def calls(dtype, S=5):
-    """({"plan", "operators": function(x, *weights)}, tensors)"""
+    """(function(x, *weights) by a plan, the same by operators, tensors)"""
     _, _, tensors = problem(dtype, S)
     mask = (torch.rand(1, S, S) > 0.25).float()
 
@@ -48,16 +80,12 @@ def calls(dtype, S=5):
         return drop_in.triangle_multiplicative_update(x, "outgoing", mask, *weights)
 
     def by_operators(x, *weights):
-        return drop_in.through_operators(x, mask, weights, True, 1e-5)
-    return dict(plan=by_plan, operators=by_operators), tensors
+        return drop_in.by_whole_function(trimul.triangle_multiplication, x, mask, weights, True, 1e-5)
+    return by_plan, by_operators, tensors
 
 
 def test_a_plan_gives_the_bits_of_the_operators():
-    call, tensors = calls(torch.bfloat16)
-    expected = gradients(call["operators"], tensors)
-    for _ in range(2):
-        found = gradients(call["plan"], tensors)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert a_plan_changes_no_bit(*calls(torch.bfloat16))
 
 
 @pytest.mark.slow
@@ -81,18 +109,9 @@ def test_autocast(low):
     assert (out - exact).abs().max() <= 3 * (theirs - exact).abs().max()
 
 
-def test_a_second_derivative_is_refused():
+def test_second_derivatives_and_transforms_are_refused():
     ours, _, tensors = problem(torch.float32)
-    given = [t.requires_grad_() for t in tensors]
-    gradient, = torch.autograd.grad(ours(*given).sum(), given[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="triangle_multiplicative_update has no second derivative"):
-        gradient.sum().backward()
-
-
-def test_transforms_of_functions_are_refused():
-    ours, _, tensors = problem(torch.float32)
-    with pytest.raises(RuntimeError, match="does not run under torch.func"):
-        torch.func.grad(lambda x: ours(x, *tensors[1:]).sum())(tensors[0])
+    assert refuses_more_derivatives(ours, tensors, drop_in.NAME)
 
 
 def by_hand(x, direction, mask, norms, p_in, g_in, p_out, g_out):

@@ -87,8 +87,8 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "sides exchanged": ("(sides, dproduct, dsides) for", "(sides.flip(0), dproduct, dsides) for", "small"),
     "sums of the first program": ("sums.OP(each, dtype)", "sums.OP(each[:1], dtype)", "small"),
     "eps as an afterthought": ("eps=eps", "eps=0.1", "small"),
-    "a tile's lines all the first": ("+ q // W", "+ 0 * q", "a whole tile"),
-    "a tile's columns all the first": ("+ q % W", "+ 0 * q", "a whole tile"),
+    "a tile's lines all the first": ("+ offset // W", "+ 0 * offset", "a whole tile"),
+    "a tile's columns all the first": ("+ offset % W", "+ 0 * offset", "a whole tile"),
     "every tile begins a line": ("tl.multiple_of(first % SP, W)", "0", "parts of lines"),
     "pair's statistics for the product's": ("statistics[2:], gradient", "statistics[:2], gradient", "small"),
 }

@@ -42,9 +42,9 @@ from fusion_lab.kernels.common import (
     shared_dtype,
 )
 from fusion_lab.kernels.limits import CHANNELS, MOST_HEADS
-from fusion_lab.kernels.norm_projection import kernels
-from fusion_lab.kernels.norm_projection.kernels import factors as factors  # for attention/output_backward.py
 from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.projections import kernels
+from fusion_lab.kernels.projections.kernels import factors as factors  # for attention/output_backward.py
 from fusion_lab.kernels.reductions import sums
 
 
@@ -174,12 +174,12 @@ def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps, hidd
 
 
 def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
-                                 parts, total):
+                                 number, total):
     """dx (B, X, Y, c), to which the gradient `residual` is added; normalised x (P, c), empty without weight;
-    partial sums (parts, 2 + H [+ 1], c) of the gradients of norm_weight, norm_bias, head_weight [and, if
-    total, of residual]. parts: their number, that of programs."""
+    partial sums (number, 2 + H [+ 1], c) of the gradients of norm_weight, norm_bias, head_weight [and, if
+    total, of residual]. number: of programs."""
     dx, normed, partial_sums = found = norm_project_backward_sizes(
-        dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps, parts, total)
+        dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps, number, total)
     given, sizes = head_weight if weight is None else weight, sizes_of(x, weight, head_weight)
     check(given.dtype, x.shape[-1], sizes["H"])
 
@@ -194,11 +194,11 @@ def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, h
 
 
 def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
-                                parts, total):
+                                number, total):
     channels, heads = x.shape[-1], 0 if head_weight is None else len(head_weight)
     normed = (0,) if weight is None else (x.numel() // channels, channels)
     return (x.new_empty(x.shape), (head_weight if weight is None else weight).new_empty(normed),
-            x.new_empty(parts, 2 + heads + total, channels, dtype=torch.float32))
+            x.new_empty(number, 2 + heads + total, channels, dtype=torch.float32))
 
 
 def output_project_launch(og, weight, bias, residual, drop, scale=1.0):
@@ -256,7 +256,7 @@ NORM_PROJECT_OP = operation(
     norm_project_launch, norm_project_sizes, norm_project_flops)
 NORM_PROJECT_BACKWARD_OP = operation(
     f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps, "
-    "int parts, bool total) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch,
+    "int number, bool total) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch,
     norm_project_backward_sizes, norm_project_backward_flops)
 OUTPUT_PROJECT_OP = operation(
     "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop, float scale=1.0) "

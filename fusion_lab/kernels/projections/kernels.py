@@ -21,8 +21,8 @@ from fusion_lab.kernels.common import (
     from_the_end,
     layer_norm,
     layer_norm_backward,
+    load_rows,
     relu,
-    rows,
     store_rows,
     store_sums,
     vector,
@@ -59,7 +59,7 @@ def normed_tile(x, norm_weight, norm_bias, heads_tile, head_bias, number, P, PLA
     product with that in head_bias (B, H, PLANE), too."""
     first = number.to(tl.int64) * BM
     remaining = None if WHOLE_TILES else (P - first).to(tl.int32)
-    x_tile = rows(x + first * C, tl.arange(0, BM), remaining, C)  # (BM, C)
+    x_tile = load_rows(x + first * C, tl.arange(0, BM), remaining, C)  # (BM, C)
     normed = layer_norm(x_tile, norm_weight, norm_bias, eps, C)[0].to(dtype)  # (BM, C)
     if heads_tile is not None:
         bias_tile = tl.dot(normed, tl.trans(heads_tile), input_precision=PRECISION)  # (BM, HEADS)
@@ -109,7 +109,7 @@ def norm_project_kernel(x, norm_weight, norm_bias, weight, head_weight, hidden_b
         # All weights, before the first positions: N / BN tiles (C, BN), and their hidden biases (BN,)
         weight_tiles, hidden_bias_tiles, tiles = (), (), tl.cdiv(P, BM)
         for i in tl.static_range(N // BN):
-            weight_tiles += (tl.trans(rows(weight, i * BN + n, None, C)),)
+            weight_tiles += (tl.trans(load_rows(weight, i * BN + n, None, C)),)
             if hidden_bias is not None:
                 hidden_bias_tiles += (tl.load(hidden_bias + i * BN + n).to(tl.float32),)
         for ago in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -131,7 +131,7 @@ def norm_project_kernel(x, norm_weight, norm_bias, weight, head_weight, hidden_b
             if hidden_bias is not None:
                 hidden_bias_tile = tl.load(hidden_bias + n, mask=below(n, width), other=0.0)  # (BN,)
                 hidden_bias_tile = hidden_bias_tile.to(tl.float32)
-            weight_tile = rows(weight, n, width, C)  # (BN, C)
+            weight_tile = load_rows(weight, n, width, C)  # (BN, C)
             y_tile = tl.dot(normed, tl.trans(weight_tile), input_precision=PRECISION)  # (BM, BN)
             if hidden_bias is not None:
                 y_tile = relu(y_tile + hidden_bias_tile[None, :])
@@ -162,7 +162,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
     remaining = None if WHOLE_TILES else (P - first).to(tl.int32)
     width = None if WHOLE_TILES else N
     dtype: tl.constexpr = weight.dtype.element_ty
-    x_tile = rows(x + first * C, p, remaining, C)  # (BM, C), on its way while dy is multiplied
+    x_tile = load_rows(x + first * C, p, remaining, C)  # (BM, C), on its way while dy is multiplied
 
     # dnormed = dbias head_weight + dy weight
     dnormed = tl.zeros((BM, C), tl.float32)
@@ -179,7 +179,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
             n = n0 + tl.arange(0, BN)
             dy_tile = tl.load(dy + p[:, None] * N + n[None, :], other=0.0,
                               mask=below(p, remaining)[:, None] & below(n, width)[None, :])  # (BM, BN)
-            dnormed = tl.dot(dy_tile, rows(weight, n, width, C), dnormed, input_precision=PRECISION)
+            dnormed = tl.dot(dy_tile, load_rows(weight, n, width, C), dnormed, input_precision=PRECISION)
 
     # normed = LayerNorm(x), recomputed
     normed, x_hat, rstd = layer_norm(x_tile, norm_weight, norm_bias, eps, C)  # (BM, C) twice, (BM,)
@@ -199,7 +199,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
     dx_tile = layer_norm_backward(dnormed, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)  # (BM, C)
     if RESIDUAL:
         # The gradient of x as its other reader, the residual, has it
-        handed_on = rows(residual + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
+        handed_on = load_rows(residual + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
         if TOTAL > 0:
             store_sums(partial_sums + (2 + H) * C, c, handed_on, dtype, PRECISION, BM)
         dx_tile += handed_on
@@ -271,5 +271,5 @@ def output_project_kernel(og, weight, bias, residual, drop, out, P, X, Y, drop_s
     if DROP:
         acc *= factors(drop, first + p, P, X, Y, drop_stride_b, drop_stride_x, drop_stride_y, C, LINES)
     if RESIDUAL:
-        acc += rows(residual + first * C, p, remaining, C).to(tl.float32)
+        acc += load_rows(residual + first * C, p, remaining, C).to(tl.float32)
     store_rows(out + first * C, p, remaining, acc, C)

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from fusion_lab.kernels import norm_projection, tuner
+from fusion_lab.kernels import projections, tuner
 from fusion_lab.kernels.common import lines
 from tests.kernels.rule import in_dtypes, mutant, violations
 
@@ -53,7 +53,7 @@ OUTPUT_MUTANTS = {
     "dropout of a wrong row": ("y.to(tl.int64) * drop_stride_y", "(y * 0).to(tl.int64) * drop_stride_y"),
     "residual dropped too": ("    if RESIDUAL:\n        acc +=", "    if RESIDUAL:\n        acc += factors("
                              "drop, first + p, P, X, Y, drop_stride_b, drop_stride_x, drop_stride_y, C) *"),
-    "no residual": ("acc += rows(residual", "acc += 0 * rows(residual"),
+    "no residual": ("acc += load_rows(residual", "acc += 0 * load_rows(residual"),
     "last channels dropped": ("range(0, K, BK)", "range(0, K - BK, BK)"),
     "a tile's lines all the first": ("i // (BM // LINES) * drop_stride_x", "0 * i",
                                     "tiles of lines, columns dropped"),
@@ -78,7 +78,7 @@ HIDDEN_MUTANTS = {  # the same; whether weights stay
 }
 
 
-def norm_problem(dtype, shape, width, heads, module=norm_projection):
+def norm_problem(dtype, shape, width, heads, module=projections):
     """(ours, plain, tensors) of a case; outputs behind each other in one tensor"""
     torch.manual_seed(0)
     c = shape[-1]
@@ -93,7 +93,7 @@ def norm_problem(dtype, shape, width, heads, module=norm_projection):
             return torch.cat([t.flatten() for t in found if t is not None])
         return run
     tensors = [t.to(dtype) for t in (x, norm_weight, norm_bias, *weights)]
-    return joined(module.norm_project), joined(norm_projection.norm_project_reference), tensors
+    return joined(module.norm_project), joined(projections.norm_project_reference), tensors
 
 
 class WithPlainGradients(torch.autograd.Function):
@@ -108,7 +108,7 @@ class WithPlainGradients(torch.autograd.Function):
         return None, gradient
 
 
-def hidden_problem(dtype, shape, units, heads, module=norm_projection):
+def hidden_problem(dtype, shape, units, heads, module=projections):
     """(ours, plain, tensors) of a hidden layer, beside which heads make a bias."""
     torch.manual_seed(0)
     c = shape[-1]
@@ -116,7 +116,7 @@ def hidden_problem(dtype, shape, units, heads, module=norm_projection):
                c ** -0.5 * torch.randn(units, c), torch.randn(units),
                *[c ** -0.5 * torch.randn(heads, c)] * (heads > 0)]
 
-    def joined(x, *weights, op=norm_projection.norm_project_reference):
+    def joined(x, *weights, op=projections.norm_project_reference):
         *norm, weight, bias, head_weight = (*weights, None)[:5]
         found = op(x, *norm, weight, head_weight, 1e-5, bias)
         return torch.cat([t.flatten() for t in found if t is not None])
@@ -127,7 +127,7 @@ def hidden_problem(dtype, shape, units, heads, module=norm_projection):
     return ours, joined, [t.to(dtype) for t in tensors]
 
 
-def output_problem(dtype, shape, channels, residual, dim, scale=1.0, module=norm_projection):
+def output_problem(dtype, shape, channels, residual, dim, scale=1.0, module=projections):
     torch.manual_seed(0)
     k, out = shape[-1], (*shape[:3], channels)
     drop = (torch.rand([1 if d == dim else n for d, n in enumerate(out)]) > 0.3) / 0.7 if dim else None
@@ -136,10 +136,10 @@ def output_problem(dtype, shape, channels, residual, dim, scale=1.0, module=norm
 
     def plain(*given):
         factors = None if drop is None else drop.to(given[0].dtype)
-        return norm_projection.output_project_reference(*given, *[None] * (4 - len(given)), factors, scale)
+        return projections.output_project_reference(*given, *[None] * (4 - len(given)), factors, scale)
 
     def ours(*given):
-        factors = norm_projection.widened(None if drop is None else drop.to(dtype), channels)
+        factors = projections.widened(None if drop is None else drop.to(dtype), channels)
         found = module.OUTPUT_PROJECT_OP(*(t.detach() for t in given), *[None] * (4 - len(given)), factors,
                                          scale)
         return WithPlainGradients.apply(found, plain(*given))
@@ -168,7 +168,7 @@ def handing_on(module, dtype=torch.float32):
         return torch.cat([bias.flatten(), (x * x).flatten()])
 
     def plain(x, norm_weight, norm_bias, head_weight):
-        _, bias = norm_projection.norm_project_reference(x, norm_weight, norm_bias, None, head_weight, 1e-5)
+        _, bias = projections.norm_project_reference(x, norm_weight, norm_bias, None, head_weight, 1e-5)
         return torch.cat([bias.flatten(), (x * x).flatten()])
     return ours, plain, tensors
 
@@ -176,7 +176,7 @@ def handing_on(module, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [
     torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_x_handed_on_has_its_gradient_added_by_the_kernel(dtype):
-    ours, plain, tensors = handing_on(norm_projection, dtype)
+    ours, plain, tensors = handing_on(projections, dtype)
     assert not violations(ours, plain, tensors)
     with torch.no_grad():
         assert torch.equal(ours(*tensors), ours(*(t.requires_grad_() for t in tensors)))
@@ -184,9 +184,9 @@ def test_x_handed_on_has_its_gradient_added_by_the_kernel(dtype):
 
 @pytest.mark.slow
 def test_x_handed_on_by_compiled_code_and_its_mutant(tmp_path):
-    ours, plain, tensors = handing_on(norm_projection)
+    ours, plain, tensors = handing_on(projections)
     assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)
-    module = mutant(norm_projection, "ctx.eps, residual), None", "ctx.eps, None), None", tmp_path)
+    module = mutant(projections, "ctx.eps, residual), None", "ctx.eps, None), None", tmp_path)
     ours, plain, tensors = handing_on(module)
     assert violations(ours, plain, tensors)
 
@@ -200,7 +200,7 @@ def test_output_project(case, dtype):
 @pytest.mark.parametrize("broken", NORM_MUTANTS)
 def test_mutants_of_norm_project_are_caught(broken, tmp_path):
     old, new, case = (*NORM_MUTANTS[broken], "two samples, odd")[:3]
-    module = mutant(norm_projection, old, new, tmp_path)
+    module = mutant(projections, old, new, tmp_path)
     assert violations(*norm_problem(torch.float32, *NORM_CASES[case], module))
 
 
@@ -208,7 +208,7 @@ def test_mutants_of_norm_project_are_caught(broken, tmp_path):
 @pytest.mark.parametrize("broken", OUTPUT_MUTANTS)
 def test_mutants_of_output_project_are_caught(broken, tmp_path):
     old, new, case = (*OUTPUT_MUTANTS[broken], "rows dropped")[:3]
-    module = mutant(norm_projection, old, new, tmp_path)
+    module = mutant(projections, old, new, tmp_path)
     assert violations(*output_problem(torch.float32, *OUTPUT_CASES[case], module=module))
 
 
@@ -248,7 +248,7 @@ def test_what_is_not_a_number_stays_so(stay, request):
 @pytest.mark.parametrize("broken", HIDDEN_MUTANTS)
 def test_mutants_of_the_hidden_layer_are_caught(broken, tmp_path, request):
     old, new, stay = HIDDEN_MUTANTS[broken]
-    module = mutant(norm_projection, old, new, tmp_path)
+    module = mutant(projections, old, new, tmp_path)
     if stay:
         request.getfixturevalue("weights_stay")
     assert violations(*hidden_problem(torch.bfloat16, *HIDDEN_CASES["whole tiles"], module))
@@ -257,7 +257,7 @@ def test_mutants_of_the_hidden_layer_are_caught(broken, tmp_path, request):
 def test_widths_that_no_tile_divides_are_refused():
     given = torch.ones(1, 2, 3, 40), torch.ones(16, 40), torch.ones(16)
     with pytest.raises(ValueError, match="of 40 channels"):
-        norm_projection.OUTPUT_PROJECT_OP(*given, None, None)
+        projections.OUTPUT_PROJECT_OP(*given, None, None)
 
 
 @pytest.mark.parametrize("X, Y, expected", [(3, 192, 1), (3, 64, 1), (4, 32, 2), (64, 1, 64), (3, 32, 0),
