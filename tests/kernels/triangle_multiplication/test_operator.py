@@ -79,7 +79,7 @@ MUTANTS = {  # what is replaced by what, and the case that must notice
     "dropout of the other axis": ("i * drop_stride_i + j * drop_stride_j",
                                   "j * drop_stride_i + i * drop_stride_j", "small"),
     "gate's derivative": ("dvalue * value * (1 - gate)", "dvalue * value * gate", "small"),
-    "sides' gates' derivative": ("to(tl.float32) * (1 - gate)", "to(tl.float32) * gate", "small"),
+    "sides' gates' derivative": ("dside * side * (1 - gate)", "dside * side * gate", "small"),
     "output gate not in pair's gradient": ("dgate = load_tile(dprojected", "dgate = 0 * load_tile(dprojected",
                                            "small"),
     "outgoing in forward alone": ("d(*matrices, self.outgoing", "d(*matrices, True", "incoming"),
