@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from proteins import geometry
+from proteins import geometry, orientations
 from proteins.geometry import CA, CB, C, N
 
 FLOOR = 1e-4     # of a bin's probability, so that no pair is ever impossible
@@ -59,6 +59,17 @@ def anchor(atoms, sequence):
     return torch.where(glycine[:, None], atoms[..., CA, :], atoms[..., CB, :])
 
 
+def interpolated(table, rows, x):
+    """Linear between the bins of a table (P, bins), flat outside: at x (B, ...) bins from the first one's
+    centre, in rows (...)."""
+    bins = table.shape[1]
+    x = x.clamp(0, bins - 1)
+    low = x.detach().long().clamp(max=bins - 2)
+    place, table = rows * bins + low, table.flatten()
+    below = table[place]
+    return below + (table[place + 1] - below) * (x - low)
+
+
 class Distances:
     """The distogram as a potential: minus the logarithm of each bin's odds against the mean distribution at
     that separation, linear between bin centres, flat outside."""
@@ -71,19 +82,43 @@ class Distances:
         counts = torch.bincount(apart, minlength=FARTHEST + 1).clamp(min=1)
         mean = p.new_zeros(FARTHEST + 1, p.shape[1]).index_add_(0, apart, p) / counts[:, None]
         table = REFERENCE * (mean[apart] + FLOOR).log() - (p + FLOOR).log()  # (P, bins)
-        self.table, self.bins = table.flatten(), table.shape[1]
-        self.start = torch.arange(len(p), device=p.device) * self.bins
+        self.table, self.rows = table, torch.arange(len(p), device=p.device)
         self.first, self.width = float(centres[0]), float(centres[1] - centres[0])
 
     def __call__(self, points):
         """points (B, L, 3 or more) -> (B,)"""
         away = points[:, self.i] - points[:, self.j]
         d = (away.square().sum(-1) + 1e-6).sqrt()  # (B, P)
-        x = ((d - self.first) / self.width).clamp(0, self.bins - 1)
-        low = x.detach().long().clamp(max=self.bins - 2)
-        below = self.table[self.start + low]
-        above = self.table[self.start + low + 1]
-        return (below + (above - below) * (x - low)).sum(-1)
+        return interpolated(self.table, self.rows, (d - self.first) / self.width).sum(-1)
+
+
+class Orientations:
+    """Omega, theta and phi as a potential: minus the logarithm of each bin's odds if the residues are near,
+    times the probability that they are; linear between bin centres, round for dihedral angles."""
+
+    def __init__(self, probabilities):
+        """probabilities {name: (L, L, bins)} as in orientations.py."""
+        size = len(probabilities["omega"])
+        place = torch.arange(size)
+        apart = (place[:, None] - place).clamp(-FARTHEST, FARTHEST).flatten() + FARTHEST
+        self.rows, self.tables = torch.arange(size * size).view(size, size), {}
+        for name, p in probabilities.items():
+            p = (p[..., 1:] * (1 - torch.eye(size)[..., None])).flatten(0, 1)  # (L * L, bins)
+            near = p.sum(1, keepdim=True)
+            mean = p.new_zeros(2 * FARTHEST + 1, p.shape[1]).index_add_(0, apart, p)
+            mean = mean / (mean.sum(1, keepdim=True) + FLOOR)
+            odds = (p / (near + FLOOR) + FLOOR).log() - REFERENCE * (mean[apart] + FLOOR).log()
+            table = -near * odds * (0.5 if name == "omega" else 1)  # omega stands twice in the plane
+            before, after = (0, -1) if name == "phi" else (-1, 0)  # bins beyond the first and the last
+            self.tables[name] = torch.cat([table[:, before, None], table, table[:, after, None]], 1)
+
+    def __call__(self, atoms):
+        """atoms (B, L, 5, 3) -> (B,)"""
+        total = atoms.new_zeros(len(atoms))
+        for name, angle in orientations.between(*(atoms[..., atom, :] for atom in (N, CA, CB))).items():
+            x = (angle - orientations.FIRST[name]) / orientations.WIDTH + 0.5
+            total = total + interpolated(self.tables[name], self.rows, x).sum((-1, -2))
+        return total
 
 
 def peptide_bonds(atoms):

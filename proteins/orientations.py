@@ -30,27 +30,29 @@ def beta(n, ca, c):
 def between(n, ca, cb):
     """{name: angles (..., L, L) in radians} from i (row) to j (column) of atoms (..., L, 3): omega, the
     dihedral angle CA_i CB_i CB_j CA_j; theta, N_i CA_i CB_i CB_j; phi, the angle CA_i CB_i CB_j from 0 to pi.
-    The diagonal means nothing."""
-    n, ca_i, cb_i = (atom.unsqueeze(-2) for atom in (n, ca, cb))  # (..., L, 1, 3)
-    ca_j, cb_j = ca.unsqueeze(-3), cb.unsqueeze(-3)               # (..., 1, L, 3)
-    return of_pairs(n, ca_i, cb_i, ca_j, cb_j)
-
-
-def of_pairs(n, ca, cb, ca_j, cb_j):
-    """The same of pairs: N, CA, CB of i and CA, CB of j, (..., 3) each -> {name: (...)}."""
-    back, away = ca - cb, cb_j - cb
-    return dict(omega=geometry.dihedral(ca, cb, cb_j, ca_j), theta=geometry.dihedral(n, ca, cb, cb_j),
-                phi=torch.atan2(torch.linalg.cross(back, away).norm(dim=-1), (back * away).sum(-1)))
+    Atoms are finite; the diagonal means nothing. Products of matrices, because optimisers ask often."""
+    axes = geometry.rotations(ca - cb, n - ca).movedim(-1, -3)  # (..., 3, L, 3): to CA, towards N, normal
+    cb = cb - cb.mean(-2, keepdim=True)  # far from 0 the differences of products lose digits
+    v = axes @ cb.unsqueeze(-3).mT - (axes * cb.unsqueeze(-3)).sum(-1, keepdim=True)
+    v = v + torch.eye(v.shape[-1]).to(v)  # (..., 3, L, L): CB_j in the axes of i; anything for i itself
+    u = axes @ axes[..., 0, :, :].unsqueeze(-3).mT  # (..., 3, L, L): the first axis of j in those of i
+    (vx, vy, vz), (ux, uy, uz) = v.unbind(-3), u.unbind(-3)
+    aside = vy * vy + vz * vz + 1e-9  # the root's gradient is finite at 0
+    square = vx * vx + aside
+    return dict(omega=torch.atan2(square.sqrt() * (vz * uy - vy * uz), square * ux + vx * vx.mT),
+                theta=torch.atan2(-vz, vy), phi=torch.atan2(aside.sqrt(), vx))
 
 
 def targets(n, ca, cb):
-    """{name: bins (..., L, L), integers} of atoms (..., L, 3), Å. UNKNOWN on the diagonal and where an atom
-    is not finite."""
-    apart = (cb.unsqueeze(-2) - cb.unsqueeze(-3)).norm(dim=-1)
+    """{name: bins (..., L, L), integers} of atoms (..., L, 3), Å; cb from beta(), as folds have it. UNKNOWN
+    on the diagonal and where an atom is not finite."""
+    known = torch.stack([n, ca, cb]).isfinite().all(-1).all(0)
+    n, ca, cb = (atom.nan_to_num(0.0, 0.0, 0.0) for atom in (n, ca, cb))
     itself = torch.eye(cb.shape[-2], dtype=torch.bool, device=cb.device)
+    unknown = itself | ~(known.unsqueeze(-1) & known.unsqueeze(-2))
+    near = (cb.unsqueeze(-2) - cb.unsqueeze(-3)).norm(dim=-1) < FAR
     bins = {}
     for name, angle in between(n, ca, cb).items():
-        unknown = itself | ~(apart + angle).isfinite()
-        inside = 1 + ((angle.nan_to_num() - FIRST[name]) / WIDTH).floor().long().clamp(0, BINS[name] - 2)
-        bins[name] = torch.where(apart < FAR, inside, 0).masked_fill(unknown, UNKNOWN)
+        inside = 1 + ((angle - FIRST[name]) / WIDTH).floor().long().clamp(0, BINS[name] - 2)
+        bins[name] = torch.where(near, inside, 0).masked_fill(unknown, UNKNOWN)
     return bins
