@@ -79,7 +79,7 @@ def fold_all(tasks, families, known, jobs, device, write):
     context = multiprocessing.get_context("spawn")  # a GPU in use cannot be forked
     waiting, written = {}, time.monotonic()
     try:
-        with ProcessPoolExecutor(jobs, context) as pool, at_once(pool):
+        with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool, at_once(pool):
             for count, ((seed, name), path) in enumerate(tasks.items(), 1):
                 if f"{seed} {name}" not in known:
                     given = predicted(saved(path), families[name], seed, device)

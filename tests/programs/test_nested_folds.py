@@ -59,7 +59,7 @@ def test_what_is_known_is_not_folded_again_and_an_error_loses_nothing(monkeypatc
             raise UserError("stopped")
         return dict(residues=family.length, tm_score=0.5, seconds=dict(folding=0))
 
-    monkeypatch.setattr(nested_folds, "ProcessPoolExecutor", lambda jobs, context: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(nested_folds, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
     monkeypatch.setattr(nested_folds, "read_model", lambda path, program: path)
     monkeypatch.setattr(nested_folds, "predicted", lambda saved, family, seed, device: ())
     monkeypatch.setattr(nested_folds, "judged", judged)
