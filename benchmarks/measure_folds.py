@@ -40,16 +40,20 @@ from tiny_openfold_v2 import DISTANCE_CENTRES, PROGRAM
 SCORES = ("tm_score", "lddt_ca", "gdt_ts", "rmsd")
 
 
-def measured(saved, family, seed, device):
-    """What --fold makes of one family, and how near it is."""
+def predicted(saved, family, seed, device):
+    """(logits of distances, those of orientations or None) of all rows, and the seconds that took."""
     batch = prediction.model_input(family, saved.config, prediction.ROWS, seed)
     given = PROGRAM, saved.weights, saved.config, to_device(batch, device), device, None
     begun = time.monotonic()
-    *_, logits = prediction.run_model(*given, "--fold")
-    predicted = time.monotonic()
-    centres = torch.tensor(DISTANCE_CENTRES, dtype=torch.float32)
-    made = folding.folded(logits, centres, family.sequence, seed)
-    folded = time.monotonic()
+    _, _, logits, *more = prediction.run_model(*given, "--fold")
+    return logits, more[0] if more else None, time.monotonic() - begun
+
+
+def judged(family, logits, orientations, model_seconds, seed):
+    """What --fold makes of one family, and how near it is."""
+    centres, begun = torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), time.monotonic()
+    made = folding.folded(logits, centres, family.sequence, seed, orientations)
+    seconds = dict(model=model_seconds, folding=time.monotonic() - begun)
     anchors = fold_energy.anchor(made.atoms[None], family.sequence)[0]
     expected = confidence.expected_lddt(logits.softmax(-1), centres, anchors).numpy()
     model, true = made.atoms[:, 1].double().numpy(), family.backbone[:, 1].astype(float)
@@ -60,8 +64,12 @@ def measured(saved, family, seed, device):
     scores = compared(model, true)
     return dict(residues=family.length, rows=len(family.msa), **scores, mirrored_tm_score=image["tm_score"],
                 right_hand=scores["tm_score"] >= image["tm_score"], **quality(made, family.sequence),
-                seconds=dict(model=predicted - begun, folding=folded - predicted),
-                expected=expected.round(4).tolist(), measured=by_residue.round(4).tolist())
+                seconds=seconds, expected=expected.round(4).tolist(), measured=by_residue.round(4).tolist())
+
+
+def known_enough(family):
+    """Whether there are CA atoms to compare with."""
+    return np.isfinite(family.backbone[:, 1, 0]).sum() >= FEWEST
 
 
 def pairs(families):
@@ -120,10 +128,10 @@ def main(argv=None):
         for family in files.load_families(directory):
             name, seen = family.name, family.name in trained
             wanted = not (a.only_unseen and seen) and (not a.names or name in a.names)
-            if name in known or not wanted or np.isfinite(family.backbone[:, 1, 0]).sum() < FEWEST:
+            if name in known or not wanted or not known_enough(family):
                 continue
             known[name] = dict(set=pathlib.Path(directory).name, seen=seen,
-                               **measured(saved, family, a.seed, device))
+                               **judged(family, *predicted(saved, family, a.seed, device), a.seed))
             print(f"{name:12} {family.length:4d} residues, " + ", ".join(
                 f"{key} {known[name][key]:.3f}" for key in SCORES) + (", seen" if seen else ""), flush=True)
             write_json(a.out, finite(result))

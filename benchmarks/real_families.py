@@ -211,10 +211,10 @@ def yardstick(family):
     return family.name, found
 
 
-def interval(values, seed=0):
-    """95% of the medians of families drawn with replacement."""
+def interval(values, seed=0, statistic=np.median):
+    """95% of the medians, or another statistic, of families drawn with replacement."""
     drawn = np.random.default_rng(seed).choice(values, (2000, len(values)))
-    return np.quantile(np.median(drawn, axis=1), [0.025, 0.975]).tolist()
+    return np.quantile(statistic(drawn, axis=1), [0.025, 0.975]).tolist()
 
 
 def table(scores, group):

@@ -9,11 +9,11 @@ import math
 
 import torch
 
-from proteins import geometry
+from proteins import geometry, orientations
 from proteins.geometry import CA, CB, C, N
 
 FLOOR = 1e-4     # of a bin's probability, so that no pair is ever impossible
-REFERENCE = 0.5  # power of the mean distribution at that separation, which is divided out
+LOCAL = 12       # residues apart, below which the mean of other pairs counts half
 FARTHEST = 40    # residues apart; pairs beyond have one mean distribution
 PEPTIDE = ((C, N, geometry.C_N, 0.02), (CA, N, geometry.CA_TO_N, 0.04), (C, CA, geometry.C_TO_CA, 0.04),
            (CA, CA, geometry.CA_TO_CA, 0.04))  # atom, atom of the next residue, Å, their deviation
@@ -59,6 +59,29 @@ def anchor(atoms, sequence):
     return torch.where(glycine[:, None], atoms[..., CA, :], atoms[..., CB, :])
 
 
+def separation(apart, size):
+    """Residues apart, cut where few pairs of a chain of this size have one mean."""
+    most = min(FARTHEST, size // 3)
+    return apart.clamp(-most, most)
+
+
+def trust(apart):
+    """Power (P, 1) of the mean distribution at separations (P,): less for near ones, where a mean of helices
+    would take all that is known of a helix."""
+    return torch.where(apart.abs() < LOCAL, 0.5, 1.0)[:, None]
+
+
+def interpolated(table, rows, x):
+    """Linear between the bins of a table (P, bins), flat outside: at x (B, ...) bins from the first one's
+    centre, in rows (...)."""
+    bins = table.shape[1]
+    x = x.clamp(0, bins - 1)
+    low = x.detach().long().clamp(max=bins - 2)
+    place, table = rows * bins + low, table.flatten()
+    below = table[place]
+    return below + (table[place + 1] - below) * (x - low)
+
+
 class Distances:
     """The distogram as a potential: minus the logarithm of each bin's odds against the mean distribution at
     that separation, linear between bin centres, flat outside."""
@@ -67,23 +90,47 @@ class Distances:
         """probability (L, L, bins), centres (bins,) Å, evenly spaced."""
         size = len(probability)
         self.i, self.j = torch.triu_indices(size, size, 1, device=probability.device)
-        p, apart = probability[self.i, self.j], (self.j - self.i).clamp(max=FARTHEST)
+        p, apart = probability[self.i, self.j], separation(self.j - self.i, size)
         counts = torch.bincount(apart, minlength=FARTHEST + 1).clamp(min=1)
         mean = p.new_zeros(FARTHEST + 1, p.shape[1]).index_add_(0, apart, p) / counts[:, None]
-        table = REFERENCE * (mean[apart] + FLOOR).log() - (p + FLOOR).log()  # (P, bins)
-        self.table, self.bins = table.flatten(), table.shape[1]
-        self.start = torch.arange(len(p), device=p.device) * self.bins
+        table = trust(apart) * (mean[apart] + FLOOR).log() - (p + FLOOR).log()  # (P, bins)
+        self.table, self.rows = table, torch.arange(len(p), device=p.device)
         self.first, self.width = float(centres[0]), float(centres[1] - centres[0])
 
     def __call__(self, points):
         """points (B, L, 3 or more) -> (B,)"""
         away = points[:, self.i] - points[:, self.j]
         d = (away.square().sum(-1) + 1e-6).sqrt()  # (B, P)
-        x = ((d - self.first) / self.width).clamp(0, self.bins - 1)
-        low = x.detach().long().clamp(max=self.bins - 2)
-        below = self.table[self.start + low]
-        above = self.table[self.start + low + 1]
-        return (below + (above - below) * (x - low)).sum(-1)
+        return interpolated(self.table, self.rows, (d - self.first) / self.width).sum(-1)
+
+
+class Orientations:
+    """Omega, theta and phi as a potential: minus the logarithm of each bin's odds if the residues are near,
+    times the probability that they are; linear between bin centres, round for dihedral angles."""
+
+    def __init__(self, probabilities):
+        """probabilities {name: (L, L, bins)} as in orientations.py."""
+        size = len(probabilities["omega"])
+        place = torch.arange(size)
+        apart = separation(place[:, None] - place, size).flatten() + FARTHEST
+        self.rows, self.tables = torch.arange(size * size).view(size, size), {}
+        for name, p in probabilities.items():
+            p = (p[..., 1:] * (1 - torch.eye(size)[..., None])).flatten(0, 1)  # (L * L, bins)
+            near = p.sum(1, keepdim=True)
+            mean = p.new_zeros(2 * FARTHEST + 1, p.shape[1]).index_add_(0, apart, p)
+            mean = mean / (mean.sum(1, keepdim=True) + FLOOR)
+            odds = (p / (near + FLOOR) + FLOOR).log() - trust(apart - FARTHEST) * (mean[apart] + FLOOR).log()
+            table = -near * odds * (0.5 if name == "omega" else 1)  # omega stands twice in the plane
+            before, after = (0, -1) if name == "phi" else (-1, 0)  # bins beyond the first and the last
+            self.tables[name] = torch.cat([table[:, before, None], table, table[:, after, None]], 1)
+
+    def __call__(self, atoms):
+        """atoms (B, L, 5, 3) -> (B,)"""
+        total = atoms.new_zeros(len(atoms))
+        for name, angle in orientations.between(*(atoms[..., atom, :] for atom in (N, CA, CB))).items():
+            x = (angle - orientations.FIRST[name]) / orientations.WIDTH + 0.5
+            total = total + interpolated(self.tables[name], self.rows, x).sum((-1, -2))
+        return total
 
 
 def peptide_bonds(atoms):

@@ -46,7 +46,7 @@ def fold(centres, program, settings):
 def structure(found, centres, seed):
     """(folding.Fold, pLDDT (L,) numpy) of a prediction.Prediction."""
     centres = torch.as_tensor(centres, dtype=torch.float32)
-    made = folding.folded(found.logits, centres, found.protein.sequence, seed)
+    made = folding.folded(found.logits, centres, found.protein.sequence, seed, found.orientations)
     anchors = fold_energy.anchor(made.atoms[None], found.protein.sequence)[0]
     expected = confidence.expected_lddt(found.logits.softmax(-1), centres, anchors)
     return made, confidence.plddt(expected).numpy()

@@ -15,6 +15,7 @@ import torch
 from proteins import geometry
 from proteins.fold_energy import (
     Distances,
+    Orientations,
     anchor,
     clashes,
     crowding,
@@ -29,6 +30,7 @@ DIMENSIONS = 5
 TRACE_STEPS, FOLD_STEPS = 300, 450
 PAIRS_AT_ONCE = 400_000       # residue pairs of all starts; long chains have fewer starts
 DISTANCE_WEIGHT = 20.0        # kT for each residue, shared by all of its pairs
+ORIENTATION_WEIGHT = 10.0  # the same, of omega, theta and phi
 CLASHES_FROM = 0.6            # share of the steps before atoms may clash no more
 REFRESH = 15                  # steps for which a list of near pairs serves
 WINDOW = 5                    # residues of an ideal piece of chain
@@ -47,18 +49,19 @@ class Fold:
     gap: float               # kT for each residue by which the best of the other hand is worse
 
 
-def folded(logits, centres, sequence, seed=0):
-    """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters. On one thread:
-    the tensors are small, and a seed is one fold whatever the machine has."""
+def folded(logits, centres, sequence, seed=0, orientations=None):
+    """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters, and where a model
+    gives them orientations, logits {name: (L, L, bins)} as in orientations.py. On one thread: the tensors
+    are small, and a seed is one fold whatever the machine has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _folded(logits, centres, sequence, torch.Generator().manual_seed(seed))
+        return _folded(logits, centres, sequence, torch.Generator().manual_seed(seed), orientations)
     finally:
         torch.set_num_threads(threads)
 
 
-def _folded(logits, centres, sequence, generator):
+def _folded(logits, centres, sequence, generator, orientations):
     probability = logits.float().softmax(-1)
     potential = Distances(probability, centres)
     size = len(sequence)
@@ -69,8 +72,10 @@ def _folded(logits, centres, sequence, generator):
         traces = fold_traces(potential, spread(probability, centres, starts, generator), size)
         traces = traces[:min(CHOSEN, max(starts // 2, 1))]
     images = torch.cat([traces, traces * torch.tensor([1.0, 1.0, -1.0])])
-    atoms = fold_frames(potential, images, sequence)
-    return best_of(potential, atoms, sequence)
+    if orientations is not None:
+        orientations = Orientations({name: one.float().softmax(-1) for name, one in orientations.items()})
+    atoms = fold_frames(potential, images, sequence, orientations)
+    return best_of(potential, atoms, sequence, orientations)
 
 
 # --- Traces ---------------------------------------------------------------------------------------------
@@ -142,7 +147,7 @@ def weights(done):
     return dict(peptide=10 ** (-3.0 + 3.0 * min(done / 0.75, 1)))
 
 
-def fold_frames(potential, traces, sequence, steps=FOLD_STEPS):
+def fold_frames(potential, traces, sequence, orientations=None, steps=FOLD_STEPS):
     """Atoms (B, L, 5, 3) of chains that start along the traces (B, L, 3)."""
     rotation, place = frames_along(traces)
     axes = rotation[..., :2].transpose(-1, -2).contiguous().requires_grad_()  # two vectors, made a rotation
@@ -158,7 +163,7 @@ def fold_frames(potential, traces, sequence, steps=FOLD_STEPS):
         clashing = done >= CLASHES_FROM
         if clashing and (pairs is None or step % REFRESH == 0):
             pairs = near_pairs(atoms)
-        energy = total(terms(potential, atoms, sequence, pairs), **weights(done))
+        energy = total(terms(potential, atoms, sequence, pairs, orientations), **weights(done))
         optimizer.zero_grad()
         energy.sum().backward()
         optimizer.step()
@@ -166,10 +171,12 @@ def fold_frames(potential, traces, sequence, steps=FOLD_STEPS):
         return geometry.backbone(geometry.rotations(axes[..., 0, :], axes[..., 1, :]), place)
 
 
-def terms(potential, atoms, sequence, pairs=None):
+def terms(potential, atoms, sequence, pairs=None, orientations=None):
     """{term: (B,) kT}; without pairs, from near_pairs(), CA atoms alone repel each other."""
     size = len(sequence)
     found = dict(distances=DISTANCE_WEIGHT / size * potential(anchor(atoms, sequence)))
+    if orientations is not None:
+        found["orientations"] = ORIENTATION_WEIGHT / size * orientations(atoms)
     if size > 1:
         found["peptide"] = peptide_bonds(atoms)
     if size > 2:
@@ -184,9 +191,9 @@ def total(found, **weight):
     return sum(weight.get(term, 1) * value for term, value in found.items())
 
 
-def best_of(potential, atoms, sequence):
+def best_of(potential, atoms, sequence, orientations=None):
     """Fold of the candidates (B, L, 5, 3), of which the second half grew from mirror images."""
-    found = terms(potential, atoms, sequence, near_pairs(atoms))
+    found = terms(potential, atoms, sequence, near_pairs(atoms), orientations)
     size = len(sequence)
     energies = total(found) / size
     best, half = int(energies.argmin()), len(energies) // 2

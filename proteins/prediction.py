@@ -64,6 +64,7 @@ class Prediction:
     probability: torch.Tensor   # (L, L) of a contact
     distances: torch.Tensor     # (L, L) Å
     logits: torch.Tensor | None = None  # (L, L, bins) of the distogram, for --fold
+    orientations: dict | None = None  # {name: logits (L, L, bins)} as in orientations.py
 
     @property
     def coords(self):

@@ -2,9 +2,11 @@
 import math
 
 import torch
+from torch.nn.functional import one_hot
 
-from proteins import geometry
+from proteins import geometry, orientations
 from proteins.fold_energy import anchor
+from proteins.geometry import CA, CB, N
 from tiny_openfold_v2 import DISTANCE_CENTRES
 
 CENTRES = torch.tensor(DISTANCE_CENTRES, dtype=torch.float32)
@@ -27,6 +29,12 @@ def certain(atoms, sequence, deviation=0.6):
     points = anchor(atoms[None], sequence)[0]
     away = torch.cdist(points, points)[..., None] - CENTRES.to(points)
     return -(away.clamp(min=-30) / deviation).square() / 2
+
+
+def certain_orientations(atoms):
+    """Logits of orientations of whoever knows this fold: all but certain of the right bins."""
+    bins = orientations.targets(*(atoms[:, atom] for atom in (N, CA, CB)))
+    return {name: 8.0 * one_hot(bins[name].clamp(min=0), count) for name, count in orientations.BINS.items()}
 
 
 def turned(atoms):

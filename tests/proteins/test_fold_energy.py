@@ -1,5 +1,6 @@
 """What a fold costs: each term by hand, gradients against finite differences, what turning and mirroring
 change."""
+import itertools
 import math
 
 import numpy as np
@@ -9,36 +10,51 @@ import torch
 from proteins import fold_energy as e
 from proteins import folding
 from proteins.geometry import CA, CB, C, N
-from tests.proteins.folds_at_hand import CENTRES, SEQUENCE, a_fold, certain, chain, turned
+from proteins.orientations import BINS, between
+from tests.proteins.folds_at_hand import (
+    CENTRES,
+    SEQUENCE,
+    a_fold,
+    certain,
+    certain_orientations,
+    chain,
+    turned,
+)
 
 
-def terms(atoms, sequence=SEQUENCE, true=None):
+def terms(atoms, sequence=SEQUENCE, true=None, angles=None):
     potential = e.Distances(certain(a_fold() if true is None else true, sequence).softmax(-1), CENTRES)
-    return folding.terms(potential, atoms, sequence, e.near_pairs(atoms))
+    return folding.terms(potential, atoms, sequence, e.near_pairs(atoms), angles)
+
+
+def oriented(atoms):
+    return e.Orientations({name: x.double().softmax(-1) for name, x in certain_orientations(atoms).items()})
 
 
 def test_turning_and_moving_change_nothing_and_mirroring_does():
     atoms = a_fold()[None]
-    found, moved = terms(atoms), terms(turned(atoms))
-    mirrored = terms(atoms * torch.tensor([1, 1, -1]))
+    found, moved, mirrored = (terms(x, angles=oriented(a_fold())) for x in (
+        atoms, turned(atoms), atoms * torch.tensor([1, 1, -1])))
     for name, value in found.items():
         assert moved[name].item() == pytest.approx(value.item(), abs=1e-6), name
-        if name != "plot":
+        if name not in ("plot", "orientations"):
             assert mirrored[name].item() == pytest.approx(value.item(), abs=1e-6), name
     assert mirrored["plot"].item() > found["plot"].item() + len(SEQUENCE)
+    assert mirrored["orientations"].item() > found["orientations"].item() + 5 * len(SEQUENCE)
 
 
 def test_a_batch_is_its_structures():
     both = torch.stack([a_fold(), chain([(-120, 130)] * len(SEQUENCE))])
-    found, alone = terms(both), [terms(atoms[None]) for atoms in both]
+    angles = oriented(a_fold())
+    found, alone = terms(both, angles=angles), [terms(atoms[None], angles=angles) for atoms in both]
     for name, value in found.items():
         assert value.tolist() == pytest.approx([one[name].item() for one in alone], abs=1e-6), name
 
 
-@pytest.mark.parametrize("name", ["distances", "peptide", "plot", "clashes"])
+@pytest.mark.parametrize("name", ["distances", "orientations", "peptide", "plot", "clashes"])
 def test_gradients_are_those_of_finite_differences(name):
     generator = torch.Generator().manual_seed(0)
-    sequence, true = "AGPVLK", chain([(-60, -45)] * 6)
+    sequence, true = "AGPVLK", chain([(-60, -45), (-120, 130)] * 3)
     atoms = (true + 0.3 * torch.randn(true.shape, generator=generator, dtype=torch.float64))[None]
     if name == "clashes":
         atoms = atoms * 0.7  # too near
@@ -46,7 +62,7 @@ def test_gradients_are_those_of_finite_differences(name):
     pairs = e.near_pairs(atoms)
 
     def energy(x):
-        return folding.terms(potential, x, sequence, pairs)[name].sum()
+        return folding.terms(potential, x, sequence, pairs, oriented(true))[name].sum()
 
     atoms.requires_grad_()
     gradient, = torch.autograd.grad(energy(atoms), atoms)
@@ -60,7 +76,15 @@ def test_gradients_are_those_of_finite_differences(name):
             assert gradient[place].item() == pytest.approx(measured, rel=1e-4, abs=1e-4), place
 
 
-def test_distances_are_odds_against_the_mean_at_that_separation():
+def like(i, j, size):
+    """Ordered pairs whose mean (i, j) is compared with: as far apart, or, as it is, a third of the chain."""
+    def cut(apart):
+        return max(-(size // 3), min(apart, size // 3))
+    return [(k, m) for k, m in itertools.permutations(range(size), 2) if cut(m - k) == cut(j - i)]
+
+
+def test_distances_are_odds_against_the_mean_at_that_separation(monkeypatch):
+    monkeypatch.setattr(e, "LOCAL", 2)
     generator = torch.Generator().manual_seed(2)
     p = torch.rand(7, 7, len(CENTRES), generator=generator, dtype=torch.float64).softmax(-1)
     p = (p + p.transpose(0, 1)) / 2
@@ -69,10 +93,31 @@ def test_distances_are_odds_against_the_mean_at_that_separation():
     total, grid = 0.0, CENTRES.numpy()
     for i in range(7):
         for j in range(i + 1, 7):
-            mean = np.mean([p[k, k + j - i].numpy() for k in range(7 - (j - i))], axis=0)
-            odds = 0.5 * np.log(mean + 1e-4) - np.log(p[i, j].numpy() + 1e-4)
+            mean = np.mean([p[k, m].numpy() for k, m in like(i, j, 7) if k < m], axis=0)
+            odds = (0.5 if j - i < 2 else 1) * np.log(mean + 1e-4) - np.log(p[i, j].numpy() + 1e-4)
             total += np.interp((points[0, j, 0] - points[0, i, 0]).item(), grid, odds)
     assert e.Distances(p, CENTRES)(points).item() == pytest.approx(total, abs=1e-4)
+
+
+def test_orientations_are_odds_of_near_residues_against_the_mean_at_that_separation(monkeypatch):
+    monkeypatch.setattr(e, "LOCAL", 2)
+    generator = torch.Generator().manual_seed(3)
+    p = {name: (2 * torch.randn(6, 6, bins, generator=generator, dtype=torch.float64)).softmax(-1)
+         for name, bins in BINS.items()}
+    atoms = chain([(-70, 120)] * 6)
+    total = 0.0
+    for name, angles in between(*(atoms[:, atom] for atom in (N, CA, CB))).items():
+        first, period = (7.5, None) if name == "phi" else (-172.5, 360)
+        centres = first + 15 * np.arange(BINS[name] - 1)
+        for i, j in itertools.permutations(range(6), 2):
+            alike = [p[name][k, m, 1:].numpy() for k, m in like(i, j, 6)]
+            mean = sum(alike) / (np.sum(alike) + 1e-4)
+            near = p[name][i, j, 1:].sum().item()
+            odds = np.log(p[name][i, j, 1:].numpy() / (near + 1e-4) + 1e-4)
+            odds = odds - (0.5 if abs(j - i) < 2 else 1) * np.log(mean + 1e-4)
+            cost = -near * np.interp(angles[i, j].rad2deg().item(), centres, odds, period=period)
+            total += cost / 2 if name == "omega" else cost
+    assert e.Orientations(p)(atoms[None]).item() == pytest.approx(total, abs=1e-4)
 
 
 def test_the_plot_is_a_density_and_knows_glycine_and_proline():
