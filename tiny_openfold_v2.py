@@ -540,9 +540,9 @@ class TinyOpenFoldV2(nn.Module):
             nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
             result["distogram_loss"] = self.mean((nll * known).sum(-1), known.sum(-1))  # S * S is slow
             terms.append(result["distogram_loss"])
-        if self.orientation_head is not None:
-            result |= self.orientation_head(self, pair, orientations, only_loss)
-            terms += [ORIENTATION_WEIGHT * result["orientation_loss"]] * (orientations is not None)
+        result |= self.orientation_head(self, pair, orientations, only_loss) if self.orientation_head else {}
+        if "orientation_loss" in result:
+            terms.append(ORIENTATION_WEIGHT * result["orientation_loss"])
         if msa_targets is not None:
             letter_logits = self.masked_msa_head(msa).flatten(0, 2).to(logits.dtype)  # (B * N * S, 23)
             nll = F.cross_entropy(letter_logits, msa_targets.flatten(), reduction="sum")

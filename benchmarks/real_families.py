@@ -153,7 +153,7 @@ class Runs:
                     device=summary["system_info"]["gpu_name"], torch=summary["system_info"]["torch_version"],
                     date=summary["timestamp"][:10], flags=self.arguments.trainer,
                     pretraining=PRETRAIN | MODEL | RECIPES[recipe][2] | RECIPES[recipe][0],
-                    real_folds=str(self.arguments.real_folds and self.arguments.real_folds.name),
+                    real_folds=self.arguments.real_folds and self.arguments.real_folds.name,
                     training=TUNE | RECIPES[recipe][1])
         save_model(path, PROGRAM, saved.weights, saved.config, card)
         print(f"Written: {path}")

@@ -21,6 +21,7 @@ from proteins.files import GAP, MASK
 from proteins.folds import Folds, Piece
 from proteins.natural import GraphedWorld, natural_alignments
 from proteins.orientation_heads import bins_of
+from proteins.orientations import BINS, UNKNOWN
 from proteins.real_folds import RealFolds
 from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
@@ -307,4 +308,8 @@ def masked_batch(settings, device):
     batch["row_mask"][-1, rows - rows // 4:] = 0
     batch["coord_mask"] = batch["coord_mask"] * batch["seq_mask"]
     batch["msa_targets"][(batch["seq_mask"][:, None] * batch["row_mask"][:, :, None]) == 0] = -100
+    if settings.model.orientations:  # any bins, since these proteins have no backbone
+        bins = np.random.default_rng(0).integers(0, min(BINS.values()), batch["orientations"].shape)
+        known = batch["seq_mask"][:, :, None] * batch["seq_mask"][:, None]
+        batch["orientations"] = torch.from_numpy(bins).masked_fill(known[..., None] == 0, UNKNOWN)
     return to_device(batch, device)
