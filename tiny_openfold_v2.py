@@ -46,6 +46,7 @@ class TinyOpenFoldConfig(Checked):
     coevolution: str = option("none", "residue pairs start from the sequence alone: none (AF2); or from all "
                               "rows too: their covariance, or couplings, which are its inverse",
                               choices=("none", "covariance", "couplings"))
+    orientations: bool = option(False, "also predict how residues are turned to each other, for --fold")
 
     def __post_init__(self):
         super().__post_init__()
@@ -131,6 +132,7 @@ from proteins import batches as proteins
 from proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction, splitting
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
+from proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead
 from proteins.seam import attention_in_words, defined, move_kinks_away, start_lines
 
 # --------------------------------------------------------------------------------------------------------
@@ -466,6 +468,7 @@ class TinyOpenFoldV2(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.distogram_head = linear(config.pair_dim, len(DISTANCE_CENTRES), init="zero")
         self.masked_msa_head = linear(config.msa_dim, TOKENS, init="zero")
+        self.orientation_head = OrientationHead(config.pair_dim) if config.orientations else None
         self.register_buffer("breaks", torch.tensor(DISTANCE_BREAKS, dtype=torch.float32), persistent=False)
         self.register_buffer("centres", torch.tensor(DISTANCE_CENTRES, dtype=torch.float32), persistent=False)
         fast_evoformer.swap_in_model_twin(self)
@@ -483,18 +486,18 @@ class TinyOpenFoldV2(nn.Module):
     @cached_property
     def gpu_ends(self):
         """embed and heads for a GPU, where they are worth compiling: for few launches."""
-        ends = self.embed, self.heads
-        if self.fusion.enable_torch_compile:
-            ends = (torch.compile(end, **self.compile_options()) for end in ends)
-        return tuple(ends)
+        if not self.fusion.enable_torch_compile:
+            return self.embed, self.heads
+        return tuple(torch.compile(end, **self.compile_options()) for end in (self.embed, self.heads))
 
     def forward(self, msa_tokens, target_tokens=None, seq_mask=None, row_mask=None, msa_targets=None,
-                coords=None, coord_mask=None, extra_msa=None, only_loss=False):
+                coords=None, coord_mask=None, extra_msa=None, only_loss=False, orientations=None):
         """msa_tokens (B, N, S), possibly corrupted; target_tokens (B, S), default the first row; masks (B, S)
         and (B, N), 1 = present; extra_msa (B, M, S), default msa_tokens, for --coevolution. Targets:
-        msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3) in Å with coord_mask (B, S).
-        Returns a dict: unless only_loss, distances (B, S, S; Å), contact_probability (B, S, S),
-        distogram_logits, msa_repr, pair_repr; with targets, loss and its parts."""
+        msa_targets (B, N, S), -100 where nothing is asked; coords (B, S, 3) in Å with coord_mask (B, S);
+        orientations (B, S, S, 3), bins. Returns a dict: with targets, loss and its parts; unless only_loss,
+        distances (Å), contact_probability (B, S, S), distogram_logits, msa_repr, pair_repr; with
+        --orientations omega, theta, phi (B, S, S, bins)."""
         attention_choice.prepare_flex_attention(msa_tokens.device)
         target = msa_tokens[:, 0] if target_tokens is None else target_tokens
         features = None
@@ -502,9 +505,8 @@ class TinyOpenFoldV2(nn.Module):
             rows = msa_tokens if extra_msa is None else extra_msa
             features = coevolution.pair_features(rows.long(), self.config.coevolution, seq_mask)
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)
-        msa, pair = embed(msa_tokens, target, features)
-        msa, pair = self.run_blocks(msa, pair, seq_mask, row_mask)
-        return heads(msa, pair, msa_targets, coords, coord_mask, only_loss)
+        msa, pair = self.run_blocks(*embed(msa_tokens, target, features), seq_mask, row_mask)
+        return heads(msa, pair, msa_targets, coords, coord_mask, only_loss, orientations)
 
     def embed(self, msa_tokens, target, features=None):
         """(B, N, S) and (B, S) tokens, (B, S, S, FEATURES) -> msa (B, N, S, c_m), pair (B, S, S, c_z)."""
@@ -523,9 +525,9 @@ class TinyOpenFoldV2(nn.Module):
             msa, pair = block(msa, pair, seq_mask, row_mask)
         return msa, pair
 
-    def heads(self, msa, pair, msa_targets, coords, coord_mask, only_loss=False):
+    def heads(self, msa, pair, msa_targets, coords, coord_mask, only_loss=False, orientations=None):
         """What forward returns, from the last block's output."""
-        result, logits = {}, self.symmetric(self.distogram_head(pair))  # (B, S, S, 64), a bin each
+        result, terms, logits = {}, [], self.symmetric(self.distogram_head(pair))  # (B, S, S, 64), a bin each
         logits = logits.to(at_least_float32(logits.dtype))
         if not only_loss:  # not differentiated beside a distogram loss
             with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
@@ -536,17 +538,18 @@ class TinyOpenFoldV2(nn.Module):
         if coords is not None:
             bins, known = self.distogram_targets(coords, coord_mask)  # (B, S, S)
             nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
-            nll, pairs = self.total((nll * known).sum(-1)), self.total(known.sum(-1))  # S * S at once is slow
-            result["loss"] = result["distogram_loss"] = nll / pairs.clamp(min=1)
+            result["distogram_loss"] = self.mean((nll * known).sum(-1), known.sum(-1))  # S * S is slow
+            terms.append(result["distogram_loss"])
+        result |= self.orientation_head(self, pair, orientations, only_loss) if self.orientation_head else {}
+        if "orientation_loss" in result:
+            terms.append(ORIENTATION_WEIGHT * result["orientation_loss"])
         if msa_targets is not None:
             letter_logits = self.masked_msa_head(msa).flatten(0, 2).to(logits.dtype)  # (B * N * S, 23)
-            nll = self.total(F.cross_entropy(letter_logits, msa_targets.flatten(), reduction="sum"))
-            asked = self.total((msa_targets >= 0).sum())
-            result["masked_msa_loss"] = nll / asked.clamp(min=1)
-            result["loss"] = result.get("loss", 0.0) + MASKED_MSA_WEIGHT * result["masked_msa_loss"]
-            if coords is not None:  # means over loss_counts() each: several processes weigh them by that
-                result["loss_terms"] = torch.stack(
-                    [result["distogram_loss"], MASKED_MSA_WEIGHT * result["masked_msa_loss"]])
+            nll = F.cross_entropy(letter_logits, msa_targets.flatten(), reduction="sum")
+            result["masked_msa_loss"] = self.mean(nll, msa_targets >= 0)
+            terms.append(MASKED_MSA_WEIGHT * result["masked_msa_loss"])
+        if terms:  # means over loss_counts() each: several processes weigh them by that
+            result |= dict(loss=sum(terms[1:], terms[0]), loss_terms=torch.stack(terms))
         return result
 
     def symmetric(self, logits):  # this and the next two: methods, because they are a twin's to change
@@ -557,15 +560,16 @@ class TinyOpenFoldV2(nn.Module):
         distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         return torch.bucketize(distances, self.breaks), coord_mask[:, :, None] * coord_mask[:, None]
 
-    def total(self, x):
-        return x.sum()
+    def mean(self, nll, asked):
+        return nll.sum() / asked.sum().clamp(min=1)
 
     @staticmethod
-    def loss_counts(msa_targets=None, coords=None, coord_mask=None, **_):
+    def loss_counts(msa_targets=None, coords=None, coord_mask=None, orientations=None, **_):
         """Of a batch: of how many pairs and letters the summands of the loss are means."""
         pairs = [] if coords is None else [coord_mask.sum(dim=1).square().sum()]
+        turned = [] if orientations is None else [(orientations[..., 0] >= 0).sum()]
         letters = [] if msa_targets is None else [(msa_targets >= 0).sum()]
-        return torch.stack(pairs + letters)
+        return torch.stack(pairs + turned + letters)
 
     def sublayers(self):
         """(name, module) of all sub-layers, for hooks; none where blocks are compiled."""
@@ -604,8 +608,7 @@ class Trainer:
         self.average = recipe.average(self.updated, self.training.ema_decay)
         self.use_graph, self.graph, self.gradient_norm = graphs, None, torch.zeros((), device=device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
-        self.step_number, self.trained_on = 0, set()  # names of what it learned from, if that has names
-        self.chosen_by = set()  # of what chose between its evaluations
+        self.step_number, self.trained_on, self.chosen_by = 0, set(), set()  # names: learned from, and chose
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
         self.evaluated, self.ended = 0, False  # the last evaluation's step; the final one is done
 
@@ -753,9 +756,8 @@ def train(program, settings, compare_with=None):
                 print(evaluations.take("final", stop))
         if world.first:
             summary.complete(path, result, earlier)
-        analysis = None
-        if profiler.enable_pytorch_profiler:
-            analysis = write_analysis(trainer, source, found, times, profiling)
+        analysis = (write_analysis(trainer, source, found, times, profiling)
+                    if profiler.enable_pytorch_profiler else None)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], evaluations)
         with trainer.averaged():
             if world.data_rank == 0:
@@ -801,9 +803,8 @@ def run(argv=None, program=PROGRAM):
     if mode in program.modes:
         return program.modes[mode](program, settings)
     settings = files.in_own_directory(settings)
-    if mode == "--compare-fusion":
-        return comparison.compare_fusion(program, settings, *compared(arguments))
     modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
+             "--compare-fusion": lambda *both: comparison.compare_fusion(*both, *compared(arguments)),
              "--retune": retune.retune}
     return modes[mode](program, settings)
 

@@ -3,14 +3,15 @@
 
     python benchmarks/real_families.py --data DIR [DIR ...] --out OUT --jobs 4 --gpus 4 -- --use-amp
     python benchmarks/real_families.py --data DIR --out OUT --recipes full scratch -- --batch-size 2
+    python benchmarks/real_families.py --data DIR --out OUT --recipes folds --real-folds FILE
 
 All families of all directories are one set. Relatives, found by alignment (proteins/homology.py), are always
 in the same fold. For every recipe and seed: pre-train on synthetic proteins, then for every fold train on the
 families outside of it, a tenth of which choose the step (validation); the families of the fold are looked at
-at that step. MI-APC and mean-field DCA are computed here, from all rows (at most 4,000) and from 512, which
-the alignment track reads. Writes OUT/real_families.json and learning.png, prints a table with 95% intervals
-over families. Everything after -- goes to the trainer. Trainings that are there already, made with the same
-flags, are kept: a second call goes on.
+at that step, whose weights are in runs/*/best.pt. MI-APC and mean-field DCA are computed here, from all rows
+(at most 4,000) and from 512, which the alignment track reads. Writes OUT/real_families.json and learning.png,
+prints a table with 95% intervals over families. Everything after -- goes to the trainer. Trainings that are
+there already, made with the same flags, are kept: a second call goes on.
 """
 import contextlib
 import itertools
@@ -46,6 +47,8 @@ PRETRAIN = dict(synthetic_world="natural", num_steps=2500, learning_rate=1e-3, l
 TUNE = dict(num_steps=400, learning_rate=3e-4, lr_schedule="cosine", lr_warmup_steps=50, ema_decay=0.99,
             dropout=0.1, eval_every=100, validate_fraction=0.1)
 MODEL = dict(num_seqs=128, seq_len=96, batch_size=4, coevolution="couplings", eval_seqs=512)
+GIVEN = "--real-folds"  # stands for the file that is named by this option
+FOLDS, FOLDS_TUNE = dict(num_steps=5000, eval_every=1000), dict(num_steps=600, seq_len=128)
 RECIPES = {  # name: (what pre-training changes, None for none; what training changes; the model, in both)
     "full": ({}, {}, {}),
     "evoformer alone": ({}, {}, dict(coevolution="none")),
@@ -56,6 +59,10 @@ RECIPES = {  # name: (what pre-training changes, None for none; what training ch
     "constant rate": (dict(lr_schedule="constant"), dict(lr_schedule="constant"), {}),
     "half mixed": ({}, dict(num_steps=800, mix_synthetic=0.5, synthetic_world="natural"), {}),
     "not tuned": ({}, None, {}),
+    # for structures: orientations, real chains among the folds, and longer crops of the families
+    "folds": (FOLDS | dict(real_folds=GIVEN), FOLDS_TUNE, dict(orientations=True)),
+    "folds ideal": (FOLDS, FOLDS_TUNE, dict(orientations=True)),
+    "folds deep": (FOLDS | dict(real_folds=GIVEN), FOLDS_TUNE, dict(orientations=True, num_blocks=8)),
 }
 ROWS = {"all": 4000, "512": 512}  # of the yardsticks
 
@@ -63,7 +70,8 @@ ROWS = {"all": 4000, "512": 512}  # of the yardsticks
 def train(directory, options, common, environment):
     """Run the trainer, unless its summary is there; returns the summary. Raises UserError."""
     summary = directory / PROGRAM.result("performance_summary")
-    given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given = [word for name, value in options.items()
+             for word in (f"--{name.replace('_', '-')}", *[str(value)] * (value is not True))]
     command = [sys.executable, PROGRAM.file, "--profile-dir", str(directory), *given, *common]
     flags = [word.replace(str(directory.parent.parent), "OUT") for word in command[2:]]
     if (directory / "done").exists():
@@ -113,7 +121,8 @@ class Runs:
     def pretrain(self, recipe, seed):
         before, _, model = RECIPES[recipe]
         directory = self.arguments.out / "runs" / f"{recipe} {seed}".replace(" ", "-")
-        options = PRETRAIN | before | MODEL | model | dict(seed=seed, save_checkpoint=directory / "c.pt")
+        options = PRETRAIN | MODEL | model | before | dict(seed=seed, save_checkpoint=directory / "c.pt")
+        options |= dict(real_folds=self.arguments.real_folds) if "real_folds" in before else {}
         return train(directory, options | self.arguments.steps(options), self.arguments.trainer,
                      self.environment())
 
@@ -124,15 +133,16 @@ class Runs:
         if before is not None:
             self.pretrained[source(recipe), seed].result()
             start = dict(init_from=directory.parent / f"{source(recipe)} {seed}".replace(" ", "-") / "c.pt")
-        options = TUNE | (dict(num_steps=1, learning_rate=0) if after is None else after) | MODEL | model
-        options |= dict(seed=seed, data=self.arguments.out / "families", holdout=",".join(self.folds[fold]))
+        options = TUNE | MODEL | model | (dict(num_steps=1, learning_rate=0) if after is None else after)
+        options |= dict(seed=seed, data=self.arguments.out / "families", holdout=",".join(self.folds[fold]),
+                        save_best=directory / "best.pt")  # so that its held-out families can be folded
         return train(directory, options | self.arguments.steps(options) | start, self.arguments.trainer,
                      environment)
 
     def everything(self, recipe, seed, path):
         """Train a recipe on all families, a tenth of them for validation, and write the model file."""
         directory = self.arguments.out / "runs" / f"{recipe} {seed} model".replace(" ", "-")
-        options = TUNE | RECIPES[recipe][1] | MODEL | RECIPES[recipe][2]
+        options = TUNE | MODEL | RECIPES[recipe][2] | RECIPES[recipe][1]
         options |= dict(seed=seed, data=self.arguments.out / "families", save_best=directory / "best.pt",
                         init_from=directory.parent / f"{source(recipe)} {seed}".replace(" ", "-") / "c.pt")
         summary = train(directory, options | self.arguments.steps(options), self.arguments.trainer,
@@ -142,7 +152,8 @@ class Runs:
                     seconds=summary["seconds"] + self.pretrained[source(recipe), seed].result()["seconds"],
                     device=summary["system_info"]["gpu_name"], torch=summary["system_info"]["torch_version"],
                     date=summary["timestamp"][:10], flags=self.arguments.trainer,
-                    pretraining=PRETRAIN | RECIPES[recipe][0] | MODEL | RECIPES[recipe][2],
+                    pretraining=PRETRAIN | MODEL | RECIPES[recipe][2] | RECIPES[recipe][0],
+                    real_folds=self.arguments.real_folds and self.arguments.real_folds.name,
                     training=TUNE | RECIPES[recipe][1])
         save_model(path, PROGRAM, saved.weights, saved.config, card)
         print(f"Written: {path}")
@@ -285,10 +296,15 @@ def parse(argv):
     parser.add_argument("--jobs", type=whole_number(), default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--gpus", type=whole_number(), help="GPUs to spread them over (default: any)")
     parser.add_argument("--most-steps", type=whole_number(), help="cut every training to so many: a trial")
+    parser.add_argument("--real-folds", type=pathlib.Path, metavar="FILE",
+                        help="real chains, for recipes that pre-train on them (docs/learning.md)")
     parser.add_argument("trainer", nargs="*", help="flags of the trainer, after --")
     arguments = parser.parse_args(argv)
     if arguments.model and None in RECIPES[arguments.recipes[0]][:2]:
         parser.error(f"argument --model: recipe {arguments.recipes[0]} has no pre-training or no training")
+    needing = [name for name in arguments.recipes if GIVEN in (RECIPES[name][0] or {}).values()]
+    if needing and arguments.real_folds is None:
+        parser.error(f"argument --recipes: {needing[0]} needs --real-folds FILE")
     most = arguments.most_steps
     arguments.steps = lambda options: dict(num_steps=min(options["num_steps"], most)) if most else {}
     return arguments

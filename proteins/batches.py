@@ -4,7 +4,8 @@ Every batch is a pure function of (seed, step): a resumed run sees the data it w
 dict of CPU tensors, the keyword arguments of TinyOpenFoldV2.forward: msa_tokens (B, N, S), target_tokens
 (B, S), coords (B, S, 3) in Å, coord_mask (B, S); msa_targets (B, N, S) in training; seq_mask (B, S) and
 row_mask (B, N) for real proteins, which may be padded; extra_msa (B, M, S) for models that read it, padded
-with rows of gaps.
+with rows of gaps; orientations (B, S, S, 3) in training of models with --orientations, for every protein, so
+that all batches have one shape: UNKNOWN where there is no backbone.
 """
 import math
 
@@ -17,8 +18,11 @@ from fusion_lab.training.machine import choose_device
 from proteins import files
 from proteins.coordinates import require_coordinates, sentence
 from proteins.files import GAP, MASK
-from proteins.folds import Folds
+from proteins.folds import Folds, Piece
 from proteins.natural import GraphedWorld, natural_alignments
+from proteins.orientation_heads import bins_of
+from proteins.orientations import BINS, UNKNOWN
+from proteins.real_folds import RealFolds
 from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
 
@@ -42,14 +46,16 @@ def corrupt(rng, msa, row_mask=None, part=(0, 1)):
 
 
 def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, clean=False, extra=None,
-             part=(0, 1)):
-    """Numpy arrays of one batch -> the keyword arguments of TinyOpenFoldV2.forward, as CPU tensors."""
+             part=(0, 1), backbone=None):
+    """Numpy arrays of one batch -> the keyword arguments of TinyOpenFoldV2.forward, as CPU tensors. backbone:
+    N, CA, C (B, S, 3, 3), NaN where there is none, for models that learn orientations."""
     corrupted, targets = (msa, None) if clean else corrupt(rng, msa, row_mask, part)
     if targets is not None and seq_mask is not None:
         targets = np.where(seq_mask[:, None] * row_mask[:, :, None] > 0, targets, -100)
     arrays = dict(msa_tokens=corrupted, target_tokens=msa[:, 0], seq_mask=seq_mask, row_mask=row_mask,
                   msa_targets=targets, coords=coords, coord_mask=coord_mask,
-                  extra_msa=None if extra is None else extra.astype(np.uint8))
+                  extra_msa=None if extra is None else extra.astype(np.uint8),
+                  orientations=None if clean or backbone is None else bins_of(backbone).numpy())
     return {key: torch.from_numpy(np.ascontiguousarray(a)) for key, a in arrays.items() if a is not None}
 
 
@@ -73,15 +79,16 @@ class SyntheticProteins:
         """What a structure file says of a protein, a files.Protein: here there is no file."""
 
     def draw(self, indices):
-        """Alignments (B, rows, S) and coordinates (B, S, 3) of the proteins of these numbers."""
-        return synthetic_proteins(self.training.seed, indices, max(self.config.num_seqs, self.extra),
-                                  self.config.seq_len, self.training.synthetic_world)
+        """Alignments (B, rows, S) and folds.Piece of the proteins of these numbers."""
+        msa, coords = synthetic_proteins(self.training.seed, indices, max(self.config.num_seqs, self.extra),
+                                         self.config.seq_len, self.training.synthetic_world)
+        return msa, Piece.of(coords)
 
     def make(self, indices, rng=None, clean=False, part=(0, 1)):
-        msa, coords = self.draw(indices)
-        extra = msa[:, :self.extra] if self.extra else None
-        return assemble(rng, msa[:, :self.config.num_seqs], coords, np.ones(coords.shape[:2], np.float32),
-                        clean=clean, extra=extra, part=part)
+        msa, fold = self.draw(indices)
+        return assemble(rng, msa[:, :self.config.num_seqs], fold.coords, fold.known, clean=clean, part=part,
+                        extra=msa[:, :self.extra] if self.extra else None,
+                        backbone=fold.backbone if self.config.orientations else None)
 
     def batch(self, step):
         return self.part(step, 0, 1)
@@ -103,14 +110,21 @@ class NaturalProteins(SyntheticProteins):
     """The world `natural`. Its alignments are made on a CUDA GPU beside the training, else on the CPU, each
     rank's by themselves, and differ in depth: extra_msa has all rows, or a half, a quarter or an eighth of
     them. A seed gives the same ones every time on one kind of device, and others on another. In an evaluation
-    "training" are new alignments of folds that are trained on, "held_out" are other folds."""
+    "training" are new alignments of folds that are trained on, "held_out" are other folds. With --real-folds
+    half of the folds are pieces of real chains."""
+    REAL = 0.5
 
     def __init__(self, settings):
         super().__init__(settings)
         device, self.graphed = choose_device(self.training.device), None
         self.device = device if device.type == "cuda" else torch.device("cpu")
-        self.folds, self.unseen = (Folds(self.training.seed + other, self.config.seq_len) for other in (0, 1))
+        length, path = self.config.seq_len, self.training.real_folds
+        self.folds, self.unseen = (Folds(self.training.seed + other, length) for other in (0, 1))
+        self.real = RealFolds(path, length) if path else None
         self.kept, self.count = {}, self.training.batch_size
+
+    def describe(self):
+        return super().describe() + (f"; {self.REAL:.0%} of the folds are {self.real}" if self.real else "")
 
     def part(self, step, rank, size):
         self.count = self.training.batch_size // size
@@ -119,11 +133,17 @@ class NaturalProteins(SyntheticProteins):
     def draw(self, indices):
         key = (self.training.seed, indices[0])
         rng, rows = np.random.default_rng(key), max(self.config.num_seqs, self.extra)
-        folds = self.unseen if indices[0] in self.HELD_OUT else self.folds
-        coords = np.stack([folds.piece(rng) for _ in indices])
-        msa = self.align(int(rng.integers(2 ** 62)), torch.from_numpy(coords), rows).numpy().astype(np.int64)
+        pieces = [self.piece(rng, indices[0] in self.HELD_OUT) for _ in indices]
+        fold = Piece(*map(np.stack, zip(*pieces, strict=True)))
+        seed, coords = int(rng.integers(2 ** 62)), torch.from_numpy(fold.coords)
+        msa = self.align(seed, coords, rows).numpy().astype(np.int64)
         msa[:, max(rows >> int(rng.integers(4)), min(self.config.num_seqs, rows)):] = GAP
-        return msa, coords
+        return msa, fold
+
+    def piece(self, rng, held_out):
+        if self.real and rng.random() < self.REAL:
+            return self.real.piece(rng, held_out)
+        return Piece.of((self.unseen if held_out else self.folds).piece(rng))
 
     def align(self, seed, coords, rows):
         if self.device.type == "cuda" and len(coords) == self.count:
@@ -203,8 +223,8 @@ class RealProteins(HoldsOut):
         return next(family for family in self.families + self.validation + self.unseen if family.name == name)
 
     def take(self, rng, family, seq_len, num_seqs, extra=0):
-        """One sample, padded to (num_seqs, seq_len): a crop with coordinates, the query and other rows; last,
-        if the model reads them, extra rows, those among them."""
+        """One sample, padded to (num_seqs, seq_len): a crop with coordinates, the query and other rows; then,
+        if the model reads them, extra rows, those among them; if it learns orientations, the backbone."""
         start = 0
         if family.length > seq_len:  # centred on a residue with coordinates, so that no crop is empty
             centre = rng.choice(np.flatnonzero(np.isfinite(family.coords[:, 0])))
@@ -220,8 +240,12 @@ class RealProteins(HoldsOut):
                   np.pad(seen, (0, pad_s)).astype(np.float32),
                   np.pad(np.ones(msa.shape[1], np.float32), (0, pad_s)),
                   np.pad(np.ones(msa.shape[0], np.float32), (0, pad_n)))
-        more = np.pad(more, ((0, extra - len(more)), (0, pad_s)), constant_values=GAP)
-        return (*arrays, more) if extra else arrays
+        if extra:
+            arrays += (np.pad(more, ((0, extra - len(more)), (0, pad_s)), constant_values=GAP),)
+        if self.config.orientations:
+            backbone = family.backbone[start:start + seq_len, :3]  # N, CA, C
+            arrays += (np.pad(backbone, ((0, pad_s), (0, 0), (0, 0)), constant_values=np.nan),)
+        return arrays
 
     def batch(self, step):
         return self.part(step, 0, 1)
@@ -239,7 +263,8 @@ class RealProteins(HoldsOut):
 
     def assemble(self, rng, samples, clean=False):
         parts = [np.stack(part) for part in zip(*samples, strict=True)]
-        return assemble(rng, *parts[:5], clean=clean, extra=parts[5] if self.extra else None)
+        return assemble(rng, *parts[:5], clean=clean, extra=parts[5] if self.extra else None,
+                        backbone=parts[-1] if self.config.orientations else None)
 
     def masked(self, batch):
         """A synthetic batch with the masks that real ones have; nothing is missing in it."""
@@ -283,4 +308,8 @@ def masked_batch(settings, device):
     batch["row_mask"][-1, rows - rows // 4:] = 0
     batch["coord_mask"] = batch["coord_mask"] * batch["seq_mask"]
     batch["msa_targets"][(batch["seq_mask"][:, None] * batch["row_mask"][:, :, None]) == 0] = -100
+    if settings.model.orientations:  # any bins, since these proteins have no backbone
+        bins = np.random.default_rng(0).integers(0, min(BINS.values()), batch["orientations"].shape)
+        known = batch["seq_mask"][:, :, None] * batch["seq_mask"][:, None]
+        batch["orientations"] = torch.from_numpy(bins).masked_fill(known[..., None] == 0, UNKNOWN)
     return to_device(batch, device)

@@ -4,6 +4,8 @@ The layout is that of ideal forms (Taylor 2002, doi:10.1038/416657a): sheets and
 strands 4.8 Å and helices 10 Å beside each other, neighbours along the chain in opposite directions, which
 makes hairpins antiparallel and strands joined by a helix parallel. Lengths in Å.
 """
+from typing import NamedTuple
+
 import numpy as np
 
 from proteins.contacts import CONTACT_DISTANCE, SEPARATION
@@ -103,6 +105,19 @@ def side_chains(ca):
 def contacts_per_residue(cb):
     apart = np.linalg.norm(cb[:, None] - cb, axis=-1)
     return np.triu(apart < CONTACT_DISTANCE, SEPARATION).sum() / len(cb)
+
+
+class Piece(NamedTuple):
+    """What a model is asked of S residues; with B in front, of a batch."""
+    coords: np.ndarray    # (S, 3) CB atoms, Å; finite
+    known: np.ndarray     # (S,) 1 where coords mean something
+    backbone: np.ndarray  # (S, 3, 3) N, CA, C; NaN where there is none
+
+    @classmethod
+    def of(cls, coords):
+        """CB atoms (..., S, 3) alone, all known."""
+        return cls(coords, np.ones(coords.shape[:-1], np.float32),
+                   np.full((*coords.shape[:-1], 3, 3), np.nan, np.float32))
 
 
 class Folds:

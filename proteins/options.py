@@ -33,6 +33,8 @@ class Drawn(Families):
     synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners), "
                                   "covarying (hard) or natural (Potts models of folds, along a tree)",
                                   choices=("paired", "covarying", "natural"))
+    real_folds: str = option(None, "with --synthetic-world natural: NPZ file of real chains, pieces of which "
+                                   "are half of the folds (docs/learning.md)", type=str, metavar="FILE")
     mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data",
                                   low=0.0, below=1.0)
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
@@ -81,6 +83,8 @@ class TrainingConfig(Drawn):
             self.refuse("synthetic_world", "needs --mix-synthetic beside real proteins")
         if self.mix_synthetic and not (self.data or self.msa):
             self.refuse("mix_synthetic", "needs --data")
+        if self.real_folds is not None and self.synthetic_world != "natural":
+            self.refuse("real_folds", "needs --synthetic-world natural")
 
 
 @dataclass(frozen=True)

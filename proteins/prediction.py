@@ -37,6 +37,7 @@ from proteins.contacts import (
 )
 from proteins.coordinates import require_coordinates
 from proteins.evidence import Depth, relative, require_protein
+from proteins.orientations import BINS
 from proteins.seam import data_errors
 from proteins.yardsticks import mean_field_dca, mutual_information, sequence_weights, some_rows
 
@@ -204,18 +205,21 @@ def needs(program, config, batch, device, dtype):
 
 @torch.no_grad()
 def run_model(program, weights, config, batch, device, dtype, mode="--contacts"):
-    """What PREDICTED names for a mode, (L, L) or (L, L, bins) each, float32 on the CPU. Raises UserError
-    where they are not finite."""
+    """What PREDICTED names for a mode, (L, L) or (L, L, bins) each, float32 on the CPU; then for --fold, if
+    the model has them, {name: logits (L, L, bins)} of orientations. Raises UserError where they are not
+    finite."""
     model = program.model(config, program.fusion_config())
     model.load_state_dict(weights)
     model = model.to(device).eval()
     with torch.autocast(device.type, dtype, dtype is not None):
         output = model(**to_device(batch, device))
-    found = tuple(output[key][0].float().cpu() for key in PREDICTED[mode])
-    if not all(values.isfinite().all() for values in found):
+    names = [*PREDICTED[mode], *[name for name in BINS if mode == "--fold" and name in output]]
+    found = {name: output[name][0].float().cpu() for name in names}
+    if not all(values.isfinite().all() for values in found.values()):
         raise UserError(f"{mode}: the model's predictions are not finite: nothing is written"
                         + ("; leave out --use-amp" if dtype else ""), code=outputs.FAILED)
-    return found
+    turned = {name: found.pop(name) for name in BINS if name in found}
+    return (*found.values(), turned) if turned else tuple(found.values())
 
 
 # --- Files ----------------------------------------------------------------------------------------------

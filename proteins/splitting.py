@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from fusion_lab.kernels.library.exchanges import Ranks
 from proteins import fast_evoformer
 from proteins.files import GAP
+from proteins.orientations import BINS, UNKNOWN
 
 # What pads each entry of a batch, along its dimension of residues
 PADDING = dict(msa_tokens=GAP, target_tokens=GAP, extra_msa=GAP, seq_mask=0, msa_targets=-100, coord_mask=0,
-               coords=0)
+               coords=0, orientations=UNKNOWN)
 
 
 def split_over(model, group):
@@ -31,22 +32,23 @@ class SplitModel:
     """A twin of the model (fast_evoformer.py) of which each rank has its columns of msa and rows of pair."""
 
     def forward(self, msa_tokens, **batch):
-        """For samples of any length. Where no loss is asked for, distances and contacts are whole on every
-        rank; all other tensors are a rank's own part, padded."""
+        """For samples of any length. Where no loss is asked for, distances, contacts and orientations are
+        whole on every rank; all other tensors are a rank's own part, padded."""
         residues = msa_tokens.shape[2]
         output = super().forward(**padded(dict(batch, msa_tokens=msa_tokens), -residues % self.ranks.size))
         if "loss" in output:
             return output
         return output | {key: self.ranks.gather(output[key], 1)[:, :residues, :residues]
-                         for key in ("distances", "contact_probability")}
+                         for key in ("distances", "contact_probability", *BINS) if key in output}
 
     def embed(self, msa_tokens, target, features=None):
         msa, pair = super().embed(msa_tokens, target, features)
         return self.ranks.own(msa, 2), self.ranks.own(pair, 1)  # (B, N, S / K, c_m), (B, S / K, S, c_z)
 
-    def heads(self, msa, pair, msa_targets, *others):
+    def heads(self, msa, pair, msa_targets, coords, coord_mask, only_loss=False, orientations=None):
         own = None if msa_targets is None else self.ranks.own(msa_targets, 2)
-        return super().heads(msa, pair, own, *others)
+        turned = None if orientations is None else self.ranks.own(orientations, 1)
+        return super().heads(msa, pair, own, coords, coord_mask, only_loss, turned)
 
     def symmetric(self, logits):
         return logits + self.ranks.reshard(logits, 1, 2).transpose(1, 2)
@@ -54,8 +56,8 @@ class SplitModel:
     def distogram_targets(self, coords, coord_mask):
         return [self.ranks.own(whole, 1) for whole in super().distogram_targets(coords, coord_mask)]
 
-    def total(self, x):
-        return self.ranks.sum(super().total(x))
+    def mean(self, nll, asked):
+        return self.ranks.sum(nll.sum()) / self.ranks.sum(asked.sum()).clamp(min=1)
 
 
 def padded(batch, missing):
@@ -64,5 +66,6 @@ def padded(batch, missing):
         return batch
     batch = {key: value for key, value in batch.items() if value is not None}
     batch.setdefault("seq_mask", torch.ones_like(batch["msa_tokens"][:, 0], dtype=torch.float32))
-    return {key: F.pad(value, [0, 0] * (key == "coords") + [0, missing], value=PADDING[key])
-            if key in PADDING else value for key, value in batch.items()}
+    places = dict(coords=(0, 0, 0, missing), orientations=(0, 0, 0, missing, 0, missing))
+    return {key: F.pad(value, places.get(key, (0, missing)), value=PADDING[key]) if key in PADDING else value
+            for key, value in batch.items()}

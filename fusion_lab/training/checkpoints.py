@@ -7,7 +7,7 @@ import torch
 
 from fusion_lab.training.distributed import finally_alone
 from fusion_lab.training.files import FAILED, UserError, printable
-from fusion_lab.training.options import flag
+from fusion_lab.training.options import spelled
 from fusion_lab.training.saved import read_saved, say_if_older, write_saved
 
 
@@ -126,7 +126,9 @@ def read_checkpoint(path, program, config):
         if not isinstance(saved[name], kind) or isinstance(saved[name], bool):
             raise UserError(f"checkpoint {path}: damaged: {name} is of the wrong type")
     resized = [f.name for f in fields(config) if f.metadata["resized"]]
-    different = [f"{flag(printable(k))} {printable(v):.60}" for k, v in saved["config"].items()
+    made = {f.name: f.default for f in fields(config)} | saved["config"]  # older ones lack newer fields
+    different = [spelled(printable(k), v if isinstance(v, bool) else f"{printable(v):.60}")
+                 for k, v in made.items()
                  if k not in resized and repr(v) != repr(getattr(config, str(k), None))]
     if different:
         raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")

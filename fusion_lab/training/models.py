@@ -7,7 +7,7 @@ import torch
 
 from fusion_lab.training import checkpoints
 from fusion_lab.training.files import MISSING, UserError, printable
-from fusion_lab.training.options import flag
+from fusion_lab.training.options import spelled
 from fusion_lab.training.reading import parse_json, require_regular
 from fusion_lab.training.recipe import average
 from fusion_lab.training.saved import read_saved, say_if_older, tensors_in, write_saved
@@ -76,7 +76,7 @@ def load_weights(trainer, path, source):
 
 def refuse_other_sizes(made, config, what):
     """UserError, with the flags that fit, where made, {name: value}, is not of a model like config."""
-    different = [f"{flag(name)} {made[name]}" for name, value in sizes(config).items()
+    different = [spelled(name, made[name]) for name, value in sizes(config).items()
                  if made.get(name, value) != value]
     if different:
         raise UserError(f"{what}: made for another model; to use it, pass {' '.join(different)}")

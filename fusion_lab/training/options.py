@@ -62,6 +62,11 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 
+def spelled(name, value):
+    """What to pass for a field to have this value; for a switch that is off, what not to."""
+    return f"{flag(name)} {value}" if not isinstance(value, bool) else f"{'' if value else 'no '}{flag(name)}"
+
+
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes CUDA graphs of its own
 

@@ -259,7 +259,7 @@ def test_the_record_of_the_program():
 def test_defaults_are_the_documented_ones():
     assert dataclasses.asdict(tof.TinyOpenFoldConfig()) == dict(
         msa_dim=64, pair_dim=128, num_blocks=4, num_seqs=16, seq_len=64, msa_heads=4, pair_heads=4,
-        outer_product_dim=32, dropout=0.0, coevolution="none")
+        outer_product_dim=32, dropout=0.0, coevolution="none", orientations=False)
     on = {name for name, value in dataclasses.asdict(tof.FusionConfig()).items() if value is True}
     assert on == {"enable_qkv_fusion_msa", "enable_qkv_fusion_triangle", "enable_flash_attention",
                   "enable_triangle_fusion", "enable_opm_fusion"}

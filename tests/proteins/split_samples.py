@@ -54,6 +54,7 @@ CASES = {
     "covariance": case(coevolution="covariance", num_blocks=1),
     "couplings": case(coevolution="couplings", num_blocks=1, **EVEN),
     "couplings, uneven": case(coevolution="couplings", num_blocks=1),  # whose inverse is made in float32
+    "orientations, uneven": case(orientations=True, num_blocks=1),
     "predictions": case(targets=False, num_blocks=1),
     "bfloat16": case(dtype=torch.bfloat16),
     "compiled": case(COMPILED, num_blocks=1),

@@ -1,0 +1,197 @@
+"""Real chains as folds: which are drawn, where they are cut, their tails, bad files; the world on top."""
+import io
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.training.files import UserError
+from proteins import batches, natural
+from proteins.geometry import CA, CB
+from proteins.orientations import UNKNOWN
+from proteins.real_folds import APART, EVERY, MISSING, RealFolds
+from tests.support import require_shared, run_program
+
+SIZES = dict(num_blocks=1, num_seqs=4, seq_len=24, batch_size=4, device="cpu", synthetic_world="natural",
+             extra_seqs=8)
+
+
+def chains(lengths, near=(), breaks=()):
+    """Arrays of a file. Residue r of chain k: CA at x = 3.8 r, y = 8 k, so both can be read off a piece. A
+    chain is broken in front of each (chain, residue) in breaks."""
+    xyz, index = [], []
+    for k, length in enumerate(lengths):
+        ca = np.stack([3.8 * np.arange(length), np.full(length, 8.0 * k), np.zeros(length)], 1)
+        around = [[-0.5, 1.3, 0], [0, 0, 0], [1.5, 0, 0], [2, -1, 0], [-0.5, -0.8, 1.2]]
+        atoms = ca[:, None] + np.array(around)
+        xyz.append(np.round(100 * atoms).astype(np.int16))
+        numbers = np.arange(1, length + 1)
+        for chain, residue in breaks:
+            numbers[residue:] += 5 * (chain == k)
+        index.append(numbers.astype(np.int32))
+    marked = np.isin(np.arange(len(lengths)), near)
+    return dict(offset=np.cumsum([0, *lengths]).astype(np.int32), xyz=np.concatenate(xyz),
+                index=np.concatenate(index), near_families=marked)
+
+
+def saved(path, **arrays):
+    np.savez_compressed(path, **arrays)
+    return str(path)
+
+
+def drawn(folds, count, held_out=False):
+    """[(chain, first residue, residues known)] of so many pieces."""
+    rng = np.random.default_rng(3)
+    pieces = [folds.piece(rng, held_out) for _ in range(count)]
+    return [(round(p.backbone[0, CA, 1] / 8), round(p.backbone[0, CA, 0] / 3.8), int(p.known.sum()))
+            for p in pieces]
+
+
+def test_relatives_of_families_are_never_drawn_and_held_out_chains_are_others(tmp_path):
+    near = (0, 5, 17, 33)
+    folds = RealFolds(saved(tmp_path / "f.npz", **chains([30] * 36, near)), 24)
+    trained, unseen = ({chain for chain, *_ in drawn(folds, 2000, held_out)} for held_out in (False, True))
+    allowed = [k for k in range(36) if k not in near]
+    assert unseen == set(allowed[::EVERY]) and trained == set(allowed) - unseen
+    assert str(folds) == "pieces of 30 real chains, 2 held out; 4 related to families are left out"
+
+
+def test_every_residue_is_as_likely(tmp_path):
+    """Of chains of 20 and 80 residues the longer one is drawn four times as often."""
+    folds = RealFolds(saved(tmp_path / "f.npz", **chains([20, 20, 80])), 10)
+    found = [chain for chain, *_ in drawn(folds, 2000)]
+    assert set(found) == {1, 2} and 0.17 < found.count(1) / len(found) < 0.23
+
+
+def test_a_crop_has_no_break_if_there_is_such_a_crop(tmp_path):
+    """Chain 1 can be cut behind residue 20 alone; chain 2 is broken everywhere, so it is cut anywhere."""
+    breaks = [(1, 5), (1, 20), *[(2, residue) for residue in range(4, 40, 4)]]
+    folds = RealFolds(saved(tmp_path / "f.npz", **chains([40, 40, 40], breaks=breaks)), 18)
+    found = drawn(folds, 600)
+    assert {start for chain, start, _ in found if chain == 1} == {20, 21, 22}
+    assert {start for chain, start, _ in found if chain == 2} == set(range(23))
+    assert {known for *_, known in found} == {18}
+
+
+def test_pieces_are_the_files_atoms_and_keep_their_direction(tmp_path):
+    arrays = chains([50, 50])
+    folds = RealFolds(saved(tmp_path / "f.npz", **arrays), 24)
+    for seed in range(20):
+        piece = folds.piece(np.random.default_rng(seed))
+        start = 50 + round(piece.backbone[0, CA, 0] / 3.8)
+        atoms = 0.01 * arrays["xyz"][start:start + 24].astype(np.float32)
+        np.testing.assert_allclose(piece.coords, atoms[:, CB], atol=1e-5)
+        np.testing.assert_allclose(piece.backbone, atoms[:, :3], atol=1e-5)
+        again = folds.piece(np.random.default_rng(seed))
+        assert all(np.array_equal(one, other) for one, other in zip(piece, again, strict=True))
+
+
+def test_a_disordered_tail_couples_to_nothing_and_is_asked_for_nothing(tmp_path):
+    folds = RealFolds(saved(tmp_path / "f.npz", **chains([15, 15])), 24)
+    piece = folds.piece(np.random.default_rng(0))
+    assert piece.known.tolist() == 15 * [1] + 9 * [0] and np.isfinite(piece.coords).all()
+    apart = np.linalg.norm(piece.coords[:, None] - piece.coords, axis=-1)
+    apart[np.eye(24, dtype=bool)] = APART
+    assert apart[15:].min() >= APART and np.isnan(piece.backbone[15:]).all()
+    draw = natural.Draw(torch.Generator().manual_seed(0))
+    coupling = natural.couplings(draw, torch.from_numpy(apart)[None] * (1 - torch.eye(24)))
+    coupling = coupling.unflatten(2, (24, 20)).unflatten(1, (24, 20)).abs().amax((0, 2, 4))  # (S, S)
+    assert coupling[:15, :15].max() > 0 and coupling[15:].max() == 0 == coupling[:, 15:].max()
+
+
+def settings_of(path, **values):
+    return tof.PROGRAM.settings(**{**SIZES, "real_folds": path, **values})
+
+
+def test_half_of_the_folds_are_real_and_a_step_is_always_the_same(tmp_path):
+    path = saved(tmp_path / "f.npz", **chains([20] * 40))
+    source, twin = (batches.open_source(settings_of(path, orientations=True)) for _ in range(2))
+    assert source.describe() == ("synthetic proteins (natural), 16 held out; 50% of the folds are pieces of "
+                                 "37 real chains, 3 held out; 0 related to families are left out")
+    found = [source.batch(step) for step in range(8)]
+    assert all(torch.equal(found[3][key], twin.batch(3)[key]) for key in found[3])
+    real = torch.cat([batch["coord_mask"] for batch in found])[:, -1] == 0  # chains of 20 have a tail of 4
+    bins = torch.cat([batch["orientations"] for batch in found])
+    assert 8 <= real.sum() <= 24 and bins.dtype == torch.int8
+    assert (bins[~real] == UNKNOWN).all() and (bins[real][:, 20:] == UNKNOWN).all()
+    off = ~torch.eye(20, dtype=torch.bool)
+    assert (bins[real][:, :20, :20][:, off] >= 0).all()
+    plain = batches.open_source(settings_of(None)).batch(0)
+    assert "orientations" not in plain and (plain["coord_mask"] == 1).all()
+    names = {key: value.shape for key, value in plain.items()}
+    assert names == {key: value.shape for key, value in found[0].items() if key != "orientations"}
+
+
+def test_an_evaluation_asks_for_no_orientations_and_held_out_pieces_are_of_other_chains(tmp_path):
+    source = batches.open_source(settings_of(saved(tmp_path / "f.npz", **chains([20] * 40)),
+                                             orientations=True))
+    groups = {key: [batch for _, batch in group] for key, group in source.evaluation().items()}
+    assert len(groups["held_out"]) == 16 and "orientations" not in groups["held_out"][0]
+
+    def seen(group):
+        return {round(float(batch["coords"][0, 0, 1]) / 8) for batch in group
+                if batch["coord_mask"][0, -1] == 0}
+    assert seen(groups["held_out"]) <= {0, 16, 32} and not seen(groups["training"]) & {0, 16, 32}
+    assert seen(groups["held_out"]) and seen(groups["training"])
+
+
+def bad_files(directory):
+    """{what is wrong: path} of files that cannot be used."""
+    good = chains([30] * 4)
+    found = dict(absent=directory / "no.npz", directory=directory)
+    for name, content in (("empty", b""), ("text", b"a b c"), ("zip", b"PK\x03\x04" + 40 * b"x")):
+        found[name] = directory / name
+        found[name].write_bytes(content)
+    whole = io.BytesIO()
+    np.savez_compressed(whole, **good)
+    found["cut short"] = directory / "cut"
+    found["cut short"].write_bytes(whole.getvalue()[:-200])
+    damaged = bytearray(whole.getvalue())
+    damaged[400:440] = 40 * b"\xff"
+    found["damaged"] = directory / "damaged"
+    found["damaged"].write_bytes(damaged)
+    np.save(directory / "array.npy", np.zeros(3))
+    found["one array"] = directory / "array.npy"
+    changed = dict(
+        lacking={"index": None}, objects={"xyz": np.array([[[None]]])}, floats={"xyz": good["xyz"] * 1.0},
+        atoms={"xyz": good["xyz"][:, :4]}, residues={"index": good["index"][1:]},
+        marks={"near_families": good["near_families"][1:]}, offset={"offset": good["offset"][::-1]},
+        related={"near_families": np.ones(4, bool)},
+        missing={"xyz": np.where(np.arange(5)[:, None] == 2, MISSING, good["xyz"])})
+    for name, change in changed.items():
+        arrays = {key: value for key, value in (good | change).items() if value is not None}
+        found[name] = saved(directory / f"{name}.npz", **arrays)
+    return found
+
+
+def test_what_cannot_be_used_is_one_line_each(tmp_path):
+    found = bad_files(tmp_path)
+    for wrong, path in found.items():
+        with pytest.raises(UserError) as error:
+            RealFolds(str(path), 24)
+        line = str(error.value)
+        assert error.value.code == 2 and "\n" not in line and line.startswith(f"--real-folds {path}: "), wrong
+    assert len(found) == 17
+
+
+def test_a_missing_oxygen_is_no_fault(tmp_path):
+    arrays = chains([30] * 4)
+    arrays["xyz"][:, 3] = MISSING
+    assert RealFolds(saved(tmp_path / "f.npz", **arrays), 24).piece(np.random.default_rng(0)).known.all()
+
+
+def test_the_program_says_what_is_wrong_and_ends_with_2(tmp_path):
+    absent = ("--synthetic-world", "natural", "--real-folds", tmp_path / "no.npz")
+    for arguments, words in ((absent, "no.npz: No such file"),
+                             (("--real-folds", "x.npz"), "needs --synthetic-world natural")):
+        done = run_program("tiny_openfold_v2.py", "--device", "cpu", *arguments, cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
+
+
+def test_the_file_of_real_chains_is_taken():
+    folds = RealFolds(require_shared("learning", "backbones_full.npz"), 96)
+    assert len(folds.chains[False]) + len(folds.chains[True]) == 2514 - 563 == 1951
+    piece = folds.piece(np.random.default_rng(1))
+    bonds = np.linalg.norm(piece.backbone[:, 1] - piece.backbone[:, 0], axis=-1)
+    assert abs(np.nanmedian(bonds) - 1.459) < 0.02
