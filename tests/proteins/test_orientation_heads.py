@@ -180,7 +180,8 @@ def test_real_proteins_give_bins_of_their_crop():
         assert bins.shape == (23, 23, 3)
         assert (bins[20:] == UNKNOWN).all() and (bins[:, 20:] == UNKNOWN).all()
         assert torch.equal(bins[:20, :20], bins_of(protein.backbone[:, :3]))
-        assert all("orientations" not in batch for group in source.evaluation().values() for _, batch in group)
+        groups = source.evaluation().values()
+        assert all("orientations" not in batch for group in groups for _, batch in group)
 
 
 def test_padding_for_ranks_is_unknown():
