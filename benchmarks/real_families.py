@@ -62,6 +62,8 @@ RECIPES = {  # name: (what pre-training changes, None for none; what training ch
     # for structures: orientations, real chains among the folds, and longer crops of the families
     "folds": (FOLDS | dict(real_folds=GIVEN), FOLDS_TUNE, dict(orientations=True)),
     "folds ideal": (FOLDS, FOLDS_TUNE, dict(orientations=True)),
+    "folds long": (FOLDS | dict(real_folds=GIVEN, seq_len=128), FOLDS_TUNE | dict(seq_len=192),
+                   dict(orientations=True)),
     "folds deep": (FOLDS | dict(real_folds=GIVEN), FOLDS_TUNE, dict(orientations=True, num_blocks=8)),
 }
 ROWS = {"all": 4000, "512": 512}  # of the yardsticks

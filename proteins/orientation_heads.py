@@ -14,6 +14,7 @@ from proteins import orientations
 from proteins.orientations import BINS, UNKNOWN
 
 ORIENTATION_WEIGHT = 0.3  # of the sum of three cross entropies, beside the distogram's
+SPARE = -sum(BINS.values()) % 8  # outputs that nothing reads: fast GEMMs want a multiple of 8
 
 
 class OrientationHead(nn.Module):
@@ -22,7 +23,7 @@ class OrientationHead(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        self.projection = nn.Linear(channels, sum(BINS.values()))
+        self.projection = nn.Linear(channels, sum(BINS.values()) + SPARE)
         nn.init.zeros_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
 
@@ -31,7 +32,8 @@ class OrientationHead(nn.Module):
         only_loss, logits omega, theta, phi (B, S, S, bins); with bins, orientation_loss, 0 where none is
         known. The model has symmetric() and mean(), which do the same for a part of the rows."""
         logits = self.projection(pair)
-        omega, theta, phi = logits.to(at_least_float32(logits.dtype)).split(list(BINS.values()), dim=-1)
+        logits = logits.to(at_least_float32(logits.dtype))
+        omega, theta, phi, _ = logits.split([*BINS.values(), SPARE], dim=-1)
         found = dict(omega=model.symmetric(omega), theta=theta, phi=phi)
         losses = {}
         if bins is not None:

@@ -236,6 +236,41 @@ def test_real_families_never_trains_on_a_relative_of_what_it_looks_at(tmp_path, 
     assert {options["gpu"] for options in started.values()} == {"0", "1"}
 
 
+def test_real_families_trains_for_folds(tmp_path, monkeypatch, capsys):
+    """Real chains in pre-training, longer crops in training, weights kept for folding what was held out."""
+    import real_families
+    started, argv = {}, ["--data", "x", "--out", str(tmp_path), "--seeds", "1", "--recipes", "folds",
+                         "folds ideal"]
+    monkeypatch.setattr(real_families, "train", lambda directory, options, *_: started.update(
+        {directory.name: options}) or dict(seconds=1.0))
+    arguments = real_families.parse([*argv, "--real-folds", "chains.npz"])
+    real_families.Runs(arguments, [["a"], ["b"]]).run()
+    assert set(started) == {f"folds{kind}-1{stage}" for kind in ("", "-ideal")
+                            for stage in ("", "-fold-0", "-fold-1")}
+    real, tuned = started["folds-1"], started["folds-1-fold-1"]
+    assert str(real["real_folds"]) == "chains.npz" and "real_folds" not in started["folds-ideal-1"]
+    assert (real["num_steps"], real["seq_len"]) == (5000, 96)
+    assert (tuned["num_steps"], tuned["seq_len"], tuned["holdout"]) == (600, 128, "b")
+    assert tuned["save_best"] == tmp_path / "runs" / "folds-1-fold-1" / "best.pt"
+    assert tuned["orientations"] is real["orientations"] is True
+    with pytest.raises(SystemExit):
+        real_families.parse(argv)
+    assert "folds needs --real-folds FILE" in capsys.readouterr().err
+
+
+def test_real_families_passes_switches_without_a_value(tmp_path, monkeypatch):
+    import real_families
+    commands = []
+
+    def run(command, stdout, **_):
+        commands.append(command)
+        (tmp_path / "r" / real_families.PROGRAM.result("performance_summary")).write_text("{}")
+        return types.SimpleNamespace(returncode=0)
+    monkeypatch.setattr(real_families.subprocess, "run", run)
+    real_families.train(tmp_path / "r", dict(orientations=True, seq_len=8), ["--x"], {})
+    assert commands[0][4:] == ["--orientations", "--seq-len", "8", "--x"]
+
+
 def test_real_families_looks_at_the_step_that_validation_chose():
     import real_families
 

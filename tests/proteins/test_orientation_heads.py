@@ -28,7 +28,7 @@ def test_loss_against_a_hand_count():
     """One channel a bin; of three residues one has no backbone, so two pairs count."""
     head, pair = OrientationHead(63), torch.zeros(1, 3, 3, 63)
     with torch.no_grad():
-        head.projection.weight.copy_(torch.eye(63))
+        head.projection.weight[:63] = torch.eye(63)
     bins = torch.full((1, 3, 3, 3), UNKNOWN)
     bins[0, 0, 1], bins[0, 1, 0] = torch.tensor([2, 5, 0]), torch.tensor([2, 24, 12])
     pair[0, 0, 1, 2] = math.log(4)        # omega, from one side: it counts for both
@@ -61,7 +61,7 @@ def test_gradients_of_float64():
     bins = torch.randint(0, 13, (1, 4, 4, 3), generator=generator)
     bins[0, 2] = UNKNOWN
     pair = torch.randn(1, 4, 4, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(63, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(64, 5, dtype=torch.float64, generator=generator, requires_grad=True)
 
     def loss(pair, weight):
         return torch.func.functional_call(head, {"projection.weight": weight},
@@ -180,7 +180,8 @@ def test_real_proteins_give_bins_of_their_crop():
         assert bins.shape == (23, 23, 3)
         assert (bins[20:] == UNKNOWN).all() and (bins[:, 20:] == UNKNOWN).all()
         assert torch.equal(bins[:20, :20], bins_of(protein.backbone[:, :3]))
-        assert all("orientations" not in batch for group in source.evaluation().values() for _, batch in group)
+        groups = source.evaluation().values()
+        assert all("orientations" not in batch for group in groups for _, batch in group)
 
 
 def test_padding_for_ranks_is_unknown():
