@@ -66,7 +66,7 @@ def recorded():
 
 
 def pytest_collection_modifyitems(config, items):
-    if asked_for_all(config) or PIPES in os.environ:  # the interpreter's process has any that may be asked for
+    if asked_for_all(config) or PIPES in os.environ:  # the interpreter serves whatever is asked for
         return
     known, met, left_out = recorded(), set(), []
     for item in items:
