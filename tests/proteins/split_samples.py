@@ -26,6 +26,7 @@ from fusion_lab.training.checkpoints import unpacked
 from fusion_lab.training.feeding import batch_of
 from proteins import splitting
 from proteins.batches import SyntheticProteins
+from proteins.orientations import BINS
 
 SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=2,
              batch_size=2, seq_len=13, num_seqs=7)
@@ -56,6 +57,7 @@ CASES = {
     "couplings, uneven": case(coevolution="couplings", num_blocks=1),  # whose inverse is made in float32
     "orientations, uneven": case(orientations=True, num_blocks=1),
     "predictions": case(targets=False, num_blocks=1),
+    "predictions, orientations": case(targets=False, orientations=True, num_blocks=1),
     "bfloat16": case(dtype=torch.bfloat16),
     "compiled": case(COMPILED, num_blocks=1),
     "kernels": case(KERNELS, dtype=torch.float32, num_blocks=1, seq_len=6, num_seqs=3),
@@ -66,7 +68,8 @@ def a_batch(settings, masks, targets):
     batch = tof.PROGRAM.check_batch(settings, torch.device("cpu"))
     if settings.model.coevolution != "none":
         batch["extra_msa"] = SyntheticProteins(settings.having(num_seqs=24)).batch(0)["msa_tokens"]
-    dropped = ("seq_mask", "row_mask") * (not masks) + ("coords", "coord_mask", "msa_targets") * (not targets)
+    dropped = ("seq_mask", "row_mask") * (not masks)
+    dropped += ("coords", "coord_mask", "msa_targets", "orientations") * (not targets)
     return {key: value for key, value in batch.items() if key not in dropped}
 
 
@@ -88,7 +91,7 @@ def results(model, batch, dtype=torch.float64, ranks=exchanges.ALONE):
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         output = model(**batch)
     if "loss" not in output:
-        return {key: output[key] for key in ("distances", "contact_probability")}
+        return {key: output[key] for key in ("distances", "contact_probability", *BINS) if key in output}
     output["loss"].backward()
     ranks.sum_gradients(model.parameters())
     gradients = unpacked(model, {name: p.grad for name, p in model.named_parameters()})
