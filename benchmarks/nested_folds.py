@@ -8,7 +8,7 @@ cross-validation folds the families that were held out from it.
 The model runs on the GPU if there is one, folds are made on the CPU, one thread each. Writes OUT/folds.json
 whenever a few families are done; those in it are not folded again, so a call that was stopped goes on. Prints
 TM-score and lDDT-CA for each data directory: medians of families over the means of seeds, with 95% intervals
-by drawing families.
+by drawing families. The file has the line of pLDDT, too, fitted to the first seed (measure_folds.py).
 """
 import functools
 import json
@@ -28,7 +28,7 @@ interrupts.quiet(__name__)
 
 import numpy as np
 import torch
-from measure_folds import judged, known_enough, predicted
+from measure_folds import calibration, judged, known_enough, predicted
 from real_families import RECIPES, at_once, chosen_step, interval
 
 from fusion_lab.training.files import UserError, exit_code, finite, require_writable, write_json
@@ -147,6 +147,8 @@ def main(argv=None):
     print(f"{len(tasks)} folds, {sum(f'{s} {n}' in known for s, n in tasks)} of them known", flush=True)
     fold_all(tasks, families, known, a.jobs, device, lambda: write_json(out, finite(result)))
     result["table"] = table(known, group)
+    first = [found for key, found in known.items() if key.startswith(f"{a.seeds[0]} ")]
+    result["calibration"] = calibration(first) if len(first) > 1 else None  # no family twice
     write_json(out, finite(result))
     print_table(result["table"])
     print(json.dumps(finite(result["table"])))
