@@ -27,7 +27,8 @@ def tokens(letters):
 
 @pytest.mark.parametrize("query, words", [
     ("ACGTTGCAACGTACGGT", "like DNA or RNA \\(100% of it"), ("ACGGCCAAGGCC", "like DNA or RNA"),  # U is C
-    ("ACGTNNACGTACGTACGTAA", "reads like DNA"), ("ACGTACGTAC", "reads like DNA"), ("X" * 30, "of the query's 30 residues only 0 are known"),
+    ("ACGTNNACGTACGTACGTAA", "reads like DNA"), ("ACGTACGTAC", "reads like DNA"),
+    ("X" * 30, "of the query's 30 residues only 0 are known"),
     ("MKT" + "X" * 4, "residues only 3 are known amino acids")])
 def test_what_is_no_protein_is_refused(query, words):
     with pytest.raises(DataError, match=f"^x.a3m: .*{words}"):
@@ -35,7 +36,8 @@ def test_what_is_no_protein_is_refused(query, words):
 
 
 @pytest.mark.parametrize("query", [  # among them silk, and an antifreeze protein
-    UBIQUITIN, "GAGAGSGAGAGSGAGAGS", "M", "ACGTACGTA", "A" * 40, "MKXX", "DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR"])
+    UBIQUITIN, "GAGAGSGAGAGSGAGAGS", "M", "ACGTACGTA", "A" * 40, "MKXX",
+    "DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR"])
 def test_proteins_of_few_letters_pass(query):
     require_protein(tokens(query), "x.a3m")
 
