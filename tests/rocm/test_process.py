@@ -47,6 +47,8 @@ def test_output_is_shown_and_logged(tmp_path, capfd):
     ended = process.run(quiet, str(tmp_path), 10)
     assert (ended.code, (tmp_path / "its.log").read_text()) == (0, "out\nerr\n") and 0 < ended.seconds < 10
     assert not capfd.readouterr().out
+    process.say("two", "lines")
+    assert capfd.readouterr().out == "two\nlines\n"
     assert process.run(process.Command(["echo", "shown"]), str(tmp_path), 0).timed_out is False
     assert capfd.readouterr().out == (tmp_path / "run.log").read_text() == "shown\n"
 
