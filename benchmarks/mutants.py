@@ -59,12 +59,11 @@ BY_HAND = "## Why they survive\n"  # what stands below it on the table's page is
 GOAL = 85  # percent
 SAYS_NOTHING = ("strict", "metavar", "help")  # arguments: no mutants of these
 FAILED = 1e9  # seconds of a test that fails without any mutant
-NEAREST = 6  # files of tests that a mutant meets at most
 
 
-def tests_for(file):
+def tests_for(file, nearest):
     """What a mutant of this file meets, the nearest first; what needs a GPU sees none."""
-    return [test for test in tests_of(file) if "gpu" not in test][:NEAREST]
+    return [test for test in tests_of(file) if "gpu" not in test][:nearest]
 
 
 def left_out(node):
@@ -134,11 +133,11 @@ class Chosen:
 
     def takes(self, name):
         """Whether any test of this file fits in."""
-        return not self.seconds or any(seconds < self.left for test, seconds in self.seconds.items()
-                                       if test.startswith(f"{name}::"))
+        return self.seconds is None or any(seconds < self.left for test, seconds in self.seconds.items()
+                                           if test.startswith(f"{name}::"))
 
     def pytest_collection_modifyitems(self, session, items):
-        if self.seconds:
+        if self.seconds is not None:
             session.config.option.maxfail = 1
             items.sort(key=lambda item: self.seconds.get(item.nodeid, FAILED))
             totals = list(itertools.accumulate(self.seconds.get(item.nodeid, FAILED) for item in items))
@@ -221,10 +220,10 @@ def measure(name):
 
 def judge(task):
     """(file, text of the mutant, pytest's exit code or None as in run, CPU seconds)"""
-    file, (text, code), seconds, budget = task
+    file, tests, (text, code), seconds, budget = task
     whole = (tree / file).read_text(encoding="utf-8")
     (tree / file).write_text(code, encoding="utf-8")
-    ended, used = run(tests_for(file), 3 * budget + 30, Chosen(seconds, budget))
+    ended, used = run(tests, 3 * budget + 30, Chosen(seconds, budget))
     (tree / file).write_text(whole, encoding="utf-8")
     return file, text, ended, used
 
@@ -255,6 +254,8 @@ def main():
     parser.add_argument("files", nargs="*", default=in_table(), metavar="FILE",
                         help="default: those of the table")
     parser.add_argument("--each", type=int, default=30, help="mutants of a file, 0 for all (default: 30)")
+    parser.add_argument("--nearest", type=int, default=6,
+                        help="files of tests that a mutant meets at most (default: 6)")
     parser.add_argument("--budget", type=float, default=15, help="seconds of tests (default: 15)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (default: all cores)")
     arguments = parser.parse_args()
@@ -266,12 +267,14 @@ def main():
     with tempfile.TemporaryDirectory() as into, get_context("fork").Pool(arguments.jobs, make_tree,
                                                                          [into]) as pool:
         seconds, total = {}, 0
-        names = sorted({name for file in made for name in tests_for(file)})
+        tests = {file: tests_for(file, arguments.nearest) for file in made}
+        names = sorted(set().union(*tests.values()))
         for measured, used in pool.imap(measure, names):
             seconds, total = seconds | measured, total + used
         for test in (test for test in seconds if seconds[test] >= FAILED):
             print(f"left out, it fails without a mutant: {test}", flush=True)
-        tasks = [(file, mutant, seconds, arguments.budget) for file in made for mutant in made[file][1]]
+        tasks = [(file, tests[file], mutant, seconds, arguments.budget)
+                 for file in made for mutant in made[file][1]]
         for place, (file, text, ended, used) in enumerate(pool.imap(judge, tasks), 1):
             total += used
             if ended in (None, pytest.ExitCode.OK):

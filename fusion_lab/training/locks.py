@@ -66,7 +66,7 @@ def lock(handle, patience=0.0):
 def opened(path, how, patience=0.0):
     """The handle of a path that is open and locked; anew where it was moved or removed meanwhile."""
     while True:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | how, 0o666)
+        handle = os.open(path, how, 0o666)  # to read; no child inherits it
         try:
             lock(handle, patience)
         except BlockingIOError:

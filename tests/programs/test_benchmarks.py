@@ -12,6 +12,7 @@ import torch
 
 from fusion_lab.measuring import clocks, contest
 from fusion_lab.training import files
+from fusion_lab.training.flags import make_parser, parse
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -193,15 +194,20 @@ def test_patched_layers_that_are_wrong_or_absent():
 
 
 @pytest.mark.slow
-def test_loss_curves(tmp_path):
+def test_loss_curves(tmp_path, monkeypatch, capsys):
+    import loss_curves
+    for flags in loss_curves.SETTINGS.values():
+        parse(make_parser(loss_curves.PROGRAM), loss_curves.PROGRAM, flags.split())
+    monkeypatch.setattr(loss_curves, "SETTINGS", {
+        name: loss_curves.SETTINGS[name] for name in ("baseline fp32", "ultra bf16")})
     tiny = "--num-blocks 1 --seq-len 16 --num-seqs 4 --batch-size 2 --msa-dim 16 --pair-dim 16 --device cpu"
-    done = run("loss_curves.py", "--steps", 10, "--seeds", 1, "--out", tmp_path, "--", *tiny.split(),
-               "--disable-torch-compile", "--eval-every", 10, "--warmup-steps", 1)
-    assert done.returncode == 0, done.stderr
+    assert loss_curves.main(["--steps", "10", "--seeds", "1", "--out", str(tmp_path), "--", *tiny.split(),
+                             "--disable-torch-compile", "--eval-every", "10", "--warmup-steps", "1"]) == 0
     runs = json.loads((tmp_path / "loss_curves.json").read_text())["runs"]
-    assert len(runs) == 4 and all(len(r["losses"]) == 2 and "10" in r["p_l2"] for r in runs)
-    done = run("loss_curves.py", "--out", tmp_path, "--", "--num-steps=3")  # it would read earlier results
-    assert done.returncode == 2 and "--num-steps" in done.stderr and done.stderr.count("\n") == 1
+    assert len(runs) == 2 and all(len(r["losses"]) == 2 and "10" in r["p_l2"] for r in runs)
+    with pytest.raises(SystemExit, match="2"):  # it would read earlier results
+        loss_curves.main(["--out", str(tmp_path), "--", "--num-steps=3"])
+    assert "--num-steps" in capsys.readouterr().err
 
 
 def test_real_families_never_trains_on_a_relative_of_what_it_looks_at(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ TOY = {  # what makes a program's commands small; later flags win
         "--hidden-size 32 --intermediate-size 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --seq-len 16 "
         f"--eval-windows 4 --data {ROOT / 'README.md'} {STEPS}"),
     "companions/fusion_patterns.py": "--patterns conv --rounds 2 --no-compile --no-ladder --device cpu",
-    "./launch_performance_study.sh": "--device cpu --no-plots"}
+    "./launch_performance_study.sh": "--device cpu --no-plots --seq-lens 16 --num-runs 1"}
 NO_GPU = 4  # exit code of what needs one
 
 

@@ -191,6 +191,8 @@ def work(rank, port, names, out):
             found[title] = trained(world)
             continue
         for size in sizes or "2":
+            if rank >= int(size):  # the second pair would only do the same
+                continue
             if title == "peaks":
                 found.setdefault(title, {})[size] = peaks(groups[size])
             elif title in MUTANTS:

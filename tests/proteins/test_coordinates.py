@@ -29,6 +29,8 @@ def test_few_are_one_warning_and_next_to_none_are_refused(capsys):
     assert capsys.readouterr().err == (
         "warning: less than half has coordinates in a (9 of 20 residues), c (2 of 20 residues), d (3 of 20 "
         "residues), e (4 of 20 residues) and 2 more\n")
+    require_coordinates(few[:5], 0.1)
+    assert capsys.readouterr().err.endswith(" e (4 of 20 residues)\n")
     with pytest.raises(UserError, match=r"too few coordinates in c \(2 of 20 residues\): fewer than "
                        r"--min-coordinates 0.11; .*A lower --min-coordinates") as caught:
         require_coordinates(few, 0.11)

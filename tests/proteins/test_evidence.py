@@ -27,7 +27,8 @@ def tokens(letters):
 
 @pytest.mark.parametrize("query, words", [
     ("ACGTTGCAACGTACGGT", "like DNA or RNA \\(100% of it"), ("ACGGCCAAGGCC", "like DNA or RNA"),  # U is C
-    ("ACGTNNACGTACGTACGTAA", "reads like DNA"), ("X" * 30, "of the query's 30 residues only 0 are known"),
+    ("ACGTNNACGTACGTACGTAA", "reads like DNA"), ("ACGTACGTAC", "reads like DNA"),
+    ("X" * 30, "of the query's 30 residues only 0 are known"),
     ("MKT" + "X" * 4, "residues only 3 are known amino acids")])
 def test_what_is_no_protein_is_refused(query, words):
     with pytest.raises(DataError, match=f"^x.a3m: .*{words}"):
@@ -35,7 +36,8 @@ def test_what_is_no_protein_is_refused(query, words):
 
 
 @pytest.mark.parametrize("query", [  # among them silk, and an antifreeze protein
-    UBIQUITIN, "GAGAGSGAGAGSGAGAGS", "M", "ACGT", "A" * 40, "MKXX", "DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR"])
+    UBIQUITIN, "GAGAGSGAGAGSGAGAGS", "M", "ACGTACGTA", "A" * 40, "MKXX",
+    "DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR"])
 def test_proteins_of_few_letters_pass(query):
     require_protein(tokens(query), "x.a3m")
 
@@ -47,6 +49,7 @@ def test_depth_by_hand():
     assert depth == Depth(20, pytest.approx(2), pytest.approx(181 / 200), 1, 10)
     assert str(depth) == ("2.0 effective rows of 20 (at 80% identity), coverage 90%; 1 of 10 columns are "
                           "nearly empty")
+    assert str(Depth(3, 2.0, 1.0, 0, 9)) == "2.0 effective rows of 3 (at 80% identity), coverage 100%"
     assert depth.effective == pytest.approx(sequence_weights(msa).sum()) and GAP in msa
 
 

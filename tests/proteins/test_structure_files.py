@@ -41,6 +41,9 @@ def test_a_cif_file_says_what_its_figures_are(tmp_path):
     assert block.find_values("_ma_qa_metric.name")[0] == "pLDDT"
     sequence = [row[0] for row in block.find("_entity_poly_seq.", ["mon_id"])]
     assert gemmi.one_letter_code(sequence) == SEQUENCE
+    numbers = [row[0] for row in block.find("_entity_poly_seq.", ["num", "entity_id"])]
+    assert numbers == [str(number) for number in range(1, len(SEQUENCE) + 1)]
+    assert [[*row] for row in block.find("_struct_asym.", ["id", "entity_id"])] == [["A", "1"]]
 
 
 def test_lines_have_the_formats_columns(tmp_path):
@@ -52,6 +55,9 @@ def test_lines_have_the_formats_columns(tmp_path):
     assert first[12:16] == " N  " and first[17:20] == "UNK" and first[30:54] == "-999.500" * 3
     assert first[60:66] == "  7.00" and last[60:66] == "100.00"
     assert last[22:26] == "   2" and last[76:78] == " O"
+    structure_files.write_pdb(tmp_path / "y.pdb", "y", SEQUENCE, a_fold().numpy(), PLDDT)
+    rows = [line[6:19] for line in (tmp_path / "y.pdb").read_text().splitlines() if line[:6] == "SEQRES"]
+    assert rows == ["   1 A   24  ", "   2 A   24  "]
 
 
 def test_a_chain_too_long_for_pdb_has_mmcif_alone(tmp_path, monkeypatch):

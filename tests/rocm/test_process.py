@@ -3,6 +3,7 @@ import contextlib
 import shlex
 import signal
 import subprocess
+import threading
 
 import pytest
 
@@ -41,6 +42,17 @@ def test_what_goes_on_too_long_is_asked_then_told_then_killed(tmp_path, monkeypa
     assert (ended.timed_out, ended.interrupted, ended.code) == (False, signal.SIGTERM, -signal.SIGINT)
 
 
+def test_output_is_shown_and_logged(tmp_path, capfd):
+    quiet = process.Command(["sh", "-c", "echo out; echo err >&2; cat"], log="its.log", echo=False)
+    ended = process.run(quiet, str(tmp_path), 10)
+    assert (ended.code, (tmp_path / "its.log").read_text()) == (0, "out\nerr\n") and 0 < ended.seconds < 10
+    assert not capfd.readouterr().out
+    process.say("two", "lines")
+    assert capfd.readouterr().out == "two\nlines\n"
+    assert process.run(process.Command(["echo", "shown"]), str(tmp_path), 0).timed_out is False
+    assert capfd.readouterr().out == (tmp_path / "run.log").read_text() == "shown\n"
+
+
 @pytest.mark.parametrize("ended, log, code, words", [
     (process.Ended(interrupted=2), "", 130, "got SIGINT"),
     (process.Ended(timed_out=True, seconds=12.4), "", TIMEOUT, "stopped after 12 s by --timeout"),
@@ -61,6 +73,21 @@ def test_an_exit_code_need_not_be_a_signal(code, words):
     """Numbers 32 and 33 lie among the signals and have no name."""
     found, reason = process.failure(process.Ended(code), "")
     assert found == 5 and words in reason
+
+
+def test_what_takes_longer_than_a_moment_is_said(monkeypatch, capsys):
+    timers, timer = [], threading.Timer
+
+    def sooner(seconds, *call):
+        timers.append(timer(seconds / 10, *call))
+        return timers[-1]
+    monkeypatch.setattr(threading, "Timer", sooner)
+    with process.said_if_slow("slow"):
+        timers[0].join()
+    with process.said_if_slow("quick"):
+        assert timers[1].daemon and timers[1].is_alive()
+    timers[1].join()
+    assert capsys.readouterr() == ("", "slow\n")
 
 
 def test_signals_are_noted_and_their_handlers_come_back():

@@ -58,8 +58,12 @@ def test_one_process_holds_a_directory_until_it_ends(tmp_path):
     locks.hold_directory(tmp_path / "a")
     locks.hold_directory(tmp_path / "a")  # its own
     assert len(locks.held) == 1
-    locks.release()
-    assert locks.held == [] and (tmp_path / "a").exists()  # made by another one
+    locks.hold_directory(tmp_path / "b")
+    locks.let_go(tmp_path / "a")
+    assert [place.path for place in locks.held] == [str(tmp_path / "b")]
+    with held_by_another("directory", tmp_path / "a"):
+        locks.release()
+    assert locks.held == [] and [*tmp_path.iterdir()] == [tmp_path / "a"]  # made by another one
 
 
 def test_a_directory_that_was_made_for_nothing_goes(tmp_path):
@@ -81,6 +85,9 @@ def test_one_process_holds_a_file_by_another_one_beside_it(tmp_path):
     assert (tmp_path / ".c.pt.lock").exists()  # of what was killed; the next one takes it
     locks.hold_file(path)
     locks.hold_file(path)
+    assert len(locks.held) == 2 and not os.get_inheritable(locks.held[0].handle)
+    locks.hold_file(tmp_path / "new")
+    assert os.stat(tmp_path / ".new.lock").st_mode & 0o111 == 0
     locks.release()
     assert [*tmp_path.iterdir()] == [link]
     locks.hold_file(tmp_path / "no" / "such" / "directory")  # which whoever writes will say
@@ -120,8 +127,10 @@ def test_a_directory_that_is_deleted_is_made_anew(tmp_path):
         path.rmdir()
         if taken:
             path.mkdir()
+        opened = len(os.listdir("/dev/fd"))
         for _ in range(2):
             files.write_text(path / "x", "text")
+        assert len(os.listdir("/dev/fd")) == opened
         assert (tmp_path / name / "x").read_text() == "text"
         assert not taken or os.listdir(path) == []
         with pytest.raises(BlockingIOError), held_elsewhere():

@@ -16,7 +16,7 @@ from fusion_lab.training.stops import interruptible
 
 
 def finish(number):
-    print("finished", number, flush=True)
+    print("finished", number)
     return 7
 
 

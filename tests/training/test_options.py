@@ -1,0 +1,101 @@
+"""What a field of the configs refuses, and what switches say of themselves."""
+import math
+import sys
+
+import pytest
+
+import tests.second_program as second
+from fusion_lab.training.files import UserError
+from fusion_lab.training.options import ProfilerConfig, Switches, TrainingConfig
+from fusion_lab.training.program import load_program
+
+GRAPHS = dict(enable_cuda_graphs=True, enable_torch_compile=True)
+
+
+@pytest.mark.parametrize("kind, values, words", [
+    (TrainingConfig, dict(device=""), "device = '': must not be empty"),
+    (TrainingConfig, dict(use_amp=1), "use_amp = 1: must be True or False"),
+    (TrainingConfig, dict(num_steps=True), "num_steps = True: must be of type int"),
+    (TrainingConfig, dict(num_steps=2.0), "num_steps = 2.0: must be of type int"),
+    (TrainingConfig, dict(num_steps=0), "num_steps = 0: must be at least 1"),
+    (TrainingConfig, dict(learning_rate=math.inf), "learning_rate = inf: must be at least 0.0"),
+    (TrainingConfig, dict(ema_decay=1), "ema_decay = 1: must be less than 1.0"),
+    (TrainingConfig, dict(lr_schedule="x"), "lr_schedule = 'x': must be one of constant, linear, cosine"),
+    (TrainingConfig, dict(save_every=1), "save_every = 1: needs --save-checkpoint"),
+    (TrainingConfig, dict(lr_warmup_steps=2, num_steps=2), "lr_warmup_steps = 2: must be less than --num-st"),
+    (TrainingConfig, dict(save_best="a", save_checkpoint="a"), "save_best = 'a': must be another file than"),
+    (TrainingConfig, dict(resume="a", init_from="b"), "init_from = 'b': allowed without --resume only"),
+    (TrainingConfig, dict(amp_dtype="float16"), "amp_dtype = 'float16': needs --use-amp"),
+    (ProfilerConfig, dict(profile_rank="-1"), "profile_rank = '-1': must be a rank's number, or all"),
+    (ProfilerConfig, dict(profile_rank="\u0663"), "profile_rank = '\u0663': must be a rank's number, or all"),
+    (Switches, dict(activation_memory_budget=1.5), "activation_memory_budget = 1.5: must be at most 1"),
+    (Switches, dict(activation_memory_budget=0.5), "activation_memory_budget = 0.5: needs --enable-torch-c"),
+    (Switches, dict(GRAPHS, torch_compile_mode="max-autotune"), "torch_compile_mode = 'max-autotune': ma")])
+def test_what_a_field_refuses(kind, values, words):
+    with pytest.raises(ValueError) as caught:
+        kind(**values)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize("kind, values", [
+    (TrainingConfig, dict(learning_rate=1, ema_decay=0.999, lr_warmup_steps=1, num_steps=2, init_from="a")),
+    (TrainingConfig, dict(num_steps=1, save_every=1, save_checkpoint="a", save_best="b", resume="a")),
+    (TrainingConfig, dict(num_steps=10 ** 5, seed=2 ** 63 - 1, use_amp=True, amp_dtype="float16")),
+    (ProfilerConfig, dict(profile_rank="12")), (ProfilerConfig, dict(profile_rank="all")),
+    (Switches, dict(enable_torch_compile=True, activation_memory_budget=0)),
+    (Switches, dict(GRAPHS, torch_compile_mode="max-autotune-no-cudagraphs")),
+    (Switches, dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead"))])
+def test_what_it_takes(kind, values):
+    assert {name: getattr(kind(**values), name) for name in values} == values
+
+
+def test_presets_ladder_and_what_is_beside_them():
+    kind = second.MlpSwitches
+    assert kind.names() == ["enable_torch_compile", "enable_cuda_graphs", "enable_master_weights",
+                            "enable_triton_adamw", "enable_fused_relu", "enable_fused_residual"]
+    on = kind.preset(True)
+    assert [name for name in kind.names() if not getattr(on, name)] == ["enable_triton_adamw"]
+    assert all(getattr(kind.ultra(), name) for name in kind.names())
+    assert not any(getattr(kind.preset(False), name) for name in kind.names())
+    assert kind.ladder() == ["enable_torch_compile", "enable_cuda_graphs", "enable_master_weights",
+                             "enable_fused_residual", "enable_triton_adamw"]
+    assert kind(enable_fused_relu=False, enable_cuda_graphs=True, enable_master_weights=True).beside(
+        ["enable_cuda_graphs"]) == ["--enable-master-weights", "--disable-fused-relu"]
+
+
+@pytest.mark.parametrize("values, words", [
+    ({}, []), (dict(torch_compile_mode="max-autotune"), ["--torch-compile-mode is for torch.compile"]),
+    (dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead"), ["CUDA graphs need a GPU"]),
+    (dict(enable_torch_compile=True), []), (dict(enable_cuda_graphs=True), ["CUDA graphs need a GPU"]),
+    (dict(enable_master_weights=True), ["master weights need --use-amp"]),
+    (dict(enable_triton_adamw=True), ["triton-adamw needs a GPU, Triton, --use-amp and master weights"])])
+def test_idle_switches_on_a_cpu(values, words):
+    assert second.PROGRAM.settings(**values).idle(on_gpu=False) == words
+
+
+def test_the_seam_to_a_program():
+    settings = second.PROGRAM.settings(width=8, num_steps=3, enable_fused_relu=False, profile_rank="1")
+    found = settings.as_dict()
+    assert found.keys() == {"config", "training_params", "fusion_config", "profiler_config"}
+    assert (found["config"]["width"], found["training_params"]["num_steps"]) == (8, 3)
+    assert found["fusion_config"]["enable_fused_relu"] is False
+    assert found["profiler_config"]["profile_rank"] == settings.get("profile_rank") == "1"
+    assert settings.having(width=9).get("width") == 9 and settings.get("width") == 8
+    with pytest.raises(ValueError, match="^heigth: no config has this field"):
+        settings.having(heigth=2)
+    assert second.PROGRAM.sample(settings) == "B 4, W 8" and second.PROGRAM.name == "second_program.py"
+    assert second.PROGRAM.result("accuracy") == f"accuracy_{second.PROGRAM.suffix}.json"
+    plain = second.CommandLine(file="x", about="", model_config=object, training_config=TrainingConfig,
+                               fusion_config=Switches)
+    assert plain.axes == dict(batch_size="B") and plain.study_sizes == dict(batch_size=(2, 4))
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("absent.py", None, "no such Python file"), ("x.txt", "", "no such Python file"),
+    ("empty.py", "", "it has no PROGRAM = Program"), ("json.py", "PROGRAM = 1", "it has no PROGRAM")])
+def test_programs_that_are_none(name, text, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=words):
+        load_program(tmp_path / name)
