@@ -112,7 +112,7 @@ def main(argv=None):
     parser = Parser(prog="measure_folds.py", description=__doc__)
     parser.add_argument("--data", nargs="+", required=True, metavar="DIR", help="directories of families")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSON file of results")
-    parser.add_argument("--model", default=prediction.MODEL, help="(default: the model of --fold)")
+    parser.add_argument("--model", default=prediction.MODELS["--fold"], help="(default: the model of --fold)")
     parser.add_argument("--only-unseen", action="store_true", help="families that it was not trained on")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="these families alone (default: all)")
     parser.add_argument("--seed", type=int, default=42, help="of rows and starts (default: 42)")

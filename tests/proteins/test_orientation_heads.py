@@ -142,7 +142,7 @@ def test_without_the_flag_nothing_is_added_and_files_of_both_kinds_load(tmp_path
 
 
 def test_the_shipped_model_loads_unchanged():
-    saved = read_model(prediction.MODEL, tof.PROGRAM)
+    saved = read_model(prediction.MODELS["--contacts"], tof.PROGRAM)
     assert saved.config.orientations is False and not any("orientation" in name for name in saved.weights)
 
 
