@@ -49,6 +49,13 @@ def test_what_it_takes(kind, values):
     assert {name: getattr(kind(**values), name) for name in values} == values
 
 
+def test_which_ranks_are_profiled():
+    alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
+    assert alone.of_rank(1, 2) == alone.of_rank(0, 1) == alone
+    assert not alone.of_rank(0, 2).enable_pytorch_profiler
+    assert alone.of_rank(0, 2).profile_rank == "1"
+
+
 def test_presets_ladder_and_what_is_beside_them():
     kind = second.MlpSwitches
     assert kind.names() == ["enable_torch_compile", "enable_cuda_graphs", "enable_master_weights",
