@@ -106,3 +106,10 @@ def test_programs_that_are_none(name, text, words, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=words):
         load_program(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["json.py", "a.b.py"])  # a module's, and none that a module can have
+def test_a_program_may_have_any_name(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / name).write_text("from tests.second_program import PROGRAM\n")
+    assert load_program(tmp_path / name) is second.PROGRAM
