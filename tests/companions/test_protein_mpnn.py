@@ -302,6 +302,8 @@ def test_recovery_and_yardsticks_by_hand():
     assert found == dict(recovery=0.5, nll=pytest.approx(-(math.log(0.5) + math.log(0.1)) / 2), residues=2)
     both = dict(a=dict(recovery=1.0, nll=1.0, residues=1), b=dict(recovery=0.0, nll=2.0, residues=3))
     assert designs.pooled(both) == (0.25, pytest.approx(math.exp(1.75)), 4)
+    assert designs.evaluation_line(dict(training={}, held_out=both, yardsticks=None)) == (
+        "Sequences: held-out recovery 0.250 perplexity 5.75 (2 proteins, 4 residues)")
     source = PROGRAM.open_source(PROGRAM.settings(**SMALL))
     for b, tokens in (*((b, [1] * 3) for b in source.trained), *((b, [1, 2]) for b in source.unseen)):
         b.tokens = np.array(tokens)
@@ -338,6 +340,9 @@ def test_design_prints_fasta(tmp_path):
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 6 and [line[0] for line in lines[::2]] == [">"] * 3
     assert len({line[:3] for line in lines[1::2]}) == 1 and len({len(line) for line in lines[1::2]}) == 1
+    for title, letters in zip(lines[2::2], lines[3::2], strict=True):
+        same = [a == b for a, b in zip(lines[1][3:], letters[3:], strict=True)]
+        assert title.endswith(f"recovery {sum(same) / len(same):.3f}")
     wrong = run_program(*command)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") <= 2 and "another model" in wrong.stderr
 

@@ -14,7 +14,6 @@ from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training.feeding import batch_of, own
 from fusion_lab.training.files import UserError
 from fusion_lab.training.machine import choose_device
-from fusion_lab.training.options import ProfilerConfig
 from fusion_lab.training.program import load_program
 from tests.programs import ranks
 from tests.support import PATIENCE, ROOT, last_json, wait_for
@@ -88,14 +87,6 @@ def test_a_signal_to_one_ends_all_in_order(ran):
     step = int(re.search(r"Interrupted at step (\d+) of 100000", ended["out"][0])[1])
     assert torch.load(directory / "terminated" / "run.pt")["step"] == step
     assert torch.load(directory / "killed" / "run.pt")["step"] % 3 == 0
-
-
-def test_which_ranks_are_profiled():
-    alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
-    assert alone.of_rank(1, 2) == alone.of_rank(0, 1) == alone
-    assert not alone.of_rank(0, 2).enable_pytorch_profiler
-    with pytest.raises(ValueError, match="must be a rank's number, or all"):
-        ProfilerConfig(profile_rank="first")
 
 
 @pytest.mark.slow

@@ -48,10 +48,11 @@ def test_a_sure_distogram_and_its_fold_expect_much_and_a_flat_one_little():
 def test_plddt_lies_between_0_and_100_and_is_0_without_neighbours():
     alone = confidence.expected_lddt(torch.full((1, 1, 64), 1 / 64), CENTRES, torch.zeros(1, 3))
     assert math.isnan(alone.item())
-    for share, known in ((0.6, True), (0.4, False)):  # of a neighbour
-        pair = torch.zeros(2, 2, 64)
-        pair[..., 5], pair[..., -1] = share, 1 - share
-        assert confidence.expected_lddt(pair, CENTRES, torch.eye(2, 3)).isfinite().tolist() == [known] * 2
+    for share, expected in ((0.625, 0.5), (0.5, math.nan)):  # of a neighbour; 1 Å is not within 1 Å
+        pair = torch.tensor([share, 1 - share]).expand(2, 2, 2)
+        places = torch.tensor([[0.0, 0, 0], [3, 0, 0]])
+        found = confidence.expected_lddt(pair, torch.tensor([2.0, 30.0]), places)
+        assert found.tolist() == pytest.approx([expected] * 2, nan_ok=True)
     found = confidence.plddt(torch.tensor([float("nan"), 0.0, 0.3, 0.5, 5.0]))
     assert found[0] == 0 and found.max() <= 100 and found[2] < found[3] <= found[4]
     middle = 100 * (confidence.INTERCEPT + confidence.SLOPE * 0.5)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_lab.training.flags import config_classes, make_parser, parse
+from fusion_lab.training.flags import compared, config_classes, make_parser, parse
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import Settings, load_program
 from tests.properties import cases
@@ -116,6 +116,15 @@ def test_properties_of_command_lines(line):
     assert message.startswith(f"{program.name}: error: ")
     if not wrong:  # each value is one that its field takes: the fields do not go together
         assert f"argument {flag(blamed[0])}: " in message and not OF_ONE_FIELD.search(message)
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("", (None, 120)), ("--num-steps 3", (3, None)), ("--budget 5", (None, 5)),
+    ("--num-steps 3 --budget 5", (3, 5))])
+def test_a_comparison_ends_after_two_minutes_unless_told_otherwise(words, expected):
+    program, parser = known(FILES[0])
+    arguments, *_ = parse(parser, program, ["--compare-fusion", "--variants", "all", *words.split()])
+    assert compared(arguments) == ("all", False, expected)
 
 
 def answer(path, name, value):

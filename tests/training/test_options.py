@@ -49,6 +49,13 @@ def test_what_it_takes(kind, values):
     assert {name: getattr(kind(**values), name) for name in values} == values
 
 
+def test_which_ranks_are_profiled():
+    alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
+    assert alone.of_rank(1, 2) == alone.of_rank(0, 1) == alone
+    assert not alone.of_rank(0, 2).enable_pytorch_profiler
+    assert alone.of_rank(0, 2).profile_rank == "1"
+
+
 def test_presets_ladder_and_what_is_beside_them():
     kind = second.MlpSwitches
     assert kind.names() == ["enable_torch_compile", "enable_cuda_graphs", "enable_master_weights",
@@ -99,3 +106,10 @@ def test_programs_that_are_none(name, text, words, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=words):
         load_program(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["json.py", "a.b.py"])  # a module's, and none that a module can have
+def test_a_program_may_have_any_name(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / name).write_text("from tests.second_program import PROGRAM\n")
+    assert load_program(tmp_path / name) is second.PROGRAM

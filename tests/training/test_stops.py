@@ -16,7 +16,7 @@ from fusion_lab.training.stops import interruptible
 
 
 def finish(number):
-    print("finished", number)
+    print("finished", number, flush=True)
     return 7
 
 
@@ -26,6 +26,15 @@ with interruptible(finish, 0.5):
     torch.linalg.svd(x)  # many seconds in which Python runs nothing
     print("too late", flush=True)
 """
+
+
+def test_an_end_writes_what_was_printed_and_leaves_no_lock(tmp_path):
+    code = ("import sys; from fusion_lab.training import locks, stops; locks.hold_directory(sys.argv[1]); "
+            "print('said'); stops.end(7)")
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "held"], cwd=ROOT, capture_output=True,
+                          text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("said\n", "", 7)
+    assert not (tmp_path / "held").exists()
 
 
 def test_operations_that_take_long_do_not_hold_up_the_end():
@@ -67,7 +76,7 @@ from fusion_lab.training import files, stops
 
 
 def finish(number):
-    print("finished", number)
+    print("finished", number, flush=True)
     return 7
 
 
