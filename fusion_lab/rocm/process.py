@@ -13,6 +13,7 @@ from fusion_lab.rocm.failures import known_failure, last_exception
 from fusion_lab.training.files import PROGRAM_FAILED, TIMEOUT, drop_output
 
 FLUSH_SECONDS = 60  # how long a profiler may write after SIGINT before it gets SIGTERM, then SIGKILL
+PIPE_SECONDS = 10   # how long what a command has left behind may keep its output
 
 
 def say(*lines):
@@ -111,10 +112,10 @@ def run(command, directory, timeout):
                 signal_group(process, next(ladder, signal.SIGKILL))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.05)
-        reader.join(10)
+        reader.join(PIPE_SECONDS)
         if reader.is_alive():  # a grandchild still holds the pipe
             signal_group(process, signal.SIGKILL)
-            reader.join(10)
+            reader.join(PIPE_SECONDS)
     ended.code, ended.seconds = process.returncode, time.monotonic() - start
     ended.interrupted = caught[0] if caught else 0
     return ended

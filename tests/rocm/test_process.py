@@ -11,7 +11,7 @@ import pytest
 from fusion_lab.rocm import process
 from fusion_lab.training.files import NO_GPU, PROGRAM_FAILED, TIMEOUT
 from tests.rocm.fake_rocm.machine import ROOT, interrupt, manifest, summary_of
-from tests.support import complaint
+from tests.support import complaint, gone, wait_for
 
 
 def test_a_command_takes_its_environment_from_here(monkeypatch):
@@ -44,6 +44,12 @@ def test_what_goes_on_too_long_is_asked_then_told_then_killed(tmp_path, monkeypa
     monkeypatch.setattr(process, "caught_signals", lambda: contextlib.nullcontext([signal.SIGTERM]))
     ended = process.run(process.Command(["sleep", "600"]), str(tmp_path), 0)
     assert (ended.timed_out, ended.interrupted, ended.code) == (False, signal.SIGTERM, -signal.SIGINT)
+
+
+def test_what_a_command_leaves_behind_does_not_keep_its_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "PIPE_SECONDS", 0.2)
+    assert process.run(process.Command(["sh", "-c", "sleep 600 & echo $!"]), str(tmp_path), 0).code == 0
+    wait_for(lambda: gone(int((tmp_path / "run.log").read_text())), 5)
 
 
 def test_output_is_shown_and_logged(tmp_path, capfd):

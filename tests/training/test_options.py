@@ -1,13 +1,10 @@
 """What a field of the configs refuses, and what switches say of themselves."""
 import math
-import sys
 
 import pytest
 
 import tests.second_program as second
-from fusion_lab.training.files import UserError
 from fusion_lab.training.options import ProfilerConfig, Switches, TrainingConfig
-from fusion_lab.training.program import load_program
 
 GRAPHS = dict(enable_cuda_graphs=True, enable_torch_compile=True)
 
@@ -78,38 +75,3 @@ def test_presets_ladder_and_what_is_beside_them():
     (dict(enable_triton_adamw=True), ["triton-adamw needs a GPU, Triton, --use-amp and master weights"])])
 def test_idle_switches_on_a_cpu(values, words):
     assert second.PROGRAM.settings(**values).idle(on_gpu=False) == words
-
-
-def test_the_seam_to_a_program():
-    settings = second.PROGRAM.settings(width=8, num_steps=3, enable_fused_relu=False, profile_rank="1")
-    found = settings.as_dict()
-    assert found.keys() == {"config", "training_params", "fusion_config", "profiler_config"}
-    assert (found["config"]["width"], found["training_params"]["num_steps"]) == (8, 3)
-    assert found["fusion_config"]["enable_fused_relu"] is False
-    assert found["profiler_config"]["profile_rank"] == settings.get("profile_rank") == "1"
-    assert settings.having(width=9).get("width") == 9 and settings.get("width") == 8
-    with pytest.raises(ValueError, match="^heigth: no config has this field"):
-        settings.having(heigth=2)
-    assert second.PROGRAM.sample(settings) == "B 4, W 8" and second.PROGRAM.name == "second_program.py"
-    assert second.PROGRAM.result("accuracy") == f"accuracy_{second.PROGRAM.suffix}.json"
-    plain = second.CommandLine(file="x", about="", model_config=object, training_config=TrainingConfig,
-                               fusion_config=Switches)
-    assert plain.axes == dict(batch_size="B") and plain.study_sizes == dict(batch_size=(2, 4))
-
-
-@pytest.mark.parametrize("name, text, words", [
-    ("absent.py", None, "no such Python file"), ("x.txt", "", "no such Python file"),
-    ("empty.py", "", "it has no PROGRAM = Program"), ("json.py", "PROGRAM = 1", "it has no PROGRAM")])
-def test_programs_that_are_none(name, text, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=words):
-        load_program(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ["json.py", "a.b.py"])  # a module's, and none that a module can have
-def test_a_program_may_have_any_name(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / name).write_text("from tests.second_program import PROGRAM\n")
-    assert load_program(tmp_path / name) is second.PROGRAM
