@@ -28,9 +28,9 @@ from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.models import read_model, save_model
 from fusion_lab.training.reading import read_json
-from proteins import files, homology, prediction
+from proteins import files, prediction
 from proteins.contacts import CONTACT_DISTANCE, contact_precision, ranked_pairs, true_distances
-from proteins.files import LETTERS
+from proteins.evidence import learned_from
 from proteins.yardsticks import sequence_weights, some_rows
 from tiny_openfold_v2 import PROGRAM
 
@@ -89,9 +89,7 @@ def complete_card(saved, known, arguments):
     calibration = {key: measured[-1][key] for key in ("bins", "error", "pairs")}
     by_rows = [{key: statistics.median(f[key] for f in found["families"])
                 for key in ("rows", "effective_rows", "p_l2")} for found in measured]
-    sequences = {family.name: [family.sequence, "".join(LETTERS[i] for i in homology.profile(family.msa)[1])]
-                 for family in known}  # the consensus is found by remote relatives, too
-    card = saved.card | dict(sequences=sequences, calibration=dict(
+    card = saved.card | dict(sequences=learned_from(known), calibration=dict(
         calibration, families=[f["name"] for f in measured[-1]["families"]], by_rows=by_rows))
     save_model(arguments.model, PROGRAM, saved.weights, saved.config, card)
 

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import exit_code, finite, require_writable, write_json
+from fusion_lab.training.files import UserError, exit_code, finite, require_writable, write_json
 from fusion_lab.training.flags import Parser
 from fusion_lab.training.machine import choose_device
-from fusion_lab.training.models import read_model
+from fusion_lab.training.models import read_model, save_model
 from fusion_lab.training.reading import read_json
 from proteins import confidence, files, fold_energy, folding, prediction
 from proteins.fold_prediction import quality
@@ -116,12 +116,17 @@ def main(argv=None):
     parser.add_argument("--only-unseen", action="store_true", help="families that it was not trained on")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="these families alone (default: all)")
     parser.add_argument("--seed", type=int, default=42, help="of rows and starts (default: 42)")
+    parser.add_argument("--card", action="store_true", help="write the line of pLDDT into the model's file")
     parser.add_argument("--device", default="auto", help="of the model; folds are made on the CPU (auto)")
     a = parser.parse_args(argv)
     require_writable(a.out)
     saved, device = read_model(a.model, PROGRAM), choose_device(a.device)
     trained = set(saved.card.get("trained_on") or ())
-    known = read_json(a.out)["families"] if os.path.exists(a.out) else {}
+    before = read_json(a.out) if os.path.exists(a.out) else dict(families={})
+    for name, value in (("model", os.path.basename(a.model)), ("seed", a.seed)):
+        if os.path.basename(str(before.get(name, value))) != str(value):
+            raise UserError(f"{a.out}: made with {name} {before[name]}; take another --out")
+    known = before["families"]
     result = dict(model=a.model, device=device.type, torch=torch.__version__, date=time.strftime("%Y-%m-%d"),
                   seed=a.seed, families=known)
     for directory in a.data:
@@ -141,6 +146,9 @@ def main(argv=None):
     if len(groups["unseen"]) > 1:
         result["calibration"] = calibration(groups["unseen"])
     write_json(a.out, finite(result))
+    if a.card:
+        line = {key: result["calibration"][key] for key in ("intercept", "slope", "families")}
+        save_model(a.model, PROGRAM, saved.weights, saved.config, saved.card | dict(plddt=line))
     for name in ("summary", "calibration"):
         print(name, json.dumps(finite(result.get(name)), indent=2))
     return 0

@@ -129,7 +129,8 @@ def main(argv=None):
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--jobs", type=whole_number(), default=os.cpu_count() or 1,
                         help="folds at a time (default: the CPU's cores)")
-    parser.add_argument("--most", type=whole_number(), help="families of each model (default: all)")
+    parser.add_argument("--most", type=whole_number(),
+                        help="families of each model, the longest (default: all)")
     parser.add_argument("--device", default="auto", help="of the model (auto)")
     a = parser.parse_args(argv)
     out = a.runs / "folds.json"
@@ -146,7 +147,9 @@ def main(argv=None):
                   date=time.strftime("%Y-%m-%d"), families=known)
     print(f"{len(tasks)} folds, {sum(f'{s} {n}' in known for s, n in tasks)} of them known", flush=True)
     fold_all(tasks, families, known, a.jobs, device, lambda: write_json(out, finite(result)))
-    result["table"] = table(known, group)
+    asked = {key: found for key, found in known.items()
+             if int(key.partition(" ")[0]) in a.seeds and key.partition(" ")[2] in group}
+    result["table"] = table(asked, group)
     first = [found for key, found in known.items() if key.startswith(f"{a.seeds[0]} ")]
     result["calibration"] = calibration(first) if len(first) > 1 else None  # no family twice
     write_json(out, finite(result))

@@ -40,6 +40,7 @@ from fusion_lab.training.files import FAILED, UserError, exit_code, finite, requ
 from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.models import read_model, save_model
 from proteins import contacts, files, homology, yardsticks
+from proteins.evidence import learned_from
 from tiny_openfold_v2 import PROGRAM
 
 PRETRAIN = dict(synthetic_world="natural", num_steps=2500, learning_rate=1e-3, lr_schedule="cosine",
@@ -150,12 +151,16 @@ class Runs:
         summary = train(directory, options | self.arguments.steps(options), self.arguments.trainer,
                         self.environment())
         saved = read_model(directory / "best.pt", PROGRAM)
+        given = self.arguments.real_folds
+        before = {key: given.name if value is GIVEN else value for key, value in RECIPES[recipe][0].items()}
+        known = [family for family in files.load_families(self.arguments.out / "families")
+                 if family.name in saved.card["trained_on"]]
         card = dict(recipe=recipe, seed=seed, step=saved.card["step"], trained_on=saved.card["trained_on"],
+                    sequences=learned_from(known),
                     seconds=summary["seconds"] + self.pretrained[source(recipe), seed].result()["seconds"],
                     device=summary["system_info"]["gpu_name"], torch=summary["system_info"]["torch_version"],
                     date=summary["timestamp"][:10], flags=self.arguments.trainer,
-                    pretraining=PRETRAIN | MODEL | RECIPES[recipe][2] | RECIPES[recipe][0],
-                    real_folds=self.arguments.real_folds and self.arguments.real_folds.name,
+                    pretraining=PRETRAIN | MODEL | RECIPES[recipe][2] | before,
                     training=TUNE | RECIPES[recipe][1])
         save_model(path, PROGRAM, saved.weights, saved.config, card)
         print(f"Written: {path}")

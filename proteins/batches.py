@@ -73,7 +73,9 @@ class SyntheticProteins:
         self.names, self.held_out = [], [f"synthetic-{i}" for i in self.HELD_OUT]
 
     def describe(self):
-        return f"synthetic proteins ({self.training.synthetic_world}), {len(self.HELD_OUT)} held out"
+        idle = "; they have no backbone, so --orientations learns nothing from them"
+        return (f"synthetic proteins ({self.training.synthetic_world}), {len(self.HELD_OUT)} held out"
+                f"{idle * (self.config.orientations and self.training.real_folds is None)}")
 
     def structure(self, name):
         """What a structure file says of a protein, a files.Protein: here there is no file."""
@@ -301,7 +303,7 @@ def open_source(settings):
 def masked_batch(settings, device):
     """A synthetic batch whose last sample lacks its last residues and rows, so that masks are checked too."""
     residues, rows = settings.model.seq_len, settings.model.num_seqs
-    batch = SyntheticProteins(settings.having(synthetic_world="paired")).batch(0)
+    batch = SyntheticProteins(settings.having(synthetic_world="paired", real_folds=None)).batch(0)
     samples = len(batch["coords"])
     batch["seq_mask"], batch["row_mask"] = torch.ones(samples, residues), torch.ones(samples, rows)
     batch["seq_mask"][-1, residues - residues // 4:] = 0

@@ -9,10 +9,15 @@ import torch
 
 from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
-# lDDT-CA is INTERCEPT + SLOPE * expected; benchmarks/measure_folds.py fitted it to families that the shipped
-# model was not trained on, but which chose its step (models/README.md).
-INTERCEPT, SLOPE = -0.055, 1.260
-CALIBRATED_ON = "13 families that chose the model's training step and were not trained on"
+
+def line_of(card):
+    """(intercept, slope, what it was fitted to) of the line from expected to measured lDDT-CA, which
+    benchmarks/measure_folds.py wrote into a model's card; (0, 1, None) where there is none."""
+    line = card.get("plddt")
+    if not isinstance(line, dict) or not {"intercept", "slope", "families"} <= set(line):
+        return 0.0, 1.0, None
+    return (float(line["intercept"]), float(line["slope"]),
+            f"{line['families']} families that chose the model's training step and were not trained on")
 
 
 def expected_lddt(probability, centres, anchors):
@@ -32,9 +37,9 @@ def expected_lddt(probability, centres, anchors):
     return torch.where(total > 0.5, kept.sum(1) / total, float("nan"))  # half a neighbour is none
 
 
-def plddt(expected):
+def plddt(expected, intercept=0.0, slope=1.0):
     """(L,) 0 to 100, as in a B-factor column; 0 where nothing can be expected."""
-    return (100 * (INTERCEPT + SLOPE * expected)).clamp(0, 100).nan_to_num(0)
+    return (100 * (intercept + slope * expected)).clamp(0, 100).nan_to_num(0)
 
 
 def entropy(probability):

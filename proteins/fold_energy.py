@@ -65,9 +65,9 @@ def separation(apart, size):
     return apart.clamp(-most, most)
 
 
-def trust(apart):
-    """Power (P, 1) of the mean distribution at separations (P,): less for near ones, where a mean of helices
-    would take all that is known of a helix."""
+def mean_power(apart):
+    """Power (P, 1) of the mean distribution for pairs so many residues apart (P,): less for near ones, where
+    a mean of helices would take all that is known of a helix."""
     return torch.where(apart.abs() < LOCAL, 0.5, 1.0)[:, None]
 
 
@@ -90,10 +90,11 @@ class Distances:
         """probability (L, L, bins), centres (bins,) Å, evenly spaced."""
         size = len(probability)
         self.i, self.j = torch.triu_indices(size, size, 1, device=probability.device)
-        p, apart = probability[self.i, self.j], separation(self.j - self.i, size)
+        p, along = probability[self.i, self.j], self.j - self.i
+        apart = separation(along, size)
         counts = torch.bincount(apart, minlength=FARTHEST + 1).clamp(min=1)
         mean = p.new_zeros(FARTHEST + 1, p.shape[1]).index_add_(0, apart, p) / counts[:, None]
-        table = trust(apart) * (mean[apart] + FLOOR).log() - (p + FLOOR).log()  # (P, bins)
+        table = mean_power(along) * (mean[apart] + FLOOR).log() - (p + FLOOR).log()  # (P, bins)
         self.table, self.rows = table, torch.arange(len(p), device=p.device)
         self.first, self.width = float(centres[0]), float(centres[1] - centres[0])
 
@@ -112,14 +113,15 @@ class Orientations:
         """probabilities {name: (L, L, bins)} as in orientations.py."""
         size = len(probabilities["omega"])
         place = torch.arange(size)
-        apart = separation(place[:, None] - place, size).flatten() + FARTHEST
+        along = (place[:, None] - place).flatten()
+        apart = separation(along, size) + FARTHEST
         self.rows, self.tables = torch.arange(size * size).view(size, size), {}
         for name, p in probabilities.items():
             p = (p[..., 1:] * (1 - torch.eye(size)[..., None])).flatten(0, 1)  # (L * L, bins)
             near = p.sum(1, keepdim=True)
             mean = p.new_zeros(2 * FARTHEST + 1, p.shape[1]).index_add_(0, apart, p)
             mean = mean / (mean.sum(1, keepdim=True) + FLOOR)
-            odds = (p / (near + FLOOR) + FLOOR).log() - trust(apart - FARTHEST) * (mean[apart] + FLOOR).log()
+            odds = (p / (near + FLOOR) + FLOOR).log() - mean_power(along) * (mean[apart] + FLOOR).log()
             table = -near * odds * (0.5 if name == "omega" else 1)  # omega stands twice in the plane
             before, after = (0, -1) if name == "phi" else (-1, 0)  # bins beyond the first and the last
             self.tables[name] = torch.cat([table[:, before, None], table, table[:, after, None]], 1)

@@ -22,11 +22,12 @@ def fold(centres, program, settings):
     found, stem, about = predict(program, settings, "--fold", settings.training.fold)
     predicted = time.monotonic()
     print(f"Folding {found.protein.length} residues on the CPU", flush=True)
-    made, plddt = leaving(partial(structure, found, centres, settings.training.seed))
+    *line, calibrated_on = confidence.line_of(about["card"])
+    made, plddt = leaving(partial(structure, found, centres, settings.training.seed, line))
     folded = time.monotonic()
     atoms = made.atoms.numpy()
     result = dict(mode="fold", **about, plddt=float(plddt.mean()), plddt_by_residue=plddt.round(2).tolist(),
-                  plddt_calibrated_on=confidence.CALIBRATED_ON, entropy_bits=confidence.entropy(
+                  plddt_calibrated_on=calibrated_on, entropy_bits=confidence.entropy(
                       found.logits.softmax(-1)), **quality(made, found.protein.sequence),
                   seconds=dict(model=predicted - started, folding=folded - predicted))
     print_fold(result)
@@ -43,13 +44,13 @@ def fold(centres, program, settings):
     return 0
 
 
-def structure(found, centres, seed):
+def structure(found, centres, seed, line=(0.0, 1.0)):
     """(folding.Fold, pLDDT (L,) numpy) of a prediction.Prediction."""
     centres = torch.as_tensor(centres, dtype=torch.float32)
     made = folding.folded(found.logits, centres, found.protein.sequence, seed, found.orientations)
     anchors = fold_energy.anchor(made.atoms[None], found.protein.sequence)[0]
     expected = confidence.expected_lddt(found.logits.softmax(-1), centres, anchors)
-    return made, confidence.plddt(expected).numpy()
+    return made, confidence.plddt(expected, *line).numpy()
 
 
 def quality(made, sequence):
@@ -86,8 +87,9 @@ def write_files(stem, found, table, atoms, plddt, result):
 
 
 def print_fold(result):
-    print(f"pLDDT {result['plddt']:.0f} of 100: the lDDT-CA to be expected, which was measured on "
-          f"{confidence.CALIBRATED_ON}")
+    on = result["plddt_calibrated_on"]
+    how = f"which was measured on {on}" if on else "if the model's distances are right: not measured"
+    print(f"pLDDT {result['plddt']:.0f} of 100: the lDDT-CA to be expected, {how}")
     if result["untested"]:
         print("  For alignments such as this it was not measured: it may be far too high")
     print(f"Energy {result['energy']:.2f} kT a residue; the best fold of the other hand has "

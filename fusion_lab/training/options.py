@@ -64,7 +64,9 @@ def flag(name):
 
 def spelled(name, value):
     """What to pass for a field to have this value; for a switch that is off, what not to."""
-    return f"{flag(name)} {value}" if not isinstance(value, bool) else f"{'' if value else 'no '}{flag(name)}"
+    if isinstance(value, bool):
+        return flag(name) if value else f"(not) {flag(name)}"
+    return f"{flag(name)} {value}"
 
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -1,9 +1,12 @@
 """benchmarks/measure_folds.py: the line of pLDDT, and what is said of families."""
+import json
 import sys
+import types
 
 import numpy as np
 import pytest
 
+from fusion_lab.training.files import UserError
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -37,3 +40,13 @@ def test_a_summary_counts_and_takes_medians():
     assert measure_folds.summary(families) == pytest.approx(dict(
         families=3, median_tm_score=0.6, median_lddt_ca=0.3, median_gdt_ts=0.6, median_rmsd=6,
         above_half=2 / 3, right_hand=2 / 3))
+
+
+def test_folds_of_another_model_are_not_mixed_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_folds, "read_model", lambda *_: types.SimpleNamespace(card={}))
+    (tmp_path / "f.json").write_text(json.dumps(dict(model="x/contacts.pt", seed=42, families={})))
+    given = ["--data", str(tmp_path), "--out", str(tmp_path / "f.json"), "--device", "cpu", "--model"]
+    with pytest.raises(UserError, match="made with model x/contacts.pt; take another --out"):
+        measure_folds.main([*given, "y/folds.pt"])
+    with pytest.raises(UserError, match="made with seed 42"):
+        measure_folds.main([*given, "y/contacts.pt", "--seed", "1"])

@@ -243,7 +243,9 @@ def test_flags_and_programs_exist(page, flags):
         assert (ROOT / program).is_file(), f"{page.name}: {command}"
         if program in flags:
             words = re.sub(r"--tool-option=\S+", "--tool-option", words)  # which the tool judges
-            assert set(FLAG.findall(words)) <= flags[program], f"{page.name}: {command}"
+            own, _, trainers = words.partition(" -- ")  # what a program hands on
+            assert set(FLAG.findall(own)) <= flags[program], f"{page.name}: {command}"
+            assert set(FLAG.findall(trainers)) <= flags["tiny_openfold_v2.py"], f"{page.name}: {command}"
 
 
 def test_readme_is_short_and_its_example_runs(tmp_path):

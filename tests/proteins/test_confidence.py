@@ -53,10 +53,16 @@ def test_plddt_lies_between_0_and_100_and_is_0_without_neighbours():
         places = torch.tensor([[0.0, 0, 0], [3, 0, 0]])
         found = confidence.expected_lddt(pair, torch.tensor([2.0, 30.0]), places)
         assert found.tolist() == pytest.approx([expected] * 2, nan_ok=True)
-    found = confidence.plddt(torch.tensor([float("nan"), 0.0, 0.3, 0.5, 5.0]))
-    assert found[0] == 0 and found.max() <= 100 and found[2] < found[3] <= found[4]
-    middle = 100 * (confidence.INTERCEPT + confidence.SLOPE * 0.5)
-    assert found[3].item() == pytest.approx(middle, abs=1e-3) and "families" in confidence.CALIBRATED_ON
+    found = confidence.plddt(torch.tensor([float("nan"), 0.0, 0.3, 0.5, 5.0]), -0.05, 1.2)
+    assert found.tolist() == pytest.approx([0, 0, 31, 55, 100])
+
+
+def test_the_line_is_the_cards_or_none():
+    card = dict(plddt=dict(intercept=-0.05, slope=1.2, families=13))
+    assert confidence.line_of(card)[:2] == (-0.05, 1.2)
+    assert confidence.line_of(card)[2].startswith("13 families")
+    for without in ({}, dict(plddt=None), dict(plddt=dict(slope=1.2))):
+        assert confidence.line_of(without) == (0, 1, None)
 
 
 def test_entropy_is_in_bits():

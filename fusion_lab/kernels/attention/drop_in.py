@@ -157,8 +157,8 @@ def triangle_attention(q, k, v, bias, mask=None, scale=None):
     default D^-0.5. Returns (B, N, H, S, D). A bias below -1e9, or -inf, masks as much as that does. Gradients
     for q, k, v and bias, none from rows whose keys are all masked; no second derivatives (RuntimeError).
     Under autocast q, k and v are cast to its dtype; a bias is read as it is. Heads of up to 128 channels.
-    Strict float32 on NVIDIA's GPUs runs in PyTorch's operations, which a warning says. Raises ValueError for
-    another shape, dtypes of q, k and v that differ, and for more keys than queries.
+    Strict float32 on NVIDIA's GPUs runs in PyTorch's operations, which a warning says: they keep all scores.
+    Raises ValueError for another shape, dtypes of q, k and v that differ, and more keys than queries.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = product_dtype(q)
