@@ -101,7 +101,7 @@ def errors(block, reference):
     for name, gradient in gradients.items():  # stored in float32: compared at its resolution
         truth = reference[f"grad/param/{name}"]
         found[f"gradient {name}"] = ((gradient - truth).abs().max() - 1e-7 * truth.abs().max()).clamp(min=0)
-    return {name: float(value) for name, value in found.items()}
+    return {name: value.item() for name, value in found.items()}
 
 
 @pytest.mark.parametrize("switches", COMBINATIONS)

@@ -201,6 +201,7 @@ def chains_of(path):
     return path
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_of_orientations(tmp_path):
     """As a user does it: real folds, then the loss on a later batch, before and after."""
     sizes = dict(num_blocks=1, num_seqs=4, seq_len=24, batch_size=2, msa_dim=16, pair_dim=16, msa_heads=2,
