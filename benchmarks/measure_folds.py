@@ -146,6 +146,8 @@ def main(argv=None):
     if len(groups["unseen"]) > 1:
         result["calibration"] = calibration(groups["unseen"])
     write_json(a.out, finite(result))
+    if a.card and "calibration" not in result:
+        raise UserError("--card: a line needs two families that the model was not trained on")
     if a.card:
         line = {key: result["calibration"][key] for key in ("intercept", "slope", "families")}
         save_model(a.model, PROGRAM, saved.weights, saved.config, saved.card | dict(plddt=line))

@@ -5,6 +5,8 @@ the fold's is known, and so is the lDDT to be expected. Distograms are too sure 
 use all of them; a straight line, fitted to measured lDDT-CA, corrects the mean of that. Letters in shapes:
 L residues.
 """
+import math
+
 import torch
 
 from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
@@ -13,11 +15,13 @@ from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 def line_of(card):
     """(intercept, slope, what it was fitted to) of the line from expected to measured lDDT-CA, which
     benchmarks/measure_folds.py wrote into a model's card; (0, 1, None) where there is none."""
-    line = card.get("plddt")
-    if not isinstance(line, dict) or not {"intercept", "slope", "families"} <= set(line):
+    line = card.get("plddt") if isinstance(card.get("plddt"), dict) else {}
+    numbers = [line.get(key) for key in ("intercept", "slope", "families")]
+    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
         return 0.0, 1.0, None
-    return (float(line["intercept"]), float(line["slope"]),
-            f"{line['families']} families that chose the model's training step and were not trained on")
+    intercept, slope, families = numbers
+    return (float(intercept), float(slope),
+            f"{families} families that chose the model's training step and were not trained on")
 
 
 def expected_lddt(probability, centres, anchors):

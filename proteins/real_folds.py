@@ -83,6 +83,7 @@ def read(path):
     except (AttributeError, EOFError, MemoryError, TypeError, ValueError, zipfile.BadZipFile,
             NotImplementedError, zlib.error) as error:
         reason = " ".join(str(error).split())[:100] or "no content"
+        reason = "no archive of plain arrays" if "pickle" in reason else reason  # numpy advises to load them
         raise UserError(f"--real-folds {path}: not an NPZ file of chains: {reason}") from None
     if fault := next(faults(found), None):
         raise UserError(f"--real-folds {path}: {fault}; docs/learning.md says what it must hold")

@@ -61,8 +61,8 @@ def test_the_line_is_the_cards_or_none():
     card = dict(plddt=dict(intercept=-0.05, slope=1.2, families=13))
     assert confidence.line_of(card)[:2] == (-0.05, 1.2)
     assert confidence.line_of(card)[2].startswith("13 families")
-    for without in ({}, dict(plddt=None), dict(plddt=dict(slope=1.2))):
-        assert confidence.line_of(without) == (0, 1, None)
+    for line in (None, dict(slope=1.2), *(card["plddt"] | dict(slope=x) for x in ("x", math.inf))):
+        assert confidence.line_of(dict(plddt=line)) == confidence.line_of({}) == (0, 1, None)
 
 
 def test_entropy_is_in_bits():

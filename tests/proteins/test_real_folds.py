@@ -175,6 +175,7 @@ def test_what_cannot_be_used_is_one_line_each(tmp_path):
             RealFolds(str(path), 24)
         line = str(error.value)
         assert error.value.code == 2 and "\n" not in line and line.startswith(f"--real-folds {path}: "), wrong
+        assert "unsafely" not in line and (wrong != "objects" or "plain arrays" in line), line
     assert len(found) == 17
 
 

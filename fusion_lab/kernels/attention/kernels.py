@@ -131,9 +131,8 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
                              BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """One program: out and lse of BM queries of one sample and head, in RU rows.
 
-    Grid: axis 0: tiles of BM queries; axis 1: bh; axis 2: groups of RU rows.
+    Grid: tiles of BM queries; bh; groups of RU rows. Writes out (B, R, H, L, D), lse (B, R, H, L).
     Reads q, k, v, gate (B, R, H, L, D), gate_bias (H, D), bias (B, H, LP, LP), key_mask (B|1, R|1, LP).
-    Writes out (B, R, H, L, D), lse (B, R, H, L).
 
     For each tile of keys s = scale q k^T + bias + key_mask, which online_softmax() adds to maxima, sums and
     outputs acc. Then out = acc / sum sigmoid(gate + gate_bias); log_sum_exp() makes lse.

@@ -201,8 +201,7 @@ def triangle_multiplication_back_kernel(
         S, SP, channel_stride, eps, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
         SAVE: tl.constexpr, OUT: tl.constexpr, NO_PADDING: tl.constexpr, LINES: tl.constexpr,
-        PRECISION: tl.constexpr, C: tl.constexpr,
-        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        PRECISION: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Forward, behind the product: the result of BM positions.
 
         out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(LN(pair) Wg^T + bg)
@@ -255,11 +254,9 @@ def triangle_multiplication_back_kernel(
 def triangle_multiplication_back_backward_kernel(
         product,  # (C, B, SP, SP)
         normed, normed_product,  # (P, C) each: LN(pair), LN(product)
-        center_weight,  # (C,)
-        out_weight, out_bias, gate_weight, gate_bias,  # (C, C), (C,), (C, C), (C,)
+        center_weight, out_weight, out_bias, gate_weight, gate_bias,  # (C,), (C, C), (C,), (C, C), (C,)
         drop,  # (B, S, S, C) by its strides; channels are contiguous
-        statistics,  # (2, B SP SP): the product's mean, 1 / std
-        gradient,  # (P, C): of out
+        statistics, gradient,  # (2, B SP SP): the product's mean, 1 / std; (P, C): of out
         dproduct,  # (C, B, SP, SP) out, zero beyond S
         dout,  # (P, C) out: gradient of the output projection's result
         dprojected,  # (P, 5 C) out: its last C columns, the gradient of the output gate before its sigmoid
@@ -352,8 +349,7 @@ def triangle_multiplication_front_backward_kernel(
         in_weight, in_bias,  # (4 C, C), (4 C,): left, right, left's gate, right's gate
         mask,  # (B, S, S) by its strides; (B, S) has stride 0 along the other axis
         sides, dsides,  # (2 C, B, SP, SP) each: left, right, and their gradients
-        statistics,  # (2, B SP SP): pair's mean, 1 / std
-        gradient,  # (P, C): of the residual
+        statistics, gradient,  # (2, B SP SP): pair's mean, 1 / std; (P, C): of the residual
         dprojected,  # (P, 5 C) in and out: gradients of left, right, their gates, and (in) the output gate
         dpair,  # (P, C) out
         partial_sums,  # (programs, 6, C) out: of norm_weight's, norm_bias's, in_bias's (4)
