@@ -23,9 +23,9 @@ from fusion_lab.measuring.comparison.variants import (
     Variant,
     combination_variants,
     comparison_variants,
-    most_compiled,
     pick,
     refuse_idle,
+    usual_rows,
     with_fusion,
 )
 from fusion_lab.measuring.probe import probe
@@ -121,13 +121,27 @@ def test_rows_are_picked_by_name_and_the_baseline_is_always_there():
 def test_on_a_cpu_one_row_compiles_by_default():
     """With all that --enable-all-fusion turns on and that runs there; and the user's own settings."""
     def compiled(fusion):
-        return [v for v in most_compiled(rows_for(fusion), tof.PROGRAM) if v.compiled]
+        return [v for v in usual_rows(rows_for(fusion), tof.PROGRAM, False) if v.compiled]
     top, = compiled(tof.FusionConfig())
     assert top.settings.fusion.enable_projection_fusion and not top.settings.idle(False)
     assert not top.settings.fusion.enable_activation_checkpointing  # which saves memory and costs time
     assert [v.name for v in compiled(EVERYTHING)] == [top.name, "as given"]
-    eager = [v.name for v in rows_for(tof.FusionConfig()) if not v.compiled]
-    assert [v.name for v in most_compiled(rows_for(tof.FusionConfig()), tof.PROGRAM)] == [*eager, top.name]
+    rows = rows_for(tof.FusionConfig())
+    eager = [v.name for v in rows if not v.compiled]
+    assert [v.name for v in usual_rows(rows, tof.PROGRAM, False)] == [*eager, top.name]
+
+
+@pytest.mark.parametrize("given, more", [
+    (tof.FusionConfig(), []), (EVERYTHING, []),
+    (tof.FusionConfig(enable_torch_compile=True, enable_opm_fusion=False), ["as given"])])
+def test_on_a_gpu_torch_compile_and_the_presets_compile_by_default(given, more):
+    half = tof.COMMAND_LINE.settings(use_amp=True, amp_dtype="bfloat16")
+    kind, variants = tof.FusionConfig, comparison_variants(tof.PROGRAM, with_fusion(half, given), True)
+    usual = {v.name: v.settings.fusion for v in usual_rows(variants, tof.PROGRAM, True) if v.compiled}
+    assert [*usual] == ["all + torch.compile", "everything", "ultra", *more]
+    assert (usual["everything"], usual["ultra"]) == (kind.preset(True), kind.ultra())
+    assert {v.name for v in variants if v.compiled} > {*usual, "+ cuda_graphs", "+ triton_attention"}
+    assert [v.name for v in pick(variants, "ultra")] == ["baseline", "ultra"]
 
 
 def test_idle_switches_are_named_and_only_the_users_own_are_measured():

@@ -245,11 +245,14 @@ def test_compiled_rungs_of_a_killed_comparison_are_known_to_the_guardian(monkeyp
     monkeypatch.setattr(rungs, "Guardian", Recorder)
     monkeypatch.setattr(rungs, "Rung", Child)
     monkeypatch.setattr(rungs, "refuse_idle", lambda *_: None)
+    monkeypatch.setattr(rungs, "free_memory", lambda device: 0)
     with rungs.Rungs(None, [Variant(1), Variant(2, "idle"), Variant(3)], torch.device("cuda"), print,
-                     Pace(1)):
+                     Pace(1)) as both:
+        both.begin()
         assert told == [("+", 11), ("+", 13)]
     assert told[2:] == [("ended", 11), ("-", 11), ("ended", 13), ("-", 13), "closed"]
-    with rungs.Rungs(None, [Variant(1)], torch.device("cpu"), print, Pace(1)):
+    with rungs.Rungs(None, [Variant(1)], torch.device("cpu"), print, Pace(1)) as one:
+        one.begin()
         assert len(told) == 7
 
 

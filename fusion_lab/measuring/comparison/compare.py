@@ -3,8 +3,8 @@
 Variants without torch.compile are first measured alone (peak memory, saved activations, launches), then all
 are alive at once with equal weights and their steps alternate, so that a machine that drifts hits all alike.
 First come those of the table that people ask for, then the others. A compiled one is a process of its own
-(rung.py), where its steps alternate with the baseline's: on a GPU all of them compile at the same time and
-then measure one by one; on a CPU there is one.
+(rung.py), where its steps alternate with the baseline's: on a GPU all of them compile from the beginning, but
+for the times in which others are measured, and then measure one by one; on a CPU there is one.
 """
 import contextlib
 import gc
@@ -28,9 +28,9 @@ from fusion_lab.measuring.comparison.variants import (
     Variant,
     combination_variants,
     comparison_variants,
-    most_compiled,
     pick,
     refuse_idle,
+    usual_rows,
     with_fusion,
 )
 from fusion_lab.measuring.comparison.worth import STEPS, add_worth, operations_by_sublayer, shares_of_a_step
@@ -43,7 +43,7 @@ from fusion_lab.training.reporting import print_result
 from fusion_lab.training.stops import interruptible
 
 LONG = 0.5  # s, of a step that is timed twice by sub-layer, not five times
-OTHERS = 0.5  # of the first table's budget: for the other rows
+OTHERS = 0.35  # of the first table's budget: for the other rows
 PATIENCE = 1.2  # s for what runs to end by itself after a signal
 MOST_BATCHES = 16  # alive on the device at once; longer comparisons repeat them
 
@@ -154,10 +154,11 @@ def supply_of(source, settings, device):
             for i in range(min(settings.training.num_steps, MOST_BATCHES))]
 
 
-def measure(program, variants, device, source, pace=None, table=None, gate=None, equal=True):
+def measure(program, variants, device, source, pace=None, table=None, rungs=None, equal=True):
     """Measure variants, the baseline first, within one process: each alone, unless that is known already,
-    then steps in turn within the context manager gate. Their trainers stay alive in variant.trainer. table, a
-    LiveTable, hears what goes on. equal: also those whose operations are the baseline's."""
+    then steps in turn. Their trainers stay alive in variant.trainer. table, a LiveTable, hears what goes on.
+    rungs, which compile meanwhile, begin once the baseline's peak is known, and rest while steps are timed.
+    equal: also those whose operations are the baseline's."""
     settings, table = variants[0].settings, table or LiveTable()
     pace, supply = pace or Pace(settings.training.num_steps), supply_of(source, settings, device)
     for number, variant in enumerate(variants, 1):
@@ -167,6 +168,8 @@ def measure(program, variants, device, source, pace=None, table=None, gate=None,
             if number > 1 and not equal and variant.name not in (ALL, AS_GIVEN):
                 refuse_equal(variant, variants[0])
             release()
+            if number == 1 and rungs:
+                rungs.begin(variant.found.peak_memory_mb)
     measured = [variant for variant in variants if variant.found and not variant.reason]
     if device.type == "cuda" and any(variant.compiled for variant in measured):
         torch._dynamo.reset()  # compiled code of models that are gone would be tried first in every step
@@ -177,7 +180,7 @@ def measure(program, variants, device, source, pace=None, table=None, gate=None,
         release()
     measured = [variant for variant in measured if not variant.reason]
     table.note(f"{counted(len(measured), 'variant')} in turn{pace.left_text()}")
-    with gate or contextlib.nullcontext():
+    with rungs.paused() if rungs else contextlib.nullcontext():
         alternate(measured, pace, supply, lambda rounds: table.progress(measured, rounds, pace))
 
 
@@ -209,8 +212,8 @@ def suggested_parts(program, settings, device, combinations, picked):
         variants = [variant for variant in variants if not variant.compiled]
     if picked:
         variants = pick(variants, picked)
-    elif device.type == "cpu" and not combinations:
-        variants = most_compiled(variants, program)
+    elif not combinations:
+        variants = usual_rows(variants, program, device.type == "cuda")
     return parts(variants, None if combinations else ALL)
 
 
@@ -236,9 +239,9 @@ def compare(program, settings, variants=None, combinations=False, picked=None, t
     table.begin(result, [*together, *later, *compiled], ceiling)
     shares = {}
 
-    def part(found, pace, gate=None):
+    def part(found, pace):
         """Measure these and add their rows."""
-        measure(program, found, device, source, pace, table, gate, equal)
+        measure(program, found, device, source, pace, table, rungs, equal)
         more = rows_of(found, ceiling)
         rows.extend(more[len(rows) > 0:])  # of the baseline there is one
         table.add()
@@ -249,10 +252,11 @@ def compare(program, settings, variants=None, combinations=False, picked=None, t
         add_worth(more, found, shares)
         table.save(result)
 
-    part(together, pace)
     with Rungs(program, compiled, device, table.note, pace) as rungs:
+        part(together, pace)
+        rungs.begin()
         if later:
-            part([apart_from(together[0]), *later], pace.part(OTHERS), rungs.paused())
+            part([apart_from(together[0]), *later], pace.part(OTHERS))
         if device.type == "cuda" and compiled:
             release([v for v in (*together, *later) if v.name != BASELINE])  # memory for those
         for row in rungs.measure(rows[0], ceiling):

@@ -1,4 +1,5 @@
-"""Variants that compile, each in a process of its own: they compile side by side and measure one by one."""
+"""Variants that compile, each in a process of its own: they compile side by side, behind everything else that
+wants the host, and measure one by one, while the others rest."""
 import contextlib
 import json
 import os
@@ -14,11 +15,14 @@ from fusion_lab.measuring.comparison.variants import refuse_idle
 from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.measuring.turns import Guest
 from fusion_lab.training.files import OUT_OF_MEMORY, counted
+from fusion_lab.training.machine import MEGABYTE, free_memory
 from fusion_lab.training.program import ROOT
 from fusion_lab.training.reading import parse_json
 
 SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
+LAST = 19  # nice(2): what is measured or counted meanwhile comes first
 COMPILE_THREADS = "2"  # of each of them; torch would take as many as there are cores
+SPARE = 0.5  # of the free memory, for those that compile while others are counted
 SHARE = 0.25  # of the first table's budget: rounds of one of them
 COMPILING = 0.6  # of the time that is left, for those that compile side by side
 TOO_LATE = "no time was left; a longer --budget gives more"
@@ -36,6 +40,8 @@ class Rung:
                    json.dumps(variant.settings.as_dict()), json.dumps([pace.steps, pace.seconds])]
         self.guest = Guest(command, environment, stdin=subprocess.DEVNULL, stdout=self.output,
                            stderr=self.errors, start_new_session=True)  # Ctrl-C reaches the parent alone
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, self.guest.process.pid, LAST)
 
     def signal(self, number):
         if self.guest.process.poll() is None:
@@ -70,22 +76,28 @@ class Rungs:
 
     def __init__(self, program, variants, device, note, pace):
         self.program, self.variants, self.note, self.pace = program, variants, note, pace.part(SHARE)
-        self.together, self.running = device.type == "cuda", []
-        self.guardian, self.ends = None, pace.whole(device)
+        self.together, self.running, self.begun = device.type == "cuda", [], False
+        self.guardian, self.device, self.first = None, device, pace
         for variant in variants:
             refuse_idle(variant, device)
 
     def __enter__(self):
-        if self.together:
-            for variant in self.variants:
-                if not variant.reason:
-                    self.start(variant)
         return self
 
     def __exit__(self, *_):
         self.end_all()
         if self.guardian:
             self.guardian.close()
+
+    def begin(self, peak_mb=0.0):
+        """On a GPU, let all compile from now on, if they have not begun: unless so much memory for each would
+        not be free, when they wait for a second call."""
+        if not self.together or self.begun:
+            return
+        wanted = [variant for variant in self.variants if not variant.reason]
+        self.begun = peak_mb * MEGABYTE * len(wanted) <= SPARE * free_memory(self.device)
+        for variant in wanted if self.begun else []:
+            self.start(variant)
 
     def start(self, variant):
         self.guardian = self.guardian or Guardian()
@@ -101,20 +113,22 @@ class Rungs:
         self.running = []
 
     @contextlib.contextmanager
-    def paused(self):
-        """Within, none of them runs."""
-        for rung in self.running:
+    def paused(self, but=None):
+        """Within, none of them runs but one; those that wait or have ended need no stop."""
+        busy = [rung for rung in self.running if rung is not but and not rung.heard(0)]
+        for rung in busy:
             rung.signal(signal.SIGSTOP)
-        time.sleep(SETTLE_SECONDS if self.running else 0)
+        time.sleep(SETTLE_SECONDS if busy else 0)
         try:
             yield
         finally:
-            for rung in self.running:
+            for rung in busy:
                 rung.signal(signal.SIGCONT)
 
     def left(self):
         """Seconds in which others may still begin; None without a budget."""
-        return None if self.pace.seconds is None else max(self.ends - time.monotonic(), 0.0)
+        ends = self.first.whole(self.device)
+        return None if ends is None else max(ends - time.monotonic(), 0.0)
 
     def measure(self, baseline_row, ceiling):
         """Yields a row for each variant, as soon as it is measured."""
@@ -143,16 +157,18 @@ class Rungs:
             return not_measured(variant)
         place = f"{number} of {len(self.variants)}{self.left_text()}"
         rung = next((r for r in self.running if r.variant is variant), None)
-        if rung is None:
+        if rung is None and self.left() != 0:
             self.note(f"compiling {variant.name}, {place}")
             rung = self.start(variant)
-        if self.left() == 0 or not rung.heard(self.left()):
-            rung.signal(signal.SIGKILL)
+        if rung is None or not rung.heard(self.left()):
+            if rung:
+                rung.signal(signal.SIGKILL)
             return not_measured(variant, TOO_LATE)
         if rung.guest.wait_until_ready():
             self.note(f"measuring {variant.name}, {place}")
-            rung.guest.go()
-            rung.guest.wait_until_ready()  # hears "done", or that it has ended
+            with self.paused(but=rung):
+                rung.guest.go()
+                rung.guest.wait_until_ready()  # hears "done", or that it has ended
         return rung.row()
 
 

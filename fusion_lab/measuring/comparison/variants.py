@@ -7,6 +7,7 @@ from fusion_lab.training.files import UserError
 
 COMPILE = "enable_torch_compile"
 BASELINE, ALL, AS_GIVEN = "baseline", "all", "as given"
+EVERYTHING, ULTRA = "everything", "ultra"  # --enable-all-fusion, --enable-ultra
 UNMEASURED = "stopped before it was measured"  # the reason of a variant that a signal left out
 
 
@@ -57,8 +58,8 @@ def with_fusion(settings, fusion):
 
 def comparison_variants(program, settings, on_gpu):
     """Baseline; every fusion that is on by default alone; all of these; the others alone; then a ladder that
-    adds one switch a rung to all and leaves out what cannot run here; and the user's own switches if they are
-    none of these."""
+    adds one switch a rung to all and leaves out what cannot run here; the presets, where all of them can; and
+    the user's own switches if they are none of these."""
     kind = program.fusion_config
     off, rung, mode = kind.preset(False), kind(), settings.fusion.torch_compile_mode
     usual = [name for name in kind.names() if getattr(rung, name)]
@@ -77,16 +78,20 @@ def comparison_variants(program, settings, on_gpu):
             continue
         found["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
         rung = rung if with_fusion(settings, higher).idle(on_gpu) else higher
+    for name, preset in ((EVERYTHING, kind.preset(True)), (ULTRA, kind.ultra())):
+        if not with_fusion(settings, preset).idle(on_gpu):
+            found[name] = preset
     if settings.idle(on_gpu) or settings.fusion not in found.values():  # idle rungs are only named
         found = {**{name: f for name, f in found.items() if f != settings.fusion}, AS_GIVEN: settings.fusion}
     return distinct(settings, found)
 
 
 def distinct(settings, fusions):
-    """Variants of settings, one for each different fusion config, under the first of its names, or "all"."""
+    """Variants of settings, one for each different fusion config, under the first of its names, or that of
+    several switches together."""
     names = {}
     for name, fusion in fusions.items():
-        names[fusion] = name if name == ALL else names.get(fusion, name)
+        names[fusion] = name if name in (ALL, EVERYTHING, ULTRA) else names.get(fusion, name)
     return [Variant(name, with_fusion(settings, fusion)) for fusion, name in names.items()]
 
 
@@ -100,13 +105,15 @@ def combination_variants(program, settings):
     return distinct(settings, found)
 
 
-def most_compiled(variants, program):
-    """The variants without those that compile, but for one on which all is on that --enable-all-fusion turns
-    on and that runs on a CPU, and the user's own."""
+def usual_rows(variants, program, on_gpu):
+    """The variants without most of those that compile, which --variants names. On a GPU torch.compile by
+    itself and the presets stay; on a CPU one on which all is on that --enable-all-fusion turns on and that
+    runs there; and everywhere the user's own."""
     every = program.fusion_config.preset(True)
-    rungs = [v for v in variants if v.compiled and not v.settings.idle(False) and v.name != AS_GIVEN and all(
+    rungs = [v for v in variants if v.compiled and not v.settings.idle(on_gpu) and v.name != AS_GIVEN and all(
         getattr(every, name) >= getattr(v.settings.fusion, name) for name in every.names())]
-    return [v for v in variants if not v.compiled or v in rungs[-1:] or v.name == AS_GIVEN]
+    kept = [v.name for v in (rungs[:1] + rungs[-1:] if on_gpu else rungs[-1:])] + [ULTRA, AS_GIVEN]
+    return [v for v in variants if not v.compiled or v.name in kept]
 
 
 def pick(variants, text):

@@ -55,7 +55,7 @@ def variant(name, compiled=False, found=None, device=CPU):
 
 
 def findings(flops=None, operations=None):
-    return SimpleNamespace(flops=flops, operations=operations, launches=5, peak_memory_mb=None)
+    return SimpleNamespace(flops=flops, operations=operations, launches=5, peak_memory_mb=7.0)
 
 
 class Rungs:
@@ -71,8 +71,8 @@ class Rungs:
     def __exit__(self, *_):
         self.log.append("rungs end")
 
-    def paused(self):
-        return contextlib.nullcontext("paused")
+    def begin(self):
+        self.log.append(("rungs begin",))
 
     def measure(self, *given):
         self.log.append(("rungs measure", *given))
@@ -94,13 +94,13 @@ def planned(monkeypatch):
                 combination_variants=lambda *_: variants, pick=lambda found, names: found[:2],
                 matmul_ceiling=lambda *_: 4e12, baseline_shares=lambda *_: dict(a=0.5),
                 rows_of=lambda found, ceiling: [dict(name=v.name, median_batch_time=long) for v in found],
-                most_compiled=lambda variants, program: variants, amp_dtype=lambda *_: amp,
+                usual_rows=lambda variants, *_: variants, amp_dtype=lambda *_: amp,
                 system_info=lambda device: f"system of {device}", switch_effects=lambda *_: "effects",
                 launch_kind=lambda device: f"kind of {device}",
                 with_fusion=lambda settings, fusion: f"{fusion} fusion").items():
             monkeypatch.setattr(comparison, name, note(name, result))
         monkeypatch.setattr(comparison, "measure", lambda *given: log.append((
-            "measure", *given[:4], given[4].seconds, given[5] is table, *given[7:])))
+            "measure", *given[:4], given[4].seconds, given[5] is table, type(given[6]), *given[7:])))
         table = SimpleNamespace(note=print, begin=note("begin", lambda *_: None), add=note("add"), save=print)
         settings, lab, pace = Settings(), program(log), comparison.Pace(None, 8.0)
         result = comparison.compare(lab, settings, given, table=table, pace=pace, **how)
@@ -124,9 +124,9 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
     first, second = names(log, "measure")
     source = first[4]
     assert source.settings is settings
-    assert first == ("measure", lab, [base, one, usual], device, source, 8.0, True, False)
+    assert first == ("measure", lab, [base, one, usual], device, source, 8.0, True, Rungs, False)
     again = second[2][0]
-    assert second == ("measure", lab, [again, more], device, source, 4.0, True, False)
+    assert second == ("measure", lab, [again, more], device, source, 2.8, True, Rungs, False)
     assert (again.name, again.settings, again.found, again.operations, again.trainer) == (
         BASELINE, base.settings, "found", "operations", base.trainer) and again is not base
     rows = [dict(name=name, median_batch_time=0.1) for name in (BASELINE, "a alone", ALL, "b alone")]
@@ -141,11 +141,12 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
     assert names(log, "begin", "add") == [("begin", result, variants, 4e12), *3 * [("add",)]]
     assert names(log, "add_worth") == [("add_worth", rows[:3], [base, one, usual], dict(a=0.5)),
                                        ("add_worth", [rows[0], rows[3]], [again, more], dict(a=0.5))]
-    single = "rungs", "rungs measure", "baseline_shares", "matmul_ceiling", "comparison_variants"
+    single = ("rungs", "rungs begin", "rungs measure", "baseline_shares", "matmul_ceiling",
+              "comparison_variants")
     assert names(log, *single) == [
         ("comparison_variants", lab, settings, device is GPU),
-        ("matmul_ceiling", device, torch.bfloat16), ("baseline_shares", base, source, 5),
-        ("rungs", lab, [compiled], device, print, found.pace), ("rungs measure", rows[0], 4e12)]
+        ("matmul_ceiling", device, torch.bfloat16), ("rungs", lab, [compiled], device, print, found.pace),
+        ("baseline_shares", base, source, 5), ("rungs begin",), ("rungs measure", rows[0], 4e12)]
     slow = planned(variants, device, long=0.6)
     assert names(slow.log, "baseline_shares")[0][-1] == 2
     released = [("release", [one, usual, more])] if device is GPU else []
@@ -206,11 +207,12 @@ def test_variants_are_measured_alone_then_in_turn(device, compiled, reset, alone
     notes, within, lab = [], [], program(alone)
 
     @contextlib.contextmanager
-    def gate():
+    def paused():
         within.append(len(alone))
         yield
         within.append(len(alone))
-    comparison.measure(lab, variants, device, lab.open_source(None), gate=gate(),
+    rungs = SimpleNamespace(begin=lambda peak: alone.append(("begin", peak)), paused=paused)
+    comparison.measure(lab, variants, device, lab.open_source(None), rungs=rungs,
                        table=SimpleNamespace(note=notes.append), equal=False)
     assert names(alone, "alone") == [
         ("alone", name, device, dict(x=0))
@@ -225,6 +227,7 @@ def test_variants_are_measured_alone_then_in_turn(device, compiled, reset, alone
     in_turn = [name for name in living if name != "large"]
     assert names(alone, "in turn") == [("in turn", in_turn, 20, [*range(16)])]
     assert within == [len(alone) - 1, len(alone)] and alone[-1][0] == "in turn"
+    assert [entry[0] for entry in alone[:4]] == ["alone", "release", "begin", "alone"] and alone[2][1] == 7.0
     assert notes == [*(f"{name}: memory and launches, {number} of 7" for number, name in (
         (1, BASELINE), (2, "fails"), (3, ALL), (4, AS_GIVEN), (6, "large"), (7, "other"))),
         "5 variants in turn"]

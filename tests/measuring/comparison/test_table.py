@@ -354,7 +354,7 @@ class FakeGuardian:
 
 class FakeRung:
     """A process that answers with these rows, one each time it is asked, and notes what it hears."""
-    rows, heard_by_all, ready = [], [], True
+    rows, heard_by_all, ready, compiling = [], [], True, ""
 
     def __init__(self, program, variant, pace):
         self.variant, self.log = variant, FakeRung.heard_by_all
@@ -363,7 +363,7 @@ class FakeRung:
         self.log.append(f"start {variant.name}")
 
     def heard(self, seconds):
-        return FakeRung.ready
+        return FakeRung.ready and self.variant.name not in FakeRung.compiling
 
     def signal(self, number):
         self.log.append(number)
@@ -379,7 +379,8 @@ class FakeRung:
 def fake_rungs(monkeypatch):
     monkeypatch.setattr(rungs, "Rung", FakeRung)
     monkeypatch.setattr(rungs, "Guardian", FakeGuardian)
-    FakeRung.rows, FakeRung.heard_by_all, FakeGuardian.told = [], [], []
+    FakeRung.rows, FakeRung.heard_by_all, FakeRung.compiling, FakeGuardian.told = [], [], "", []
+    monkeypatch.setattr(rungs, "free_memory", {GPU: 200 * 2 ** 20}.get)
     return FakeRung.heard_by_all
 
 
@@ -391,19 +392,37 @@ def measured(name, **values):
 BASE = measured("baseline", reason=None) | dict(peak_memory_mb=10.0, launches_per_step=9)
 
 
-def test_others_are_stopped_while_rows_of_this_process_are_measured(fake_rungs, monkeypatch):
+def test_those_that_compile_are_stopped_while_others_are_measured(fake_rungs, monkeypatch):
     slept = []
     monkeypatch.setattr(rungs.time, "sleep", slept.append)
-    variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "ab"]
-    with Rungs(SECOND, variants, GPU, print, Pace(5)) as both:
-        with contextlib.suppress(KeyError), both.paused():
+    variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "abc"]
+    FakeRung.compiling, FakeRung.rows = "bc", [measured(name) for name in "abc"]
+    with Rungs(SECOND, variants, GPU, print, Pace(5)) as all_three:
+        all_three.begin()
+        with contextlib.suppress(KeyError), all_three.paused():
             fake_rungs.append("within")
             raise KeyError
+        started, fake_rungs[:] = fake_rungs[:], []
+        FakeRung.compiling = "c"
+        next(all_three.measure(BASE, 40.0))
     stop, go_on = signal.SIGSTOP, signal.SIGCONT
-    assert fake_rungs == ["start a", "start b", stop, stop, "within", go_on, go_on, "end a", "end b"]
-    assert FakeGuardian.told == ["+ a", "+ b", "- a", "- b", "closed"]
+    assert started == ["start a", "start b", "start c", stop, stop, "within", go_on, go_on]
+    assert fake_rungs == [stop, "go", go_on, "end a", "end b", "end c"]
+    assert FakeGuardian.told == ["+ a", "+ b", "+ c", "- a", "- b", "- c", "closed"]
     with Rungs(SECOND, variants, CPU, print, Pace(5)) as none, none.paused():
-        assert slept == [rungs.SETTLE_SECONDS, 0] and none.running == [] and none.guardian is None
+        none.begin()
+        assert slept == [rungs.SETTLE_SECONDS] * 2 + [0] and none.running == [] and none.guardian is None
+
+
+def test_they_compile_early_only_where_there_is_memory_for_all(fake_rungs):
+    variants = [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "ab"]
+    for peak, early in ((50.0, 2), (50.1, 0)):
+        with Rungs(SECOND, variants, GPU, print, Pace(5)) as both:
+            both.begin(peak)
+            assert len(both.running) == early
+            both.begin()
+            both.begin()
+            assert len(both.running) == 2
 
 
 def test_compiled_variants_one_after_the_other_on_a_cpu(fake_rungs, monkeypatch):
@@ -428,6 +447,7 @@ def test_what_ran_out_of_memory_beside_others_has_a_second_try(fake_rungs):
     FakeRung.rows = [dict(name="a", measured=False, reason="CUDA error: out of memory"), measured("b"),
                      measured("a again")]
     with Rungs(SECOND, variants, GPU, said.append, Pace(5)) as both:
+        both.begin()
         rows = list(both.measure(BASE, 40.0))
     assert [row["name"] for row in rows] == ["b", "a again"]
     assert said[0] == "waiting for 2 variants to compile"
@@ -440,8 +460,9 @@ def test_what_has_not_compiled_when_the_time_is_spent_has_that_for_a_reason(fake
     monkeypatch.setattr(FakeRung, "ready", False)
     for device in (CPU, GPU):
         with Rungs(SECOND, variants, device, print, Pace(None, 1e-9)) as queue:
+            queue.begin()
             assert [row["reason"] for row in queue.measure(BASE, 1.0)] == [rungs.TOO_LATE] * 2
-    assert fake_rungs.count(signal.SIGKILL) == 4 and "go" not in fake_rungs
+    assert fake_rungs == ["start a", "start b", signal.SIGKILL, signal.SIGKILL, "end a", "end b"]
 
 
 def stepping(name, log, fails_at=None, device=CPU):
