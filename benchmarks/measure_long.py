@@ -5,8 +5,9 @@
 
 Parts, each in processes of its own: "accuracy" (loss and all gradients of a small model against float64, by
 the 3x rule); "steps" (step time, peak memory and time in collectives by kind, each step one CUDA graph);
-"compiled" (the same at the two longest lengths, everything fused and compiled); "ultra" (with our kernels,
-too, as far as split samples have them); "longest" (trials: the memory of two lengths says where to begin,
+"compiled" (the same at the two longest lengths, everything fused and compiled) and "ultra" (with our kernels,
+too, as far as split samples have them), which all compile at the same time and are timed in turn, so their
+memory is needed together; "longest" (trials: the memory of two lengths says where to begin,
 every trial is one step of eager code that fits or does not). B1, N 128, c_m 256, 8 heads, 4 blocks,
 checkpointing, bf16. Writes OUT/long.json and OUT/long.md after every part. Exit code 1 if a part fails or
 accuracy does. --quick: tiny, on a CPU with Gloo; --limit says what fits there.
@@ -18,8 +19,10 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -51,6 +54,7 @@ FLAGS = {"accuracy": f"{BF16} --enable-triton-attention --enable-triton-relu",
          "steps": f"{EAGER} --enable-cuda-graphs", "compiled": f"{BF16} --enable-all-fusion",
          "ultra": f"{BF16} --enable-ultra",
          "longest": EAGER}
+COMPILED = ("compiled", "ultra")
 GOAL = 0.6       # of one GPU's peak, on two
 MARGIN = 0.97    # of the length that the memory of shorter ones promises
 UNTIMED = 2
@@ -75,8 +79,8 @@ def collectives(trainer, batch):
     return found
 
 
-def measured(settings, world, device, steps):
-    """One row: the time of the first step; with steps, those of others, and their collectives."""
+def measured(settings, world, device, steps, turn):
+    """One row: the time of the first step; with steps, those of others, and their collectives, in turn."""
     trainer, source = PROGRAM.trainer(PROGRAM, settings, device), PROGRAM.open_source(settings)
     batch = to_device(batch_of(source, 0, world), device)
     if device.type == "cuda":
@@ -85,6 +89,7 @@ def measured(settings, world, device, steps):
     loss = trainer.step(batch).item()
     row = dict(length=settings.model.seq_len, ranks=world.size, loss=loss,
                first_step_s=time.perf_counter() - began)
+    wait_for(turn, world.rank)
     if steps:
         timer = PhaseTimer(device)
         for _ in range(steps + UNTIMED):
@@ -98,6 +103,15 @@ def measured(settings, world, device, steps):
         trainer, batch, count_launches=False)
     row["peak_mb"] = max(world.gather(peak_megabytes(device, found)))
     return row
+
+
+def wait_for(turn, rank):
+    """Say that this rank has compiled, by a file, and wait for another that says "go"; turn is the beginning
+    of their names, empty where there is nobody to wait for."""
+    if turn:
+        pathlib.Path(f"{turn}.{rank}").touch()
+        while not os.path.exists(f"{turn}.go"):
+            time.sleep(0.01)
 
 
 def judged(settings, device, ranks):
@@ -122,7 +136,7 @@ def judged(settings, device, ranks):
 
 
 def work(argv):
-    part, ranks, steps, limit, lengths, *flags = argv
+    part, ranks, steps, limit, lengths, turn, *flags = argv
     turns.die_with_parent()
     _, settings, _ = parse(make_parser(PROGRAM), PROGRAM, [*flags, "--sequence-parallel", ranks])
     device = choose_device(settings.training.device)
@@ -136,7 +150,7 @@ def work(argv):
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(float(limit) * 2 ** 30 / whole, 1.0), device)
     for length in lengths.split(","):
-        row = measured(settings.having(seq_len=int(length)), world, device, int(steps))
+        row = measured(settings.having(seq_len=int(length)), world, device, int(steps), turn)
         if float(limit) and device.type == "cpu" and row["peak_mb"] * MEGABYTE > float(limit) * 2 ** 30:
             raise MemoryError
         print(json.dumps(row), flush=True)
@@ -148,52 +162,98 @@ def work(argv):
 # The parent, which starts workers
 
 
+def has_compiled(started):
+    """Whether all ranks wait for their turn, or have failed."""
+    return started.process.poll() is not None or all(
+        os.path.exists(f"{started.turn}.{rank}") for rank in range(started.ranks))
+
+
+def text_of(file):
+    with file:
+        file.seek(0)
+        return file.read()
+
+
 @dataclass
 class Measurement:
     """The parts that were asked for, and what they found: rows and whole seconds by part and ranks."""
     arguments: object
     result: dict
 
-    def launch(self, part, ranks, lengths, steps):
-        """Rows of one start of workers; the last one is the reason if it failed."""
+    def start(self, part, ranks, lengths, steps, turn=""):
+        """Workers that were started."""
         asked = self.arguments
         flags = f"{QUICK if asked.quick else SIZES} {'' if asked.quick else FLAGS[part]}".split()
         flags += ["--device", "cpu"] * asked.quick + ["--enable-activation-checkpointing"] * asked.quick
         torchrun = "-m torch.distributed.run --standalone --nproc-per-node".split()
         command = [sys.executable, *([*torchrun, str(ranks)] if ranks > 1 or part == "accuracy" else []),
                    __file__, "--worker", part, str(ranks), str(steps), str(asked.limit),
-                   ",".join(map(str, lengths)), *flags]
-        began = time.perf_counter()
+                   ",".join(map(str, lengths)), turn, *flags]
         tight = dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") if part == "longest" else {}
+        out, errors = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
+        process = subprocess.Popen(command, stdout=out, stderr=errors, env={**os.environ, **tight})
+        return SimpleNamespace(part=part, ranks=ranks, lengths=lengths, turn=turn, out=out, errors=errors,
+                               process=process, began=time.perf_counter())
+
+    def rows(self, started):
+        """Rows of workers, at their end; the last one is the reason if they failed."""
+        patience, process, late = self.arguments.patience, started.process, ""
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=asked.patience,
-                                  check=False, env={**os.environ, **tight})
-            out, code, why = done.stdout, done.returncode, done.stderr
-        except subprocess.TimeoutExpired as error:
-            out, code, why = (error.stdout or b"").decode(), 1, f"not done after {asked.patience} s"
-        rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        if code:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            late = f"not done after {patience} s"
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its own
+                process.wait()
+        rows = [json.loads(line) for line in text_of(started.out).splitlines() if line.startswith("{")]
+        why = late or text_of(started.errors)
+        if process.returncode:
             full = bool(OUT_OF_MEMORY.search(why))
             lines = [line for line in why.splitlines() if line.strip()]
             named = [line for line in lines if re.search(REASON, line)][:1] or lines[-1:]
-            rows.append(dict(ranks=ranks, length=lengths[len(rows)], out_of_memory=full,
+            rows.append(dict(ranks=started.ranks, length=started.lengths[len(rows)], out_of_memory=full,
                              reason="out of memory" if full else " ".join(named)[:300]))
-        seconds = time.perf_counter() - began
-        print(f"{part}, {ranks} {'GPUs' if ranks > 1 else 'GPU'}: {len(rows)} rows, {seconds:.0f} s",
-              flush=True)
-        self.result["seconds"].append([part, ranks, round(seconds, 1)])
+        seconds = time.perf_counter() - started.began
+        print(f"{started.part}, {started.ranks} {'GPUs' if started.ranks > 1 else 'GPU'}: {len(rows)} rows, "
+              f"{seconds:.0f} s", flush=True)
+        self.result["seconds"].append([started.part, started.ranks, round(seconds, 1)])
         return rows
+
+    def launch(self, part, ranks, lengths, steps):
+        """Rows of one start of workers."""
+        return self.rows(self.start(part, ranks, lengths, steps))
+
+    def in_turn(self, parts):
+        """Add the rows of parts that compile, for which the two longest lengths do."""
+        asked = self.arguments
+        with tempfile.TemporaryDirectory() as at:
+            started = [self.start(part, ranks, [length], asked.steps, f"{at}/{part}-{ranks}-{length}")
+                       for part in parts for ranks in asked.ranks for length in asked.lengths[-2:]]
+            end = time.monotonic() + asked.patience
+            try:
+                while time.monotonic() < end and not all(map(has_compiled, started)):
+                    time.sleep(0.05)
+                for one in started:
+                    pathlib.Path(f"{one.turn}.go").touch()
+                    self.result["rows"] += [dict(row, part=one.part) for row in self.rows(one)]
+                    self.write()
+            finally:
+                for one in started:
+                    one.process.terminate()
 
     def run(self):
         asked = self.arguments
-        for part in FLAGS:
-            if not re.search(asked.only, part):
-                continue
-            for ranks in asked.ranks:
+        wanted = [part for part in FLAGS if re.search(asked.only, part)]
+        compiled = [part for part in wanted if part in COMPILED]
+        for part in wanted:
+            if part in compiled[:1]:
+                self.in_turn(compiled)
+            for ranks in [] if part in compiled else asked.ranks:
                 if part == "accuracy" and ranks == 1:
                     continue
-                rows = (self.longest(ranks) if part == "longest" else self.launch(
-                    part, ranks, asked.lengths if part == "steps" else asked.lengths[-2:], asked.steps))
+                rows = (self.longest(ranks) if part == "longest" else
+                        self.launch(part, ranks, asked.lengths, asked.steps))
                 self.result["rows"] += [dict(row, part=part) for row in rows]
             self.write()
 

@@ -354,12 +354,13 @@ def test_the_table_of_long_proteins_compares_with_one_gpu():
 
 @pytest.mark.slow
 def test_long_proteins(tmp_path):
-    done = run("measure_long.py", "--quick", "--lengths", 8, 16, "--steps", 2, "--only", "accuracy|steps",
-               "--out", tmp_path)
+    done = run("measure_long.py", "--quick", "--lengths", 8, 16, "--steps", 2,
+               "--only", "accuracy|steps|ultra", "--out", tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     rows = json.loads((tmp_path / "long.json").read_text())["rows"]
-    assert [(row["part"], row["ranks"]) for row in rows] == [("accuracy", 2), *[("steps", 1)] * 2,
-                                                             *[("steps", 2)] * 2]
+    assert [(row["part"], row["ranks"]) for row in rows] == [
+        ("accuracy", 2), *[("steps", 1)] * 2, *[("steps", 2)] * 2, *[("ultra", 1)] * 2, *[("ultra", 2)] * 2]
+    assert [row["length"] for row in rows[5:]] == [8, 16, 8, 16]  # each in a process of its own, in turn
     assert rows[0]["accurate"]
     assert all(0 < row["peak_mb"] and 0 < row["median_ms"] for row in rows[1:])
     assert set(rows[4]["collectives_ms"]) >= {"all-gather", "all-to-all", "all-reduce"}
