@@ -22,6 +22,7 @@ class Variant:
     trainer: object = None
     timer: object = None  # PhaseTimer
     losses: list = field(default_factory=list)
+    names: list = field(default_factory=list)  # all by which it may be picked, if there is more than one
 
     @property
     def compiled(self):
@@ -91,8 +92,9 @@ def distinct(settings, fusions):
     several switches together."""
     names = {}
     for name, fusion in fusions.items():
-        names[fusion] = name if name in (ALL, EVERYTHING, ULTRA) else names.get(fusion, name)
-    return [Variant(name, with_fusion(settings, fusion)) for fusion, name in names.items()]
+        names.setdefault(fusion, []).append(name)
+    return [Variant(next((n for n in found if n in (ALL, EVERYTHING, ULTRA)), found[0]),
+                    with_fusion(settings, fusion), names=found) for fusion, found in names.items()]
 
 
 def combination_variants(program, settings):
@@ -117,19 +119,23 @@ def usual_rows(variants, program, on_gpu):
 
 
 def pick(variants, text):
-    """The variants that text names, by blanks or commas, and the baseline. "opm" is the row of that switch
-    alone, or, where there is none, the one that adds it to the others, "+opm". Raises UserError."""
+    """The variants that text names, by blanks or commas, and the baseline, each under the name by which it is
+    asked for. "opm" is the row of that switch alone, or, where there is none, the one that adds it to the
+    others, "+opm". Raises UserError."""
     words = text.replace("+ ", "+").replace(",", " ").split()
-    names = [pick_name(variant.name) for variant in variants]
+    named = [(variant, name) for variant in variants for name in variant.names or [variant.name]]
     rows = {}  # word: rows
-    for variant, name in zip(variants, names, strict=True):
-        for word in {spoken(name), spoken(variant.name)}:
-            rows.setdefault(word, []).append(variant)
-    for variant, name in zip(variants, names, strict=True):
-        rows.setdefault(spoken(name).removeprefix("+"), [variant])
+    for variant, name in named:
+        for word in {spoken(pick_name(name)), spoken(name)}:
+            rows.setdefault(word, []).append((variant, name))
+    for variant, name in named:
+        rows.setdefault(spoken(pick_name(name)).removeprefix("+"), [(variant, name)])
     unknown = [word for word in words if spoken(word) not in rows]
     if unknown or not words:
         raise UserError(f"--variants {text!r}: {unknown[0] if unknown else 'nothing'} is no row; there are "
-                        f"{' '.join(dict.fromkeys(names))}")
-    wanted = [variant for word in words for variant in rows[spoken(word)]]
-    return [v for v in variants if v.name == BASELINE or v in wanted]
+                        f"{' '.join(dict.fromkeys(pick_name(name) for _, name in named))}")
+    asked = {}  # by a variant's first name
+    for word in words:
+        for variant, name in rows[spoken(word)]:
+            asked.setdefault(variant.name, name)
+    return [replace(v, name=asked.get(v.name, v.name)) for v in variants if v.name in (BASELINE, *asked)]
