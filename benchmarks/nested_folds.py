@@ -6,11 +6,13 @@ cross-validation folds the families that were held out from it.
     python benchmarks/nested_folds.py --runs OUT --jobs 16 [--recipe full] [--seeds 1 2] [--most 5]
 
 The model runs on the GPU if there is one, folds are made on the CPU, one thread each. Writes OUT/folds.json
-whenever a few families are done; those in it are not folded again, so a call that was stopped goes on. Prints
-TM-score and lDDT-CA for each data directory: medians of families over the means of seeds, with 95% intervals
-by drawing families. The file has the line of pLDDT, too, fitted to the first seed (measure_folds.py).
+whenever a few families are done. What the same models folded is not folded again, so a call that was stopped
+goes on. Prints TM-score and lDDT-CA for each data directory: medians of families over the means of seeds,
+with 95% intervals by drawing families. The file has the line of pLDDT, too, fitted to the first seed
+(measure_folds.py).
 """
 import functools
+import hashlib
 import json
 import multiprocessing
 import os
@@ -33,6 +35,7 @@ from real_families import RECIPES, at_once, chosen_step, interval
 
 from fusion_lab.training.files import UserError, exit_code, finite, require_writable, write_json
 from fusion_lab.training.flags import Parser, whole_number
+from fusion_lab.training.locks import hold_file
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.models import read_model
 from fusion_lab.training.reading import read_json
@@ -73,6 +76,18 @@ def chosen(tasks, families, most):
     return result
 
 
+@functools.cache
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def forget_other_models(known, tasks):
+    """Drop what is known of these tasks by models that were replaced since."""
+    for (seed, name), path in tasks.items():
+        if known.get(f"{seed} {name}", {}).get("model") != digest(path):
+            known.pop(f"{seed} {name}", None)
+
+
 def fold_all(tasks, families, known, jobs, device, write):
     """Fold what is not in known, {"seed name": figures}, and put it there; write() now and then."""
     saved = functools.cache(lambda path: read_model(path, PROGRAM))
@@ -83,12 +98,12 @@ def fold_all(tasks, families, known, jobs, device, write):
             for count, ((seed, name), path) in enumerate(tasks.items(), 1):
                 if f"{seed} {name}" not in known:
                     given = predicted(saved(path), families[name], seed, device)
-                    waiting[pool.submit(judged, families[name], *given, seed)] = f"{seed} {name}"
+                    waiting[pool.submit(judged, families[name], *given, seed)] = f"{seed} {name}", path
                 while waiting and (len(waiting) > 2 * jobs or count == len(tasks)):  # distograms are large
                     done = wait(waiting, return_when=FIRST_COMPLETED).done
                     for job in sorted(done, key=lambda job: job.exception() is not None):  # errors last
-                        key = waiting.pop(job)
-                        known[key] = found = job.result()
+                        key, model = waiting.pop(job)
+                        known[key] = found = dict(job.result(), model=digest(model))
                         print(f"{key:16} {found['residues']:4d} residues, TM-score {found['tm_score']:.3f}, "
                               f"{found['seconds']['folding']:.0f} s", flush=True)
                     if time.monotonic() > written + EVERY:
@@ -135,6 +150,10 @@ def main(argv=None):
     a = parser.parse_args(argv)
     out = a.runs / "folds.json"
     require_writable(out)
+    try:
+        hold_file(out)
+    except BlockingIOError:
+        raise UserError(f"{out}: another call is writing it") from None
     device, tasks = choose_device(a.device), held_out(a.runs, a.recipe, a.seeds)
     families = {family.name: family for family in files.load_families(a.runs / "families")}
     group = {name: (a.runs / "families" / f"{name}.a3m").resolve().parent.name for name in families}
@@ -143,6 +162,7 @@ def main(argv=None):
     if before["recipe"] != a.recipe:
         raise UserError(f"{out}: is of recipe {before['recipe']}; move it away")
     known = before["families"]
+    forget_other_models(known, tasks)
     result = dict(recipe=a.recipe, command=sys.argv, device=device.type, torch=torch.__version__,
                   date=time.strftime("%Y-%m-%d"), families=known)
     print(f"{len(tasks)} folds, {sum(f'{s} {n}' in known for s, n in tasks)} of them known", flush=True)

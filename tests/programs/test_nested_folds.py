@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fusion_lab.training.files import UserError
+from fusion_lab.training.locks import hold_file, release
 from fusion_lab.training.models import save_model
 from tests.support import ROOT, require_shared
 from tiny_openfold_v2 import PROGRAM, FusionConfig, TinyOpenFoldConfig, TinyOpenFoldV2
@@ -63,10 +64,23 @@ def test_what_is_known_is_not_folded_again_and_an_error_loses_nothing(monkeypatc
     monkeypatch.setattr(nested_folds, "read_model", lambda path, program: path)
     monkeypatch.setattr(nested_folds, "predicted", lambda saved, family, seed, device: ())
     monkeypatch.setattr(nested_folds, "judged", judged)
+    monkeypatch.setattr(nested_folds, "digest", "digest of {}".format)
     known, writings = {"1 B": "kept"}, []
     with pytest.raises(UserError, match="stopped"):
         nested_folds.fold_all(tasks, families, known, 1, None, lambda: writings.append(set(known)))
-    assert known["1 B"] == "kept" and writings[-1] == {"1 B", "2 B", "1 C", "2 C"}
+    assert known["1 B"] == "kept" and known["2 B"]["model"] == "digest of model"
+    assert writings[-1] == {"1 B", "2 B", "1 C", "2 C"}
+
+
+def test_what_another_model_folded_is_not_known(tmp_path):
+    models = {(1, name): tmp_path / name for name in "ABC"}
+    for path in models.values():
+        path.write_text("weights")
+    known = {f"1 {name}": dict(model=nested_folds.digest(models[1, "A"])) for name in "AB"} | {"2 B": {}}
+    (tmp_path / "B").write_text("other weights")
+    nested_folds.digest.cache_clear()
+    nested_folds.forget_other_models(known, models)
+    assert [*known] == ["1 A", "2 B"]
 
 
 def test_the_table_is_of_families_not_of_folds():
@@ -94,3 +108,9 @@ def test_a_family_is_folded_and_a_second_call_knows_it(tmp_path):
         outputs.append(json.loads((tmp_path / "folds.json").read_text()))
     assert outputs[0]["families"] == outputs[1]["families"] and outputs[0]["table"] == outputs[1]["table"]
     assert outputs[0]["table"]["families"]["TM-score"][0] == outputs[0]["families"]["1 5COY_A"]["tm_score"]
+    hold_file(tmp_path / "folds.json")
+    try:
+        done = subprocess.run(program, text=True, capture_output=True, check=False)
+    finally:
+        release()
+    assert done.returncode == 2 and "another call is writing it" in done.stderr, done.stderr
