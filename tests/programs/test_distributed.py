@@ -211,9 +211,11 @@ def test_torchrun_starts_it_and_hands_on_a_signal_and_one_process_continues(tmp_
 
 
 @pytest.mark.gpu
-def test_two_gpus_do_what_one_does():
+@pytest.mark.parametrize("cases", ["float32 graphs masters shards", "compiled both", "everything",
+                                   "shards_of_masters", "float16"])  # each compiles twice, or not at all
+def test_two_gpus_do_what_one_does(cases):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    done = subprocess.run([*TORCHRUN, RANKS, "same"], capture_output=True, text=True,
+    done = subprocess.run([*TORCHRUN, RANKS, "same", *cases.split()], capture_output=True, text=True,
                           timeout=2 * PATIENCE, check=False)
     assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
