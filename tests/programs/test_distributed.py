@@ -216,6 +216,6 @@ def test_torchrun_starts_it_and_hands_on_a_signal_and_one_process_continues(tmp_
 def test_two_gpus_do_what_one_does(cases):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    done = subprocess.run([*TORCHRUN, "--standalone", RANKS, "same", *cases.split()], capture_output=True, text=True,
-                          timeout=2 * PATIENCE, check=False)
+    done = subprocess.run([*TORCHRUN, "--standalone", RANKS, "same", *cases.split()], capture_output=True,
+                          text=True, timeout=2 * PATIENCE, check=False)
     assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
