@@ -19,6 +19,7 @@ from tests.rocm.fake_rocm.machine import (
     recorded,
     run_of,
     start,
+    start_script,
 )
 
 
@@ -71,7 +72,7 @@ def results(workplace):
 @everywhere
 def test_all_profilers(generation, machine, pytorch_profiler, tmp_path):
     workplace = machine(generation, PYTORCH_PROFILER_SCRIPT=pytorch_profiler)
-    done = start("run_all_profilers.sh", "--quick", *ODD_FLAGS)
+    done = start_script("run_all_profilers.sh", "--quick", *ODD_FLAGS)
     assert done.returncode == 0, done.stdout + done.stderr
     rows, page, directory = results(workplace)
     assert rows == dict.fromkeys(("pytorch", "rocprofv3", "rocprof-sys", "rocprof-compute"), "PASS")
