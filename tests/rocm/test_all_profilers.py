@@ -139,7 +139,8 @@ def test_interrupting_all_profilers(machine):
 
 @pytest.mark.slow
 def test_quick_on_a_machine_without_rocm(machine):
-    workplace = machine(None, TINYOPENFOLD_SCRIPT="", PYTHONPATH="", KFD_DEVICE="/nonexistent",
+    """Its PyTorch session is the real one; AMD's wrappers ask the stand-in, which knows no GPU either."""
+    workplace = machine(None, FAKE_HIP="", PYTHONPATH="", KFD_DEVICE="/nonexistent",
                         PYTORCH_PROFILER_SCRIPT="", PYTHONPYCACHEPREFIX="")
     done = start("run_all_profilers.sh", "--quick", *TINY)
     rows, page, _ = results(workplace)
