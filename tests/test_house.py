@@ -106,7 +106,7 @@ def test_amd_wrappers_need_neither_torch_nor_numpy():
     names = [name for name in modules() if any(within(name, package) for package in STANDARD_LIBRARY_ONLY)]
     code = (f"import sys; sys.modules.update(torch=None, numpy=None, tqdm=None); import importlib; "
             f"[importlib.import_module(name) for name in {[*names, 'profile_summary']!r}]")
-    done = run([sys.executable, "-c", code], ROOT)
+    done = run([sys.executable, "-S", "-c", code], ROOT)
     assert done.returncode == 0 and len(names) > 4, done.stderr
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fusion_lab.measuring import accuracy
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import saved_activations
 from fusion_lab.training import checkpoints
@@ -381,6 +382,26 @@ def test_averaged_weights_are_those_to_design_with(tmp_path):
     other = PROGRAM.model(settings.having(neighbors=7, dropout=0.2, seq_len=99).model, settings.fusion)
     with pytest.raises(UserError, match="for another model; to use it, pass --neighbors 5$"):  # in no shape
         designs.load_weights(other, tmp_path / "run.pt")
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_the_message_kernel_changes_nothing(monkeypatch):
+    """Encoder and decoder, forward and all gradients, edges projected together and each by itself."""
+    kernels = pytest.importorskip("companions.kernels.dispatch", reason="this companion was deleted")
+    monkeypatch.setattr(kernels, "hears", lambda edges: True)  # on the CPU, in the interpreter
+    plain = PROGRAM.settings(**{**SMALL, "seq_len": 8})
+    kernel = plain.having(enable_message_kernel=True)
+    batch, found = PROGRAM.check_batch(plain, CPU), []
+    for settings in (plain, kernel, kernel.having(enable_edge_fusion=False, enable_split_fusion=False)):
+        trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+        accuracy.shake(PROGRAM, trainer.model)
+        found.append(accuracy.results_and_gradients(trainer, batch))
+    for name, expected in found[0].items():
+        scale = max(expected.abs().max().item(), 1e-2)
+        for other in found[1:]:
+            assert (other[name] - expected).abs().max() < 2e-5 * scale, name
+    assert not torch.equal(found[0]["log_probs"], found[1]["log_probs"])  # another order of sums
 
 
 @pytest.mark.slow

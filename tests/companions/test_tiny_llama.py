@@ -12,6 +12,7 @@ from tests.support import ROOT, require_shared, run_program
 
 pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions import text
+from companions.kernels import dispatch
 from fusion_lab.kernels.library.chunked_loss import ChunkedLoss
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.measuring import accuracy
@@ -362,6 +363,58 @@ def test_where_the_pointwise_kernel_cannot_run_the_other_paths_do(reference):
         fusion = llama.LlamaSwitches(enable_pointwise_kernel=True, enable_qkv_fusion=on,
                                      enable_swiglu_fusion=on)
         assert max(errors(reference, fusion)) < 1e-12
+
+
+BOTH = {"swiglu", "rotary"}
+VARIANTS = {"packed": ({}, BOTH), "plain attention": (dict(enable_flash_attention=False), BOTH),
+            "checkpoints": (dict(enable_activation_checkpointing=True), BOTH),
+            "SwiGLU alone": (dict(enable_qkv_fusion=False), {"swiglu"}),
+            "rotary alone": (dict(enable_swiglu_fusion=False), {"rotary"})}
+
+
+def results(**switches):
+    """Outputs and all gradients, of a sequence shorter than the model was made for."""
+    settings = PROGRAM.settings(**{**SIZES, "intermediate_size": 40}, seq_len=16, batch_size=2, **switches)
+    trainer = PROGRAM.trainer(PROGRAM, settings, CPU)
+    accuracy.shake(PROGRAM, trainer.model)
+    batch = {name: x[:, :11] for name, x in PROGRAM.check_batch(settings, CPU).items()}
+    return accuracy.results_and_gradients(trainer, batch)
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_pointwise_kernel_changes_nothing(variant, monkeypatch):
+    gated_rotary = pytest.importorskip("companions.kernels.gated_rotary")  # needs Triton
+    called, (switches, expected_calls) = set(), VARIANTS[variant]
+    monkeypatch.setattr(dispatch, "takes_elements", lambda x: True)  # on the CPU, in the interpreter
+    for name in BOTH:
+        real = getattr(gated_rotary, name)
+        monkeypatch.setattr(gated_rotary, name, lambda *given, name=name, real=real: (
+            called.add(name) or real(*given)))
+    plain = results()
+    assert not called
+    ours = results(enable_pointwise_kernel=True, **switches)
+    assert called == expected_calls
+    for name, expected in plain.items():
+        scale = max(expected.abs().max().item(), 1e-2)
+        assert (ours[name] - expected).abs().max() < 2e-5 * scale, name
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_a_block_with_the_pointwise_kernel_compiles_in_one_piece(monkeypatch):
+    monkeypatch.setattr(dispatch, "takes_elements", lambda x: True)
+    settings = PROGRAM.settings(**{**SIZES, "num_layers": 1}, enable_pointwise_kernel=True)
+    model = PROGRAM.model(settings.model, settings.fusion)
+    block, x, angles = model.model.layers[0], torch.randn(2, 11, 32), model.angles[:, :11].float()
+    found = []
+    for run in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        given = x.clone().requires_grad_()
+        out = run(given, angles)
+        found.append([out, *torch.autograd.grad(out.sum(), [given, *block.parameters()])])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
 
 
 def test_angles_are_rounded_to_float32_at_most():

@@ -1,5 +1,4 @@
 """Which implementation and dtype is chosen, and what is handed to kernels: by recorders in their place."""
-import os
 import sys
 from types import SimpleNamespace
 
@@ -11,8 +10,6 @@ from torch.nn.attention import SDPBackend
 
 from fusion_lab.kernels import dispatch, limits, precision
 from fusion_lab.kernels.library import attention_choice
-from fusion_lab.training import files, recipe
-from fusion_lab.training.checkpoints import OF_A_SESSION
 
 try:
     from companions.kernels import dispatch as of_companions
@@ -33,7 +30,8 @@ def test_dtype_of_amp(asked, device, found):
 
 def test_widths_that_kernels_take():
     for width in range(1, 300):
-        assert limits.takes("enable_triton_triangle", width) is (width in (16, 32, 64, 128, 256))
+        for name in ("triangle", "relu"):
+            assert limits.takes(f"enable_triton_{name}", width) is (width in (16, 32, 64, 128, 256))
         assert limits.takes_layer(width, 64) is (width in (16, 32, 64, 128))
         assert limits.takes("enable_triton_attention", width) is (width <= 128)
         for name in ("outer_layout", "weight_gradients"):
@@ -102,6 +100,10 @@ def test_what_flex_attention_is_given(monkeypatch):
         options = calls.pop()[3]
         assert options["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True)
         assert (options["score_mod"] is None) is (not biased)
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # where no tiles were measured
+    x = torch.zeros(1, 2, 1, 3, 32, dtype=torch.bfloat16)
+    attention_choice.flex_attend(x, x, x, torch.zeros(1, 1, 3, 3))
+    assert calls.pop()[3]["kernel_options"] == dict(FORCE_USE_FLEX_ATTENTION=True)
 
 
 def test_the_start_up_line_on_amd(monkeypatch):
@@ -219,6 +221,13 @@ def test_which_sub_layers_are_given_to_kernels(ask, fits, does_not, monkeypatch)
     for module in (attention_choice, dispatch):
         monkeypatch.setattr(module, "HAS_TRITON", False)
     assert not any(ask(there(*shape)) for shape in fits)
+
+
+def test_autocast_says_in_which_precision_a_kernel_runs(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", {"cuda": torch.float16}.get)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    assert dispatch.fits(there(2, 128, dtype=torch.float32))
 
 
 def test_which_projections_stay_with_the_library():
@@ -363,28 +372,3 @@ def test_messages_are_flat(handed):
     is_given(given[1], edges.view(6, 5, 1) * layer.weight[0], layer.bias)
     assert of_companions.linear_gelu_sum(edges, layer, mask).shape == own.shape
     is_given(given[2], edges.view(6, 5, 1) * layer.weight[0], layer.bias, mask.view(6, 5))
-
-
-# --- Small things of training -----------------------------------------------------------------------------
-
-
-def test_the_rate_stays_at_its_end():
-    training = SimpleNamespace(learning_rate=1.0, lr_warmup_steps=2, num_steps=4, lr_schedule="linear")
-    assert [recipe.learning_rate(training, step) for step in range(7)] == [0.5, 1, 1, 0.5, 0, 0, 0]
-    assert recipe.learning_rate(SimpleNamespace(**{**vars(training), "num_steps": 3}), 3) == 0.0
-
-
-def test_what_a_continuation_may_change_without_a_word():
-    assert set(OF_A_SESSION) == {
-        "num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every", "save_best",
-        "early_stopping", "resume", "init_from", "device", "collective_timeout", "sequence_parallel",
-        "shard_optimizer"}
-
-
-def test_writing_leaves_the_mask_of_permissions_alone(tmp_path):
-    before = os.umask(0o27)
-    try:
-        files.write_text(tmp_path / "x", "x")
-        assert os.umask(0o27) == 0o27 and (tmp_path / "x").stat().st_mode & 0o777 == 0o640
-    finally:
-        os.umask(before)

@@ -1,4 +1,4 @@
-"""Which sub-layers Triton runs, and with which tile sizes: what wins, what is kept, what is looked up."""
+"""With which tile sizes kernels run: what wins, what is kept, what is looked up; --retune."""
 import dataclasses
 import json
 import pathlib
@@ -12,12 +12,7 @@ from triton import CompilationError
 from triton.runtime.errors import OutOfResources
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import dispatch as lab
-from fusion_lab.kernels import limits, precision, tuner
-from fusion_lab.kernels.attention import operator as attention_operator
-from fusion_lab.kernels.library import attention_choice
-from fusion_lab.kernels.transition import layer as transition_layers
-from fusion_lab.kernels.triangle_multiplication import operator as triangle_operator
+from fusion_lab.kernels import tuner
 from fusion_lab.measuring import retune
 from fusion_lab.training.files import UserError
 
@@ -146,73 +141,6 @@ def test_winners_are_forgotten_where_retuning_fails(monkeypatch, tmp_path):
     with pytest.raises(ZeroDivisionError), tuner.retuning():
         raise ZeroDivisionError
     assert tuner.found is None and not (tmp_path / "gpu.json").exists()
-
-
-# --- What the kernels take ------------------------------------------------------------------------------
-
-
-def on_gpu(*shape, dtype=torch.bfloat16):
-    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=shape, device=SimpleNamespace(type="cuda"))
-
-
-@pytest.mark.parametrize("x, fits, attends", [
-    (on_gpu(2, 3, 128), True, True), (on_gpu(2, 3, 256), True, True), (on_gpu(2, 3, 512), False, True),
-    (on_gpu(2, 3, 516), False, False), (on_gpu(2, 3, 96), False, True), (on_gpu(2, 3, 16), True, True),
-    (on_gpu(2, 3, 8), False, True), (on_gpu(128, 2, 9), False, True),
-    (on_gpu(2, 128, dtype=torch.float16), True, True), (on_gpu(2, 128, dtype=torch.float32), False, False),
-    (torch.empty(2, 128, dtype=torch.bfloat16), False, False)])
-def test_what_has_a_kernel(x, fits, attends, monkeypatch):
-    """With four heads, of 128 channels at most; a position has 16 to 256 channels, a power of two."""
-    monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: False)
-    for module in (lab, attention_choice):
-        monkeypatch.setattr(module, "HAS_TRITON", True)
-    assert (lab.fits(x), lab.takes_attention(x, 4)) == (fits, attends)
-    for module in (lab, attention_choice):
-        monkeypatch.setattr(module, "HAS_TRITON", False)
-    assert not lab.fits(x) and not lab.takes_attention(x, 4)
-
-
-@pytest.mark.parametrize("channels, heads, whole, bias", [
-    (128, 64, True, True), (128, 128, False, False), (256, 8, False, True), (512, 8, False, False)])
-def test_whose_projections_have_a_kernel(channels, heads, whole, bias, monkeypatch):
-    monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: False)
-    for module in (lab, attention_choice):
-        monkeypatch.setattr(module, "HAS_TRITON", True)
-    x = on_gpu(2, 3, channels)
-    assert (lab.takes_attention_layer(x, heads), lab.takes_head_bias(x, heads)) == (whole, bias)
-    assert lab.projections_by_library(MSA=(channels, heads), pair=(64, 4)) == (
-        "" if whole else "; MSA: projections by the library")
-
-
-def test_autocast_says_in_which_precision_a_kernel_runs(monkeypatch):
-    monkeypatch.setattr(precision.torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-    monkeypatch.setattr(precision.torch, "get_autocast_dtype", {"cuda": torch.float16}.get)
-    monkeypatch.setattr(lab, "HAS_TRITON", True)
-    assert lab.fits(on_gpu(2, 128, dtype=torch.float32))
-
-
-def test_widths_of_a_switch():
-    widths = (8, 16, 32, 48, 64, 96, 128, 256, 512)
-    assert [w for w in widths if limits.takes("enable_triton_relu", w)] == [16, 32, 64, 128, 256]
-    assert [w for w in widths if limits.takes("enable_triton_attention", w)] == list(widths[:7])
-
-
-def test_modules_are_handed_to_their_kernels_in_order(monkeypatch):
-    def told(*arguments):
-        return arguments
-    module = SimpleNamespace
-    norm, first, second = module(weight="nw", bias="nb", eps="e"), module(weight="1w", bias="1b"), \
-        module(weight="2w", bias="2b")
-    for place, name in ((transition_layers, "transition_layer"), (attention_operator, "gated_attention"),
-                        (triangle_operator, "triangle_multiplication")):
-        monkeypatch.setattr(place, name, told)
-    assert lab.transition_layer("x", norm, first, second, "r", False) == (
-        "x", "nw", "nb", "1w", "1b", "2w", "2b", "e", "r", False)
-    assert lab.gated_attention("p", 4, 1, "b", "k", "g") == ("p", 4, 1, "b", "k", "g")
-    center, output, gate = (module(weight=f"{n}w", bias=f"{n}b") for n in "cog")
-    assert lab.triangle_multiplication("x", norm, "w", "b", center, output, gate, "m", True, "r", "d",
-                                       "again") == (
-        "x", "nw", "nb", "w", "b", "cw", "cb", "ow", "ob", "gw", "gb", "m", True, "e", "r", "d", "again")
 
 
 # --- --retune -------------------------------------------------------------------------------------------

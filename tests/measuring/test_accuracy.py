@@ -161,21 +161,6 @@ def test_shaken_weights_differ_from_those_of_an_initialised_model():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_a_fused_path_without_its_row_mask_is_caught(monkeypatch):
-    """Columns of the MSA are the only attention without a bias, and its keys are the rows."""
-    attend = tof.attend
-
-    def no_row_mask(q, k, v, bias=None, key_mask=None, backend="auto"):
-        return attend(q, k, v, bias, key_mask if backend == "math" or bias is not None else None, backend)
-
-    settings = tof.PROGRAM.settings(**tof.PROGRAM.tiny, msa_dim=16, pair_dim=16, outer_product_dim=4,
-                                    batch_size=2, dropout=0.2)  # which is off: no three runs draw alike
-    assert accuracy.compare_numerics(tof.PROGRAM, settings, CPU)[1] == []
-    monkeypatch.setattr(tof, "attend", no_row_mask)
-    lines = accuracy.compare_numerics(tof.PROGRAM, settings, CPU)[1]
-    assert any(line.startswith("msa_repr: ") for line in lines)
-
-
 # What is printed and written
 
 

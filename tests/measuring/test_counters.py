@@ -2,7 +2,6 @@
 import ctypes
 import itertools
 import json
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,7 +25,6 @@ from fusion_lab.measuring.probe import (
 from fusion_lab.measuring.ranges import Profiling, ranges
 from fusion_lab.measuring.tables import aligned, cell, markdown
 from fusion_lab.training import machine
-from fusion_lab.training.files import write_text
 from fusion_lab.training.machine import keep_freed_memory
 from fusion_lab.training.options import ProfilerConfig
 from tests.second_program import PROGRAM as SECOND
@@ -190,11 +188,6 @@ def test_kernels_of_a_gpu_are_neither_copies_nor_annotations(monkeypatch):
 def second(**values):
     settings = SECOND.settings(**{**dict(width=8, depth=2, batch_size=3, device="cpu"), **values})
     return SECOND.trainer(SECOND, settings, CPU), SECOND.open_source(settings).batch(0)
-
-
-def test_flops_of_a_step_by_hand():
-    """Two layers of two products of 3 x 8 with 8 x 32; backward takes twice as many."""
-    assert probe(*second()).flops == 3 * 2 * 2 * (2 * 3 * 8 * 32)
 
 
 class Counting:
@@ -435,14 +428,6 @@ def test_what_settings_change_for_the_process(monkeypatch, matmul):
         compiler.activation_memory_budget = 1.0
         machine.process_settings(settings, torch.device(device))
         assert (kept, matmul.allow_tf32) == expected and compiler.activation_memory_budget == 0.5
-
-
-def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
-    done, fsync, rename = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (done.append(os.fstat(handle).st_size), fsync(handle)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("renamed"), rename(*paths)))
-    write_text(tmp_path / "file", "four")
-    assert done == [4, "renamed"] and (tmp_path / "file").read_text() == "four"
 
 
 def test_tables():

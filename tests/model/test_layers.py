@@ -325,6 +325,8 @@ def test_costs_of_every_sub_layer_by_hand():
         triangle_mult_outgoing=multiplication, triangle_mult_incoming=multiplication,
         triangle_attn_starting=attention, triangle_attn_ending=attention,
         pair_transition=(10368, 2 * 432, 3 * 432), heads=(16032, None, None))
+    half = costs(tof.PROGRAM.settings(**sizes, use_amp=True))  # two bytes instead of four
+    assert all(2 * half[name].forward_bytes == found[name].forward_bytes for name in tof.SUBLAYERS)
     few = tof.PROGRAM.settings(**dict(sizes, batch_size=1, num_seqs=1, seq_len=4))  # re-associated
     assert costs(few)["outer_product_mean"].flops == 4 * 4 * 4 * 5 + 2 * 4 * 25 * 6 + 2 * 16 * 5 * 6
 

@@ -11,19 +11,6 @@ from fusion_lab.measuring.bounds.flops import REST
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.trace import analysis, attribution
 from fusion_lab.measuring.trace.analysis import SublayerTime, launch_arithmetic
-from fusion_lab.measuring.trace.attribution import (
-    StepWithoutWork,
-    amounts_in_a_step,
-    coverage,
-    kernel_entries,
-    launch_on_cpu,
-    seconds_by_sublayer,
-    short_kernels,
-    step_times,
-    sublayer_entries,
-    why_no_step_without_work,
-    write_analysis,
-)
 from fusion_lab.measuring.trace.trace import RECOMPUTE
 from fusion_lab.profiler import report
 from fusion_lab.training.distributed import ALONE
@@ -83,20 +70,20 @@ def test_launching_on_a_cpu_in_words():
 def test_the_step_without_work_is_scaled_to_as_many_operations():
     """Optimizers are left out on both sides: 3 s of forward and backward here, 1.25 there for half of it."""
     trainer = SECOND.trainer(SECOND, settings(), CPU)
-    small = StepWithoutWork(trainer)
+    small = attribution.StepWithoutWork(trainer)
     assert small.settings.get("width") == 2 and small.batch["x"].shape == (3, 2) and small.launches > 20
     small.run()
     assert small.timer.seconds().shape == (1, 3)
     small.launches, small.timer = 50, SimpleNamespace(seconds=lambda: np.array([[0.5, 0.75, 9.0]] * 3))
-    launch = launch_on_cpu(trainer, small, 100, np.array([[7.0, 1.0, 2.0, 8.0]] * 3))
+    launch = attribution.launch_on_cpu(trainer, small, 100, np.array([[7.0, 1.0, 2.0, 8.0]] * 3))
     assert (launch.step_ms, launch.host_ms, launch.verdict) == (3000.0, 2500.0, "launch-bound")
     assert "100 operations at W 2, next to no work" in launch.text
 
 
 def test_reasons_for_no_step_without_work():
     def why(device=CPU, **values):
-        return why_no_step_without_work(SimpleNamespace(program=SECOND, settings=settings(**values),
-                                                        device=device))
+        return attribution.why_no_step_without_work(
+            SimpleNamespace(program=SECOND, settings=settings(**values), device=device))
     assert why() is why(width=3) is None and why(width=2) == "these are the smallest sizes"
     assert why(GPU) == "a GPU tells how long it waits"
     assert why(enable_torch_compile=True) == "compiled code on CPU dispatches no operations"
@@ -146,13 +133,13 @@ def test_amounts_of_a_step_by_place(again, monkeypatch):
 
     monkeypatch.setattr(attribution, "ranges", ranges)
     monkeypatch.setattr(attribution.time, "perf_counter", lambda: walk.now)
-    found = amounts_in_a_step(walk, None, lambda: walk.now)
+    found = attribution.amounts_in_a_step(walk, None, lambda: walk.now)
     places = {(name, direction): 2.0 for name in "ab" for direction in ("forward", "backward")}
     if again:
         places["a", RECOMPUTE] = 2.0
     assert found == {**places, (REST, "forward"): 3.0, (REST, "backward"): 3.0 + again,
                      (REST, "optimizer"): 7.0}
-    assert seconds_by_sublayer(walk, None, 0.5, 3) == [{**found, (REST, "data"): 0.5}] * 3
+    assert attribution.seconds_by_sublayer(walk, None, 0.5, 3) == [{**found, (REST, "data"): 0.5}] * 3
 
 
 def entry(calls=1, device_us=None, host_us=0.0, launches=None, operations_us=0.0, allocated_bytes=None):
@@ -167,7 +154,8 @@ def test_entries_on_a_cpu_are_timed_without_the_profiler():
              ("up", "backward"): entry()}
     trace = SimpleNamespace(on_gpu=False, sublayer_table=lambda: table)
     seconds = {("up", "forward"): 1e-3, ("down", "backward"): 3e-3, ("absent", "forward"): 1.0}
-    entries, total = sublayer_entries(SECOND, trace, dict(up=2 * MB), {("up", "forward"): 5}, seconds)
+    entries, total = attribution.sublayer_entries(
+        SECOND, trace, dict(up=2 * MB), {("up", "forward"): 5}, seconds)
     assert total == pytest.approx(4000.0)
     assert [(e.name, e.direction) for e in entries] == [
         ("up", "forward"), ("up", "backward"), ("down", "backward"), (REST, "forward")]
@@ -185,38 +173,39 @@ def test_entries_on_a_gpu_are_of_its_kernels():
              (REST, "forward"): entry(device_us=10.0, launches=1)}
     trace = SimpleNamespace(on_gpu=True, sublayer_table=lambda: table)
     elsewhere = {("up", "forward"): 99.0}
-    (up, rest), total = sublayer_entries(SECOND, trace, {}, elsewhere, elsewhere)
+    (up, rest), total = attribution.sublayer_entries(SECOND, trace, {}, elsewhere, elsewhere)
     assert up == SublayerTime("up", "forward", 1, 30.0, 30.0, 50.0, 0.75, 4, 1.0, 0.0)
     assert (rest.share, rest.launches, rest.allocated_mb, total) == (0.25, 1, None, 40.0)
     nothing = SimpleNamespace(on_gpu=True, sublayer_table=lambda: {("up", "forward"): entry(device_us=0.0)})
-    assert sublayer_entries(SECOND, nothing, {}, {}, {})[0][0].share == 0
+    assert attribution.sublayer_entries(SECOND, nothing, {}, {}, {})[0][0].share == 0
 
 
 def test_kernels_by_kind():
     rows = [dict(name=name, kind=kind, calls=calls, self_us=us) for name, kind, calls, us in (
         ("a", "copy", 2, 30.0), ("b", "fill", 1, 50.0), ("c", "copy", 4, 20.0))]
-    kernels, kinds = kernel_entries(SimpleNamespace(kernel_table=lambda: rows))
+    kernels, kinds = attribution.kernel_entries(SimpleNamespace(kernel_table=lambda: rows))
     assert [e["share"] for e in kernels] == [0.3, 0.5, 0.2]
     assert kinds == dict(copy=dict(calls=6, self_us=50.0, share=0.5),
                          fill=dict(calls=1, self_us=50.0, share=0.5))
     nothing = SimpleNamespace(kernel_table=lambda: [dict(rows[0], self_us=0.0)])
-    assert kernel_entries(nothing)[0][0]["share"] == 0
+    assert attribution.kernel_entries(nothing)[0][0]["share"] == 0
 
 
 def test_short_kernels_are_those_below_five_microseconds():
-    assert short_kernels([1.0, 4.0, 5.0, 30.0]) == dict(limit_us=5.0, count_share=0.5, time_share=0.125)
-    assert short_kernels([]) == dict(limit_us=5.0, count_share=1.0, time_share=1.0)
+    assert attribution.short_kernels([1.0, 4.0, 5.0, 30.0]) == dict(
+        limit_us=5.0, count_share=0.5, time_share=0.125)
+    assert attribution.short_kernels([]) == dict(limit_us=5.0, count_share=1.0, time_share=1.0)
 
 
 def test_times_of_steps_in_milliseconds():
     untraced = np.array([[0.001, 0.002, 0.003, 0.004]] * 5) * np.array([[1], [2], [3], [4], [10]])
     trace = SimpleNamespace(gpu_busy=lambda: 2500.0, step_us=lambda: 50_000.0)
-    assert step_times(untraced, trace) == dict(
+    assert attribution.step_times(untraced, trace) == dict(
         untraced_ms=pytest.approx(30), p20_ms=pytest.approx(18), p80_ms=pytest.approx(52), traced_ms=50.0,
         gpu_busy_ms=2.5, phases_ms=dict(data=pytest.approx(3), forward=pytest.approx(6),
                                         backward=pytest.approx(9), optimizer=pytest.approx(12)))
     trace.gpu_busy = lambda: None
-    assert step_times(untraced, trace)["gpu_busy_ms"] is None
+    assert attribution.step_times(untraced, trace)["gpu_busy_ms"] is None
 
 
 def times(**shares):
@@ -229,7 +218,7 @@ def test_coverage_adds_up():
     entries = times(up__forward=0.5, down__backward=0.125, rest__forward=0.25)
     entries += [replace(entries[2], direction="outside steps", share=0.0625),
                 replace(entries[2], direction="launch not recorded", share=0.0625)]
-    assert coverage(entries) == dict(sublayers=0.625, rest=0.25, unattributed=0.125)
+    assert attribution.coverage(entries) == dict(sublayers=0.625, rest=0.25, unattributed=0.125)
 
 
 @pytest.mark.parametrize("steps, untraced", [(4, slice(3, None)), (3, slice(None)), (2, slice(None))])
@@ -245,14 +234,15 @@ def test_the_analysis_of_a_run_is_of_steps_after_the_profiler_s(steps, untraced,
     (tmp_path / attribution.ANALYSIS).write_text("earlier")
     profiling = SimpleNamespace(traced_steps=2, trace=str(tmp_path / "t.json"))
     found = Findings({}, 1, peak=3 * MB)
-    path = write_analysis(SimpleNamespace(device=CPU, world=ALONE), "source", found, times, profiling)
+    alone = SimpleNamespace(device=CPU, world=ALONE)
+    path = attribution.write_analysis(alone, "source", found, times, profiling)
     (_, source, _, used, trace, number), = asked
     assert used.tolist() == times[untraced].tolist() and (source, trace, number) == (
         "source", profiling.trace, min(2, steps))
     assert found.peak_memory_mb == 3.0 and len(list(tmp_path.glob("*.old-*"))) == 1
     assert json.loads(open(path).read()) == dict(x=None)
     profiling.traced_steps = 9
-    write_analysis(SimpleNamespace(device=CPU, world=ALONE), "source", found, times, profiling)
+    attribution.write_analysis(alone, "source", found, times, profiling)
     assert asked[1][5] == steps
 
 

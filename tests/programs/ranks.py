@@ -126,11 +126,11 @@ def masters_in_float64(model, *_):
 
 def equal(rank):
     """Losses and weights of several ranks are those of one process that has all their samples; a checkpoint
-    of n ranks continues on one and on n. Four ranks try everything."""
+    of n ranks continues on one and on n. Two ranks try every other case, four the rest."""
     device, world = met()
     program, path = in_dtype(torch.float64), f"{DIRECTORY[0]}/equal.pt"
     pairs = itertools.product(SOURCES, ("plain", "masters", "parts"))
-    for name, kind in [*pairs][::1 if world.size == 4 else 2]:
+    for name, kind in [*pairs][world.size // 4::2]:
         values = dict(shard_optimizer=kind == "parts", ema_decay=0.5 * (kind == "parts"))
         tof.master_weights = masters_in_float64 if kind == "masters" else master_weights.master_weights
         source = SOURCES[name](settings(batch_size=4))

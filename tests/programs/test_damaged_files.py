@@ -26,15 +26,7 @@ from fusion_lab.training.models import read_model, save_model
 from fusion_lab.training.reading import parse_json
 from proteins import files
 from proteins.files import DataError
-from tests.programs.damage import (
-    VALUES,
-    damage_database,
-    damaged_bytes,
-    damaged_csv,
-    damaged_json,
-    damaged_text,
-    with_other_value,
-)
+from tests.programs import damage
 from tests.proteins.structures import as_cif, atom, model
 from tests.rocm.fake_rocm import common
 from tests.study.study_parts import read_back, write_study
@@ -64,10 +56,10 @@ def require_protein(protein):
 
 
 def alignment(suffix, random_, place):
-    path, data = place / f"x.{suffix}", damaged_text(ALIGNMENTS[suffix].encode(), random_)
+    path, data = place / f"x.{suffix}", damage.damaged_text(ALIGNMENTS[suffix].encode(), random_)
     if random_.random() < 0.2:
         path, data = place / f"x.{suffix}.gz", gzip.compress(data)
-        data = damaged_bytes(data, random_) if random_.random() < 0.7 else data
+        data = damage.damaged_bytes(data, random_) if random_.random() < 0.7 else data
     path.write_bytes(data)
     msa = files.read_alignment(path, "row1" if random_.random() < 0.2 else None)
     assert msa.ndim == 2 and msa.size and msa.max() <= files.GAP and (msa[0] != files.GAP).all()
@@ -86,7 +78,7 @@ def structures():
 
 def structure(suffix, random_, place):
     for name, text in (("x.a3m", ALIGNMENTS["a3m"].encode()),
-                       (f"x.{suffix}", damaged_text(structures()[suffix], random_))):
+                       (f"x.{suffix}", damage.damaged_text(structures()[suffix], random_))):
         (place / name).write_bytes(text)
     require_protein(files.load_protein(place / "x.a3m", place / f"x.{suffix}",
                                        random_.choice((None, None, "A", "B"))))
@@ -122,7 +114,7 @@ def same(a, b):
 def checkpoint_bytes(random_, place):
     """What is restored from a damaged file is what was saved."""
     trainer, source, saved, whole = trained()
-    (place / "c.pt").write_bytes(damaged_bytes(whole, random_) if random_.random() < 0.8 else whole)
+    (place / "c.pt").write_bytes(damage.damaged_bytes(whole, random_) if random_.random() < 0.8 else whole)
     load_run(trainer, place / "c.pt", source)
     assert same(snapshot(trainer), saved)
 
@@ -133,7 +125,7 @@ TENSORS = (torch.zeros(3), torch.zeros(0), torch.zeros(4, dtype=torch.int64), to
 
 def checkpoint_values(random_, place):
     trainer, source, saved, _ = trained()
-    saved = with_other_value(saved, random_, VALUES + TENSORS)
+    saved = damage.with_other_value(saved, random_, damage.VALUES + TENSORS)
     torch.save(saved, place / "c.pt")
     load_run(trainer, place / "c.pt", source)
     assert all(weight.isfinite().all() for weight in trainer.weights.values())
@@ -155,7 +147,7 @@ def model_file():
 def model_bytes(random_, place):
     """What is read from a damaged file is what was saved."""
     whole = model_file()[1]
-    (place / "m.pt").write_bytes(damaged_bytes(whole, random_) if random_.random() < 0.8 else whole)
+    (place / "m.pt").write_bytes(damage.damaged_bytes(whole, random_) if random_.random() < 0.8 else whole)
     found, saved = read_model(place / "m.pt", tof.PROGRAM), model_file()[0]
     assert found.card == saved["card"]
     assert same(found.weights, {name: weight.float() for name, weight in saved["model"].items()})
@@ -163,9 +155,9 @@ def model_bytes(random_, place):
 
 def model_values(random_, place):
     whole = model_file()[0]
-    changed = with_other_value(whole, random_, VALUES + TENSORS)
+    changed = damage.with_other_value(whole, random_, damage.VALUES + TENSORS)
     if random_.random() < 0.3:  # the one part of which most values can be used
-        changed = {**whole, "card": with_other_value(whole["card"], random_)}
+        changed = {**whole, "card": damage.with_other_value(whole["card"], random_)}
     torch.save(changed, place / "m.pt")
     found = read_model(place / "m.pt", tof.PROGRAM)
     tof.TinyOpenFoldV2(found.config).load_state_dict(found.weights)
@@ -187,13 +179,13 @@ SESSION = dict(mode="pytorch_profiler", config=RUN["config"], fusion_config=RUN[
 
 
 def earlier_summary(random_, place):
-    (place / "v1.json").write_bytes(damaged_json(json.dumps(RUN), random_))
+    (place / "v1.json").write_bytes(damage.damaged_json(json.dumps(RUN), random_))
     found = summary.print_against(summary.read_summary(place / "v1.json"), RUN)
     parse_json(json.dumps(found, allow_nan=False))
 
 
 def earlier_session(random_, place):
-    (place / "fusion_analysis.json").write_bytes(damaged_json(json.dumps(SESSION), random_))
+    (place / "fusion_analysis.json").write_bytes(damage.damaged_json(json.dumps(SESSION), random_))
     comparison = report.compare_sessions(report.read_analysis(place), SESSION, place)
     report.write_lines(place / "report.md", report.comparison_lines(comparison))
     parse_json(json.dumps(comparison, allow_nan=False))
@@ -214,7 +206,7 @@ def study_file(name, random_, place):
     text = whole[name].decode()
     lines = text.split("\n") if name.endswith("jsonl") else [text]
     at = random_.randrange(len(lines) - 1) if len(lines) > 1 else 0
-    damaged = damaged_json(lines[at], random_)
+    damaged = damage.damaged_json(lines[at], random_)
     (place / name).write_bytes(b"\n".join([*(line.encode() for line in lines[:at]), damaged,
                                            *(line.encode() for line in lines[at + 1:])]))
     read_back(name, place, asked)
@@ -225,7 +217,7 @@ def metrics_file(random_, place):
     lines = [json.dumps(line) for line in [*lines, dict(step=3, evaluation={"held-out P(L/2)": 0.5})]]
     at = random_.randrange(len(lines))
     text = "\n".join([*lines[:at], "{}", *lines[at + 1:], ""]).encode()
-    (place / "metrics.jsonl").write_bytes(text.replace(b"{}", damaged_json(lines[at], random_)))
+    (place / "metrics.jsonl").write_bytes(text.replace(b"{}", damage.damaged_json(lines[at], random_)))
     metrics.cut_what_comes_again(place / "metrics.jsonl", SimpleNamespace(step_number=3, evaluated=3))
     steps, evaluations = metrics.read_metrics(place / "metrics.jsonl")
     assert all(type(line["step"]) is int and "loss" in line for line in steps)
@@ -277,11 +269,11 @@ def profiler_file(source, random_, place):
         (place / name).write_bytes(whole[name])
     chosen = place / (random_.choice(BESIDE) if random_.random() < 0.2 else random_.choice(SOURCES[source]))
     if chosen.suffix == ".db":
-        damage_database(chosen, random_)
+        damage.damage_database(chosen, random_)
+    elif chosen.suffix == ".json":
+        chosen.write_bytes(damage.damaged_json(whole[chosen.name].decode(), random_))
     else:
-        damage = damaged_json if chosen.suffix == ".json" else damaged_csv
-        text = whole[chosen.name].decode() if chosen.suffix == ".json" else whole[chosen.name]
-        chosen.write_bytes(damage(text, random_))
+        chosen.write_bytes(damage.damaged_csv(whole[chosen.name], random_))
     kernel_summary.main_figures(place)
     found = kernel_summary.load(place)
     differences = kernel_summary.differences(found, found)
@@ -298,7 +290,7 @@ ANSWER = dict(mode="check_flags", asked=None, program="p.py", summary="performan
 def profiled_program(random_, place):
     """What a program says of itself, to the wrappers of AMD's tools."""
     program = place / "p.py"
-    (place / "said").write_bytes(damaged_json(json.dumps(ANSWER), random_).replace(b"\n", b" "))
+    (place / "said").write_bytes(damage.damaged_json(json.dumps(ANSWER), random_).replace(b"\n", b" "))
     program.write_text("")
     answer = profiled.answer_in((place / "said").read_text(errors="replace"))
     found = profiled.Profiled(str(program), answer or {})

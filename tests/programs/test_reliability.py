@@ -16,7 +16,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring import summary
 from fusion_lab.measuring.comparison import rungs
 from fusion_lab.measuring.comparison.pace import Pace
-from fusion_lab.training import files, reading
+from fusion_lab.training import files
 from fusion_lab.training.checkpoints import read_checkpoint
 from fusion_lab.training.files import UserError
 from proteins.files import DataError, read_alignment, read_structure
@@ -148,20 +148,6 @@ def test_a_full_disk_is_said_in_the_systems_words(tmp_path, small_disk):
             files.write_atomically(tmp_path / "x", write)
         assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
     pyplot.close(figure)
-
-
-@pytest.mark.parametrize("text", [
-    "[" * 200_000, "[" * 51 + "]" * 51, '{"a": "\\ud800"}', "NaN", '{"a"', b"\xff\xfe{", "9" * 5000, ""])
-def test_json_that_cannot_be_used_is_a_value_error(text):
-    with pytest.raises(ValueError):
-        reading.parse_json(text)
-
-
-def test_json_that_can():
-    assert reading.parse_json('{"a": NaN}', nan=True) == {"a": None}
-    name = os.fsdecode(b"\xe9")
-    assert reading.parse_json(json.dumps([name])) == [name]
-    assert reading.parse_json("[" * 50 + "]" * 50)
 
 
 # --- Ctrl-C and kills --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics
 from fusion_lab.training import files, flags, start
 from fusion_lab.training.flags import make_parser, parse, read_settings, with_demo
-from tests.support import PATIENCE, ROOT, last_json, run_program
+from tests.support import PATIENCE, ROOT, run_program
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
          "--num-seqs 6 --seq-len 16 --batch-size 2 --warmup-steps 1 --device cpu").split()
@@ -173,12 +173,11 @@ def on_a_terminal(*flags):
 
 
 @pytest.mark.slow
-def test_people_on_a_terminal_read_a_table_and_json_on_demand(tmp_path):
+def test_people_on_a_terminal_read_a_table(tmp_path):
+    """And JSON on demand, by test_summary.py."""
     code, out = on_a_terminal(*SMALL, "--num-steps", 1, "--profile-dir", tmp_path / "a")
     assert code == 0 and "loading PyTorch" in out and "{" not in out
     assert out.strip().splitlines()[-1] == f"Results: {tmp_path / 'a' / 'performance_summary_v2.json'}"
-    code, out = on_a_terminal(*SMALL, "--num-steps", 1, "--json", "--profile-dir", tmp_path / "b")
-    assert code == 0 and last_json(out)["version"] == "v2_fused"
 
 
 @pytest.mark.slow

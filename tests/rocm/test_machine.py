@@ -8,8 +8,8 @@ import pytest
 
 from fusion_lab.rocm import machine as rocm_machine
 from fusion_lab.rocm import preflight
-from fusion_lab.rocm.machine import options_in
-from tests.rocm.fake_rocm.machine import FAKES, WRAPPERS, manifest, start
+from fusion_lab.rocm.machine import Tool, options_in
+from tests.rocm.fake_rocm.machine import FAKES, WRAPPERS, manifest, start, start_script
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_an_environment_with_wheels_needs_no_activation(script, tool, environmen
     """Its tool is taken although another ROCm is on PATH, its release is known, and nothing is warned of."""
     workplace = machine("7.0", PYTHON=str(environment / "bin" / "python"), PYTHONPATH="",
                         FAKE_HIP="7.14.1", TINYOPENFOLD_SCRIPT=str(environment / "trainer.py"))
-    done = start(script, "-o", "x")
+    done = start_script(script, "-o", "x")
     assert done.returncode == 0, done.stdout + done.stderr
     record = manifest(workplace / "x")
     assert (record["tool"], record["rocm"]) == (str(environment / "bin" / tool), "7.14")
@@ -58,12 +58,16 @@ def test_wheels_without_console_scripts_and_of_another_python(environment, machi
     assert rocm_machine.find_tool("no-such-tool").path is None
 
 
-def test_a_console_script_is_of_the_wheels_beside_it(environment):
-    torch = {"hip": "7.14.1", "path": str(next(environment.glob("lib/*/site-packages/torch/__init__.py")))}
-    ours, system = (rocm_machine.Tool("rocprofv3", path, rocm="7.14")
-                    for path in (str(environment / "bin" / "rocprofv3"), "/opt/rocm/bin/rocprofv3"))
-    assert not list(preflight.mismatch_warnings(ours, torch))
-    warning, = preflight.mismatch_warnings(system, torch)
+def test_only_a_tool_from_elsewhere_is_a_second_rocm(environment):
+    """Not one inside a wheel beside torch, nor a console script of such a wheel."""
+    torch_file = next(environment.glob("lib/*/site-packages/torch/__init__.py"))
+    torch = {"hip": "7.14.1", "path": str(torch_file)}
+    script, inside, system = (
+        list(preflight.mismatch_warnings(Tool("rocprofv3", f"{place}/rocprofv3", rocm="7.14"), torch))
+        for place in (environment / "bin", torch_file.parents[1] / "_rocm_sdk_core/bin", "/opt/rocm/bin"))
+    assert script == inside == []
+    warning, = system
+    assert "torch has its ROCm from pip wheels" in warning and "PYTHON=venv/bin/python" in warning
     assert "packages of the system" in warning and "rocm-sdk" not in warning  # which needs rocm[devel]
 
 

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from fusion_lab.rocm import machine as rocm_machine
-from fusion_lab.rocm import session, wrappers
-from tests.rocm.fake_rocm.machine import RELEASES, WRAPPERS
+from fusion_lab.rocm import wrappers
+from tests.rocm.fake_rocm.machine import RELEASES, WRAPPERS, start
 from tests.support import complaint
 
 SCRIPTS = {"rocprofv3": "run_rocprofv3.sh", "rocprof-sys": "run_rocprof_sys.sh",
@@ -64,14 +64,16 @@ def interrupted_when(exists):
         thread.join()
 
 
-USUAL = ("10.1",)  # the others are slow
+USUAL = "10.1"
+BY_RELEASE = ("fine", "program crash", "no data", "no counters")  # what depends on it
 
 
-@pytest.mark.parametrize("outcome", OUTCOMES)
-@pytest.mark.parametrize("release", [pytest.param(release, marks=[] if release in USUAL else pytest.mark.slow)
-                                     for release in RELEASES])
+@pytest.mark.parametrize("release, outcome", [
+    *((USUAL, outcome) for outcome in OUTCOMES),
+    *(pytest.param(release, outcome, marks=pytest.mark.slow) for release in RELEASES if release != USUAL
+      for outcome in BY_RELEASE)])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch, capsys):
+def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch):
     environment, arguments, code, words = OUTCOMES[outcome](name, release)
     workplace = machine(release, **environment)
     if outcome == "tool missing":
@@ -79,13 +81,13 @@ def test_outcome(name, release, outcome, machine, tmp_path, monkeypatch, capsys)
     if outcome == "time limit":
         monkeypatch.setattr(wrappers.WRAPPERS[name], "timeout", 0.3)
     with interrupted_when(lambda: outcome == "interrupted" and (tmp_path / "record").exists()):
-        assert session.main(wrappers.WRAPPERS[name], ["-o", "out", *arguments]) == code
-    said, error = capsys.readouterr()
-    error = complaint(error)
+        done = start(SCRIPTS[name], "-o", "out", *arguments)
+    error = complaint(done.stderr)
+    assert done.returncode == code, done.stdout + done.stderr
     started = (workplace / "out").exists()
     assert started == (code not in (2, 3))
     if code == 0:
-        assert not error and f"{SCRIPTS[name]}: done in" in said
+        assert not error and f"{SCRIPTS[name]}: done in" in done.stdout
     else:
         assert error.startswith(f"{SCRIPTS[name]}: ") and words in error, error
         assert "Traceback" not in error and len(error.splitlines()) == 1 or code == 3

@@ -45,16 +45,6 @@ def test_every_problem_of_every_tool_at_once(machine, gpu):
     assert done.stdout.count("cannot profile here") == 3
 
 
-def test_rocm_from_wheels_under_a_tool_from_packages(machine, tmp_path):
-    torch = {"hip": "7.14.1", "path": str(tmp_path / "site" / "torch" / "__init__.py")}
-    (tmp_path / "site" / "_rocm_sdk_core").mkdir(parents=True)
-    tool = rocm_machine.Tool("rocprofv3", "/opt/rocm/bin/rocprofv3", rocm="7.14")
-    warning, = preflight.mismatch_warnings(tool, torch)
-    assert "torch has its ROCm from pip wheels" in warning and "PYTHON=venv/bin/python" in warning
-    inside = rocm_machine.Tool("rocprofv3", str(tmp_path / "site" / "_rocm_sdk_core" / "bin" / "rocprofv3"))
-    assert not list(preflight.mismatch_warnings(inside, torch))
-
-
 @pytest.mark.parametrize("script, release, version, code", [
     ("run_rocprof_compute.sh", "7.2", 110000, 1), ("run_rocprof_compute.sh", "7.2", 110501, 1),
     ("run_rocprof_compute.sh", "7.13", 110501, 0), ("run_rocprof_compute.sh", "7.13", 110500, 1),

@@ -113,13 +113,6 @@ def test_interrupted_profile_is_flushed_and_summarised(number, machine):
     assert summary["launches"] == 1663 and summary["launches_per_step"] is None  # nobody knows the steps
 
 
-@pytest.mark.parametrize("script", ["run_rocprof_sys.sh", "run_rocprof_compute.sh"])
-def test_interrupt(script, machine):
-    code, out, _ = interrupt(script, signal.SIGINT, machine)
-    assert code == 130 and manifest(out)["status"] == "interrupted"
-    assert "sys" not in script or list(out.glob("perfetto-trace-*.proto"))
-
-
 def test_reader_of_the_output_goes_away(machine):
     workplace = machine("7.0")
     command = f"{shlex.quote(str(ROOT / 'run_rocprofv3.sh'))} -o out | head -1; exit ${{PIPESTATUS[0]}}"

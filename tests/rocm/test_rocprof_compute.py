@@ -203,16 +203,6 @@ def test_rocprof_compute_reports_are_set_aside(machine):
     assert len(list(out.glob("dispatch_12.txt.old-*"))) == 1 and len(list(out.glob("analysis.old-*"))) == 2
 
 
-def test_rocprof_compute_spelling_follows_the_installed_tool(machine):
-    machine("next")
-    argv = [command.argv for command in wrapper("rocprof-compute").commands()]
-    assert argv[1][4:7] == ["--roofline", "--roofline-device", "0"]
-    assert start("run_rocprof_compute.sh").returncode == 0
-    machine("10.1")  # the word --roofline-data-type or prose in its help must not mislead
-    argv = [command.argv for command in wrapper("rocprof-compute", "--device", "2").commands()]
-    assert argv[1][4:7] == ["--roof-only", "--device", "2"]
-
-
 @everywhere
 def test_rocprof_compute_into_a_directory_with_an_old_workload(generation, machine):
     """With --force; a release refuses, or mixes the old files in. A wrapper does neither."""

@@ -14,11 +14,11 @@ from tests.rocm.fake_rocm.machine import (
     FAKES,
     GENERATIONS,
     ODD_FLAGS,
-    ROOT,
     WRAPPERS,
     manifest,
     recorded,
     start,
+    start_script,
     wrapper,
 )
 from tests.support import complaint
@@ -33,7 +33,7 @@ every_wrapper = pytest.mark.parametrize("script", WRAPPERS)
 @every_wrapper
 def test_session(script, generation, machine, tmp_path):
     workplace = machine(generation)
-    done = start(script, "-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs")
+    done = start_script(script, "-o", "out put", *ODD_FLAGS, "--num-steps", "4", "--", "-o", "theirs")
     assert done.returncode == 0, done.stdout + done.stderr
     runs = recorded(tmp_path)
     flags = [*ODD_FLAGS, "--num-steps", "4", "-o", "theirs"]
@@ -120,9 +120,8 @@ def test_failing_program(script, behaviour, words, machine):
     ("run_rocprof_sys.sh", "bindings", 3, "rocprof-sys-sample"),
     ("run_rocprof_compute.sh", "packages", 3, "pip install 'pandas<3' -r"),
 ])
-@everywhere
-def test_broken_tool(script, trap, code, words, generation, machine):
-    machine(generation, FAKE_FAIL=trap)
+def test_broken_tool(script, trap, code, words, machine):
+    machine("7.0", FAKE_FAIL=trap)
     done = start(script)
     assert done.returncode == code and words in done.stderr, done.stderr
     if code == 3:  # found by the preflight; without it, by reading the log
@@ -215,16 +214,6 @@ def test_the_real_program_judges_its_flags(machine, monkeypatch):
     assert shown.returncode == 0 and "not judged" not in shown.stdout and not list(workplace.iterdir())
 
 
-def test_no_module_needs_torch_or_numpy():
-    code = ("import pathlib, sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-            "import importlib\n"
-            "for file in sorted(pathlib.Path('fusion_lab/rocm').glob('*.py')):\n"
-            "    importlib.import_module(f'fusion_lab.rocm.{file.stem}')\n"
-            "import profile_summary; print('all of them')")
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "all of them\n", done.stderr
-
-
 @every_wrapper
 def test_no_gpu(script, machine):
     machine("7.0", KFD_DEVICE="/nonexistent/kfd", FAKE_GPUS="0")
@@ -262,7 +251,7 @@ def test_rocm_of_torch_against_rocm_of_the_tool_and_stale_variables(machine):
 
 def test_python_that_cannot_run_the_wrappers(machine):
     machine(None, PYTHON="/nonexistent/python")
-    done = start("run_rocprofv3.sh", "--dry-run")
+    done = start_script("run_rocprofv3.sh", "--dry-run")
     assert done.returncode == 3 and "set PYTHON" in done.stderr
 
 
@@ -272,8 +261,8 @@ def test_python_without_torch(script, machine, tmp_path):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -IS "$@"\n')
     bare.chmod(0o755)
     machine(None, PYTHON=str(bare))
-    assert start(script, "--help").returncode == 0
-    done = start(script, "--num-steps", "3")
+    assert start_script(script, "--help").returncode == 0
+    done = start_script(script, "--num-steps", "3")
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "lacks torch, numpy" in done.stderr
 
 

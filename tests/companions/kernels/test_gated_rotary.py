@@ -1,19 +1,15 @@
 """SwiGLU and rotary positions of packed projections: numbers, derivatives and mutants, in Triton's
-interpreter; and TinyLlama with them."""
+interpreter."""
 
 import pytest
 import torch
 
 from tests.kernels.rule import in_dtypes, mutant, violations
-from tests.support import ROOT
 
 pytest.importorskip("companions.kernels", reason="this companion was deleted")
-from companions.kernels import dispatch as kernels
 from companions.kernels import gated_rotary
-from fusion_lab.measuring.accuracy import results_and_gradients, shake
-from fusion_lab.training.program import load_program
 
-pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow, pytest.mark.full]
 
 CASES = {  # rows and channels F; or B, S, heads H and G, width D
     "odd": ("swiglu", (2, 3), 77), "two tiles": ("swiglu", (3,), 1100), "one channel": ("swiglu", (5,), 1),
@@ -58,6 +54,7 @@ def problem(dtype, function, *sizes, module=gated_rotary):
             [torch.randn(B, S, (H + 2 * G) * D).to(dtype)])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_forward_and_gradients(case, dtype):
     assert not violations(*problem(dtype, *CASES[case]))
@@ -144,67 +141,7 @@ def test_second_derivatives_are_refused(case):
         gradient.sum().backward()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [SWIGLU, GROUPED])
 def test_compiles_in_one_piece(case):
     ours, plain, tensors = problem(torch.float32, *CASES[case])
     assert not violations(torch.compile(ours, fullgraph=True, backend="aot_eager"), plain, tensors)
-
-
-@pytest.fixture
-def program(monkeypatch):
-    file = ROOT / "companions" / "tiny_llama.py"
-    if not file.exists():
-        pytest.skip("this companion was deleted")
-    monkeypatch.setattr(kernels, "takes_elements", lambda x: True)  # on the CPU, in the interpreter
-    return load_program(file)
-
-
-def found(program, **switches):
-    """Outputs and all gradients."""
-    settings = program.settings(hidden_size=32, intermediate_size=40, num_layers=2, num_heads=4,
-                                num_kv_heads=2, seq_len=16, batch_size=2, **switches)
-    trainer = program.trainer(program, settings, torch.device("cpu"))
-    shake(program, trainer.model)
-    batch = {name: x[:, :11] for name, x in program.check_batch(settings, torch.device("cpu")).items()}
-    return results_and_gradients(trainer, batch)
-
-
-BOTH = {"swiglu", "rotary"}
-VARIANTS = {"packed": ({}, BOTH), "plain attention": (dict(enable_flash_attention=False), BOTH),
-            "checkpoints": (dict(enable_activation_checkpointing=True), BOTH),
-            "SwiGLU alone": (dict(enable_qkv_fusion=False), {"swiglu"}),
-            "rotary alone": (dict(enable_swiglu_fusion=False), {"rotary"})}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tiny_llama_with_the_kernels_is_tiny_llama(program, variant, monkeypatch):
-    """Of a sequence shorter than the model was made for."""
-    called, (switches, expected_calls) = set(), VARIANTS[variant]
-    for name in BOTH:
-        real = getattr(gated_rotary, name)
-        monkeypatch.setattr(gated_rotary, name, lambda *given, name=name, real=real: (
-            called.add(name) or real(*given)))
-    plain = found(program)
-    assert not called
-    ours = found(program, enable_pointwise_kernel=True, **switches)
-    assert called == expected_calls
-    for name, expected in plain.items():
-        scale = max(expected.abs().max().item(), 1e-2)
-        assert (ours[name] - expected).abs().max() < 2e-5 * scale, name
-
-
-@pytest.mark.slow
-def test_a_block_compiles_in_one_piece(program):
-    settings = program.settings(hidden_size=32, num_heads=4, num_kv_heads=2, num_layers=1,
-                                enable_pointwise_kernel=True)
-    model = program.model(settings.model, settings.fusion)
-    block, x, angles = model.model.layers[0], torch.randn(2, 11, 32), model.angles[:, :11].float()
-    results = []
-    for run in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        given = x.clone().requires_grad_()
-        out = run(given, angles)
-        results.append([out, *torch.autograd.grad(out.sum(), [given, *block.parameters()])])
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager)

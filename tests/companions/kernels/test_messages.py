@@ -4,15 +4,11 @@ import pytest
 import torch
 
 from tests.kernels.rule import in_dtypes, mutant, violations
-from tests.support import ROOT
 
 pytest.importorskip("companions.kernels", reason="this companion was deleted")
-from companions.kernels import dispatch as kernels
 from companions.kernels import messages
-from fusion_lab.measuring.accuracy import results_and_gradients, shake
-from fusion_lab.training.program import load_program
 
-pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
+pytestmark = [pytest.mark.interpreted, pytest.mark.slow, pytest.mark.full]
 
 CASES = {"odd": (5, 131, 7, 16), "whole tiles": (6, 16, 9, 256), "more rows than nodes": (3, 20, 40, 128)}
 MUTANTS = {  # old, new, which function shows it
@@ -56,6 +52,7 @@ def problem(dtype, function, nodes, neighbours, table_rows, channels, module=mes
             [nodes, edges, table])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("function", ["first", "gelu", "sum"])
 @pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_forward_and_gradients(function, case, dtype):
@@ -136,7 +133,6 @@ def test_the_normal_distribution_is_exact():
     assert (found - exact).abs().max() < 1e-6 and ((found - exact) / exact)[x != 0].abs().max() < 0.02
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function", ["first", "gelu", "sum"])
 def test_compiles_in_one_piece(function):
     ours, plain, tensors = problem(torch.float32, function, *CASES["odd"])
@@ -147,25 +143,3 @@ def test_edges_are_sorted_by_where_they_lead():
     index = torch.tensor([[2, 0], [2, 3]])
     found = messages.incoming(index, 5)
     assert found.order.tolist() == [1, 0, 2, 3] and found.starts.tolist() == [0, 1, 1, 3, 4, 4]
-
-
-@pytest.mark.slow
-def test_protein_mpnn_with_the_kernel_is_protein_mpnn(monkeypatch):
-    """Encoder and decoder, forward and all gradients, edges projected together and each by itself."""
-    file = ROOT / "companions" / "protein_mpnn.py"
-    if not file.exists():
-        pytest.skip("this companion was deleted")
-    monkeypatch.setattr(kernels, "hears", lambda edges: True)  # on the CPU, in the interpreter
-    program = load_program(file)
-    plain = program.settings(hidden_dim=16, num_layers=2, neighbors=5, seq_len=8, dropout=0.0, batch_size=2)
-    kernel = plain.having(enable_message_kernel=True)
-    batch, found = program.check_batch(plain, torch.device("cpu")), []
-    for settings in (plain, kernel, kernel.having(enable_edge_fusion=False, enable_split_fusion=False)):
-        trainer = program.trainer(program, settings, torch.device("cpu"))
-        shake(program, trainer.model)
-        found.append(results_and_gradients(trainer, batch))
-    for name, expected in found[0].items():
-        scale = max(expected.abs().max().item(), 1e-2)
-        for other in found[1:]:
-            assert (other[name] - expected).abs().max() < 2e-5 * scale, name
-    assert not torch.equal(found[0]["log_probs"], found[1]["log_probs"])  # another order of sums

@@ -10,16 +10,6 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.bounds import ceilings, predictions, roofline
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
-from fusion_lab.measuring.bounds.predictions import (
-    check_predictions,
-    errors_line,
-    exponents,
-    memory_scaling,
-    predict_mode,
-    prediction_rows,
-    scaling_rows,
-    time_steps,
-)
 from fusion_lab.measuring.bounds.sizes import other_axes, shapes_around, shrunk, sizes_text
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.training.program import Cost
@@ -209,11 +199,11 @@ def test_exponents_of_all_points_and_of_the_last_two():
     """Slopes of 2 and 3 of log2; least squares through three equally spaced points take the outer two."""
     points = [dict(s=size, peak_memory_mb=peak, saved_activation_mb=saved) for size, peak, saved in (
         (32, 32.0, None), (8, 1.0, 2.0), (16, 4.0, None))]
-    assert exponents(points, "s") == dict(
+    assert predictions.exponents(points, "s") == dict(
         peak_memory_mb=pytest.approx(2.5), last_peak_memory_mb=pytest.approx(3.0), saved_activation_mb=None,
         last_saved_activation_mb=None)
-    assert exponents([], "s")["peak_memory_mb"] is None
-    assert exponents(points[:1] + points[2:], "s")["peak_memory_mb"] == pytest.approx(3.0)
+    assert predictions.exponents([], "s")["peak_memory_mb"] is None
+    assert predictions.exponents(points[:1] + points[2:], "s")["peak_memory_mb"] == pytest.approx(3.0)
 
 
 class Alone:
@@ -237,7 +227,7 @@ class Alone:
 
 def test_memory_against_length(monkeypatch):
     alone = Alone(monkeypatch)
-    found = memory_scaling(SECOND, settings(warmup_steps=5), CPU, "width", [2, 4, 6])
+    found = predictions.memory_scaling(SECOND, settings(warmup_steps=5), CPU, "width", [2, 4, 6])
     assert [variant.name for variant in alone.released] == [name for name, _ in alone.names]
     assert alone.names == [("as given W=2", 0), ("as given W=4", 0), ("as given W=6", 0)]
     assert found["points"][1:] == [
@@ -245,19 +235,19 @@ def test_memory_against_length(monkeypatch):
         dict(attention="as given", width=6, peak_memory_mb=None, saved_activation_mb=None,
              reason="too large")]
     assert found["exponents"]["as given"]["peak_memory_mb"] == pytest.approx(1.0)
-    assert scaling_rows(found, "width", "W") == [
+    assert predictions.scaling_rows(found, "width", "W") == [
         ["switches", "W", "peak MB", "saved MB", ""], ["as given", "2", "2.0", "2.0", ""],
         ["as given", "4", "4.0", "4.0", ""], ["as given", "6", "", "", "too large"],
         ["as given", "exponent", "1.00", "1.00",
          "of W, fitted; between the two largest: peak 1.00, saved 1.00"]]
-    one = memory_scaling(SECOND, settings(), CPU, "width", [2])
-    assert len(scaling_rows(one, "width", "W")) == 2  # no exponent of one size
+    one = predictions.memory_scaling(SECOND, settings(), CPU, "width", [2])
+    assert len(predictions.scaling_rows(one, "width", "W")) == 2  # no exponent of one size
     tiny = tof.PROGRAM.settings(**tof.PROGRAM.tiny, msa_dim=16, pair_dim=16)
-    found = memory_scaling(tof.PROGRAM, tiny, CPU, "seq_len", [8, 16])
+    found = predictions.memory_scaling(tof.PROGRAM, tiny, CPU, "seq_len", [8, 16])
     assert [p["attention"] for p in found["points"]] == ["plain", "fused"] * 2
     assert found["exponents"]["plain"]["peak_memory_mb"] == pytest.approx(2.0)
     assert found["exponents"]["fused"]["peak_memory_mb"] == pytest.approx(1.0)
-    rows = scaling_rows(dict(found, fused_runs="sdpa"), "seq_len", "S")
+    rows = predictions.scaling_rows(dict(found, fused_runs="sdpa"), "seq_len", "S")
     assert rows[0][0] == "attention" and rows[-1] == ["fused", "runs", "sdpa"]
 
 
@@ -272,18 +262,18 @@ def test_predictions_are_checked_against_what_was_measured(monkeypatch):
     monkeypatch.setattr(predictions, "predict", predict)
     monkeypatch.setattr(predictions, "time_steps", lambda *_: 0.010)
     shapes = [dict(batch_size=3, width=4), dict(batch_size=3, width=6)]
-    good, bad = check_predictions(SECOND, settings(), CPU, SPEEDS, shapes)
+    good, bad = predictions.check_predictions(SECOND, settings(), CPU, SPEEDS, shapes)
     assert asked == [(4, 70)] and bad == dict(batch_size=3, width=6, reason="too large")
     assert (good["measured_s"], good["time_ratio"], good["measured_peak_memory_mb"]) == (0.010, 2.5, 4.0)
     assert good["peak_error_percent"] == pytest.approx(25.0) and good["reason"] is None
-    assert prediction_rows([good, bad], SECOND.axes)[1:] == [
+    assert predictions.prediction_rows([good, bad], SECOND.axes)[1:] == [
         ["3", "4", "4.000", "10.000", "2.50", "5.0", "4.0", "+25.0%"], ["3", "6", "too large"]]
     other = dict(good, time_ratio=1.25, peak_error_percent=-30.0)
-    assert errors_line([good, bad, other, dict(good, peak_error_percent=None)]) == (
+    assert predictions.errors_line([good, bad, other, dict(good, peak_error_percent=None)]) == (
         "Over 3 shapes: measured time is 1.25 to 2.50 times the bound; peak memory is off by at most 30.0%")
-    assert "0.80 to 2.50 times the bound (below 1: a fault of the bound)" in errors_line(
+    assert "0.80 to 2.50 times the bound (below 1: a fault of the bound)" in predictions.errors_line(
         [good, dict(good, time_ratio=0.8)])
-    assert errors_line([dict(good, peak_error_percent=None)]).endswith("2.50 times the bound")
+    assert predictions.errors_line([dict(good, peak_error_percent=None)]).endswith("2.50 times the bound")
 
 
 def test_a_prediction_asks_a_small_trial_for_its_launches(monkeypatch, capsys):
@@ -297,7 +287,7 @@ def test_a_prediction_asks_a_small_trial_for_its_launches(monkeypatch, capsys):
     monkeypatch.setattr(predictions, "predict", predict)
     monkeypatch.setattr(predictions, "measure_ceilings", lambda *_: SPEEDS)
     monkeypatch.setattr(predictions, "system_info", lambda _: "here")
-    result = predict_mode(SECOND, settings(), sizes=(5, 64))
+    result = predictions.predict_mode(SECOND, settings(), sizes=(5, 64))
     assert asked == [[64, 5, 0, 70]] and alone.names == [("as given", 0)]
     assert result["system_info"] == "here" and result["prediction"]["step_s"] == 0.0025 and json.dumps(result)
     assert capsys.readouterr().out.splitlines()[1:] == [
@@ -305,7 +295,7 @@ def test_a_prediction_asks_a_small_trial_for_its_launches(monkeypatch, capsys):
         "a step       2.500 ms  the longer of: device at its ceilings 1.000 ms, host to launch it 2.000 ms",
         "peak memory  3.0 MB    1.5 MB saved for backward; of an eager step"]
     monkeypatch.setattr(predictions, "time_steps", lambda *_: 0.010)
-    result = predict_mode(SECOND, settings(), check=True)
+    result = predictions.predict_mode(SECOND, settings(), check=True)
     assert "prediction" not in result and len(result["checks"]) == 5
     assert capsys.readouterr().out.splitlines()[-1].startswith("Over 5 shapes: measured time is 4.00 to 4.00")
 
@@ -314,7 +304,7 @@ def test_the_median_of_ten_steps_after_three(monkeypatch):
     timer = Timer([[1.0, 1.0], [2.0, 2.0], [5.0, 6.0]])
     monkeypatch.setattr(predictions, "PhaseTimer", timer)
     trainer = SimpleNamespace(step=lambda batch: timer.said.append(batch) or torch.zeros(()))
-    assert time_steps(SimpleNamespace(trainer=lambda *_: trainer), None, CPU, "batch") == 4.0
+    assert predictions.time_steps(SimpleNamespace(trainer=lambda *_: trainer), None, CPU, "batch") == 4.0
     assert sorted(timer.said) == sorted(["cpu", *["batch"] * 13, *["start", "mark"] * 10])
 
 

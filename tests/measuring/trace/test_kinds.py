@@ -4,14 +4,7 @@ import sys
 
 import pytest
 
-from fusion_lab.measuring.trace.kinds import (
-    KINDS,
-    OF_KERNELS,
-    OF_OPERATIONS,
-    OPERATION_KINDS,
-    kind_of_kernel,
-    kind_of_operation,
-)
+from fusion_lab.measuring.trace import kinds
 from tests.support import ROOT
 
 KERNELS = {
@@ -98,7 +91,8 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("kind_of,expected", [(kind_of_kernel, KERNELS), (kind_of_operation, OPERATIONS)])
+@pytest.mark.parametrize("kind_of,expected", [
+    (kinds.kind_of_kernel, KERNELS), (kinds.kind_of_operation, OPERATIONS)])
 def test_kinds(kind_of, expected):
     names = {name.strip(): kind for kind, words in expected.items() for name in words.split(";")}
     assert {name: kind_of(name) for name in names} == names
@@ -106,8 +100,9 @@ def test_kinds(kind_of, expected):
 
 def test_one_vocabulary():
     """Every word of the tables is in the list, every word of the list in a test, and no kernel is a view."""
-    assert {kind for kind, _ in OF_KERNELS} | {"other"} == set(KINDS) == set(KERNELS)
-    assert {kind for kind, _ in OF_OPERATIONS} | {"other"} == set(OPERATION_KINDS) == set(OPERATIONS)
+    assert {kind for kind, _ in kinds.OF_KERNELS} | {"other"} == set(kinds.KINDS) == set(KERNELS)
+    found = {kind for kind, _ in kinds.OF_OPERATIONS} | {"other"}
+    assert found == set(kinds.OPERATION_KINDS) == set(OPERATIONS)
 
 
 def test_needs_the_standard_library_only():

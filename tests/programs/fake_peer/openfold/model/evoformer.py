@@ -9,8 +9,8 @@ class EvoformerBlock(nn.Module):
     def __init__(self, c_m, c_z, c_hidden_pair_att, no_heads_pair, inf):
         super().__init__()
         self.msa_transition = nn.Linear(c_m, c_m)
-        self.tri_mul_out = TriangleMultiplicativeUpdate(c_z, True)
-        self.tri_mul_in = TriangleMultiplicativeUpdate(c_z, False)
+        self.tri_mul_out = TriangleMultiplicativeUpdate(c_z, c_z)
+        self.tri_mul_in = TriangleMultiplicativeUpdate(c_z, c_z, _outgoing=False)
         self.tri_att_start = TriangleAttention(c_z, c_hidden_pair_att, no_heads_pair)
         self.tri_att_end = TriangleAttention(c_z, c_hidden_pair_att, no_heads_pair)
 
