@@ -122,17 +122,23 @@ def test_what_cannot_be_used_is_one_line(setup, capsys):
 # --- The page -------------------------------------------------------------------------------------------
 
 
-def a_page(path, name="x </script><b>", size=24):
+def a_map(size=24, name="x </script><b>"):
+    """(maps.ContactMap without a structure, atoms (L, 5, 3)) of a fold."""
     from proteins.maps import ContactMap
     atoms, letters = a_fold().numpy()[:size], SEQUENCE[:size]
     distances = np.linalg.norm(atoms[:, None, 4] - atoms[:, 4], axis=-1)
-    m = ContactMap(name=name, chain="", numbers=("",) * size, letters=letters, secondary="",
-                   probability=np.eye(size), distances=distances, true=np.full((size, size), np.nan),
-                   chosen=((), ()), precision={}, cutoff=8.0, separation=6)
+    return ContactMap(name=name, chain="", numbers=("",) * size, letters=letters, secondary="",
+                      probability=np.eye(size), distances=distances, true=np.full((size, size), np.nan),
+                      chosen=(np.zeros(0, int),) * 2, precision={}, cutoff=8.0, separation=6), atoms
+
+
+def a_page(path, size=24, **changes):
+    """(text, atoms, distances)"""
+    m, atoms = a_map(size)
     result = dict(residues=size, rows=2, rows_used=2, effective_rows=1.5, plddt=50.0, untested="<few> rows",
                   trained_on=True, scores=dict(tm_score=0.51, lddt_ca=0.61, gdt_ts=0.71, rmsd=2.0))
-    fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result)
-    return path.read_text(encoding="utf-8"), atoms, distances
+    fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result | changes)
+    return path.read_text(encoding="utf-8"), atoms, m.distances
 
 
 def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
@@ -146,9 +152,69 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert tenths == pytest.approx(10 * distances.clip(0, 25.5), abs=0.51)
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
     assert "x &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
-    assert "&lt;few&gt; rows" in text
     assert not re.search(r"https?://|src=|@import|url\(", text)
-    assert "trained on a relative" in text and "TM-score 0.51" in text
+
+
+def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    from matplotlib.colors import to_hex
+    saved = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **how: saved.append((self, how)))
+    m, atoms = a_map()
+    plddt = np.repeat([95.0, 75, 55, 30], 6)
+    fold_pictures.write_picture(tmp_path / "x.png", m, atoms, plddt)
+    (picture, how), = saved
+    contacts, fold = picture.axes
+    assert how == dict(format="png", dpi=200) and fold.get_gridspec().get_geometry() == (1, 2)
+    assert picture.get_suptitle() == "x </script><b>: predicted fold, mean pLDDT 64"
+    assert contacts.get_title() == "contacts: the more probable, the darker"
+    assert fold.get_title() == "fold, coloured by pLDDT" and fold.get_aspect() == 1
+    labels = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert labels[-4:] == [f"pLDDT {words}" for words in ("very high", "high", "low", "very low")]
+    strokes = fold.collections[1::2]  # each upon its wider edge
+    assert len(fold.collections) == 2 * 23 * 5  # of the curve, five between two residues
+    shades = [to_hex(stroke.get_color()[0]).upper() for stroke in strokes]
+    expected = {"#0053D6": 28, "#65CBF3": 30, "#FFDB13": 30, "#FF7D45": 27}
+    assert {shade: shades.count(shade) for shade in expected} == expected
+    places = fold_pictures.turned(atoms[:, 1].astype(float))
+    helix = np.array([letter == "H" for letter in fold_pictures.secondary(m.letters, atoms)])
+    ends = np.concatenate([stroke.get_segments()[0] for stroke in strokes])
+    assert np.abs(ends[:, None] - places[:, :2]).max(-1).min(0).max() < 1e-9  # through every residue
+    wide = sum(stroke.get_linewidth()[0] > 3 for stroke in strokes)
+    assert wide == pytest.approx(5 * helix.sum(), abs=5)
+    first, last = fold.texts
+    assert (first.get_text(), last.get_text()) == ("N", "C")
+    assert np.allclose(first.xy, places[0, :2]) and np.allclose(last.xy, places[-1, :2])
+    assert fold.get_xlim() == fold.get_ylim() and fold.get_xlim()[1] == pytest.approx(abs(places).max() + 4)
+    fold_pictures.write_picture(tmp_path / "x.png", *(a_map(1)), plddt[:1])  # one residue has no curve
+
+
+def test_a_curve_goes_smoothly_through_its_points():
+    line = np.arange(5.0)[:, None] * [1.0, 2, 3]
+    assert fold_pictures.smooth(line)[5:16] == pytest.approx(np.linspace(1, 3, 11)[:, None] * [1, 2, 3])
+    points = np.random.default_rng(0).normal(size=(6, 3))
+    curve = fold_pictures.smooth(points)
+    assert np.allclose(curve[::5], points)
+    # By hand, half way between two points: 9/16 of both, less 1/16 of their neighbours
+    middle = np.interp(7.5, range(26), curve[:, 0])
+    assert middle == pytest.approx((9 * (points[1] + points[2]) - points[0] - points[3])[0] / 16, abs=0.05)
+
+
+@pytest.mark.parametrize("plddt, words", [(95, "very high"), (90, "very high"), (89.9, "high"), (70, "high"),
+                                          (50, "low"), (49.9, "very low"), (0, "very low"), (-1, "very low")])
+def test_bands_of_plddt(plddt, words):
+    assert [name for _, shade, name in fold_pictures.BANDS if shade == fold_pictures.colour(plddt)] == [words]
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({}, ["24 residues, 2 of 2 rows (1.5 effective); mean pLDDT 50 of 100", "&lt;few&gt; rows: the fold may",
+          "The model was trained on a relative", "TM-score 0.51, lDDT-CA 0.61, GDT-TS 0.71, RMSD 2.0"]),
+    (dict(untested="", trained_on=False, scores=None), ["24 residues"])])
+def test_notes_on_a_page(changes, words, tmp_path):
+    text, *_ = a_page(tmp_path / "x.html", **changes)
+    notes = re.findall(r'<p class="(\w*)">(.*)</p>', text)
+    assert [kind for kind, _ in notes] == ["", "warning", "warning", ""][:len(words)]
+    assert all(said in note for said, (_, note) in zip(words, notes, strict=True))
 
 
 def test_the_pages_script_draws_in_node(tmp_path):
