@@ -7,7 +7,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import read_model, save_model
-from proteins import batches, geometry, orientations, prediction, splitting
+from proteins import batches, geometry, orientations, prediction
 from proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead, bins_of
 from proteins.orientations import BINS, UNKNOWN
 from tests.proteins.folds_at_hand import a_fold, turned
@@ -182,14 +182,6 @@ def test_real_proteins_give_bins_of_their_crop():
         assert torch.equal(bins[:20, :20], bins_of(protein.backbone[:, :3]))
         groups = source.evaluation().values()
         assert all("orientations" not in batch for group in groups for _, batch in group)
-
-
-def test_padding_for_ranks_is_unknown():
-    bins = torch.zeros(2, 5, 5, 3, dtype=torch.int8)
-    found = splitting.padded(dict(msa_tokens=torch.zeros(2, 3, 5, dtype=torch.long), orientations=bins), 2)
-    assert found["orientations"].shape == (2, 7, 7, 3)
-    assert (found["orientations"] >= 0).sum() == bins.numel()
-    assert (found["orientations"][:, :5, :5] == 0).all()
 
 
 def chains_of(path):
