@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import save_model
-from proteins import files, fold_pictures, folding, prediction, structure_metrics
+from proteins import files, fold_pictures, fold_prediction, folding, prediction, structure_metrics
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
 from tests.support import PATIENCE, ROOT, require_shared
 
@@ -117,6 +118,67 @@ def test_what_cannot_be_used_is_one_line(setup, capsys):
         error = capsys.readouterr().err
         assert words in error and len(error.splitlines()) == 1, error
     assert not (setup / "fold").exists()
+
+
+# --- What is said and written ----------------------------------------------------------------------------
+
+
+def test_what_is_said_of_a_fold(capsys):
+    result = dict(plddt=61.6, plddt_calibrated_on="13 families", untested="", energy=-1.234, other_hand=0.5)
+    fold_prediction.print_fold(result)
+    energy = "Energy -1.23 kT a residue; the best fold of the other hand has 0.50 more"
+    assert capsys.readouterr().out.splitlines() == [
+        "pLDDT 62 of 100: the lDDT-CA to be expected, which was measured on 13 families", energy]
+    fold_prediction.print_fold(result | dict(plddt_calibrated_on=None, untested="few rows"))
+    assert capsys.readouterr().out.splitlines() == [
+        "pLDDT 62 of 100: the lDDT-CA to be expected, if the model's distances are right: not measured",
+        "  For alignments such as this it was not measured: it may be far too high", energy]
+
+
+@pytest.mark.parametrize("chain, trained, words", [("B", False, "B"), ("", True, "(no name)")])
+def test_what_is_said_of_scores(chain, trained, words, capsys):
+    found = SimpleNamespace(protein=SimpleNamespace(chain=chain), relative=dict(trained=trained))
+    scores = dict(residues_compared=23, tm_score=0.51, lddt_ca=0.61, gdt_ts=0.71, rmsd=2.0)
+    fold_prediction.print_scores(scores, found)
+    assert capsys.readouterr().out.splitlines() == [
+        f"Against chain {words}, 23 residues: TM-score 0.51, lDDT-CA 0.61, GDT-TS 0.71, RMSD 2.00 Å",
+        *["  The model was trained on this family: these scores say nothing of others"] * trained]
+    fold_prediction.print_scores(None, found)
+    assert capsys.readouterr().out == "Too few residues with CA atoms to compare\n"
+
+
+def test_what_can_be_checked_of_a_chain():
+    made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms=dict(a=1.0), gap=0.5, mirrored=True)
+    said = fold_prediction.quality(made, SEQUENCE)
+    longest, worst = said.pop("longest_peptide_bond"), said.pop("worst_overlap")
+    assert said == dict(energy=-2.0, energy_terms=dict(a=1.0), other_hand=0.5, from_mirror_image=True)
+    assert longest == pytest.approx(1.33, abs=0.01) and worst < 0.5  # C to N, Å
+    made.atoms[12:] += 3.0  # the second half into the air, and its end onto the beginning
+    made.atoms[-1] = made.atoms[0]
+    said = fold_prediction.quality(made, SEQUENCE)
+    bond = np.linalg.norm(made.atoms[11, 2] - made.atoms[12, 0])
+    assert said["longest_peptide_bond"] >= bond.item() > 3 and said["worst_overlap"] > 2.5
+    made.atoms = made.atoms[:1]
+    said = fold_prediction.quality(made, "M")
+    assert said["longest_peptide_bond"] is None and said["worst_overlap"] == 0
+
+
+@pytest.mark.parametrize("untested", ["", "few rows"])
+def test_files_of_a_fold(untested, tmp_path):
+    table, atoms = a_map()
+    found = SimpleNamespace(rows=7, protein=SimpleNamespace(name="x", sequence=SEQUENCE))
+    result = dict(residues=24, rows=7, rows_used=7, effective_rows=1.5, plddt=50.0, untested=untested,
+                  trained_on=False)
+    stem = str(tmp_path / "x")
+    (tmp_path / "x.cif").write_text("earlier")
+    written = fold_prediction.write_files(stem, found, table, atoms, np.linspace(20, 95, 24), result)
+    assert written == [f"{stem}.pdb", f"{stem}.cif", f"{stem}.html"]
+    assert {path.name for path in tmp_path.glob("x*")} > {"x.pdb", "x.cif", "x.html"}
+    assert len([*tmp_path.glob("x.cif.old-*")]) == 1
+    lines = (tmp_path / "x.pdb").read_text().splitlines()
+    assert [line[11:].strip() for line in lines if line.startswith("REMARK")] == [
+        "PREDICTED BY TINYOPENFOLD FROM 7 ROWS OF AN ALIGNMENT", "B-FACTORS ARE PLDDT, 0 TO 100",
+        *["OUTSIDE OF WHAT THE MODEL WAS TESTED ON"] * bool(untested)]
 
 
 # --- The page -------------------------------------------------------------------------------------------
