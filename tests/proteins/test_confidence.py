@@ -70,3 +70,5 @@ def test_entropy_is_in_bits():
     sure = torch.eye(64)[torch.zeros(5, 5, dtype=torch.long)]
     assert confidence.entropy(sure) == pytest.approx(0, abs=1e-6)
     assert confidence.entropy(torch.full((1, 1, 64), 1 / 64)) == 0
+    sure[[0, 1], [1, 2]] = 1 / 64  # two of ten pairs, neighbours along the chain
+    assert confidence.entropy(sure) == pytest.approx(1.2)
