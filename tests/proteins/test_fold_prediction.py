@@ -101,8 +101,12 @@ def test_the_shortest_chains(setup, sequence, capsys):
     assert run("s.a3m") == 0
     lines = (setup / "fold" / "s.pdb").read_text().splitlines()
     assert sum(line[:4] == "ATOM" for line in lines) == 5 * len(sequence)
+    result = json.loads((setup / "fold" / "s.json").read_text())
+    assert result["residues"] == len(result["plddt_by_residue"]) == len(sequence)
+    assert (4 < result["entropy_bits"] <= 6) is (len(sequence) > 1)  # an untrained model knows little
     said = capsys.readouterr()
     assert "warning: 1 effective rows" in said.err and "it was not measured" in said.out
+    assert said.err.count("warning: ") == 1 and json.loads(said.out.splitlines()[-1])["mode"] == "fold"
 
 
 def test_what_cannot_be_used_is_one_line(setup, capsys):

@@ -18,6 +18,7 @@ from proteins.options import DesignTraining, TrainingConfig
     (dict(output="o"), "output = 'o': needs --contacts or --fold"),
     (dict(query="q"), "query = 'q': needs --msa"),
     (dict(validate_fraction=0.5), "validate_fraction = 0.5: needs --data"),
+    (dict(data="d", validate_fraction=0.0), "validate_fraction = 0.0: must be at least 1e-06"),
     (dict(data="d", validate_fraction=1.0), "validate_fraction = 1.0: must be less than 1.0"),
     (dict(data="d", early_stopping=2), "early_stopping = 2: needs --validate-fraction"),
     (dict(data="d", save_best="b"), "save_best = 'b': needs --validate-fraction"),
@@ -86,6 +87,8 @@ def test_idle_switches_are_named():
     assert idle() == [] and idle(**compiled) == [] and idle(128, **compiled) == []
     assert idle(**combos) == idle(on_gpu=False, **compiled) == ["combo kernels need torch.compile on a GPU"]
     assert idle(129, **compiled) == ["combo kernels cost time above 128 residues"]
+    assert idle(enable_master_weights=True, **combos) == [
+        "master weights need --use-amp", "combo kernels need torch.compile on a GPU"]
     backend = dict(attention_backend="sdpa")
     assert idle(**backend) == [] and idle(**backend, enable_flash_attention=False) == [
         "--attention-backend is for fused attention"]
@@ -104,7 +107,6 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle() == idle(**attention) == idle(**triangle) == idle(48, **attention) == []
     relu = dict(enable_triton_relu=True)
     assert idle(**relu) == []  # for the pair tensor it has one
-    assert idle(on_gpu=False, **attention) == ["Triton kernels need a GPU"]
     assert idle(use_amp=False, **triangle) == [
         "Triton kernels need --use-amp: float32 is more exact without them"]
     assert idle(96, **attention, **triangle, **relu) == [  # attention has one between library projections
@@ -124,6 +126,8 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     gradients = dict(enable_triton_weight_gradients=True)
     assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]
     assert idle(enable_torch_compile=True, **gradients) == []
+    for switches in (dict(gradients, enable_torch_compile=True), layout, relu, triangle):
+        assert idle(on_gpu=False, **switches) == ["Triton kernels need a GPU"]
     assert idle(ranks=2, **layout) == [
         "triton-outer-layout takes whole pair tensors, not a GPU's part of one"]
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
