@@ -213,6 +213,7 @@ def test_picture_shows_right_wrong_near_and_missing():
     found = a_map(protein=a_protein(["1", "2", *(str(n) for n in range(10, 22))]), unseen=[5, 6])
     axis = Figure().subplots()
     labels = [handle.get_label() for handle in maps.draw_contacts(axis, found)]
+    assert [line.get_marker() for line in axis.lines] == ["o", "D"]
     right, wrong = (set(zip(line.get_ydata(), line.get_xdata(), strict=True)) for line in axis.lines)
     assert {(0, 13), (1, 12), (3, 10)} <= right and {(0, 8), (2, 9)} <= wrong and len(right | wrong) == 6
     assert labels == ["contact (CB < 8 Å)", "|i-j| < 6, not counted", f"top L/2, right: {len(right)}",

@@ -165,6 +165,14 @@ def test_every_sub_layer_hands_its_modules_and_masks_to_its_kernel(kernels):
                       *((name,) for name in ("fits", "takes_transition", "runs"))}
 
 
+def test_a_transition_too_wide_for_a_kernel_has_its_products_in_one(kernels, monkeypatch):
+    (msa, _), layer, heard = inputs(), block_of().msa_transition, []
+    monkeypatch.setattr(dispatch, "takes_transition", lambda x: False)
+    monkeypatch.setattr(dispatch, "two_layers", lambda *given: heard.append(given) or given[0])
+    assert torch.equal(layer(msa), layer.layer_norm(msa))
+    same(heard[0], (layer.layer_norm(msa), layer.linear1, layer.linear2))
+
+
 def test_a_mask_of_rows_reaches_attention_over_them(kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "outer_layout", lambda *given: torch.ones(1))
     (msa, pair), row_mask = inputs(), torch.tensor([[1.0, 1, 1, 1, 0]])
