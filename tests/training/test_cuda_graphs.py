@@ -41,7 +41,8 @@ def test_a_step_is_warmed_up_captured_once_and_replayed(asked):
     batch = dict(x=torch.zeros(2))
     step = GraphedStep(lambda inputs: asked.append("step") or inputs["x"].sum(), batch, "cuda")
     assert asked == ["side awaits current", "on side", *["step"] * 3, "end", "current awaits side",
-                     "synchronize", "empty_cache", "reset_peak_memory_stats", "capture on side", "step", "end"]
+                     "synchronize", "empty_cache", "reset_peak_memory_stats", "capture on side", "step",
+                     "end"]
     assert step.peak == 7 and step.inputs["x"] is not batch["x"]
     found = step(dict(x=torch.tensor([3.0, 4.0])))
     assert step.inputs["x"].tolist() == [3, 4] and asked[-1] == "replay"
