@@ -100,6 +100,10 @@ def test_synthetic_evaluation_is_clean_and_apart_from_training():
     source = SyntheticProteins(settings_of(seed=5))
     assert source.held_out == [f"synthetic-{i}" for i in range(16)] and source.names == []
     assert source.describe() == "synthetic proteins (paired), 16 held out" and source.structure("x") is None
+    natural = batches.open_source(settings_of(synthetic_world="natural"))
+    assert natural.describe() == "synthetic proteins (natural), 16 held out"
+    natural.real = "pieces of chains"
+    assert natural.describe().endswith("held out; 50% of the folds are pieces of chains")
     groups = source.evaluation()
     for key, first in (("held_out", 0), ("training", 16)):
         found = list(groups[key])
