@@ -174,6 +174,8 @@ def test_the_query_comes_first_and_once_and_padding_is_marked():
     assert coords[:, 1].tolist() == [0, 0, 20, 30, 40, 0, 0] and coords.dtype == np.float32
     assert seen.tolist() == [1, 0, 1, 1, 1, 0, 0] and seq_mask.tolist() == [1, 1, 1, 1, 1, 0, 0]
     assert row_mask.tolist() == [1, 1, 1, 0, 0]
+    *_, extra = real().take(Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 2, 5)
+    assert extra.tolist() == msa.tolist()
 
 
 def test_every_step_draws_other_families_crops_and_rows():

@@ -8,7 +8,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import read_model, save_model
 from proteins import batches, geometry, orientations, prediction
-from proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead, bins_of
+from proteins.orientation_heads import OrientationHead, bins_of
 from proteins.orientations import BINS, UNKNOWN
 from tests.proteins.folds_at_hand import a_fold, turned
 from tests.proteins.test_batches import family, real
@@ -101,7 +101,7 @@ def a_batch():
 def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():
     model, batch = model_of(orientations=True), a_batch()
     found = model(**batch)
-    parts = [found["distogram_loss"], ORIENTATION_WEIGHT * found["orientation_loss"],
+    parts = [found["distogram_loss"], 0.3 * found["orientation_loss"],
              tof.MASKED_MSA_WEIGHT * found["masked_msa_loss"]]
     assert found["orientation_loss"].item() == pytest.approx(2 * math.log(25) + math.log(13))
     torch.testing.assert_close(found["loss_terms"], torch.stack(parts))
