@@ -55,6 +55,7 @@ def test_plddt_lies_between_0_and_100_and_is_0_without_neighbours():
         assert found.tolist() == pytest.approx([expected] * 2, nan_ok=True)
     found = confidence.plddt(torch.tensor([float("nan"), 0.0, 0.3, 0.5, 5.0]), -0.05, 1.2)
     assert found.tolist() == pytest.approx([0, 0, 31, 55, 100])
+    assert confidence.plddt(torch.tensor([0.25])).item() == 25
 
 
 def test_the_line_is_the_cards_or_none():

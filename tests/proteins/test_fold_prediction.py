@@ -127,6 +127,17 @@ def test_what_cannot_be_used_is_one_line(setup, capsys):
 # --- What is said and written ----------------------------------------------------------------------------
 
 
+def test_plddt_is_high_where_the_distogram_knows_the_fold(monkeypatch):
+    made, asked = SimpleNamespace(atoms=a_fold().float()), []
+    monkeypatch.setattr(folding, "folded", lambda *given: asked.append(given[2:]) or made)
+    found = SimpleNamespace(logits=certain(a_fold(), SEQUENCE).float(), orientations="turned",
+                            protein=SimpleNamespace(sequence=SEQUENCE))
+    fold, plddt = fold_prediction.structure(found, tof.DISTANCE_CENTRES, 7)
+    assert fold is made and asked == [(SEQUENCE, 7, "turned")] and 70 < plddt.min() <= plddt.max() <= 100
+    _, other = fold_prediction.structure(found, tof.DISTANCE_CENTRES, 7, (0.1, 0.5))
+    assert other == pytest.approx(10 + plddt / 2, abs=1e-3)
+
+
 def test_what_is_said_of_a_fold(capsys):
     result = dict(plddt=61.6, plddt_calibrated_on="13 families", untested="", energy=-1.234, other_hand=0.5)
     fold_prediction.print_fold(result)
