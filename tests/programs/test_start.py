@@ -37,9 +37,6 @@ def begun(program, *flags, torch, directory):
 
 @pytest.mark.parametrize("program, flags, code, words", [
     (TRAINER, ["--batchsize", "3"], 2, "did you mean --batch-size?"),
-    (TRAINER, ["--enable-flash"], 2, "did you mean --enable-flash-attention?"),
-    (TRAINER, ["--compare-fusion", "--budget", "0"], 2, "--budget: '0': must be a number of seconds above 0"),
-    (TRAINER, ["--budget", "9"], 2, "--budget: needs --compare-fusion"),
     (TRAINER, ["--version"], 0, "TinyOpenFold 2"), (TRAINER, ["--help"], 0, "--demo"),
     (TRAINER, ["--seq-len", "0"], 2, "must be at least 1"),
     (TRAINER, ["--program", SECOND, "--widt", "3"], 2, "did you mean --width?"),
