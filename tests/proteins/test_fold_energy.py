@@ -144,15 +144,6 @@ def test_tables_of_the_plot_add_up_as_they_were_fitted():
     assert sums[""] == pytest.approx([1, -500, 397, 199.9, 158.6])
 
 
-def test_the_plot_by_hand():
-    phi, psi, total = -1.0, 2.0, 0.0
-    for share, phi_0, psi_0, narrow, wide in e.RAMACHANDRAN["P"]:
-        height = narrow * math.cos(phi - math.radians(phi_0)) + wide * math.cos(psi - math.radians(psi_0))
-        total += share * math.exp(height) / (4 * math.pi ** 2 * np.i0(narrow) * np.i0(wide))
-    found = e.ramachandran(*torch.tensor([[[phi]], [[psi]]], dtype=torch.float64), "P")
-    assert found.item() == pytest.approx(-math.log(total), rel=1e-10)
-
-
 def test_pairs_are_near_whose_ca_are():
     atoms = torch.zeros(2, 4, 5, 3)
     for number, last in enumerate((8.9, 9.1)):

@@ -133,7 +133,7 @@ def test_plddt_is_high_where_the_distogram_knows_the_fold(monkeypatch):
     found = SimpleNamespace(logits=certain(a_fold(), SEQUENCE).float(), orientations="turned",
                             protein=SimpleNamespace(sequence=SEQUENCE))
     fold, plddt = fold_prediction.structure(found, tof.DISTANCE_CENTRES, 7)
-    assert fold is made and asked == [(SEQUENCE, 7, "turned")] and 70 < plddt.min() <= plddt.max() <= 100
+    assert fold is made and asked == [(SEQUENCE, 7, "turned")] and 85 < plddt.min() <= plddt.max() <= 100
     _, other = fold_prediction.structure(found, tof.DISTANCE_CENTRES, 7, (0.1, 0.5))
     assert other == pytest.approx(10 + plddt / 2, abs=1e-3)
 
