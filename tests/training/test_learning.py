@@ -2,6 +2,7 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,6 +57,20 @@ def test_a_step_uses_the_rate_of_its_number():
     trained(trainer, 1)
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-3)
     assert trainer_of(weight_decay=0.5).optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_the_optimizer_of_a_run_and_of_a_graph():
+    """A graph reads the rate from a tensor, which stays the same one."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    training = settings_of(learning_rate=0.5, weight_decay=0.25).training
+    plain = recipe.optimizer([weight], training, None, False)
+    assert isinstance(plain, torch.optim.AdamW) and plain.param_groups[0]["params"] == [weight]
+    assert plain.defaults.items() >= dict(lr=0.5, weight_decay=0.25, fused=True, capturable=False).items()
+    graphed = recipe.optimizer([weight], training, SimpleNamespace(optimizer=dict), True)
+    rate = graphed["lr"]
+    assert graphed == dict(lr=torch.tensor(0.5), weight_decay=0.25, fused=True, capturable=True)
+    recipe.set_learning_rate(SimpleNamespace(param_groups=[graphed]), 0.125)
+    assert graphed["lr"] is rate and rate.item() == 0.125
 
 
 def test_average_of_weights_by_hand():
