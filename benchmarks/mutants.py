@@ -6,7 +6,8 @@
 
 mutmut makes the mutants: numbers plus one, operators exchanged, arguments left out, conditions forced, keys
 renamed; on top come calls left out whose result nobody wants, and `if` turned over. None in place of a value
-is left out, since it crashes, and so are wording, that of options' help among it, and zip's strict. They are
+is left out, since it crashes, and so are wording, that of options' help among it, zip's strict, and how a
+picture looks: sizes, widths and distances on the page, not what is drawn, where and in which colour. They are
 run here, because mutmut's own way, a wrapper round every function, stops torch.compile and spares constants
 and decorated functions. torch is imported once; a mutant is a fork in a copy of the tree with one file
 changed, and meets the tests of its file, those named first and the cheapest first, as many as fit in --budget
@@ -57,7 +58,10 @@ from tests.layout import modules, tests_of
 TABLE = ROOT / "benchmarks" / "mutants.md"
 BY_HAND = "## Why they survive\n"  # what stands below it on the table's page is kept
 GOAL = 85  # percent
-SAYS_NOTHING = ("strict", "metavar", "help")  # arguments: no mutants of these
+LOOKS = ("figsize", "layout", "dpi", "fontsize", "linewidth", "linewidths", "markersize", "markeredgewidth",
+         "capstyle", "pad", "shrink", "loc", "ncols", "frameon", "columnspacing", "handletextpad",
+         "textcoords", "xytext")  # of matplotlib; hatch, marker, color and limits say something
+SAYS_NOTHING = ("strict", "metavar", "help", *LOOKS)  # arguments: no mutants of these
 FAILED = 1e9  # seconds of a test that fails without any mutant
 
 
@@ -109,13 +113,13 @@ class Visitor(MutationVisitor):
             mutation.line = self.get_metadata(PositionProvider, node).start.line
 
 
-def mutants(file, each):
+def mutants(file, each, seed=""):
     """How many a file has, and a sample by order of lines: [("line: its text then", the mutated source)]."""
     source = (ROOT / file).read_text(encoding="utf-8")
     visitor = Visitor(OPERATORS, IgnoredCode(set(), set(), set()))
     module = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True).visit(visitor)
     chosen, number = [], len(visitor.mutations)
-    for mutation in random.Random(file).sample(visitor.mutations, min(each or number, number)):
+    for mutation in random.Random(file + seed).sample(visitor.mutations, min(each or number, number)):
         code = deep_replace(module, mutation.original_node, mutation.mutated_node).code
         lines = zip(source.splitlines(), code.splitlines(), strict=False)
         old, new = next(((old.strip(), new.strip()) for old, new in lines if old != new), ("", ""))
@@ -244,7 +248,8 @@ def write_table(found):
         lines += [f"- {file}:{text}" for text in alive]
     rows, alive = (sorted(line for line in lines if line[0] == sign) for sign in "|-")
     TABLE.write_text("\n".join([
-        "# Mutants", "", "Written by `make mutants`; [mutants.py](mutants.py) says how.", "",
+        "# Mutants", "", "Written by `make mutants`; [mutants.py](mutants.py) says how. Left out are None in "
+        "place of a value, wording, texts of help, zip's `strict`, and sizes and widths in pictures.", "",
         "| file | mutants | killed | survived | score | date |", "|---|--:|--:|--:|--:|--:|", *rows, "",
         "## Survivors", "", "```", *alive, "```", "", BY_HAND]) + by_hand, encoding="utf-8")
 
@@ -254,6 +259,7 @@ def main():
     parser.add_argument("files", nargs="*", default=in_table(), metavar="FILE",
                         help="default: those of the table")
     parser.add_argument("--each", type=int, default=30, help="mutants of a file, 0 for all (default: 30)")
+    parser.add_argument("--seed", default="", help="any text, for another sample (default: none)")
     parser.add_argument("--nearest", type=int, default=6,
                         help="files of tests that a mutant meets at most (default: 6)")
     parser.add_argument("--budget", type=float, default=15, help="seconds of tests (default: 15)")
@@ -261,7 +267,7 @@ def main():
     arguments = parser.parse_args()
     if unknown := set(arguments.files) - set(modules()):
         parser.error(f"{', '.join(sorted(unknown))}: not a file of the project's code")
-    made = {file: mutants(file, arguments.each) for file in arguments.files}
+    made = {file: mutants(file, arguments.each, arguments.seed) for file in arguments.files}
     found = {file: (number, len(sample), []) for file, (number, sample) in made.items()}
     gc.freeze()  # or pytest collects torch's garbage too, five times at every end
     with tempfile.TemporaryDirectory() as into, get_context("fork").Pool(arguments.jobs, make_tree,

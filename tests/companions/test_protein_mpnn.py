@@ -2,6 +2,7 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -17,7 +18,7 @@ from fusion_lab.training.files import UserError
 from fusion_lab.training.program import load_program
 from proteins import backbones, designs
 from proteins.files import AMINO_ACIDS, DataError
-from tests.support import ROOT, require_shared, run_program
+from tests.support import ROOT, require_shared
 
 FILE = ROOT / "companions" / "protein_mpnn.py"
 if not FILE.exists():
@@ -328,24 +329,122 @@ def test_one_letter_after_the_other_is_what_the_whole_model_says(small):
     assert torch.equal(drawn[:, fixed], batch["S"][:, fixed])
 
 
-@pytest.mark.slow
-def test_design_prints_fasta(tmp_path):
+class Known(torch.nn.Module):
+    """A model that samples and says what it is told to."""
+
+    def __init__(self, drawn, log_probs):
+        super().__init__()
+        self.drawn, self.log_probs, self.given = drawn, log_probs, None
+
+    def sample(self, **given):
+        self.given = given
+        return self.drawn
+
+    def forward(self, **batch):
+        assert self.drawn is None or torch.equal(batch["S"], self.drawn)
+        return dict(log_probs=self.log_probs(batch["S"]))
+
+
+@pytest.mark.parametrize("fixed, free", [("A1-3", 9), (None, 12), ("A1-12", 0)])
+def test_designs_by_hand(fixed, free, tmp_path, monkeypatch, capsys):
+    """Two samples, of which the second differs from the native sequence in its last three residues. Letters
+    that are not fixed have probability 1/2, fixed ones 1/8."""
+    write_chains(tmp_path, {"A": 12})
+    native = torch.from_numpy(backbones.built_in(1, 0, 12).tokens).long()
+    drawn = native.repeat(2, 1)
+    drawn[1, -3:] = (drawn[1, -3:] + 1) % 20
+    share = torch.where(torch.arange(12) < 12 - free, 0.125, 0.5)
+    model = Known(drawn, lambda S: share.log()[None, :, None] * F.one_hot(S, 21))
+    monkeypatch.setattr(designs, "load_weights", lambda *given: loaded.append(given))
+    loaded, program = [], replace(PROGRAM, model=lambda config, fusion: model)
+    settings = PROGRAM.settings(**SMALL, design=str(tmp_path / "A.pdb"), weights="w.pt", samples=2,
+                                fixed=fixed, temperature=0.5, device="cpu")
+    assert designs.design(PROGRAM, PROGRAM.settings(**SMALL)) is None
+    assert designs.design(program, settings) == 0 and loaded == [(model, "w.pt")]
+    lines = capsys.readouterr().out.splitlines()
+    score = f"{math.log(2) if free else math.nan:.4f}"
+    recoveries = [f"{right / free if free else math.nan:.3f}" for right in (free, free - 3)]
+    assert lines[::2] == [f">A native, 12 residues, {12 - free} fixed", *(
+        f">A sample {i}, T 0.5, score {score}, recovery {recovery}"
+        for i, recovery in enumerate(recoveries, 1))]
+    assert lines[1::2] == ["".join(AMINO_ACIDS[token] for token in tokens) for tokens in (native, *drawn)]
+    given = model.given
+    assert given["temperature"] == 0.5 and given["fixed"].tolist() == [i < 12 - free for i in range(12)]
+    order = given["decoding_order"]
+    assert (order[:, :12 - free].sort(1).values == torch.arange(12 - free)).all()  # what is fixed comes first
+    assert (order.sort(1).values == torch.arange(12)).all() and (free < 2 or not torch.equal(*order))
+    assert given.keys() == {"X", "S", "mask", "residue_idx", "chain", "decoding_order", "fixed",
+                            "temperature", "generator"} and torch.equal(given["S"], native.repeat(2, 1))
+
+
+def test_design_from_published_weights(tmp_path, capsys):
     write_chains(tmp_path, {"A": 12})
     settings = PROGRAM.settings(**SMALL)
     model = PROGRAM.model(settings.model, settings.fusion)
-    torch.save(dict(model_state_dict=model.state_dict(), num_edges=5), tmp_path / "w.pt")  # as published
+    torch.save(dict(model_state_dict=model.state_dict(), num_edges=5), tmp_path / "w.pt")
+    command = ["--design", tmp_path / "A.pdb", "--weights", tmp_path / "w.pt", "--samples", 2, "--fixed",
+               "A1-3", "--device", "cpu"]
     sizes = ["--hidden-dim", 16, "--num-layers", 2, "--neighbors", 5]
-    command = ["companions/protein_mpnn.py", "--design", tmp_path / "A.pdb", "--weights", tmp_path / "w.pt",
-               "--samples", 2, "--fixed", "A1-3", "--device", "cpu"]
-    done = run_program(*command, *sizes)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) == 6 and [line[0] for line in lines[::2]] == [">"] * 3
-    assert len({line[:3] for line in lines[1::2]}) == 1 and len({len(line) for line in lines[1::2]}) == 1
-    for title, letters in zip(lines[2::2], lines[3::2], strict=True):
-        same = [a == b for a, b in zip(lines[1][3:], letters[3:], strict=True)]
-        assert title.endswith(f"recovery {sum(same) / len(same):.3f}")
-    wrong = run_program(*command)
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") <= 2 and "another model" in wrong.stderr
+    assert mpnn.main([*map(str, command + sizes)], program=PROGRAM) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and len({line[:3] for line in lines[1::2]}) == 1
+    assert mpnn.main([*map(str, command)], program=PROGRAM) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "another model" in said
+
+
+def test_an_evaluation_is_of_every_residue_of_whole_proteins(capsys):
+    """By a model that is right of even tokens, with probability 1/2, and else says the next one, with 1/4."""
+    def log_probs(S):
+        odd = S[..., None] % 2
+        return torch.where(F.one_hot(S, 21) == 1, -(1 + odd) * math.log(2),
+                           torch.where(F.one_hot((S + odd[..., 0]) % 21, 21) == 1, 0.0, -9.0))
+    source, model = PROGRAM.open_source(PROGRAM.settings(**SMALL)), Known(None, log_probs)
+    trainer = SimpleNamespace(model=model, device=CPU, step_number=7)
+    found = designs.evaluate(trainer, source)
+    assert {group: len(found[group]) for group in ("training", "held_out")} == dict(training=8, held_out=16)
+    assert found["yardsticks"] == source.yardsticks()
+    b = source.unseen[3]
+    even = (b.tokens % 2 == 0).sum()
+    expected = dict(recovery=even / len(b), residues=len(b),
+                    nll=(even * math.log(2) + (len(b) - even) * math.log(4)) / len(b))
+    assert found["held_out"][b.name] == pytest.approx(expected)
+    stopped = designs.evaluate(trainer, source, SimpleNamespace(signal=2))
+    assert stopped["training"] == stopped["held_out"] == {}
+    one = dict(a=dict(recovery=0.5, nll=1.0, residues=4))
+    yardsticks = dict(constant="L", recovery=0.25, perplexity=17.5)
+    assert designs.scores(dict(training=one, held_out={})) == {
+        "training recovery": 0.5, "training perplexity": pytest.approx(math.e)}
+    assert {*designs.scores(dict(training={}, held_out=one))} == {"held-out recovery", "held-out perplexity"}
+    for real, best in ((False, f", {100 * designs.BEST_RECOVERY:.0f}% could be"), (True, "")):
+        final = dict(held_out=one, yardsticks=yardsticks)
+        designs.closing(trainer, SimpleNamespace(real=real), dict(final=final))
+        assert capsys.readouterr().out == (
+            "In words: after step 7 it names 50% of 4 residues of 1 protein it never saw, by backbone and "
+            f"residues before; always L would be 25%{best}.\n")
+    for nothing in ({}, dict(final=dict(held_out={}))):
+        designs.closing(trainer, source, nothing)
+    assert capsys.readouterr().out == ""
+
+
+def test_samples_by_hand():
+    """Some residues of five; the graph and the order leave padding last."""
+    b = backbones.built_in(0, 0, 5)
+    X, S, mask, positions, chains = designs.sample_of(b, b.tokens, 3, 1)
+    assert np.array_equal(X, b.atoms[1:4]) and np.array_equal(S, b.tokens[1:4]) and mask.tolist() == [1, 1, 1]
+    assert positions.tolist() == [1, 2, 3] and chains.tolist() == [0, 0, 0]
+    short = designs.sample_of(b, b.tokens, 7)
+    assert [len(array) for array in short] == [7] * 5 and short[2].tolist() == [1] * 5 + [0, 0]
+    tokens = np.where(np.arange(5) == 2, 20, b.tokens)
+    batch = designs.assemble([designs.sample_of(b, tokens, 7)] * 3, np.random.default_rng(0), 4)
+    assert batch["targets"][0].tolist() == [*tokens[:2], -1, *tokens[3:], -1, -1]
+    assert (batch["decoding_order"][:, 5:].sort(1).values == torch.tensor([5, 6])).all()
+    assert len({tuple(order) for order in batch["decoding_order"].tolist()}) == 3
+    assert batch["E_idx"].shape == (3, 7, 4) and (batch["E_idx"][:, :5] < 5).all()
+    assert (batch["E_idx"][:, :5, 0] == torch.arange(5)).all()
+    ca = b.atoms[:, 1]
+    apart = np.linalg.norm(ca[:, None] - ca, axis=-1).argsort(1)[:, :4]
+    assert np.array_equal(batch["E_idx"][0, :5], apart)
 
 
 def test_designs_come_as_fasta_and_not_as_json(capsys):

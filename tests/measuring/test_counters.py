@@ -1,5 +1,4 @@
 """Clocks and counters against hand counts, directories, tables."""
-import ctypes
 import itertools
 import json
 from dataclasses import replace
@@ -24,8 +23,6 @@ from fusion_lab.measuring.probe import (
 )
 from fusion_lab.measuring.ranges import Profiling, ranges
 from fusion_lab.measuring.tables import aligned, cell, markdown
-from fusion_lab.training import machine
-from fusion_lab.training.machine import keep_freed_memory
 from fusion_lab.training.options import ProfilerConfig
 from tests.second_program import PROGRAM as SECOND
 
@@ -399,35 +396,6 @@ def test_a_memory_profile_is_sorted_and_in_megabytes(tmp_path, capsys):
 # Command line and files
 
 
-def test_freed_memory_is_kept_by_the_right_words_to_the_c_library(monkeypatch):
-    """malloc.h: M_MMAP_MAX, of which there shall be none, is -4; M_TRIM_THRESHOLD, never, is -1."""
-    said = []
-    libc = SimpleNamespace(mallopt=lambda option, value: said.append((option, value)))
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc if name is None else None)
-    keep_freed_memory()
-    assert said == [(-4, 0), (-1, -1)]
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
-    keep_freed_memory()  # another C library
-
-
-@pytest.fixture
-def matmul():
-    """torch's settings for products, which are no attributes of an object that monkeypatch could restore."""
-    settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
-    yield settings
-    settings.allow_tf32 = before
-
-
-def test_what_settings_change_for_the_process(monkeypatch, matmul):
-    kept, matmul.allow_tf32, compiler = [], False, torch._functorch.config
-    monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("memory"))
-    monkeypatch.setattr(machine, "runs_in_tf32", lambda training, device: training.use_tf32)
-    monkeypatch.setattr(compiler, "activation_memory_budget", 1.0)
-    settings = tof.PROGRAM.settings(activation_memory_budget=0.5, use_tf32=True, enable_torch_compile=True)
-    for device, expected in (("cpu", (["memory"], False)), ("cuda", (["memory"], True))):
-        compiler.activation_memory_budget = 1.0
-        machine.process_settings(settings, torch.device(device))
-        assert (kept, matmul.allow_tf32) == expected and compiler.activation_memory_budget == 0.5
 
 
 def test_tables():

@@ -15,14 +15,6 @@ from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.probe import Findings
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
-from fusion_lab.training.reporting import (
-    busy_line,
-    print_ending,
-    print_result,
-    require_finite,
-    shorter,
-    step_line,
-)
 from tests.second_program import PROGRAM as SECOND
 from tests.support import last_json
 
@@ -65,22 +57,6 @@ def test_a_run_by_hand(monkeypatch, tmp_path, capsys):
     assert {key: figures[key] for key in expected} == pytest.approx(expected)
     assert figures["launch_kind"] == "cpu_ops" and figures["launches_per_step"] > 20
     assert result["training_params"]["amp_dtype"] is None and result["version"] == "mlp"
-
-
-def test_a_step_line():
-    training = SimpleNamespace(num_steps=120, batch_size=4)
-    assert step_line(5, training, 1.25, 0.0125, 10.26) == (
-        "Step   5/120 | Loss: 1.2500 | Speed:  320.0 samples/sec | Memory:   10.3 MB | Time:  12.5ms")
-    assert "| Memory:    n/a MB |" in step_line(5, training, 1.0, 1.0, None)
-    several = SimpleNamespace(size=4, data_size=2)
-    assert " 640.0 samples/sec (160.0 per GPU) | Memory" in step_line(5, training, 1, 0.0125, None, several)
-
-
-def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
-    losses = [torch.tensor(value) for value in (float("nan"), 1.0, 2.0, float("inf"))]
-    assert require_finite(losses[:3], 1, 10) == 3 and require_finite(losses, 4, 10) == 4
-    with pytest.raises(UserError, match="loss is inf at step 14: "):
-        require_finite(losses, 1, 10)
 
 
 def test_a_summary_of_a_graph_on_a_gpu(monkeypatch):
@@ -203,42 +179,6 @@ def test_only_summaries_are_read(tmp_path):
         summary.read_summary(tmp_path / "absent")
 
 
-def test_the_last_line_is_shortened_from_behind(capsys):
-    assert shorter(dict(a=1, b=2)) == dict(a=1) and shorter(dict(a=1)) is None is shorter(5)
-    assert shorter([1, 2]) == [1] and shorter("ab") == "a" and shorter([]) is None
-    headline = dict(mode="m", rows=list(range(1000)), name="n")
-    print_result(headline, "s.json", SECOND.settings())
-    line = capsys.readouterr().out
-    kept = json.loads(line)["rows"]
-    assert 200 < len(kept) < 260 and kept == list(range(len(kept))) and 1015 < len(line.strip()) <= 1024
-    assert len(headline["rows"]) == 1000
-
-
-def test_how_to_go_on(capsys):
-    def said(done, saved, stopped=False, schedule="constant", unfinished=False):
-        training = SimpleNamespace(save_checkpoint=saved, num_steps=10, lr_schedule=schedule,
-                                   early_stopping=2)
-        evaluations = SimpleNamespace(stopped=stopped, in_words=lambda: "stopped" if stopped else None,
-                                      unfinished=lambda: unfinished)
-        trainer = SimpleNamespace(step_number=done, training=training)
-        print_ending(trainer, ["s.json", None, "m.jsonl"], evaluations)
-        return capsys.readouterr().out.splitlines()
-
-    written, go_on = "Written: s.json, m.jsonl", "Continue: the same flags and --resume 'a b.pt' --num-steps"
-    assert said(10, "a b.pt") == [written, f"{go_on} 20"] and said(10, None) == [written]
-    assert said(3, "a b.pt") == ["Interrupted at step 3 of 10", written, f"{go_on} 10"]
-    assert said(3, None) == [
-        "Interrupted at step 3 of 10; without --save-checkpoint FILE there is nothing to continue from",
-        written]
-    assert said(3, None, stopped=True) == ["stopped", written]
-    assert said(3, "a b.pt", stopped=True) == ["stopped", written, f"{go_on} 10 --early-stopping 4"]
-    assert said(10, "a b.pt", unfinished=True, schedule="linear")[2] == f"{go_on} 10"
-    assert said(10, None, unfinished=True) == [
-        "Interrupted in the last evaluation: it is incomplete or missing", written]
-    assert said(10, "a b.pt", schedule="cosine")[1].endswith("--init-from 'a b.pt'")
-    assert said(3, "a b.pt", schedule="cosine")[2] == f"{go_on} 10"
-
-
 # The metrics of a run
 
 
@@ -337,8 +277,3 @@ def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch,
     monkeypatch.setattr(metrics, "require_matplotlib", lambda: metrics.summary_writer("") or 1 / 0)
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     assert found.draw() is None and capsys.readouterr().err == ""  # not installed: nobody asked for a picture
-
-
-def test_a_busy_machine_is_named(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert busy_line(0.9, 2) is None and busy_line(7.19, 2).startswith("Busy machine: load 7.2 on 2 cores; ")

@@ -445,13 +445,6 @@ def test_auto_attention_goes_by_device_precision_and_length(monkeypatch):
     assert attention_choice.remark("gfx1201") == "gfx1201: not CDNA, so no FlexAttention, not measured"
 
 
-def test_deterministic_is_asked_of_the_process(monkeypatch):
-    asked = []
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
-    for deterministic in (False, True):
-        process_settings(given(deterministic=deterministic), CPU)
-    assert asked == [True]
 
 
 def gpu_trainer(**values):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.kernels import limits
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.training import options
 from proteins.costs import costs
@@ -329,91 +328,6 @@ def test_costs_of_every_sub_layer_by_hand():
     assert all(2 * half[name].forward_bytes == found[name].forward_bytes for name in tof.SUBLAYERS)
     few = tof.PROGRAM.settings(**dict(sizes, batch_size=1, num_seqs=1, seq_len=4))  # re-associated
     assert costs(few)["outer_product_mean"].flops == 4 * 4 * 4 * 5 + 2 * 4 * 25 * 6 + 2 * 16 * 5 * 6
-
-
-def test_what_masks_leave_defined():
-    output = dict(msa_repr=torch.ones(1, 2, 3, 4), pair_repr=torch.ones(1, 3, 3, 5),
-                  distances=torch.ones(1, 3, 3), loss=torch.tensor(7.0))
-    batch = dict(seq_mask=torch.tensor([[1.0, 1, 0]]), row_mask=torch.tensor([[1.0, 0]]))
-    found = tof.defined(output, batch)
-    assert found["msa_repr"][0].sum(-1).tolist() == [[4, 4, 0], [0, 0, 0]]
-    assert found["pair_repr"][0].sum(-1).tolist() == [[5, 5, 0], [5, 5, 0], [0, 0, 0]]
-    assert found["distances"][0].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0]] and found["loss"] == 7
-
-
-def test_kinks_are_moved_half_to_either_side():
-    model = model_of()
-    tof.move_kinks_away(model)
-    for module in model.modules():
-        if isinstance(module, tof.Transition):
-            assert module.linear1.bias.tolist() == 16 * [8, -8]
-
-
-def test_start_lines_name_sizes_kernels_and_counts():
-    trainer = trainer_of(num_blocks=3)
-    lines = tof.start_lines(trainer)
-    assert lines["sizes"] == "3 blocks, c_m 8, c_z 8, heads 2 and 2"
-    assert lines["last"] == "Kernel Reduction: 80.0% (36 fewer kernels) [nominal]"
-    assert lines["remarks"] == dict(enable_flash_attention="math on CPU; columns: sdpa: flash on CPU")
-    assert tof.PROGRAM.statistics(trainer.settings) == trainer.model.get_fusion_statistics()
-
-
-def test_idle_switches_are_named():
-    def idle(seq_len=64, on_gpu=True, **switches):
-        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(seq_len=seq_len),
-                                   training=SimpleNamespace(use_amp=False, sequence_parallel=1,
-                                                            batch_size=4))
-        return tof.FusionConfig(**switches).idle(settings, on_gpu)
-    combos = dict(enable_combo_kernels=True)
-    compiled = dict(combos, enable_torch_compile=True)
-    assert idle() == [] and idle(**compiled) == [] and idle(128, **compiled) == []
-    assert idle(**combos) == idle(on_gpu=False, **compiled) == ["combo kernels need torch.compile on a GPU"]
-    assert idle(129, **compiled) == ["combo kernels cost time above 128 residues"]
-    backend = dict(attention_backend="sdpa")
-    assert idle(**backend) == [] and idle(**backend, enable_flash_attention=False) == [
-        "--attention-backend is for fused attention"]
-
-
-def test_idle_triton_kernels_say_what_they_need(monkeypatch):
-    def idle(pair_dim=128, use_amp=True, on_gpu=True, ranks=1, msa_dim=48, heads=4, rows=16, samples=4,
-             **switches):
-        model = tof.TinyOpenFoldConfig(msa_dim=msa_dim, pair_dim=pair_dim, msa_heads=heads, pair_heads=heads,
-                                       num_seqs=rows)
-        settings = SimpleNamespace(model=model, training=SimpleNamespace(
-            use_amp=use_amp, sequence_parallel=ranks, batch_size=samples))
-        return tof.FusionConfig(**switches).idle(settings, on_gpu)
-    attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
-    monkeypatch.setattr(limits, "HAS_TRITON", True)
-    assert idle() == idle(**attention) == idle(**triangle) == idle(48, **attention) == []
-    relu = dict(enable_triton_relu=True)
-    assert idle(**relu) == []  # for the pair tensor it has one
-    assert idle(on_gpu=False, **attention) == ["Triton kernels need a GPU"]
-    assert idle(use_amp=False, **triangle) == [
-        "Triton kernels need --use-amp: float32 is more exact without them"]
-    assert idle(96, **attention, **triangle, **relu) == [  # attention has one between library projections
-        "triton-triangle has no kernel for 96 channels",
-        "triton-relu has no kernel for 48 or 96 channels"]
-    assert idle(256, msa_dim=256, heads=1, **attention) == []  # the bias of MSA rows has one
-    assert idle(512, msa_dim=256, heads=1, **attention) == [
-        "triton-attention has no kernel for heads of 256 or 512 channels"]
-    assert idle(msa_dim=128, heads=128, **attention) == []
-    assert idle(ranks=2, **attention, **triangle) == [
-        "triton-triangle takes whole pair tensors, not a GPU's part of one"]
-    layout = dict(enable_triton_outer_layout=True)
-    assert idle(96, **layout) == idle(rows=16, samples=1, **layout) == []
-    assert idle(rows=15, samples=1, enable_opm_fusion=False, **layout) == []
-    assert idle(rows=15, samples=1, **layout) == [
-        "triton-outer-layout is for outer products that are not re-associated"]
-    gradients = dict(enable_triton_weight_gradients=True)
-    assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]
-    assert idle(enable_torch_compile=True, **gradients) == []
-    assert idle(ranks=2, **layout) == [
-        "triton-outer-layout takes whole pair tensors, not a GPU's part of one"]
-    for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
-        assert idle(**attention, **other) == [
-            "triton-attention gives way to the attention that was asked for"]
-    monkeypatch.setattr(limits, "HAS_TRITON", False)
-    assert idle(**attention) == ["Triton kernels need Triton (pip install triton)"]
 
 
 def test_triton_adamw_is_idle_without_master_weights_on_a_gpu(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.files import UserError
 from proteins.batches import SyntheticProteins
-from tests.model.test_layers import CPU, TINY, model_of, trainer_of
+from tests.model.test_layers import CPU, TINY, trainer_of
 
 SMALL = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3,
                                outer_product_dim=4)
@@ -97,26 +97,6 @@ def test_of_how_many_pairs_and_letters_losses_are_means():
     count = tof.TinyOpenFoldV2.loss_counts
     assert count(**coords).tolist() == [10] and count(**letters).tolist() == [3]
     assert count(**coords, **letters, seq_mask=None).tolist() == [10, 3]
-
-
-def test_which_attention_a_model_names(monkeypatch):
-    heard = []
-
-    def in_words(*given, **parts):
-        heard.append((given, parts))
-        return words
-    monkeypatch.setattr(tof.attention_choice, "in_words", in_words)
-    sizes = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3, seq_len=9, num_seqs=5)
-    model, words = model_of(**sizes), "sdpa"
-    parts = dict(pair=(9, 4, True), rows=(9, 4, True), columns=(5, 4, False))
-    assert model.attention_kernel() == model.attention_kernel(torch.bfloat16) == "sdpa"
-    assert heard == [(("auto", False, False, dtype, False), parts)
-                     for dtype in (torch.float32, torch.bfloat16)]
-    model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**sizes, num_blocks=1),
-                               tof.FusionConfig(enable_triton_attention=True))
-    assert model.attention_kernel() == "sdpa" and heard[-1][0][1] is True
-    words = "triton_attention"
-    assert model.attention_kernel() == "triton_attention; MSA, pair: projections by the library"
 
 
 # --- To a graph, to what a run begins with ----------------------------------------------------------------

@@ -12,8 +12,6 @@ import torch
 import tiny_openfold_v2
 from fusion_lab.measuring.metrics import read_metrics
 from fusion_lab.training.feeding import batch_of, own
-from fusion_lab.training.files import UserError
-from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import load_program
 from tests.programs import ranks
 from tests.support import PATIENCE, ROOT, last_json, wait_for
@@ -116,22 +114,6 @@ def test_four_ranks_and_rarer_ends(tmp_path):
         assert found[name]["codes"] == codes and words in said and said.count("\n") == 1, said
     assert found["mistake"]["codes"] == [1, 1]
     assert "".join(found["mistake"]["err"]).count("Traceback") == 1
-
-
-def test_every_rank_has_a_gpu_of_its_own(monkeypatch):
-    counts = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="x",
-                  MASTER_PORT="1")
-    for name, value in counts.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 1)
-    with pytest.raises(UserError, match="2 ranks cannot share a GPU"):
-        choose_device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="2 ranks on this host, but torch .* sees 1 GPU") as caught:
-        choose_device("auto")
-    assert caught.value.code == 4 and choose_device("cpu").type == "cpu"
 
 
 class Rank:

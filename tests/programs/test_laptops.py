@@ -1,7 +1,6 @@
 """Where Linux's own interfaces are missing, as on a Mac, and --device mps. Nothing here ran on a Mac."""
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,12 +82,6 @@ def test_an_apple_gpu_is_asked_for_by_name(there, monkeypatch, capsys, tmp_path)
     assert tof.main([*SMALL, "--profile-dir", str(tmp_path), "--device", "mps"]) == 4
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "sees no Apple GPU" in said
-
-
-def test_ranks_do_not_share_an_apple_gpu(monkeypatch):
-    monkeypatch.setattr(machine, "place", lambda: SimpleNamespace(size=2))
-    with pytest.raises(files.UserError, match="2 ranks cannot share"):
-        machine.choose_device("mps")
 
 
 def test_what_an_apple_gpu_cannot_do():

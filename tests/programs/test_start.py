@@ -10,8 +10,7 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics
-from fusion_lab.training import files, flags, start
-from fusion_lab.training.flags import make_parser, parse, read_settings, with_demo
+from fusion_lab.training import files, start
 from tests.support import PATIENCE, ROOT, run_program
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
@@ -38,9 +37,6 @@ def begun(program, *flags, torch, directory):
 
 @pytest.mark.parametrize("program, flags, code, words", [
     (TRAINER, ["--batchsize", "3"], 2, "did you mean --batch-size?"),
-    (TRAINER, ["--enable-flash"], 2, "did you mean --enable-flash-attention?"),
-    (TRAINER, ["--compare-fusion", "--budget", "0"], 2, "--budget: '0': must be a number of seconds above 0"),
-    (TRAINER, ["--budget", "9"], 2, "--budget: needs --compare-fusion"),
     (TRAINER, ["--version"], 0, "TinyOpenFold 2"), (TRAINER, ["--help"], 0, "--demo"),
     (TRAINER, ["--seq-len", "0"], 2, "must be at least 1"),
     (TRAINER, ["--program", SECOND, "--widt", "3"], 2, "did you mean --width?"),
@@ -95,32 +91,6 @@ def test_contradictory_switches_get_a_line(tmp_path):
     assert result.stderr == f"tiny_openfold_v2.py: note: {pair}: the later one wins\n"
 
 
-RETIRED = {  # flags of switches that went: what is on, what is said of the last one
-    "--enable-triton-projection": (["enable_triton_attention"], "is part of triton-attention now"),
-    "--enable-triton-sums": (["enable_triton_weight_gradients"], "is part of triton-weight-gradients now"),
-    "--enable-triton-attention --disable-triton-projection": ([], "is part of triton-attention now"),
-    "--enable-triton-transition": ([], "went, because it cost time, and is ignored; "
-                                       "--enable-selective-checkpointing saves more memory"),
-    "--disable-triton-outer-product": ([], "--enable-selective-checkpointing saves more memory")}
-
-
-@pytest.mark.parametrize("given", RETIRED)
-def test_switches_that_went_are_still_understood(given, capsys):
-    flags.note.cache_clear()
-    argv, (on, words) = ["--disable-all-fusion", *given.split()], RETIRED[given]
-    for _ in range(2):  # before torch is there, and afterwards
-        _, settings, _ = parse(make_parser(tof.PROGRAM), tof.PROGRAM, argv)
-    assert [name for name in settings.fusion.names() if getattr(settings.fusion, name)] == on
-    said, = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"tiny_openfold_v2.py: note: {argv[-1]}: ") and said.endswith(words)
-    assert argv[-1] not in make_parser(tof.PROGRAM).format_help()
-
-
-def test_switches_that_went_have_successors_that_are_there():
-    kind = tof.FusionConfig
-    assert not kind.RETIRED.keys() & {*kind.names()} and {*kind.RETIRED.values()} <= {None, *kind.names()}
-
-
 @pytest.mark.parametrize("given, expected", [
     ({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
 def test_threads_wait_less_unless_the_user_decides(given, expected, tmp_path, monkeypatch):
@@ -141,16 +111,6 @@ def test_a_shell_that_ignores_ctrl_c_in_the_background_is_obeyed(monkeypatch):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
-    parser = make_parser(tof.PROGRAM)
-    settings = read_settings(tof.PROGRAM, parser.parse_args(with_demo([])))
-    assert settings == tof.PROGRAM.settings(**tof.PROGRAM.demo) and settings.model.num_blocks == 1
-    settings = read_settings(tof.PROGRAM, parser.parse_args(["--seq-len", "40", "--demo"]))
-    assert settings.model.seq_len == 40 and settings.training.batch_size == tof.PROGRAM.demo["batch_size"]
-    _, settings, _ = parse(parser, tof.PROGRAM, with_demo(["--seed", "1"]))
-    assert settings.model == tof.TinyOpenFoldConfig()
 
 
 def on_a_terminal(*flags):

@@ -100,6 +100,10 @@ def test_synthetic_evaluation_is_clean_and_apart_from_training():
     source = SyntheticProteins(settings_of(seed=5))
     assert source.held_out == [f"synthetic-{i}" for i in range(16)] and source.names == []
     assert source.describe() == "synthetic proteins (paired), 16 held out" and source.structure("x") is None
+    natural = batches.open_source(settings_of(synthetic_world="natural"))
+    assert natural.describe() == "synthetic proteins (natural), 16 held out"
+    natural.real = "pieces of chains"
+    assert natural.describe().endswith("held out; 50% of the folds are pieces of chains")
     groups = source.evaluation()
     for key, first in (("held_out", 0), ("training", 16)):
         found = list(groups[key])
@@ -170,6 +174,8 @@ def test_the_query_comes_first_and_once_and_padding_is_marked():
     assert coords[:, 1].tolist() == [0, 0, 20, 30, 40, 0, 0] and coords.dtype == np.float32
     assert seen.tolist() == [1, 0, 1, 1, 1, 0, 0] and seq_mask.tolist() == [1, 1, 1, 1, 1, 0, 0]
     assert row_mask.tolist() == [1, 1, 1, 0, 0]
+    *_, extra = real().take(Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 2, 5)
+    assert extra.tolist() == msa.tolist()
 
 
 def test_every_step_draws_other_families_crops_and_rows():

@@ -55,6 +55,7 @@ def test_plddt_lies_between_0_and_100_and_is_0_without_neighbours():
         assert found.tolist() == pytest.approx([expected] * 2, nan_ok=True)
     found = confidence.plddt(torch.tensor([float("nan"), 0.0, 0.3, 0.5, 5.0]), -0.05, 1.2)
     assert found.tolist() == pytest.approx([0, 0, 31, 55, 100])
+    assert confidence.plddt(torch.tensor([0.25])).item() == 25
 
 
 def test_the_line_is_the_cards_or_none():
@@ -70,3 +71,5 @@ def test_entropy_is_in_bits():
     sure = torch.eye(64)[torch.zeros(5, 5, dtype=torch.long)]
     assert confidence.entropy(sure) == pytest.approx(0, abs=1e-6)
     assert confidence.entropy(torch.full((1, 1, 64), 1 / 64)) == 0
+    sure[[0, 1], [1, 2]] = 1 / 64  # two of ten pairs, neighbours along the chain
+    assert confidence.entropy(sure) == pytest.approx(1.2)

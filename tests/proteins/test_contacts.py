@@ -1,5 +1,6 @@
 """Contact precision and its maps: picture, table and text, the file's numbering, names of any spelling."""
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -212,6 +213,7 @@ def test_picture_shows_right_wrong_near_and_missing():
     found = a_map(protein=a_protein(["1", "2", *(str(n) for n in range(10, 22))]), unseen=[5, 6])
     axis = Figure().subplots()
     labels = [handle.get_label() for handle in maps.draw_contacts(axis, found)]
+    assert [line.get_marker() for line in axis.lines] == ["o", "D"]
     right, wrong = (set(zip(line.get_ydata(), line.get_xdata(), strict=True)) for line in axis.lines)
     assert {(0, 13), (1, 12), (3, 10)} <= right and {(0, 8), (2, 9)} <= wrong and len(right | wrong) == 6
     assert labels == ["contact (CB < 8 Å)", "|i-j| < 6, not counted", f"top L/2, right: {len(right)}",
@@ -225,6 +227,52 @@ def test_picture_shows_right_wrong_near_and_missing():
     assert [bool(patch.get_hatch()) for patch in axis.patches] == 6 * [False] + 2 * [True]  # row and column
     assert axis.get_xlabel() == "residue number in the structure file; dotted: it jumps"
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """[(figure, how)] of what is saved, which is not drawn."""
+    figure, found = pytest.importorskip("matplotlib.figure"), []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **how: found.append((self, how)))
+    return found
+
+
+def test_a_picture_has_contacts_and_distances_side_by_side(saved, tmp_path):
+    numbers = ["1", "2", *(str(n) for n in range(10, 22))]
+    maps.write_picture(tmp_path / "x.png", a_map("x\n", a_protein(numbers), unseen=[5, 6]))
+    (figure, how), = saved
+    contacts, distances, _ = figure.axes  # and the colour bar
+    assert how == dict(format="png", dpi=150)
+    assert contacts.get_title() == "contacts: marks predicted, squares true"
+    assert distances.get_title() == "CB distance, Å: predicted above, true below"
+    assert figure.get_suptitle() == "x\ufffd, chain B: P(L/2) 0.50, P(L) 0.25, chance 0.13"
+    legend, = figure.legends
+    assert len(legend.get_texts()) == 7 and legend.get_texts()[-1].get_text() == "no coordinates"
+    image, = distances.images
+    shown = image.get_array()
+    assert (shown[0, 13], shown[13, 0], shown[1, 0]) == (12, 5, 10) and image.get_clim() == (2, 22)
+    assert shown.mask.sum() == 27 and shown.mask[5:7, :5].all() and not shown.mask[:5, 5:7].any()
+    for axis in (contacts, distances):
+        assert (axis.get_xlim(), axis.get_ylim()) == ((-0.5, 13.5), (13.5, -0.5))
+        hatched = [patch.get_bbox().extents for patch in axis.patches if patch.get_hatch()]
+        assert [hatched[0][[0, 2]].tolist(), hatched[1][[1, 3]].tolist()] == [[4.5, 6.5]] * 2
+        lines = [[*line.get_xdata(), *line.get_ydata()] for line in axis.lines[-3:]]
+        assert lines == [[-0.5, 13.5] * 2, [1.5, 1.5, 0, 1], [0, 1, 1.5, 1.5]]  # the diagonal, jumps
+
+
+def test_a_picture_without_a_structure_has_probabilities_in_grey(saved, tmp_path):
+    found = replace(a_map(size=700), precision={}, true=np.full((700, 700), np.nan))
+    maps.write_picture(tmp_path / "x.png", found)
+    (figure, how), = saved
+    contacts, distances, _ = figure.axes
+    assert (how["dpi"], figure.get_suptitle()) == (300, "x: predicted")
+    assert contacts.get_title() == "contacts: the more probable, the darker"
+    assert distances.get_title() == "predicted CB distance, Å" and contacts.get_xlabel() == "residue"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "|i-j| < 6, not counted", f"the {len(found.chosen[0])} most probable (L/2)"]
+    image = np.asarray(contacts.images[0].get_array())
+    assert image[0, 13] == pytest.approx(1 - 0.7 * 0.9) and image[0, 300] == pytest.approx(1)
+    assert np.array_equal(distances.images[0].get_array(), found.distances)
 
 
 # --- Runs ------------------------------------------------------------------------------------------------

@@ -165,6 +165,14 @@ def test_every_sub_layer_hands_its_modules_and_masks_to_its_kernel(kernels):
                       *((name,) for name in ("fits", "takes_transition", "runs"))}
 
 
+def test_a_transition_too_wide_for_a_kernel_has_its_products_in_one(kernels, monkeypatch):
+    (msa, _), layer, heard = inputs(), block_of().msa_transition, []
+    monkeypatch.setattr(dispatch, "takes_transition", lambda x: False)
+    monkeypatch.setattr(dispatch, "two_layers", lambda *given: heard.append(given) or given[0])
+    assert torch.equal(layer(msa), layer.layer_norm(msa))
+    same(heard[0], (layer.layer_norm(msa), layer.linear1, layer.linear2))
+
+
 def test_a_mask_of_rows_reaches_attention_over_them(kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "outer_layout", lambda *given: torch.ones(1))
     (msa, pair), row_mask = inputs(), torch.tensor([[1.0, 1, 1, 1, 0]])
@@ -313,6 +321,23 @@ def test_which_blocks_are_recomputed(blocks, recomputed, monkeypatch):
 
 
 # --- Ranks that share a sample ----------------------------------------------------------------------------
+
+def test_kernels_of_a_rank_read_the_bias_of_all_ranks(kernels):
+    (msa, pair), block, seen = inputs(), block_of(), []
+    ranks = SimpleNamespace(size=2, gather=lambda x, dim: seen.append((x, dim)) or x)
+    row, starting, ending = block.msa_row_attention, block.triangle_attn_starting, block.triangle_attn_ending
+    for layer in (row, starting, ending):
+        layer.plan = dataclasses.replace(layer.plan, ranks=ranks)
+    bias = row.bias(pair)
+    assert torch.equal(row.by_kernel(msa, bias, onto=msa), msa + 1)
+    expected = [bias]
+    for layer, turned in ((starting, lambda x: x), (ending, lambda x: x.mT)):
+        assert torch.equal(layer.by_kernel(pair, onto=pair), pair + 1)
+        expected.append(turned(tof.head_bias(layer.triangle_bias_proj, layer.layer_norm(pair))))
+    assert [dim for _, dim in seen] == [2, 2, 2]
+    same([x for x, _ in seen], expected)
+    assert all(given[8] is None for name, given in kernels.calls if name == "attention_layer")
+
 
 def test_a_shared_sample_is_turned_so_that_attention_finds_its_axis_whole():
     """(places along axis 1, the axis that was split, the one to split, rows in all) between sub-layers."""

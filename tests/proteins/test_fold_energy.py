@@ -137,6 +137,26 @@ def test_the_plot_is_a_density_and_knows_glycine_and_proline():
     assert both.item() == pytest.approx(a[0] + g[1])
 
 
+def test_tables_of_the_plot_add_up_as_they_were_fitted():
+    sums = {kind: np.sum(parts, axis=0) for kind, parts in e.RAMACHANDRAN.items()}
+    assert sums["G"] == pytest.approx([1.001, -252, 143, 101.7, 67.9])
+    assert sums["P"] == pytest.approx([0.999, -202, 131, 104.0, 49.0])
+    assert sums[""] == pytest.approx([1, -500, 397, 199.9, 158.6])
+
+
+def test_pairs_are_near_whose_ca_are():
+    atoms = torch.zeros(2, 4, 5, 3)
+    for number, last in enumerate((8.9, 9.1)):
+        atoms[number, :, CA, 0] = torch.tensor([0, 50, 100, last])
+    assert [x.tolist() for x in e.near_pairs(atoms)] == [[0], [0], [3]]
+
+
+def test_crowding_is_of_residues_two_or_more_apart():
+    points = torch.tensor([[[0.0], [1.0], [3.0], [3.5]], [[0.0], [9.0], [18.0], [27.0]]])
+    assert e.crowding(points).tolist() == pytest.approx([0.9 ** 2 + 1.4 ** 2 + 0.4 ** 2, 0], abs=1e-5)
+    assert e.crowding(points, 3.2)[0].item() == pytest.approx(0.2 ** 2 + 0.7 ** 2, abs=1e-5)
+
+
 def test_each_residue_has_its_own_plot():
     angles = [(-60, -45), (80, 10), (-70, 140), (-120, 130), (-60, -30)]
     found = terms(chain(angles)[None], "AGPVK", chain(angles))["plot"].item()
@@ -150,7 +170,10 @@ def test_whole_chains_have_whole_bonds():
     assert e.peptide_bonds(atoms).item() < 0.1
     broken = atoms.clone()
     broken[:, 4:] += torch.tensor([0.1, 0, 0])
-    assert e.peptide_bonds(broken).item() > 1
+    stretched = [((broken[0, 3, a] - broken[0, 4, b]).norm() - (atoms[0, 3, a] - atoms[0, 4, b]).norm()) / by
+                 for a, b, by in ((C, N, 0.02), (CA, N, 0.04), (C, CA, 0.04), (CA, CA, 0.04))]
+    expected = sum(x.item() ** 2 for x in stretched) / 2
+    assert e.peptide_bonds(broken).item() == pytest.approx(expected, rel=0.05) and expected > 1
     cis = chain([(-60, -45)] * 8, omega=0.0)[None]
     assert e.peptide_bonds(cis).item() > 7 * e.PLANAR
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import save_model
-from proteins import files, fold_pictures, folding, prediction, structure_metrics
+from proteins import files, fold_pictures, fold_prediction, folding, prediction, structure_metrics
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
 from tests.support import PATIENCE, ROOT, require_shared
 
@@ -100,8 +101,12 @@ def test_the_shortest_chains(setup, sequence, capsys):
     assert run("s.a3m") == 0
     lines = (setup / "fold" / "s.pdb").read_text().splitlines()
     assert sum(line[:4] == "ATOM" for line in lines) == 5 * len(sequence)
+    result = json.loads((setup / "fold" / "s.json").read_text())
+    assert result["residues"] == len(result["plddt_by_residue"]) == len(sequence)
+    assert (4 < result["entropy_bits"] <= 6) is (len(sequence) > 1)  # an untrained model knows little
     said = capsys.readouterr()
     assert "warning: 1 effective rows" in said.err and "it was not measured" in said.out
+    assert said.err.count("warning: ") == 1 and json.loads(said.out.splitlines()[-1])["mode"] == "fold"
 
 
 def test_what_cannot_be_used_is_one_line(setup, capsys):
@@ -119,20 +124,98 @@ def test_what_cannot_be_used_is_one_line(setup, capsys):
     assert not (setup / "fold").exists()
 
 
+# --- What is said and written ----------------------------------------------------------------------------
+
+
+def test_plddt_is_high_where_the_distogram_knows_the_fold(monkeypatch):
+    made, asked = SimpleNamespace(atoms=a_fold().float()), []
+    monkeypatch.setattr(folding, "folded", lambda *given: asked.append(given[2:]) or made)
+    found = SimpleNamespace(logits=certain(a_fold(), SEQUENCE).float(), orientations="turned",
+                            protein=SimpleNamespace(sequence=SEQUENCE))
+    fold, plddt = fold_prediction.structure(found, tof.DISTANCE_CENTRES, 7)
+    assert fold is made and asked == [(SEQUENCE, 7, "turned")] and 85 < plddt.min() <= plddt.max() <= 100
+    _, other = fold_prediction.structure(found, tof.DISTANCE_CENTRES, 7, (0.1, 0.5))
+    assert other == pytest.approx(10 + plddt / 2, abs=1e-3)
+
+
+def test_what_is_said_of_a_fold(capsys):
+    result = dict(plddt=61.6, plddt_calibrated_on="13 families", untested="", energy=-1.234, other_hand=0.5)
+    fold_prediction.print_fold(result)
+    energy = "Energy -1.23 kT a residue; the best fold of the other hand has 0.50 more"
+    assert capsys.readouterr().out.splitlines() == [
+        "pLDDT 62 of 100: the lDDT-CA to be expected, which was measured on 13 families", energy]
+    fold_prediction.print_fold(result | dict(plddt_calibrated_on=None, untested="few rows"))
+    assert capsys.readouterr().out.splitlines() == [
+        "pLDDT 62 of 100: the lDDT-CA to be expected, if the model's distances are right: not measured",
+        "  For alignments such as this it was not measured: it may be far too high", energy]
+
+
+@pytest.mark.parametrize("chain, trained, words", [("B", False, "B"), ("", True, "(no name)")])
+def test_what_is_said_of_scores(chain, trained, words, capsys):
+    found = SimpleNamespace(protein=SimpleNamespace(chain=chain), relative=dict(trained=trained))
+    scores = dict(residues_compared=23, tm_score=0.51, lddt_ca=0.61, gdt_ts=0.71, rmsd=2.0)
+    fold_prediction.print_scores(scores, found)
+    assert capsys.readouterr().out.splitlines() == [
+        f"Against chain {words}, 23 residues: TM-score 0.51, lDDT-CA 0.61, GDT-TS 0.71, RMSD 2.00 Å",
+        *["  The model was trained on this family: these scores say nothing of others"] * trained]
+    fold_prediction.print_scores(None, found)
+    assert capsys.readouterr().out == "Too few residues with CA atoms to compare\n"
+
+
+def test_what_can_be_checked_of_a_chain():
+    made = SimpleNamespace(atoms=a_fold().float(), energy=-2.0, terms=dict(a=1.0), gap=0.5, mirrored=True)
+    said = fold_prediction.quality(made, SEQUENCE)
+    longest, worst = said.pop("longest_peptide_bond"), said.pop("worst_overlap")
+    assert said == dict(energy=-2.0, energy_terms=dict(a=1.0), other_hand=0.5, from_mirror_image=True)
+    assert longest == pytest.approx(1.33, abs=0.01) and worst < 0.5  # C to N, Å
+    made.atoms[12:] += 3.0  # the second half into the air, and its end onto the beginning
+    made.atoms[-1] = made.atoms[0]
+    said = fold_prediction.quality(made, SEQUENCE)
+    bond = np.linalg.norm(made.atoms[11, 2] - made.atoms[12, 0])
+    assert said["longest_peptide_bond"] >= bond.item() > 3 and said["worst_overlap"] > 2.5
+    made.atoms = made.atoms[:1]
+    said = fold_prediction.quality(made, "M")
+    assert said["longest_peptide_bond"] is None and said["worst_overlap"] == 0
+
+
+@pytest.mark.parametrize("untested", ["", "few rows"])
+def test_files_of_a_fold(untested, tmp_path):
+    table, atoms = a_map()
+    found = SimpleNamespace(rows=7, protein=SimpleNamespace(name="x", sequence=SEQUENCE))
+    result = dict(residues=24, rows=7, rows_used=7, effective_rows=1.5, plddt=50.0, untested=untested,
+                  trained_on=False)
+    stem = str(tmp_path / "x")
+    (tmp_path / "x.cif").write_text("earlier")
+    written = fold_prediction.write_files(stem, found, table, atoms, np.linspace(20, 95, 24), result)
+    assert written == [f"{stem}.pdb", f"{stem}.cif", f"{stem}.html"]
+    assert {path.name for path in tmp_path.glob("x*")} > {"x.pdb", "x.cif", "x.html"}
+    assert len([*tmp_path.glob("x.cif.old-*")]) == 1
+    lines = (tmp_path / "x.pdb").read_text().splitlines()
+    assert [line[11:].strip() for line in lines if line.startswith("REMARK")] == [
+        "PREDICTED BY TINYOPENFOLD FROM 7 ROWS OF AN ALIGNMENT", "B-FACTORS ARE PLDDT, 0 TO 100",
+        *["OUTSIDE OF WHAT THE MODEL WAS TESTED ON"] * bool(untested)]
+
+
 # --- The page -------------------------------------------------------------------------------------------
 
 
-def a_page(path, name="x </script><b>", size=24):
+def a_map(size=24, name="x </script><b>"):
+    """(maps.ContactMap without a structure, atoms (L, 5, 3)) of a fold."""
     from proteins.maps import ContactMap
     atoms, letters = a_fold().numpy()[:size], SEQUENCE[:size]
     distances = np.linalg.norm(atoms[:, None, 4] - atoms[:, 4], axis=-1)
-    m = ContactMap(name=name, chain="", numbers=("",) * size, letters=letters, secondary="",
-                   probability=np.eye(size), distances=distances, true=np.full((size, size), np.nan),
-                   chosen=((), ()), precision={}, cutoff=8.0, separation=6)
+    return ContactMap(name=name, chain="", numbers=("",) * size, letters=letters, secondary="",
+                      probability=np.eye(size), distances=distances, true=np.full((size, size), np.nan),
+                      chosen=(np.zeros(0, int),) * 2, precision={}, cutoff=8.0, separation=6), atoms
+
+
+def a_page(path, size=24, **changes):
+    """(text, atoms, distances)"""
+    m, atoms = a_map(size)
     result = dict(residues=size, rows=2, rows_used=2, effective_rows=1.5, plddt=50.0, untested="<few> rows",
                   trained_on=True, scores=dict(tm_score=0.51, lddt_ca=0.61, gdt_ts=0.71, rmsd=2.0))
-    fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result)
-    return path.read_text(encoding="utf-8"), atoms, distances
+    fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result | changes)
+    return path.read_text(encoding="utf-8"), atoms, m.distances
 
 
 def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
@@ -146,9 +229,69 @@ def test_a_page_holds_the_fold_and_needs_no_network(tmp_path):
     assert tenths == pytest.approx(10 * distances.clip(0, 25.5), abs=0.51)
     assert data["secondary"].count("H") >= 12 and data["sequence"] == SEQUENCE
     assert "x &lt;/script&gt;&lt;b&gt;" in text and text.count("</script>") == 1
-    assert "&lt;few&gt; rows" in text
     assert not re.search(r"https?://|src=|@import|url\(", text)
-    assert "trained on a relative" in text and "TM-score 0.51" in text
+
+
+def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    from matplotlib.colors import to_hex
+    saved = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **how: saved.append((self, how)))
+    m, atoms = a_map()
+    plddt = np.repeat([95.0, 75, 55, 30], 6)
+    fold_pictures.write_picture(tmp_path / "x.png", m, atoms, plddt)
+    (picture, how), = saved
+    contacts, fold = picture.axes
+    assert how == dict(format="png", dpi=200) and fold.get_gridspec().get_geometry() == (1, 2)
+    assert picture.get_suptitle() == "x </script><b>: predicted fold, mean pLDDT 64"
+    assert contacts.get_title() == "contacts: the more probable, the darker"
+    assert fold.get_title() == "fold, coloured by pLDDT" and fold.get_aspect() == 1
+    labels = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert labels[-4:] == [f"pLDDT {words}" for words in ("very high", "high", "low", "very low")]
+    strokes = fold.collections[1::2]  # each upon its wider edge
+    assert len(fold.collections) == 2 * 23 * 5  # of the curve, five between two residues
+    shades = [to_hex(stroke.get_color()[0]).upper() for stroke in strokes]
+    expected = {"#0053D6": 28, "#65CBF3": 30, "#FFDB13": 30, "#FF7D45": 27}
+    assert {shade: shades.count(shade) for shade in expected} == expected
+    places = fold_pictures.turned(atoms[:, 1].astype(float))
+    helix = np.array([letter == "H" for letter in fold_pictures.secondary(m.letters, atoms)])
+    ends = np.concatenate([stroke.get_segments()[0] for stroke in strokes])
+    assert np.abs(ends[:, None] - places[:, :2]).max(-1).min(0).max() < 1e-9  # through every residue
+    wide = sum(stroke.get_linewidth()[0] > 3 for stroke in strokes)
+    assert wide == pytest.approx(5 * helix.sum(), abs=5)
+    first, last = fold.texts
+    assert (first.get_text(), last.get_text()) == ("N", "C")
+    assert np.allclose(first.xy, places[0, :2]) and np.allclose(last.xy, places[-1, :2])
+    assert fold.get_xlim() == fold.get_ylim() and fold.get_xlim()[1] == pytest.approx(abs(places).max() + 4)
+    fold_pictures.write_picture(tmp_path / "x.png", *(a_map(1)), plddt[:1])  # one residue has no curve
+
+
+def test_a_curve_goes_smoothly_through_its_points():
+    line = np.arange(5.0)[:, None] * [1.0, 2, 3]
+    assert fold_pictures.smooth(line)[5:16] == pytest.approx(np.linspace(1, 3, 11)[:, None] * [1, 2, 3])
+    points = np.random.default_rng(0).normal(size=(6, 3))
+    curve = fold_pictures.smooth(points)
+    assert np.allclose(curve[::5], points)
+    # By hand, half way between two points: 9/16 of both, less 1/16 of their neighbours
+    middle = np.interp(7.5, range(26), curve[:, 0])
+    assert middle == pytest.approx((9 * (points[1] + points[2]) - points[0] - points[3])[0] / 16, abs=0.05)
+
+
+@pytest.mark.parametrize("plddt, words", [(95, "very high"), (90, "very high"), (89.9, "high"), (70, "high"),
+                                          (50, "low"), (49.9, "very low"), (0, "very low"), (-1, "very low")])
+def test_bands_of_plddt(plddt, words):
+    assert [name for _, shade, name in fold_pictures.BANDS if shade == fold_pictures.colour(plddt)] == [words]
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({}, ["24 residues, 2 of 2 rows (1.5 effective); mean pLDDT 50 of 100", "&lt;few&gt; rows: the fold may",
+          "The model was trained on a relative", "TM-score 0.51, lDDT-CA 0.61, GDT-TS 0.71, RMSD 2.0"]),
+    (dict(untested="", trained_on=False, scores=None), ["24 residues"])])
+def test_notes_on_a_page(changes, words, tmp_path):
+    text, *_ = a_page(tmp_path / "x.html", **changes)
+    notes = re.findall(r'<p class="(\w*)">(.*)</p>', text)
+    assert [kind for kind, _ in notes] == ["", "warning", "warning", ""][:len(words)]
+    assert all(said in note for said, (_, note) in zip(words, notes, strict=True))
 
 
 def test_the_pages_script_draws_in_node(tmp_path):

@@ -70,6 +70,22 @@ def test_frames_begin_on_the_trace_with_their_side_chains_outwards():
     assert (((atoms[:, 1:-1, 4] - atoms[:, 1:-1, 1]) * outwards).sum(-1) > 0).all()
 
 
+@pytest.mark.parametrize("angles", folding.PIECES)
+def test_frames_of_an_ideal_piece_are_its_own(angles):
+    atoms = chain([angles] * 9)[None]
+    found = geometry.backbone(*folding.frames_along(atoms[..., 4, :]))
+    assert (found - atoms)[:, 2:-2, [0, 1, 2, 4]].abs().max() < 1e-6  # but for O, which is the next one's
+
+
+def test_starts_are_scattered_about_where_mean_distances_put_residues():
+    points = 10 * torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    away = torch.cdist(points, points)
+    found = folding.spread(away[..., None] / 2, [2.0], 4000, torch.Generator().manual_seed(1))
+    assert found.shape == (4000, 12, folding.DIMENSIONS)
+    assert found.std(0).mean().item() == pytest.approx(2, rel=0.02)
+    assert (torch.cdist(found.mean(0), found.mean(0)) - away).abs().max() < 0.3
+
+
 def test_chosen_is_what_costs_least_with_its_hand():
     potential = fold_energy.Distances(certain(a_fold(), SEQUENCE).softmax(-1), CENTRES)
     left = chain([(62, 43)] * 24)

@@ -7,8 +7,8 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import read_model, save_model
-from proteins import batches, geometry, orientations, prediction, splitting
-from proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead, bins_of
+from proteins import batches, geometry, orientations, prediction
+from proteins.orientation_heads import OrientationHead, bins_of
 from proteins.orientations import BINS, UNKNOWN
 from tests.proteins.folds_at_hand import a_fold, turned
 from tests.proteins.test_batches import family, real
@@ -101,7 +101,7 @@ def a_batch():
 def test_the_model_adds_a_weighted_term_that_ranks_can_weigh():
     model, batch = model_of(orientations=True), a_batch()
     found = model(**batch)
-    parts = [found["distogram_loss"], ORIENTATION_WEIGHT * found["orientation_loss"],
+    parts = [found["distogram_loss"], 0.3 * found["orientation_loss"],
              tof.MASKED_MSA_WEIGHT * found["masked_msa_loss"]]
     assert found["orientation_loss"].item() == pytest.approx(2 * math.log(25) + math.log(13))
     torch.testing.assert_close(found["loss_terms"], torch.stack(parts))
@@ -182,14 +182,6 @@ def test_real_proteins_give_bins_of_their_crop():
         assert torch.equal(bins[:20, :20], bins_of(protein.backbone[:, :3]))
         groups = source.evaluation().values()
         assert all("orientations" not in batch for group in groups for _, batch in group)
-
-
-def test_padding_for_ranks_is_unknown():
-    bins = torch.zeros(2, 5, 5, 3, dtype=torch.int8)
-    found = splitting.padded(dict(msa_tokens=torch.zeros(2, 3, 5, dtype=torch.long), orientations=bins), 2)
-    assert found["orientations"].shape == (2, 7, 7, 3)
-    assert (found["orientations"] >= 0).sum() == bins.numel()
-    assert (found["orientations"][:, :5, :5] == 0).all()
 
 
 def chains_of(path):

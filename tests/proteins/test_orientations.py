@@ -50,6 +50,16 @@ def test_orientations_have_the_gradients_of_float64(atoms):
     assert single.grad.isfinite().all()
 
 
+def test_a_residue_straight_ahead_has_a_finite_gradient():
+    """There theta means nothing, and the root in phi has no slope."""
+    cb = torch.tensor([[1.5, 0, 0], [6.5, 0, 0]], dtype=torch.float64, requires_grad=True)
+    ca, n = (cb.detach() + torch.tensor(by) for by in ([-1.5, 0, 0], [-2.0, 1.3, 0]))
+    angles = orientations.between(n, ca, cb)
+    assert angles["phi"][0, 1].item() == pytest.approx(math.pi, abs=1e-4)
+    angles["phi"][0, 1].backward()
+    assert cb.grad.isfinite().all()
+
+
 def test_bins_hold_their_angles(atoms):
     angles, atoms = of(atoms), atoms.clone()
     atoms[5] = math.nan

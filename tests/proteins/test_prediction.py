@@ -99,6 +99,7 @@ def test_files_say_what_the_model_says(tmp_path, model_file, capsys, monkeypatch
 
     lines, pairs = rr_pairs(stem.with_name("fam.1.rr"))
     assert lines[:2] == ["PFRMAT RR", "TARGET fam.1"] and lines[-1] == "END" and SEQUENCE in lines
+    assert SEQUENCE[1:] not in lines
     size = len(SEQUENCE)
     assert len(pairs) == len({(i, j) for i, j, _ in pairs}) == (size - 6) * (size - 5) // 2
     assert all(j - i >= 6 and p == pytest.approx(arrays["probability"][i - 1, j - 1], abs=1e-5)
@@ -111,7 +112,8 @@ def test_files_say_what_the_model_says(tmp_path, model_file, capsys, monkeypatch
     result = json.loads(stem.with_name("fam.1.json").read_text())
     assert result["card"] == CARD and result["rows_used"] == 20 and "precision" not in result
     assert result["model_config"]["outer_product_dim"] == 4 and "fam.1.rr" in out
-    assert json.loads(out.splitlines()[-1])["summary_file"] == str(stem) + ".json"
+    said = json.loads(out.splitlines()[-1])
+    assert said["summary_file"] == str(stem) + ".json" and said["files"] == result["files"]
     suffixes = {".npz", ".tsv", ".rr", ".json", ".png"}
     assert {path.name for path in stem.parent.iterdir()} == {f"fam.1{suffix}" for suffix in suffixes}
 
@@ -297,7 +299,8 @@ CONFIG = SimpleNamespace(seq_len=100, num_seqs=64)
 
 
 def test_memory_that_a_cpu_keeps_counts(monkeypatch, capsys):
-    monkeypatch.setattr(prediction, "needs", lambda *given: (10 * 2 ** 30, 5e10))
+    gigabytes = 10 * 2 ** 30
+    monkeypatch.setattr(prediction, "needs", lambda program, config, batch, device, dtype: (gigabytes, 5e10))
     monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
     free = prediction.CPU_HOLES * 10 * 2 ** 30
     assert prediction.CPU_HOLES > 1
@@ -312,6 +315,17 @@ def test_memory_that_a_cpu_keeps_counts(monkeypatch, capsys):
     assert capsys.readouterr().out == "It takes about 10.0 GB on cuda\n"
 
 
+def test_contacts_in_the_format_of_casp(tmp_path):
+    protein = SimpleNamespace(name="a b\u0394", sequence="A" * 60 + "C")
+    found = SimpleNamespace(protein=protein, rows=3, extra=9,
+                            best=lambda: [(2, 9, 0.5, 7.0), (1, 61, 0.25, 9.0)])
+    prediction.write_rr(tmp_path / "x.rr", found)
+    assert (tmp_path / "x.rr").read_text().splitlines() == [
+        "PFRMAT RR", "TARGET a_b?", "AUTHOR TinyOpenFold",
+        "METHOD Evoformer, 3 rows of the alignment, couplings of 9", "MODEL 1", "A" * 50, "A" * 10 + "C",
+        "2 9 0 8 0.50000", "1 61 0 8 0.25000", "END"]
+
+
 def test_yardsticks_see_the_same_drawn_rows(monkeypatch):
     """The first rows of an alignment are the most similar ones, which tell least."""
     seen = {}
@@ -324,6 +338,7 @@ def test_yardsticks_see_the_same_drawn_rows(monkeypatch):
     monkeypatch.setattr(prediction, "mutual_information", noted("mi"))
     monkeypatch.setattr(prediction, "mean_field_dca", lambda msa, weights: noted("dca")(msa, weights))
     monkeypatch.setattr(prediction, "YARDSTICK_ROWS", 8)
+    monkeypatch.setattr(prediction, "LONGEST_FOR_DCA", 30)
     msa = (np.arange(40)[:, None] + np.zeros(30, int)).astype(np.uint8) % 20
     place = 4.0 * np.arange(30)
     coords = torch.from_numpy(np.stack([place, 0 * place, 0 * place], 1)).float()

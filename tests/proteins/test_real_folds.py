@@ -93,6 +93,8 @@ def test_a_disordered_tail_couples_to_nothing_and_is_asked_for_nothing(tmp_path)
     assert piece.known.tolist() == 15 * [1] + 9 * [0] and np.isfinite(piece.coords).all()
     apart = np.linalg.norm(piece.coords[:, None] - piece.coords, axis=-1)
     apart[np.eye(24, dtype=bool)] = APART
+    assert piece.coords.dtype == np.float32
+    assert piece.coords[14:17] == pytest.approx(piece.coords[:15].max(0) + APART * np.arange(3)[:, None])
     assert apart[15:].min() >= APART and np.isnan(piece.backbone[15:]).all()
     draw = natural.Draw(torch.Generator().manual_seed(0))
     coupling = natural.couplings(draw, torch.from_numpy(apart)[None] * (1 - torch.eye(24)))

@@ -2,11 +2,20 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.proteins.split_samples import CASES, MUTANTS
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels.library import exchanges
+from proteins import splitting
+from proteins.files import GAP
+from proteins.orientations import UNKNOWN
+from tests.proteins.split_samples import CASES, MUTANTS, a_batch, a_model, deviation, results
 from tests.support import PATIENCE, ROOT, last_json, run_program
 
 ON = {"uneven, masks": "24", "predictions": "24", "uneven, no masks, more ranks than rows": "4",
@@ -21,6 +30,82 @@ def errors(names, **environment):
     done = run_program("tests/proteins/split_samples.py", *names, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+class Threads:
+    """Ranks as threads of this process: what exchanges asks of torch.distributed."""
+
+    def __init__(self, size):
+        self.size, self.here, self.given = size, threading.local(), [None] * size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+
+    def of_all(self, x):
+        self.given[self.here.rank] = x
+        self.barrier.wait()
+        found = [*self.given]
+        self.barrier.wait()
+        return found
+
+    def all_gather_into_tensor(self, x, size, name):
+        return torch.cat(self.of_all(x))
+
+    def reduce_scatter_tensor(self, x, kind, size, name):
+        return sum(self.of_all(x)).chunk(size)[self.here.rank]
+
+    def all_to_all_single(self, x, there, here, name):
+        return torch.stack([other[self.here.rank] for other in self.of_all(x)])
+
+    def all_reduce(self, x, kind, name):
+        return sum(self.of_all(x))
+
+    def wait_tensor(self, x):
+        return x
+
+    def run(self, work):
+        """[work(group) of every rank]"""
+        def at(rank):
+            self.here.rank = rank
+            try:
+                return work(SimpleNamespace(group_name="", size=lambda: self.size, rank=lambda: rank))
+            except BaseException:
+                self.barrier.abort()  # or the others wait
+                raise
+        with ThreadPoolExecutor(self.size) as pool:
+            return [*pool.map(at, range(self.size))]
+
+
+@pytest.mark.parametrize("name", ["uneven, masks", "orientations, uneven", "predictions, orientations"])
+def test_two_ranks_share_a_sample(name, monkeypatch):
+    case, threads = CASES[name], Threads(2)
+    monkeypatch.setattr(exchanges, "ops", threads)
+    settings = replace(tof.PROGRAM.settings(**case["sizes"] | dict(num_blocks=1)), fusion=case["fusion"])
+    batch = a_batch(settings, case["masks"], case["targets"])
+    exact = results(a_model(settings, settings.fusion), batch)
+    models = [a_model(settings, settings.fusion) for _ in range(2)]
+
+    def work(group):
+        model = models[group.rank()]
+        return results(model, batch, ranks=splitting.split_over(model, group))
+    for found in threads.run(work):
+        assert deviation(exact, found)["error"] < 1e-10
+    assert len(exact) > (1 if "predictions" in name else 40)
+
+
+def test_what_pads_a_sample_is_missing_residues():
+    shapes = dict(msa_tokens=(2, 3, 5), target_tokens=(2, 5), extra_msa=(2, 4, 5), msa_targets=(2, 3, 5),
+                  coord_mask=(2, 5), coords=(2, 5, 3), orientations=(2, 5, 5, 3), row_mask=(2, 3))
+    pads = dict(msa_tokens=GAP, target_tokens=GAP, extra_msa=GAP, msa_targets=-100, coord_mask=0, coords=0,
+                orientations=UNKNOWN, seq_mask=0)
+    batch = {name: torch.ones(shape) for name, shape in shapes.items()}
+    found = splitting.padded(batch | dict(features=None), 2)
+    assert found.keys() == {*pads, "row_mask"} and found.pop("row_mask") is batch["row_mask"]
+    for name, x in found.items():
+        longer = [7 if size == 5 else size for size in shapes.get(name, (2, 5))]
+        expected = torch.full(longer, float(pads[name]))
+        expected[tuple(slice(5) for _ in longer)] = 1
+        assert torch.equal(x, expected), name
+    masked = splitting.padded(batch | dict(seq_mask=torch.zeros(2, 5)), 1)["seq_mask"]
+    assert masked.shape == (2, 6) and not masked.any() and splitting.padded(batch, 0) is batch
 
 
 @pytest.mark.slow

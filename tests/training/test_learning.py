@@ -2,6 +2,7 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import load_weights, save_model
-from proteins import batches, coevolution, contacts, files, folds, natural, yardsticks
+from proteins import batches, coevolution, files, folds, natural, yardsticks
 from tests.support import ROOT, require_shared
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
@@ -56,6 +57,20 @@ def test_a_step_uses_the_rate_of_its_number():
     trained(trainer, 1)
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-3)
     assert trainer_of(weight_decay=0.5).optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_the_optimizer_of_a_run_and_of_a_graph():
+    """A graph reads the rate from a tensor, which stays the same one."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    training = settings_of(learning_rate=0.5, weight_decay=0.25).training
+    plain = recipe.optimizer([weight], training, None, False)
+    assert isinstance(plain, torch.optim.AdamW) and plain.param_groups[0]["params"] == [weight]
+    assert plain.defaults.items() >= dict(lr=0.5, weight_decay=0.25, fused=True, capturable=False).items()
+    graphed = recipe.optimizer([weight], training, SimpleNamespace(optimizer=dict), True)
+    rate = graphed["lr"]
+    assert graphed == dict(lr=torch.tensor(0.5), weight_decay=0.25, fused=True, capturable=True)
+    recipe.set_learning_rate(SimpleNamespace(param_groups=[graphed]), 0.125)
+    assert graphed["lr"] is rate and rate.item() == 0.125
 
 
 def test_average_of_weights_by_hand():
@@ -145,70 +160,7 @@ def test_a_share_of_batches_is_synthetic():
     assert len({tuple(sorted(source.batch(step))) for step in range(8)}) == 1
 
 
-# --- Folds and alignments of the world `natural` ---------------------------------------------------------
-
-def test_folds_are_chains_with_the_contacts_of_domains():
-    source, rng = folds.Folds(3, 64), np.random.default_rng(0)
-    pieces = np.stack([source.piece(rng) for _ in range(30)])
-    assert pieces.shape == (30, 64, 3) and np.isfinite(pieces).all()
-    bonds = np.linalg.norm(np.diff(pieces, axis=1), axis=2)
-    assert 4.5 < np.median(bonds) < 6.5 and np.quantile(bonds, 0.99) < 9  # CB to CB, Å
-    contact = [folds.contacts_per_residue(piece) for piece in pieces]
-    assert 1.2 < np.median(contact) < 2.6
-    again = folds.Folds(3, 64).piece(np.random.default_rng(0))
-    assert np.array_equal(again, pieces[0])
-    assert not np.allclose(folds.Folds(4, 64).piece(np.random.default_rng(0)), pieces[0])
-
-
-def test_a_helix_and_a_strand_have_their_distances():
-    helix, strand = folds.helix(12), folds.strand(8)
-    assert np.linalg.norm(np.diff(helix, axis=0), axis=1) == pytest.approx(np.full(11, 3.8), abs=0.1)
-    assert np.linalg.norm(helix[4:] - helix[:-4], axis=1) == pytest.approx(np.full(8, 6.2), abs=0.2)
-    assert np.linalg.norm(np.diff(strand, axis=0), axis=1) == pytest.approx(np.full(7, 3.76), abs=0.02)
-    assert np.linalg.norm(folds.side_chains(helix)[1:-1] - helix[1:-1], axis=1) == pytest.approx(
-        np.full(10, folds.CB_LENGTH), rel=0.25)
-
-
-def test_tables_of_amino_acids_have_their_published_order_and_sum():
-    for name, order, total in (("HYDROPHOBICITY", "IVLFCMAGTSWYPHDENQKR", -9.8),
-                               ("VOLUME", "WYFRKILMHQVETNPDCSAG", 2825.2),
-                               ("COMMON", "LAGVESIKRDTPNQFYMHCW", 99.91)):
-        table = dict(zip(files.AMINO_ACIDS, getattr(natural, name), strict=True))
-        assert "".join(sorted(table, key=lambda letter: -table[letter])) == order
-        assert sum(table.values()) == pytest.approx(total)
-    charged = {letter: x for letter, x in zip(files.AMINO_ACIDS, natural.CHARGE, strict=True) if x}
-    assert charged == dict(D=-1, E=-1, H=0.3, K=1, R=1)
-
-
-def test_natural_alignments_covary_where_residues_touch():
-    source, rng = folds.Folds(0, 64), np.random.default_rng(1)
-    coords = torch.from_numpy(np.stack([source.piece(rng) for _ in range(4)]))
-    msa = natural.natural_alignments(torch.Generator().manual_seed(0), coords, 300)
-    assert msa.shape == (4, 300, 64) and not (msa[:, 0] == files.GAP).any()
-    assert set(msa.unique().tolist()) == {*range(20), files.GAP}
-    assert 0.005 < (msa == files.GAP).float().mean() < 0.25
-    above = []
-    for one, xyz in zip(msa.numpy().astype(np.uint8), coords, strict=True):
-        scores = torch.from_numpy(yardsticks.mean_field_dca(one))
-        found = contacts.contact_precision(scores, xyz, torch.ones(64))
-        above.append(found["p_l2"] / found["chance"])
-    assert np.mean(above) > 3  # times as often in contact as pairs at random
-    again = natural.natural_alignments(torch.Generator().manual_seed(0), coords, 300)
-    other = natural.natural_alignments(torch.Generator().manual_seed(1), coords, 300)
-    assert torch.equal(msa, again) and not torch.equal(msa, other)
-
-
-def test_couplings_lie_on_contacts_and_are_symmetric():
-    coords = torch.from_numpy(folds.Folds(0, 24).piece(np.random.default_rng(0)))[None]
-    distances = torch.cdist(coords, coords)
-    matrix = natural.couplings(natural.Draw(torch.Generator().manual_seed(0)), distances)[0]
-    assert torch.equal(matrix, matrix.T)
-    tables = matrix.unflatten(0, (24, 20)).unflatten(2, (24, 20)).transpose(1, 2)  # (S, S, A, A)
-    strong = tables.abs().amax((2, 3)) > 0
-    assert not (strong & (distances[0] >= natural.FAR)).any() and not strong.diagonal().any()
-    assert strong.sum() > 0.3 * (distances[0] < natural.NEAR).fill_diagonal_(False).sum()
-    assert tables.sum(2).abs().max() < 1e-4 and tables.sum(3).abs().max() < 1e-4
-
+# --- Batches of the world `natural` -----------------------------------------------------------------------
 
 def test_natural_batches_are_a_function_of_their_step():
     settings = settings_of(**COUPLINGS, synthetic_world="natural")
@@ -304,18 +256,6 @@ def test_statistics_on_a_gpu_are_those_of_a_cpu():
         there = coevolution.pair_features(rows.cuda(), kind).cpu()
         assert torch.allclose(there, coevolution.pair_features(rows, kind), atol=5e-3, rtol=1e-3)
     assert torch.backends.cuda.matmul.allow_tf32 is before
-
-
-@pytest.mark.gpu
-def test_the_world_in_a_cuda_graph_follows_its_seed():
-    coords = torch.randn(2, 32, 3).cumsum(1) * 3
-    world = natural.GraphedWorld(torch.device("cuda"), coords, 16)
-    first = world(1, coords).clone()
-    assert first.shape == (2, 16, 32) and first.max() <= files.GAP and (first[:, 0] < files.GAP).all()
-    assert not torch.equal(world(2, coords), first)
-    assert torch.equal(world(1, coords), first)
-    alone = natural.natural_alignments(torch.Generator("cuda").manual_seed(1), coords.cuda(), 16)
-    assert alone.shape == first.shape and not torch.equal(world(1, coords.flip(0)), first)
 
 
 def test_files_of_weights(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ def test_the_seam_to_a_program():
     assert settings.having(width=9).get("width") == 9 and settings.get("width") == 8
     with pytest.raises(ValueError, match="^heigth: no config has this field"):
         settings.having(heigth=2)
+    assert second.Program.blocks(settings) == 1  # where a program does not say
     assert second.PROGRAM.sample(settings) == "B 4, W 8" and second.PROGRAM.name == "second_program.py"
     assert second.PROGRAM.result("accuracy") == f"accuracy_{second.PROGRAM.suffix}.json"
     plain = second.CommandLine(file="x", about="", model_config=object, training_config=TrainingConfig,

@@ -28,7 +28,8 @@ with interruptible(finish, 0.5):
 """
 
 
-def test_an_end_writes_what_was_printed_and_leaves_no_lock(tmp_path):
+def test_an_end_writes_what_was_printed_and_leaves_no_lock(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     code = ("import sys; from fusion_lab.training import locks, stops; locks.hold_directory(sys.argv[1]); "
             "print('said'); stops.end(7)")
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "held"], cwd=ROOT, capture_output=True,

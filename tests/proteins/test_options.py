@@ -1,0 +1,137 @@
+"""Options of training on proteins: what goes together, and which switches do nothing where."""
+from types import SimpleNamespace
+
+import pytest
+
+import tiny_openfold_v2 as tof
+from fusion_lab.kernels import limits
+from proteins.options import DesignTraining, TrainingConfig
+
+
+@pytest.mark.parametrize("values, words", [
+    (dict(holdout="A"), "holdout = 'A': needs --data"),
+    (dict(holdout_fraction=0.1), "holdout_fraction = 0.1: needs --data"),
+    (dict(data="d", holdout="A", holdout_fraction=0.0), "holdout = 'A': allowed without --holdout-fraction"),
+    (dict(data="d", holdout_fraction=1.0), "holdout_fraction = 1.0: must be less than 1.0"),
+    (dict(msa="x"), "msa = 'x': must come together with --structure"),
+    (dict(structure="x"), "structure = 'x': must come together with --msa or --contacts or --fold"),
+    (dict(output="o"), "output = 'o': needs --contacts or --fold"),
+    (dict(query="q"), "query = 'q': needs --msa"),
+    (dict(validate_fraction=0.5), "validate_fraction = 0.5: needs --data"),
+    (dict(data="d", validate_fraction=0.0), "validate_fraction = 0.0: must be at least 1e-06"),
+    (dict(data="d", validate_fraction=1.0), "validate_fraction = 1.0: must be less than 1.0"),
+    (dict(data="d", early_stopping=2), "early_stopping = 2: needs --validate-fraction"),
+    (dict(data="d", save_best="b"), "save_best = 'b': needs --validate-fraction"),
+    (dict(data="d", msa="x", structure="x"), "msa = 'x': allowed without --data only"),
+    (dict(data="d", synthetic_world="natural"), "synthetic_world = 'natural': needs --mix-synthetic"),
+    (dict(msa="x", structure="x", synthetic_world="natural"), "synthetic_world = 'natural': needs --mix-"),
+    (dict(mix_synthetic=0.5), "mix_synthetic = 0.5: needs --data"),
+    (dict(data="d", mix_synthetic=1.0), "mix_synthetic = 1.0: must be less than 1.0"),
+    (dict(real_folds="f"), "real_folds = 'f': needs --synthetic-world natural"),
+    (dict(init_from="a", resume="b"), "init_from = 'a': allowed without --resume only")])
+def test_what_does_not_go_together(values, words):
+    with pytest.raises(ValueError) as caught:
+        TrainingConfig(**values)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize("values", [
+    dict(data="d", holdout="A", mix_synthetic=0.5, synthetic_world="natural", real_folds="f"),
+    dict(data="d", holdout_fraction=0.1, validate_fraction=0.5, early_stopping=2, save_best="b"),
+    dict(msa="x", structure="x", query="q", min_coordinates=1.0),
+    dict(synthetic_world="natural", real_folds="f"), dict(msa="x", structure="x", mix_synthetic=0.5,
+                                                          synthetic_world="natural"),
+    dict(contacts="x", structure="x", query="q", output="o"), dict(fold="x", structure="x", output="o"),
+    dict(fold="x", query="q")])
+def test_what_goes_together(values):
+    assert vars(TrainingConfig(**values)).items() >= values.items()
+
+
+@pytest.mark.parametrize("values, words", [
+    (dict(design="x"), "design = 'x': needs --weights"), (dict(weights="x"), "weights = 'x': needs --design"),
+    (dict(fixed="A1"), "fixed = 'A1': needs --design"), (dict(holdout="A"), "holdout = 'A': needs --data"),
+    (dict(num_steps=0), "num_steps = 0: must be at least 1"),
+    (dict(samples=0), "samples = 0: must be at least 1"),
+    (dict(temperature=0.0), "temperature = 0.0: must be at least 0.001")])
+def test_what_designs_need(values, words):
+    with pytest.raises(ValueError) as caught:
+        DesignTraining(**values)
+    assert str(caught.value).startswith(words)
+    assert DesignTraining(design="x", weights="y", fixed="A1").backbone_noise == 0.1
+
+
+def test_one_alignment_is_predicted_with_these_flags():
+    fields = TrainingConfig.__dataclass_fields__
+    taken = ("structure query min_coordinates resume eval_seqs output seed device use_amp amp_dtype "
+             "use_tf32 deterministic json")
+    assert fields["contacts"].metadata["mode"] == fields["fold"].metadata["mode"] == tuple(taken.split())
+
+
+def test_presets_of_kernels():
+    """--enable-ultra and the ladder of --compare-fusion, which adds them one after the other."""
+    kernels = [name for name in tof.FusionConfig.ladder() if "triton" in name]
+    assert kernels == [f"enable_triton_{name}" for name in (
+        "attention", "triangle", "outer_layout", "relu", "weight_gradients", "adamw")]
+    ultra, fast = tof.FusionConfig.ultra(), tof.FusionConfig.preset(True)
+    assert all(getattr(ultra, name) and not getattr(fast, name) for name in kernels)
+
+
+def test_idle_switches_are_named():
+    def idle(seq_len=64, on_gpu=True, **switches):
+        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(seq_len=seq_len),
+                                   training=SimpleNamespace(use_amp=False, sequence_parallel=1,
+                                                            batch_size=4))
+        return tof.FusionConfig(**switches).idle(settings, on_gpu)
+    combos = dict(enable_combo_kernels=True)
+    compiled = dict(combos, enable_torch_compile=True)
+    assert idle() == [] and idle(**compiled) == [] and idle(128, **compiled) == []
+    assert idle(**combos) == idle(on_gpu=False, **compiled) == ["combo kernels need torch.compile on a GPU"]
+    assert idle(129, **compiled) == ["combo kernels cost time above 128 residues"]
+    assert idle(enable_master_weights=True, **combos) == [
+        "master weights need --use-amp", "combo kernels need torch.compile on a GPU"]
+    backend = dict(attention_backend="sdpa")
+    assert idle(**backend) == [] and idle(**backend, enable_flash_attention=False) == [
+        "--attention-backend is for fused attention"]
+
+
+def test_idle_triton_kernels_say_what_they_need(monkeypatch):
+    def idle(pair_dim=128, use_amp=True, on_gpu=True, ranks=1, msa_dim=48, heads=4, rows=16, samples=4,
+             **switches):
+        model = tof.TinyOpenFoldConfig(msa_dim=msa_dim, pair_dim=pair_dim, msa_heads=heads, pair_heads=heads,
+                                       num_seqs=rows)
+        settings = SimpleNamespace(model=model, training=SimpleNamespace(
+            use_amp=use_amp, sequence_parallel=ranks, batch_size=samples))
+        return tof.FusionConfig(**switches).idle(settings, on_gpu)
+    attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
+    monkeypatch.setattr(limits, "HAS_TRITON", True)
+    assert idle() == idle(**attention) == idle(**triangle) == idle(48, **attention) == []
+    relu = dict(enable_triton_relu=True)
+    assert idle(**relu) == []  # for the pair tensor it has one
+    assert idle(use_amp=False, **triangle) == [
+        "Triton kernels need --use-amp: float32 is more exact without them"]
+    assert idle(96, **attention, **triangle, **relu) == [  # attention has one between library projections
+        "triton-triangle has no kernel for 96 channels",
+        "triton-relu has no kernel for 48 or 96 channels"]
+    assert idle(256, msa_dim=256, heads=1, **attention) == []  # the bias of MSA rows has one
+    assert idle(512, msa_dim=256, heads=1, **attention) == [
+        "triton-attention has no kernel for heads of 256 or 512 channels"]
+    assert idle(msa_dim=128, heads=128, **attention) == []
+    assert idle(ranks=2, **attention, **triangle) == [
+        "triton-triangle takes whole pair tensors, not a GPU's part of one"]
+    layout = dict(enable_triton_outer_layout=True)
+    assert idle(96, **layout) == idle(rows=16, samples=1, **layout) == []
+    assert idle(rows=15, samples=1, enable_opm_fusion=False, **layout) == []
+    assert idle(rows=15, samples=1, **layout) == [
+        "triton-outer-layout is for outer products that are not re-associated"]
+    gradients = dict(enable_triton_weight_gradients=True)
+    assert idle(**gradients) == ["triton-weight-gradients needs torch.compile"]
+    assert idle(enable_torch_compile=True, **gradients) == []
+    for switches in (dict(gradients, enable_torch_compile=True), layout, relu, triangle):
+        assert idle(on_gpu=False, **switches) == ["Triton kernels need a GPU"]
+    assert idle(ranks=2, **layout) == [
+        "triton-outer-layout takes whole pair tensors, not a GPU's part of one"]
+    for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
+        assert idle(**attention, **other) == [
+            "triton-attention gives way to the attention that was asked for"]
+    monkeypatch.setattr(limits, "HAS_TRITON", False)
+    assert idle(**attention) == ["Triton kernels need Triton (pip install triton)"]

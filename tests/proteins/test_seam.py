@@ -1,0 +1,75 @@
+"""What the lab asks of the Evoformer beside its numbers: errors, masks, words about kernels."""
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.training.files import MISSING, UserError
+from proteins import files, seam
+
+SIZES = dict(msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
+
+
+def model_of(fusion=None, **sizes):
+    config = tof.TinyOpenFoldConfig(**{"num_blocks": 1, **sizes})
+    return tof.TinyOpenFoldV2(config, fusion or tof.FusionConfig())
+
+
+@pytest.mark.parametrize("error, code, words", [
+    (files.DataError("x: wrong"), 2, "x: wrong"),
+    (FileNotFoundError(2, "No such file", "x"), 2, "x: No such file"),
+    (files.MissingPackageError("needs gemmi"), MISSING, "needs gemmi")])
+def test_what_is_wrong_with_files_is_for_users(error, code, words):
+    with pytest.raises(UserError) as caught, seam.data_errors():
+        raise error
+    assert (caught.value.code, str(caught.value)) == (code, words)
+
+
+def test_what_masks_leave_defined():
+    output = dict(msa_repr=torch.ones(1, 2, 3, 4), pair_repr=torch.ones(1, 3, 3, 5),
+                  distances=torch.ones(1, 3, 3), loss=torch.tensor(7.0))
+    batch = dict(seq_mask=torch.tensor([[1.0, 1, 0]]), row_mask=torch.tensor([[1.0, 0]]))
+    found = seam.defined(output, batch)
+    assert found["msa_repr"][0].sum(-1).tolist() == [[4, 4, 0], [0, 0, 0]]
+    assert found["pair_repr"][0].sum(-1).tolist() == [[5, 5, 0], [5, 5, 0], [0, 0, 0]]
+    assert found["distances"][0].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0]] and found["loss"] == 7
+
+
+def test_kinks_are_moved_half_to_either_side():
+    model = model_of(**SIZES)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    seam.move_kinks_away(model)
+    moved = {name: x - before[name] for name, x in model.state_dict().items()}
+    inner = [moved.pop(name) for name in before if name.endswith("transition.linear1.bias")]
+    assert [x.tolist() for x in inner] == [len(x) // 2 * [8, -8] for x in inner] and len(inner) == 2
+    assert not any(x.any() for x in moved.values())
+
+
+def test_start_lines_name_sizes_kernels_and_counts():
+    trainer = tof.Trainer(tof.PROGRAM, tof.PROGRAM.settings(**SIZES, num_blocks=3), torch.device("cpu"))
+    lines = seam.start_lines(trainer)
+    assert lines["sizes"] == "3 blocks, c_m 8, c_z 8, heads 2 and 2"
+    assert lines["last"] == "Kernel Reduction: 80.0% (36 fewer kernels) [nominal]"
+    assert lines["remarks"] == dict(enable_flash_attention="math on CPU; columns: sdpa: flash on CPU")
+    assert tof.PROGRAM.statistics(trainer.settings) == trainer.model.get_fusion_statistics()
+
+
+def test_which_attention_a_model_names(monkeypatch):
+    heard = []
+
+    def in_words(*given, **parts):
+        heard.append((given, parts))
+        return words
+    monkeypatch.setattr(seam.attention_choice, "in_words", in_words)
+    sizes = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3, seq_len=9, num_seqs=5)
+    model, words = model_of(**sizes), "sdpa"
+    parts = dict(pair=(9, 4, True), rows=(9, 4, True), columns=(5, 4, False))
+    assert model.attention_kernel() == model.attention_kernel(torch.bfloat16) == "sdpa"
+    assert heard == [(("auto", False, False, dtype, False), parts)
+                     for dtype in (torch.float32, torch.bfloat16)]
+    model = model_of(tof.FusionConfig(enable_triton_attention=True), **sizes)
+    assert model.attention_kernel() == "sdpa" and heard[-1][0][1] is True
+    words = "triton_attention"
+    assert model.attention_kernel() == "triton_attention; MSA, pair: projections by the library"

@@ -1,0 +1,61 @@
+"""A captured step, with a stand-in for CUDA that notes what it is asked for.
+
+tests/model/test_evoformer.py has the same on a GPU.
+"""
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusion_lab.training.cuda_graphs import GraphedStep
+from fusion_lab.training.files import UserError
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of CUDA, in words."""
+    words = []
+
+    def stream(name):
+        return SimpleNamespace(name=name, wait_stream=lambda on: words.append(f"{name} awaits {on.name}"))
+
+    @contextlib.contextmanager
+    def within(what):
+        words.append(what)
+        yield
+        words.append("end")
+    side, current = stream("side"), stream("current")
+    fakes = dict(Stream=lambda device: side, current_stream=lambda device: current,
+                 stream=lambda given: within(f"on {given.name}"), max_memory_allocated=lambda device: 7,
+                 CUDAGraph=lambda: SimpleNamespace(replay=lambda: words.append("replay")),
+                 graph=lambda graph, stream: within(f"capture on {stream.name}"))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        fakes[name] = lambda *device, name=name: words.append(name)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return words
+
+
+def test_a_step_is_warmed_up_captured_once_and_replayed(asked):
+    batch = dict(x=torch.zeros(2))
+    step = GraphedStep(lambda inputs: asked.append("step") or inputs["x"].sum(), batch, "cuda")
+    assert asked == ["side awaits current", "on side", *["step"] * 3, "end", "current awaits side",
+                     "synchronize", "empty_cache", "reset_peak_memory_stats", "capture on side", "step",
+                     "end"]
+    assert step.peak == 7 and step.inputs["x"] is not batch["x"]
+    found = step(dict(x=torch.tensor([3.0, 4.0])))
+    assert step.inputs["x"].tolist() == [3, 4] and asked[-1] == "replay"
+    assert torch.equal(found, step.result) and found is not step.result  # the next replay writes over that
+
+
+@pytest.mark.parametrize("error, kind, words", [
+    ("CUDA out of memory. Tried", RuntimeError, "CUDA out of memory"),
+    ("not permitted\nmore", UserError, r"cannot be captured \(not permitted\); use --disable-cuda-graphs$")])
+def test_a_step_that_cannot_be_captured(error, kind, words, asked):
+    def run(inputs):
+        if asked[-1] == "capture on side":
+            raise RuntimeError(error)
+    with pytest.raises(kind, match=words) as caught:
+        GraphedStep(run, {}, "cuda")
+    assert kind is RuntimeError or caught.value.code == 1

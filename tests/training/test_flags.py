@@ -1,0 +1,173 @@
+"""The command line that is made of configs: its help, presets and modes, what it refuses."""
+import argparse
+from dataclasses import replace
+
+import pytest
+
+import tiny_openfold_v2 as tof
+from fusion_lab.training import flags
+from fusion_lab.training.flags import (
+    Parser,
+    contradictions,
+    make_parser,
+    named_program,
+    parse,
+    read_settings,
+    regular_expression,
+    seconds,
+    whole_number,
+    whole_numbers,
+    with_demo,
+)
+from fusion_lab.training.options import ProfilerConfig
+from tests.second_program import PROGRAM as SECOND
+from tests.support import ROOT
+
+PARSER = make_parser(tof.PROGRAM)
+
+
+def refusal(words, capsys, program=tof.PROGRAM, parser=PARSER):
+    with pytest.raises(SystemExit) as ended:
+        parse(parser, program, words)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and said.err.count("\n") == 1
+    return said.err.strip().removeprefix(f"{program.name}: error: ")
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--num-steps x", "argument --num-steps: 'x': must be a whole number"),
+    ("--learning-rate x", "argument --learning-rate: 'x': must be a number"),
+    ("--seq-le 3", "unrecognized arguments: --seq-le 3; did you mean --seq-len?"),
+    ("--batchsize 3", "unrecognized arguments: --batchsize 3; did you mean --batch-size?"),
+    ("--xyzzy", "unrecognized arguments: --xyzzy"), ("stray", "unrecognized arguments: stray"),
+    ("--msa-heads 5", "argument --msa-heads: 5: must divide msa_dim = 64"),
+    ("--validate-setup --retune", "argument --retune: not allowed with argument --validate-setup"),
+    ("--budget 9", "argument --budget: needs --compare-fusion"),
+    ("--validate-setup --variants all", "argument --variants: needs --compare-fusion"),
+    ("--compare-fusion --combinations --variants x", "argument --variants: not with --combinations"),
+    ("--retune --save-checkpoint x", "argument --save-checkpoint: belongs to training, not to --retune"),
+    ("--compare-fusion --compare-with-v1 x",
+     "argument --compare-with-v1: belongs to training, not to --compare-fusion"),
+    ("--verify-accuracy --sequence-parallel 2",
+     "argument --sequence-parallel: belongs to training, not to --verify-accuracy"),
+    ("--validate-setup --enable-memory-profiling",
+     "argument --enable-memory-profiling: belongs to training, not to --validate-setup"),
+    ("--contacts x --demo", "argument --demo: not with --contacts, which takes --structure, --query, "),
+    ("--fold x --disable-opm-fusion", "argument --disable-opm-fusion: not with --fold, which takes "),
+    ("--contacts x --enable-opm-fusion", "argument --enable-opm-fusion: not with --contacts, which takes ")])
+def test_wrong_use_is_one_line_that_names_the_flag(words, said, capsys):
+    found = refusal(words.split(), capsys)
+    assert found.startswith(said) and (said[-2] == "," or said.endswith("takes ") or found == said)
+
+
+def test_combinations_are_of_switches_that_a_program_names(capsys):
+    words, without = ["--compare-fusion", "--combinations"], replace(SECOND, headline=())
+    assert parse(make_parser(SECOND), SECOND, words)[2] == "--compare-fusion"
+    assert refusal(words, capsys, without, make_parser(without)).endswith("names no switches for it")
+
+
+@pytest.mark.parametrize("words, mode, given", [
+    ("", None, {}), ("--num-steps 3 --check-flags", None, dict(num_steps=3, check_flags=True)),
+    ("--retune", "--retune", {}), ("--fold x -o y --seed 3", "--fold", dict(fold="x", output="y", seed=3)),
+    ("--contacts x --query q", "--contacts", dict(contacts="x", query="q"))])
+def test_modes_and_what_they_take(words, mode, given):
+    arguments, settings, found = parse(PARSER, tof.PROGRAM, words.split())
+    assert found == mode and vars(arguments).items() >= given.items()
+    assert all(settings.get(name) == value for name, value in given.items() if name != "check_flags")
+
+
+def test_presets():
+    def fusion(*words):
+        return parse(PARSER, tof.PROGRAM, words)[1].fusion
+    kind = tof.FusionConfig
+    assert fusion("--enable-ultra") == kind.ultra() != fusion("--enable-all-fusion") == kind.preset(True)
+    assert fusion("--disable-all-fusion") == kind.preset(False) != fusion() == kind()
+    assert fusion("--enable-opm-fusion", "--disable-all-fusion").enable_opm_fusion
+    recorded = parse(PARSER, tof.PROGRAM, ["--enable-all-profiling"])[1].profiler
+    assert recorded == ProfilerConfig(**{name: True for name in vars(recorded) if name[:7] == "enable_"})
+    assert contradictions(SECOND, ["--enable-fused-relu", "--disable-fused-residual"]) == []
+
+
+def test_help_says_every_default_once():
+    for program in (tof.PROGRAM, SECOND):
+        helps = {action.dest: action.help for action in make_parser(program)._actions}
+        del helps["help"], helps["version"]
+        assert [name for name, text in helps.items()
+                if text != argparse.SUPPRESS and text.count("default:") != 1] == []
+    for name, default in dict(width=32, enable_fused_relu="on", enable_fused_residual="off",
+                              save_checkpoint="none", deterministic="off").items():
+        assert helps[name].endswith(f" (default: {default})")
+
+
+def test_a_tool_with_other_modes_hides_the_programs(capsys):
+    tool, own = make_parser(SECOND, "Other work.\n    tool.py x", "tool.py"), make_parser(SECOND)
+    assert (tool.prog, tool.description) == ("tool.py", "Other work.")
+    assert "\n    tool.py x\n" in tool.format_help()
+    assert (own.prog, own.description) == (SECOND.name, SECOND.about.splitlines()[0])
+    assert tool.parse_args(["--validate-setup"]).validate_setup
+    assert [text.count(name) for name in ("--retune", "--budget", "--check-flags")
+            for text in (tool.format_help(), own.format_help())] == [0, 1] * 3
+    with pytest.raises(SystemExit) as ended:
+        tool.parse_args(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{SECOND.name} of TinyOpenFold 2.0.0\n")
+
+
+def test_another_program_is_the_one_that_is_named():
+    other = str(ROOT / "tests" / "second_program.py")
+    assert named_program(["--width", "3", "--program", other], tof.PROGRAM).name == SECOND.name
+    assert named_program(["--num-steps", "3"], tof.PROGRAM) is tof.PROGRAM
+
+
+@pytest.mark.parametrize("convert, taken, refused", [
+    (whole_number(), {"1": 1, "12": 12}, ("0", "-1", "1.5", "\u0663", "")),
+    (whole_number(0), {"0": 0}, ("-1",)),
+    (seconds, {"0.5": 0.5, "1e3": 1000.0}, ("0", "-1", "inf", "nan", "x")),
+    (whole_numbers, {"32 64": [32, 64], "32,64": [32, 64], "7": [7]}, ("", " ", "1 x", "0")),
+    (regular_expression, {"a|b$": "a|b$"}, ("(",))])
+def test_what_converters_take(convert, taken, refused):
+    assert {text: convert(text) for text in taken} == taken
+    for text in refused:
+        with pytest.raises(argparse.ArgumentTypeError, match=": (must be|no regular expression)"):
+            convert(text)
+
+
+def test_one_rank_of_several_says_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(flags.torchrun, "first", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        Parser(prog="x").parse_args(["--y"])
+    assert ended.value.code == 2 and capsys.readouterr().err == ""
+
+
+RETIRED = {  # flags of switches that went: what is on, what is said of the last one
+    "--enable-triton-projection": (["enable_triton_attention"], "is part of triton-attention now"),
+    "--enable-triton-sums": (["enable_triton_weight_gradients"], "is part of triton-weight-gradients now"),
+    "--enable-triton-attention --disable-triton-projection": ([], "is part of triton-attention now"),
+    "--enable-triton-transition": ([], "went, because it cost time, and is ignored; "
+                                       "--enable-selective-checkpointing saves more memory"),
+    "--disable-triton-outer-product": ([], "--enable-selective-checkpointing saves more memory")}
+
+
+@pytest.mark.parametrize("given", RETIRED)
+def test_switches_that_went_are_still_understood(given, capsys):
+    flags.note.cache_clear()
+    argv, (on, words) = ["--disable-all-fusion", *given.split()], RETIRED[given]
+    for _ in range(2):  # before torch is there, and afterwards
+        _, settings, _ = parse(PARSER, tof.PROGRAM, argv)
+    assert [name for name in settings.fusion.names() if getattr(settings.fusion, name)] == on
+    said, = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"tiny_openfold_v2.py: note: {argv[-1]}: ") and said.endswith(words)
+    assert argv[-1] not in PARSER.format_help()
+
+
+def test_switches_that_went_have_successors_that_are_there():
+    kind = tof.FusionConfig
+    assert not kind.RETIRED.keys() & {*kind.names()} and {*kind.RETIRED.values()} <= {None, *kind.names()}
+
+
+def test_no_flags_mean_the_demonstration_and_single_flags_win_over_it():
+    settings = read_settings(tof.PROGRAM, PARSER.parse_args(with_demo([])))
+    assert settings == tof.PROGRAM.settings(**tof.PROGRAM.demo) and settings.model.num_blocks == 1
+    settings = read_settings(tof.PROGRAM, PARSER.parse_args(["--seq-len", "40", "--demo"]))
+    assert settings.model.seq_len == 40 and settings.training.batch_size == tof.PROGRAM.demo["batch_size"]
+    _, settings, _ = parse(PARSER, tof.PROGRAM, with_demo(["--seed", "1"]))
+    assert settings.model == tof.TinyOpenFoldConfig()
