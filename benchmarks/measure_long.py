@@ -6,8 +6,8 @@
 Parts, each in processes of its own: "accuracy" (loss and all gradients of a small model against float64, by
 the 3x rule); "steps" (step time, peak memory and time in collectives by kind, each step one CUDA graph);
 "compiled" (the same at the two longest lengths, everything fused and compiled) and "ultra" (with our kernels,
-too, as far as split samples have them), which all compile at the same time and are timed in turn, so their
-memory is needed together; "longest" (trials: the memory of two lengths says where to begin,
+too, as far as split samples have them), which all compile at the same time and are timed in turn, and alone
+where memory was short; "longest" (trials: the memory of two lengths says where to begin,
 every trial is one step of eager code that fits or does not). B1, N 128, c_m 256, 8 heads, 4 blocks,
 checkpointing, bf16. Writes OUT/long.json and OUT/long.md after every part. Exit code 1 if a part fails or
 accuracy does. --quick: tiny, on a CPU with Gloo; --limit says what fits there.
@@ -17,6 +17,7 @@ import math
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -236,11 +237,15 @@ class Measurement:
                     time.sleep(0.05)
                 for one in started:
                     pathlib.Path(f"{one.turn}.go").touch()
-                    self.result["rows"] += [dict(row, part=one.part) for row in self.rows(one)]
-                    self.write()
+                    one.found = self.rows(one)
             finally:
                 for one in started:
                     one.process.terminate()
+            for one in started:
+                if one.found[-1].get("out_of_memory"):
+                    one.found = self.launch(one.part, one.ranks, one.lengths, asked.steps)
+                self.result["rows"] += [dict(row, part=one.part) for row in one.found]
+                self.write()
 
     def run(self):
         asked = self.arguments
@@ -339,6 +344,7 @@ def findings(rows):
 def main(argv):
     if argv[:1] == ["--worker"]:
         return work(argv[1:])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends workers, too
     parser = Parser(prog="measure_long.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", required=True, help="directory for long.json and long.md")
     parser.add_argument("--ranks", type=whole_number(), nargs="+", default=[1, 2], help="GPUs (default: 1 2)")

@@ -83,7 +83,7 @@ def comparisons():
         """*X is the row of X alone and that which adds it to the others."""
         return '--variants "baseline {}"'.format(re.sub(r"\*(\w+)", r"\1 +\1", words))
     return [
-        Verb("compare default bf16", (f"{compare} {BF16} --num-steps 10 --budget 240 {picked(some)}",),
+        Verb("compare default bf16", (f"{compare} {BF16} --num-steps 10 {picked(some)}",),
              seconds=330, named=idle, expected=GIVES_WAY,
              measured=(*USUAL, "cuda_graphs alone", "+ triton_attention", "all + torch.compile", "everything",
                        "ultra")),

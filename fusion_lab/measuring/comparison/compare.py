@@ -2,9 +2,10 @@
 
 Variants without torch.compile are first measured alone (peak memory, saved activations, launches), then all
 are alive at once with equal weights and their steps alternate, so that a machine that drifts hits all alike.
-First come those of the table that people ask for, then the others. A compiled one is a process of its own
-(rung.py), where its steps alternate with the baseline's: on a GPU all of them compile from the beginning, but
-for the times in which others are measured, and then measure one by one; on a CPU there is one.
+First come those of the table that people ask for. A compiled one is a process of its own (rung.py), where
+its steps alternate with the baseline's. On a GPU all of them compile from the beginning, but for the times in
+which others are measured, and come next, one by one; on a CPU there is one, which comes last. The other eager
+ones are measured as far as the time goes.
 """
 import contextlib
 import gc
@@ -25,6 +26,7 @@ from fusion_lab.measuring.comparison.variants import (
     ALL,
     AS_GIVEN,
     BASELINE,
+    TOO_LATE,
     Variant,
     combination_variants,
     comparison_variants,
@@ -43,7 +45,7 @@ from fusion_lab.training.reporting import print_result
 from fusion_lab.training.stops import interruptible
 
 LONG = 0.5  # s, of a step that is timed twice by sub-layer, not five times
-OTHERS = 0.35  # of the first table's budget: for the other rows
+OTHERS = 0.6  # of the first table's budget: for the other rows
 PATIENCE = 1.2  # s for what runs to end by itself after a signal
 MOST_BATCHES = 16  # alive on the device at once; longer comparisons repeat them
 
@@ -162,7 +164,9 @@ def measure(program, variants, device, source, pace=None, table=None, rungs=None
     settings, table = variants[0].settings, table or LiveTable()
     pace, supply = pace or Pace(settings.training.num_steps), supply_of(source, settings, device)
     for number, variant in enumerate(variants, 1):
-        if variant.found is None:
+        if variant.found is None and pace.late():
+            variant.reason = variant.reason or TOO_LATE
+        elif variant.found is None:
             table.note(f"{variant.name}: memory and launches, {number} of {len(variants)}{pace.left_text()}")
             measure_alone(program, variant, device, supply[0])
             if number > 1 and not equal and variant.name not in (ALL, AS_GIVEN):
@@ -252,16 +256,21 @@ def compare(program, settings, variants=None, combinations=False, picked=None, t
         add_worth(more, found, shares)
         table.save(result)
 
-    with Rungs(program, compiled, device, table.note, pace) as rungs:
-        part(together, pace)
-        rungs.begin()
-        if later:
-            part([apart_from(together[0]), *later], pace.part(OTHERS))
-        if device.type == "cuda" and compiled:
-            release([v for v in (*together, *later) if v.name != BASELINE])  # memory for those
+    def add_compiled():
         for row in rungs.measure(rows[0], ceiling):
             rows.append(row)
             table.add()
+
+    with Rungs(program, compiled, device, table.note, pace) as rungs:
+        part(together, pace)
+        rungs.begin()
+        if device.type == "cuda" and compiled:
+            release([v for v in together if v.name != BASELINE])  # memory for those
+            add_compiled()
+        if later:
+            part([apart_from(together[0]), *later], pace.part(OTHERS, pace.whole(device)))
+        if device.type != "cuda":
+            add_compiled()
     result["switch_effects"] = switch_effects(program, rows) if combinations else None
     table.save(result)
     return result

@@ -11,11 +11,13 @@ WHOLE = dict(cpu=3.0, cuda=1.5, mps=1.5)  # budgets of the first table until the
 
 class Pace:
     """So many rounds; or, within a budget of seconds from now on, as many as it takes until all intervals
-    are narrow. With both, rounds end with whichever comes first. There is always one."""
+    are narrow. With both, rounds end with whichever comes first. There is always one. strict: what cannot be
+    counted within the budget is left out."""
 
-    def __init__(self, steps, seconds=None):
+    def __init__(self, steps, seconds=None, strict=False):
         self.steps, self.seconds, self.look, self.began = steps, seconds, FEWEST, None
         self.ends = None if seconds is None else time.monotonic() + seconds
+        self.strict = strict and seconds is not None
 
     def __str__(self):
         rounds = [] if self.steps is None else [f"{self.steps} of each"]
@@ -25,9 +27,16 @@ class Pace:
         """When the last row is to be there, on the clock of this."""
         return None if self.ends is None else self.ends + (WHOLE[device.type] - 1) * self.seconds
 
-    def part(self, share):
-        """That of other rows, which begin now."""
-        return Pace(self.steps, None if self.seconds is None else share * self.seconds)
+    def part(self, share, until=None):
+        """That of other rows, which begin now: a share of the budget, or what is left of it until then."""
+        if self.seconds is None:
+            return Pace(self.steps)
+        left = math.inf if until is None else max(until - time.monotonic(), 0.0)
+        return Pace(self.steps, min(share * self.seconds, left), strict=True)
+
+    def late(self):
+        """Whether only the time for rounds is left."""
+        return self.strict and time.monotonic() >= self.ends - ROUNDS * self.seconds
 
     def left(self):
         if self.ends is None:

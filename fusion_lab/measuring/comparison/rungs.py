@@ -11,7 +11,7 @@ import tempfile
 import time
 
 from fusion_lab.measuring.comparison.rows import add_savings, not_measured
-from fusion_lab.measuring.comparison.variants import refuse_idle
+from fusion_lab.measuring.comparison.variants import TOO_LATE, refuse_idle
 from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.measuring.turns import Guest
 from fusion_lab.training.files import OUT_OF_MEMORY, counted
@@ -25,7 +25,6 @@ COMPILE_THREADS = "2"  # of each of them; torch would take as many as there are 
 SPARE = 0.5  # of the free memory, for those that compile while others are counted
 SHARE = 0.25  # of the first table's budget: rounds of one of them
 COMPILING = 0.6  # of the time that is left, for those that compile side by side
-TOO_LATE = "no time was left; a longer --budget gives more"
 LAST_WORDS = 300  # characters of a failed process's last line
 
 

@@ -8,6 +8,7 @@ from fusion_lab.training.files import UserError
 COMPILE = "enable_torch_compile"
 BASELINE, ALL, AS_GIVEN = "baseline", "all", "as given"
 EVERYTHING, ULTRA = "everything", "ultra"  # --enable-all-fusion, --enable-ultra
+TOO_LATE = "no time was left; a longer --budget gives more"
 UNMEASURED = "stopped before it was measured"  # the reason of a variant that a signal left out
 
 

@@ -122,15 +122,18 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
     found = planned(variants, device)
     log, lab, settings = found.log, found.program, found.settings
     first, second = names(log, "measure")
+    in_order = [entry[0] for entry in names(log, "measure", "rungs measure")]
+    assert in_order == (["measure", "rungs measure", "measure"] if device is GPU else [
+        "measure", "measure", "rungs measure"])
     source = first[4]
     assert source.settings is settings
     assert first == ("measure", lab, [base, one, usual], device, source, 8.0, True, Rungs, False)
     again = second[2][0]
-    assert second == ("measure", lab, [again, more], device, source, 2.8, True, Rungs, False)
+    assert second == ("measure", lab, [again, more], device, source, 4.8, True, Rungs, False)
     assert (again.name, again.settings, again.found, again.operations, again.trainer) == (
         BASELINE, base.settings, "found", "operations", base.trainer) and again is not base
     rows = [dict(name=name, median_batch_time=0.1) for name in (BASELINE, "a alone", ALL, "b alone")]
-    rows.append(dict(name="compiled"))
+    rows.insert(3 if device is GPU else 4, dict(name="compiled"))
     result = found.result
     assert result["variants"] == rows
     assert datetime.fromisoformat(result["timestamp"]).utcoffset().total_seconds() == 0
@@ -139,8 +142,9 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
         system_info=f"system of {device}", launch_kind=f"kind of {device}", switch_effects=None,
         nominal="statistics of the default fusion", matmul_ceiling_tflops=4)
     assert names(log, "begin", "add") == [("begin", result, variants, 4e12), *3 * [("add",)]]
+    later = next(row for row in rows if row["name"] == "b alone")
     assert names(log, "add_worth") == [("add_worth", rows[:3], [base, one, usual], dict(a=0.5)),
-                                       ("add_worth", [rows[0], rows[3]], [again, more], dict(a=0.5))]
+                                       ("add_worth", [rows[0], later], [again, more], dict(a=0.5))]
     single = ("rungs", "rungs begin", "rungs measure", "baseline_shares", "matmul_ceiling",
               "comparison_variants")
     assert names(log, *single) == [
@@ -149,7 +153,7 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
         ("baseline_shares", base, source, 5), ("rungs begin",), ("rungs measure", rows[0], 4e12)]
     slow = planned(variants, device, long=0.6)
     assert names(slow.log, "baseline_shares")[0][-1] == 2
-    released = [("release", [one, usual, more])] if device is GPU else []
+    released = [("release", [one, usual])] if device is GPU else []
     assert names(log, "release") == released and log[0] == ("process_settings", settings, device)
 
 
@@ -234,6 +238,19 @@ def test_variants_are_measured_alone_then_in_turn(device, compiled, reset, alone
     assert [v.reason for v in variants] == [None, "it fails", None, None, None, "too large", None]
     trainer, = names(alone, "trainer")
     assert trainer == ("trainer", True, variants[0].settings, device)
+
+
+def test_what_there_is_no_time_to_count_is_left_out(alone):
+    """Of rows beyond the first table, whose own are all counted."""
+    for strict, counted in ((True, [BASELINE]), (False, [BASELINE, "a", "b"])):
+        alone.clear()
+        variants, lab = [variant(name) for name in (BASELINE, "a", "b")], program(alone)
+        pace = comparison.Pace(None, 8.0)
+        variants[0].found = findings(100)
+        pace.ends, pace.strict = pace.ends - 7.0, strict
+        comparison.measure(lab, variants, CPU, lab.open_source(SimpleNamespace()), pace)
+        assert [BASELINE, *(name for _, name, *_ in names(alone, "alone"))] == counted
+        assert [v.reason for v in variants] == [None, *[comparison.TOO_LATE if strict else None] * 2]
 
 
 def test_by_default_equal_variants_are_measured(alone):

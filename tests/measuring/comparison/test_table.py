@@ -28,6 +28,7 @@ from fusion_lab.measuring.comparison.table import (
 from fusion_lab.measuring.comparison.variants import (
     ALL,
     BASELINE,
+    TOO_LATE,
     UNMEASURED,
     Variant,
     combination_variants,
@@ -332,6 +333,11 @@ def test_when_rounds_end(monkeypatch):
     assert not late.over(pair, 1) and late.over(pair, 1.0 / 2) and late.left() == 1.5
     part = Pace(7, 10.0).part(0.5)
     assert (part.steps, part.seconds) == (7, 5.0) and Pace(7).part(0.5).left_text() == ""
+    assert Pace(7, 10.0).part(0.5, now[0] + 4).seconds == 4.0 and Pace(7, 10.0).part(0.5, now[0] - 1).late()
+    now[0] += 3.7  # a quarter of its 5 s is for rounds
+    assert not part.late() and not Pace(7).part(0.5).late()
+    now[0] += 0.1
+    assert part.late() and not Pace(7, 10.0).late()
 
 
 # Who measures when
@@ -461,7 +467,7 @@ def test_what_has_not_compiled_when_the_time_is_spent_has_that_for_a_reason(fake
     for device in (CPU, GPU):
         with Rungs(SECOND, variants, device, print, Pace(None, 1e-9)) as queue:
             queue.begin()
-            assert [row["reason"] for row in queue.measure(BASE, 1.0)] == [rungs.TOO_LATE] * 2
+            assert [row["reason"] for row in queue.measure(BASE, 1.0)] == [TOO_LATE] * 2
     assert fake_rungs == ["start a", "start b", signal.SIGKILL, signal.SIGKILL, "end a", "end b"]
 
 
