@@ -232,6 +232,7 @@ def test_compiled_rungs_of_a_killed_comparison_are_known_to_the_guardian(monkeyp
     monkeypatch.setattr(rungs, "Rung", Child)
     monkeypatch.setattr(rungs, "refuse_idle", lambda *_: None)
     monkeypatch.setattr(rungs, "free_memory", lambda device: 0)
+    monkeypatch.setattr(rungs.os, "setpriority", lambda *_: None)
     with rungs.Rungs(None, [Variant(1), Variant(2, "idle"), Variant(3)], torch.device("cuda"), print,
                      Pace(1)) as both:
         both.begin()

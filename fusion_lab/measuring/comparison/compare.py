@@ -3,9 +3,9 @@
 Variants without torch.compile are first measured alone (peak memory, saved activations, launches), then all
 are alive at once with equal weights and their steps alternate, so that a machine that drifts hits all alike.
 First come those of the table that people ask for. A compiled one is a process of its own (rung.py), where
-its steps alternate with the baseline's. On a GPU all of them compile from the beginning, but for the times in
-which others are measured, and come next, one by one; on a CPU there is one, which comes last. The other eager
-ones are measured as far as the time goes.
+its steps alternate with the baseline's. On a GPU these compile in the background, are stopped while others
+are timed, and are measured after the first table, one by one; on a CPU there is one, which comes last. The
+other eager ones are measured as far as the time goes.
 """
 import contextlib
 import gc
@@ -39,7 +39,7 @@ from fusion_lab.measuring.comparison.worth import STEPS, add_worth, operations_b
 from fusion_lab.measuring.probe import counts_its_first_step, peak_of_two_steps, probe
 from fusion_lab.measuring.summary import dtype_name, launch_kind
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import counted, require_writable, set_aside, write_json
+from fusion_lab.training.files import counted, finite, require_writable, set_aside, write_json
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 from fusion_lab.training.stops import interruptible
@@ -202,10 +202,12 @@ def baseline_shares(baseline, source, steps):
 
 
 def parts(variants, last=None):
-    """(variants of the first table, which ends with one of this name, other eager ones, compiled ones)"""
+    """(variants of the first table, which ends with one of this name and the user's own, other eager ones,
+    compiled ones)"""
     eager, compiled = ([v for v in variants if v.compiled is how] for how in (False, True))
     cut = next((i for i, v in enumerate(eager, 1) if v.name == last), len(eager))
-    return eager[:cut], eager[cut:], compiled
+    own = [v for v in eager[cut:] if v.name == AS_GIVEN]
+    return eager[:cut] + own, [v for v in eager[cut:] if v not in own], compiled
 
 
 def suggested_parts(program, settings, device, combinations, picked):
@@ -218,13 +220,14 @@ def suggested_parts(program, settings, device, combinations, picked):
         variants = pick(variants, picked)
     elif not combinations:
         variants = usual_rows(variants, program, device.type == "cuda")
-    return parts(variants, None if combinations else ALL)
+    return parts(variants, None if combinations or picked else ALL)
 
 
 def compare(program, settings, variants=None, combinations=False, picked=None, table=None, pace=None):
     """The comparison as one dict, that of fusion_comparison_*.json. variants replace those that the switches
     suggest, of which picked chooses by name; table, a LiveTable, hears of every row as soon as it is known;
-    pace says how many rounds there are (--num-steps). Trainers of this process stay in variant.trainer."""
+    pace says how many rounds there are (--num-steps). Trainers of this process stay in variant.trainer; on a
+    GPU, where more tables follow the first, only the baseline's."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     pace, table = pace or Pace(settings.training.num_steps), table or LiveTable()
@@ -247,12 +250,13 @@ def compare(program, settings, variants=None, combinations=False, picked=None, t
         """Measure these and add their rows."""
         measure(program, found, device, source, pace, table, rungs, equal)
         more = rows_of(found, ceiling)
-        rows.extend(more[len(rows) > 0:])  # of the baseline there is one
+        rows.extend(more[1:] if rows else more)  # of the baseline there is one
         table.add()
         if not shares:
             table.note("shares of the baseline's sub-layers")
             long = rows[0]["median_batch_time"] > LONG
-            shares.update(baseline_shares(found[0], source, 2 if long else STEPS))
+            with rungs.paused():
+                shares.update(baseline_shares(found[0], source, 2 if long else STEPS))
         add_worth(more, found, shares)
         table.save(result)
 
@@ -263,9 +267,10 @@ def compare(program, settings, variants=None, combinations=False, picked=None, t
 
     with Rungs(program, compiled, device, table.note, pace) as rungs:
         part(together, pace)
-        rungs.begin()
-        if device.type == "cuda" and compiled:
+        if device.type == "cuda" and (compiled or later):
             release([v for v in together if v.name != BASELINE])  # memory for those
+        rungs.begin()
+        if device.type == "cuda":
             add_compiled()
         if later:
             part([apart_from(together[0]), *later], pace.part(OTHERS, pace.whole(device)))
@@ -290,15 +295,15 @@ def compare_fusion(program, settings, picked=None, combinations=False, limits=No
     def save(result):
         while earlier:  # only now that there is something to put in its place
             set_aside(earlier.pop())
-        write_json(path, result)
+        write_json(path, finite(result))
 
     table = LiveTable(save)
 
     def finish(number=None):
         """What there is, in a table and in the file; exit code."""
         table.finish(number)
-        print_result(dict(mode="compare_fusion", variants=[
-            {key: row[key] for key in ("name", "speedup") if key in row} for row in table.rows]),
+        print_result(finite(dict(mode="compare_fusion", variants=[
+            {key: row[key] for key in ("name", "speedup") if key in row} for row in table.rows])),
             path, settings)
         return 128 + number if number is not None else 0
 

@@ -35,7 +35,7 @@ class Pace:
         return Pace(self.steps, min(share * self.seconds, left), strict=True)
 
     def late(self):
-        """Whether only the time for rounds is left."""
+        """Whether to stop counting, as only the time for rounds is left; never if not strict."""
         return self.strict and time.monotonic() >= self.ends - ROUNDS * self.seconds
 
     def left(self):

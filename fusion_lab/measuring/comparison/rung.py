@@ -17,6 +17,7 @@ from fusion_lab.measuring.comparison.compare import (
 from fusion_lab.measuring.comparison.pace import Pace
 from fusion_lab.measuring.comparison.rows import add_speed, own_figures
 from fusion_lab.measuring.comparison.variants import BASELINE, Variant, with_fusion
+from fusion_lab.training.files import finite
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.program import load_program
 
@@ -42,7 +43,7 @@ def main(file, name, text, pace):
         row = own_figures(variant)
         if row["measured"]:
             add_speed(row, variant, baseline)
-    print(json.dumps(row, allow_nan=False))
+    print(json.dumps(finite(row), allow_nan=False))
     return 0
 
 

@@ -23,7 +23,7 @@ SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stop
 LAST = 19  # nice(2): what is measured or counted meanwhile comes first
 COMPILE_THREADS = "2"  # of each of them; torch would take as many as there are cores
 SPARE = 0.5  # of the free memory, for those that compile while others are counted
-SHARE = 0.25  # of the first table's budget: rounds of one of them
+SHARES = dict(cpu=0.25, cuda=0.08, mps=0.25)  # of the first table's budget: rounds of one of them
 COMPILING = 0.6  # of the time that is left, for those that compile side by side
 LAST_WORDS = 300  # characters of a failed process's last line
 
@@ -39,9 +39,6 @@ class Rung:
                    json.dumps(variant.settings.as_dict()), json.dumps([pace.steps, pace.seconds])]
         self.guest = Guest(command, environment, stdin=subprocess.DEVNULL, stdout=self.output,
                            stderr=self.errors, start_new_session=True)  # Ctrl-C reaches the parent alone
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, self.guest.process.pid, LAST)
-
     def signal(self, number):
         if self.guest.process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a zombie
@@ -74,7 +71,8 @@ class Rungs:
     """The compiled variants of a comparison. note(text) hears what goes on."""
 
     def __init__(self, program, variants, device, note, pace):
-        self.program, self.variants, self.note, self.pace = program, variants, note, pace.part(SHARE)
+        self.program, self.variants, self.note = program, variants, note
+        self.pace = pace.part(SHARES[device.type])
         self.together, self.running, self.begun = device.type == "cuda", [], False
         self.guardian, self.device, self.first = None, device, pace
         for variant in variants:
@@ -84,13 +82,15 @@ class Rungs:
         return self
 
     def __exit__(self, *_):
-        self.end_all()
-        if self.guardian:
-            self.guardian.close()
+        try:
+            self.end_all()
+        finally:
+            if self.guardian:
+                self.guardian.close()
 
     def begin(self, peak_mb=0.0):
-        """On a GPU, let all compile from now on, if they have not begun: unless so much memory for each would
-        not be free, when they wait for a second call."""
+        """On a GPU, start all that have not begun, if peak_mb for each fits into half of the free memory. A
+        call without peak_mb starts them in any case."""
         if not self.together or self.begun:
             return
         wanted = [variant for variant in self.variants if not variant.reason]
@@ -103,6 +103,9 @@ class Rungs:
         rung = Rung(self.program, variant, self.pace)
         self.guardian.tell("+", rung.guest.process.pid)
         self.running.append(rung)
+        if self.together:
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, rung.guest.process.pid, LAST)
         return rung
 
     def end_all(self):
@@ -115,10 +118,10 @@ class Rungs:
     def paused(self, but=None):
         """Within, none of them runs but one; those that wait or have ended need no stop."""
         busy = [rung for rung in self.running if rung is not but and not rung.heard(0)]
-        for rung in busy:
-            rung.signal(signal.SIGSTOP)
-        time.sleep(SETTLE_SECONDS if busy else 0)
         try:
+            for rung in busy:
+                rung.signal(signal.SIGSTOP)
+            time.sleep(SETTLE_SECONDS if busy else 0)
             yield
         finally:
             for rung in busy:
@@ -133,33 +136,39 @@ class Rungs:
         """Yields a row for each variant, as soon as it is measured."""
         if self.together and self.running:
             self.note(f"waiting for {counted(len(self.running), 'variant')} to compile{self.left_text()}")
+            left = self.left()
+            end = left if left is None else time.monotonic() + COMPILING * left
             for rung in self.running:
-                rung.heard(self.left() and COMPILING * self.left())
+                rung.heard(end and max(end - time.monotonic(), 0.0))
         again = []
         for number, variant in enumerate(self.variants, 1):
-            row = self.one(variant, number)
+            row = self.one(variant, number, len(self.variants))
             if self.together and not row["measured"] and OUT_OF_MEMORY.search(row["reason"]):
-                again.append(variant)  # while the others held memory as well
+                again.append((variant, row))  # while the others held memory as well
             else:
                 yield finished(row, baseline_row, ceiling)
         self.end_all()
-        for number, variant in enumerate(again, 1):
+        for number, (variant, before) in enumerate(again, 1):
             variant.reason = None
-            yield finished(self.one(variant, number), baseline_row, ceiling)
+            row = self.one(variant, number, len(again))
+            yield finished(before if row.get("reason") == TOO_LATE else row, baseline_row, ceiling)
 
     def left_text(self):
         return "" if self.left() is None else f", at most {self.left():.0f} s left"
 
-    def one(self, variant, number):
-        """The row of one variant: of the process that waits for its turn, or of one that is started now."""
+    def one(self, variant, number, count):
+        """The row of one variant: of the process that waits for its turn, for whose compiling there was time,
+        or of one that is started now."""
         if variant.reason:
             return not_measured(variant)
-        place = f"{number} of {len(self.variants)}{self.left_text()}"
-        rung = next((r for r in self.running if r.variant is variant), None)
-        if rung is None and self.left() != 0:
+        place = f"{number} of {count}{self.left_text()}"
+        rung, patience = next((r for r in self.running if r.variant is variant), None), self.left()
+        if rung and patience is not None:
+            patience = 0.0
+        elif rung is None and patience != 0:
             self.note(f"compiling {variant.name}, {place}")
             rung = self.start(variant)
-        if rung is None or not rung.heard(self.left()):
+        if rung is None or not rung.heard(patience):
             if rung:
                 rung.signal(signal.SIGKILL)
             return not_measured(variant, TOO_LATE)

@@ -60,8 +60,8 @@ def with_fusion(settings, fusion):
 
 def comparison_variants(program, settings, on_gpu):
     """Baseline; every fusion that is on by default alone; all of these; the others alone; then a ladder that
-    adds one switch a rung to all and leaves out what cannot run here; the presets, where all of them can; and
-    the user's own switches if they are none of these."""
+    adds one switch a rung to all and leaves out what cannot run here; the presets; and the user's own
+    switches if they are none of these."""
     kind = program.fusion_config
     off, rung, mode = kind.preset(False), kind(), settings.fusion.torch_compile_mode
     usual = [name for name in kind.names() if getattr(rung, name)]
@@ -80,9 +80,7 @@ def comparison_variants(program, settings, on_gpu):
             continue
         found["all + torch.compile" if name == COMPILE else f"+ {short(name)}"] = higher
         rung = rung if with_fusion(settings, higher).idle(on_gpu) else higher
-    for name, preset in ((EVERYTHING, kind.preset(True)), (ULTRA, kind.ultra())):
-        if not with_fusion(settings, preset).idle(on_gpu):
-            found[name] = preset
+    found |= {EVERYTHING: kind.preset(True), ULTRA: kind.ultra()}
     if settings.idle(on_gpu) or settings.fusion not in found.values():  # idle rungs are only named
         found = {**{name: f for name, f in found.items() if f != settings.fusion}, AS_GIVEN: settings.fusion}
     return distinct(settings, found)
@@ -110,12 +108,13 @@ def combination_variants(program, settings):
 
 def usual_rows(variants, program, on_gpu):
     """The variants without most of those that compile, which --variants names. On a GPU torch.compile by
-    itself and the presets stay; on a CPU one on which all is on that --enable-all-fusion turns on and that
-    runs there; and everywhere the user's own."""
+    itself, the presets and the highest rung below them that runs stay; on a CPU that rung; and everywhere the
+    user's own. That rung is "everything" itself where nothing of it is idle."""
     every = program.fusion_config.preset(True)
     rungs = [v for v in variants if v.compiled and not v.settings.idle(on_gpu) and v.name != AS_GIVEN and all(
         getattr(every, name) >= getattr(v.settings.fusion, name) for name in every.names())]
-    kept = [v.name for v in (rungs[:1] + rungs[-1:] if on_gpu else rungs[-1:])] + [ULTRA, AS_GIVEN]
+    kept = [v.name for v in (rungs[:1] + rungs[-1:] if on_gpu else rungs[-1:])]
+    kept += [EVERYTHING, ULTRA, AS_GIVEN] if on_gpu else [AS_GIVEN]
     return [v for v in variants if not v.compiled or v.name in kept]
 
 

@@ -1,5 +1,6 @@
 """--compare-fusion's plan: what is measured, with what and in which order; measurements are recorders."""
 import contextlib
+import json
 import signal
 from datetime import datetime
 from types import SimpleNamespace
@@ -74,6 +75,12 @@ class Rungs:
     def begin(self):
         self.log.append(("rungs begin",))
 
+    @contextlib.contextmanager
+    def paused(self):
+        self.log.append(("rungs stop",))
+        yield
+        self.log.append(("rungs go on",))
+
     def measure(self, *given):
         self.log.append(("rungs measure", *given))
         return [dict(name="compiled")] if any("rungs" in entry and entry[2] for entry in self.log) else []
@@ -145,12 +152,13 @@ def test_the_table_that_people_ask_for_comes_first_then_the_rest_then_compiled_o
     later = next(row for row in rows if row["name"] == "b alone")
     assert names(log, "add_worth") == [("add_worth", rows[:3], [base, one, usual], dict(a=0.5)),
                                        ("add_worth", [rows[0], later], [again, more], dict(a=0.5))]
-    single = ("rungs", "rungs begin", "rungs measure", "baseline_shares", "matmul_ceiling",
-              "comparison_variants")
+    single = ("rungs", "rungs begin", "rungs stop", "rungs go on", "rungs measure", "baseline_shares",
+              "matmul_ceiling", "comparison_variants")
     assert names(log, *single) == [
         ("comparison_variants", lab, settings, device is GPU),
         ("matmul_ceiling", device, torch.bfloat16), ("rungs", lab, [compiled], device, print, found.pace),
-        ("baseline_shares", base, source, 5), ("rungs begin",), ("rungs measure", rows[0], 4e12)]
+        ("rungs stop",), ("baseline_shares", base, source, 5), ("rungs go on",), ("rungs begin",),
+        ("rungs measure", rows[0], 4e12)]
     slow = planned(variants, device, long=0.6)
     assert names(slow.log, "baseline_shares")[0][-1] == 2
     released = [("release", [one, usual])] if device is GPU else []
@@ -173,6 +181,12 @@ def test_rows_that_were_asked_for_are_measured_even_if_they_are_the_baseline(pla
         assert names(found.log, "combination_variants") == asked
         assert names(found.log, "switch_effects") == (
             [("switch_effects", found.program, found.result["variants"])] if effects else [])
+
+
+def test_rows_that_were_asked_for_and_the_users_own_are_in_the_first_table():
+    rows = [variant(BASELINE), variant(ALL), variant("a"), variant(AS_GIVEN), variant("c", True)]
+    assert comparison.parts(rows, ALL) == ([*rows[:2], rows[3]], [rows[2]], [rows[4]])
+    assert comparison.parts(rows) == (rows[:4], [], [rows[4]])
 
 
 @pytest.fixture
@@ -277,7 +291,8 @@ def test_the_file_is_new_with_its_first_row_and_the_end_is_said(number, code, tm
         *given, table, pace = given
         log.append((*given, pace.steps, pace.seconds))
         assert path.read_text() == "earlier"
-        table.save(dict(rows=1))
+        table.save(dict(rows=1, speedup=float("nan")))  # of a loss that is none
+        assert json.loads(path.read_text()) == dict(rows=1, speedup=None)
         assert '"rows": 1' in path.read_text() and len(list(tmp_path.iterdir())) == 2
         if number:
             signal.raise_signal(number)

@@ -1,6 +1,7 @@
 """--compare-fusion: its figures and tables by hand, from times that somebody else measured."""
 import contextlib
 import json
+import os
 import signal
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -387,6 +388,8 @@ def fake_rungs(monkeypatch):
     monkeypatch.setattr(rungs, "Guardian", FakeGuardian)
     FakeRung.rows, FakeRung.heard_by_all, FakeRung.compiling, FakeGuardian.told = [], [], "", []
     monkeypatch.setattr(rungs, "free_memory", {GPU: 200 * 2 ** 20}.get)
+    monkeypatch.setattr(rungs.os, "setpriority", lambda which, process, value: FakeGuardian.told.append(
+        f"nice{process}") if (which, value) == (os.PRIO_PROCESS, 19) else None)
     return FakeRung.heard_by_all
 
 
@@ -414,7 +417,8 @@ def test_those_that_compile_are_stopped_while_others_are_measured(fake_rungs, mo
     stop, go_on = signal.SIGSTOP, signal.SIGCONT
     assert started == ["start a", "start b", "start c", stop, stop, "within", go_on, go_on]
     assert fake_rungs == [stop, "go", go_on, "end a", "end b", "end c"]
-    assert FakeGuardian.told == ["+ a", "+ b", "+ c", "- a", "- b", "- c", "closed"]
+    assert FakeGuardian.told == [*(f"{what} {name}" for name in "abc" for what in ("+", "nice")),
+                                 "- a", "- b", "- c", "closed"]
     with Rungs(SECOND, variants, CPU, print, Pace(5)) as none, none.paused():
         none.begin()
         assert slept == [rungs.SETTLE_SECONDS] * 2 + [0] and none.running == [] and none.guardian is None
@@ -458,7 +462,31 @@ def test_what_ran_out_of_memory_beside_others_has_a_second_try(fake_rungs):
     assert [row["name"] for row in rows] == ["b", "a again"]
     assert said[0] == "waiting for 2 variants to compile"
     assert fake_rungs == ["start a", "start b", "go", "go", "end a", "end b", "start a", "go", "end a"]
-    assert FakeGuardian.told == ["+ a", "+ b", "- a", "- b", "+ a", "- a", "closed"]
+    assert FakeGuardian.told == ["+ a", "nice a", "+ b", "nice b", "- a", "- b", "+ a", "nice a", "- a",
+                                 "closed"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_slow_compilers_take_a_share_of_the_time_and_a_reason_is_kept(late, fake_rungs, monkeypatch):
+    """Six tenths of what is left, however many there are; the last of them ran out of memory."""
+    now, waited, variants = [1000.0], [], [Variant(name, with_fusion(SETTINGS, COMPILED)) for name in "abc"]
+    monkeypatch.setattr(rungs.time, "monotonic", lambda: now[0])
+
+    def heard(self, seconds):
+        if self.variant.name == "c":
+            return not (late and "go" in fake_rungs)
+        waited.append(seconds)
+        now[0] += seconds
+        return False
+    monkeypatch.setattr(FakeRung, "heard", heard)
+    FakeRung.rows = [dict(name="c", measured=False, reason="CUDA error: out of memory"), measured("c")]
+    with Rungs(SECOND, variants, GPU, print, Pace(None, 20.0)) as three:
+        now[0] += 20.0
+        three.begin()
+        rows = list(three.measure(BASE, 40.0))
+    assert waited[0] == pytest.approx(6.0) and now[0] == pytest.approx(1026.0) and not any(waited[1:])
+    assert [row.get("reason") for row in rows] == [
+        TOO_LATE, TOO_LATE, "CUDA error: out of memory" if late else None]
 
 
 def test_what_has_not_compiled_when_the_time_is_spent_has_that_for_a_reason(fake_rungs, monkeypatch):
