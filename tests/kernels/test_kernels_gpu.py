@@ -329,7 +329,7 @@ def test_many_sums(dtype):
 
 @pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-def test_parts_of_a_bias_s_gradient(turned, dtype):
+def test_gradient_of_the_bias_is_exact_and_deterministic(turned, dtype):
     """Of whole numbers exact, of others the same bits in every run."""
     sizes = [(64, 4, 4, 64, 64), (64, 1, 4, 64, 51), (8, 1, 4, 256, 256), (1, 2, 4, 512, 499)]
     with torch.device(DEVICE):

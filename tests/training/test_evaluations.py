@@ -103,7 +103,7 @@ def test_the_whole_run(whole):
     [dict(_2="kill"), dict(_2="signal"), dict(_8="kill"), dict(_8="kill")],
     [dict(final="kill")], [dict(final="signal"), dict(final="kill")],
     [dict(_14="signal"), dict(final="signal")], [dict(_14="kill"), dict(_14="kill")]], ids=str)
-def test_a_stop_round_an_evaluation_changes_nothing(stops, whole, tmp_path):
+def test_a_run_stopped_in_an_evaluation_repeats_it(stops, whole, tmp_path):
     for happens in stops:
         assert run(tmp_path, **happens) == (143 if "signal" in happens.values() else "killed")
     assert run(tmp_path) == 0
