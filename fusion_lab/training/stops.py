@@ -9,6 +9,8 @@ import threading
 from fusion_lab.training import locks
 from fusion_lab.training.interrupts import Raised
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class Interrupted(BaseException):
     """SIGINT or SIGTERM came; no Exception, which whatever runs might take for a failure of its own."""
@@ -23,14 +25,22 @@ def end(code):
 
 
 @contextlib.contextmanager
+def blocked():
+    """Within, signals wait. Yields the mask that lets them through again."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def interruptible(finish, patience):
     """Within, a signal raises Interrupted, which ends it here; a second one acts at once. Yields what calls
     finish(number of the signal or None), an exit code, once it is over. After a signal a program (see
     interrupts.quiet) ends here, with that code; where what runs has not ended within patience (s), any
     process does."""
-    heard, over = [], threading.Event()
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    heard, over, begun = [], threading.Event(), False
 
     def ask(number, _frame):
         heard.append(number)
@@ -46,22 +56,30 @@ def interruptible(finish, patience):
         if number and not over.wait(patience):
             end(finish(number[0]))
 
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        with contextlib.suppress(Interrupted):
-            yield lambda: finish(heard[0] if heard else None)
-    finally:
-        over.set()
-        signal.set_wakeup_fd(wakeup)
-        restore()
-        os.close(writer)
-        watcher.join()
-        os.close(reader)
+    with blocked() as unblocked:  # or one would raise where nobody catches it
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        previous = {number: signal.signal(number, ask) for number in SIGNALS}
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            with contextlib.suppress(Interrupted):
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+                begun = True
+                yield lambda: finish(heard[0] if heard else None)
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        finally:
+            over.set()
+            signal.set_wakeup_fd(wakeup)
+            restore()
+            os.close(writer)
+            watcher.join()
+            os.close(reader)
     if heard and Raised.within:
         end(finish(heard[0]))
+    if not begun:
+        raise KeyboardInterrupt
 
 
 def leaving(work):

@@ -1,10 +1,12 @@
 """A signal ends long work, whether or not the main thread can hear it."""
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from fusion_lab.training import stops
 from fusion_lab.training.stops import Interrupted, interruptible
 from tests.support import PATIENCE, ROOT
 
@@ -66,6 +68,24 @@ def test_errors_pass_through_and_leave_the_handlers_as_they_were():
     with pytest.raises(KeyError), interruptible(print, 60):
         raise KeyError
     assert signal.getsignal(signal.SIGINT) is before and signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("when", ["pipe", "close"])
+def test_a_signal_while_it_begins_or_ends_is_heard(when, monkeypatch):
+    """As on a busy machine: it went through as an error that nobody expects, with exit code 1."""
+    called, ended, ran = getattr(os, when), [], []
+
+    def interrupted(*given):
+        monkeypatch.setattr(stops.os, when, called)
+        signal.raise_signal(signal.SIGINT)
+        return called(*given)
+    monkeypatch.setattr(stops.os, when, interrupted)
+    monkeypatch.setattr(stops, "end", ended.append)
+    monkeypatch.setattr(stops.Raised, "within", True)
+    with pytest.raises(KeyboardInterrupt), interruptible(lambda number: 128 + number, 0):
+        ran.append(True)
+    assert (ended, ran) == (([130], []) if when == "pipe" else ([], [True]))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
 PROGRAM = f"""
