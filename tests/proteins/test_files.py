@@ -284,7 +284,7 @@ BAD_ALIGNMENTS = {  # file name, content, what the message must say
     "blank": ("x.a3m", " \n\r\n", ["empty"]),
     "comments only": ("x.a3m", "# nothing\n", ["not an alignment"]),
     "binary": ("x.a3m", bytes(range(256)) * 50, ["not an alignment"]),
-    "no text encoding: binary after a header": ("x.a3m", b">q\n" + bytes(range(128, 256)), ["not an alignment"]),
+    "no text encoding": ("x.a3m", b">q\n" + bytes(range(128, 256)), ["not an alignment"]),
     "structure": ("x.fasta", "HEADER    HYDROLASE\nATOM      1  N   MET A   1\n", ["not an alignment"]),
     "cut gzip": ("x.a3m.gz", gzip.compress(b">q\nACDEF\n" * 999, mtime=0)[:-9], ["gzip"]),
     "broken gzip": ("x.a3m.gz", b"\x1f\x8b" + bytes(99), ["gzip"]),
