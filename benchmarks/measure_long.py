@@ -7,10 +7,10 @@ Parts, each in processes of its own: "accuracy" (loss and all gradients of a sma
 the 3x rule); "steps" (step time, peak memory and time in collectives by kind, each step one CUDA graph);
 "compiled" (the same at the two longest lengths, everything fused and compiled) and "ultra" (with our kernels,
 too, as far as split samples have them), which all compile at the same time and are timed in turn, and alone
-where memory was short; "longest" (trials: the memory of two lengths says where to begin,
-every trial is one step of eager code that fits or does not). B1, N 128, c_m 256, 8 heads, 4 blocks,
-checkpointing, bf16. Writes OUT/long.json and OUT/long.md after every part. Exit code 1 if a part fails or
-accuracy does. --quick: tiny, on a CPU with Gloo; --limit says what fits there.
+where memory was short; "longest" (trials: the memory of two lengths says where to begin, every trial is one
+step of eager code that fits or does not). B1, N 128, c_m 256, 8 heads, 4 blocks, checkpointing, bf16. Writes
+OUT/long.json and OUT/long.md after every part. Exit code 1 if a part fails or accuracy does. --quick: tiny,
+on a CPU with Gloo; --limit says what fits there.
 """
 import json
 import math
@@ -213,7 +213,8 @@ class Measurement:
             full = bool(OUT_OF_MEMORY.search(why))
             lines = [line for line in why.splitlines() if line.strip()]
             named = [line for line in lines if re.search(REASON, line)][:1] or lines[-1:]
-            rows.append(dict(ranks=started.ranks, length=started.lengths[len(rows)], out_of_memory=full,
+            length = started.lengths[min(len(rows), len(started.lengths) - 1)]  # or it failed as it ended
+            rows.append(dict(ranks=started.ranks, length=length, out_of_memory=full,
                              reason="out of memory" if full else " ".join(named)[:300]))
         seconds = time.perf_counter() - started.began
         print(f"{started.part}, {started.ranks} {'GPUs' if started.ranks > 1 else 'GPU'}: {len(rows)} rows, "

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -340,6 +341,45 @@ def test_what_benchmarks_refuse(program, flags, code, words, tmp_path):
     done = run(program, *(str(tmp_path) if flag == "OUT" else flag for flag in flags.split()))
     assert done.returncode == code and words in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def waiting_workers(tmp_path, monkeypatch):
+    """(a measurement whose workers sleep, those that it started)"""
+    import measure_long
+    begun, popen = [], subprocess.Popen
+    monkeypatch.setattr(measure_long.subprocess, "Popen", lambda command, **how: begun.append(
+        popen(["sleep", "60"], **how)) or begun[-1])
+    asked = types.SimpleNamespace(lengths=[8, 16], ranks=[1, 2], steps=1, limit=0, quick=True, patience=60,
+                                  out=tmp_path)
+    return measure_long.Measurement(asked, dict(rows=[], seconds=[])), begun
+
+
+@pytest.mark.parametrize("stopped", ["has_compiled", "text_of"])
+def test_a_measurement_that_is_stopped_ends_its_workers(stopped, tmp_path, monkeypatch):
+    """They held 60 GB of each GPU, and what came after was measured beside them."""
+    import measure_long
+    measurement, begun = waiting_workers(tmp_path, monkeypatch)
+
+    def stop(_):
+        raise SystemExit(143)
+    monkeypatch.setattr(measure_long, "has_compiled", lambda started: True)
+    monkeypatch.setattr(measure_long, stopped, stop)
+    measurement.arguments.patience = 0.1
+    with pytest.raises(SystemExit):
+        measurement.in_turn(["compiled"])
+    assert len(begun) == 4 and all(process.wait(10) == -signal.SIGTERM for process in begun)
+
+
+def test_what_ran_out_of_memory_beside_others_is_measured_alone(tmp_path, monkeypatch):
+    import measure_long
+    measurement, _ = waiting_workers(tmp_path, monkeypatch)
+    monkeypatch.setattr(measure_long, "has_compiled", lambda started: True)
+    measurement.rows = lambda started: [dict(length=started.lengths[0], ranks=started.ranks,
+                                             out_of_memory=started.ranks == 2)]
+    measurement.launch = lambda part, ranks, lengths, steps: [dict(ranks=ranks, alone=part)]
+    monkeypatch.setattr(measurement, "write", lambda: None)
+    measurement.in_turn(["ultra"])
+    assert [row.get("alone") for row in measurement.result["rows"]] == [None, None, "ultra", "ultra"]
 
 
 def test_the_table_of_long_proteins_compares_with_one_gpu():
