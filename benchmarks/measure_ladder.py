@@ -5,7 +5,8 @@
     python benchmarks/measure_ladder.py --out OUT --root . ../before     # two checkouts, rung by rung
 
 Every rung is a process of its own (ladder_rung.py). On a GPU all of them compile and warm up at the same time
-and are then timed one by one, alone on the GPU; where there is no GPU, one follows the other on the CPU.
+and are then timed one by one, alone on the GPU; those for which memory was short begin again when the others
+have ended. Where there is no GPU, one follows the other on the CPU.
 Writes OUT/ladder.json: times in ms, memory in MB (2**20 bytes), the most expensive kernels, and whether
 outputs and all gradients pass the 3x rule (fusion_lab/measuring/accuracy.py). A rung that fails is a row with
 its reason; exit code 1 if one fails or is not accurate. With --root the rows' names end in the checkout's.
@@ -33,7 +34,14 @@ import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.measuring.turns import Guest
-from fusion_lab.training.files import UserError, exit_code, require_directory, require_writable, write_json
+from fusion_lab.training.files import (
+    OUT_OF_MEMORY,
+    UserError,
+    exit_code,
+    require_directory,
+    require_writable,
+    write_json,
+)
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
 from fusion_lab.training.reading import read_json
@@ -138,7 +146,8 @@ class Rung:
             print(line(self.row), flush=True)
         except (IndexError, ValueError):
             self.log.seek(0)
-            self.row["failed"] = " / ".join(self.log.read().strip().splitlines()[-3:])[-400:]
+            last = " / ".join(self.log.read().strip().splitlines()[-3:])
+            self.row.update(failed=last[-400:], out_of_memory=bool(OUT_OF_MEMORY.search(last)))
             print(f"{self.row['name']:42s} failed: {self.row['failed']}", flush=True)
         self.log.close()
         return self.row
@@ -154,7 +163,21 @@ def line(row):
 
 
 def measured(rungs, steps, together):
-    """Yields a row for each rung: all get ready at once and measure one by one, or one follows the other."""
+    """Yields a row for each rung: all get ready at once and measure one by one, or one follows the other.
+    Those that ran out of memory together do so again without the others, in the end each alone."""
+    full = []
+    for rung, row in zip(rungs, one_round(rungs, steps, together), strict=True):
+        if together and row.get("out_of_memory"):
+            full.append(rung)
+        else:
+            yield row
+    if full:
+        print(f"again, without the others: {len(full)} for which memory was short", flush=True)
+        yield from measured(full, steps, together=len(full) < len(rungs))
+
+
+def one_round(rungs, steps, together):
+    """Yields a row for each rung, in order."""
     started = (Rung(*rung, steps) for rung in rungs)
     if together:
         started = list(started)

@@ -150,6 +150,28 @@ def test_a_rung_that_fails_is_a_row_with_its_reason(tmp_path):
     assert "--batch-size" in rung.finish()["failed"]
 
 
+def test_rungs_for_which_memory_was_short_begin_again_without_the_others(monkeypatch):
+    """A machine that holds five units; a rung takes as many as its name says."""
+    import measure_ladder
+    rounds = []
+
+    def one_round(rungs, steps, together):
+        rounds.append((rungs, together))
+        left = 5
+        for rung in rungs:
+            left = left - int(rung) if together else 5 - int(rung)
+            yield dict(name=rung, out_of_memory=True) if left < 0 else dict(name=rung)
+    monkeypatch.setattr(measure_ladder, "one_round", one_round)
+    rows = list(measure_ladder.measured(["1", "2", "3", "9", "4"], 2, True))
+    assert [row["name"] for row in rows if not row.get("out_of_memory")] == ["1", "2", "3", "4"]
+    assert [row["name"] for row in rows if row.get("out_of_memory")] == ["9"]
+    assert rounds == [(["1", "2", "3", "9", "4"], True), (["3", "9", "4"], True), (["9", "4"], True),
+                      (["9", "4"], False)]
+    rounds.clear()
+    assert list(measure_ladder.measured(["9"], 2, False)) == [dict(name="9", out_of_memory=True)] and (
+        len(rounds) == 1)
+
+
 @pytest.mark.slow
 def test_roofline_and_its_tables(tmp_path):
     import measure_fusion

@@ -168,7 +168,9 @@ def measure(program, variants, device, source, pace=None, table=None, rungs=None
             variant.reason = variant.reason or TOO_LATE
         elif variant.found is None:
             table.note(f"{variant.name}: memory and launches, {number} of {len(variants)}{pace.left_text()}")
+            began = time.monotonic()
             measure_alone(program, variant, device, supply[0])
+            pace.slowest = max(pace.slowest, time.monotonic() - began)
             if number > 1 and not equal and variant.name not in (ALL, AS_GIVEN):
                 refuse_equal(variant, variants[0])
             release()

@@ -337,7 +337,9 @@ def test_when_rounds_end(monkeypatch):
     assert Pace(7, 10.0).part(0.5, now[0] + 4).seconds == 4.0 and Pace(7, 10.0).part(0.5, now[0] - 1).late()
     now[0] += 3.7  # a quarter of its 5 s is for rounds
     assert not part.late() and not Pace(7).part(0.5).late()
-    now[0] += 0.1
+    part.slowest = 0.1  # s that one took: there is no time for another
+    assert part.late() and part.part(1.0).slowest == 0.1
+    now[0], part.slowest = now[0] + 0.1, 0.0
     assert part.late() and not Pace(7, 10.0).late()
 
 
