@@ -9,7 +9,7 @@ the 3x rule); "steps" (step time, peak memory and time in collectives by kind, e
 too, as far as split samples have them), which all compile at the same time and are timed in turn, and alone
 where memory was short; "longest" (trials: the memory of two lengths says where to begin, every trial is one
 step of eager code that fits or does not). B1, N 128, c_m 256, 8 heads, 4 blocks, checkpointing, bf16. Writes
-OUT/long.json and OUT/long.md after every part. Exit code 1 if a part fails or accuracy does. --quick: tiny,
+OUT/long.json and OUT/long.md after every row. Exit code 1 if a part fails or accuracy does. --quick: tiny,
 on a CPU with Gloo; --limit says what fits there.
 """
 import json
@@ -245,8 +245,7 @@ class Measurement:
             for one in started:
                 if one.found[-1].get("out_of_memory"):
                     one.found = self.launch(one.part, one.ranks, one.lengths, asked.steps)
-                self.result["rows"] += [dict(row, part=one.part) for row in one.found]
-                self.write()
+                self.add(one.part, one.found)
 
     def run(self):
         asked = self.arguments
@@ -258,18 +257,25 @@ class Measurement:
             for ranks in [] if part in compiled else asked.ranks:
                 if part == "accuracy" and ranks == 1:
                     continue
-                rows = (self.longest(ranks) if part == "longest" else
-                        self.launch(part, ranks, asked.lengths, asked.steps))
-                self.result["rows"] += [dict(row, part=part) for row in rows]
-            self.write()
+                if part == "longest":
+                    self.longest(ranks)
+                else:
+                    self.add(part, self.launch(part, ranks, asked.lengths, asked.steps))
+
+    def add(self, part, rows):
+        """Rows that are known; they are written at once."""
+        rows = [dict(row, part=part) for row in rows]
+        self.result["rows"] += rows
+        self.write()
+        return rows
 
     def longest(self, ranks):
-        """Rows of trials: up from a first guess while they fit, down while they do not, then between."""
+        """Add rows of trials: up from a first guess while they fit, down while they do not, then between."""
         asked, fails = self.arguments, math.inf
-        rows = self.launch("longest", ranks, asked.lengths[-2:], 0)
+        rows = self.add("longest", self.launch("longest", ranks, asked.lengths[-2:], 0))
         peaks = [(row["length"] ** 2, row["peak_mb"]) for row in rows if "peak_mb" in row]
         if len(peaks) < 2:
-            return rows
+            return
         (x0, y0), (x1, y1) = peaks
         fits = max(row["length"] for row in rows)
         room = asked.limit * 1024 if asked.limit else self.result["memory_mb"]
@@ -279,7 +285,7 @@ class Measurement:
             if not fits < length < fails:
                 break
             (row,) = self.launch("longest", ranks, [length], 0)
-            rows.append(dict(row, trial=True))
+            self.add("longest", [dict(row, trial=True)])
             if "peak_mb" in row:
                 fits = length
                 guess = length * 1.05 if fails is math.inf else (fits + fails) / 2
@@ -288,7 +294,6 @@ class Measurement:
                 guess = (fits + fails) / 2
             else:
                 break
-        return rows
 
     def write(self):
         out = self.arguments.out

@@ -322,7 +322,8 @@ def test_real_families_looks_at_the_step_that_validation_chose():
 def test_the_longest_protein_is_found_in_few_trials(longest, tmp_path):
     """The memory of two short ones promises 1159 residues; really so many fit."""
     import measure_long
-    asked = types.SimpleNamespace(lengths=[64, 256, 512], trials=4, stride=8, limit=1.0, quick=False)
+    asked = types.SimpleNamespace(lengths=[64, 256, 512], trials=4, stride=8, limit=1.0, quick=False,
+                                  out=tmp_path)
     tried = []
 
     def launch(part, ranks, lengths, steps):
@@ -332,7 +333,8 @@ def test_the_longest_protein_is_found_in_few_trials(longest, tmp_path):
                 for n in lengths]
     measurement = measure_long.Measurement(asked, dict(rows=[], seconds=[]))
     measurement.launch = launch
-    rows = measurement.longest(2)
+    measurement.longest(2)
+    rows = json.loads((tmp_path / "long.json").read_text())["rows"]
     trials = [row for row in rows if row.get("trial")]
     assert tried[0] == [256, 512] and len(trials) == len(tried) - 1 <= 4
     fit = max(row["length"] for row in trials if "peak_mb" in row)
