@@ -142,12 +142,17 @@ class Plan(KeptLaunches):
 
 
 def plain(q, k, v, bias, mask, scale):
-    """The same by PyTorch's operations."""
+    """The same by PyTorch's operations. What scores cost is reading and writing them: q is scaled, not they,
+    and bias and mask are added in place."""
     check(q, k, v, bias, mask)
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT  # (B, N, H, S, S)
+    scores += padding.lifted(bias)
     if mask is None:
-        return attention.reference(q, k, v, padding.lifted(bias[:, 0]), scale=scale)
-    out = attention.reference(q, k, v, padding.lifted(bias[:, 0]), mask[:, :, 0, 0], scale=scale)
-    return torch.where(mask.bool().any(-1, keepdim=True), out, out.detach())  # no gradient from empty rows
+        return scores.softmax(-1) @ v
+    present = mask.bool()
+    scores += torch.zeros_like(present, dtype=q.dtype).masked_fill_(~present, padding.MASKED)
+    out = scores.softmax(-1) @ v
+    return torch.where(present.any(-1, keepdim=True), out, out.detach())  # no gradient from empty rows
 
 
 def triangle_attention(q, k, v, bias, mask=None, scale=None):
