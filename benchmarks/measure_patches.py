@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """One layer of Boltz-2 and of OpenFold as it is, and with our kernels by patch(): a training step of each.
+Boltz-2's also with cuEquivariance's kernels, which it calls itself, where they are installed.
 
     python benchmarks/measure_patches.py --out OUT [--path DIR ...] [--sizes 128 256 384 512]
 
@@ -8,16 +9,21 @@ installed packages or from checkouts in --path. A step is forward and backward, 
 autocast in bfloat16, without dropout, with and without activation checkpointing; steps alternate. Columns:
 the step's time, the GPU's share of it, peak memory. Errors are against the layer in float32: of outputs,
 gradients of inputs and gradients of parameters, each the largest |difference| / |exact| of a tensor. Writes
-OUT/patches.json after each size. Exit code 1 if an error is above three times that of the layer as it is or
-our kernels did not run, 3 where neither project or no GPU is there (--quick tries the script on a CPU, where
-both ways run the layer's own code).
+OUT/patches.json after each size. Exit code 1 if an error of ours is above three times that of the layer as
+it is or our kernels did not run, 3 where neither project or no GPU is there (--quick tries the script on a
+CPU, where both ways run the layer's own code).
 """
 import inspect
+import os
 import pathlib
 import sys
 import time
 import warnings
+from importlib.util import find_spec
 from statistics import median
+
+for operation in ("TRIATTN", "TRIMUL"):  # or cuEquivariance runs short sequences in plain torch, unsaid
+    os.environ.setdefault(f"CUEQ_{operation}_FALLBACK_THRESHOLD", "0")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,12 +42,14 @@ from fusion_lab.training.flags import Parser, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
 
 ROWS = 64  # of OpenFold's alignment
-WAYS = {f"{kind}{', checkpointed' * again}": (kind == "patched", again)
-        for again in (False, True) for kind in ("as it is", "patched")}
+PLAIN, PEER, OURS = "as it is", "cuEquivariance", "patched"
+WAYS = {f"{kind}{', checkpointed' * again}": (kind, again)
+        for again in (False, True) for kind in (PLAIN, PEER, OURS)}
 
 
 class Boltz(nn.Module):
     """Boltz-2's pairformer layer."""
+    by_peer = False  # whether it calls cuEquivariance
 
     def __init__(self, narrow):
         super().__init__()
@@ -56,7 +64,7 @@ class Boltz(nn.Module):
         return [((1, S, self.single), present[None]), ((1, S, S, self.pair), pairs(present))]
 
     def forward(self, s, z, present):
-        return self.layer(s, z, present[None], pairs(present))
+        return self.layer(s, z, present[None], pairs(present), use_kernels=self.by_peer)
 
 
 class OpenFold(nn.Module):
@@ -134,10 +142,12 @@ def errors(found, exact):
 
 
 def broken(rows):
-    """Lines on the rows of a problem whose errors break the rule of three, or that failed."""
+    """Lines on our rows of a problem whose errors break the rule of three, or that failed."""
     said = []
     for name, row in rows.items():
-        own = rows[name.replace("patched", "as it is")].get("errors")
+        if name.startswith(PEER):
+            continue
+        own = rows[name.replace(OURS, PLAIN)].get("errors")
         if "failed" in row:
             said.append(f"{name}: {row['failed']}")
         elif own and any(error > ERROR_FACTOR * limit + 2 * torch.finfo(torch.bfloat16).eps
@@ -170,10 +180,13 @@ def gpu_seconds(problem, again):
 def compare(name, S, device, arguments):
     """{way: row} of one model and size."""
     problem, on_gpu = Problem(name, S, device, arguments.quick), device.type == "cuda"
-    exact, rows, times = problem.results(autocast=False), {way: {} for way in WAYS}, {way: [] for way in WAYS}
+    peer = on_gpu and hasattr(problem.model, "by_peer") and find_spec("cuequivariance_torch")
+    ways = {way: how for way, how in WAYS.items() if peer or how[0] != PEER}
+    exact, rows, times = problem.results(autocast=False), {way: {} for way in ways}, {way: [] for way in ways}
     for number in range(-1, arguments.steps):
-        for way, (patched, again) in WAYS.items():
-            handle = patch(problem.model) if patched else None
+        for way, (kind, again) in ways.items():
+            handle = patch(problem.model) if kind == OURS else None
+            problem.model.by_peer = kind == PEER
             try:
                 if number < 0:
                     rows[way]["errors"] = errors(problem.results(again=again), exact)
@@ -196,8 +209,8 @@ def compare(name, S, device, arguments):
 
 def show(name, S, rows):
     for way, row in rows.items():
-        own = rows[way.replace("patched", "as it is")]
-        label = f"{name:9s} S{S:4d} {way:23s}"
+        own = rows[way.replace(OURS, PLAIN).replace(PEER, PLAIN)]
+        label = f"{name:9s} S{S:4d} {way:28s}"
         if "failed" in row:
             print(f"{label} failed: {row['failed']}", flush=True)
             continue

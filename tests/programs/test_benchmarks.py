@@ -210,7 +210,8 @@ def test_patched_layers(tmp_path):
 def test_patched_layers_that_are_wrong_or_absent():
     import measure_patches
     rows = {"as it is": dict(errors=[1e-2] * 3), "patched": dict(errors=[1e-2, 1e-2, 5e-2]),
-            "as it is, checkpointed": dict(failed="x"), "patched, checkpointed": dict(errors=[1] * 3)}
+            "as it is, checkpointed": dict(failed="x"), "patched, checkpointed": dict(errors=[1] * 3),
+            "cuEquivariance": dict(failed="not ours to judge")}
     assert [text.partition(":")[0] for text in measure_patches.broken(rows)] == [
         "patched", "as it is, checkpointed"]
     done = run("measure_patches.py", "--quick")
