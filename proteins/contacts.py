@@ -13,6 +13,7 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, require_directory, set_aside
 from proteins import maps
 from proteins.files import LETTERS
+from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
@@ -53,10 +54,20 @@ def contact_precision(probability, coords, coord_mask, separation=SEPARATION):
                 p_l=contact[:int(coord_mask.sum())].mean().item(), chance=contact.mean().item())
 
 
+def distance_lddt(distances, coords, coord_mask):
+    """lDDT of predicted distances (S, S) Å, without a structure: of each residue's true distances within
+    LDDT_RADIUS the share that is met within 0.5, 1, 2 and 4 Å, on average over residues. coords (S, 3),
+    coord_mask (S,). 0 to 1; NaN where no two residues are that near."""
+    wanted = true_distances(coords, coord_mask).fill_diagonal_(float("nan"))
+    near, error = wanted < LDDT_RADIUS, (distances - wanted).abs()
+    kept = sum((error < cutoff) & near for cutoff in LDDT_CUTOFFS) / len(LDDT_CUTOFFS)
+    return (kept.sum(1) / near.sum(1)).nanmean().item()
+
+
 def evaluate(trainer, source, stop=None, final=False):
-    """contact_precision() by protein: {"training": {name: ...}, "held_out": {name: ...}}. A
-    signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts, if
-    that is given."""
+    """contact_precision() and distance_lddt() by protein: {"training": {name: ...}, "held_out": {name: ...}}.
+    A signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts,
+    if that is given."""
     directory, results = trainer.training.plot_contacts if final else None, {}
     stems = maps.file_names(source.held_out) if directory else {}
     with evaluating(trainer.model):
@@ -74,7 +85,8 @@ def evaluate(trainer, source, stop=None, final=False):
                 probability, distances = output["contact_probability"][0], output["distances"][0]
                 far = contact_precision(probability, coords, coord_mask, LONG_RANGE)["p_l2"]
                 results[group][name] = dict(contact_precision(probability, coords, coord_mask),
-                                            p_l2_long=None if math.isnan(far) else far)
+                                            p_l2_long=None if math.isnan(far) else far,
+                                            lddt=distance_lddt(distances, coords, coord_mask))
                 if directory and group == "held_out" and trainer.world.first:
                     write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
                               (probability, distances, coords, coord_mask))
@@ -82,9 +94,10 @@ def evaluate(trainer, source, stop=None, final=False):
 
 
 def scores(evaluation):
-    """{"held-out P(L/2)": mean over proteins, ...} of what evaluate() returned."""
-    return {f"{group.replace('_', '-')} P(L/2)": statistics.fmean(p["p_l2"] for p in proteins.values())
-            for group, proteins in evaluation.items() if proteins}
+    """{"held-out P(L/2)": mean over proteins, "held-out lDDT": ..., ...} of what evaluate() returned."""
+    return {f"{group.replace('_', '-')} {title}": statistics.fmean(p[key] for p in proteins.values())
+            for group, proteins in evaluation.items() if proteins
+            for key, title in (("p_l2", "P(L/2)"), ("lddt", "lDDT"))}
 
 
 def validation_score(evaluation):
@@ -99,9 +112,10 @@ def contact_line(evaluation):
     for group, proteins in evaluation.items():
         if proteins:
             mean = {key: statistics.fmean(p[key] for p in proteins.values())
-                    for key in ("p_l2", "p_l", "chance")}
+                    for key in ("p_l2", "p_l", "chance", "lddt")}
             parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
-                         f"chance {mean['chance']:.3f} ({counted(len(proteins), 'protein')})")
+                         f"chance {mean['chance']:.3f} lDDT {mean['lddt']:.3f} "
+                         f"({counted(len(proteins), 'protein')})")
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 
 

@@ -8,7 +8,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
-from proteins import batches, contacts
+from proteins import batches, contacts, structure_metrics
 from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt, masked_batch
 from proteins.files import AMINO_ACIDS, GAP, MASK
 from proteins.synthetic import (
@@ -286,6 +286,16 @@ def test_precision_counts_the_surest_pairs_below_8_angstrom():
     assert [contacts.half_length(torch.ones(size)) for size in (1, 2, 3, 4, 5)] == [1, 1, 1, 2, 2]
 
 
+def test_lddt_of_distances_is_that_of_a_structure_with_these_distances():
+    generator = torch.Generator().manual_seed(1)
+    coords = 6 * torch.randn(2, 40, 3, generator=generator, dtype=torch.float64)
+    true, model, seen = coords[0], coords[0] + 0.2 * coords[1], torch.arange(40) % 7 != 3
+    found = contacts.distance_lddt(torch.cdist(model, model), true, seen.float())
+    by_structures = structure_metrics.lddt(model[seen].numpy(), true[seen].numpy())
+    assert found == pytest.approx(np.nanmean(by_structures), abs=1e-6) and 0.2 < found < 0.9
+    assert contacts.distance_lddt(torch.cdist(true, true), true, seen.float()) == 1.0
+
+
 class Oracle(torch.nn.Module):
     """Stands in for the model: sure of the pair (0, 6), and remembers what it was given."""
 
@@ -314,9 +324,9 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
     found = contacts.evaluate(trainer, source)
     assert {group: list(part) for group, part in found.items()} == dict(training=["a"], held_out=["b", "c"])
     assert found["held_out"]["b"] == dict(p_l2=pytest.approx(1.0), p_l=1.0, chance=1.0,
-                                            p_l2_long=None)  # one pair of seven
+                                            p_l2_long=None, lddt=0.75)  # one pair of seven, √3 Å apart
     assert found["training"]["a"] == dict(p_l2=pytest.approx(1 / 4), p_l=pytest.approx(1 / 6),
-                                          chance=pytest.approx(1 / 6), p_l2_long=None)
+                                          chance=pytest.approx(1 / 6), p_l2_long=None, lddt=0.75)
     assert trainer.model.given == dict(msa_tokens=(1, 2, 9), target_tokens=(1, 9), seq_mask=(1, 9),
                                        row_mask=(1, 2))
     assert drawn == []  # maps are drawn at the end only
@@ -331,12 +341,13 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
 
 
 def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
-    evaluation = dict(training=dict(a=dict(p_l2=0.5, p_l=0.25, chance=0.125)), held_out=dict(
-        b=dict(p_l2=1.0, p_l=0.5, chance=0.25), c=dict(p_l2=0.5, p_l=0.0, chance=0.05)))
-    assert contacts.scores(evaluation) == {"training P(L/2)": 0.5, "held-out P(L/2)": 0.75}
+    evaluation = dict(training=dict(a=dict(p_l2=0.5, p_l=0.25, chance=0.125, lddt=0.75)), held_out=dict(
+        b=dict(p_l2=1.0, p_l=0.5, chance=0.25, lddt=0.5), c=dict(p_l2=0.5, p_l=0.0, chance=0.05, lddt=0.25)))
+    assert contacts.scores(evaluation) == {"training P(L/2)": 0.5, "training lDDT": 0.75,
+                                           "held-out P(L/2)": 0.75, "held-out lDDT": 0.375}
     assert contacts.contact_line(evaluation) == (
-        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 (1 protein) | "
-        "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 (2 proteins)")
+        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 lDDT 0.750 (1 protein) | "
+        "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 lDDT 0.375 (2 proteins)")
     empty = dict(training={}, held_out={})
     assert contacts.scores(empty) == {}
     assert contacts.contact_line(empty) == "Contacts: no protein has enough coordinates"
