@@ -37,6 +37,7 @@ from real_families import link_families
 
 from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.training import recipe
+from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import batches, to_device
@@ -71,6 +72,7 @@ CLIP = 50.0         # of the gradient's norm, which reaches 40 as one chain is l
 KEPT = 1024         # samples of which the trunk's output is kept for replays
 GUESS = 8.0         # seconds of an evaluation, before there was one
 LAST = 3.0          # times as long as an evaluation: the last one, which has more scores
+SAMPLE = ("single", "pair", "present", "backbone", "known", "unclamped")
 BROKEN = 2.0        # Å: a longer peptide bond is a break of the chain
 SCORES = dict(tm_score="TM-score", lddt_ca="lDDT-CA", gdt_ts="GDT-TS", rmsd="RMSD")
 
@@ -137,47 +139,97 @@ class Run:
         self.updated = [weight for group in groups for weight in group["params"]]
         self.average = recipe.average(self.updated, a.ema_decay)
         self.kept, self.rng = collections.deque(maxlen=KEPT), np.random.default_rng(a.seed)
-        self.updates, self.progress = 0, 0.0
+        self.updates, self.progress, self.ends = 0, 0.0, collections.deque()
+        self.graphed = self.gradients
+
+    def capture(self, batch):
+        """On a GPU the module's gradients by kept samples come from a CUDA graph, made here, before another
+        thread uses the GPU. Says which it is."""
+        if self.device.type != "cuda":
+            return print("No CUDA GPU: every update of the module runs kernel by kernel", flush=True)
+        begun = time.monotonic()
+        sample = self.kept_form(self.through_trunk(batch)[0])
+        try:
+            self.graphed = GraphedStep(self.gradients, self.inputs(sample), self.device)
+        except UserError as error:
+            if not self.a.freeze_trunk:  # whose dropout needs the random numbers that a lost capture breaks
+                raise
+            return print(f"No CUDA graph, every update runs kernel by kernel: {error}", flush=True)
+        print(f"An update of the module is one CUDA graph, captured in {time.monotonic() - begun:.1f} s",
+              flush=True)
 
     def step(self, batch):
-        """One batch through trunk and module, then replays; returns (structure loss, distogram loss), still
-        on the device."""
+        """One batch through the trunk, then updates of the module by it and by earlier ones; returns
+        (structure loss, distogram loss), still on the device."""
+        learns = not self.a.freeze_trunk
+        with torch.set_grad_enabled(learns):
+            sample, out = self.through_trunk(batch)
+        kept = self.kept_form(sample)
+        if learns:
+            self.no_gradients()
+            loss = self.loss(*sample, self.unclamped())
+            (loss + out["loss"]).backward()
+            self.update()
+            loss = loss.detach()
+        else:
+            loss = self.replay(kept)
+        self.kept.extend(zip(*kept, strict=True))
+        for _ in range(self.a.replays):
+            chosen = self.rng.choice(len(self.kept), len(kept[0]), replace=False)
+            self.replay(map(torch.stack, zip(*(self.kept[i] for i in chosen), strict=True)))
+        self.not_far_ahead()
+        return torch.stack([loss, out["distogram_loss"].detach().to(loss.dtype)])
+
+    def through_trunk(self, batch):
+        """(what the module learns from, in the order of SAMPLE; what the trunk returns)"""
         batch = dict(batch)
         backbone = batch.pop("backbone")
-        with torch.set_grad_enabled(not self.a.freeze_trunk), self.autocast():
+        with torch.autocast(self.device.type, self.amp, self.amp is not None):
             out = self.trunk(**batch)
         known = backbone.isfinite().flatten(2).all(-1).float()  # (B, S)
         present = batch.get("seq_mask", torch.ones_like(known))
-        sample = out["msa_repr"][:, 0], out["pair_repr"], present, backbone.nan_to_num(), known
-        loss = self.loss(*sample)
-        self.update(loss if self.a.freeze_trunk else loss + out["loss"])
+        return (out["msa_repr"][:, 0], out["pair_repr"], present, backbone.nan_to_num(), known), out
+
+    def kept_form(self, sample):
         single, pair, *rest = (x.detach() for x in sample)
         kept = self.amp or single.dtype
-        self.kept.extend(zip(single.to(kept), pair.to(kept), *rest, strict=True))
-        for _ in range(self.a.replays if len(self.kept) > len(known) else 0):
-            chosen = self.rng.choice(len(self.kept), len(known), replace=False)
-            self.update(self.loss(*map(torch.stack, zip(*(self.kept[i] for i in chosen), strict=True))))
-        return torch.stack([loss.detach(), out["distogram_loss"].detach().to(loss.dtype)])
+        return single.to(kept), pair.to(kept), *rest
 
-    def autocast(self):
-        return torch.autocast(self.device.type, self.amp, self.amp is not None)
+    def unclamped(self):
+        """Share of FAPE's error that is not clamped now, on the device."""
+        share = max(1 - (1 - UNCLAMPED) * self.progress / CLAMPED_FROM, UNCLAMPED)
+        return torch.full((), share, device=self.device)
 
-    def loss(self, single, pair, present, backbone, known):
-        passes = int(self.rng.integers(1, self.a.passes + 1))
-        unclamped = max(1 - (1 - UNCLAMPED) * self.progress / CLAMPED_FROM, UNCLAMPED)
-        return structure_loss(*self.frames(single, pair, present, passes), backbone, known, unclamped).mean()
+    def loss(self, single, pair, present, backbone, known, unclamped):
+        return structure_loss(*self.module(single, pair, present), backbone, known, unclamped).mean()
 
-    def frames(self, single, pair, present, passes):
-        """What the module returns in the last of so many passes, each of which goes on from the one before;
-        only the last has gradients."""
-        start = ()
-        with torch.no_grad():
-            for _ in range(passes - 1):
-                start = self.module(single, pair, present, *start)[0][-1]
-        return self.module(single, pair, present, *start)
+    def inputs(self, sample):
+        return dict(zip(SAMPLE, (*sample, self.unclamped()), strict=True))
 
-    def update(self, loss):
+    def no_gradients(self):
+        """Those of the module stay where they are, for the graph writes there; the trunk has none, so the
+        optimizer passes it over."""
+        held = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
+        if held:
+            torch._foreach_zero_(held)
+        self.trunk.zero_grad(set_to_none=True)
+
+    def gradients(self, inputs):
+        """The module's gradients and the loss; a graph can hold it, since nothing of it waits for the GPU."""
+        self.no_gradients()
+        loss = self.loss(**inputs)
         loss.backward()
+        return loss.detach()
+
+    def replay(self, sample):
+        """An update of the module alone; returns the loss."""
+        inputs = self.inputs(sample)
+        self.trunk.zero_grad(set_to_none=True)
+        loss = self.graphed(inputs)
+        self.update()
+        return loss
+
+    def update(self):
         torch.nn.utils.clip_grad_norm_(self.updated, CLIP)
         fade = 0.5 * (1 + math.cos(math.pi * min(self.progress, 1.0)))
         rates = (self.a.learning_rate * min((self.updates + 1) / WARM_UP, 1.0),
@@ -185,10 +237,17 @@ class Run:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):  # a frozen trunk has none
             group["lr"] = fade * rate
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         if self.average:
             self.average.update()
+
+    def not_far_ahead(self):
+        """Wait until the GPU is at most two steps behind, or the clock would not know where it is."""
+        if self.device.type == "cuda":
+            self.ends.append(torch.cuda.Event())
+            self.ends[-1].record()
+            if len(self.ends) > 2:
+                self.ends.popleft().synchronize()
 
     @contextlib.contextmanager
     def evaluating(self):
@@ -261,9 +320,8 @@ def evaluation(run, families, last):
             begun = time.monotonic()
             out = run.trunk(**to_device(batch, run.device))
             single = out["msa_repr"][:, 0]
-            frames, logits = run.frames(single, out["pair_repr"], torch.ones_like(single[..., 0]),
-                                        run.a.passes)
-            frame, logits = [x.cpu() for x in frames[-1]], logits[0].cpu()
+            frames, logits = run.module(single, out["pair_repr"], torch.ones_like(single[..., 0]))
+            frame, logits = [x[-1].cpu() for x in frames], logits[0].cpu()
             found[name] = judged(family, frame, logits, time.monotonic() - begun, last)
     return found
 
@@ -319,14 +377,12 @@ def arguments(argv):
     parser.add_argument("--eval-every", type=whole_number(), default=250, help="steps (default: 250)")
     parser.add_argument("--families-from", type=rate, default=0.6, metavar="SHARE",
                         help="of the training; before, real chains with made-up alignments (default: 0.6)")
-    parser.add_argument("--replays", type=whole_number(0), default=4, help="updates of the module by "
-                        "earlier batches for each new one (default: 4)")
-    parser.add_argument("--passes", type=whole_number(), default=1, help="of the module, each from the "
-                        "frames of the one before; at most, in training (default: 1, no recycling)")
+    parser.add_argument("--replays", type=whole_number(0), default=12, help="updates of the module by "
+                        "earlier batches for each new one (default: 12)")
     parser.add_argument("--freeze-trunk", action="store_true", help="train the module alone")
     parser.add_argument("--learning-rate", type=rate, default=1e-3, help="of the module (default: 1e-3)")
     parser.add_argument("--trunk-rate", type=rate, default=1e-4, help="of the trunk (default: 1e-4)")
-    parser.add_argument("--ema-decay", type=rate, default=0.995, help="of averaged weights (default: 0.995)")
+    parser.add_argument("--ema-decay", type=rate, default=0.999, help="of averaged weights (default: 0.999)")
     parser.add_argument("--dropout", type=rate, default=0.1, help="of a trunk that learns (default: 0.1)")
     parser.add_argument("--batch-size", type=whole_number(), default=8, help="(default: 8)")
     parser.add_argument("--crop", type=whole_number(8), default=128, help="residues (default: 128)")
@@ -382,6 +438,7 @@ def main(argv=None):
                    trunk=sum(w.numel() for w in run.trunk.parameters()))
     print(f"Structure module of {weights['module']:,} weights on a trunk of {weights['trunk']:,}\n"
           f"{chains.describe()}\n{families.describe()}", flush=True)
+    run.capture(to_device(families.masked(chains.batch(0)), device))
     result = dict(command=sys.argv, options=finite({k: str(v) for k, v in vars(a).items()}),
                   model_card={k: v for k, v in saved.card.items() if k not in ("sequences", "trained_on")},
                   system_info=system_info(device), date=time.strftime("%Y-%m-%d"), weights=weights,

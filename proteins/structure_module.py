@@ -1,8 +1,7 @@
 """AlphaFold 2's structure module (supplement 1.8): from the Evoformer's representations to a backbone.
 
     module = InFloat32(StructureModule(c_m, c_z))
-    frames, lddt_logits = module(msa[:, 0], pair, mask)    # a list of frames, one for each layer
-    frames, lddt_logits = module(msa[:, 0], pair, mask, *frames[-1])    # recycled: goes on from there
+    (rotation, place), lddt_logits = module(msa[:, 0], pair, mask)    # of all layers, the last one last
 
 Every residue is a frame: a rotation and the place of its CA. All begin at the origin, unturned; each layer
 lets residues look at each other, by what they hold, by the pair representation and by how near the points lie
@@ -47,72 +46,70 @@ def linear(c_in, c_out, zero=False):
 
 def turned(rotation, place, points):
     """Points in the frames' own coordinates -> in everybody's: rotation (B, S, 3, 3), place (B, S, 3),
-    points (B, S, ..., 3) with at least one dimension between. One product for each residue."""
-    there = points.flatten(2, -2) @ rotation.mT + place[:, :, None]
-    return there.view(points.shape)
+    points (B, S, P, 3). One product for each residue."""
+    return points @ rotation.mT + place[:, :, None]
 
 
 def turned_back(rotation, place, points):
     """The inverse of turned()."""
-    there = (points.flatten(2, -2) - place[:, :, None]) @ rotation
-    return there.view(points.shape)
+    return (points - place[:, :, None]) @ rotation
 
 
 class InvariantPointAttention(nn.Module):
     """Alg. 22. Moving all frames together changes nothing.
 
     fused: scalars and points of a head are one vector each for q, k and v, so that scores are one product
-    and values another: -|q - k|^2 / 2 is q.k - |q|^2 / 2 - |k|^2 / 2. Else each as the paper has it."""
+    and values another: -|q - k|^2 / 2 is q.k - |q|^2 / 2 - |k|^2 / 2, and the softmax over keys does not see
+    |q|^2. Else each as the paper has it."""
 
     def __init__(self, c, c_z, fused=True):
         super().__init__()
         self.fused = fused
-        self.sizes = HEADS * HEAD, HEADS * QUERY_POINTS * 3, HEADS * VALUE_POINTS * 3
-        scalars, query_points, value_points = self.sizes
-        self.q = linear(c, scalars + query_points)
-        self.k = linear(c, scalars + query_points)
-        self.v = linear(c, scalars + value_points)
+        points = 2 * QUERY_POINTS + VALUE_POINTS
+        self.scalars, self.points = linear(c, HEADS * 3 * HEAD), linear(c, HEADS * points * 3)
         self.bias = nn.Linear(c_z, HEADS, bias=False)
         self.weight = nn.Parameter(torch.full((HEADS,), math.log(math.e - 1)))  # softplus of it is 1
         self.out = linear(HEADS * (HEAD + 4 * VALUE_POINTS + c_z), c)
 
-    def forward(self, x, pair, rotation, place, mask):
-        """x (B, S, c), pair (B, S, S, c_z), frames, mask (B, S; 1 = present) -> (B, S, c)"""
-        q, k, v = (self.scalars_and_points(proj(x), rotation, place) for proj in (self.q, self.k, self.v))
-        bias = self.bias(pair).permute(0, 3, 1, 2)  # (B, H, S, S)
-        bias = bias + (mask[:, None, None, :] - 1) * 1e6
+    def of_pairs(self, pair, mask):
+        """What all layers share: what pairs and mask add to scores (B, H, S, S), and what they are multiplied
+        by, (H, D + 3 P + 1), for a scalar, a coordinate and |k|^2."""
         share = math.sqrt(1 / 3)  # three summands of equal variance
-        near = share * math.sqrt(2 / (9 * QUERY_POINTS)) * F.softplus(self.weight)[:, None, None]
-        scores = self.joined if self.fused else self.apart
-        scores = scores(q, k, share * HEAD ** -0.5, near) + share * bias
+        near = share * math.sqrt(2 / (9 * QUERY_POINTS)) * F.softplus(self.weight)[:, None]  # (H, 1)
+        scale = near.new_full((HEADS, HEAD), share * HEAD ** -0.5)
+        scales = torch.cat([scale, near.expand(-1, 3 * QUERY_POINTS), -near / 2], -1)
+        absent = (mask[:, None, None, :] - 1) * 1e6
+        return share * self.bias(pair).permute(0, 3, 1, 2) + absent, scales
+
+    def forward(self, x, pair, of_pairs, rotation, place):
+        """x (B, S, c), pair (B, S, S, c_z), of_pairs, frames -> (B, S, c)"""
+        scalars = self.scalars(x).unflatten(-1, (HEADS, 3, HEAD))
+        points = turned(rotation, place, self.points(x).unflatten(-1, (-1, 3))).unflatten(2, (HEADS, -1))
+        points = points.split([QUERY_POINTS, QUERY_POINTS, VALUE_POINTS], 3)  # (B, S, H, P, 3)
+        q, k, v = zip(scalars.unbind(3), points, strict=True)
+        bias, scales = of_pairs
+        scores = bias + (self.joined if self.fused else self.apart)(q, k, scales)
         weights = scores.softmax(-1)  # (B, H, S, S)
         scalars, points = self.values(weights, v)
-        points = turned_back(rotation, place, points)  # (B, S, H, P, 3)
+        points = turned_back(rotation, place, points.flatten(2, 3))  # (B, S, H P, 3)
         lengths = (points.square().sum(-1) + 1e-8).sqrt()
-        pairs = torch.einsum("bhij,bijc->bihc", weights, pair)
-        return self.out(torch.cat([scalars, points.flatten(3), lengths, pairs], -1).flatten(2))
-
-    def scalars_and_points(self, projected, rotation, place):
-        """(B, S, H, D) and (B, S, H, P, 3), those in everybody's coordinates."""
-        scalars, points = projected.split([self.sizes[0], projected.shape[-1] - self.sizes[0]], -1)
-        points = points.unflatten(-1, (HEADS, -1, 3))
-        return scalars.unflatten(-1, (HEADS, HEAD)), turned(rotation, place, points)
+        pairs = weights.transpose(1, 2) @ pair  # (B, S, H, c_z)
+        return self.out(torch.cat([x.flatten(2) for x in (scalars, points, lengths, pairs)], -1))
 
     @staticmethod
-    def apart(q, k, scale, near):
+    def apart(q, k, scales):
         """Scores (B, H, S, S) as the paper has them: a product of scalars, then distances of points."""
         away = q[1][:, :, None] - k[1][:, None]  # (B, S, S, H, P, 3)
         squares = away.square().sum((-1, -2)).permute(0, 3, 1, 2)
-        return scale * torch.einsum("bihd,bjhd->bhij", q[0], k[0]) - near / 2 * squares
+        near = scales[:, -1:, None]  # (H, 1, 1)
+        return scales[0, 0] * torch.einsum("bihd,bjhd->bhij", q[0], k[0]) + near * squares
 
     @staticmethod
-    def joined(q, k, scale, near):
-        """The same by one product."""
-        near = near[:, :, 0]  # (H, 1)
-        ends = [-near / 2 * points.square().sum((-1, -2))[..., None] for _, points in (q, k)]  # (B, S, H, 1)
-        one = torch.ones_like(ends[0])
-        left = torch.cat([scale * q[0], near * q[1].flatten(3), ends[0], one], -1)
-        right = torch.cat([k[0], k[1].flatten(3), one, ends[1]], -1)
+    def joined(q, k, scales):
+        """The same by one product, but for what is the same for all keys."""
+        squares = k[1].square().sum((-1, -2))[..., None]  # (B, S, H, 1)
+        left = torch.cat([q[0], q[1].flatten(3), torch.ones_like(squares)], -1) * scales
+        right = torch.cat([k[0], k[1].flatten(3), squares], -1)
         return left.transpose(1, 2) @ right.permute(0, 2, 3, 1)
 
     def values(self, weights, v):
@@ -129,7 +126,9 @@ class StructureModule(nn.Module):
 
     def __init__(self, c_m, c_z, fused=True):
         super().__init__()
-        self.norm_single, self.norm_pair = nn.LayerNorm(c_m), nn.LayerNorm(c_z)
+        # without weights, which the products behind it hold: so pairs that do not learn need no gradient
+        self.norm_pair = nn.LayerNorm(c_z, elementwise_affine=False)
+        self.norm_single = nn.LayerNorm(c_m)
         self.single = linear(c_m, CHANNELS)
         self.attention = InvariantPointAttention(CHANNELS, c_z, fused)
         self.norm_attention, self.norm_transition = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS)
@@ -139,23 +138,22 @@ class StructureModule(nn.Module):
         self.confidence = nn.Sequential(nn.LayerNorm(CHANNELS), linear(CHANNELS, CHANNELS), nn.ReLU(),
                                         linear(CHANNELS, LDDT_BINS, zero=True))
 
-    def forward(self, single, pair, mask, rotation=None, place=None):
-        """single (B, S, c_m), pair (B, S, S, c_z), mask (B, S), frames to begin with (default: the origin) ->
-        ([(rotation (B, S, 3, 3), place (B, S, 3) in Å)] of every layer, lDDT logits (B, S, LDDT_BINS))"""
+    def forward(self, single, pair, mask):
+        """single (B, S, c_m), pair (B, S, S, c_z), mask (B, S) -> ((rotation (layers, B, S, 3, 3), place
+        (layers, B, S, 3) in Å) of every layer, lDDT logits (B, S, LDDT_BINS))"""
         x, pair = self.single(self.norm_single(single)), self.norm_pair(pair)
-        if rotation is None:
-            rotation = torch.eye(3, dtype=x.dtype, device=x.device).expand(*x.shape[:2], 3, 3)
-            place = rotation.new_zeros(*x.shape[:2], 3)
-        place = place / UNIT
-        frames = []
+        rotation = identity(x.dtype, x.device).expand(*x.shape[:2], 3, 3)
+        place = x.new_zeros(*x.shape[:2], 3)
+        of_pairs, frames = self.attention.of_pairs(pair, mask), []
         for _ in range(LAYERS):
-            x = self.norm_attention(x + self.attention(x, pair, rotation.detach(), place, mask))
+            x = self.norm_attention(x + self.attention(x, pair, of_pairs, rotation, place))
             x = self.norm_transition(x + self.transition(x))
             turn, shift = self.move(x).split(3, -1)
-            place = place + (rotation.detach() @ shift[..., None]).squeeze(-1)
-            rotation = rotation.detach() @ rotation_of(turn)  # no gradient along the chain of rotations
-            frames.append((rotation, UNIT * place))
-        return frames, self.confidence(x)
+            place = place + (rotation @ shift[..., None]).squeeze(-1)
+            frames.append((rotation @ rotation_of(turn), place))
+            rotation = frames[-1][0].detach()  # no gradient along the chain of rotations
+        rotations, places = (torch.stack(kind) for kind in zip(*frames, strict=True))
+        return (rotations, UNIT * places), self.confidence(x)
 
 
 class InFloat32(nn.Module):
@@ -174,11 +172,16 @@ class InFloat32(nn.Module):
 
 
 def rotation_of(turn):
-    """Rotation matrices (..., 3, 3) of the quaternions (1, b, c, d), made units (Alg. 23). turn (..., 3)."""
-    unit = F.normalize(F.pad(turn, (1, 0), value=1.0), dim=-1)
-    cross = (unit[..., 1:] @ crosses(turn.dtype, turn.device)).unflatten(-1, (3, 3))
-    half = unit[..., :1, None] * cross + cross @ cross
-    return torch.eye(3, dtype=turn.dtype, device=turn.device) + 2 * half
+    """Rotation matrices (..., 3, 3) of the quaternions (1, b, c, d), made units (Alg. 23). turn (..., 3).
+    Few kernels: with K x = turn x x, it is 1 + 2 (K + K K) / (1 + |turn|^2)."""
+    cross = (turn @ crosses(turn.dtype, turn.device)).unflatten(-1, (3, 3))
+    scale = 2 / (1 + turn.square().sum(-1))
+    return torch.addcmul(identity(turn.dtype, turn.device), scale[..., None, None], cross + cross @ cross)
+
+
+@functools.cache
+def identity(dtype, device):
+    return torch.eye(3, dtype=dtype, device=device)
 
 
 @functools.cache
@@ -193,20 +196,23 @@ def crosses(dtype, device):
 
 
 def fape(frames, true, atoms, true_atoms, mask, unclamped=UNCLAMPED):
-    """Frame aligned point error (Alg. 28), (B,) Å / 10: every atom seen from every frame. frames, true:
-    (rotation, place); atoms, true_atoms (B, S, A, 3); mask (B, S): which residues count; unclamped: share of
-    the error that counts however large it is."""
-    seen, there = (seen_from(*own, points.flatten(1, 2)) for own, points in ((frames, atoms),
-                                                                              (true, true_atoms)))
-    error = ((seen - there).square().sum(-1) + EPSILON).sqrt()  # (B, S, S * A)
-    error = (1 - unclamped) * error.clamp(max=CLAMP) + unclamped * error
-    known = mask[:, :, None] * mask.repeat_interleave(atoms.shape[2], 1)[:, None]
-    return (error * known).sum((1, 2)) / known.sum((1, 2)).clamp(min=1) / UNIT
+    """Frame aligned point error (Alg. 28), (..., B) Å / 10: every atom seen from every frame. frames:
+    (rotation, place), true: the same without the layers that may come first; atoms (..., B, S, A, 3),
+    true_atoms; mask (B, S): which residues count; unclamped: share of the error that counts however large
+    it is, a number or a tensor without dimensions."""
+    seen, there = (seen_from(*own, points.flatten(-3, -2)) for own, points in ((frames, atoms),
+                                                                               (true, true_atoms)))
+    error = ((seen - there).square().sum(-1) + EPSILON).sqrt()  # (..., B, S, S * A)
+    error = error.clamp(max=CLAMP).lerp(error, unclamped)
+    # expanded, not repeated: repeat_interleave would copy a number to the GPU
+    each = mask[:, None, :, None].expand(-1, 1, -1, atoms.shape[-2]).flatten(2)  # (B, 1, S * A)
+    known = mask[:, :, None] * each
+    return (error * known).sum((-1, -2)) / known.sum((1, 2)).clamp(min=1) / UNIT
 
 
 def seen_from(rotation, place, points):
-    """points (B, P, 3) in the coordinates of each frame, (B, S, P, 3)."""
-    return (points[:, None] - place[:, :, None]) @ rotation
+    """points (..., P, 3) in the coordinates of each frame, (..., S, P, 3)."""
+    return (points[..., None, :, :] - place[..., None, :]) @ rotation
 
 
 def true_lddt(place, true, mask):
@@ -220,20 +226,19 @@ def true_lddt(place, true, mask):
 
 
 def structure_loss(frames, lddt_logits, backbone, mask, unclamped=UNCLAMPED):
-    """(B,) FAPE of the last layer, of all layers on average (Alg. 20, line 17), and the confidence's
-    cross-entropy. backbone (B, S, 3, 3): true N, CA, C in Å; mask (B, S); unclamped: see fape."""
+    """(B,) FAPE of the last layer, FAPE of CA of all layers on average (Alg. 20, lines 17 and 28), and the
+    confidence's cross-entropy. frames: of all layers; backbone (B, S, 3, 3): true N, CA, C in Å; mask (B,
+    S); unclamped: see fape."""
     mask = mask.to(backbone.dtype)
     true = geometry.frames_of(*backbone.unbind(-2))
-    losses = [fape(own, true, own[1][:, :, None], true[1][:, :, None], mask, unclamped)
-              for own in frames[:-1]]
-    local = ideal_backbone(backbone.dtype, backbone.device)
-    rotation, place = frames[-1]
-    atoms = place[:, :, None] + local @ rotation.transpose(-1, -2)  # (B, S, 3, 3)
-    last = fape(frames[-1], true, atoms, backbone, mask, unclamped)
+    rotation, place = (kind[-1] for kind in frames)
+    layers = fape(frames, true, frames[1][..., None, :], true[1][..., None, :], mask, unclamped)
+    atoms = place[:, :, None] + ideal_backbone(backbone.dtype, backbone.device) @ rotation.mT  # (B, S, 3, 3)
+    last = fape((rotation, place), true, atoms, backbone, mask, unclamped)
     bins = (true_lddt(place.detach(), true[1], mask) * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
     nll = F.cross_entropy(lddt_logits.transpose(1, 2), bins, reduction="none")  # (B, S)
     confidence = (nll * mask).sum(1) / mask.sum(1).clamp(min=1)
-    return last + (sum(losses) + last) / len(frames) + CONFIDENCE_WEIGHT * confidence
+    return last + layers.mean(0) + CONFIDENCE_WEIGHT * confidence
 
 
 @functools.cache
