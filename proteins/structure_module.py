@@ -92,7 +92,7 @@ class InvariantPointAttention(nn.Module):
         weights = scores.softmax(-1)  # (B, H, S, S)
         scalars, points = self.values(weights, v)
         points = turned_back(rotation, place, points.flatten(2, 3))  # (B, S, H P, 3)
-        lengths = (points.square().sum(-1) + 1e-8).sqrt()
+        lengths = torch.linalg.vector_norm(points, dim=-1)
         pairs = weights.transpose(1, 2) @ pair  # (B, S, H, c_z)
         return self.out(torch.cat([x.flatten(2) for x in (scalars, points, lengths, pairs)], -1))
 
