@@ -13,6 +13,8 @@ P points of a head. Places in Å. DISCREPANCIES: no side chains (Alg. 24, 25), w
 need, so atoms of the loss are N, CA and C; each loss takes all errors clamped and a tenth of them unclamped,
 where AF2 unclamps all of a tenth of its batches; attention's output begins as any layer's, not at zero: else
 nothing of the pairs reaches the frames until these move (one chain, 300 steps: FAPE .74 instead of .40 Å).
+Beside FAPE, distances of CA are a loss: they need no frame to be right (500 updates of pieces of 32 residues:
+lDDT-CA of unseen families .35 instead of .31, and .33 instead of .20 after 200).
 """
 import functools
 import math
@@ -33,6 +35,7 @@ CLAMP = 10.0            # Å, of FAPE
 UNCLAMPED = 0.1         # share of the error that is not clamped
 LDDT_BINS, LDDT_RADIUS, LDDT_CUTOFFS = 50, 15.0, (0.5, 1.0, 2.0, 4.0)
 CONFIDENCE_WEIGHT = 0.01
+DISTANCE_RADIUS, DISTANCE_WEIGHT = 20.0, 1.0
 EPSILON = 1e-4          # Å^2, or the gradient of a length of 0 is infinite
 
 
@@ -199,7 +202,7 @@ def fape(frames, true, atoms, true_atoms, mask, unclamped=UNCLAMPED):
     """Frame aligned point error (Alg. 28), (..., B) Å / 10: every atom seen from every frame. frames:
     (rotation, place), true: the same without the layers that may come first; atoms (..., B, S, A, 3),
     true_atoms; mask (B, S): which residues count; unclamped: share of the error that counts however large
-    it is, a number or a tensor without dimensions."""
+    it is."""
     seen, there = (seen_from(*own, points.flatten(-3, -2)) for own, points in ((frames, atoms),
                                                                                (true, true_atoms)))
     error = ((seen - there).square().sum(-1) + EPSILON).sqrt()  # (..., B, S, S * A)
@@ -208,6 +211,16 @@ def fape(frames, true, atoms, true_atoms, mask, unclamped=UNCLAMPED):
     each = mask[:, None, :, None].expand(-1, 1, -1, atoms.shape[-2]).flatten(2)  # (B, 1, S * A)
     known = mask[:, :, None] * each
     return (error * known).sum((-1, -2)) / known.sum((1, 2)).clamp(min=1) / UNIT
+
+
+def distance_error(place, true, mask):
+    """(..., B) Å / 10: by how much distances of CA within DISTANCE_RADIUS are wrong, clamped as FAPE. place
+    (..., B, S, 3), true (B, S, 3), mask (B, S)."""
+    found, wanted = (((x[..., :, None, :] - x[..., None, :, :]).square().sum(-1) + EPSILON).sqrt()
+                     for x in (place, true))
+    near = (wanted < DISTANCE_RADIUS) * mask[:, :, None] * mask[:, None]
+    error = (found - wanted).abs().clamp(max=CLAMP) * near
+    return error.sum((-1, -2)) / near.sum((1, 2)).clamp(min=1) / UNIT
 
 
 def seen_from(rotation, place, points):
@@ -225,20 +238,21 @@ def true_lddt(place, true, mask):
     return (kept * near).sum(-1) / near.sum(-1).clamp(min=1)
 
 
-def structure_loss(frames, lddt_logits, backbone, mask, unclamped=UNCLAMPED):
-    """(B,) FAPE of the last layer, FAPE of CA of all layers on average (Alg. 20, lines 17 and 28), and the
-    confidence's cross-entropy. frames: of all layers; backbone (B, S, 3, 3): true N, CA, C in Å; mask (B,
-    S); unclamped: see fape."""
+def structure_loss(frames, lddt_logits, backbone, mask):
+    """(B,) FAPE of the last layer, FAPE of CA of all layers on average (Alg. 20, lines 17 and 28), errors of
+    distances likewise, and the confidence's cross-entropy. frames: of all layers; backbone (B, S, 3, 3): true
+    N, CA, C in Å; mask (B, S)."""
     mask = mask.to(backbone.dtype)
     true = geometry.frames_of(*backbone.unbind(-2))
     rotation, place = (kind[-1] for kind in frames)
-    layers = fape(frames, true, frames[1][..., None, :], true[1][..., None, :], mask, unclamped)
+    layers = fape(frames, true, frames[1][..., None, :], true[1][..., None, :], mask)
     atoms = place[:, :, None] + ideal_backbone(backbone.dtype, backbone.device) @ rotation.mT  # (B, S, 3, 3)
-    last = fape((rotation, place), true, atoms, backbone, mask, unclamped)
+    last = fape((rotation, place), true, atoms, backbone, mask)
     bins = (true_lddt(place.detach(), true[1], mask) * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
     nll = F.cross_entropy(lddt_logits.transpose(1, 2), bins, reduction="none")  # (B, S)
     confidence = (nll * mask).sum(1) / mask.sum(1).clamp(min=1)
-    return last + layers.mean(0) + CONFIDENCE_WEIGHT * confidence
+    distances = distance_error(frames[1], true[1], mask)
+    return last + (layers + DISTANCE_WEIGHT * distances).mean(0) + CONFIDENCE_WEIGHT * confidence
 
 
 @functools.cache
