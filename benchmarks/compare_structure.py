@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """AlphaFold 2's structure module beside the optimiser of --fold, on families that neither was trained on.
 
-    python benchmarks/compare_structure.py --data DIR [DIR ...] --real-folds FILE --out FILE --seconds 280 \\
-        -- --use-amp --amp-dtype bfloat16 --enable-ultra --disable-torch-compile
+    python benchmarks/compare_structure.py --data DIR [DIR ...] --real-folds FILE --out FILE --seconds 460 \\
+        --freeze-trunk -- --use-amp --amp-dtype bfloat16 --enable-ultra --disable-torch-compile
 
 Puts a structure module (proteins/structure_module.py) on a trained trunk and trains both: first on pieces of
 real chains with made-up alignments, then on the families, half and half with such pieces. Each batch goes
-through the trunk once. The module also learns from what the trunk made of earlier batches (--replays).
+through the trunk once. The module also learns from what the trunk made of earlier batches (--replays). On a
+GPU such an update is one CUDA graph. With --freeze-trunk all updates are such, and there are many more.
 
 Held out are the families that the model's card does not name, or --holdout. The figures of --fold on them
 come from a file of measure_folds.py, the same rows of the same alignments. Weights that are evaluated are
