@@ -11,24 +11,22 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPE = "B1 S256 N64"
-ROWS = (  # what the plot calls it, raw file, its name there
-    ("plain PyTorch, float32", "fusion_h200_2026-11-21_b1_s256_n64.json", "baseline"),
-    ("bfloat16, compiled, CUDA graph", "ladder_h200_2026-11-21.json", "+ compile"),
-    ("every PyTorch fusion", "ladder_h200_2026-11-23.json", "best"),
-    ("our Triton kernels", "ladder_h200_2026-11-24.json", "ultra"),
-    ("... and selective checkpointing", "ladder_h200_2026-11-24.json", "ultra, selective checkpointing"),
-)
+FILE = "ladder_h100_2026-11-25.json"
+ROWS = {  # what the plot calls it: its name in the file
+    "plain PyTorch, float32": "baseline fp32",
+    "bfloat16, compiled, CUDA graph": "+ compile",
+    "every PyTorch fusion": "best",
+    "our Triton kernels": "ultra",
+    "... and selective checkpointing": "ultra, selective checkpointing",
+}
 LEFT, BAR, GAP, LINE = 230, 220, 88, 27  # pixels: labels, longest bar, room for a number, one row
 COLORS = ("#8a8a8a", "#8a8a8a", "#8a8a8a", "#1f6fb4", "#1f6fb4")  # grey: PyTorch's; blue: ours
 
 
-def figures(file, name, shape=SHAPE):
-    """(milliseconds, MB) of a training step, from a raw file of measure_fusion.py or measure_ladder.py."""
-    result = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-    if "compare" in result:
-        row = next(r for r in result["compare"][f"{shape} fp32"]["variants"] if r["name"] == name)
-        return 1e3 * row["median_batch_time"], row["peak_memory_mb"]
-    row = next(r for r in result["rows"] if r["name"] == f"{shape} | {name}")
+def figures(name, file=FILE, shape=SHAPE):
+    """(milliseconds, MB) of a training step, from a raw file of measure_ladder.py."""
+    rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
+    row = next(r for r in rows if r["name"] == f"{shape} | {name}")
     return row["median_ms"], row["peak_mb"]
 
 
@@ -43,15 +41,15 @@ def panel(x, title, numbers, unit):
 
 
 def drawing():
-    times, memory = zip(*(figures(file, name) for _, file, name in ROWS), strict=True)
+    times, memory = zip(*map(figures, ROWS.values()), strict=True)
     width, height = LEFT + 2 * (BAR + GAP), 46 + LINE * len(ROWS)
     second = LEFT + BAR + GAP
     labels = [f'<text x="{LEFT - 8}" y="{49 + LINE * row}" text-anchor="end">{label}</text>'
-              for row, (label, _, _) in enumerate(ROWS)]
+              for row, label in enumerate(ROWS)]
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="13" role="img">',
-        f"<title>Training step at {SHAPE}, one NVIDIA H200: time and peak memory</title>",
+        f"<title>Training step at {SHAPE}, one NVIDIA H100: time and peak memory</title>",
         f'<rect width="{width}" height="{height}" fill="white"/>', *labels,
         *panel(LEFT, "time of a training step", times, "ms"),
         *panel(second, "peak memory", memory, "MB"), "</svg>"]) + "\n"

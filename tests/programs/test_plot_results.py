@@ -18,10 +18,24 @@ def test_the_committed_plot_is_of_the_raw_files():
     assert "docs/results.svg" in README
 
 
-@pytest.mark.parametrize("row", range(len(plot_results.ROWS)))
-def test_the_table_has_the_plot_s_figures(row):
-    """In the column of the plot's size, in the rows of the plot."""
-    table = re.search(r"^\| a training step.*\n\|[-|]*\n((?:\|.*\n)+)", README, re.MULTILINE).group(1)
-    cell = table.splitlines()[row].split("|")[3]
-    milliseconds, mb = plot_results.figures(*plot_results.ROWS[row][1:])
-    assert cell.replace("*", "").split(", ") == [f" {milliseconds:.2f}", f"{mb:.0f} "]
+def cells():
+    """The README's table, a list of rows of texts."""
+    table = re.search(r"^\| a training step(?:.*\n)((?:\|.*\n)+)", README, re.MULTILINE).group(1)
+    return [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.splitlines()[1:]]
+
+
+@pytest.mark.parametrize("column, shape", [(1, "B4 S64 N16"), (2, "B1 S256 N64"),
+                                           (3, "B1 S384 N128 c_m 256")])
+def test_the_table_has_the_figures_of_the_raw_file(column, shape):
+    assert [row[column].replace("*", "") for row in cells()[:-2]] == [
+        "{:.2f}, {:.0f}".format(*plot_results.figures(name, shape=shape))
+        for name in plot_results.ROWS.values()]
+
+
+@pytest.mark.parametrize("column, size", [(2, 256), (3, 384)])
+def test_other_people_s_layers_too(column, size):
+    results = plot_results.json.loads((plot_results.RESULTS / "patches_h100_2026-11-25.json").read_text())
+    found = [[results["results"][f"{model} S{size}"][way]["gpu_ms"] for way in ways] for model, *ways in (
+        ("openfold", "as it is", "patched"), ("boltz", "as it is", "cuEquivariance", "patched"))]
+    assert [row[column] for row in cells()[-2:]] == [
+        f"{' → '.join(f'{ms:.1f}' for ms in row)} ms" for row in found]
