@@ -58,7 +58,7 @@ def count_lines(path):
 
 @pytest.mark.slow
 def test_real_study(tmp_path):
-    """Two settings, two runs with the real trainer, through the shell script. Two shapes: in the workshop's."""
+    """Two settings, two runs, the real trainer, through the shell script. Two shapes: test_second_program."""
     out = tmp_path / "study"
     done = subprocess.run(
         [ROOT / "launch_performance_study.sh", "--batch-sizes", "2", "--seq-lens", "8", "--num-seqs", "4",
