@@ -9,8 +9,8 @@ IN := $(PYTHON) fusion_lab/environment.py
 train:
 	@$(IN) requirements.txt tiny_openfold_v2.py --demo $(ARGS)
 
-test:
-	@$(IN) requirements-dev.txt -m pytest -n 2 --dist worksteal $(ARGS)
+test:  # with bytecode, which many containers forbid: every process would compile the project once more
+	@PYTHONDONTWRITEBYTECODE= $(IN) requirements-dev.txt -m pytest -n 2 --dist worksteal $(ARGS)
 
 mutants:
 	@$(IN) requirements-mutants.txt benchmarks/mutants.py $(ARGS)

@@ -103,7 +103,6 @@ from functools import cached_property, partial
 
 import numpy as np
 import torch
-import torch._inductor
 import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm

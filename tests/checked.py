@@ -19,7 +19,8 @@ from tests.interpreter import PIPES
 from tests.support import ROOT
 
 RECORD = ROOT / "tests" / "checked.json"
-ROOMS = ("fusion_lab.kernels", "companions.kernels", "tests.kernels", "tests.companions.kernels")
+ROOMS = ("fusion_lab.kernels", "companions.kernels", "companions.fusion_patterns", "companions.patterns",
+         "tests.kernels", "tests.companions.kernels", "tests.companions.test_fusion_patterns")
 
 
 def without_words(tree):

@@ -398,13 +398,11 @@ def test_without_companions_all_else_is_whole(tmp_path):
         if not path.startswith(("companions/", "benchmarks/results/")) and (ROOT / path).is_file():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, tmp_path / path)
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "tests"]
-    done = run(tests, tmp_path)
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--assert=plain"]
+    done = run([*tests, "--collect-only", "tests"], tmp_path)
     assert done.returncode == 0 and "[companions/" not in done.stdout, done.stdout[-2000:] + done.stderr
-    house = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow",
-             "tests/test_house.py", "tests/companions", "tests/programs/test_benchmarks.py", "-k",
-             "record or import or seed or refuse"]
-    done = run(house, tmp_path)
+    house = ["tests/test_house.py", "tests/companions", "tests/programs/test_benchmarks.py"]
+    done = run([*tests, "-m", "", *house, "-k", "record or import or seed or refuse"], tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     done = run([sys.executable, "tiny_openfold_v2.py", "--check-flags"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,21 +1,14 @@
 """The laboratory of fusion patterns: what it counts, judges and says, by hand; kernels for GPUs not here."""
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support import ROOT, run_program
+from tests.support import run_program
 
-pytest.importorskip("companions.kernels", reason="this companion was deleted")
-from companions import patterns
-
-FILE = ROOT / "companions" / "fusion_patterns.py"
-if not FILE.exists():
-    pytest.skip("this companion was deleted", allow_module_level=True)
-sys.path.append(str(FILE.parent))
-fusion_patterns = __import__("fusion_patterns")
+pytest.importorskip("companions.fusion_patterns", reason="this companion was deleted")
+from companions import fusion_patterns, patterns
 
 CPU = torch.device("cpu")
 TARGETS = ("sm_90", "gfx90a", "gfx942", "gfx950")
@@ -224,6 +217,8 @@ def test_registers_and_occupancy_by_hand():
 
 
 @pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.sample
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills(target):
     pytest.importorskip("triton", reason="Triton is not installed")

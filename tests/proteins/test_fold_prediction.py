@@ -363,13 +363,17 @@ def test_the_page_in_a_browser(tmp_path):
 
 @pytest.mark.slow
 def test_a_real_alignment_as_a_user_does_it(tmp_path):
+    """Of a domain that the model was not trained on, its first 80 residues: all take twice as long."""
     alignment, structure = (require_shared("data", "pairs", name) for name in ("1a3a_A.a3m", "1a3a.pdb"))
-    command = [sys.executable, ROOT / "tiny_openfold_v2.py", "--fold", alignment, "--structure",
+    lines = alignment.read_text().splitlines()
+    (tmp_path / "1a3a_A.a3m").write_text("\n".join(
+        line if line.startswith(">") else re.match("[a-z]*([A-Z-][a-z]*){80}", line)[0] for line in lines))
+    command = [sys.executable, ROOT / "tiny_openfold_v2.py", "--fold", "1a3a_A.a3m", "--structure",
                f"{structure}:A", "-o", tmp_path / "o"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found = json.loads((tmp_path / "o" / "1a3a_A.json").read_text())
-    assert found["trained_on"] is False and found["residues"] == 145
+    assert found["trained_on"] is False and found["residues"] == 80
     assert found["plddt_calibrated_on"].startswith("13 families")
     assert found["scores"]["tm_score"] > 0.5 and found["other_hand"] > 0.5
     assert found["longest_peptide_bond"] < 1.36 and found["worst_overlap"] < 0.6
