@@ -6,7 +6,8 @@
 
 Every rung is a process of its own (ladder_rung.py). On a GPU all of them compile and warm up at the same time
 and are then timed one by one, alone on the GPU; those for which memory was short begin again when the others
-have ended. Where there is no GPU, one follows the other on the CPU.
+have ended (with --root the same rung of another checkout may not). Where there is no GPU, one follows the
+other on the CPU.
 Writes OUT/ladder.json: times in ms, memory in MB (2**20 bytes), the most expensive kernels, and whether
 outputs and all gradients pass the 3x rule (fusion_lab/measuring/accuracy.py). A rung that fails is a row with
 its reason; exit code 1 if one fails or is not accurate. With --root the rows' names end in the checkout's.
@@ -146,8 +147,9 @@ class Rung:
             print(line(self.row), flush=True)
         except (IndexError, ValueError):
             self.log.seek(0)
-            last = " / ".join(self.log.read().strip().splitlines()[-3:])
-            self.row.update(failed=last[-400:], out_of_memory=bool(OUT_OF_MEMORY.search(last)))
+            said = self.log.read()
+            last = " / ".join(said.strip().splitlines()[-3:])
+            self.row.update(failed=last[-400:], out_of_memory=bool(OUT_OF_MEMORY.search(said)))
             print(f"{self.row['name']:42s} failed: {self.row['failed']}", flush=True)
         self.log.close()
         return self.row

@@ -9,8 +9,8 @@ the 3x rule); "steps" (step time, peak memory and time in collectives by kind, e
 too, as far as split samples have them), which all compile at the same time and are timed in turn, and alone
 where memory was short; "longest" (trials: the memory of two lengths says where to begin, every trial is one
 step of eager code that fits or does not). B1, N 128, c_m 256, 8 heads, 4 blocks, checkpointing, bf16. Writes
-OUT/long.json and OUT/long.md after every row. Exit code 1 if a part fails or accuracy does. --quick: tiny,
-on a CPU with Gloo; --limit says what fits there.
+OUT/long.json and OUT/long.md as soon as workers end. Exit code 1 if a part fails or accuracy does. --quick:
+tiny, on a CPU with Gloo; --limit says what fits there.
 """
 import json
 import math
@@ -236,19 +236,23 @@ class Measurement:
             try:
                 while time.monotonic() < end and not all(map(has_compiled, started)):
                     time.sleep(0.05)
+                again = []
                 for one in started:
                     pathlib.Path(f"{one.turn}.go").touch()
-                    one.found = self.rows(one)
+                    found = self.rows(one)
+                    if found[-1].get("out_of_memory"):
+                        again.append(one)
+                    else:
+                        self.add(one.part, found)
             finally:
                 for one in started:
                     one.process.terminate()
-            for one in started:
-                if one.found[-1].get("out_of_memory"):
-                    one.found = self.launch(one.part, one.ranks, one.lengths, asked.steps)
-                self.add(one.part, one.found)
+            for one in again:
+                self.add(one.part, self.launch(one.part, one.ranks, one.lengths, asked.steps))
 
     def run(self):
         asked = self.arguments
+        self.write()  # over what an earlier call found
         wanted = [part for part in FLAGS if re.search(asked.only, part)]
         compiled = [part for part in wanted if part in COMPILED]
         for part in wanted:

@@ -14,7 +14,7 @@ SHAPE = "B1 S256 N64"
 FILE = "ladder_h100_2026-11-25.json"
 ROWS = {  # what the plot calls it: its name in the file
     "plain PyTorch, float32": "baseline fp32",
-    "bfloat16, compiled, CUDA graph": "+ compile",
+    "bf16, compiled, CUDA graph": "+ compile",
     "every PyTorch fusion": "best",
     "our Triton kernels": "ultra",
     "... and selective checkpointing": "ultra, selective checkpointing",

@@ -57,11 +57,11 @@ def contact_precision(probability, coords, coord_mask, separation=SEPARATION):
 def distance_lddt(distances, coords, coord_mask):
     """lDDT of predicted distances (S, S) Å, without a structure: of each residue's true distances within
     LDDT_RADIUS the share that is met within 0.5, 1, 2 and 4 Å, on average over residues. coords (S, 3),
-    coord_mask (S,). 0 to 1; NaN where no two residues are that near."""
+    coord_mask (S,). 0 to 1; 0 where no two residues are that near."""
     wanted = true_distances(coords, coord_mask).fill_diagonal_(float("nan"))
     near, error = wanted < LDDT_RADIUS, (distances - wanted).abs()
     kept = sum((error < cutoff) & near for cutoff in LDDT_CUTOFFS) / len(LDDT_CUTOFFS)
-    return (kept.sum(1) / near.sum(1)).nanmean().item()
+    return (kept.sum(1) / near.sum(1)).nanmean().nan_to_num().item()
 
 
 def evaluate(trainer, source, stop=None, final=False):

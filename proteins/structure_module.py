@@ -10,9 +10,10 @@ StructureModule, then the parts above it.
 
 Letters in shapes: B samples, S residues, c channels of a residue, c_z of a pair, H heads, D width of a head,
 P points of a head. Places in Å. DISCREPANCIES: no side chains (Alg. 24, 25), whose angles a backbone does not
-need, so atoms of the loss are N, CA and C; each loss takes all errors clamped and a tenth of them unclamped,
-where AF2 unclamps all of a tenth of its batches; attention's output begins as any layer's, not at zero: else
-nothing of the pairs reaches the frames until these move (one chain, 300 steps: FAPE .74 instead of .40 Å).
+need, so atoms of the loss are N, CA and C; FAPE is .9 of each error clamped and .1 of it unclamped, where AF2
+unclamps all of a tenth of its batches; no dropout; LayerNorm of pairs without weights; attention's output
+begins as any layer's, not at zero, or else nothing of the pairs reaches the frames until these move (one
+chain, 300 steps: FAPE .74 instead of .40 Å).
 Beside FAPE, distances of CA are a loss: they need no frame to be right (500 updates of pieces of 32 residues:
 lDDT-CA of unseen families .35 instead of .31, and .33 instead of .20 after 200).
 """

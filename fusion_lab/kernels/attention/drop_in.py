@@ -143,14 +143,15 @@ class Plan(KeptLaunches):
 
 def plain(q, k, v, bias, mask, scale):
     """The same by PyTorch's operations. What scores cost is reading and writing them: q is scaled, not they,
-    and bias and mask are added in place."""
+    and bias and mask are added in place (vmap may have a batch of these alone, which fits in no place)."""
     check(q, k, v, bias, mask)
+    add = torch.add if torch._C._are_functorch_transforms_active() else torch.Tensor.add_
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT  # (B, N, H, S, S)
-    scores += padding.lifted(bias)
+    scores = add(scores, padding.lifted(bias))
     if mask is None:
         return scores.softmax(-1) @ v
     present = mask.bool()
-    scores += torch.zeros_like(present, dtype=q.dtype).masked_fill_(~present, padding.MASKED)
+    scores = add(scores, torch.zeros_like(present, dtype=q.dtype).masked_fill(~present, padding.MASKED))
     out = scores.softmax(-1) @ v
     return torch.where(present.any(-1, keepdim=True), out, out.detach())  # no gradient from empty rows
 

@@ -12,11 +12,11 @@ WHOLE = dict(cpu=3.0, cuda=1.5, mps=1.5)  # budgets of the first table until the
 class Pace:
     """So many rounds; or, within a budget of seconds from now on, as many as it takes until all intervals
     are narrow. With both, rounds end with whichever comes first. There is always one. strict: what cannot be
-    counted within the budget is left out. slowest: seconds that counting one variant has taken at most."""
+    counted within the budget is left out. slowest: seconds that counting one of its variants took at most."""
 
-    def __init__(self, steps, seconds=None, strict=False, slowest=0.0):
+    def __init__(self, steps, seconds=None, strict=False):
         self.steps, self.seconds, self.look, self.began = steps, seconds, FEWEST, None
-        self.slowest = slowest
+        self.slowest = 0.0
         self.ends = None if seconds is None else time.monotonic() + seconds
         self.strict = strict and seconds is not None
 
@@ -33,7 +33,7 @@ class Pace:
         if self.seconds is None:
             return Pace(self.steps)
         left = math.inf if until is None else max(until - time.monotonic(), 0.0)
-        return Pace(self.steps, min(share * self.seconds, left), strict=True, slowest=self.slowest)
+        return Pace(self.steps, min(share * self.seconds, left), strict=True)
 
     def late(self):
         """Whether to stop counting, as only the time for rounds is left, or less than one variant took before
