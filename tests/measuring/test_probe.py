@@ -48,37 +48,52 @@ class Counting:
 
 
 def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypatch):
-    """1112 weights, each with two moments; a step count for each of nine tensors; a batch of 51."""
+    """1112 weights, each with two moments; a step count for each of nine tensors; a batch of 51. Four
+    products of 3 x 8 x 32, twice as much in backward."""
     trainer, batch = second()
     monkeypatch.setattr(probe_module, "OpCounter", Counting)
     found = probe(trainer, batch)
     assert found.peak == 1000 + 4 * (3 * 1112 + 9 + 51)
     assert (found.launches, found.timeline, found.operations) == (11, [(1, 2)], 77)
+    assert found.flops == 3 * 4 * 2 * 3 * 8 * 32
+    assert probe(*second(ema_decay=0.9)).peak == found.peak + 4 * 1112
     amp, batch = second(use_amp=True, amp_dtype="bfloat16")
     assert probe(amp, batch).peak == found.peak  # autocast keeps float32 weights
 
 
-def made_up(device, **values):
-    """A trainer of which probe() hears that a step returns "a", with its optimizer's state in place."""
-    settings = SECOND.settings(**{name: value for name, value in values.items() if name != "graph"})
-    return SimpleNamespace(
-        program=SECOND, settings=settings, device=device, optimizer=SimpleNamespace(state=dict(a=1)),
-        model=SECOND.model(settings.model, SECOND.fusion_config.preset(False)), graph=values.get("graph"),
-        step=lambda batch: "a", forward=lambda batch: dict(loss=batch))
+def test_the_first_step_is_counted_as_those_after_it():
+    """Of both layers, inputs (96 bytes) and what is hidden (384); of the loss, difference, mask, its sum."""
+    trainer, batch = second()
+    first = probe(trainer, batch)
+    assert first == probe(trainer, batch) and first.saved == dict(up=2 * (96 + 384), rest=96 + 12 + 4)
+
+
+def made_up(device, graph=None, state=None, **values):
+    """A trainer whose steps say "a", and a batch; its program adds to the batches of its steps."""
+    trainer, batch = second(**values)
+    made = SimpleNamespace(
+        program=SimpleNamespace(in_a_step=dict(mask=batch.pop("mask"))), settings=trainer.settings,
+        graph=graph, device=device, optimizer=SimpleNamespace(state=state), model=trainer.model, steps=[],
+        step=lambda batch: made.steps.append(batch) or "a", forward=trainer.forward)
+    return made, batch
 
 
 def test_probe_of_a_gpu_counts_kernels_and_takes_the_peak_of_a_capture(monkeypatch):
     monkeypatch.setattr(probe_module, "gpu_kernels", lambda run: [run(), "b", "c"])
     monkeypatch.setattr(probe_module, "flops_by_sublayer", lambda *_: dict(up=2, rest=3))
-    found = probe(made_up(GPU, graph=SimpleNamespace(peak=123)), {})
-    assert (found.launches, found.peak, found.flops, found.saved, found.timeline) == (3, 123, 5, {}, None)
-    found = probe(made_up(GPU), {}, count_launches=False)
-    assert (found.launches, found.peak) == (None, None)
-    assert not probe(made_up(CPU, enable_torch_compile=True), {}).launches  # nothing is dispatched
+    trainer, batch = made_up(GPU, SimpleNamespace(peak=123))
+    found = probe(trainer, batch)
+    assert (found.launches, found.peak, found.flops, found.timeline) == (3, 123, 5, None)
+    assert found.saved == probe(*second()).saved and trainer.steps == [batch, batch]  # one for its state
+    trainer, batch = made_up(GPU, state=dict(a=1))
+    found = probe(trainer, batch, count_launches=False)
+    assert (found.launches, found.peak, trainer.steps) == (None, None, [])
+    assert not probe(*made_up(CPU, enable_torch_compile=True)).launches  # nothing is dispatched
 
 
 def test_peak_memory_in_megabytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2 ** 20)
+    assert Findings(dict(a=2 ** 20, b=2 ** 19), 1).saved_mb == 1.5
     for peak, on_cpu, on_gpu in ((None, None, 3.0), (2 ** 19, 0.5, 3.0), (5 * 2 ** 20, 5.0, 5.0)):
         found = Findings({}, 1, peak=peak)
         assert (peak_megabytes(CPU, found), peak_megabytes(GPU, found)) == (on_cpu, on_gpu)
@@ -115,9 +130,12 @@ def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
 
 def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch, capsys):
     trainer, _ = second(warmup_steps=3)
+    trainer.step_number = 4
+    batch = SECOND.open_source(trainer.settings).batch(4)
     ticks, asked = iter([0.0, 5.0, 10.0, 11.0, 20.0, 22.0]), []
 
-    def noted(trainer, batch, count_launches):
+    def noted(trainer, given, count_launches):
+        assert torch.equal(given["x"], batch["x"])
         asked.append(count_launches)
         return Findings({}, 1)
 
@@ -130,9 +148,13 @@ def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch, capsys):
     assert asked == ["step"] * 3 + [True]
     assert all(map(torch.equal, before, trainer.model.parameters()))
     assert capsys.readouterr().out == "Warming up: 3 steps, then counting memory and launches\n"
+    trainer.training = replace(trainer.training, warmup_steps=0)
+    warm_up(trainer, SECOND.open_source(trainer.settings))
+    assert capsys.readouterr().out == "Counting memory and launches\n"
+    trainer.training = replace(trainer.training, warmup_steps=3)
     compiled = replace(trainer.settings, fusion=replace(trainer.settings.fusion, enable_torch_compile=True))
     trainer.settings = compiled.having(enable_rocm_profiling=True)
     stop = SimpleNamespace(signal=2)
     found = warm_up(trainer, SECOND.open_source(trainer.settings), stop)
-    assert (found.warmup_time, found.first_step_time) == (0, None) and asked[4:] == [False]
+    assert (found.warmup_time, found.first_step_time) == (0, None) and asked[4:] == [True, False]
     assert "compiles, which takes a minute or two" in capsys.readouterr().out
