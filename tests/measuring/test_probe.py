@@ -66,15 +66,19 @@ def test_the_first_step_is_counted_as_those_after_it():
     trainer, batch = second()
     first = probe(trainer, batch)
     assert first == probe(trainer, batch) and first.saved == dict(up=2 * (96 + 384), rest=96 + 12 + 4)
+    fewer = {name: samples[:2] for name, samples in batch.items()}
+    assert 3 * probe(trainer, fewer).flops == 2 * first.flops
 
 
-def made_up(device, graph=None, state=None, **values):
+def made_up(device, graph=None, state=None, compiled=False):
     """A trainer whose steps say "a", and a batch; its program adds to the batches of its steps."""
-    trainer, batch = second(**values)
+    trainer, batch = second()
+    fusion = replace(trainer.settings.fusion, enable_torch_compile=compiled)
     made = SimpleNamespace(
-        program=SimpleNamespace(in_a_step=dict(mask=batch.pop("mask"))), settings=trainer.settings,
-        graph=graph, device=device, optimizer=SimpleNamespace(state=state), model=trainer.model, steps=[],
-        step=lambda batch: made.steps.append(batch) or "a", forward=trainer.forward)
+        program=SimpleNamespace(in_a_step=dict(mask=batch.pop("mask"))), graph=graph, device=device,
+        settings=replace(trainer.settings, fusion=fusion), optimizer=SimpleNamespace(state=state),
+        model=trainer.model, steps=[], step=lambda batch: made.steps.append(batch) or "a",
+        forward=trainer.forward)
     return made, batch
 
 
@@ -88,7 +92,7 @@ def test_probe_of_a_gpu_counts_kernels_and_takes_the_peak_of_a_capture(monkeypat
     trainer, batch = made_up(GPU, state=dict(a=1))
     found = probe(trainer, batch, count_launches=False)
     assert (found.launches, found.peak, trainer.steps) == (None, None, [])
-    assert not probe(*made_up(CPU, enable_torch_compile=True)).launches  # nothing is dispatched
+    assert not probe(*made_up(CPU, compiled=True)).launches  # nothing is dispatched
 
 
 def test_peak_memory_in_megabytes(monkeypatch):
