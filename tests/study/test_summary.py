@@ -127,12 +127,13 @@ def test_the_whole_of_a_study_as_json():
     for effects in content["effects"]:
         assert [effect["switch"] for effect in effects["main"]] == [*switches]
         assert [effect["switches"] for effect in effects["interaction"]] == [switches]
-    assert summaries.INTERVAL == "[95%]" and point().n_failed == 0
+    assert summaries.INTERVAL == "[95%]" and point(speedup=2.0).n_failed == 0
 
 
 @pytest.mark.parametrize("values", [
     dict(times=(1.0,), n=2), dict(times=(0.0,)), dict(low=1.0), dict(speedup=1.0, low=1.0),
-    dict(speedup=-1.0), dict(speedup=1.0, low=0.0, high=2.0), dict(times=(2e12,))])
+    *(dict(speedup=1.0, **half) for half in (dict(high=1.0), dict(low=0.0, high=2.0))), dict(speedup=-1.0),
+    dict(times=(2e12,))])
 def test_points_that_cannot_be(values):
     n = values.pop("n", None)
     with pytest.raises(ValueError):
