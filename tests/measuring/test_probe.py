@@ -68,6 +68,11 @@ def test_the_first_step_is_counted_as_those_after_it():
     assert first == probe(trainer, batch) and first.saved == dict(up=2 * (96 + 384), rest=96 + 12 + 4)
     fewer = {name: samples[:2] for name, samples in batch.items()}
     assert 3 * probe(trainer, fewer).flops == 2 * first.flops
+    step = trainer.step
+    trainer.step = lambda given, mark=int: (step(given, mark), trainer.forward(given))  # saved too late
+    assert probe(trainer, batch).saved == first.saved
+    half, batch = second(use_amp=True, amp_dtype="float16")
+    assert probe(half, batch).operations == probe(half, batch).operations
 
 
 def made_up(device, graph=None, state=None, compiled=False):
