@@ -6,7 +6,7 @@ import pytest
 from fusion_lab.study import summary as summaries
 from fusion_lab.study.design import Shape, combinations
 from fusion_lab.study.records import as_json
-from fusion_lab.study.summary import against_baseline, as_csv, summarise
+from fusion_lab.study.summary import Recommendation, against_baseline, as_csv, summarise
 from tests.study.study_parts import SHAPE, WORDS, failed, point, row, small_study, study_of
 
 
@@ -127,6 +127,8 @@ def test_the_whole_of_a_study_as_json():
     for effects in content["effects"]:
         assert [effect["switch"] for effect in effects["main"]] == [*switches]
         assert [effect["switches"] for effect in effects["interaction"]] == [switches]
+    advised = dataclasses.replace(summary, recommendation=Recommendation(None, ()))
+    assert as_json(advised) == content | dict(recommendation=dict(memory_limit_mb=None, shapes=[]))
     assert summaries.INTERVAL == "[95%]" and point(speedup=2.0).n_failed == 0
 
 
