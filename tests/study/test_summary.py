@@ -95,7 +95,8 @@ def test_what_a_switch_buys_alone_and_as_the_last_one():
     assert [(e.switches, e.gain.factor) for e in (*effects.main, *effects.interaction)] == [
         (switches[:1], pytest.approx(8 ** 0.5)), (switches[1:], pytest.approx(32 ** 0.5)),
         (switches, pytest.approx(2.0))]
-    assert summaries.effects_table(study, points[:3]) == ()
+    for few in (points[:3], [point(times=())]):
+        assert summaries.effects_table(study, few) == ()
     assert summaries.effects_table(small_study(switches=switches[:1]), points) == ()
     assert summaries.saved(points[0], point(memory=None)) is None is summaries.saved(point(memory=None), None)
 
