@@ -53,9 +53,10 @@ def test_half_a_line_is_mended_only_where_that_is_asked_for(tmp_path):
         assert len(again.rows) == 1 and os.path.getsize(results.path) == size
 
 
-def test_a_failed_row_has_a_reason():
+def test_a_failed_row_has_a_reason_and_a_finished_one_a_machine():
     with pytest.raises(ValueError, match="must have a reason"):
         failed("fused", 1, "failed", None)
-    with pytest.raises(ValueError, match="must be an object"):
-        Row.read([], WORDS.axes)
+    for broken in ([], row("fused", 1, 0.01).as_json() | dict(system=None)):  # no machine
+        with pytest.raises(ValueError, match="must be an object"):
+            Row.read(broken, WORDS.axes)
     assert Figures.__dataclass_fields__.keys() <= failed("fused", 1, "failed", "x").as_json().keys()
