@@ -1,44 +1,21 @@
-"""Clocks and counters against hand counts, directories, tables."""
+"""Clocks and counters against hand counts, traces, tables."""
 import itertools
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import tiny_openfold_v2 as tof
 from fusion_lab.measuring import clocks
-from fusion_lab.measuring import probe as probe_module
 from fusion_lab.measuring import ranges as ranges_module
 from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
 from fusion_lab.measuring.counters import OpCounter, gpu_kernels, saved_activations
-from fusion_lab.measuring.probe import (
-    Findings,
-    peak_megabytes,
-    peak_of_two_steps,
-    probe,
-    unmeasured_memory,
-    warm_up,
-)
+from fusion_lab.measuring.probe import Findings
 from fusion_lab.measuring.ranges import Profiling, ranges
 from fusion_lab.measuring.tables import aligned, cell, markdown
 from fusion_lab.training.options import ProfilerConfig
-from tests.second_program import PROGRAM as SECOND
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
-             num_seqs=6, seq_len=16, batch_size=2)
-
-
-def setup(**values):
-    settings = tof.PROGRAM.settings(**{**SMALL, **values})
-    return tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.open_source(settings).batch(0)
-
-
-def plain(**switches):
-    """A trainer and a batch of the baseline, these switches apart."""
-    return setup(**{**vars(tof.FusionConfig.preset(False)), **switches})
 
 
 # Clocks
@@ -88,15 +65,6 @@ def test_quantiles_are_a_fifth_the_middle_and_four_fifths():
 
 
 # Counters
-
-
-def test_saved_activations_of_a_transition_within_one_percent_of_a_hand_count():
-    trainer, batch = plain()
-    saved = probe(trainer, batch).saved
-    pairs, c = 2 * 16 * 16, 16
-    # Norm: input, mean, factor. linear1: the norm's output. relu: its output, which linear2 keeps as well.
-    by_hand = 4 * pairs * (c + 2 + c + 4 * c)
-    assert saved["pair_transition"] == pytest.approx(by_hand, rel=0.01)
 
 
 def test_range_sums_of_three_levels_and_of_siblings():
@@ -177,116 +145,6 @@ def test_kernels_of_a_gpu_are_neither_copies_nor_annotations(monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("waited"))
     assert gpu_kernels(lambda: order.append("ran")) == ["gemm", "relu"] and order == ["ran", "waited", "end"]
-
-
-# The probe
-
-
-def second(**values):
-    settings = SECOND.settings(**{**dict(width=8, depth=2, batch_size=3, device="cpu"), **values})
-    return SECOND.trainer(SECOND, settings, CPU), SECOND.open_source(settings).batch(0)
-
-
-class Counting:
-    """An OpCounter that has seen 1000 bytes alive at once."""
-    launches, peak, timeline, operations = 11, 1000, [(1, 2)], 77
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
-def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypatch):
-    """1112 weights, each with two moments; a step count for each of nine tensors; a batch of 51."""
-    trainer, batch = second()
-    monkeypatch.setattr(probe_module, "OpCounter", Counting)
-    found = probe(trainer, batch)
-    assert found.peak == 1000 + 4 * (3 * 1112 + 9 + 51)
-    assert (found.launches, found.timeline, found.operations) == (11, [(1, 2)], 77)
-    amp, batch = second(use_amp=True, amp_dtype="bfloat16")
-    assert probe(amp, batch).peak == found.peak  # autocast keeps float32 weights
-
-
-def made_up(device, **values):
-    """A trainer of which probe() hears that a step returns "a", with its optimizer's state in place."""
-    settings = SECOND.settings(**{name: value for name, value in values.items() if name != "graph"})
-    return SimpleNamespace(
-        program=SECOND, settings=settings, device=device, optimizer=SimpleNamespace(state=dict(a=1)),
-        model=SECOND.model(settings.model, SECOND.fusion_config.preset(False)), graph=values.get("graph"),
-        step=lambda batch: "a", forward=lambda batch: dict(loss=batch))
-
-
-def test_probe_of_a_gpu_counts_kernels_and_takes_the_peak_of_a_capture(monkeypatch):
-    monkeypatch.setattr(probe_module, "gpu_kernels", lambda run: [run(), "b", "c"])
-    monkeypatch.setattr(probe_module, "flops_by_sublayer", lambda *_: dict(up=2, rest=3))
-    found = probe(made_up(GPU, graph=SimpleNamespace(peak=123)), {})
-    assert (found.launches, found.peak, found.flops, found.saved, found.timeline) == (3, 123, 5, {}, None)
-    found = probe(made_up(GPU), {}, count_launches=False)
-    assert (found.launches, found.peak) == (None, None)
-    assert not probe(made_up(CPU, enable_torch_compile=True), {}).launches  # nothing is dispatched
-
-
-def test_peak_memory_in_megabytes(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2 ** 20)
-    for peak, on_cpu, on_gpu in ((None, None, 3.0), (2 ** 19, 0.5, 3.0), (5 * 2 ** 20, 5.0, 5.0)):
-        found = Findings({}, 1, peak=peak)
-        assert (peak_megabytes(CPU, found), peak_megabytes(GPU, found)) == (on_cpu, on_gpu)
-
-
-def test_peak_of_two_steps_leaves_out_the_one_before(monkeypatch):
-    said = []
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: said.append(name))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 ** 20)
-    trainer = SimpleNamespace(device=GPU, step=said.append)
-    assert peak_of_two_steps(trainer, "step", Findings({}, 1)) == 1.0
-    assert said == ["step", "synchronize", "reset_peak_memory_stats", "step", "step", "synchronize"]
-    assert peak_of_two_steps(SimpleNamespace(device=CPU, step=None), "step", Findings({}, 1)) is None
-
-
-def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
-    """What the steps needed until then is kept, and the allocator begins anew."""
-    said, found = [], Findings({}, 1)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("waited"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: said.append("reset"))
-    with pytest.raises(KeyError), unmeasured_memory(GPU, found):
-        said.append("within")
-        raise KeyError
-    assert found.peak == 70 and said == ["within", "waited", "reset"]
-    found.peak = 80
-    with unmeasured_memory(GPU, found):
-        pass
-    assert found.peak == 80
-    with unmeasured_memory(CPU, found):
-        assert len(said) == 5
-
-
-def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch, capsys):
-    trainer, _ = second(warmup_steps=3)
-    ticks, asked = iter([0.0, 5.0, 10.0, 11.0, 20.0, 22.0]), []
-
-    def noted(trainer, batch, count_launches):
-        asked.append(count_launches)
-        return Findings({}, 1)
-
-    monkeypatch.setattr(probe_module.time, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(probe_module, "probe", noted)
-    before, step = [p.detach().clone() for p in trainer.model.parameters()], trainer.step
-    trainer.step = lambda batch: asked.append("step") or step(batch)
-    found = warm_up(trainer, SECOND.open_source(trainer.settings))
-    assert (found.warmup_time, found.first_step_time) == (8.0, 5.0)
-    assert asked == ["step"] * 3 + [True]
-    assert all(map(torch.equal, before, trainer.model.parameters()))
-    assert capsys.readouterr().out == "Warming up: 3 steps, then counting memory and launches\n"
-    compiled = replace(trainer.settings, fusion=replace(trainer.settings.fusion, enable_torch_compile=True))
-    trainer.settings = compiled.having(enable_rocm_profiling=True)
-    stop = SimpleNamespace(signal=2)
-    found = warm_up(trainer, SECOND.open_source(trainer.settings), stop)
-    assert (found.warmup_time, found.first_step_time) == (0, None) and asked[4:] == [False]
-    assert "compiles, which takes a minute or two" in capsys.readouterr().out
 
 
 # Traces
@@ -393,9 +251,7 @@ def test_a_memory_profile_is_sorted_and_in_megabytes(tmp_path, capsys):
         saved_activation_bytes=found.saved, timeline_columns=["operation", "live_bytes"], timeline=[[1, 8]])
 
 
-# Command line and files
-
-
+# Tables
 
 
 def test_tables():

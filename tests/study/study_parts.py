@@ -1,19 +1,24 @@
 """What the tests of the performance study share: studies and rows made by hand."""
+import dataclasses
 import json
 import pathlib
 
+import numpy as np
+
 from fusion_lab.study import directory
-from fusion_lab.study.design import Study, Vocabulary
+from fusion_lab.study.design import Point, Shape, Study, Vocabulary
 from fusion_lab.study.recommendation import Accuracy
 from fusion_lab.study.records import as_json
 from fusion_lab.study.regression import check, read_reference
 from fusion_lab.study.report import page
 from fusion_lab.study.results import Figures, Machine, Results, Row
-from fusion_lab.study.summary import Recommendation, Recommended, summarise
+from fusion_lab.study.summary import PointSummary, Recommendation, Recommended, summarise
 from fusion_lab.training.program import load_program
 from fusion_lab.training.reading import read_json
 
 WORDS = Vocabulary(load_program())
+SHAPE = Shape((2, 32, 8), WORDS.axes)
+SETTINGS = ("baseline", "fused", "only-flash-attention")
 
 
 def study_of(*sizes, words=WORDS, **values):
@@ -30,6 +35,25 @@ def row_of(point, seconds):
         flops_per_step=1, mfu=0.5, first_step_time=1)
     return Row(point.shape, point.setting, point.run, "ok", None, figures,
                Machine(None, "<CPU>", "2", None, None, None), seconds=1)
+
+
+def row(setting, run, seconds, shape=SHAPE, turn=None, **figures):
+    made = row_of(Point(shape, setting, run), seconds)
+    return dataclasses.replace(made, turn=turn, figures=dataclasses.replace(made.figures, **figures))
+
+
+def failed(setting, run, status, reason):
+    return Row(SHAPE, setting, run, status, reason, None, None, seconds=1.0, turn=None)
+
+
+def small_study(**values):
+    return study_of((2,), (32,), (8,), **{**dict(settings=SETTINGS, num_runs=3), **values})
+
+
+def point(setting="fused", times=(10.0,), memory=80.0, shape=SHAPE, speedup=None, low=None, high=None):
+    return PointSummary(shape=shape, setting=setting, n=len(times), run_medians_ms=tuple(times),
+                        median_ms=float(np.median(times)) if times else None, peak_memory_mb=memory,
+                        speedup=speedup, speedup_low=low, speedup_high=high)
 
 
 def summary_of(directory="s"):

@@ -5,7 +5,7 @@ import pytest
 from fusion_lab.study.design import Shape
 from fusion_lab.study.recommendation import print_recommendation
 from fusion_lab.study.summary import Recommendation, Recommended
-from tests.study.study_parts import WORDS
+from tests.study.study_parts import SHAPE, WORDS
 
 
 def test_a_recommendation_in_words(capsys):
@@ -30,9 +30,12 @@ def test_a_recommendation_in_words(capsys):
 @pytest.mark.parametrize("limit, error", [(150.0, None), (None, None), ("much", ValueError),
                                           (True, ValueError)])
 def test_a_recommendation_that_was_read(limit, error):
-    content = dict(memory_limit_mb=limit, shapes=[])
+    shape = dict(batch_size=2, seq_len=32, num_seqs=8, passed_over=["x"])
+    content = dict(memory_limit_mb=limit, shapes=[shape])
     if error:
-        with pytest.raises(error):
-            Recommendation.read(content, WORDS.axes)
+        for one in (content, [], dict(shapes={})):
+            with pytest.raises(error):
+                Recommendation.read(one, WORDS.axes)
     else:
-        assert Recommendation.read(content, WORDS.axes) == Recommendation(limit, ())
+        known = Recommendation(limit, (Recommended(SHAPE, ("x",)),))
+        assert Recommendation.read(content, WORDS.axes) == known

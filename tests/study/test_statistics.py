@@ -1,10 +1,9 @@
-"""A performance study's figures, checks against earlier ones and recommendations by hand."""
+"""A study's statistics, checks against earlier ones, recommendations and turns by hand."""
 import contextlib
 import dataclasses
 import json
 import math
 import os
-import pathlib
 import sys
 from types import SimpleNamespace
 
@@ -12,201 +11,14 @@ import numpy as np
 import pytest
 
 from fusion_lab.study import regression, runner
-from fusion_lab.study import summary as summaries
 from fusion_lab.study.design import Point, Shape
 from fusion_lab.study.recommendation import Accuracy, recommend, too_large
 from fusion_lab.study.regression import Reference, check, check_point, judged, slowdown, verdict_of
-from fusion_lab.study.results import Figures, Results, Row
 from fusion_lab.study.statistics import Gain, half_width, pareto, t_quantile
-from fusion_lab.study.summary import PointSummary, against_baseline, as_csv, summarise
+from fusion_lab.study.summary import summarise
 from fusion_lab.training.files import UserError
-from tests.study.study_parts import WORDS, row_of, study_of
+from tests.study.study_parts import SETTINGS, SHAPE, WORDS, point, row, small_study
 from tests.support import state_of, wait_for
-
-SHAPE = Shape((2, 32, 8), WORDS.axes)
-SETTINGS = ("baseline", "fused", "only-flash-attention")
-
-
-def row(setting, run, seconds, shape=SHAPE, turn=None, **figures):
-    made = row_of(Point(shape, setting, run), seconds)
-    return dataclasses.replace(made, turn=turn, figures=dataclasses.replace(made.figures, **figures))
-
-
-def failed(setting, run, status, reason):
-    return Row(SHAPE, setting, run, status, reason, None, None, seconds=1.0, turn=None)
-
-
-def small_study(**values):
-    return study_of((2,), (32,), (8,), **{**dict(settings=SETTINGS, num_runs=3), **values})
-
-
-# Figures of points
-
-
-def test_a_point_is_the_median_over_its_runs():
-    """Of 40, 20 and 30 ms; a figure that one run lacks is the median of the others."""
-    rows = [row("baseline", 1, 0.040, peak_memory_mb=90.0, mfu=None, saved_activation_mb=3.0),
-            row("baseline", 2, 0.020, peak_memory_mb=70.0, mfu=0.25, saved_activation_mb=9.0),
-            row("baseline", 3, 0.030, peak_memory_mb=60.0, mfu=0.75, saved_activation_mb=4.0),
-            failed("baseline", 4, "failed", "z"), failed("baseline", 5, "failed", "a"),
-            failed("baseline", 6, "failed", "a")]
-    point = summaries.summarise_point(SHAPE, "baseline", rows[::-1])
-    assert point.run_medians_ms == pytest.approx((40.0, 20.0, 30.0)) and (point.n, point.n_failed) == (3, 3)
-    assert point.median_ms == pytest.approx(30.0) and point.reason == "failed: a; failed: z"
-    assert (point.p20_ms, point.p80_ms) == (pytest.approx(28.5), pytest.approx(33.0))
-    assert (point.peak_memory_mb, point.mfu, point.saved_activation_mb, point.launches_per_step) == (
-        70.0, 0.5, 4.0, 9)
-    assert point.samples_per_second == pytest.approx(2 / 0.030)
-    assert point.run_spread_percent == pytest.approx(100 * 20 / 30)
-    once = summaries.summarise_point(SHAPE, "baseline", rows[:1])
-    assert once.run_spread_percent is None and once.reason is None
-    never = summaries.summarise_point(SHAPE, "baseline", rows[3:])
-    assert never.n == 0 and never.median_ms is never.samples_per_second is never.peak_memory_mb is None
-
-
-def point(setting="fused", times=(10.0,), memory=80.0, shape=SHAPE, speedup=None, low=None, high=None):
-    return PointSummary(shape=shape, setting=setting, n=len(times), run_medians_ms=tuple(times),
-                        median_ms=float(np.median(times)) if times else None, peak_memory_mb=memory,
-                        speedup=speedup, speedup_low=low, speedup_high=high)
-
-
-def test_points_against_their_baseline():
-    other = Shape((4, 32, 8), WORDS.axes)
-    given = [point("baseline", (20.0, 20.0), 100.0), point("fused", (10.0, 10.0), 75.0),
-             point("only-flash-attention", (), None), point("fused", (5.0,), 60.0, other)]
-    base, fused, never, alone = against_baseline(given)
-    assert (base.speedup, base.speedup_low, base.speedup_high, base.memory_reduction_percent) == (1, 1, 1, 0)
-    assert (fused.speedup, fused.memory_reduction_percent) == (pytest.approx(2.0), pytest.approx(25.0))
-    assert fused.speedup_low == pytest.approx(2.0) == fused.speedup_high
-    for one in (never, alone):
-        assert one.speedup is one.speedup_low is one.memory_reduction_percent is None
-    dead, = against_baseline([point("baseline", ())])
-    assert dead.speedup is None
-
-
-def test_runs_out_of_their_planned_order_are_counted():
-    study = small_study(num_runs=1)
-    plan = study.points()
-
-    def turns(*order, **values):
-        return summaries.out_of_order(study, [
-            row(p.setting, p.run, 0.01, turn=turn, **values) for p, turn in zip(plan, order, strict=True)])
-    assert turns(1, 2, 3) == 0 and turns(5, 7, 9) == 0 and turns(3, 1, 2) == 1 and turns(3, 2, 1) == 2
-    assert turns(2, 1, 3) == 1 and turns(1, None, 3) is None
-    stranger = row("fused", 9, 0.01, turn=0)
-    assert summaries.out_of_order(study, [stranger]) == 0
-
-
-def test_scaling_is_per_setting_axis_and_other_sizes():
-    """Time goes with S squared, memory with its square root; fused has failed at all lengths but one."""
-    study = study_of((2,), (32, 64), (8, 16), settings=("baseline", "fused"), num_runs=1)
-    points = [point(setting, ((size / 32) ** 2,), (size / 32) ** 0.5, Shape((2, size, depth), WORDS.axes))
-              for setting in ("baseline", "fused") for size in (64, 32) for depth in (8, 16)
-              if setting == "baseline" or size == 32]
-    fits = summaries.scaling(study, [*points, point("fused", (), None, Shape((2, 64, 8), WORDS.axes))])
-    lengths = [fit for fit in fits if fit.axis == "seq_len"]
-    assert [(fit.setting, str(fit.at), fit.figure, list(fit.over)) for fit in lengths] == [
-        ("baseline", f"B 2 N {depth}", figure, [32, 64]) for depth in (8, 16)
-        for figure in ("median_ms", "peak_memory_mb")]
-    assert [fit.exponent for fit in lengths] == pytest.approx([2.0, 0.5] * 2)
-    assert fits[0].axis == "seq_len" and {fit.axis for fit in fits} == {"seq_len", "num_seqs"}
-    assert {fit.setting for fit in fits if fit.axis == "num_seqs"} == {"baseline", "fused"}
-
-
-def test_what_a_switch_buys_alone_and_as_the_last_one():
-    switches = ("qkv-fusion-msa", "flash-attention")
-    names = {0: "baseline", 1: "only-qkv-fusion-msa", 2: "only-flash-attention",
-             3: WORDS.name(frozenset(switches))}
-    study = small_study(switches=switches, settings=tuple(names.values()))
-    points = [point(names[0], (80.0,), 100.0), point(names[1], (40.0,), 90.0),
-              point(names[2], (20.0,), 70.0), point(names[3], (5.0,), 64.0)]
-    first, second = summaries.ablation_table(study, points)
-    assert (first.switch, first.alone.factor, first.last.factor) == (
-        switches[0], pytest.approx(2.0), pytest.approx(4.0))
-    assert (first.alone_saves_mb, first.last_saves_mb) == (10.0, 6.0)
-    assert (second.alone.factor, second.last.factor, second.alone_saves_mb, second.last_saves_mb) == (
-        pytest.approx(4.0), pytest.approx(8.0), 30.0, 26.0)
-    only, = summaries.ablation_table(study, [points[0], points[2]])
-    assert (only.switch, only.last, only.last_saves_mb) == (switches[1], None, None)
-    assert summaries.ablation_table(small_study(switches=switches[:1]), points) == ()
-    effects, = summaries.effects_table(study, points)
-    assert (effects.points, effects.of) == (4, 4)
-    assert [(e.switches, e.gain.factor) for e in (*effects.main, *effects.interaction)] == [
-        (switches[:1], pytest.approx(8 ** 0.5)), (switches[1:], pytest.approx(32 ** 0.5)),
-        (switches, pytest.approx(2.0))]
-    assert summaries.effects_table(study, points[:3]) == ()
-    assert summaries.effects_table(small_study(switches=switches[:1]), points) == ()
-    assert summaries.saved(points[0], point(memory=None)) is None is summaries.saved(point(memory=None), None)
-
-
-def test_a_table_has_a_line_a_point():
-    rows = [*(row("baseline", run, 0.020) for run in (1, 2, 3)), failed("fused", 1, "timeout", "slow, very")]
-    lines = as_csv(summarise(small_study(), rows)).splitlines()
-    assert lines[0].startswith("batch_size,seq_len,num_seqs,setting,n,n_failed,median_ms,p20_ms,p80_ms,run_")
-    assert lines[1].startswith("2,32,8,baseline,3,0,20.0,19.0,22")
-    assert lines[1].endswith(",0.0,100.0,1.0,1.0,1.0,40.0,0.0,5.0,9.0,0.5,")
-    assert lines[2].endswith(',"timeout: slow, very"') and len(lines) == 3
-    assert summaries.machines_of(rows) == (rows[0].system,)
-
-
-@pytest.mark.parametrize("values", [
-    dict(times=(1.0,), n=2), dict(times=(0.0,)), dict(low=1.0), dict(speedup=1.0, low=1.0),
-    dict(speedup=-1.0), dict(speedup=1.0, low=0.0, high=2.0), dict(times=(2e12,))])
-def test_points_that_cannot_be(values):
-    n = values.pop("n", None)
-    with pytest.raises(ValueError):
-        made = point(**values)
-        dataclasses.replace(made, n=n if n is not None else made.n)
-
-
-@pytest.mark.parametrize("seconds", [1e-9, 1e9, 0.0, -1.0])
-def test_times_that_no_step_takes(seconds):
-    with pytest.raises(ValueError, match="no time that a step can take"):
-        row("fused", 1, 0.01, p80_batch_time=seconds)
-    assert row("fused", 1, 1.1e-9).ok and row("fused", 1, 9e8).ok
-
-
-# Results on disk
-
-
-def test_rows_in_words_and_on_disk(tmp_path, monkeypatch):
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_size), fsync(handle)))
-    results = Results(str(tmp_path), WORDS.axes)
-    first = row("fused", 1, 0.0125, peak_memory_mb=7.26)
-    second = failed("fused", 2, "timeout", "timeout: slow")
-    third = row("fused", 3, 0.0125, peak_memory_mb=None)
-    for one in (first, second, third):
-        results.append(one)
-        assert synced[-1] == os.path.getsize(results.path)  # on the disk, whole
-    assert [str(one) for one in results.rows] == ["12.50 ms, 7.3 MB", "timeout: slow", "12.50 ms, n/a"]
-    assert results.find(second.point) is second and results.find(Point(SHAPE, "fused", 4)) is None
-    again = Results(str(tmp_path), WORDS.axes)
-    again.load()
-    assert again.rows == results.rows and again.rows[0].figures == first.figures
-    assert again.forget_failures() == 1 and again.rows == [first, third] and again.forget_failures() == 0
-    final = Results(str(tmp_path), WORDS.axes)
-    final.load()
-    assert final.rows == [first, third]
-
-
-def test_half_a_line_is_mended_only_where_that_is_asked_for(tmp_path):
-    results = Results(str(tmp_path), WORDS.axes)
-    results.load()
-    results.append(row("fused", 1, 0.0125))
-    whole = pathlib.Path(results.path).read_bytes()
-    for mend, size in ((False, len(whole) + 4), (True, len(whole))):
-        pathlib.Path(results.path).write_bytes(whole + b'{"ba')
-        again = Results(str(tmp_path), WORDS.axes)
-        again.load(mend)
-        assert len(again.rows) == 1 and os.path.getsize(results.path) == size
-
-
-def test_a_failed_row_has_a_reason():
-    with pytest.raises(ValueError, match="must have a reason"):
-        failed("fused", 1, "failed", None)
-    assert Figures.__dataclass_fields__.keys() <= failed("fused", 1, "failed", "x").as_json().keys()
-
 
 # Statistics
 
@@ -441,9 +253,9 @@ def test_points_without_memory_have_a_second_try_with_less_beside_them():
 
     def measure_some(points, jobs, record):
         calls.append(([(p.setting, p.run) for p in points], jobs))
-        for point in points:
-            code = codes[point.setting]
-            record(SimpleNamespace(point=point, status="out of memory" if code else "ok", exit_code=code))
+        for one in points:
+            code = codes[one.setting]
+            record(SimpleNamespace(point=one, status="out of memory" if code else "ok", exit_code=code))
     for jobs, gpus, again in ((4, ("0", "1"), 2), (4, (), 1), (2, tuple("012"), 2)):
         calls.clear(), recorded.clear()
         made = SimpleNamespace(jobs=jobs, on_gpu=dict.fromkeys(gpus, 0), measure_some=measure_some)

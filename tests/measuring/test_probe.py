@@ -1,0 +1,169 @@
+"""What a step costs beside time, against hand counts; what a warm-up leaves."""
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny_openfold_v2 as tof
+from fusion_lab.measuring import probe as probe_module
+from fusion_lab.measuring.probe import (
+    Findings,
+    peak_megabytes,
+    peak_of_two_steps,
+    probe,
+    unmeasured_memory,
+    warm_up,
+)
+from tests.second_program import PROGRAM as SECOND
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1,
+             num_seqs=6, seq_len=16, batch_size=2)
+
+
+def test_saved_activations_of_a_transition_within_one_percent_of_a_hand_count():
+    settings = tof.PROGRAM.settings(**SMALL, **vars(tof.FusionConfig.preset(False)))
+    saved = probe(tof.Trainer(tof.PROGRAM, settings, CPU), tof.PROGRAM.open_source(settings).batch(0)).saved
+    pairs, c = 2 * 16 * 16, 16
+    # Norm: input, mean, factor. linear1: the norm's output. relu: its output, which linear2 keeps as well.
+    by_hand = 4 * pairs * (c + 2 + c + 4 * c)
+    assert saved["pair_transition"] == pytest.approx(by_hand, rel=0.01)
+
+
+def second(**values):
+    settings = SECOND.settings(**{**dict(width=8, depth=2, batch_size=3, device="cpu"), **values})
+    return SECOND.trainer(SECOND, settings, CPU), SECOND.open_source(settings).batch(0)
+
+
+class Counting:
+    """An OpCounter that has seen 1000 bytes alive at once."""
+    launches, peak, timeline, operations = 11, 1000, [(1, 2)], 77
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_peak_of_a_probe_is_what_lives_within_and_what_was_there_before(monkeypatch):
+    """1112 weights, each with two moments; a step count for each of nine tensors; a batch of 51. Four
+    products of 3 x 8 x 32, twice as much in backward."""
+    trainer, batch = second()
+    monkeypatch.setattr(probe_module, "OpCounter", Counting)
+    found = probe(trainer, batch)
+    assert found.peak == 1000 + 4 * (3 * 1112 + 9 + 51)
+    assert (found.launches, found.timeline, found.operations) == (11, [(1, 2)], 77)
+    assert found.flops == 3 * 4 * 2 * 3 * 8 * 32
+    assert probe(*second(ema_decay=0.9)).peak == found.peak + 4 * 1112
+    amp, batch = second(use_amp=True, amp_dtype="bfloat16")
+    assert probe(amp, batch).peak == found.peak  # autocast keeps float32 weights
+
+
+def test_the_first_step_is_counted_as_those_after_it():
+    """Of both layers, inputs (96 bytes) and what is hidden (384); of the loss, difference, mask, its sum."""
+    trainer, batch = second()
+    first = probe(trainer, batch)
+    assert first == probe(trainer, batch) and first.saved == dict(up=2 * (96 + 384), rest=96 + 12 + 4)
+    fewer = {name: samples[:2] for name, samples in batch.items()}
+    assert 3 * probe(trainer, fewer).flops == 2 * first.flops
+    step = trainer.step
+    trainer.step = lambda given, mark=int: (step(given, mark), trainer.forward(given))  # saved too late
+    assert probe(trainer, batch).saved == first.saved
+    half, batch = second(use_amp=True, amp_dtype="float16")
+    assert probe(half, batch).operations == probe(half, batch).operations
+
+
+def made_up(device, graph=None, state=None, compiled=False):
+    """A trainer whose steps say "a", and a batch; its program adds to the batches of its steps."""
+    trainer, batch = second()
+    fusion = replace(trainer.settings.fusion, enable_torch_compile=compiled)
+    made = SimpleNamespace(
+        program=SimpleNamespace(in_a_step=dict(mask=batch.pop("mask"))), graph=graph, device=device,
+        settings=replace(trainer.settings, fusion=fusion), optimizer=SimpleNamespace(state=state),
+        model=trainer.model, steps=[], step=lambda batch: made.steps.append(batch) or "a",
+        forward=trainer.forward)
+    return made, batch
+
+
+def test_probe_of_a_gpu_counts_kernels_and_takes_the_peak_of_a_capture(monkeypatch):
+    monkeypatch.setattr(probe_module, "gpu_kernels", lambda run: [run(), "b", "c"])
+    monkeypatch.setattr(probe_module, "flops_by_sublayer", lambda *_: dict(up=2, rest=3))
+    trainer, batch = made_up(GPU, SimpleNamespace(peak=123))
+    found = probe(trainer, batch)
+    assert (found.launches, found.peak, found.flops, found.timeline) == (3, 123, 5, None)
+    assert found.saved == probe(*second()).saved and trainer.steps == [batch, batch]  # one for its state
+    trainer, batch = made_up(GPU, state=dict(a=1))
+    found = probe(trainer, batch, count_launches=False)
+    assert (found.launches, found.peak, trainer.steps) == (None, None, [])
+    assert not probe(*made_up(CPU, compiled=True)).launches  # nothing is dispatched
+
+
+def test_peak_memory_in_megabytes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2 ** 20)
+    assert Findings(dict(a=2 ** 20, b=2 ** 19), 1).saved_mb == 1.5
+    for peak, on_cpu, on_gpu in ((None, None, 3.0), (2 ** 19, 0.5, 3.0), (5 * 2 ** 20, 5.0, 5.0)):
+        found = Findings({}, 1, peak=peak)
+        assert (peak_megabytes(CPU, found), peak_megabytes(GPU, found)) == (on_cpu, on_gpu)
+
+
+def test_peak_of_two_steps_leaves_out_the_one_before(monkeypatch):
+    said = []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: said.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 ** 20)
+    trainer = SimpleNamespace(device=GPU, step=said.append)
+    assert peak_of_two_steps(trainer, "step", Findings({}, 1)) == 1.0
+    assert said == ["step", "synchronize", "reset_peak_memory_stats", "step", "step", "synchronize"]
+    assert peak_of_two_steps(SimpleNamespace(device=CPU, step=None), "step", Findings({}, 1)) is None
+
+
+def test_memory_of_an_evaluation_is_not_that_of_a_step(monkeypatch):
+    """What the steps needed until then is kept, and the allocator begins anew."""
+    said, found = [], Findings({}, 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("waited"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: said.append("reset"))
+    with pytest.raises(KeyError), unmeasured_memory(GPU, found):
+        said.append("within")
+        raise KeyError
+    assert found.peak == 70 and said == ["within", "waited", "reset"]
+    found.peak = 80
+    with unmeasured_memory(GPU, found):
+        pass
+    assert found.peak == 80
+    with unmeasured_memory(CPU, found):
+        assert len(said) == 5
+
+
+def test_warm_up_times_its_steps_and_leaves_nothing_behind(monkeypatch, capsys):
+    trainer, _ = second(warmup_steps=3)
+    trainer.step_number = 4
+    batch = SECOND.open_source(trainer.settings).batch(4)
+    ticks, asked = iter([0.0, 5.0, 10.0, 11.0, 20.0, 22.0]), []
+
+    def noted(trainer, given, count_launches):
+        assert torch.equal(given["x"], batch["x"])
+        asked.append(count_launches)
+        return Findings({}, 1)
+
+    monkeypatch.setattr(probe_module.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(probe_module, "probe", noted)
+    before, step = [p.detach().clone() for p in trainer.model.parameters()], trainer.step
+    trainer.step = lambda batch: asked.append("step") or step(batch)
+    found = warm_up(trainer, SECOND.open_source(trainer.settings))
+    assert (found.warmup_time, found.first_step_time) == (8.0, 5.0)
+    assert asked == ["step"] * 3 + [True]
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert capsys.readouterr().out == "Warming up: 3 steps, then counting memory and launches\n"
+    trainer.training = replace(trainer.training, warmup_steps=0)
+    warm_up(trainer, SECOND.open_source(trainer.settings))
+    assert capsys.readouterr().out == "Counting memory and launches\n"
+    trainer.training = replace(trainer.training, warmup_steps=3)
+    compiled = replace(trainer.settings, fusion=replace(trainer.settings.fusion, enable_torch_compile=True))
+    trainer.settings = compiled.having(enable_rocm_profiling=True)
+    stop = SimpleNamespace(signal=2)
+    found = warm_up(trainer, SECOND.open_source(trainer.settings), stop)
+    assert (found.warmup_time, found.first_step_time) == (0, None) and asked[4:] == [True, False]
+    assert "compiles, which takes a minute or two" in capsys.readouterr().out
