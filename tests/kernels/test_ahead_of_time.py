@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -169,13 +170,14 @@ def test_adamw_moves_four_numbers_at_once(target, load, store, wide, narrow):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
 @pytest.mark.full
-def test_every_tile_for_gradients_of_weights_compiles_for(target, monkeypatch):
+def test_every_tile_for_gradients_of_weights_compiles_for(target):
     """Into the memory that there is: gfx950 has more than other GPUs of AMD, and copies straight into it.
     Since all sizes and addresses are known to be aligned, NVIDIA's load 16 bytes at a time."""
     found, tiles = {}, weight_gradients.CANDIDATES[:6]  # others differ in the number of programs alone
     for tile in tiles:
-        with compiled_for(target, describe=lambda kernel: (kernel, ahead_of_time.resources(kernel))) as made:
-            monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run, tile=tile: run(tile))
+        with (compiled_for(target, describe=lambda kernel: (kernel, ahead_of_time.resources(kernel))) as made,
+              mock.patch.object(tuner, "launch",
+                                lambda kernel, shape, candidates, run, tile=tile: run(tile))):
             many_weights(4096, WEIGHTS)
         found.update(made)
     found = {name: each for name, each in found.items() if name.startswith("weight_gradients_kernel")}
