@@ -248,6 +248,8 @@ def main(argv=None):
                         code=MISSING)
     for reason in absent.values():
         print(f"left out: {reason}")
+    if "boltz" not in absent and not find_spec("cuequivariance_torch"):
+        print("left out: Boltz with cuEquivariance, which is not installed")
     if device.type == "cuda":
         warnings.filterwarnings("error", ".*its own forward runs")
     results, wrong = {}, []

@@ -27,6 +27,7 @@ from torch.func import functional_call
 
 from fusion_lab.kernels.precision import at_least_float32
 from proteins import geometry
+from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
 LAYERS = 6              # AF2: 8
 CHANNELS, HEADS, HEAD = 128, 8, 16  # AF2: 384, 12, 16
@@ -34,7 +35,7 @@ QUERY_POINTS, VALUE_POINTS = 4, 8
 UNIT = 10.0             # Å: places within the module are in units of this
 CLAMP = 10.0            # Å, of FAPE
 UNCLAMPED = 0.1         # share of the error that is not clamped
-LDDT_BINS, LDDT_RADIUS, LDDT_CUTOFFS = 50, 15.0, (0.5, 1.0, 2.0, 4.0)
+LDDT_BINS = 50          # of the confidence head
 CONFIDENCE_WEIGHT = 0.01
 DISTANCE_RADIUS, DISTANCE_WEIGHT = 20.0, 1.0
 EPSILON = 1e-4          # Å^2, or the gradient of a length of 0 is infinite

@@ -294,6 +294,7 @@ def test_lddt_of_distances_is_that_of_a_structure_with_these_distances():
     by_structures = structure_metrics.lddt(model[seen].numpy(), true[seen].numpy())
     assert found == pytest.approx(np.nanmean(by_structures), abs=1e-6) and 0.2 < found < 0.9
     assert contacts.distance_lddt(torch.cdist(true, true), true, seen.float()) == 1.0
+    assert contacts.distance_lddt(torch.zeros(40, 40), 1e3 * true, seen.float()) == 0.0  # nothing is near
 
 
 class Oracle(torch.nn.Module):

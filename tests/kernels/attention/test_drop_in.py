@@ -54,6 +54,9 @@ def test_the_plain_path_is_the_same_function(masked, monkeypatch):
     out = drop_in.triangle_attention(q, k, v, torch.full_like(bias, -torch.inf), nobody)
     assert torch.allclose(out, v.mean(3, keepdim=True).expand_as(v), atol=1e-5)
     assert not torch.autograd.grad(out.sum(), v)[0].any()  # no gradient from rows without any key
+    biases = torch.stack([bias, 2 * bias])
+    both = torch.vmap(lambda bias: drop_in.triangle_attention(q, k, v, bias, nobody))(biases)
+    torch.testing.assert_close(both[1], drop_in.triangle_attention(q, k, v, biases[1], nobody))
 
 
 def calls(dtype, S=13):
