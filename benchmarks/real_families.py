@@ -49,7 +49,8 @@ TUNE = dict(num_steps=400, learning_rate=3e-4, lr_schedule="cosine", lr_warmup_s
             dropout=0.1, eval_every=100, validate_fraction=0.1)
 MODEL = dict(num_seqs=128, seq_len=96, batch_size=4, coevolution="couplings", eval_seqs=512)
 GIVEN = "--real-folds"  # stands for the file that is named by this option
-FOLDS, FOLDS_TUNE = dict(num_steps=5000, eval_every=1000), dict(num_steps=600, seq_len=128)
+FOLDS = dict(num_steps=5000, eval_every=1000)
+FOLDS_TUNE = dict(num_steps=600, seq_len=128, eval_every=200)
 RECIPES = {  # name: (what pre-training changes, None for none; what training changes; the model, in both)
     "full": ({}, {}, {}),
     "evoformer alone": ({}, {}, dict(coevolution="none")),
@@ -60,12 +61,8 @@ RECIPES = {  # name: (what pre-training changes, None for none; what training ch
     "constant rate": (dict(lr_schedule="constant"), dict(lr_schedule="constant"), {}),
     "half mixed": ({}, dict(num_steps=800, mix_synthetic=0.5, synthetic_world="natural"), {}),
     "not tuned": ({}, None, {}),
-    # for structures: orientations, real chains among the folds, and longer crops of the families
-    "folds": (FOLDS | dict(real_folds=GIVEN), FOLDS_TUNE, dict(orientations=True)),
-    "folds ideal": (FOLDS, FOLDS_TUNE, dict(orientations=True)),
-    "folds long": (FOLDS | dict(real_folds=GIVEN, seq_len=128), FOLDS_TUNE | dict(seq_len=192),
-                   dict(orientations=True)),
-    "folds deep": (FOLDS | dict(real_folds=GIVEN), FOLDS_TUNE, dict(orientations=True, num_blocks=8)),
+    # for structures: orientations, twice as deep, real chains among the folds, longer crops of the families
+    "folds": (FOLDS | dict(real_folds=GIVEN), FOLDS_TUNE, dict(orientations=True, num_blocks=8)),
 }
 ROWS = {"all": 4000, "512": 512}  # of the yardsticks
 
