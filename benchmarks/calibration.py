@@ -97,8 +97,7 @@ def complete_card(saved, known, arguments):
 def main(argv=None):
     parser = Parser(prog="calibration.py", description=__doc__)
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="directories of families")
-    parser.add_argument("--model", default=prediction.MODELS["--contacts"],
-                        help="(default: the model of --contacts)")
+    parser.add_argument("--model", default=prediction.MODEL, help="(default: the shipped one)")
     parser.add_argument("--rows", type=whole_number(), nargs="+", default=DEPTHS,
                         help="(default: 1, 10, 30, 100, 300, all)")
     parser.add_argument("--trained", action="store_true", help="families that the model was trained on")

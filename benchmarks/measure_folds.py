@@ -26,7 +26,6 @@ interrupts.quiet(__name__)
 import numpy as np
 import torch
 
-from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, exit_code, finite, require_writable, write_json
 from fusion_lab.training.flags import Parser
 from fusion_lab.training.machine import choose_device
@@ -43,7 +42,7 @@ SCORES = ("tm_score", "lddt_ca", "gdt_ts", "rmsd")
 def predicted(saved, family, seed, device):
     """(logits of distances, those of orientations or None) of all rows, and the seconds that took."""
     batch = prediction.model_input(family, saved.config, prediction.ROWS, seed)
-    given = PROGRAM, saved.weights, saved.config, to_device(batch, device), device, None
+    given = PROGRAM, saved.weights, saved.config, batch, device, None
     begun = time.monotonic()
     _, _, logits, *more = prediction.run_model(*given, "--fold")
     return logits, more[0] if more else None, time.monotonic() - begun
@@ -101,6 +100,14 @@ def calibration(unseen):
                 mean_error_by_residue=float(np.mean(errors)), mean_error_by_family=float(np.mean(means)))
 
 
+def complete_card(path, found, which):
+    """Write the line of a calibration() into a model's file; which: families, in words."""
+    saved = read_model(path, PROGRAM)
+    line = dict(intercept=found["intercept"], slope=found["slope"],
+                measured_on=f"{found['families']} families {which}")
+    save_model(path, PROGRAM, saved.weights, saved.config, saved.card | dict(plddt=line))
+
+
 def summary(families):
     return dict(families=len(families), **{f"median_{key}": statistics.median(f[key] for f in families)
                                            for key in SCORES},
@@ -112,7 +119,7 @@ def main(argv=None):
     parser = Parser(prog="measure_folds.py", description=__doc__)
     parser.add_argument("--data", nargs="+", required=True, metavar="DIR", help="directories of families")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSON file of results")
-    parser.add_argument("--model", default=prediction.MODELS["--fold"], help="(default: the model of --fold)")
+    parser.add_argument("--model", default=prediction.MODEL, help="(default: the shipped one)")
     parser.add_argument("--only-unseen", action="store_true", help="families that it was not trained on")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="these families alone (default: all)")
     parser.add_argument("--seed", type=int, default=42, help="of rows and starts (default: 42)")
@@ -149,8 +156,8 @@ def main(argv=None):
     if a.card and "calibration" not in result:
         raise UserError("--card: a line needs two families that the model was not trained on")
     if a.card:
-        line = {key: result["calibration"][key] for key in ("intercept", "slope", "families")}
-        save_model(a.model, PROGRAM, saved.weights, saved.config, saved.card | dict(plddt=line))
+        complete_card(a.model, result["calibration"],
+                      "that chose the model's training step and were not trained on")
     for name in ("summary", "calibration"):
         print(name, json.dumps(finite(result.get(name)), indent=2))
     return 0

@@ -30,7 +30,7 @@ interrupts.quiet(__name__)
 
 import numpy as np
 import torch
-from measure_folds import calibration, judged, known_enough, predicted
+from measure_folds import calibration, complete_card, judged, known_enough, predicted
 from real_families import RECIPES, at_once, chosen_step, interval
 
 from fusion_lab.training.files import UserError, exit_code, finite, require_writable, write_json
@@ -147,9 +147,13 @@ def main(argv=None):
     parser.add_argument("--most", type=whole_number(),
                         help="families of each model, the longest (default: all)")
     parser.add_argument("--device", default="auto", help="of the model (auto)")
+    parser.add_argument("--card", type=pathlib.Path, metavar="FILE", help="write the line of pLDDT into this "
+                        "model's file, which the same recipe made")
     a = parser.parse_args(argv)
     out = a.runs / "folds.json"
     require_writable(out)
+    if a.card:
+        read_model(a.card, PROGRAM)
     try:
         hold_file(out)
     except BlockingIOError:
@@ -173,6 +177,11 @@ def main(argv=None):
     first = [found for key, found in known.items() if key.startswith(f"{a.seeds[0]} ")]
     result["calibration"] = calibration(first) if len(first) > 1 else None  # no family twice
     write_json(out, finite(result))
+    if a.card and result["calibration"] is None:
+        raise UserError("--card: a line needs two families")
+    if a.card:
+        complete_card(a.card, result["calibration"],
+                      "that models of the same recipe folded, of which none was trained on them")
     print_table(result["table"])
     print(json.dumps(finite(result["table"])))
     return 0

@@ -71,15 +71,36 @@ def mean_power(apart):
     return torch.where(apart.abs() < LOCAL, 0.5, 1.0)[:, None]
 
 
-def interpolated(table, rows, x):
-    """Linear between the bins of a table (P, bins), flat outside: at x (B, ...) bins from the first one's
-    centre, in rows (...)."""
-    bins = table.shape[1]
-    x = x.clamp(0, bins - 1)
-    low = x.detach().long().clamp(max=bins - 2)
-    place, table = rows * bins + low, table.flatten()
-    below = table[place]
-    return below + (table[place + 1] - below) * (x - low)
+def interpolated(table, x):
+    """(values, slopes), linear between bins, flat outside: of a table (..., bins) at x (B, ...) bins from the
+    first one's centre."""
+    bins = table.shape[-1]
+    inside = x.clamp(0, bins - 1)
+    low = inside.detach().long().clamp_(max=bins - 2)
+    first = torch.arange(0, table.numel(), bins, device=x.device).view(table.shape[:-1])
+    place, table = (low + first).flatten(), table.flatten()  # index_select is four times as fast as take
+    below, above = (table.index_select(0, at).view(x.shape) for at in (place, place + 1))
+    slope = above - below
+    return below + slope * (inside - low), slope * (inside == x)
+
+
+class OfDistances(torch.autograd.Function):
+    """(B,) sum over pairs of a function of their distance: points (B, L, any), function: d (B, L, L) ->
+    (values, slopes), both symmetric, 0 on the diagonal. The gradient is a product of matrices; autograd,
+    which adds it up pair by pair, took most of a fold's time."""
+
+    @staticmethod
+    def forward(ctx, points, function):
+        d = torch.cdist(points, points)
+        values, slopes = function(d)
+        ctx.save_for_backward(points, slopes / d.clamp(min=1e-3))
+        return values.sum((1, 2)) / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        points, pull = ctx.saved_tensors
+        pull = pull * gradient[:, None, None]
+        return pull.sum(-1, keepdim=True) * points - pull @ points, None
 
 
 class Distances:
@@ -89,20 +110,23 @@ class Distances:
     def __init__(self, probability, centres):
         """probability (L, L, bins), centres (bins,) Å, evenly spaced."""
         size = len(probability)
-        self.i, self.j = torch.triu_indices(size, size, 1, device=probability.device)
-        p, along = probability[self.i, self.j], self.j - self.i
+        i, j = torch.triu_indices(size, size, 1, device=probability.device)
+        p, along = probability[i, j], j - i
         apart = separation(along, size)
         counts = torch.bincount(apart, minlength=FARTHEST + 1).clamp(min=1)
         mean = p.new_zeros(FARTHEST + 1, p.shape[1]).index_add_(0, apart, p) / counts[:, None]
         table = mean_power(along) * (mean[apart] + FLOOR).log() - (p + FLOOR).log()  # (P, bins)
-        self.table, self.rows = table, torch.arange(len(p), device=p.device)
+        self.table = p.new_zeros(size, size, p.shape[1])  # 0 for a residue and itself
+        self.table[i, j] = self.table[j, i] = table
         self.first, self.width = float(centres[0]), float(centres[1] - centres[0])
 
     def __call__(self, points):
         """points (B, L, 3 or more) -> (B,)"""
-        away = points[:, self.i] - points[:, self.j]
-        d = (away.square().sum(-1) + 1e-6).sqrt()  # (B, P)
-        return interpolated(self.table, self.rows, (d - self.first) / self.width).sum(-1)
+        return OfDistances.apply(points, self.at)
+
+    def at(self, d):
+        values, slopes = interpolated(self.table, (d - self.first) / self.width)
+        return values, slopes / self.width
 
 
 class Orientations:
@@ -115,7 +139,7 @@ class Orientations:
         place = torch.arange(size)
         along = (place[:, None] - place).flatten()
         apart = separation(along, size) + FARTHEST
-        self.rows, self.tables = torch.arange(size * size).view(size, size), {}
+        self.tables = {}
         for name, p in probabilities.items():
             p = (p[..., 1:] * (1 - torch.eye(size)[..., None])).flatten(0, 1)  # (L * L, bins)
             near = p.sum(1, keepdim=True)
@@ -124,14 +148,15 @@ class Orientations:
             odds = (p / (near + FLOOR) + FLOOR).log() - mean_power(along) * (mean[apart] + FLOOR).log()
             table = -near * odds * (0.5 if name == "omega" else 1)  # omega stands twice in the plane
             before, after = (0, -1) if name == "phi" else (-1, 0)  # bins beyond the first and the last
-            self.tables[name] = torch.cat([table[:, before, None], table, table[:, after, None]], 1)
+            table = torch.cat([table[:, before, None], table, table[:, after, None]], 1)
+            self.tables[name] = table.view(size, size, -1)
 
     def __call__(self, atoms):
         """atoms (B, L, 5, 3) -> (B,)"""
         total = atoms.new_zeros(len(atoms))
         for name, angle in orientations.between(*(atoms[..., atom, :] for atom in (N, CA, CB))).items():
             x = (angle - orientations.FIRST[name]) / orientations.WIDTH + 0.5
-            total = total + interpolated(self.tables[name], self.rows, x).sum((-1, -2))
+            total = total + interpolated(self.tables[name], x)[0].sum((-1, -2))
         return total
 
 
@@ -171,7 +196,10 @@ def clashes(atoms, pairs, sequence=None):
 
 def crowding(points, least=3.9):
     """Repulsion of one point for each residue, two or more apart, (B,); points (B, L, any)."""
-    size = points.shape[1]
-    i, j = torch.triu_indices(size, size, 2, device=points.device)
-    d = ((points[:, i] - points[:, j]).square().sum(-1) + 1e-6).sqrt()
-    return (least - d).relu().square().sum(-1)
+    place = torch.arange(points.shape[1], device=points.device)
+    apart = ((place[:, None] - place).abs() > 1).to(points.dtype)
+
+    def at(d):
+        over = (least - d).relu_() * apart
+        return over.square(), -2 * over
+    return OfDistances.apply(points, at)

@@ -65,7 +65,7 @@ def _folded(logits, centres, sequence, generator, orientations):
     probability = logits.float().softmax(-1)
     potential = Distances(probability, centres)
     size = len(sequence)
-    starts = max(min(TRACES, PAIRS_AT_ONCE // max(len(potential.i), 1)), 2)
+    starts = max(min(TRACES, PAIRS_AT_ONCE // max(size * (size - 1) // 2, 1)), 2)
     if size < LEAST:
         traces = torch.randn(2, size, 3, generator=generator)
     else:

@@ -41,8 +41,7 @@ from proteins.orientations import BINS
 from proteins.seam import data_errors
 from proteins.yardsticks import mean_field_dca, mutual_information, sequence_weights, some_rows
 
-MODELS = {"--contacts": os.path.join(ROOT, "models", "contacts.pt"),  # what is used without --resume, by mode
-          "--fold": os.path.join(ROOT, "models", "folds.pt")}
+MODEL = os.path.join(ROOT, "models", "families.pt")  # what is used without --resume
 ROWS = 512                # of the alignment, without --eval-seqs
 PREDICTED = {"--contacts": ("contact_probability", "distances"),  # of the model's output, by mode
              "--fold": ("contact_probability", "distances", "distogram_logits")}
@@ -109,9 +108,9 @@ def predict(program, settings, mode, alignment):
     training, subject = settings.training, mode[2:].capitalize()
     device = choose_device(training.device)
     process_settings(settings, device)
-    if training.resume is None and not os.path.exists(MODELS[mode]):
-        raise UserError(f"{mode}: there is no {MODELS[mode]}; name a model file or a checkpoint by --resume")
-    protein, path = read_protein(training, alignment), training.resume or MODELS[mode]
+    if training.resume is None and not os.path.exists(MODEL):
+        raise UserError(f"{mode}: there is no {MODEL}; name a model file or a checkpoint by --resume")
+    protein, path = read_protein(training, alignment), training.resume or MODEL
     saved = read_model(path, program)
     directory = training.output or mode[2:]
     outputs.require_directory(directory)

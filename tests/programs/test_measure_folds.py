@@ -5,12 +5,19 @@ import types
 
 import numpy as np
 import pytest
+import torch
 
 from fusion_lab.training.files import UserError
+from fusion_lab.training.models import read_model, save_model
+from proteins import files, prediction
+from proteins.confidence import line_of
+from proteins.orientations import BINS
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import measure_folds  # noqa: E402
+
+import tiny_openfold_v2 as tof  # noqa: E402
 
 
 def a_family(seed, shift=0.0):
@@ -50,3 +57,27 @@ def test_folds_of_another_model_are_not_mixed_in(tmp_path, monkeypatch):
         measure_folds.main([*given, "y/folds.pt"])
     with pytest.raises(UserError, match="made with seed 42"):
         measure_folds.main([*given, "y/contacts.pt", "--seed", "1"])
+
+
+def test_the_line_goes_into_the_card_and_nothing_else_changes(tmp_path):
+    sizes = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
+    config = tof.TinyOpenFoldConfig(**sizes)
+    weights = tof.TinyOpenFoldV2(config, tof.FusionConfig()).state_dict()
+    save_model(tmp_path / "m.pt", tof.PROGRAM, weights, config, dict(step=3))
+    before = read_model(tmp_path / "m.pt", tof.PROGRAM)
+    measure_folds.complete_card(tmp_path / "m.pt", dict(intercept=0.1, slope=0.8, families=5), "of mine")
+    after = read_model(tmp_path / "m.pt", tof.PROGRAM)
+    assert line_of(after.card) == (0.1, 0.8, "5 families of mine") and after.card["step"] == 3
+    assert all(torch.equal(after.weights[name], weight) for name, weight in before.weights.items())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_shipped_model_predicts_what_folding_needs(device):
+    """Of a family of twelve residues; on a GPU the batch goes there once."""
+    msa = np.random.default_rng(0).integers(0, 20, (9, 12)).astype(np.uint8)
+    family = files.Protein("x", msa, np.full((12, 3), np.nan, np.float32))
+    saved = read_model(prediction.MODEL, tof.PROGRAM)
+    logits, orientations, seconds = measure_folds.predicted(saved, family, 1, torch.device(device))
+    assert logits.shape == (12, 12, 64) and logits.isfinite().all() and seconds > 0
+    assert {name: found.shape[-1] for name, found in orientations.items()} == BINS
+    assert {found.device.type for found in (logits, *orientations.values())} == {"cpu"}

@@ -98,8 +98,7 @@ def test_the_wheel_says_what_it_is(site):
     assert about.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     asked = (ROOT / "requirements.txt").read_text().splitlines()
     assert [needs(line) for line in about.get_all("Requires-Dist")] == [needs(line) for line in asked if line]
-    for name in ("models/contacts.pt", "models/folds.pt", "models/README.md",
-                 "fusion_lab/kernels/tiles.json"):
+    for name in ("models/families.pt", "models/README.md", "fusion_lab/kernels/tiles.json"):
         assert (site / name).read_bytes() == (ROOT / name).read_bytes()
     modules = {str(file.relative_to(ROOT)) for package in ("fusion_lab", "proteins", "companions")
                for file in (ROOT / package).rglob("*.py")}

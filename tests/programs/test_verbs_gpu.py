@@ -39,7 +39,7 @@ SMALL = "--num-blocks 1 --seq-len 16 --num-seqs 8 --batch-size 2" if ON_CPU else
     "--num-blocks 2 --seq-len 32 --num-seqs 8 --batch-size 2")
 BF16, FP16, TF32 = ("--use-amp --amp-dtype bfloat16", "--use-amp --amp-dtype float16", "--use-tf32")
 PRECISIONS = {"fp32": "", "tf32": TF32, "bf16": BF16, "fp16": FP16}
-CONTACTS = ROOT / "models" / "contacts.pt"
+SHIPPED = ROOT / "models" / "families.pt"
 
 # Why a row of a comparison is nothing of its own, whole sentences.
 FLOAT32 = ("master weights need --use-amp",
@@ -108,8 +108,8 @@ def trainings():
                  float16=f"--enable-ultra {FP16} {SMALL}", tf32=f"--enable-all-fusion {TF32} {SMALL}")
     sizes = ("--batch-size 1 --num-seqs 16 --seq-len 32 --extra-seqs 64" if ON_CPU else
              "--batch-size 4 --num-seqs 32 --seq-len 64 --extra-seqs 256")
-    natural = (f"{train} --coevolution couplings --synthetic-world natural {sizes} --num-steps 2 "
-               "--warmup-steps 1")
+    natural = (f"{train} --coevolution couplings --synthetic-world natural {sizes} --num-blocks 8 "
+               "--orientations --num-steps 2 --warmup-steps 1")
     if ON_CPU:
         kinds = dict(default=SMALL, bf16=f"{BF16} {SMALL}", tf32=f"{TF32} {SMALL}")
     named = dict(tf32=("master weights need --use-amp",))
@@ -125,7 +125,7 @@ def trainings():
              ("here/*.pt.trace.json", "here/memory_profile.json", "a.pt", "there/metrics.jsonl"),
              null=() if ON_CPU else ("launches_per_step",)),  # which are left to the outer profiler
         Verb("fine-tune", (f"{natural} --profile-dir new",
-                           f"{natural} --init-from {CONTACTS} --save-checkpoint tuned.pt"),
+                           f"{natural} --init-from {SHIPPED} --save-checkpoint tuned.pt"),
              (*files, "tuned.pt"), holds=tuned)]
 
 
@@ -156,7 +156,7 @@ def checks():
 
 
 def sessions():
-    """Profiler session, roofline, predictions, a study with its resumption, tiles, contacts."""
+    """Profiler session, roofline, predictions, a study with its resumption, tiles, contacts, a fold."""
     session, study = "run_pytorch_profiler.py", "launch_performance_study.sh"
     points = f"{study} --batch-sizes 1 --seq-lens 16 --num-seqs 8 {FEW} --study-name s"
     block = "-- --num-blocks 1"
@@ -178,7 +178,9 @@ def sessions():
              tuple(f"s/{name}" for name in ("report.html", "results.csv", "results.jsonl", "*.png")),
              result="s/results_summary.json", holds=two_runs_of_each),
         Verb("contacts", ("tiny_openfold_v2.py --contacts query.a3m",), prepare=write_alignment,
-             files=tuple(f"contacts/query.{end}" for end in ("rr", "tsv", "npz", "png", "json")))]
+             files=tuple(f"contacts/query.{end}" for end in ("rr", "tsv", "npz", "png", "json"))),
+        Verb("fold", ("tiny_openfold_v2.py --fold query.a3m",), prepare=write_alignment,
+             files=tuple(f"fold/query.{end}" for end in ("pdb", "cif", "html", "png", "json")))]
     retune = Verb("retune", (f"tiny_openfold_v2.py --retune --enable-triton-relu {BF16} {SMALL}",),
                   ("pytorch_profiles_v2/tiles_v2.json", "cache/fusion_lab/*.json"),
                   environment=(("XDG_CACHE_HOME", "{here}/cache"),),

@@ -81,7 +81,7 @@ def test_damaged_sequences_of_a_card_are_one_line(sequences):
 
 
 def test_the_shipped_model_knows_its_families_by_sequence():
-    card = read_model(prediction.MODELS["--contacts"], tof.PROGRAM).card
+    card = read_model(prediction.MODEL, tof.PROGRAM).card
     assert set(card["sequences"]) == set(card["trained_on"])
     assert relative(tokens(UBIQUITIN)[None], "x", card)["trained"]  # 2BWF_A is a ubiquitin-like domain
     assert {"bins", "error", "pairs"} <= set(card["calibration"])

@@ -374,7 +374,7 @@ def test_a_real_alignment_as_a_user_does_it(tmp_path):
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found = json.loads((tmp_path / "o" / "1a3a_A.json").read_text())
     assert found["trained_on"] is False and found["residues"] == 80
-    assert found["plddt_calibrated_on"].startswith("13 families")
+    assert found["plddt_calibrated_on"].startswith("126 families")
     assert found["scores"]["tm_score"] > 0.5 and found["other_hand"] > 0.5
     assert found["longest_peptide_bond"] < 1.36 and found["worst_overlap"] < 0.6
 

@@ -141,11 +141,6 @@ def test_without_the_flag_nothing_is_added_and_files_of_both_kinds_load(tmp_path
         assert read_model(tmp_path / name, tof.PROGRAM).config.orientations is (name == "wide")
 
 
-def test_the_shipped_model_loads_unchanged():
-    saved = read_model(prediction.MODELS["--contacts"], tof.PROGRAM)
-    assert saved.config.orientations is False and not any("orientation" in name for name in saved.weights)
-
-
 @pytest.mark.parametrize("has", [False, True])
 def test_predictions_for_folding(has):
     model, batch = model_of(orientations=has), dict(msa_tokens=torch.randint(0, 20, (1, 4, 6)))

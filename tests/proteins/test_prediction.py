@@ -254,7 +254,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
             "not allowed with": ["--contacts", "x", "--retune"],
             "--output: 'x': needs --contacts": ["-o", "x"],
             "must come together with --msa or --contacts": ["--structure", "x"]}.items():
-        monkeypatch.setitem(prediction.MODELS, "--contacts", "no-model.pt")
+        monkeypatch.setattr(prediction, "MODEL", "no-model.pt")
         assert words in refused(capsys, *argv)
     monkeypatch.setattr(prediction, "free_memory", lambda device: 1000)
     line = refused(capsys, "--contacts", alignment, *usual, "-o", "o")
