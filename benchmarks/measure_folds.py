@@ -100,7 +100,7 @@ def calibration(unseen):
                 mean_error_by_residue=float(np.mean(errors)), mean_error_by_family=float(np.mean(means)))
 
 
-def complete_card(path, found, which):
+def write_line(path, found, which):
     """Write the line of a calibration() into a model's file; which: families, in words."""
     saved = read_model(path, PROGRAM)
     line = dict(intercept=found["intercept"], slope=found["slope"],
@@ -156,8 +156,7 @@ def main(argv=None):
     if a.card and "calibration" not in result:
         raise UserError("--card: a line needs two families that the model was not trained on")
     if a.card:
-        complete_card(a.model, result["calibration"],
-                      "that chose the model's training step and were not trained on")
+        write_line(a.model, result["calibration"], "that the model was not trained on")
     for name in ("summary", "calibration"):
         print(name, json.dumps(finite(result.get(name)), indent=2))
     return 0

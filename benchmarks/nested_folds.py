@@ -30,7 +30,7 @@ interrupts.quiet(__name__)
 
 import numpy as np
 import torch
-from measure_folds import calibration, complete_card, judged, known_enough, predicted
+from measure_folds import calibration, judged, known_enough, predicted, write_line
 from real_families import RECIPES, at_once, chosen_step, interval
 
 from fusion_lab.training.files import UserError, exit_code, finite, require_writable, write_json
@@ -148,12 +148,12 @@ def main(argv=None):
                         help="families of each model, the longest (default: all)")
     parser.add_argument("--device", default="auto", help="of the model (auto)")
     parser.add_argument("--card", type=pathlib.Path, metavar="FILE", help="write the line of pLDDT into this "
-                        "model's file, which the same recipe made")
+                        "model's file, made by the same recipe")
     a = parser.parse_args(argv)
     out = a.runs / "folds.json"
     require_writable(out)
-    if a.card:
-        read_model(a.card, PROGRAM)
+    if a.card and read_model(a.card, PROGRAM).card.get("recipe") != a.recipe:
+        raise UserError(f"--card {a.card}: not made by recipe {a.recipe}")
     try:
         hold_file(out)
     except BlockingIOError:
@@ -180,8 +180,8 @@ def main(argv=None):
     if a.card and result["calibration"] is None:
         raise UserError("--card: a line needs two families")
     if a.card:
-        complete_card(a.card, result["calibration"],
-                      "that models of the same recipe folded, of which none was trained on them")
+        write_line(a.card, result["calibration"],
+                   "each folded by a model of the same recipe that never saw it")
     print_table(result["table"])
     print(json.dumps(finite(result["table"])))
     return 0

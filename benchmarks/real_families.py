@@ -61,7 +61,7 @@ RECIPES = {  # name: (what pre-training changes, None for none; what training ch
     "constant rate": (dict(lr_schedule="constant"), dict(lr_schedule="constant"), {}),
     "half mixed": ({}, dict(num_steps=800, mix_synthetic=0.5, synthetic_world="natural"), {}),
     "not tuned": ({}, None, {}),
-    # for structures: orientations, twice as deep, real chains among the folds, longer crops of the families
+    # for structures: orientations, 8 blocks for 4, real chains among the folds, longer crops of families
     "folds": (FOLDS | dict(real_folds=GIVEN), FOLDS_TUNE, dict(orientations=True, num_blocks=8)),
 }
 ROWS = {"all": 4000, "512": 512}  # of the yardsticks

@@ -8,6 +8,7 @@ in units of kT, so that -log of a probability is one.
 import math
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from proteins import geometry, orientations
 from proteins.geometry import CA, CB, C, N
@@ -72,34 +73,35 @@ def mean_power(apart):
 
 
 def interpolated(table, x):
-    """(values, slopes), linear between bins, flat outside: of a table (..., bins) at x (B, ...) bins from the
-    first one's centre."""
+    """(values, slopes) of a table (..., bins) at x (B, ...), in bins from the centre of the first: linear
+    between centres, constant outside."""
     bins = table.shape[-1]
     inside = x.clamp(0, bins - 1)
     low = inside.detach().long().clamp_(max=bins - 2)
-    first = torch.arange(0, table.numel(), bins, device=x.device).view(table.shape[:-1])
-    place, table = (low + first).flatten(), table.flatten()  # index_select is four times as fast as take
-    below, above = (table.index_select(0, at).view(x.shape) for at in (place, place + 1))
-    slope = above - below
-    return below + slope * (inside - low), slope * (inside == x)
+    row = torch.arange(0, table.numel(), bins, device=x.device).view(table.shape[:-1])
+    index, flat = (low + row).flatten(), table.flatten()
+    left, right = (flat.index_select(0, place).view(x.shape) for place in (index, index + 1))
+    slope = right - left
+    return left + slope * (inside - low), slope * (inside == x)
 
 
-class OfDistances(torch.autograd.Function):
+class PairwiseEnergy(torch.autograd.Function):
     """(B,) sum over pairs of a function of their distance: points (B, L, any), function: d (B, L, L) ->
-    (values, slopes), both symmetric, 0 on the diagonal. The gradient is a product of matrices; autograd,
-    which adds it up pair by pair, took most of a fold's time."""
+    (values, slopes), both symmetric, 0 on the diagonal. The gradient is a product of matrices: autograd's
+    additions pair by pair took most of the time."""
 
     @staticmethod
     def forward(ctx, points, function):
         d = torch.cdist(points, points)
         values, slopes = function(d)
-        ctx.save_for_backward(points, slopes / d.clamp(min=1e-3))
+        ctx.save_for_backward(points, slopes.to(points.dtype) / d.clamp(min=1e-3))
         return values.sum((1, 2)) / 2
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
-        points, pull = ctx.saved_tensors
-        pull = pull * gradient[:, None, None]
+        points, slope_over_d = ctx.saved_tensors
+        pull = slope_over_d * gradient[:, None, None]
         return pull.sum(-1, keepdim=True) * points - pull @ points, None
 
 
@@ -118,14 +120,14 @@ class Distances:
         table = mean_power(along) * (mean[apart] + FLOOR).log() - (p + FLOOR).log()  # (P, bins)
         self.table = p.new_zeros(size, size, p.shape[1])  # 0 for a residue and itself
         self.table[i, j] = self.table[j, i] = table
-        self.first, self.width = float(centres[0]), float(centres[1] - centres[0])
+        self.first_centre, self.width = float(centres[0]), float(centres[1] - centres[0])
 
     def __call__(self, points):
         """points (B, L, 3 or more) -> (B,)"""
-        return OfDistances.apply(points, self.at)
+        return PairwiseEnergy.apply(points, self.energy_and_slope)
 
-    def at(self, d):
-        values, slopes = interpolated(self.table, (d - self.first) / self.width)
+    def energy_and_slope(self, d):
+        values, slopes = interpolated(self.table, (d - self.first_centre) / self.width)
         return values, slopes / self.width
 
 
@@ -197,9 +199,9 @@ def clashes(atoms, pairs, sequence=None):
 def crowding(points, least=3.9):
     """Repulsion of one point for each residue, two or more apart, (B,); points (B, L, any)."""
     place = torch.arange(points.shape[1], device=points.device)
-    apart = ((place[:, None] - place).abs() > 1).to(points.dtype)
+    counts = ((place[:, None] - place).abs() > 1).to(points.dtype)
 
-    def at(d):
-        over = (least - d).relu_() * apart
+    def energy_and_slope(d):
+        over = (least - d).relu() * counts
         return over.square(), -2 * over
-    return OfDistances.apply(points, at)
+    return PairwiseEnergy.apply(points, energy_and_slope)

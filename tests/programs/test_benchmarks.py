@@ -270,16 +270,14 @@ def test_real_families_never_trains_on_a_relative_of_what_it_looks_at(tmp_path, 
 def test_real_families_trains_for_folds(tmp_path, monkeypatch, capsys):
     """Real chains in pre-training, longer crops in training, weights kept for folding what was held out."""
     import real_families
-    started, argv = {}, ["--data", "x", "--out", str(tmp_path), "--seeds", "1", "--recipes", "folds",
-                         "folds ideal"]
+    started, argv = {}, ["--data", "x", "--out", str(tmp_path), "--seeds", "1", "--recipes", "folds"]
     monkeypatch.setattr(real_families, "train", lambda directory, options, *_: started.update(
         {directory.name: options}) or dict(seconds=1.0))
     arguments = real_families.parse([*argv, "--real-folds", "chains.npz"])
     real_families.Runs(arguments, [["a"], ["b"]]).run()
-    assert set(started) == {f"folds{kind}-1{stage}" for kind in ("", "-ideal")
-                            for stage in ("", "-fold-0", "-fold-1")}
+    assert set(started) == {"folds-1", "folds-1-fold-0", "folds-1-fold-1"}
     real, tuned = started["folds-1"], started["folds-1-fold-1"]
-    assert str(real["real_folds"]) == "chains.npz" and "real_folds" not in started["folds-ideal-1"]
+    assert str(real["real_folds"]) == "chains.npz" and real["num_blocks"] == tuned["num_blocks"] == 8
     assert (real["num_steps"], real["seq_len"]) == (5000, 96)
     assert (tuned["num_steps"], tuned["seq_len"], tuned["holdout"]) == (600, 128, "b")
     assert tuned["save_best"] == tmp_path / "runs" / "folds-1-fold-1" / "best.pt"

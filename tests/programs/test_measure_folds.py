@@ -65,7 +65,7 @@ def test_the_line_goes_into_the_card_and_nothing_else_changes(tmp_path):
     weights = tof.TinyOpenFoldV2(config, tof.FusionConfig()).state_dict()
     save_model(tmp_path / "m.pt", tof.PROGRAM, weights, config, dict(step=3))
     before = read_model(tmp_path / "m.pt", tof.PROGRAM)
-    measure_folds.complete_card(tmp_path / "m.pt", dict(intercept=0.1, slope=0.8, families=5), "of mine")
+    measure_folds.write_line(tmp_path / "m.pt", dict(intercept=0.1, slope=0.8, families=5), "of mine")
     after = read_model(tmp_path / "m.pt", tof.PROGRAM)
     assert line_of(after.card) == (0.1, 0.8, "5 families of mine") and after.card["step"] == 3
     assert all(torch.equal(after.weights[name], weight) for name, weight in before.weights.items())
@@ -73,11 +73,11 @@ def test_the_line_goes_into_the_card_and_nothing_else_changes(tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_shipped_model_predicts_what_folding_needs(device):
-    """Of a family of twelve residues; on a GPU the batch goes there once."""
+    """Twelve residues; what is found comes back to the CPU."""
     msa = np.random.default_rng(0).integers(0, 20, (9, 12)).astype(np.uint8)
     family = files.Protein("x", msa, np.full((12, 3), np.nan, np.float32))
     saved = read_model(prediction.MODEL, tof.PROGRAM)
     logits, orientations, seconds = measure_folds.predicted(saved, family, 1, torch.device(device))
-    assert logits.shape == (12, 12, 64) and logits.isfinite().all() and seconds > 0
+    assert logits.shape == (12, 12, len(tof.DISTANCE_CENTRES)) and logits.isfinite().all() and seconds > 0
     assert {name: found.shape[-1] for name, found in orientations.items()} == BINS
     assert {found.device.type for found in (logits, *orientations.values())} == {"cpu"}
