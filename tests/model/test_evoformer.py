@@ -254,10 +254,11 @@ def test_compiled_blocks_share_one_graph_and_change_no_number():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
-def test_embedding_and_heads_compile_as_one_graph_each():
+def test_embedding_and_heads_compile_as_one_graph_each(monkeypatch):
     """On a GPU they run compiled, see TinyOpenFoldV2.forward."""
     torch._dynamo.reset()
+    graph = dict(fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(tof.TinyOpenFoldV2, "compile_options", lambda _: graph)
     trainer, batch = trainer_and_batch(given(enable_torch_compile=True))
     accuracy.shake(tof.PROGRAM, trainer.model)
     tokens, targets = batch["msa_tokens"], (batch["msa_targets"], batch["coords"], batch["coord_mask"])
