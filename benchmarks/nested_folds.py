@@ -8,8 +8,8 @@ cross-validation folds the families that were held out from it.
 The model runs on the GPU if there is one, folds are made on the CPU, one thread each. Writes OUT/folds.json
 whenever a few families are done. What the same models folded is not folded again, so a call that was stopped
 goes on. Prints TM-score and lDDT-CA for each data directory: medians of families over the means of seeds,
-with 95% intervals by drawing families. The file has the line of pLDDT, too, fitted to the first seed
-(measure_folds.py).
+with 95% intervals by drawing families. The file has the line of pLDDT, too (measure_folds.py), fitted to one
+fold of each family, of the first seed that has it.
 """
 import functools
 import hashlib
@@ -130,6 +130,14 @@ def table(known, group):
     return result
 
 
+def one_of_each(known, seeds):
+    """Figures of every family once: of the first of these seeds that has it."""
+    found = {}
+    for key in sorted(known, key=lambda key: seeds.index(int(key.partition(" ")[0]))):
+        found.setdefault(key.partition(" ")[2], known[key])
+    return list(found.values())
+
+
 def print_table(result):
     print(f"{'':16}{'families':>9}" + "".join(f"{title:>20}" for title in TABLE))
     for directory, found in result.items():
@@ -174,8 +182,8 @@ def main(argv=None):
     asked = {key: found for key, found in known.items()
              if int(key.partition(" ")[0]) in a.seeds and key.partition(" ")[2] in group}
     result["table"] = table(asked, group)
-    first = [found for key, found in known.items() if key.startswith(f"{a.seeds[0]} ")]
-    result["calibration"] = calibration(first) if len(first) > 1 else None  # no family twice
+    each = one_of_each(asked, a.seeds)
+    result["calibration"] = calibration(each) if len(each) > 1 else None
     write_json(out, finite(result))
     if a.card and result["calibration"] is None:
         raise UserError("--card: a line needs two families")

@@ -93,6 +93,12 @@ def test_the_table_is_of_families_not_of_folds():
     assert found["right hand"][0] == pytest.approx(2 / 3) and found["right hand"][1] == [0, 1]
 
 
+def test_the_line_of_plddt_sees_every_family_once():
+    known = {"2 A": "second", "1 B": "first", "2 B": "second", "10 A": "tenth"}
+    assert sorted(nested_folds.one_of_each(known, [1, 2, 10])) == ["first", "second"]
+    assert nested_folds.one_of_each(known, [10, 1, 2]) == ["tenth", "first"]
+
+
 @pytest.mark.slow
 def test_a_family_is_folded_and_a_second_call_knows_it(tmp_path):
     families = require_shared("data", "families_more")
