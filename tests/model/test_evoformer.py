@@ -255,7 +255,7 @@ def test_compiled_blocks_share_one_graph_and_change_no_number():
 
 @pytest.mark.slow
 def test_embedding_and_heads_compile_as_one_graph_each(monkeypatch):
-    """On a GPU they run compiled, see TinyOpenFoldV2.forward."""
+    """On a GPU they run compiled, see TinyOpenFoldV2.forward; on a CPU never, so its C++ is not looked at."""
     torch._dynamo.reset()
     graph = dict(fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(tof.TinyOpenFoldV2, "compile_options", lambda _: graph)

@@ -180,8 +180,6 @@ def peaks(group):
 
 def work(rank, port, names, out):
     torch.set_num_threads(1)
-    # This backend fails on a graph break, too, and spares two minutes of C++ (a test on two GPUs has it all).
-    tof.TinyOpenFoldV2.compile_options = lambda _: dict(backend="aot_eager", fullgraph=True, dynamic=False)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     world = distributed.begin(tof.PROGRAM.settings(sequence_parallel=2), torch.device("cpu"))

@@ -20,6 +20,7 @@ from tests.support import PATIENCE, ROOT, last_json, run_program
 
 ON = {"uneven, masks": "24", "predictions": "24", "uneven, no masks, more ranks than rows": "4",
       "baseline": "4"}  # ranks; two otherwise
+LONG = ("compiled", "kernels")
 PRECISION = {"couplings, uneven": 1e-5}  # float64 otherwise
 BROKEN = 1e-3
 
@@ -109,7 +110,7 @@ def test_what_pads_a_sample_is_missing_residues():
 
 @pytest.mark.slow
 def test_losses_and_all_gradients_are_those_of_one_process():
-    cases = (f"{name} / {ON.get(name, '2')}" for name in CASES if name != "kernels")
+    cases = (f"{name} / {ON.get(name, '2')}" for name in CASES if name not in LONG)
     found = errors(["trained", "peaks / 24", *cases])
     assert found.pop("trained")["error"] < 1e-10  # two pairs of ranks, data parallel, three steps
     for ranks, peak in found.pop("peaks").items():
@@ -127,6 +128,12 @@ def test_a_broken_exchange_is_caught():
     found = errors(MUTANTS)
     assert set(found) == set(MUTANTS)
     assert {name: worst for name, worst in found.items() if worst["error"] < BROKEN} == {}
+
+
+@pytest.mark.slow
+def test_compiled_in_one_piece():
+    worst = errors(["compiled"])["compiled"]["2"]
+    assert worst["error"] < 1e-10, worst
 
 
 @pytest.mark.slow
