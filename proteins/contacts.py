@@ -13,7 +13,7 @@ from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, require_directory, set_aside
 from proteins import maps
 from proteins.files import LETTERS
-from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
+from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS, tm_score, trace_of
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
@@ -64,10 +64,22 @@ def distance_lddt(distances, coords, coord_mask):
     return (kept.sum(1) / near.sum(1)).nanmean().nan_to_num().item()
 
 
+def distance_tm_score(distances, coords, coord_mask):
+    """TM-score, 0 to 1, of the trace that predicted distances (S, S) Å give (trace_of()), in the better of
+    both hands. coords (S, 3), coord_mask (S,). 0 where a distance is not finite."""
+    if not distances.isfinite().all():
+        return 0.0
+    seen = coord_mask.bool().cpu().numpy()
+    trace, true = (points[seen] for points in (trace_of(distances.cpu().double().numpy()),
+                                               coords.cpu().double().numpy()))
+    pieces = max(len(true) // 4, 4)  # shorter ones take most of the time and find little
+    return max(tm_score(trace * [1, 1, hand], true, shortest=pieces) for hand in (1, -1))
+
+
 def evaluate(trainer, source, stop=None, final=False):
-    """contact_precision() and distance_lddt() by protein: {"training": {name: ...}, "held_out": {name: ...}}.
-    A signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts,
-    if that is given."""
+    """contact_precision(), distance_lddt() and distance_tm_score() by protein: {"training": {name: ...},
+    "held_out": {name: ...}}. A signal in stop ends it early. The final one writes maps of the held-out
+    proteins into --plot-contacts, if that is given."""
     directory, results = trainer.training.plot_contacts if final else None, {}
     stems = maps.file_names(source.held_out) if directory else {}
     with evaluating(trainer.model):
@@ -86,7 +98,8 @@ def evaluate(trainer, source, stop=None, final=False):
                 far = contact_precision(probability, coords, coord_mask, LONG_RANGE)["p_l2"]
                 results[group][name] = dict(contact_precision(probability, coords, coord_mask),
                                             p_l2_long=None if math.isnan(far) else far,
-                                            lddt=distance_lddt(distances, coords, coord_mask))
+                                            lddt=distance_lddt(distances, coords, coord_mask),
+                                            tm_score=distance_tm_score(distances, coords, coord_mask))
                 if directory and group == "held_out" and trainer.world.first:
                     write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
                               (probability, distances, coords, coord_mask))
@@ -94,10 +107,11 @@ def evaluate(trainer, source, stop=None, final=False):
 
 
 def scores(evaluation):
-    """{"held-out P(L/2)": mean over proteins, "held-out lDDT": ..., ...} of what evaluate() returned."""
+    """{"held-out P(L/2)": mean over proteins, "held-out lDDT": ..., "held-out TM-score": ...} of what
+    evaluate() returned."""
     return {f"{group.replace('_', '-')} {title}": statistics.fmean(p[key] for p in proteins.values())
             for group, proteins in evaluation.items() if proteins
-            for key, title in (("p_l2", "P(L/2)"), ("lddt", "lDDT"))}
+            for key, title in (("p_l2", "P(L/2)"), ("lddt", "lDDT"), ("tm_score", "TM-score"))}
 
 
 def validation_score(evaluation):
@@ -112,9 +126,10 @@ def contact_line(evaluation):
     for group, proteins in evaluation.items():
         if proteins:
             mean = {key: statistics.fmean(p[key] for p in proteins.values())
-                    for key in ("p_l2", "p_l", "chance", "lddt")}
+                    for key in ("p_l2", "p_l", "chance", "lddt", "tm_score")}
             parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
                          f"chance {mean['chance']:.3f} lDDT {mean['lddt']:.3f} "
+                         f"TM-score {mean['tm_score']:.3f} "
                          f"({counted(len(proteins), 'protein')})")
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 

@@ -8,7 +8,9 @@ acids that are pulled together until the chain is whole. Of all of these the one
 the fold; since residues and the Ramachandran plot have a hand, it is the right image. Letters in shapes: B
 structures, L residues.
 """
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -51,14 +53,21 @@ class Fold:
 
 def folded(logits, centres, sequence, seed=0, orientations=None):
     """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters, and where a model
-    gives them orientations, logits {name: (L, L, bins)} as in orientations.py. On one thread: the tensors
-    are small, and a seed is one fold whatever the machine has."""
+    gives them orientations, logits {name: (L, L, bins)} as in orientations.py. Operations are on one thread,
+    as tensors are small; each half of the starts has its own. So a seed is one fold whatever the machine has.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         return _folded(logits, centres, sequence, torch.Generator().manual_seed(seed), orientations)
     finally:
         torch.set_num_threads(threads)
+
+
+def by_halves(work, batch):
+    """[work(half)] for both halves of a batch, side by side."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(work, batch.chunk(2)))
 
 
 def _folded(logits, centres, sequence, generator, orientations):
@@ -69,12 +78,14 @@ def _folded(logits, centres, sequence, generator, orientations):
     if size < LEAST:
         traces = torch.randn(2, size, 3, generator=generator)
     else:
-        traces = fold_traces(potential, spread(probability, centres, starts, generator), size)
-        traces = traces[:min(CHOSEN, max(starts // 2, 1))]
+        halves = by_halves(partial(fold_traces, potential), spread(probability, centres, starts, generator))
+        traces, energy = (torch.cat(both) for both in zip(*halves, strict=True))
+        traces = traces[energy.argsort()[:min(CHOSEN, max(starts // 2, 1))]]
     images = torch.cat([traces, traces * torch.tensor([1.0, 1.0, -1.0])])
     if orientations is not None:
         orientations = Orientations({name: one.float().softmax(-1) for name, one in orientations.items()})
-    atoms = fold_frames(potential, images, sequence, orientations)
+    atoms = torch.cat(by_halves(
+        partial(fold_frames, potential, sequence=sequence, orientations=orientations), images))
     return best_of(potential, atoms, sequence, orientations)
 
 
@@ -95,22 +106,22 @@ def spread(probability, centres, starts, generator):
     return scaled + 2.0 * torch.randn(starts, size, DIMENSIONS, generator=generator)
 
 
-def fold_traces(potential, points, size, steps=TRACE_STEPS):
-    """(B, L, 3), best first: points (B, L, DIMENSIONS) moved down the potential; the dimensions behind the
-    third are pressed flat in the middle third of the steps."""
+def fold_traces(potential, points):
+    """(traces (B, L, 3), kT for each residue (B,)): points (B, L, DIMENSIONS) moved down the potential; the
+    dimensions behind the third are pressed flat in the middle third of the steps."""
     points = points.clone().requires_grad_()
     optimizer = torch.optim.Adam([points], lr=1.0)
-    for step in range(steps + 1):
-        done = step / steps
+    for step in range(TRACE_STEPS + 1):
+        done = step / TRACE_STEPS
         flat = min(max(3 * done - 1, 0), 1)
         optimizer.param_groups[0]["lr"] = 1.0 * (1 - done) + 0.02
         shown = torch.cat([points[..., :3], points[..., 3:] * (1 - flat)], -1)
-        energy = (potential(shown) + 3 * crowding(shown, 3.8)) / size
-        if step < steps:
+        energy = (potential(shown) + 3 * crowding(shown, 3.8)) / points.shape[1]
+        if step < TRACE_STEPS:
             optimizer.zero_grad()
             energy.sum().backward()
             optimizer.step()
-    return points.detach()[energy.argsort(), :, :3]
+    return points.detach()[..., :3], energy.detach()
 
 
 # --- Frames ---------------------------------------------------------------------------------------------
@@ -147,15 +158,15 @@ def weights(done):
     return dict(peptide=10 ** (-3.0 + 3.0 * min(done / 0.75, 1)))
 
 
-def fold_frames(potential, traces, sequence, orientations=None, steps=FOLD_STEPS):
+def fold_frames(potential, traces, sequence, orientations=None):
     """Atoms (B, L, 5, 3) of chains that start along the traces (B, L, 3)."""
     rotation, place = frames_along(traces)
     axes = rotation[..., :2].transpose(-1, -2).contiguous().requires_grad_()  # two vectors, made a rotation
     place = place.contiguous().requires_grad_()
     optimizer = torch.optim.Adam([dict(params=[axes]), dict(params=[place])], betas=(0.9, 0.98))
     pairs = None
-    for step in range(steps):
-        done = step / steps
+    for step in range(FOLD_STEPS):
+        done = step / FOLD_STEPS
         rate = min(1, 2.2 * (1 - done)) + 0.002
         for group, most in zip(optimizer.param_groups, (0.06, 0.25), strict=True):
             group["lr"] = most * rate

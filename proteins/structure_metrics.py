@@ -11,6 +11,8 @@ ROUNDS = 20         # of superposing on those that lie near
 GDT_CUTOFFS = (1, 2, 4, 8)
 LDDT_CUTOFFS = (0.5, 1, 2, 4)
 LDDT_RADIUS = 15    # of the true neighbours that count
+REACH = 20          # Å; predicted distances end a little beyond, and farther ones are not told apart
+NEXT = 6.5          # Å; CB atoms of residues that follow each other are nearer
 
 
 def distances(points):
@@ -29,11 +31,11 @@ def superposed(model, true, chosen):
     return np.linalg.norm(a @ (u @ v) - b, axis=-1)
 
 
-def fragments(size):
-    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole to four
+def fragments(size, shortest=4):
+    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole to so few
     residues."""
     found, length = [], size
-    while length >= min(4, size):
+    while length >= min(shortest, size):
         step = max(length // 2, 1)
         starts = sorted({*range(0, size - length + 1, step), size - length})
         found += [(start, start + length) for start in starts]
@@ -42,10 +44,10 @@ def fragments(size):
     return np.array([(place >= first) & (place < end) for first, end in found])
 
 
-def searched(model, true, score, cutoff):
+def searched(model, true, score, cutoff, shortest=4):
     """The best score(distances (S, L)) -> (S,) of superpositions that start from pieces and go on with what
     lies within the cutoff, which grows where less than FEWEST residues do."""
-    chosen, best = fragments(len(model)), -np.inf
+    chosen, best = fragments(len(model), shortest), -np.inf
     for _ in range(ROUNDS):
         away = superposed(model, true, chosen)
         best = max(best, score(away).max())
@@ -62,12 +64,13 @@ def tm_scale(residues):
     return max(1.24 * max(residues - 15, 0) ** (1 / 3) - 1.8, 0.5)
 
 
-def tm_score(model, true, residues=None):
-    """Of models (L, 3) and true atoms (L, 3), 0 to 1; a share of `residues`, default L."""
+def tm_score(model, true, residues=None, shortest=4):
+    """Of models (L, 3) and true atoms (L, 3), 0 to 1; a share of `residues`, default L. shortest: piece that
+    the search starts from; with longer ones it takes less time and may miss the best superposition."""
     residues = residues or len(true)
     scale = tm_scale(residues)
-    return max(searched(model, true, lambda d: (1 / (1 + (d / scale) ** 2)).sum(1) / residues, cutoff)
-               for cutoff in (scale, max(scale, 4.5), 8.0))
+    return max(searched(model, true, lambda d: (1 / (1 + (d / scale) ** 2)).sum(1) / residues, cutoff,
+                        shortest) for cutoff in (scale, max(scale, 4.5), 8.0))
 
 
 def gdt_ts(model, true):
@@ -90,6 +93,22 @@ def lddt(model, true):
     kept = np.mean([error < cutoff for cutoff in LDDT_CUTOFFS], axis=0) * counts
     with np.errstate(invalid="ignore"):
         return kept.sum(1) / counts.sum(1)
+
+
+def trace_of(distances):
+    """(L, 3) points whose distances are about the predicted ones (L, L), of either hand: multidimensional
+    scaling of the shortest paths through pairs within REACH (Tenenbaum et al. 2000,
+    doi:10.1126/science.290.5500.2319)."""
+    paths = np.where(distances < REACH, distances, np.inf).astype(np.float32)
+    following = np.arange(len(paths) - 1)
+    paths[following, following + 1] = np.minimum(paths[following, following + 1], NEXT)
+    paths = np.minimum(paths, paths.T)
+    np.fill_diagonal(paths, 0)
+    for middle in range(len(paths)):
+        np.minimum(paths, paths[:, middle, None] + paths[middle], out=paths)
+    centring = np.eye(len(paths)) - 1 / len(paths)
+    values, vectors = np.linalg.eigh(-0.5 * centring @ paths ** 2 @ centring)
+    return vectors[:, -3:] * np.sqrt(np.maximum(values[-3:], 0))
 
 
 def compared(model, true):

@@ -27,11 +27,8 @@ def setup(tmp_path, monkeypatch):
     machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
-    monkeypatch.setattr(folding, "TRACES", 4)
-    monkeypatch.setattr(folding, "CHOSEN", 2)
-    for name, steps in (("fold_traces", 40), ("fold_frames", 120)):
-        of = getattr(folding, name)
-        monkeypatch.setattr(folding, name, lambda *given, of=of, steps=steps: of(*given, steps=steps))
+    for name, value in dict(TRACES=4, CHOSEN=2, TRACE_STEPS=40, FOLD_STEPS=120).items():
+        monkeypatch.setattr(folding, name, value)
     (tmp_path / "x.a3m").write_text(f">x\n{SEQUENCE}\n>y\n{SEQUENCE[:9]}{'-' * 15}\n")
     model = tof.TinyOpenFoldV2(tof.TinyOpenFoldConfig(**SIZES))
     save_model(tmp_path / "m.pt", tof.PROGRAM, model.state_dict(), model.config, dict(about="for tests"))

@@ -1,5 +1,7 @@
 """From a distogram to atoms: folds that are known come back, with the right hand, whole and free of
 clashes."""
+import threading
+
 import pytest
 import torch
 
@@ -10,11 +12,8 @@ from tests.proteins.folds_at_hand import CENTRES, SEQUENCE, a_fold, certain, cer
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(folding, "TRACES", 4)
-    monkeypatch.setattr(folding, "CHOSEN", 2)
-    for name, steps in (("fold_traces", 60), ("fold_frames", 180)):
-        of = getattr(folding, name)
-        monkeypatch.setattr(folding, name, lambda *given, of=of, steps=steps: of(*given, steps=steps))
+    for name, value in dict(TRACES=4, CHOSEN=2, TRACE_STEPS=60, FOLD_STEPS=180).items():
+        monkeypatch.setattr(folding, name, value)
 
 
 def test_a_known_fold_comes_back_and_not_its_mirror_image(quick):
@@ -42,6 +41,18 @@ def test_orientations_make_a_fold_of_a_blurred_distogram(quick):
                      for fold in (without, found))
     assert after["tm_score"] > max(0.8, before["tm_score"] + 0.2) and after["lddt_ca"] > before["lddt_ca"]
     assert found.gap > without.gap + 5 and "orientations" not in without.terms
+
+
+def test_halves_of_a_batch_run_side_by_side_and_come_back_in_order():
+    both = threading.Barrier(2)
+
+    def work(half):
+        both.wait(timeout=20)  # one alone would wait for ever
+        return half * 10
+    first, second = folding.by_halves(work, torch.arange(5))
+    assert first.tolist() == [0, 10, 20] and second.tolist() == [30, 40]
+    with pytest.raises(ZeroDivisionError):
+        folding.by_halves(lambda half: 1 // int(half[0]), torch.arange(4))
 
 
 def test_a_seed_is_a_fold(quick):

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from proteins import folds
 from proteins import structure_metrics as sm
 
 
@@ -68,12 +69,30 @@ def test_definitions():
 
 
 def test_a_search_starts_from_pieces_and_keeps_three_atoms(monkeypatch):
-    assert sm.fragments(9).sum(1).tolist() == [9, 4, 4, 4, 4]
+    assert sm.fragments(9).sum(1).tolist() == [9, 4, 4, 4, 4] and sm.fragments(9, 5).sum(1).tolist() == [9]
     least, really = [], sm.superposed
     monkeypatch.setattr(sm, "superposed", lambda model, true, chosen: (
         least.append(chosen.sum(1).min()) or really(model, true, chosen)))
     sm.searched(a_trace(12, 1), a_trace(12), lambda away: -away.mean(1), cutoff=0)
     assert len(least) > 1 and min(least) == sm.FEWEST
+
+
+def test_a_trace_of_distances_that_end_at_20_å():
+    """Far pairs, of which a distogram says no more than that, lie where paths through near ones put them."""
+    true = folds.backbone(np.random.default_rng(0), 120)
+    wanted = np.linalg.norm(true[:, None] - true, axis=-1)
+    known = np.minimum(wanted, 21)
+    assert 0.2 < (wanted > sm.REACH).mean() < 0.8
+    found = sm.trace_of(known)
+    assert found.shape == true.shape
+    best = max(sm.tm_score(found * [1, 1, hand], true) for hand in (1, -1))
+    assert best > 0.9
+    centred = np.eye(len(true)) - 1 / len(true)
+    values, vectors = np.linalg.eigh(-0.5 * centred @ known ** 2 @ centred)
+    without = vectors[:, -3:] * np.sqrt(values[-3:])
+    assert best > 0.2 + max(sm.tm_score(without * [1, 1, hand], true) for hand in (1, -1))
+    far = np.full((5, 5), 21.0)  # an untrained model: a straight chain
+    assert np.linalg.norm(np.diff(sm.trace_of(far), axis=0), axis=1) == pytest.approx([sm.NEXT] * 4)
 
 
 def test_residues_without_coordinates_are_left_out():
