@@ -150,8 +150,8 @@ def main(argv=None):
     parser.add_argument("--runs", type=pathlib.Path, required=True, help="--out of real_families.py")
     parser.add_argument("--recipe", choices=RECIPES, default="full", help="(default: full)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
-    parser.add_argument("--jobs", type=whole_number(), default=os.cpu_count() or 1,
-                        help="folds at a time (default: the CPU's cores)")
+    parser.add_argument("--jobs", type=whole_number(), default=max((os.cpu_count() or 1) // 2, 1),
+                        help="folds at a time, of two threads each (default: half of the CPU's cores)")
     parser.add_argument("--most", type=whole_number(),
                         help="families of each model, the longest (default: all)")
     parser.add_argument("--device", default="auto", help="of the model (auto)")

@@ -66,14 +66,14 @@ def distance_lddt(distances, coords, coord_mask):
 
 def distance_tm_score(distances, coords, coord_mask):
     """TM-score, 0 to 1, of the trace that predicted distances (S, S) Å give (trace_of()), in the better of
-    both hands. coords (S, 3), coord_mask (S,). 0 where a distance is not finite."""
+    both hands. coords (S, 3), coord_mask (S,). 0 if a distance is not finite."""
     if not distances.isfinite().all():
         return 0.0
     seen = coord_mask.bool().cpu().numpy()
     trace, true = (points[seen] for points in (trace_of(distances.cpu().double().numpy()),
                                                coords.cpu().double().numpy()))
-    pieces = max(len(true) // 4, 4)  # shorter ones take most of the time and find little
-    return max(tm_score(trace * [1, 1, hand], true, shortest=pieces) for hand in (1, -1))
+    shortest = max(len(true) // 4, 4)  # shorter pieces take most of the time and find little
+    return max(tm_score(trace * [1, 1, hand], true, shortest=shortest) for hand in (1, -1))
 
 
 def evaluate(trainer, source, stop=None, final=False):

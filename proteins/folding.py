@@ -8,7 +8,8 @@ acids that are pulled together until the chain is whole. Of all of these the one
 the fold; since residues and the Ramachandran plot have a hand, it is the right image. Letters in shapes: B
 structures, L residues.
 """
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,9 +54,9 @@ class Fold:
 
 def folded(logits, centres, sequence, seed=0, orientations=None):
     """Fold of a distogram: logits (L, L, bins), centres (bins,) Å, sequence of L letters, and where a model
-    gives them orientations, logits {name: (L, L, bins)} as in orientations.py. Operations are on one thread,
-    as tensors are small; each half of the starts has its own. So a seed is one fold whatever the machine has.
-    """
+    gives them orientations, logits {name: (L, L, bins)} as in orientations.py. An operation has one thread,
+    as tensors are small; two halves of the starts run side by side. They are apart on one core, too, so that
+    a seed is one fold on any number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -65,9 +66,20 @@ def folded(logits, centres, sequence, seed=0, orientations=None):
 
 
 def by_halves(work, batch):
-    """[work(half)] for both halves of a batch, side by side."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(work, batch.chunk(2)))
+    """[work(half)] for both halves of a batch, the first in a thread beside this one. An error or Ctrl-C here
+    does not wait for that thread, which ends with the process at the latest."""
+    first, second = batch.chunk(2)
+    beside = Future()
+
+    def run():
+        torch.set_num_threads(1)  # a new thread has a number of its own
+        try:
+            beside.set_result(work(first))
+        except BaseException as error:
+            beside.set_exception(error)
+    threading.Thread(target=run, daemon=True).start()
+    found = work(second)
+    return [beside.result(), found]
 
 
 def _folded(logits, centres, sequence, generator, orientations):

@@ -1,4 +1,4 @@
-"""How near a predicted structure is to a true one, by CA atoms whose partners are known. Needs numpy only.
+"""How near a predicted structure is to a true one, by atoms whose partners are known. Needs numpy only.
 
 TM-score (Zhang and Skolnick 2004, doi:10.1002/prot.20264), GDT-TS (Zemla 2003, doi:10.1093/nar/gkg571), lDDT
 (Mariani et al. 2013, doi:10.1093/bioinformatics/btt473) and RMSD. Letters in shapes: L residues that both
@@ -11,8 +11,8 @@ ROUNDS = 20         # of superposing on those that lie near
 GDT_CUTOFFS = (1, 2, 4, 8)
 LDDT_CUTOFFS = (0.5, 1, 2, 4)
 LDDT_RADIUS = 15    # of the true neighbours that count
-REACH = 20          # Å; predicted distances end a little beyond, and farther ones are not told apart
-NEXT = 6.5          # Å; CB atoms of residues that follow each other are nearer
+TOLD_APART = 20     # Å; a distogram's last bins, a little beyond, say only that a pair is far
+FOLLOWING = 6.5     # Å; CB atoms of residues that follow each other are nearer
 
 
 def distances(points):
@@ -32,8 +32,8 @@ def superposed(model, true, chosen):
 
 
 def fragments(size, shortest=4):
-    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole to so few
-    residues."""
+    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole down to
+    `shortest` residues."""
     found, length = [], size
     while length >= min(shortest, size):
         step = max(length // 2, 1)
@@ -65,8 +65,8 @@ def tm_scale(residues):
 
 
 def tm_score(model, true, residues=None, shortest=4):
-    """Of models (L, 3) and true atoms (L, 3), 0 to 1; a share of `residues`, default L. shortest: piece that
-    the search starts from; with longer ones it takes less time and may miss the best superposition."""
+    """Of models (L, 3) and true atoms (L, 3), 0 to 1; a share of `residues`, default L. shortest: of the
+    pieces that the search starts from; without the short ones it is faster and may miss the best."""
     residues = residues or len(true)
     scale = tm_scale(residues)
     return max(searched(model, true, lambda d: (1 / (1 + (d / scale) ** 2)).sum(1) / residues, cutoff,
@@ -95,13 +95,13 @@ def lddt(model, true):
         return kept.sum(1) / counts.sum(1)
 
 
-def trace_of(distances):
-    """(L, 3) points whose distances are about the predicted ones (L, L), of either hand: multidimensional
-    scaling of the shortest paths through pairs within REACH (Tenenbaum et al. 2000,
-    doi:10.1126/science.290.5500.2319)."""
-    paths = np.where(distances < REACH, distances, np.inf).astype(np.float32)
-    following = np.arange(len(paths) - 1)
-    paths[following, following + 1] = np.minimum(paths[following, following + 1], NEXT)
+def trace_of(predicted):
+    """(L, 3) points with about the predicted distances (L, L), of either hand: Isomap (Tenenbaum et al. 2000,
+    doi:10.1126/science.290.5500.2319), which is multidimensional scaling of shortest paths, here through
+    pairs that a distogram tells apart."""
+    paths = np.where(predicted < TOLD_APART, predicted, np.inf).astype(np.float32)
+    i = np.arange(len(paths) - 1)
+    paths[i, i + 1] = np.minimum(paths[i, i + 1], FOLLOWING)
     paths = np.minimum(paths, paths.T)
     np.fill_diagonal(paths, 0)
     for middle in range(len(paths)):

@@ -44,21 +44,47 @@ def test_orientations_make_a_fold_of_a_blurred_distogram(quick):
 
 
 def test_halves_of_a_batch_run_side_by_side_and_come_back_in_order():
-    both = threading.Barrier(2)
+    other = threading.Event()
 
     def work(half):
-        both.wait(timeout=20)  # one alone would wait for ever
+        if half[0] == 0:
+            assert other.wait(timeout=20)  # the first half ends last
+        other.set()
         return half * 10
     first, second = folding.by_halves(work, torch.arange(5))
     assert first.tolist() == [0, 10, 20] and second.tolist() == [30, 40]
-    with pytest.raises(ZeroDivisionError):
-        folding.by_halves(lambda half: 1 // int(half[0]), torch.arange(4))
 
 
-def test_a_seed_is_a_fold(quick):
-    logits, size = certain(a_fold(), SEQUENCE)[:9, :9], 9
-    one, two, other = (folding.folded(logits, CENTRES, SEQUENCE[:size], seed).atoms for seed in (1, 1, 2))
+@pytest.mark.parametrize("fails", [0, 3])
+def test_an_error_in_one_half_waits_for_no_other(fails):
+    never = threading.Event()
+
+    def work(half):
+        if half[0] == fails:
+            raise ArithmeticError("lost")
+        return half if fails == 0 else never.wait(timeout=600)
+    with pytest.raises(ArithmeticError, match="lost"):
+        folding.by_halves(work, torch.arange(6))
+    never.set()
+
+
+def test_a_seed_is_a_fold_on_any_number_of_threads(quick, monkeypatch):
+    logits, size, halves = certain(a_fold(), SEQUENCE)[:9, :9], 9, []
+    for name in ("fold_traces", "fold_frames"):
+        work = getattr(folding, name)
+        monkeypatch.setattr(folding, name, lambda potential, batch, work=work, **given: halves.append(
+            (torch.get_num_threads(), len(batch))) or work(potential, batch, **given))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads, seed in ((1, 1), (2, 1), (2, 2)):
+            torch.set_num_threads(threads)
+            found.append(folding.folded(logits, CENTRES, SEQUENCE[:size], seed).atoms)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    one, two, other = found
     assert torch.equal(one, two) and not torch.equal(one, other)
+    assert halves == [(1, 2)] * 12  # of four starts, then of two chosen ones and their images
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

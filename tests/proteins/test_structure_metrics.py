@@ -82,7 +82,7 @@ def test_a_trace_of_distances_that_end_at_20_å():
     true = folds.backbone(np.random.default_rng(0), 120)
     wanted = np.linalg.norm(true[:, None] - true, axis=-1)
     known = np.minimum(wanted, 21)
-    assert 0.2 < (wanted > sm.REACH).mean() < 0.8
+    assert 0.2 < (wanted > sm.TOLD_APART).mean() < 0.8
     found = sm.trace_of(known)
     assert found.shape == true.shape
     best = max(sm.tm_score(found * [1, 1, hand], true) for hand in (1, -1))
@@ -92,7 +92,7 @@ def test_a_trace_of_distances_that_end_at_20_å():
     without = vectors[:, -3:] * np.sqrt(values[-3:])
     assert best > 0.2 + max(sm.tm_score(without * [1, 1, hand], true) for hand in (1, -1))
     far = np.full((5, 5), 21.0)  # an untrained model: a straight chain
-    assert np.linalg.norm(np.diff(sm.trace_of(far), axis=0), axis=1) == pytest.approx([sm.NEXT] * 4)
+    assert np.linalg.norm(np.diff(sm.trace_of(far), axis=0), axis=1) == pytest.approx([sm.FOLLOWING] * 4)
 
 
 def test_residues_without_coordinates_are_left_out():
