@@ -12,7 +12,7 @@ from proteins.orientation_heads import OrientationHead, bins_of
 from proteins.orientations import BINS, UNKNOWN
 from tests.proteins.folds_at_hand import a_fold, turned
 from tests.proteins.test_batches import family, real
-from tests.support import run_forked
+from tests.support import run_program
 
 SMALL = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=2, outer_product_dim=4, num_blocks=1, num_seqs=4,
              seq_len=6)
@@ -195,8 +195,8 @@ def test_training_lowers_the_loss_of_orientations(tmp_path):
                  pair_heads=2, outer_product_dim=4, synthetic_world="natural",
                  real_folds=str(chains_of(tmp_path / "chains.npz")), seed=3, device="cpu")
     flags = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", value)]
-    done = run_forked("tiny_openfold_v2.py", *flags, "--orientations", "--num-steps", 40, "--learning-rate",
-                      "5e-3", "--save-checkpoint", tmp_path / "c.pt", cwd=tmp_path)
+    done = run_program("tiny_openfold_v2.py", *flags, "--orientations", "--num-steps", 40, "--learning-rate",
+                       "5e-3", "--save-checkpoint", tmp_path / "c.pt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "50% of the folds are pieces of 37 real chains, 3 held out" in done.stdout
     saved = read_model(tmp_path / "c.pt", tof.PROGRAM)
@@ -211,6 +211,6 @@ def test_training_lowers_the_loss_of_orientations(tmp_path):
     model.load_state_dict(saved.weights)
     assert saved.config.orientations and loss() < 0.9 * before
     for argument in ("--resume", "--init-from"):  # without the flag: one line says which is missing
-        again = run_forked("tiny_openfold_v2.py", *flags, argument, tmp_path / "c.pt", "--num-steps", 41,
-                           cwd=tmp_path)
+        again = run_program("tiny_openfold_v2.py", *flags, argument, tmp_path / "c.pt", "--num-steps", 41,
+                            cwd=tmp_path)
         assert again.returncode == 2 and "--orientations" in again.stderr and again.stderr.count("\n") == 1

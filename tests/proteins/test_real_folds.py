@@ -11,7 +11,7 @@ from proteins import batches, natural
 from proteins.geometry import CA, CB
 from proteins.orientations import UNKNOWN
 from proteins.real_folds import APART, EVERY, MISSING, RealFolds
-from tests.support import require_shared, run_forked
+from tests.support import require_shared, run_program
 
 SIZES = dict(num_blocks=1, num_seqs=4, seq_len=24, batch_size=4, device="cpu", synthetic_world="natural",
              extra_seqs=8)
@@ -191,7 +191,7 @@ def test_the_program_says_what_is_wrong_and_ends_with_2(tmp_path):
     absent = ("--synthetic-world", "natural", "--real-folds", tmp_path / "no.npz")
     for arguments, words in ((absent, "no.npz: No such file"),
                              (("--real-folds", "x.npz"), "needs --synthetic-world natural")):
-        done = run_forked("tiny_openfold_v2.py", "--device", "cpu", *arguments, cwd=tmp_path)
+        done = run_program("tiny_openfold_v2.py", "--device", "cpu", *arguments, cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
 
 

@@ -16,7 +16,7 @@ from proteins import splitting
 from proteins.files import GAP
 from proteins.orientations import UNKNOWN
 from tests.proteins.split_samples import CASES, MUTANTS, a_batch, a_model, deviation, results
-from tests.support import PATIENCE, ROOT, last_json, run_forked, run_program
+from tests.support import PATIENCE, ROOT, last_json, run_program
 
 ON = {"uneven, masks": "24", "predictions": "24", "uneven, no masks, more ranks than rows": "4",
       "baseline": "4"}  # ranks; two otherwise
@@ -175,7 +175,7 @@ def test_a_run_by_torchrun_learns_and_ends_as_one_process_does(tmp_path):
                 "--save-checkpoint", saved], saved
     alone, _ = flags("alone", 2, 5)
     split, saved = flags("split", 1)
-    expected = last_json(run_forked("tiny_openfold_v2.py", *alone))
+    expected = last_json(run_program("tiny_openfold_v2.py", *alone))
     done = run_by_torchrun(4, *split, "--sequence-parallel", 2)
     assert done.returncode == 0, done.stderr
     assert "2 with samples of their own, 2 for each sample" in done.stdout
