@@ -3,7 +3,7 @@
 cross-validation folds the families that were held out from it.
 
     python benchmarks/real_families.py --data DIR [DIR ...] --out OUT --jobs 4 -- --use-amp
-    python benchmarks/nested_folds.py --runs OUT --jobs 16 [--recipe full] [--seeds 1 2] [--most 5]
+    python benchmarks/nested_folds.py --runs OUT [--jobs 8] [--recipe full] [--seeds 1 2] [--most 5]
 
 The model runs on the GPU if there is one, folds are made on the CPU, two threads each. Writes OUT/folds.json
 whenever a few families are done. What the same models folded is not folded again, so a call that was stopped

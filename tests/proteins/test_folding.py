@@ -44,27 +44,32 @@ def test_orientations_make_a_fold_of_a_blurred_distogram(quick):
 
 
 def test_halves_of_a_batch_run_side_by_side_and_come_back_in_order():
-    other = threading.Event()
+    both, other, daemons = threading.Barrier(2), threading.Event(), []
 
     def work(half):
+        both.wait(timeout=20)  # breaks if one half runs alone
         if half[0] == 0:
+            daemons.append(threading.current_thread().daemon)
             assert other.wait(timeout=20)  # the first half ends last
         other.set()
         return half * 10
     first, second = folding.by_halves(work, torch.arange(5))
     assert first.tolist() == [0, 10, 20] and second.tolist() == [30, 40]
+    assert daemons == [True]  # it does not outlive the process
 
 
 @pytest.mark.parametrize("fails", [0, 3])
-def test_an_error_in_one_half_waits_for_no_other(fails):
-    never = threading.Event()
+def test_an_error_in_either_half_is_raised_and_one_here_waits_for_no_other(fails):
+    never, ended = threading.Event(), []
 
     def work(half):
         if half[0] == fails:
             raise ArithmeticError("lost")
-        return half if fails == 0 else never.wait(timeout=600)
+        ended.append(fails == 0 or never.wait(timeout=20))
+        return half
     with pytest.raises(ArithmeticError, match="lost"):
         folding.by_halves(work, torch.arange(6))
+    assert ended == [True] * (fails == 0)
     never.set()
 
 

@@ -77,6 +77,15 @@ def test_a_search_starts_from_pieces_and_keeps_three_atoms(monkeypatch):
     assert len(least) > 1 and min(least) == sm.FEWEST
 
 
+def test_the_shortest_piece_of_a_search_is_four_residues_or_as_asked(monkeypatch):
+    really, asked = sm.fragments, []
+    monkeypatch.setattr(sm, "fragments", lambda size, shortest=4: (
+        asked.append(shortest) or really(size, shortest)))
+    sm.tm_score(a_trace(20, 1), a_trace(20), shortest=9)
+    sm.gdt_ts(a_trace(20, 1), a_trace(20))
+    assert asked == [9] * 3 + [4] * 4
+
+
 def test_a_trace_of_distances_that_end_at_20_å():
     """Far pairs, of which a distogram says no more than that, lie where paths through near ones put them."""
     true = folds.backbone(np.random.default_rng(0), 120)
