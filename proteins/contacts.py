@@ -11,13 +11,15 @@ from fusion_lab.measuring.plotting import require_matplotlib, spared
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, require_directory, set_aside
-from proteins import maps
+from proteins import geometry, maps
 from proteins.files import LETTERS
-from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS, tm_score, trace_of
+from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS, tm_score
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
 LONG_RANGE = 24  # residues apart; such contacts say most about the fold
+TOLD_APART = 20.0  # Å; a distogram's last bins, a little beyond, say only that a pair is far
+FOLLOWING = 6.5  # Å; CB atoms of residues that follow each other are nearer
 SUFFIXES = (".tsv", ".png")  # of the files of one map
 
 
@@ -64,14 +66,25 @@ def distance_lddt(distances, coords, coord_mask):
     return (kept.sum(1) / near.sum(1)).nanmean().nan_to_num().item()
 
 
+def trace_of(distances):
+    """(S, 3) points with about the predicted distances (S, S) Å, of either hand: Isomap (Tenenbaum et al.
+    2000, doi:10.1126/science.290.5500.2319), which is multidimensional scaling of shortest paths, here
+    through pairs that a distogram tells apart."""
+    paths = distances.float().masked_fill(distances >= TOLD_APART, torch.inf)
+    paths.diagonal(1).clamp_(max=FOLLOWING)
+    paths = torch.minimum(paths, paths.mT).fill_diagonal_(0)
+    for middle in range(len(paths)):
+        torch.minimum(paths, paths[:, middle, None] + paths[middle], out=paths)
+    return geometry.scaled(paths.double(), 3)
+
+
 def distance_tm_score(distances, coords, coord_mask):
     """TM-score, 0 to 1, of the trace that predicted distances (S, S) Å give (trace_of()), in the better of
     both hands. coords (S, 3), coord_mask (S,). 0 if a distance is not finite."""
     if not distances.isfinite().all():
         return 0.0
     seen = coord_mask.bool().cpu().numpy()
-    trace, true = (points[seen] for points in (trace_of(distances.cpu().double().numpy()),
-                                               coords.cpu().double().numpy()))
+    trace, true = (points.numpy()[seen] for points in (trace_of(distances.cpu()), coords.cpu().double()))
     shortest = max(len(true) // 4, 4)  # shorter pieces take most of the time and find little
     return max(tm_score(trace * [1, 1, hand], true, shortest=shortest) for hand in (1, -1))
 

@@ -72,7 +72,7 @@ def by_halves(work, batch):
     beside = Future()
 
     def run():
-        torch.set_num_threads(1)  # a new thread has a number of its own
+        torch.set_num_threads(1)  # or MKL takes all cores here, whatever torch.get_num_threads() says
         try:
             beside.set_result(work(first))
         except BaseException as error:
@@ -105,17 +105,10 @@ def _folded(logits, centres, sequence, generator, orientations):
 
 
 def spread(probability, centres, starts, generator):
-    """Starts (B, L, DIMENSIONS): where multidimensional scaling of the mean distances puts the residues
-    (Torgerson 1952, doi:10.1007/BF02288916), with noise of 2 Å."""
-    size = len(probability)
-    centring = torch.eye(size) - 1 / size
-    squares = (probability @ torch.as_tensor(centres, dtype=torch.float32)).square()
-    squares.fill_diagonal_(0)
-    values, vectors = torch.linalg.eigh(-0.5 * centring @ squares @ centring)
-    most = min(DIMENSIONS, size)
-    scaled = vectors[:, -most:].flip(1) * values[-most:].flip(0).clamp(min=0).sqrt()
-    scaled = torch.nn.functional.pad(scaled, (0, DIMENSIONS - most))
-    return scaled + 2.0 * torch.randn(starts, size, DIMENSIONS, generator=generator)
+    """Starts (B, L, DIMENSIONS): where the mean distances put the residues, with noise of 2 Å."""
+    distances = probability @ torch.as_tensor(centres, dtype=torch.float32)
+    scaled = geometry.scaled(distances.fill_diagonal_(0), DIMENSIONS)
+    return scaled + 2.0 * torch.randn(starts, len(distances), DIMENSIONS, generator=generator)
 
 
 def fold_traces(potential, points):

@@ -119,6 +119,17 @@ def backbone_angles(atoms):
     return phi, psi, omega
 
 
+def scaled(distances, dimensions):
+    """Points (L, dimensions) with about these distances (L, L), of either hand: multidimensional scaling
+    (Torgerson 1952, doi:10.1007/BF02288916). The diagonal is 0."""
+    size = len(distances)
+    centring = torch.eye(size, dtype=distances.dtype) - 1 / size
+    values, vectors = torch.linalg.eigh(-0.5 * centring @ distances.square() @ centring)
+    most = min(dimensions, size)
+    points = vectors[:, -most:].flip(1) * values[-most:].flip(0).clamp(min=0).sqrt()
+    return torch.nn.functional.pad(points, (0, dimensions - most))
+
+
 def chirality(atoms):
     """Signed volume (N-CA, C-CA, CB-CA), (..., L), Å^3: positive, about 2.5, in L-amino acids."""
     n, ca, c, cb = (atoms[..., atom, :] for atom in (N, CA, C, CB))

@@ -1,4 +1,4 @@
-"""How near a predicted structure is to a true one, by atoms whose partners are known. Needs numpy only.
+"""How near a predicted structure is to a true one, by CA atoms whose partners are known. Needs numpy only.
 
 TM-score (Zhang and Skolnick 2004, doi:10.1002/prot.20264), GDT-TS (Zemla 2003, doi:10.1093/nar/gkg571), lDDT
 (Mariani et al. 2013, doi:10.1093/bioinformatics/btt473) and RMSD. Letters in shapes: L residues that both
@@ -11,8 +11,6 @@ ROUNDS = 20         # of superposing on those that lie near
 GDT_CUTOFFS = (1, 2, 4, 8)
 LDDT_CUTOFFS = (0.5, 1, 2, 4)
 LDDT_RADIUS = 15    # of the true neighbours that count
-TOLD_APART = 20     # Å; a distogram's last bins, a little beyond, say only that a pair is far
-FOLLOWING = 6.5     # Å; CB atoms of residues that follow each other are nearer
 
 
 def distances(points):
@@ -93,22 +91,6 @@ def lddt(model, true):
     kept = np.mean([error < cutoff for cutoff in LDDT_CUTOFFS], axis=0) * counts
     with np.errstate(invalid="ignore"):
         return kept.sum(1) / counts.sum(1)
-
-
-def trace_of(predicted):
-    """(L, 3) points with about the predicted distances (L, L), of either hand: Isomap (Tenenbaum et al. 2000,
-    doi:10.1126/science.290.5500.2319), which is multidimensional scaling of shortest paths, here through
-    pairs that a distogram tells apart."""
-    paths = np.where(predicted < TOLD_APART, predicted, np.inf).astype(np.float32)
-    i = np.arange(len(paths) - 1)
-    paths[i, i + 1] = np.minimum(paths[i, i + 1], FOLLOWING)
-    paths = np.minimum(paths, paths.T)
-    np.fill_diagonal(paths, 0)
-    for middle in range(len(paths)):
-        np.minimum(paths, paths[:, middle, None] + paths[middle], out=paths)
-    centring = np.eye(len(paths)) - 1 / len(paths)
-    values, vectors = np.linalg.eigh(-0.5 * centring @ paths ** 2 @ centring)
-    return vectors[:, -3:] * np.sqrt(np.maximum(values[-3:], 0))
 
 
 def compared(model, true):

@@ -8,7 +8,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
-from proteins import batches, contacts, structure_metrics
+from proteins import batches, contacts, folds, geometry, structure_metrics
 from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt, masked_batch
 from proteins.files import AMINO_ACIDS, GAP, MASK
 from proteins.synthetic import (
@@ -295,6 +295,22 @@ def test_lddt_of_distances_is_that_of_a_structure_with_these_distances():
     assert found == pytest.approx(np.nanmean(by_structures), abs=1e-6) and 0.2 < found < 0.9
     assert contacts.distance_lddt(torch.cdist(true, true), true, seen.float()) == 1.0
     assert contacts.distance_lddt(torch.zeros(40, 40), 1e3 * true, seen.float()) == 0.0  # nothing is near
+
+
+def test_a_trace_of_distances_that_end_at_20_å():
+    """Far pairs, of which a distogram says no more than that, lie where paths through near ones put them."""
+    true = torch.from_numpy(folds.backbone(np.random.default_rng(0), 120))
+    wanted = torch.cdist(true, true)
+    known = wanted.clamp(max=21)
+    assert 0.2 < (wanted > contacts.TOLD_APART).double().mean() < 0.8
+    found, without = contacts.trace_of(known), geometry.scaled(known, 3)
+    best, alone = (max(structure_metrics.tm_score(points.numpy() * [1, 1, hand], true.numpy())
+                       for hand in (1, -1)) for points in (found, without))
+    assert found.shape == true.shape and best > 0.9 and best > 0.2 + alone
+    assert known.max() == 21 and torch.equal(known, wanted.clamp(max=21))  # what was given is as it was
+    far = torch.full((5, 5), 21.0)  # an untrained model: a straight chain
+    steps = contacts.trace_of(far).diff(dim=0).norm(dim=1)
+    assert steps.tolist() == pytest.approx([contacts.FOLLOWING] * 4, abs=1e-4)
 
 
 def test_tm_score_of_distances_knows_no_hand_and_leaves_out_what_is_unknown():

@@ -43,12 +43,14 @@ def test_orientations_make_a_fold_of_a_blurred_distogram(quick):
     assert found.gap > without.gap + 5 and "orientations" not in without.terms
 
 
-def test_halves_of_a_batch_run_side_by_side_and_come_back_in_order():
-    both, other, daemons = threading.Barrier(2), threading.Event(), []
+def test_halves_of_a_batch_run_side_by_side_and_come_back_in_order(monkeypatch):
+    both, other, daemons, threads = threading.Barrier(2), threading.Event(), [], []
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.append((n, threading.current_thread())))
 
     def work(half):
         both.wait(timeout=20)  # breaks if one half runs alone
         if half[0] == 0:
+            assert threads == [(1, threading.current_thread())]
             daemons.append(threading.current_thread().daemon)
             assert other.wait(timeout=20)  # the first half ends last
         other.set()

@@ -98,3 +98,12 @@ def test_the_shortest_chains(size):
     atoms = a_chain(STRAND, size)
     assert atoms.shape == (size, 5, 3) and atoms.isfinite().all()
     assert [len(kind) for kind in g.backbone_angles(atoms)] == [size - 1] * 3
+
+
+def test_scaling_finds_points_of_these_distances():
+    points = 5 * torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    distances = torch.cdist(points, points).fill_diagonal_(0)
+    found = g.scaled(distances, 5)
+    assert torch.cdist(found, found) == pytest.approx(distances, abs=1e-6)
+    assert found.shape == (9, 5) and found[:, 3:].abs().max() < 1e-6
+    assert g.scaled(distances[:2, :2], 3).shape == (2, 3)  # fewer residues than dimensions

@@ -2,7 +2,6 @@
 import numpy as np
 import pytest
 
-from proteins import folds
 from proteins import structure_metrics as sm
 
 
@@ -84,24 +83,6 @@ def test_the_shortest_piece_of_a_search_is_four_residues_or_as_asked(monkeypatch
     sm.tm_score(a_trace(20, 1), a_trace(20), shortest=9)
     sm.gdt_ts(a_trace(20, 1), a_trace(20))
     assert asked == [9] * 3 + [4] * 4
-
-
-def test_a_trace_of_distances_that_end_at_20_å():
-    """Far pairs, of which a distogram says no more than that, lie where paths through near ones put them."""
-    true = folds.backbone(np.random.default_rng(0), 120)
-    wanted = np.linalg.norm(true[:, None] - true, axis=-1)
-    known = np.minimum(wanted, 21)
-    assert 0.2 < (wanted > sm.TOLD_APART).mean() < 0.8
-    found = sm.trace_of(known)
-    assert found.shape == true.shape
-    best = max(sm.tm_score(found * [1, 1, hand], true) for hand in (1, -1))
-    assert best > 0.9
-    centred = np.eye(len(true)) - 1 / len(true)
-    values, vectors = np.linalg.eigh(-0.5 * centred @ known ** 2 @ centred)
-    without = vectors[:, -3:] * np.sqrt(values[-3:])
-    assert best > 0.2 + max(sm.tm_score(without * [1, 1, hand], true) for hand in (1, -1))
-    far = np.full((5, 5), 21.0)  # an untrained model: a straight chain
-    assert np.linalg.norm(np.diff(sm.trace_of(far), axis=0), axis=1) == pytest.approx([sm.FOLLOWING] * 4)
 
 
 def test_residues_without_coordinates_are_left_out():
