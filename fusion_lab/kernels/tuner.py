@@ -3,7 +3,11 @@
 Nothing is timed during training. launch() looks the configuration up:
     1. in what was measured on this GPU with this torch and Triton (`--retune`, kept in the user's cache)
     2. in tiles.json beside this file, shipped for the architectures named there
-    3. else it takes the first candidate, a conservative one
+    3. where the class of shape is in neither, that of the nearest class of the same widths
+    4. else it takes the first candidate, a conservative one
+
+So tiles measured for 768 residues serve 1280. Of both tables together the nearest class counts, and the
+user's own before the shipped one where both are as near.
 
 Within retuning() every launch first times its candidates on its own arguments, one after the other in each
 round. It keeps the winner if that beats the first candidate by more than the spread of both.
@@ -12,6 +16,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import tempfile
 from functools import cache
 
@@ -21,10 +26,12 @@ import triton
 from fusion_lab.kernels.library.attention_choice import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
+EXTENT = re.compile(r"([PSLR])(\d+)")  # a class's word for how many positions, residues, keys or rows
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
 MOST_PLANS = 1024  # of one function: each is a few KB
 CYCLES = 6_000_000  # the GPU waits so long, about 3 ms; meanwhile the host queues REPEATS launches
 found = None  # {kernel and class: configuration} while retuning() measures
+ranked = {}  # {kernel and class: configurations of the tables, the nearest class first}
 plans = []  # dicts of what was made for the tiles known so far
 
 
@@ -89,9 +96,35 @@ def chosen(kernel, shape, candidates):
     """The configuration with which launch() runs; while retuning, the best known so far. A configuration in
     a table that is no candidate any more counts as unknown."""
     key = f"{kernel} {shape}"
-    alike = key.replace(" float16 ", " bfloat16 ")  # which takes the same memory and the same time
-    known = [(found or {}).get(key), *(each.get(name) for each in tables() for name in (key, alike))]
+    known = plan(ranked, key, lambda: nearest_first(key, [found or {}, *tables()]))
     return next((each for each in known if each in candidates), candidates[0])
+
+
+def nearest_first(key, known):
+    """The configurations that the tables `known` have for classes of key's widths. First come those whose
+    extents differ least from key's, in powers of two; of as near ones the larger class, then key's own dtype,
+    then the first table."""
+    extents, alike = extents_of(key), []
+    for number, table in enumerate(known):
+        for name, configuration in table.items():
+            theirs = extents_of(name)
+            if widths(name) == widths(key) and theirs.keys() == extents.keys():
+                beyond = [theirs[letter] - extent for letter, extent in extents.items()]
+                other_dtype = name.split()[1:2] != key.split()[1:2]
+                alike.append((sum(map(abs, beyond)), -sum(beyond), other_dtype, number, configuration))
+    return [configuration for *_, configuration in sorted(alike, key=lambda each: each[:-1])]
+
+
+def widths(key):
+    """Kernel, dtype and widths of a table's key: all that decides which tiles fit. Both dtypes of 16 bits
+    take the same memory and the same time."""
+    return [word.replace("bfloat16", "float16") for word in key.split() if not EXTENT.fullmatch(word)]
+
+
+def extents_of(key):
+    """{letter: exponent of the power of two} of a table's key."""
+    found = [EXTENT.fullmatch(word) for word in key.split()]
+    return {each[1]: int(each[2]).bit_length() for each in found if each}
 
 
 def fastest(key, candidates, run):

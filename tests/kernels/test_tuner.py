@@ -19,6 +19,11 @@ from fusion_lab.training.files import UserError
 FIRST, SECOND = dict(BM=64, num_warps=4), dict(BM=128, num_warps=8)
 
 
+@pytest.fixture(autouse=True)
+def nothing_looked_up(monkeypatch):
+    monkeypatch.setattr(tuner, "ranked", {})
+
+
 def launched(shape="bfloat16 L256"):
     """The configuration that a launch of "k" runs with last."""
     ran = []
@@ -35,9 +40,9 @@ def test_a_candidate_wins_only_beyond_the_spread_of_both():
 
 @pytest.mark.parametrize("table, shape, expected", [
     ({}, "bfloat16 L256", FIRST), ({"k bfloat16 L256": SECOND}, "bfloat16 L256", SECOND),
-    ({"k bfloat16 L256": SECOND}, "bfloat16 L512", FIRST),
     ({"k bfloat16 L256": SECOND}, "float16 L256", SECOND),
-    ({"k float16 L256": FIRST, "k bfloat16 L256": SECOND}, "float16 L256", FIRST),
+    ({"k float16 L256": SECOND}, "bfloat16 L256", SECOND),
+    ({"k bfloat16 L256": SECOND, "k float16 L256": FIRST}, "float16 L256", FIRST),
     ({"k bfloat16 L256": SECOND}, "float32 L256", FIRST),
     ({"k bfloat16 L256": dict(BM=7)}, "bfloat16 L256", FIRST),
     ({"k bfloat16 L256": [1]}, "bfloat16 L256", FIRST)])
@@ -45,6 +50,25 @@ def test_the_table_is_looked_up_and_only_candidates_run(table, shape, expected, 
     monkeypatch.setattr(tuner, "tables", lambda: [table])
     assert launched(shape) == expected
     monkeypatch.setattr(tuner, "tables", lambda: [{"k bfloat16 L256": dict(BM=7)}, table])  # of before
+    monkeypatch.setattr(tuner, "ranked", {})
+    assert launched(shape) == expected
+
+
+@pytest.mark.parametrize("tables, shape, expected", [
+    ([{"k bfloat16 L256 D32": SECOND}], "bfloat16 L4096 D32", SECOND),
+    ([{"k bfloat16 L256 D32": SECOND}], "bfloat16 L256 D64", FIRST),  # other widths
+    ([{"k bfloat16 L256 D32 ragged": SECOND}], "bfloat16 L256 D32", FIRST),
+    ([{"k bfloat16 L256 R64": SECOND}], "bfloat16 L256", FIRST),  # another kind of class
+    ([{"other bfloat16 L256": SECOND}], "bfloat16 L512", FIRST),
+    ([{"k bfloat16 L128": SECOND, "k bfloat16 L2048": FIRST}], "bfloat16 L256", SECOND),  # 1 and 3 away
+    ([{"k bfloat16 L128": FIRST, "k bfloat16 L512": SECOND}], "bfloat16 L256", SECOND),  # the larger
+    ([{"k bfloat16 L512": SECOND, "k bfloat16 L128": FIRST}], "bfloat16 L256", SECOND),
+    ([{"k bfloat16 P64 R64": SECOND, "k bfloat16 P16 R512": FIRST}], "bfloat16 P16 R64", SECOND),  # 2 and 3
+    ([{"k bfloat16 L128": SECOND}, {"k bfloat16 L512": FIRST}], "bfloat16 L128", SECOND),
+    ([{"k bfloat16 L128": FIRST}, {"k bfloat16 L256": SECOND}], "bfloat16 L256", SECOND),  # exact
+    ([{"k bfloat16 L256": SECOND}, {"k bfloat16 L256": FIRST}], "bfloat16 L512", SECOND)])
+def test_a_class_nobody_measured_takes_the_nearest_of_the_same_widths(tables, shape, expected, monkeypatch):
+    monkeypatch.setattr(tuner, "tables", lambda: tables)
     assert launched(shape) == expected
 
 
