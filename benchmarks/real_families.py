@@ -309,9 +309,14 @@ def parse(argv):
     needing = [name for name in arguments.recipes if GIVEN in (RECIPES[name][0] or {}).values()]
     if needing and arguments.real_folds is None:
         parser.error(f"argument --recipes: {needing[0]} needs --real-folds FILE")
-    most = arguments.most_steps
-    arguments.steps = lambda options: dict(num_steps=min(options["num_steps"], most)) if most else {}
+    arguments.steps = lambda options: cut(options, arguments.most_steps) if arguments.most_steps else {}
     return arguments
+
+
+def cut(options, most):
+    """What makes a training end after `most` steps: its warm-up must be shorter."""
+    steps = min(options["num_steps"], most)
+    return dict(num_steps=steps, lr_warmup_steps=min(options["lr_warmup_steps"], steps - 1))
 
 
 def main(argv=None):
@@ -322,7 +327,8 @@ def main(argv=None):
     if arguments.folds == 1 or len(families) < arguments.folds:
         raise UserError(f"--folds {arguments.folds}: must be 0, or from 2 to {len(families)}, the families")
     folds = folds_of(families, arguments.folds) if arguments.folds else []
-    print(f"{len(families)} families in folds of {', '.join(str(len(fold)) for fold in folds)}", flush=True)
+    parts = f" in folds of {', '.join(str(len(fold)) for fold in folds)}" if folds else ""
+    print(f"{len(families)} families{parts}", flush=True)
     runs = Runs(arguments, folds)
     with ProcessPoolExecutor(os.cpu_count() // 2 or 1) as pool:
         rulers = pool.map(yardstick, families if folds else [])

@@ -6,8 +6,8 @@ Nothing is timed during training. launch() looks the configuration up:
     3. where the class of shape is in neither, that of the nearest class of the same widths
     4. else it takes the first candidate, a conservative one
 
-So tiles measured for 768 residues serve 1280. Of both tables together the nearest class counts, and the
-user's own before the shipped one where both are as near.
+So tiles measured for 768 residues serve 1280. Should they not fit there, launch() says so and takes the first
+candidate from then on.
 
 Within retuning() every launch first times its candidates on its own arguments, one after the other in each
 round. It keeps the winner if that beats the first candidate by more than the spread of both.
@@ -18,6 +18,7 @@ import os
 import pathlib
 import re
 import tempfile
+import warnings
 from functools import cache
 
 import torch
@@ -89,7 +90,16 @@ def launch(kernel, shape, candidates, run):
     key = f"{kernel} {shape}"
     if found is not None and key not in found:
         found[key] = fastest(key, candidates, run)
-    run(chosen(kernel, shape, candidates))
+    configuration = chosen(kernel, shape, candidates)
+    try:
+        run(configuration)
+    except triton.runtime.errors.OutOfResources:
+        if configuration == candidates[0]:
+            raise
+        warnings.warn(f"{key}: the tile known for it does not fit this GPU, so a conservative one runs; "
+                      "--retune finds a better one", stacklevel=2)
+        ranked[key] = []
+        run(candidates[0])
 
 
 def chosen(kernel, shape, candidates):
@@ -101,30 +111,29 @@ def chosen(kernel, shape, candidates):
 
 
 def nearest_first(key, known):
-    """The configurations that the tables `known` have for classes of key's widths. First come those whose
-    extents differ least from key's, in powers of two; of as near ones the larger class, then key's own dtype,
-    then the first table."""
-    extents, alike = extents_of(key), []
-    for number, table in enumerate(known):
+    """The configurations that the tables `known` have for classes of key's widths. The class of this very key
+    comes first, then those whose extents differ least from key's: the sum of differences in powers of two. Of
+    as near ones it is the larger class, then key's own dtype, then that of the first table."""
+    wanted, extents, alike = widths(key), extents_of(key), []
+    for table in known:
         for name, configuration in table.items():
-            theirs = extents_of(name)
-            if widths(name) == widths(key) and theirs.keys() == extents.keys():
+            if widths(name) == wanted and (theirs := extents_of(name)).keys() == extents.keys():
                 beyond = [theirs[letter] - extent for letter, extent in extents.items()]
                 other_dtype = name.split()[1:2] != key.split()[1:2]
-                alike.append((sum(map(abs, beyond)), -sum(beyond), other_dtype, number, configuration))
-    return [configuration for *_, configuration in sorted(alike, key=lambda each: each[:-1])]
+                order = name != key, sum(map(abs, beyond)), -sum(beyond), other_dtype
+                alike.append((order, configuration))
+    return [configuration for _, configuration in sorted(alike, key=lambda each: each[0])]
 
 
 def widths(key):
-    """Kernel, dtype and widths of a table's key: all that decides which tiles fit. Both dtypes of 16 bits
-    take the same memory and the same time."""
+    """Kernel, dtype and widths of a table's key. Both dtypes of 16 bits take the same memory and time."""
     return [word.replace("bfloat16", "float16") for word in key.split() if not EXTENT.fullmatch(word)]
 
 
 def extents_of(key):
-    """{letter: exponent of the power of two} of a table's key."""
-    found = [EXTENT.fullmatch(word) for word in key.split()]
-    return {each[1]: int(each[2]).bit_length() for each in found if each}
+    """{letter: how many bits its number has} of a table's key."""
+    matches = [EXTENT.fullmatch(word) for word in key.split()]
+    return {match[1]: int(match[2]).bit_length() for match in matches if match}
 
 
 def fastest(key, candidates, run):

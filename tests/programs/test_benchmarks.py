@@ -263,6 +263,7 @@ def test_real_families_never_trains_on_a_relative_of_what_it_looks_at(tmp_path, 
         assert options["holdout"] == ",".join(folds[fold]) and options["mix_synthetic"] == 0.5
         assert options["init_from"] == tmp_path / "runs" / "full-2" / "c.pt" and options["num_steps"] == 5
         assert options["validate_fraction"] == 0.1 and options["common"] == ["--msa-dim", "16"]
+        assert options["lr_warmup_steps"] == 4  # the trainer refuses five
     assert "init_from" not in started["scratch-1-fold-0"]
     assert {options["gpu"] for options in started.values()} == {"0", "1"}
 
