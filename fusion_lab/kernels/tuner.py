@@ -3,11 +3,9 @@
 Nothing is timed during training. launch() looks the configuration up:
     1. in what was measured on this GPU with this torch and Triton (`--retune`, kept in the user's cache)
     2. in tiles.json beside this file, shipped for the architectures named there
-    3. where the class of shape is in neither, that of the nearest class of the same widths
+    3. where the class of shape is in neither, that of the nearest class of the same widths: tiles measured
+       for one sample of 256 residues serve two
     4. else it takes the first candidate, a conservative one
-
-So tiles measured for 768 residues serve 1280. Should they not fit there, launch() says so and takes the first
-candidate from then on.
 
 Within retuning() every launch first times its candidates on its own arguments, one after the other in each
 round. It keeps the winner if that beats the first candidate by more than the spread of both.
@@ -18,7 +16,6 @@ import os
 import pathlib
 import re
 import tempfile
-import warnings
 from functools import cache
 
 import torch
@@ -27,7 +24,8 @@ import triton
 from fusion_lab.kernels.library.attention_choice import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
-EXTENT = re.compile(r"([PSLR])(\d+)")  # a class's word for how many positions, residues, keys or rows
+EXTENT = re.compile(r"([PSLR])(\d+)")  # a word that counts positions, residues, keys, rows or numbers
+LARGEST = 128  # side of a tile
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
 MOST_PLANS = 1024  # of one function: each is a few KB
 CYCLES = 6_000_000  # the GPU waits so long, about 3 ms; meanwhile the host queues REPEATS launches
@@ -90,50 +88,45 @@ def launch(kernel, shape, candidates, run):
     key = f"{kernel} {shape}"
     if found is not None and key not in found:
         found[key] = fastest(key, candidates, run)
-    configuration = chosen(kernel, shape, candidates)
-    try:
-        run(configuration)
-    except triton.runtime.errors.OutOfResources:
-        if configuration == candidates[0]:
-            raise
-        warnings.warn(f"{key}: the tile known for it does not fit this GPU, so a conservative one runs; "
-                      "--retune finds a better one", stacklevel=2)
-        ranked[key] = []
-        run(candidates[0])
+    run(chosen(kernel, shape, candidates))
 
 
 def chosen(kernel, shape, candidates):
-    """The configuration with which launch() runs; while retuning, the best known so far. A configuration in
-    a table that is no candidate any more counts as unknown."""
+    """The configuration with which launch() runs: the nearest that is known, while retuning so far. One in a
+    table that is no candidate any more counts as unknown."""
     key = f"{kernel} {shape}"
     known = plan(ranked, key, lambda: nearest_first(key, [found or {}, *tables()]))
     return next((each for each in known if each in candidates), candidates[0])
 
 
 def nearest_first(key, known):
-    """The configurations that the tables `known` have for classes of key's widths. The class of this very key
-    comes first, then those whose extents differ least from key's: the sum of differences in powers of two. Of
-    as near ones it is the larger class, then key's own dtype, then that of the first table."""
-    wanted, extents, alike = widths(key), extents_of(key), []
+    """The configurations that the tables `known` have for classes with key's widths: the class of this very
+    key first, then the others by distance, in powers of two and summed over the extents. Ties: the larger
+    class, then key's own dtype, then the earlier table."""
+    (widths, extents), alike = parts(key), []
     for table in known:
         for name, configuration in table.items():
-            if widths(name) == wanted and (theirs := extents_of(name)).keys() == extents.keys():
-                beyond = [theirs[letter] - extent for letter, extent in extents.items()]
-                other_dtype = name.split()[1:2] != key.split()[1:2]
+            theirs = parts(name)
+            if theirs[0] == widths and theirs[1].keys() == extents.keys():
+                beyond = [theirs[1][letter] - extent for letter, extent in extents.items()]
+                other_dtype = ("bfloat16" in name) != ("bfloat16" in key)
                 order = name != key, sum(map(abs, beyond)), -sum(beyond), other_dtype
                 alike.append((order, configuration))
     return [configuration for _, configuration in sorted(alike, key=lambda each: each[0])]
 
 
-def widths(key):
-    """Kernel, dtype and widths of a table's key. Both dtypes of 16 bits take the same memory and time."""
-    return [word.replace("bfloat16", "float16") for word in key.split() if not EXTENT.fullmatch(word)]
-
-
-def extents_of(key):
-    """{letter: how many bits its number has} of a table's key."""
-    matches = [EXTENT.fullmatch(word) for word in key.split()]
-    return {match[1]: int(match[2]).bit_length() for match in matches if match}
+def parts(key):
+    """What decides which tiles fit, [words], and extents, {letter: bits of its number}, of a table's key. A
+    tile shrinks to a count of LARGEST or less, so that is no extent. Both dtypes of 16 bits take the same
+    memory and the same time."""
+    widths, extents = [], {}
+    for word in key.split():
+        counted = EXTENT.fullmatch(word)
+        if counted and int(counted[2]) > LARGEST:
+            extents[counted[1]] = int(counted[2]).bit_length()
+        else:
+            widths.append(word.replace("bfloat16", "float16"))
+    return widths, extents
 
 
 def fastest(key, candidates, run):

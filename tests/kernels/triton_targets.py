@@ -8,6 +8,7 @@ Compiling asks the active driver for nothing but a device number and a target, s
 compile what they would run, on tensors that lie on the CPU.
 """
 import contextlib
+import re
 from unittest import mock
 
 import triton
@@ -17,6 +18,14 @@ from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import SHARED, Absent, resources
 
 __all__ = ["SHARED", "compiled_for", "mend_interpreter"]
+EXTENTS = ("P", "S", "L", "R")  # of a tuner's class of shape; any of them may meet a kernel of these widths
+
+
+def widths(key):
+    """Kernel, dtype and widths of a key of tiles.json, without numbers of positions and rows: what it may be
+    compiled for."""
+    kernel, *words = key.split()
+    return kernel, *(word for word in words if not re.fullmatch(r"[A-Z]\d+", word) or word[0] not in EXTENTS)
 
 
 @contextlib.contextmanager
@@ -34,8 +43,7 @@ def compiled_for(name, met=None, describe=resources):
         compiled[f"{self.__name__} {chosen}"] = kernel
 
     def every_configuration(kernel, shape, candidates, run):
-        widths = tuner.widths(f"{kernel} {shape}")
-        chosen = {key: tiles for key, tiles in shipped.items() if tuner.widths(key) == widths}
+        chosen = {key: tiles for key, tiles in shipped.items() if widths(key) == widths(f"{kernel} {shape}")}
         for tiles in (candidates[0], *chosen.values()):
             assert tiles in candidates, f"{kernel} {shape}: {tiles} is shipped, but no candidate"
             run(tiles)
