@@ -314,7 +314,7 @@ def parse(argv):
 
 
 def cut(options, most):
-    """What makes a training end after `most` steps: its warm-up must be shorter."""
+    """Options that end a training after `most` steps; its warm-up must be shorter."""
     steps = min(options["num_steps"], most)
     return dict(num_steps=steps, lr_warmup_steps=min(options["lr_warmup_steps"], steps - 1))
 

@@ -54,7 +54,7 @@ def digest(test):
             met[name] = found[0]
             left += found[1]
     whole = [*sorted(met.items()), importlib.metadata.version("triton")]
-    if "tests.kernels.triton_targets" in met:  # which compiles what is shipped; only a GPU reads it besides
+    if "tests.kernels.triton_targets" in met:  # which compiles what is shipped; else only GPUs read it
         whole.append((ROOT / "fusion_lab/kernels/tiles.json").read_text(encoding="utf-8"))
     return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
