@@ -3,8 +3,8 @@
 Nothing is timed during training. launch() looks the configuration up:
     1. in what was measured on this GPU with this torch and Triton (`--retune`, kept in the user's cache)
     2. in tiles.json beside this file, shipped for the architectures named there
-    3. where the class of shape is in neither, that of the nearest class of the same widths: tiles measured
-       for one sample of 256 residues serve two
+    3. where exactly this class of shape is in neither, that of the nearest one of the same widths in either:
+       tiles measured for one sample of 256 residues serve two
     4. else it takes the first candidate, a conservative one
 
 Within retuning() every launch first times its candidates on its own arguments, one after the other in each
@@ -24,8 +24,8 @@ import triton
 from fusion_lab.kernels.library.attention_choice import architecture
 
 SHIPPED = pathlib.Path(__file__).with_name("tiles.json")
-EXTENT = re.compile(r"([PSLR])(\d+)")  # a word that counts positions, residues, keys, rows or numbers
-LARGEST = 128  # side of a tile
+EXTENT = re.compile(r"([PSLR])(\d+)")  # counts: P positions, S residues, L keys or numbers of a sum, R rows
+LARGEST = 128  # no tile is longer, so larger counts may differ
 ROUNDS, REPEATS = 9, 5  # rounds of every candidate; launches in each
 MOST_PLANS = 1024  # of one function: each is a few KB
 CYCLES = 6_000_000  # the GPU waits so long, about 3 ms; meanwhile the host queues REPEATS launches
@@ -92,10 +92,12 @@ def launch(kernel, shape, candidates, run):
 
 
 def chosen(kernel, shape, candidates):
-    """The configuration with which launch() runs: the nearest that is known, while retuning so far. One in a
+    """The configuration with which launch() runs; while retuning, this key's winner if it has one. One in a
     table that is no candidate any more counts as unknown."""
     key = f"{kernel} {shape}"
-    known = plan(ranked, key, lambda: nearest_first(key, [found or {}, *tables()]))
+    if (fresh := (found or {}).get(key)) in candidates:  # a search would last into what is timed
+        return fresh
+    known = plan(ranked, key, lambda: nearest_first(key, tables()))
     return next((each for each in known if each in candidates), candidates[0])
 
 
@@ -117,8 +119,8 @@ def nearest_first(key, known):
 
 def parts(key):
     """What decides which tiles fit, [words], and extents, {letter: bits of its number}, of a table's key. A
-    tile shrinks to a count of LARGEST or less, so that is no extent. Both dtypes of 16 bits take the same
-    memory and the same time."""
+    count of LARGEST or less caps a tile, so it is no extent. Both dtypes of 16 bits take the same memory and
+    the same time."""
     widths, extents = [], {}
     for word in key.split():
         counted = EXTENT.fullmatch(word)
