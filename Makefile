@@ -1,25 +1,44 @@
 # make train    a small model learns, in minutes      make train ARGS="--num-steps 200 --use-amp"
 # make test     runs the tests                        make test ARGS="-m slow"  (the long ones)
-# make mutants  do the tests notice changed code?  make mutants ARGS="proteins/batches.py"  (all: an hour)
 # make lint     ruff and, where installed, shellcheck
-# fusion_lab/environment.py chooses the Python: an activated environment with a torch, or a venv that it makes.
+# An activated environment that has torch is used as it is, and nothing is installed there. Otherwise pip
+# completes .venv, which sees the packages of $(PYTHON): a torch in range is kept.
 PYTHON ?= python3
-IN := $(PYTHON) fusion_lab/environment.py
+ACTIVE := $(filter-out $(CURDIR)/.venv,$(or $(VIRTUAL_ENV),$(CONDA_PREFIX)))
+ifneq ($(ACTIVE),)
+  HAS_TORCH := $(shell $(PYTHON) -c "import importlib.util as u; print('yes' * bool(u.find_spec('torch')))")
+endif
+ifeq ($(HAS_TORCH),yes)
+  IN := $(PYTHON)
+else
+  IN := .venv/bin/python
+  RUN := .venv/complete-requirements
+  DEV := .venv/complete-requirements-dev
+  TRITON := .venv/complete-triton
+endif
 
-train:
-	@$(IN) requirements.txt tiny_openfold_v2.py --demo $(ARGS)
+train: $(RUN)
+	@$(IN) tiny_openfold_v2.py --demo $(ARGS)
 
-test:  # with bytecode, which many containers forbid: every process would compile the project once more
-	@PYTHONDONTWRITEBYTECODE= $(IN) requirements-dev.txt -m pytest -n 2 --dist worksteal $(ARGS)
+test: $(TRITON)  # with bytecode, which many containers forbid: every process would compile the project once more
+	@$(IN) -c "import pytest, xdist" || { echo "needed: $(IN) -m pip install -r requirements-dev.txt" >&2; exit 3; }
+	@PYTHONDONTWRITEBYTECODE= $(IN) -m pytest -n 2 --dist worksteal $(ARGS)
 
-mutants:
-	@$(IN) requirements-mutants.txt benchmarks/mutants.py $(ARGS)
-
-lint:
-	@$(IN) requirements-dev.txt -m ruff check .
+lint: $(DEV)
+	@$(IN) -m ruff check .
 	if command -v shellcheck >/dev/null; then shellcheck *.sh fusion_lab/*.sh; fi
+
+.venv/complete-%: %.txt requirements.txt
+	$(PYTHON) -m venv --system-site-packages .venv
+	.venv/bin/python -m pip install -r $<
+	@touch $@
+
+.venv/complete-triton: .venv/complete-requirements-dev  # a torch for GPUs brings one, under whatever name
+	.venv/bin/python -c "import triton" || .venv/bin/python -m pip install "triton>=3.6,<3.10" || \
+		echo "without Triton the tests of the kernels are skipped"
+	@touch $@
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache
 
-.PHONY: train test mutants lint clean
+.PHONY: train test lint clean
