@@ -48,7 +48,8 @@ def test_make_completes_an_environment_of_its_own_where_none_has_torch(clone, tm
     seen = str(tmp_path / "empty" / "bin" / "python3")
     (clone / "requirements.txt").write_text("pip\n")
     done = make(clone, "train", VIRTUAL_ENV=str(tmp_path / "empty"), PYTHON=seen)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"{clone / '.venv'} ['--demo']", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{clone / '.venv'} ['--demo']"
     (clone / "requirements.txt").write_text("a_package_that_nobody_has\n")
     os.utime(clone / "requirements.txt", (2e9, 2e9))  # the seconds of a file system's clock
     assert make(clone, "train").returncode == 2
