@@ -23,7 +23,6 @@ from fusion_lab.profiler.session import run_session
 from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1
 from fusion_lab.training import reporting, torchrun
 from fusion_lab.training.files import (
-    UserError,
     exit_code,
     finite,
     fresh_directory,
@@ -95,8 +94,6 @@ def run(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     program = named_program(argv, load_program())
     arguments, settings = parse(argv, program)
-    if settings.training.device == "mps":
-        raise UserError("--device mps: nothing is recorded or predicted there; cpu or cuda")
     torchrun.require_alone(SCRIPT)
     if arguments.baseline:
         settings = with_fusion(settings, program.fusion_config.preset(False))

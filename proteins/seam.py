@@ -47,7 +47,7 @@ def attention_in_words(model, dtype=None):
     c, weight = model.config, model.distogram_head.weight
     msa_width, ours = c.msa_dim // c.msa_heads, Plan.of(model.fusion).attention
     kernels = attention_choice.in_words(
-        model.fusion.attention_backend, ours, weight.is_cuda, dtype or weight.dtype, weight.is_mps,
+        model.fusion.attention_backend, ours, weight.is_cuda, dtype or weight.dtype,
         pair=(c.seq_len, c.pair_dim // c.pair_heads, True), rows=(c.seq_len, msa_width, True),
         columns=(c.num_seqs, msa_width, False))
     if "triton" in kernels:

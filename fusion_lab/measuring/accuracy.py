@@ -90,13 +90,12 @@ def compare_numerics(program, settings, device, note=lambda text: None):
     process_settings(settings, device)
     baseline = program.trainer(program, plain, device)
     shake(program, baseline.model)
-    place = torch.device("cpu") if device.type == "mps" else device  # Apple GPUs have no float64
-    exact = program.trainer(program, plain.having(use_amp=False, amp_dtype=None), place)
+    exact = program.trainer(program, plain.having(use_amp=False, amp_dtype=None), device)
     fused = program.trainer(program, settings, device)
     for trainer in (exact, fused):
         trainer.model.load_state_dict(baseline.model.state_dict())
     exact.model.double()
-    double = {key: value.to(place, torch.float64 if value.is_floating_point() else None)
+    double = {key: value.to(device, torch.float64 if value.is_floating_point() else None)
               for key, value in batch.items()}
     runs = []
     for name, trainer, inputs in (("as given", fused, batch), ("the baseline", baseline, batch),

@@ -6,15 +6,14 @@ import torch
 
 
 class PhaseTimer:
-    """Times between marks: CUDA events on a GPU (no synchronisation until read), perf_counter elsewhere;
-    on an Apple GPU after all work so far is done.
+    """Times between marks: CUDA events on a GPU (no synchronisation until read), perf_counter elsewhere.
 
     With names, enter(name) and leave() run round each phase as well: start() begins the first one, every
     mark() ends one and begins the next.
     """
 
     def __init__(self, device, names=(), enter=None, leave=None):
-        self.on_gpu, self.on_mps, self.steps = device.type == "cuda", device.type == "mps", []
+        self.on_gpu, self.steps = device.type == "cuda", []
         self.names, self.enter, self.leave = names, enter, leave
 
     def start(self):
@@ -26,8 +25,6 @@ class PhaseTimer:
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        elif self.on_mps:
-            torch.mps.synchronize()
         self.steps[-1].append(event if self.on_gpu else time.perf_counter())
         if 0 < number <= len(self.names):
             self.leave()

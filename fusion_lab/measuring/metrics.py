@@ -1,5 +1,5 @@
-"""How a run went: every step's loss, learning rate and gradient norm, and every evaluation, in metrics.jsonl;
-as a picture, and for TensorBoard, where these are installed."""
+"""How a run went: every step's loss, learning rate and gradient norm, and every evaluation, in metrics.jsonl,
+and as a picture, where matplotlib is installed."""
 import importlib.util
 import json
 import math
@@ -10,7 +10,7 @@ import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib, save, spared
 from fusion_lab.training import locks
-from fusion_lab.training.files import MISSING, UserError, finite, name_aside, set_aside, write_atomically
+from fusion_lab.training.files import UserError, finite, name_aside, set_aside, write_atomically
 from fusion_lab.training.reading import open_regular, parse_json, read_regular
 
 METRICS, CURVE = "metrics.jsonl", "learning_curve.png"
@@ -22,7 +22,7 @@ class Metrics:
 
     def __init__(self, settings, writes=True, trainer=None):
         directory, self.writes = settings.profiler.profile_dir, writes  # of several ranks one writes
-        self.path, self.pending, self.writer = os.path.join(directory, METRICS), [], None
+        self.path, self.pending = os.path.join(directory, METRICS), []
         if not writes:
             return
         if settings.training.resume and continues(self.path, trainer):
@@ -30,8 +30,6 @@ class Metrics:
         else:
             set_aside(self.path)
             set_aside(os.path.join(directory, CURVE))
-        if settings.profiler.tensorboard:
-            self.writer = summary_writer(directory)
 
     def step(self, number, loss, trainer):
         """After step number (from 1): its loss, on the device."""
@@ -56,12 +54,6 @@ class Metrics:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
-        if self.writer:
-            for line in lines:
-                for name, value in [*line.get("evaluation", {}).items(), *line.items()]:
-                    if name not in ("step", "evaluation") and value is not None:
-                        self.writer.add_scalar(name, value, line["step"])
-            self.writer.flush()
 
     def draw(self):
         """Path of the learning curve of all steps in the file, a PNG; None where that cannot be made. A
@@ -144,11 +136,3 @@ def read_metrics(path):
                 number, of_evaluation, line = found
                 (evaluations if of_evaluation else steps)[number] = line
     return [steps[n] for n in sorted(steps)], [evaluations[n] for n in sorted(evaluations)]
-
-
-def summary_writer(directory):
-    """TensorBoard's writer. Raises UserError (code 3) where it is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise UserError("--tensorboard needs tensorboard: pip install tensorboard", code=MISSING)
-    from torch.utils.tensorboard import SummaryWriter
-    return SummaryWriter(directory)

@@ -100,8 +100,8 @@ def print_summary(result, path, settings):
 
 
 def launch_kind(device):
-    """What launches are a count of; None where they are not counted."""
-    return dict(cuda="gpu_kernels", cpu="cpu_ops").get(device.type)
+    """What launches are a count of."""
+    return dict(cuda="gpu_kernels", cpu="cpu_ops")[device.type]
 
 
 def dtype_name(dtype):

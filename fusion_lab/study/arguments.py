@@ -201,7 +201,7 @@ def has_gpu(device):
     if device == "auto":
         import torch
         return torch.cuda.is_available()
-    return device not in ("cpu", "mps")
+    return device != "cpu"
 
 
 def choose_settings(options, vocabulary):

@@ -338,8 +338,6 @@ def explain(error):
     if "No working C++ compiler" in str(error) or "working triton installation" in str(error):
         return ("torch.compile needs a C++ compiler on CPU (g++) or Triton on a GPU (pip install triton)",
                 MISSING)
-    if isinstance(error, (NotImplementedError, TypeError)) and "MPS" in str(error):  # an operator, float64
-        return f"{str(error).splitlines()[0]}; --device cpu can", NO_GPU
     return None, None
 
 

@@ -11,7 +11,6 @@ import torch._functorch.config
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import NO_GPU, UserError, counted
-from fusion_lab.training.options import flag
 from fusion_lab.training.reading import read_regular
 from fusion_lab.training.torchrun import place
 
@@ -19,8 +18,7 @@ MEGABYTE = 2 ** 20
 
 
 def choose_device(name):
-    """What --device names, as a torch.device; an Apple GPU, mps, is never taken unasked. Raises UserError:
-    code 2 for nonsense, 4 for a missing GPU."""
+    """What --device names, as a torch.device. Raises UserError: code 2 for nonsense, 4 for a missing GPU."""
     count = torch.cuda.device_count()
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -28,8 +26,6 @@ def choose_device(name):
         return torch.device("cpu")
     kind, _, index = f"cuda:{name}".partition(":") if name.isdecimal() else name.partition(":")
     here = place()
-    if name == "mps":
-        return apple_gpu(here)
     if index and here.size > 1:
         raise UserError(f"--device {name}: {here.size} ranks cannot share a GPU; each gets one without it")
     if here.local_size > count > 0:
@@ -37,33 +33,13 @@ def choose_device(name):
                         f"{torch.__version__} sees {counted(count, 'GPU')}", code=NO_GPU)
     index = index or str(here.local_rank)
     if kind != "cuda" or not index.isdecimal() or name.endswith(":"):
-        raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N, N or mps")
+        raise UserError(f"--device {name}: must be auto, cpu, cuda, cuda:N or N")
     if int(index) >= count:
         raise UserError(f"--device {name}: there is no such GPU; torch {torch.__version__} sees "
                         f"{counted(count, 'GPU')}", code=NO_GPU)
     device = torch.device("cuda", int(index))
     torch.cuda.set_device(device)
     return device
-
-
-def apple_gpu(here):
-    if here.size > 1:
-        raise UserError(f"--device mps: {here.size} ranks cannot share a GPU")
-    if not torch.backends.mps.is_available():
-        raise UserError(f"--device mps: there is no such GPU; torch {torch.__version__} sees no Apple GPU",
-                        code=NO_GPU)
-    return torch.device("mps")
-
-
-NOT_ON_MPS = ("use_amp", "enable_torch_compile", "enable_pytorch_profiler", "enable_memory_profiling",
-              "enable_rocm_profiling")
-
-
-def refuse_on_mps(settings):
-    """Raises UserError naming the flags that an Apple GPU is not used with: it runs eager float32."""
-    if asked := [flag(name) for name in NOT_ON_MPS if settings.get(name)]:
-        raise UserError(f"--device mps: not with {', '.join(asked)}; it runs float32, uncompiled, and "
-                        "records nothing")
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
@@ -82,9 +58,7 @@ def keep_freed_memory():
 def process_settings(settings, device):
     """Everything that settings change for the whole process and not for one model alone: deterministic
     kernels, TF32, how much torch.compile may keep for backward, and freed memory on a CPU. Call it before a
-    Trainer is made. Raises UserError for what the device cannot do."""
-    if device.type == "mps":
-        refuse_on_mps(settings)
+    Trainer is made."""
     if settings.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -201,7 +201,7 @@ class TrainingConfig(Several):
     amp_dtype: str = option(None, "float16 (with a gradient scaler) or bfloat16; default: float16 on a GPU, "
                                   "bfloat16 on CPU", choices=("float16", "bfloat16"), type=str)
     seed: int = option(42, "seed of weights, data and dropout", low=0, below=2 ** 63)
-    device: str = option("auto", "auto (cuda or cpu), cpu, cuda, cuda:N, a bare GPU index N, or mps")
+    device: str = option("auto", "auto (cuda or cpu), cpu, cuda, cuda:N or a bare GPU index N")
     deterministic: bool = option(False, "deterministic kernels (slower)")
     log_every: int = option(10, "steps between log lines", low=1)
     eval_every: int = option(100, "steps between evaluations; there is always one at the end", low=1)
@@ -235,7 +235,6 @@ class ProfilerConfig(Checked):
     profile_rank: str = option("0", "which of several ranks is recorded: a number, or all")
     profile_dir: str = option("./pytorch_profiles_v2", "where results go")
     json: bool = option(False, "end with the result as a line of JSON on a terminal too")
-    tensorboard: bool = option(False, "write losses, learning rate and evaluations for TensorBoard as well")
 
     def __post_init__(self):
         super().__post_init__()

@@ -235,18 +235,6 @@ def test_lines_without_numbers_are_no_metrics(line, tmp_path):
         [dict(step=2, loss=None)], [dict(step=2, evaluation=dict(a=None, b=1))])
 
 
-def test_tensorboard_hears_every_number(tmp_path, monkeypatch):
-    heard = []
-    writer = SimpleNamespace(add_scalar=lambda *given: heard.append(given),
-                             flush=lambda: heard.append("flushed"))
-    monkeypatch.setattr(metrics, "summary_writer", lambda directory: heard.append(directory) or writer)
-    found = metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path), tensorboard=True))
-    found.step(*noted(7, loss=float("inf")))
-    found.evaluation(8, dict(score=0.25))
-    assert heard == [str(tmp_path), ("learning_rate", 1e-3, 7), ("gradient_norm", 0.5, 7), ("score", 0.25, 8),
-                     "flushed"]
-
-
 def test_an_earlier_learning_curve_is_kept(tmp_path):
     (tmp_path / "learning_curve.png").write_text("earlier")
     metrics.Metrics(SECOND.settings(profile_dir=str(tmp_path)))
@@ -274,6 +262,6 @@ def test_the_learning_curve_has_all_steps_and_evaluations(tmp_path, monkeypatch,
     monkeypatch.setattr(metrics, "save", lambda *_: 1 / 0)
     assert found.draw() is None
     assert capsys.readouterr().err == "warning: no learning_curve.png: division by zero\n"
-    monkeypatch.setattr(metrics, "require_matplotlib", lambda: metrics.summary_writer("") or 1 / 0)
+    monkeypatch.setattr(metrics, "require_matplotlib", lambda: 1 / 0)
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     assert found.draw() is None and capsys.readouterr().err == ""  # not installed: nobody asked for a picture

@@ -1,14 +1,10 @@
-"""Where Linux's own interfaces are missing, as on a Mac, and --device mps. Nothing here ran on a Mac."""
+"""Where Linux's own interfaces are missing, as on a Mac. Nothing here ran on a Mac."""
 import json
 import os
 
 import pytest
-import torch
 
-import tiny_openfold_v2 as tof
-from fusion_lab.measuring import clocks, summary
-from fusion_lab.measuring.comparison import compare
-from fusion_lab.training import files, machine, watch
+from fusion_lab.training import watch
 from tests.support import run_program
 
 # sitecustomize.py, which every Python that is started runs first
@@ -70,40 +66,6 @@ def test_it_works_without_what_linux_has(flags, tmp_path):
     found = run_like_a_mac(tmp_path, *flags, "--device", "cpu")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_an_apple_gpu_is_asked_for_by_name(there, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
-    if there:
-        assert machine.choose_device("mps") == torch.device("mps")
-        assert machine.choose_device("auto").type != "mps"
-        return
-    assert tof.main([*SMALL, "--profile-dir", str(tmp_path), "--device", "mps"]) == 4
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "sees no Apple GPU" in said
-
-
-def test_what_an_apple_gpu_cannot_do():
-    device, settings = torch.device("mps"), tof.PROGRAM.settings()
-    machine.process_settings(settings, device)
-    with pytest.raises(files.UserError, match="not with --use-amp, --enable-torch-compile;"):
-        machine.process_settings(settings.having(use_amp=True, enable_torch_compile=True), device)
-    rows = sum(compare.suggested_parts(tof.PROGRAM, settings, device, False, None), [])
-    assert len(rows) > 3 and not any(row.compiled for row in rows)
-    assert summary.launch_kind(device) is None
-    said, code = files.explain(NotImplementedError("aten::x is not implemented for the MPS device.\nmore"))
-    assert code == 4 and said == "aten::x is not implemented for the MPS device.; --device cpu can"
-    assert files.explain(TypeError("another")) == (None, None)
-
-
-def test_clocks_wait_for_an_apple_gpu(monkeypatch):
-    waits = []
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(1))
-    timer = clocks.PhaseTimer(torch.device("mps"))
-    timer.start()
-    timer.mark()
-    assert len(waits) == 2 and timer.seconds().shape == (1, 1)
 
 
 def test_ranks_without_proc(monkeypatch):

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 import tiny_openfold_v2 as tof
-from fusion_lab.measuring import metrics
 from fusion_lab.training import files, start
 from tests.support import PATIENCE, ROOT, run_program
 
@@ -152,9 +151,3 @@ def test_a_second_run_sets_the_first_aside(tmp_path, monkeypatch, capsys):
     names = [path.name for path in (tmp_path / "mine").iterdir()]
     for kept in ("performance_summary_v2.json", "metrics.jsonl", "contacts.png", "contacts.tsv"):
         assert kept in names and sum(name.startswith(f"{kept}.old-") for name in names) == 1
-
-
-def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    assert train(tmp_path, "--num-steps", 1, "--tensorboard") == 3
-    assert capsys.readouterr().err.strip().endswith("pip install tensorboard")

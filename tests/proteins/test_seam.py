@@ -67,8 +67,7 @@ def test_which_attention_a_model_names(monkeypatch):
     model, words = model_of(**sizes), "sdpa"
     parts = dict(pair=(9, 4, True), rows=(9, 4, True), columns=(5, 4, False))
     assert model.attention_kernel() == model.attention_kernel(torch.bfloat16) == "sdpa"
-    assert heard == [(("auto", False, False, dtype, False), parts)
-                     for dtype in (torch.float32, torch.bfloat16)]
+    assert heard == [(("auto", False, False, dtype), parts) for dtype in (torch.float32, torch.bfloat16)]
     model = model_of(tof.FusionConfig(enable_triton_attention=True), **sizes)
     assert model.attention_kernel() == "sdpa" and heard[-1][0][1] is True
     words = "triton_attention"

@@ -47,7 +47,7 @@ def remark(arch):
     return f"{arch}: {'CDNA' if has_matrix_cores(arch) else 'not CDNA, so no FlexAttention'}, not measured"
 
 
-def in_words(requested, triton, on_gpu, dtype, on_mps=False, **layers):
+def in_words(requested, triton, on_gpu, dtype, **layers):
     """Which implementations run in training, for the start-up line: "flex_attention; columns: sdpa". layers:
     {name: (length of a row, width of a head, whether there is a trained bias)}, the first of which leads."""
     arch = architecture(on_gpu)
@@ -57,7 +57,7 @@ def in_words(requested, triton, on_gpu, dtype, on_mps=False, **layers):
             return "triton_attention"
         backend = attention_backend(requested, on_gpu=on_gpu, dtype=dtype, width=width, length=length,
                                     strict=strict_float32(dtype), biased=biased, training=True, arch=arch)
-        if on_gpu or on_mps:
+        if on_gpu:
             return {"flex": "flex_attention"}.get(backend, backend)
         return {("sdpa", True): "sdpa: math on CPU", ("sdpa", False): "sdpa: flash on CPU"}.get(
             (backend, biased), f"{backend} on CPU")

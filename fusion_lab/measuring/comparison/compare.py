@@ -216,8 +216,6 @@ def suggested_parts(program, settings, device, combinations, picked):
     """Those of the variants that the switches suggest, of which picked chooses by name."""
     variants = (combination_variants(program, settings) if combinations
                 else comparison_variants(program, settings, device.type == "cuda"))
-    if device.type == "mps":
-        variants = [variant for variant in variants if not variant.compiled]
     if picked:
         variants = pick(variants, picked)
     elif not combinations:

@@ -6,7 +6,7 @@ from fusion_lab.measuring.comparison.rows import FEWEST, speedup_interval
 
 ROUNDS = 0.25  # of the budget at least, however long counting took
 NARROW = 0.04  # high / low - 1 of a speed-up's interval that needs no more rounds
-WHOLE = dict(cpu=3.0, cuda=1.5, mps=1.5)  # budgets of the first table until the last row
+WHOLE = dict(cpu=3.0, cuda=1.5)  # budgets of the first table until the last row
 
 
 class Pace:

@@ -23,7 +23,7 @@ SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stop
 LAST = 19  # nice(2): what is measured or counted meanwhile comes first
 COMPILE_THREADS = "2"  # of each of them; torch would take as many as there are cores
 SPARE = 0.5  # of the free memory, for those that compile while others are counted
-SHARES = dict(cpu=0.25, cuda=0.08, mps=0.25)  # of the first table's budget: rounds of one of them
+SHARES = dict(cpu=0.25, cuda=0.08)  # of the first table's budget: rounds of one of them
 COMPILING = 0.6  # of the time that is left, for those that compile side by side
 LAST_WORDS = 300  # characters of a failed process's last line
 

@@ -74,8 +74,6 @@ def clock(device):
     """Seconds; on a GPU those after all work so far is done, so that each sub-layer has its own."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
     return time.perf_counter()
 
 
