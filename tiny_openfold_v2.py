@@ -796,8 +796,7 @@ def run(argv=None, program=PROGRAM):
     if arguments.check_flags:
         return reporting.print_settings(program, settings, mode)
     if mode is None:
-        done = program.instead(program, settings)
-        return train(program, settings, arguments.compare_with_v1) if done is None else done
+        return train(program, settings, arguments.compare_with_v1)
     torchrun.require_alone(mode)
     if mode in program.modes:
         return program.modes[mode](program, settings)

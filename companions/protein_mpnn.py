@@ -3,18 +3,17 @@
 
     python companions/protein_mpnn.py                    # a small first run
     python companions/protein_mpnn.py --compare-fusion   # what a switch buys
-    python companions/protein_mpnn.py --data DIR         # your structures
-    python companions/protein_mpnn.py --design X.pdb --weights FILE
 
-Dauparas et al. 2022 (doi:10.1126/science.add2187), under its authors' parameter names, so that their weights
-load (--weights). Reading order: first_layer and Messages, where fused and plain code stand side by side, then
-EncLayer, DecLayer, ProteinMPNN. A message is W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])); W1 of a concatenation is
-a sum, and W3 may come after the sum over neighbours: half of the arithmetic was never needed.
+It shows that algebra comes before kernels, on a graph with gathers where the Evoformer is dense. A message is
+W3 gelu(W2 gelu(W1 [h_i; e_ij; h_j])). W1 of a concatenation is a sum, and W3 may come after the sum over
+neighbours: half of the arithmetic was never needed. The model is that of Dauparas et al. 2022
+(doi:10.1126/science.add2187) under its authors' parameter names; its backbones are made here (backbones.py).
+Reading order: first_layer and Messages, fused and plain side by side, then EncLayer, DecLayer, ProteinMPNN.
+
 Letters in shape comments: B proteins, L residues, k neighbours, D channels, n = B L.
 """
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +24,8 @@ interrupts.quiet(__name__)
 
 from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON
 from fusion_lab.training import start
-from fusion_lab.training.options import Checked, Switches, option
+from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import CommandLine, Program
-from proteins.options import DesignTraining
-
-BUCKETS = (64, 128, 256, 512)  # padded lengths
 
 
 @dataclass(frozen=True)
@@ -37,9 +33,8 @@ class MpnnConfig(Checked):
     """Sizes of the model and of its input."""
     hidden_dim: int = option(128, "channels D of residues and edges", low=1)
     num_layers: int = option(3, "layers of the encoder, and of the decoder", low=1)
-    neighbors: int = option(48, "neighbours k of a residue; a chain has at most as many as residues", low=1,
-                            at_most=BUCKETS[0])
-    seq_len: int = option(128, "residues L of a sample (crop length)", low=1, resized=True)
+    neighbors: int = option(48, "neighbours k of a residue; a chain has at most as many as residues", low=1)
+    seq_len: int = option(128, "residues L of a sample", low=1, resized=True)
     dropout: float = option(0.1, "dropout in all layers", low=0.0, below=1.0, resized=True)
 
 
@@ -53,9 +48,6 @@ class MpnnSwitches(Switches):
     enable_edge_fusion: bool = option(
         True, "edges projected for all decoder layers in one GEMM; the embedding of residues' offset folded "
         "into the first GEMM of edges", preset=True)
-    enable_bucketing: bool = option(
-        False, f"samples padded to {', '.join(map(str, BUCKETS))} residues, the next, not to --seq-len; "
-        "a CUDA graph for each length", preset=True, rung=4)
     enable_message_kernel: bool = option(
         False, "Triton between the products of messages, split and aggregated; gradients of neighbours "
         "summed in one order", preset=True, rung=5)
@@ -64,8 +56,6 @@ class MpnnSwitches(Switches):
 
     def idle(self, settings, on_gpu):
         found = super().idle(settings, on_gpu)
-        if self.enable_bucketing and settings.model.seq_len <= BUCKETS[0]:
-            found.append(f"bucketing needs --seq-len above {BUCKETS[0]}")
         if self.enable_message_kernel and not (on_gpu and HAS_TRITON):
             found.append("the message kernel needs a GPU and Triton")
         elif self.enable_message_kernel and settings.model.hidden_dim not in CHANNELS:
@@ -74,8 +64,8 @@ class MpnnSwitches(Switches):
 
 
 COMMAND_LINE = CommandLine(
-    file=__file__, about=__doc__, model_config=MpnnConfig, training_config=DesignTraining,
-    fusion_config=MpnnSwitches, axes=dict(batch_size="B", seq_len="L"), answers=("--design",),
+    file=__file__, about=__doc__, model_config=MpnnConfig, training_config=TrainingConfig,
+    fusion_config=MpnnSwitches, axes=dict(batch_size="B", seq_len="L"),
     headline=("enable_split_fusion", "enable_aggregate_fusion", "enable_edge_fusion"),
     demo=dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64, batch_size=8, learning_rate=2e-3,
               num_steps=300, log_every=20, eval_every=100),
@@ -87,10 +77,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from companions import backbones
 from companions.kernels import dispatch
 from fusion_lab.kernels.library.custom_gradients import recomputed, stored
 from fusion_lab.kernels.precision import at_least_float32
-from proteins import designs
 from proteins.files import UNKNOWN
 from tiny_openfold_v2 import Trainer, main
 
@@ -312,7 +302,7 @@ class ProteinMPNN(nn.Module):
 
     def encode(self, X, mask, residue_idx, chain, E_idx=None):
         """Residues h_V, edges h_E, the graph into all n residues."""
-        E_idx = designs.nearest(X, mask, self.config.neighbors) if E_idx is None else E_idx
+        E_idx = backbones.nearest(X, mask, self.config.neighbors) if E_idx is None else E_idx
         starts = X.shape[1] * torch.arange(len(X), device=X.device)
         index = E_idx + starts[:, None, None]  # (B, L, k)
         h_E = self.W_e(self.features(X, E_idx, index, residue_idx, chain))  # (B, L, k, D)
@@ -332,29 +322,6 @@ class ProteinMPNN(nn.Module):
             h_V = self.layer(layer, h_V, h_E, table, graph, mask, edges)
         return self.W_out(h_V)
 
-    @torch.no_grad()
-    def sample(self, X, S, mask, residue_idx, chain, decoding_order, fixed, temperature, generator):
-        """Residues (B, L), drawn one after the other in decoding_order; those that fixed (L,) marks are S's.
-        Every step decodes one residue of each sample, through all layers."""
-        h_V, h_E, (index, attends, _) = self.encode(X, mask, residue_idx, chain)
-        S, done = torch.where(fixed, S, 0), torch.zeros_like(S, dtype=torch.bool)
-        states = [h_V, *(torch.zeros_like(h_V) for _ in self.decoder_layers)]  # after each layer
-        hidden, rows = torch.cat([torch.zeros_like(h_V), h_V], -1), torch.arange(len(S), device=S.device)
-        for step in range(S.shape[1]):
-            i = decoding_order[:, step]
-            near, h_S = index[rows, i][:, None], self.W_s(S)  # (B, 1, k)
-            near = near + S.numel() * ~done.flatten()[near]
-            for number, layer in enumerate(self.decoder_layers):
-                table = torch.stack([torch.cat([h_S, states[number]], -1), hidden]).flatten(0, 2)
-                states[number + 1][rows, i] = layer(
-                    states[number][rows, i][:, None], h_E[rows, i][:, None], table,
-                    Graph(near, attends[rows, i][:, None], None), mask[rows, i][:, None])[:, 0]
-            logits = self.W_out(states[-1][rows, i])[:, :UNKNOWN] / temperature  # no sample is unknown
-            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-            S[rows, i] = torch.where(fixed[i], S[rows, i], drawn)
-            done[rows, i] = True
-        return S
-
     def sublayers(self):
         if self.fusion.enable_torch_compile:
             return []
@@ -363,54 +330,23 @@ class ProteinMPNN(nn.Module):
                 *(("decoder", layer) for layer in self.decoder_layers)]
 
 
-class BucketTrainer(Trainer):
-    """Batches come as long as their bucket. With bucketing each length has its CUDA graph; without, all are
-    padded to --seq-len, so that there is one."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.graphs = {}
-
-    def padded(self, batch):
-        """The batch, with zeros up to --seq-len unless there is bucketing."""
-        order = batch["decoding_order"]
-        missing = self.settings.model.seq_len - order.shape[1]
-        if self.settings.fusion.enable_bucketing or missing <= 0:
-            return batch
-        batch = {key: F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) for key, x in batch.items()}
-        last = torch.arange(order.shape[1], order.shape[1] + missing, device=order.device)
-        batch["decoding_order"] = torch.cat([order, last.expand(len(order), -1)], dim=1)
-        return batch
-
-    def forward(self, batch):
-        return super().forward(self.padded(batch))
-
-    def step(self, batch, mark=lambda: None):
-        batch = self.padded(batch)
-        length = batch["S"].shape[1]
-        self.graph = self.graphs.get(length)
-        loss = super().step(batch, mark)
-        self.graphs[length] = self.graph
-        return loss
-
-
 # --------------------------------------------------------------------------------------------------------
 # What the lab must know of this model
 # --------------------------------------------------------------------------------------------------------
 
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="protein_mpnn", suffix="protein_mpnn", model=ProteinMPNN,
-    trainer=BucketTrainer, open_source=partial(designs.Designs, buckets=BUCKETS),
-    check_batch=designs.masked_batch, defined=designs.defined, instead=designs.design,
+    trainer=Trainer, open_source=backbones.Backbones, check_batch=backbones.masked_batch,
+    defined=backbones.defined,
     tiny=dict(hidden_dim=32, num_layers=1, neighbors=8, seq_len=24),
     sublayers=("features", "W_e", "encoder", "decoder_edges", "decoder"),
-    blocks=lambda settings: settings.model.num_layers, evaluate=designs.evaluate, evaluation_name="recovery",
+    blocks=lambda settings: settings.model.num_layers,
     start_lines=lambda trainer: dict(sizes="{num_layers}+{num_layers} layers, D {hidden_dim}, k {neighbors}"
                                      .format(**vars(trainer.model.config))),
-    evaluation_line=designs.evaluation_line, scores=designs.scores, closing=designs.closing,
+    evaluate=backbones.evaluate, evaluation_name="recovery", evaluation_line=backbones.evaluation_line,
+    scores=backbones.scores,
     titles={"Split Fusion": "enable_split_fusion", "Aggregate Fusion": "enable_aggregate_fusion",
-            "Edge Fusion": "enable_edge_fusion", "Bucketing": "enable_bucketing",
-            "Torch Compile": "enable_torch_compile"})
+            "Edge Fusion": "enable_edge_fusion", "Torch Compile": "enable_torch_compile"})
 
 if __name__ == "__main__":
     sys.exit(main(program=PROGRAM))

@@ -87,26 +87,6 @@ class TrainingConfig(Drawn):
             self.refuse("real_folds", "needs --synthetic-world natural")
 
 
-@dataclass(frozen=True)
-class DesignTraining(Families):
-    """Backbones to train on, noise, design."""
-    backbone_noise: float = option(0.1, "standard deviation of what is added to real coordinates in "
-                                        "training, Å", low=0.0)
-    design: str = option(None, "print sequences for this backbone, FILE or FILE:CHAIN, instead of training; "
-                               "needs --weights", type=str, training_only=True, metavar="PDB")
-    weights: str = option(None, "weights for --design: a checkpoint of this program, or the published ones",
-                          type=str, training_only=True, metavar="FILE")
-    temperature: float = option(0.1, "of the sampled sequences", low=1e-3)
-    samples: int = option(4, "sequences to print", low=1)
-    fixed: str = option(None, 'residues that keep their letter in --design: "A10-20,A35"', type=str,
-                        metavar="NAMES")
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name, needed in (("design", "weights"), ("weights", "design"), ("fixed", "design")):
-            self.require(name, needed)
-
-
 COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/diary)
 
 

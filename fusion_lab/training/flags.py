@@ -332,9 +332,6 @@ def parse(parser, program, argv):
         parser.error("argument --variants: not with --combinations")
     if arguments.combinations and not program.headline:
         parser.error(f"argument --combinations: {program.name} names no switches for it")
-    for answer in program.answers:
-        if hasattr(arguments, "json") and getattr(arguments, answer[2:].replace("-", "_"), None) is not None:
-            parser.error(f"argument --json: not with {answer}, which prints its answer and nothing else")
     if mode is not None:
         needs_training(program, parser, arguments, mode)
         for name in OF_TRAINING:

@@ -84,7 +84,6 @@ class CommandLine:
     training_config: type
     fusion_config: type
     headline: tuple = ()           # switches of --combinations
-    answers: tuple = ()            # flags whose answer is all of the standard output
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
     axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # fields that a study varies: letters
     study_sizes: dict = field(default_factory=lambda: dict(batch_size=(2, 4)))  # its default for some
@@ -135,7 +134,6 @@ class Program(CommandLine):
     split: Callable = cannot_split  # split(model, group): from now on the ranks of this process group share
     #                                 every sample, for --sequence-parallel
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
-    instead: Callable = nothing    # instead(program, settings) -> exit code of what it did; None: train
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
     titles: dict = field(default_factory=dict)  # {name in the start-up lines: switch}
     modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}

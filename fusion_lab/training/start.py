@@ -55,8 +55,7 @@ def get_ready():
 def go_on(name, judge, command_line):
     judge(command_line)
     require_packages(name, "torch", "numpy", "tqdm")
-    quiet = {QUESTION, *command_line.answers} & {*sys.argv}  # all that it prints is the answer
-    if torchrun.first() and (not quiet or sys.stderr and sys.stderr.isatty()):
+    if torchrun.first() and (QUESTION not in sys.argv or sys.stderr and sys.stderr.isatty()):
         announce(f"{name}: loading PyTorch ...")
 
 

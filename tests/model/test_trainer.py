@@ -148,15 +148,6 @@ def flags(tmp_path):
     return ["--device", "cpu", "--profile-dir", str(tmp_path), "--num-blocks", "1"]
 
 
-def test_what_a_program_does_instead_of_training(tmp_path, monkeypatch):
-    seen, codes = [], [7, 0, None]
-    program = dataclasses.replace(
-        tof.PROGRAM, instead=lambda program, settings: seen.append(settings) or codes.pop(0))
-    monkeypatch.setattr(tof, "train", lambda program, settings, earlier: (settings is seen[-1], earlier))
-    assert [tof.run(flags(tmp_path), program) for _ in range(2)] == [7, 0]
-    assert tof.run([*flags(tmp_path), "--compare-with-v1", "v1.json"], program) == (True, "v1.json")
-
-
 def test_modes_are_given_the_program_and_its_settings(tmp_path, monkeypatch):
     def note(name):
         return lambda program, settings, *given: (name, settings.model.num_blocks, *given)

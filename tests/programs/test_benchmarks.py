@@ -353,7 +353,6 @@ def test_the_longest_protein_is_one_that_was_no_trial():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program, flags, code, words", [
-    ("mpnn_recovery.py", "--data . --out OUT --steps 31,30", 2, "--steps: more than the 30"),
     ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
                          "--seq-len 16 --batch-size 1 --only nothing", 2, "--only nothing: no contender"),
     ("compare_peers.py", "", 3, "pip install cuequivariance")])

@@ -5,7 +5,7 @@ import pytest
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import limits
-from proteins.options import DesignTraining, TrainingConfig
+from proteins.options import TrainingConfig
 
 
 @pytest.mark.parametrize("values, words", [
@@ -45,19 +45,6 @@ def test_what_does_not_go_together(values, words):
     dict(fold="x", query="q")])
 def test_what_goes_together(values):
     assert vars(TrainingConfig(**values)).items() >= values.items()
-
-
-@pytest.mark.parametrize("values, words", [
-    (dict(design="x"), "design = 'x': needs --weights"), (dict(weights="x"), "weights = 'x': needs --design"),
-    (dict(fixed="A1"), "fixed = 'A1': needs --design"), (dict(holdout="A"), "holdout = 'A': needs --data"),
-    (dict(num_steps=0), "num_steps = 0: must be at least 1"),
-    (dict(samples=0), "samples = 0: must be at least 1"),
-    (dict(temperature=0.0), "temperature = 0.0: must be at least 0.001")])
-def test_what_designs_need(values, words):
-    with pytest.raises(ValueError) as caught:
-        DesignTraining(**values)
-    assert str(caught.value).startswith(words)
-    assert DesignTraining(design="x", weights="y", fixed="A1").backbone_noise == 0.1
 
 
 def test_one_alignment_is_predicted_with_these_flags():
