@@ -2,7 +2,6 @@
 import math
 import os
 import statistics
-import sys
 from importlib.util import find_spec
 
 import torch
@@ -148,21 +147,20 @@ def contact_line(evaluation):
 
 
 def closing(trainer, source, evaluations):
-    """What the final evaluation says, in a sentence; before it the map of one protein, on a terminal as text,
-    and after a run that was evaluated on its way as a picture beside its results."""
+    """What the final evaluation says, in a sentence; before it, after a run that was evaluated on its way,
+    the map of one protein as a picture beside its results."""
     held_out = evaluations.get("final", {}).get("held_out")
     if not held_out:
         return
-    picture = len(evaluations) > 1 and not trainer.training.plot_contacts and find_spec("matplotlib")
-    if trainer.world.agreed(bool(sys.stdout.isatty() or picture)):
-        show_one(trainer, source, held_out, picture)
+    if len(evaluations) > 1 and not trainer.training.plot_contacts and find_spec("matplotlib"):
+        draw_one(trainer, source, held_out)
     found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
     print(f"In words: after step {trainer.step_number}, {found:.0f}% of the residue pairs that the model is "
           f"surest of do touch, in {counted(len(held_out), 'protein')} it never saw; "
           f"by chance {chance:.0f}% would.")
 
 
-def show_one(trainer, source, held_out, picture):
+def draw_one(trainer, source, held_out):
     """The map of the first protein that is among held_out."""
     name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
     tokens, batch = batch["target_tokens"][0], to_device(batch, trainer.device)
@@ -170,10 +168,7 @@ def show_one(trainer, source, held_out, picture):
     with evaluating(trainer.model):
         output = trainer.model(**batch)
     probability, distances = output["contact_probability"][0], output["distances"][0]
-    if sys.stdout.isatty():
-        print(f"{maps.printable(name)}, which it never saw:")
-        print(contact_map_text(probability, coords, coord_mask))
-    if picture and trainer.world.first:
+    if trainer.world.first:
         path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
         for suffix in SUFFIXES:
             set_aside(path + suffix)
@@ -220,23 +215,3 @@ def write_map(path, *protein):
         found = contact_map(*protein)
         for suffix, write in zip(SUFFIXES, (maps.write_table, maps.write_picture), strict=True):
             write(path + suffix, found)
-
-
-def contact_map_text(probability, coords, coord_mask, width=80, encoding=None):
-    """A map for a terminal, at most width characters wide, and a line that explains it in at most 80: above
-    the diagonal the L/2 most probable pairs, below it the true contacts, both of pairs that count. A long
-    chain is shrunk: a dot is filled if one of its pairs is. Blocks, or ASCII where the encoding (default:
-    that of stdout) lacks them. probability (S, S), coords (S, 3), coord_mask (S,)."""
-    marks = maps.characters(encoding or getattr(sys.stdout, "encoding", None) or "ascii")
-    probability, coords, coord_mask = (array.detach().float().cpu() for array in
-                                       (probability, coords, coord_mask))
-    touching = true_distances(coords, coord_mask) < CONTACT_DISTANCE
-    i, j = (index[:half_length(coord_mask)] for index in ranked_pairs(probability, coord_mask))
-    filled = touching.tril(-SEPARATION)
-    filled[i, j] = True
-    factor = math.ceil(len(coord_mask) / max(width - 2, 1))
-    lines = maps.text_map(filled.numpy(), coord_mask.bool().numpy(), factor, marks)
-    legend = [f"above: top L/2, {int(touching[i, j].sum())} of {len(i)} right",
-              f"below: true, CB < {CONTACT_DISTANCE:g} {marks['angstrom']}"]
-    legend += [f"{factor} to a dot"] * (factor > 1) + [f"{marks['unknown']} unknown"] * (not coord_mask.all())
-    return "\n".join([*lines, "; ".join(legend)])

@@ -1,4 +1,4 @@
-"""Contact precision and its maps: picture, table and text, the file's numbering, names of any spelling."""
+"""Contact precision and its maps: picture and table, the file's numbering, names of any spelling."""
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import torch
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from proteins import contacts, files, maps
-from proteins.contacts import contact_map, contact_map_text, write_map
+from proteins.contacts import contact_map, write_map
 from proteins.secondary import secondary_structure
 from tests.support import require_shared
 
@@ -293,62 +293,6 @@ def test_a_directory_that_went_away_is_a_line(tmp_path, capsys):
     assert error.startswith("warning: no contact map of 'x\\ny': cannot write") and error.count("\n") == 1
 
 
-# --- Text ------------------------------------------------------------------------------------------------
-
-GOLDEN = """\
-┌──────────────┐
-│·       ▀   ▄▀│
-│  ·      ▀▄   │
-│    ·        ▄│
-│      ·     ▀ │
-│        ·     │
-│  ▄▀      ·   │
-│▄▀          · │
-└──────────────┘
-above: top L/2, 3 of 7 right; below: true, CB < 8 Å"""
-
-
-def test_text_map_of_a_hairpin():
-    probability, _, coords, mask = hairpin()
-    assert contact_map_text(probability, coords, mask, 80, "utf-8") == GOLDEN
-    plain = contact_map_text(probability, coords, mask, 80, "ascii")
-    table = str.maketrans("┌┐└┘─│▀▄·Å", "++++-|'.\\A")
-    assert plain == GOLDEN.translate(table) and plain.isascii()
-    assert contact_map_text(probability, coords, mask, 80, "no such encoding") == plain
-
-
-def test_text_map_marks_residues_without_coordinates():
-    probability, _, coords, mask = hairpin(unseen=[12])
-    lines = contact_map_text(probability, coords, mask, 80, "utf-8").splitlines()
-    assert lines[7] == "│▄░░░░░░░░░░░░░│" and all(line[13] in "░▀▄─" for line in lines[:9])
-    assert lines[-1].endswith("; ░ unknown")
-    plain = contact_map_text(probability, coords, mask, 80, "latin-1")
-    assert plain.isascii() and plain.splitlines()[7] == "|." + 13 * "?" + "|"
-
-
-@pytest.mark.parametrize("size", [32, 78, 79, 200, 512])
-@pytest.mark.parametrize("width", [1, 40, 80])
-def test_text_map_fits_and_loses_nothing_when_shrunk(size, width):
-    rng = np.random.default_rng(size)
-    coords = torch.tensor(np.cumsum(rng.normal(0, 2, (size, 3)), 0), dtype=torch.float32)
-    mask = torch.ones(size)
-    mask[:3] = 0
-    probability = torch.tensor(rng.random((size, size)), dtype=torch.float32)
-    *lines, legend = contact_map_text(probability, coords, mask, width, "utf-8").splitlines()
-    factor = -(-size // max(width - 2, 1))
-    dots = -(-size // factor)
-    assert {len(line) for line in lines} == {dots + 2} and dots + 2 <= max(width, 3) and len(legend) <= 80
-    assert len(lines) == 2 + -(-dots // 2) and (f"{factor} to a dot" in legend) == (factor > 1)
-    rows = [[line[column] in filled for column in range(1, dots + 1)]
-            for line in lines[1:-1] for filled in ("▀█", "▄█")]
-    i, j = (index[:(size - 3) // 2] for index in contacts.ranked_pairs(probability, mask))
-    true = contacts.true_distances(coords, mask) < contacts.CONTACT_DISTANCE
-    low = true.tril(-contacts.SEPARATION).nonzero().T
-    expected = {(a, b) for pairs in (torch.stack([i, j]), low)
-                for a, b in (pairs // factor).T.tolist() if a != b}
-    assert {(a, b) for a, row in enumerate(rows) for b, full in enumerate(row) if full} == expected
-
-
 # --- What a run says of them -----------------------------------------------------------------------------
 
 PART, OTHER = dict(p_l2=0.5, p_l=0.25, chance=0.125), dict(p_l2=1.0, p_l=0.75, chance=0.375)
@@ -381,16 +325,12 @@ class OneProtein:
         return dict(contact_probability=self.probability[None], distances=self.distances[None])
 
 
-@pytest.mark.parametrize("terminal, evaluated, asked, found, shows, draws", [
-    (False, 1, None, True, False, False), (True, 1, None, True, True, False),
-    (False, 2, None, True, False, True), (True, 2, None, True, True, True),
-    (False, 2, "maps", True, False, False), (False, 2, None, False, False, False)])
-def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, shows, draws, tmp_path,
-                                            monkeypatch, capsys):
+@pytest.mark.parametrize("evaluated, asked, found, draws", [
+    (1, None, True, False), (2, None, True, True), (2, "maps", True, False), (2, None, False, False)])
+def test_the_end_of_a_run_draws_one_protein(evaluated, asked, found, draws, tmp_path, monkeypatch, capsys):
     drawn, source = [], OneProtein()
     monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
     monkeypatch.setattr(contacts, "find_spec", lambda name: found and name == "matplotlib")
-    monkeypatch.setattr(contacts.sys.stdout, "isatty", lambda: terminal)
     trainer = SimpleNamespace(
         model=source, device=torch.device("cpu"), step_number=7, world=ALONE,
         training=SimpleNamespace(plot_contacts=asked),
@@ -400,12 +340,9 @@ def test_the_end_of_a_run_shows_one_protein(terminal, evaluated, asked, found, s
     evaluations = {"final": dict(held_out=dict(x=OTHER)), **({3: {}} if evaluated > 1 else {})}
     contacts.closing(trainer, source, evaluations)
     *lines, last = capsys.readouterr().out.splitlines()
-    assert last == ("In words: after step 7, 100% of the residue pairs that the model is surest of do "
-                    "touch, in 1 protein it never saw; by chance 38% would.")
+    assert "after step 7, 100% of" in last and "1 protein" in last and "chance 38%" in last
     path = str(tmp_path / "contacts")
-    text = contact_map_text(source.probability, source.coords, source.coord_mask).splitlines()
-    assert lines == ["x, which it never saw:", *text] * shows + [
-        f"Its contact map: {path}.png, the numbers {path}.tsv"] * draws
+    assert len(lines) == draws and all(f"{path}.png" in line for line in lines)
     assert source.training
     assert [given[:2] for given in drawn] == [(path, "x")] * draws and source.structures == ["x"] * draws
     for *_, tokens, arrays in drawn:
@@ -435,12 +372,3 @@ def test_maps_that_cannot_be_drawn_are_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write into"):
         require(["x"], "file")
-
-
-def test_letters_of_a_text_map_are_those_of_the_output(monkeypatch):
-    arrays = hairpin()[0], *hairpin()[2:]
-    blocks, plain = (contact_map_text(*arrays, encoding=name) for name in ("utf-8", "ascii"))
-    assert blocks != plain and plain.isascii()
-    for encoding, expected in (("utf-8", blocks), ("ascii", plain), (None, plain)):
-        monkeypatch.setattr(contacts.sys, "stdout", SimpleNamespace(encoding=encoding))
-        assert contact_map_text(*arrays) == expected
