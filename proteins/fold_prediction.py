@@ -67,20 +67,16 @@ def quality(made, sequence):
 
 
 def write_files(stem, found, table, atoms, plddt, result):
-    """Write PDB, mmCIF and page; returns their names. What is there is renamed."""
-    name, sequence = found.protein.name, found.protein.sequence
+    """Write PDB and page; returns their names. What is there is renamed."""
     remarks = [f"PREDICTED BY TINYOPENFOLD FROM {found.rows} ROWS OF AN ALIGNMENT",
                "B-FACTORS ARE PLDDT, 0 TO 100",
                *["OUTSIDE OF WHAT THE MODEL WAS TESTED ON"] * bool(result["untested"])]
-    writers = {".pdb": partial(structure_files.write_pdb, remarks=remarks), ".cif": structure_files.write_cif}
-    written = []
-    for suffix, write in writers.items():
-        outputs.set_aside(stem + suffix)
-        if write(stem + suffix, name, sequence, atoms, plddt):
-            written.append(stem + suffix)
-    outputs.set_aside(f"{stem}.html")
-    fold_pictures.write_page(f"{stem}.html", table, atoms, plddt, result)
-    return [*written, f"{stem}.html"]
+    paths = [f"{stem}.pdb", f"{stem}.html"]
+    for path in paths:
+        outputs.set_aside(path)
+    structure_files.write_pdb(paths[0], found.protein.name, found.protein.sequence, atoms, plddt, remarks)
+    fold_pictures.write_page(paths[1], table, atoms, plddt, result)
+    return paths
 
 
 # --- What is printed ------------------------------------------------------------------------------------

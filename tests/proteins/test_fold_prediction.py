@@ -67,8 +67,8 @@ def test_a_run_with_a_structure(setup, capsys):
     out = capsys.readouterr().out
     result = json.loads((setup / "out" / "x.json").read_text())
     assert {path.name for path in (setup / "out").iterdir()} == {f"x.{kind}" for kind in
-                                                                 ("pdb", "cif", "png", "html", "json")}
-    assert set(result["files"]) == {f"out/x.{kind}" for kind in ("pdb", "cif", "png", "html")}
+                                                                 ("pdb", "png", "html", "json")}
+    assert set(result["files"]) == {f"out/x.{kind}" for kind in ("pdb", "png", "html")}
     found, = files.read_structure("out/x.pdb")
     known = np.arange(len(SEQUENCE)) != 3
     expected = structure_metrics.compared(found.backbone[known, 1].astype(float),
@@ -88,7 +88,7 @@ def test_a_run_with_a_structure(setup, capsys):
     assert (setup / "out" / "x.png").read_bytes()[:4] == b"\x89PNG"
 
     assert run("x.a3m", "-o", "out") == 0  # again: nothing is overwritten
-    assert len(list((setup / "out").glob("x.*.old-*"))) == 5
+    assert len(list((setup / "out").glob("x.*.old-*"))) == 4
     assert "scores" not in json.loads((setup / "out" / "x.json").read_text())
 
 
@@ -182,11 +182,11 @@ def test_files_of_a_fold(untested, tmp_path):
     result = dict(residues=24, rows=7, rows_used=7, effective_rows=1.5, plddt=50.0, untested=untested,
                   trained_on=False)
     stem = str(tmp_path / "x")
-    (tmp_path / "x.cif").write_text("earlier")
+    (tmp_path / "x.pdb").write_text("earlier")
     written = fold_prediction.write_files(stem, found, table, atoms, np.linspace(20, 95, 24), result)
-    assert written == [f"{stem}.pdb", f"{stem}.cif", f"{stem}.html"]
-    assert {path.name for path in tmp_path.glob("x*")} > {"x.pdb", "x.cif", "x.html"}
-    assert len([*tmp_path.glob("x.cif.old-*")]) == 1
+    assert written == [f"{stem}.pdb", f"{stem}.html"]
+    assert {path.name for path in tmp_path.glob("x*")} > {"x.pdb", "x.html"}
+    assert len([*tmp_path.glob("x.pdb.old-*")]) == 1
     lines = (tmp_path / "x.pdb").read_text().splitlines()
     assert [line[11:].strip() for line in lines if line.startswith("REMARK")] == [
         "PREDICTED BY TINYOPENFOLD FROM 7 ROWS OF AN ALIGNMENT", "B-FACTORS ARE PLDDT, 0 TO 100",

@@ -3,17 +3,15 @@ import numpy as np
 import pytest
 
 from proteins import files, structure_files
-from tests.proteins.folds_at_hand import SEQUENCE, a_fold, chain
+from tests.proteins.folds_at_hand import SEQUENCE, a_fold
 
 PLDDT = np.linspace(3, 97, len(SEQUENCE))
 
 
-@pytest.mark.parametrize("suffix", [".pdb", ".cif"])
-def test_what_is_written_is_read_back(tmp_path, suffix):
+def test_what_is_written_is_read_back(tmp_path):
     gemmi = pytest.importorskip("gemmi")
-    write = dict([(".pdb", structure_files.write_pdb), (".cif", structure_files.write_cif)])[suffix]
-    path, atoms = tmp_path / f"x{suffix}", a_fold().numpy()
-    assert write(path, "a name, 'quoted'\n", SEQUENCE, atoms, PLDDT) == path
+    path, atoms = tmp_path / "x.pdb", a_fold().numpy()
+    structure_files.write_pdb(path, "a name, 'quoted'\n", SEQUENCE, atoms, PLDDT)
     structure = gemmi.read_structure(str(path))
     structure.setup_entities()
     model_chain, = structure[0]
@@ -32,20 +30,6 @@ def test_what_is_written_is_read_back(tmp_path, suffix):
     assert "".join(found.secondary).count("H") >= 12  # a viewer sees the helices, too
 
 
-def test_a_cif_file_says_what_its_figures_are(tmp_path):
-    gemmi = pytest.importorskip("gemmi")
-    structure_files.write_cif(tmp_path / "x.cif", "x", SEQUENCE, a_fold().numpy(), PLDDT)
-    block = gemmi.cif.read(str(tmp_path / "x.cif")).sole_block()
-    assert [float(x) for x in block.find_values("_ma_qa_metric_local.metric_value")] == pytest.approx(
-        PLDDT.round(2).tolist())
-    assert block.find_values("_ma_qa_metric.name")[0] == "pLDDT"
-    sequence = [row[0] for row in block.find("_entity_poly_seq.", ["mon_id"])]
-    assert gemmi.one_letter_code(sequence) == SEQUENCE
-    numbers = [row[0] for row in block.find("_entity_poly_seq.", ["num", "entity_id"])]
-    assert numbers == [str(number) for number in range(1, len(SEQUENCE) + 1)]
-    assert [[*row] for row in block.find("_struct_asym.", ["id", "entity_id"])] == [["A", "1"]]
-
-
 def test_lines_have_the_formats_columns(tmp_path):
     atoms = -999.5 + 0 * a_fold().numpy()[:2]
     structure_files.write_pdb(tmp_path / "x.pdb", "\u00e9" * 99, "XG", atoms, [7.0, 100.0], ["y" * 99])
@@ -58,11 +42,3 @@ def test_lines_have_the_formats_columns(tmp_path):
     structure_files.write_pdb(tmp_path / "y.pdb", "y", SEQUENCE, a_fold().numpy(), PLDDT)
     rows = [line[6:19] for line in (tmp_path / "y.pdb").read_text().splitlines() if line[:6] == "SEQRES"]
     assert rows == ["   1 A   24  ", "   2 A   24  "]
-
-
-def test_a_chain_too_long_for_pdb_has_mmcif_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(structure_files, "LONGEST", 3)
-    atoms = chain([(-60, -45)] * 4).numpy()
-    assert structure_files.write_pdb(tmp_path / "x.pdb", "x", "AAAA", atoms, PLDDT) is None
-    assert not (tmp_path / "x.pdb").exists()
-    assert structure_files.write_cif(tmp_path / "x.cif", "x", "AAAA", atoms, PLDDT)
