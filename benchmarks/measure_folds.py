@@ -4,7 +4,7 @@
     python benchmarks/measure_folds.py --data DIR [DIR ...] --out folds.json [--only-unseen] [--names NAME
     ...]
 
-For every NAME.a3m beside NAME.pdb: the model's distogram from all rows, the fold, TM-score, lDDT-CA, GDT-TS
+For every NAME.a3m beside NAME.pdb: the model's distogram from all rows, the fold, TM-score, lDDT-CA
 and RMSD against the structure, the hand, bonds and overlaps. "seen" says whether the model was trained on
 the family: those figures say nothing of others. The line from expected to measured lDDT-CA
 (proteins/confidence.py) is fitted by least squares to residues of unseen families, and judged with each of
@@ -36,7 +36,7 @@ from proteins.fold_prediction import quality
 from proteins.structure_metrics import FEWEST, compared, lddt
 from tiny_openfold_v2 import DISTANCE_CENTRES, PROGRAM
 
-SCORES = ("tm_score", "lddt_ca", "gdt_ts", "rmsd")
+SCORES = ("tm_score", "lddt_ca", "rmsd")
 
 
 def predicted(saved, family, seed, device):

@@ -66,7 +66,7 @@ def notes(result):
         found.append(("warning", "The model was trained on a relative of this protein"))
     if scores := result.get("scores"):
         found.append(("", f"Against the structure: TM-score {scores['tm_score']:.2f}, lDDT-CA "
-                      f"{scores['lddt_ca']:.2f}, GDT-TS {scores['gdt_ts']:.2f}, RMSD {scores['rmsd']:.1f} Å"))
+                      f"{scores['lddt_ca']:.2f}, RMSD {scores['rmsd']:.1f} Å"))
     return found
 
 

@@ -12,7 +12,7 @@ from proteins.geometry import CA
 from proteins.prediction import draw, finish, predict
 from proteins.structure_metrics import compared
 
-SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", gdt_ts="GDT-TS", rmsd="RMSD")
+SHOWN = dict(tm_score="TM-score", lddt_ca="lDDT-CA", rmsd="RMSD")
 
 
 def fold(centres, program, settings):

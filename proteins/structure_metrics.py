@@ -1,14 +1,13 @@
 """How near a predicted structure is to a true one, by CA atoms whose partners are known. Needs numpy only.
 
-TM-score (Zhang and Skolnick 2004, doi:10.1002/prot.20264), GDT-TS (Zemla 2003, doi:10.1093/nar/gkg571), lDDT
-(Mariani et al. 2013, doi:10.1093/bioinformatics/btt473) and RMSD. Letters in shapes: L residues that both
-structures have, S superpositions tried at once. Lengths in Å.
+TM-score (Zhang and Skolnick 2004, doi:10.1002/prot.20264), lDDT (Mariani et al. 2013,
+doi:10.1093/bioinformatics/btt473) and RMSD. Letters in shapes: L residues that both structures have, S
+superpositions tried at once. Lengths in Å.
 """
 import numpy as np
 
 FEWEST = 3          # atoms of a superposition
 ROUNDS = 20         # of superposing on those that lie near
-GDT_CUTOFFS = (1, 2, 4, 8)
 LDDT_CUTOFFS = (0.5, 1, 2, 4)
 LDDT_RADIUS = 15    # of the true neighbours that count
 
@@ -71,12 +70,6 @@ def tm_score(model, true, residues=None, shortest=4):
                         shortest) for cutoff in (scale, max(scale, 4.5), 8.0))
 
 
-def gdt_ts(model, true):
-    """Mean share of residues that can be superposed to within 1, 2, 4 and 8 Å, 0 to 1."""
-    return float(np.mean([searched(model, true, lambda d, cutoff=cutoff: (d <= cutoff).mean(1), cutoff)
-                          for cutoff in GDT_CUTOFFS]))
-
-
 def rmsd(model, true):
     """Of all residues, superposed."""
     return float(np.sqrt((superposed(model, true, np.ones((1, len(model)), bool)) ** 2).mean()))
@@ -101,4 +94,4 @@ def compared(model, true):
         return None
     model, true = np.asarray(model, float)[known], np.asarray(true, float)[known]
     return dict(tm_score=tm_score(model, true), lddt_ca=float(np.nanmean(lddt(model, true))),
-                gdt_ts=gdt_ts(model, true), rmsd=rmsd(model, true), residues_compared=int(known.sum()))
+                rmsd=rmsd(model, true), residues_compared=int(known.sum()))

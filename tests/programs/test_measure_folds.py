@@ -42,10 +42,10 @@ def test_a_family_is_judged_by_the_line_of_the_others():
 
 
 def test_a_summary_counts_and_takes_medians():
-    families = [dict(tm_score=tm, lddt_ca=tm / 2, gdt_ts=tm, rmsd=10 * tm, right_hand=tm > 0.3)
+    families = [dict(tm_score=tm, lddt_ca=tm / 2, rmsd=10 * tm, right_hand=tm > 0.3)
                 for tm in (0.2, 0.6, 0.7)]
     assert measure_folds.summary(families) == pytest.approx(dict(
-        families=3, median_tm_score=0.6, median_lddt_ca=0.3, median_gdt_ts=0.6, median_rmsd=6,
+        families=3, median_tm_score=0.6, median_lddt_ca=0.3, median_rmsd=6,
         above_half=2 / 3, right_hand=2 / 3))
 
 

@@ -150,10 +150,10 @@ def test_what_is_said_of_a_fold(capsys):
 @pytest.mark.parametrize("chain, trained, words", [("B", False, "B"), ("", True, "(no name)")])
 def test_what_is_said_of_scores(chain, trained, words, capsys):
     found = SimpleNamespace(protein=SimpleNamespace(chain=chain), relative=dict(trained=trained))
-    scores = dict(residues_compared=23, tm_score=0.51, lddt_ca=0.61, gdt_ts=0.71, rmsd=2.0)
+    scores = dict(residues_compared=23, tm_score=0.51, lddt_ca=0.61, rmsd=2.0)
     fold_prediction.print_scores(scores, found)
     assert capsys.readouterr().out.splitlines() == [
-        f"Against chain {words}, 23 residues: TM-score 0.51, lDDT-CA 0.61, GDT-TS 0.71, RMSD 2.00 Å",
+        f"Against chain {words}, 23 residues: TM-score 0.51, lDDT-CA 0.61, RMSD 2.00 Å",
         *["  The model was trained on this family: these scores say nothing of others"] * trained]
     fold_prediction.print_scores(None, found)
     assert capsys.readouterr().out == "Too few residues with CA atoms to compare\n"
@@ -210,7 +210,7 @@ def a_page(path, size=24, **changes):
     """(text, atoms, distances)"""
     m, atoms = a_map(size)
     result = dict(residues=size, rows=2, rows_used=2, effective_rows=1.5, plddt=50.0, untested="<few> rows",
-                  trained_on=True, scores=dict(tm_score=0.51, lddt_ca=0.61, gdt_ts=0.71, rmsd=2.0))
+                  trained_on=True, scores=dict(tm_score=0.51, lddt_ca=0.61, rmsd=2.0))
     fold_pictures.write_page(path, m, atoms, np.linspace(20, 95, size), result | changes)
     return path.read_text(encoding="utf-8"), atoms, m.distances
 
@@ -282,7 +282,7 @@ def test_bands_of_plddt(plddt, words):
 
 @pytest.mark.parametrize("changes, words", [
     ({}, ["24 residues, 2 of 2 rows (1.5 effective); mean pLDDT 50 of 100", "&lt;few&gt; rows: the fold may",
-          "The model was trained on a relative", "TM-score 0.51, lDDT-CA 0.61, GDT-TS 0.71, RMSD 2.0"]),
+          "The model was trained on a relative", "TM-score 0.51, lDDT-CA 0.61, RMSD 2.0"]),
     (dict(untested="", trained_on=False, scores=None), ["24 residues"])])
 def test_notes_on_a_page(changes, words, tmp_path):
     text, *_ = a_page(tmp_path / "x.html", **changes)
