@@ -20,11 +20,7 @@ from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import run_session
 from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1
 from fusion_lab.training import reporting, torchrun
-from fusion_lab.training.files import (
-    exit_code,
-    finite,
-    fresh_directory,
-)
+from fusion_lab.training.files import exit_code, finite, fresh_directory
 from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import load_program
