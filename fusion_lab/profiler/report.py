@@ -65,7 +65,8 @@ def run_lines(analysis):
             f"{', '.join(on) or 'nothing'}.",
             f"{counted(analysis.profile_steps, 'step')} traced after warm-up: {step['traced_ms']:.2f} ms "
             f"each under the profiler, {step['untraced_ms']:.2f} ms without it (median). Shares are of "
-            f"{analysis.time_kind}, {analysis.total_us / 1e3:.2f} ms per step."]
+            f"{analysis.time_kind}, {analysis.total_us / 1e3:.2f} ms per step. Launches of a step: "
+            f"{analysis.launches_per_step or 'not counted'}."]
 
 
 def sublayer_lines(analysis, picture):

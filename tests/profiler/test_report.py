@@ -403,7 +403,7 @@ def test_what_was_run_in_words():
         "`CPU`, torch 2, then, commit 0123456789ab.",
         "second_program.py: B 3, W 8; depth 2; on: fused_relu.",
         "3 steps traced after warm-up: 25.50 ms each under the profiler, 10.00 ms without it (median). "
-        "Shares are of time, 9.50 ms per step."]
+        "Shares are of time, 9.50 ms per step. Launches of a step: 1."]
     cover = dict(sublayers=0.625, rest=0.25, unattributed=0.125)
     lines = report.sublayer_lines(made_up(coverage=cover), lambda name: [name])
     assert "The 2 sub-layers, forward and backward, hold 62.5% of the time; 25.0% is outside them" in lines[2]
