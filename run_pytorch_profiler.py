@@ -8,29 +8,19 @@ import os
 import sys
 import time
 
-from fusion_lab.profiler.arguments import SCRIPT, name_of_lengths, parse
+from fusion_lab.profiler.arguments import SCRIPT, parse
 from fusion_lab.training import start
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     start.begin_tool(SCRIPT, sys.argv[1:], lambda program: parse(sys.argv[1:], program))
 
-from fusion_lab.measuring.bounds.predictions import predict_mode
-from fusion_lab.measuring.bounds.scaling import read_link
 from fusion_lab.measuring.comparison.variants import with_fusion
 from fusion_lab.measuring.trace.attribution import ANALYSIS
 from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import run_session
 from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1
 from fusion_lab.training import reporting, torchrun
-from fusion_lab.training.files import (
-    exit_code,
-    finite,
-    fresh_directory,
-    in_own_directory,
-    require_writable,
-    set_aside,
-    write_json,
-)
+from fusion_lab.training.files import exit_code, finite, fresh_directory
 from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import load_program
@@ -46,8 +36,7 @@ def results_directory(arguments, profiler):
 
 
 RESULT_FILES = dict(pytorch_profiler=ANALYSIS, ablation=f"{SUMMARY}.json", compare_v1=V1_COMPARISON)
-HEADLINES = ("mode", "findings", "step", "step_ms", "folders", "prediction", "checks")
-CHECKED = ("time_ratio", "peak_error_percent")  # of each of the checks
+HEADLINES = ("mode", "findings", "step", "step_ms", "folders")
 
 
 def earlier_session(arguments, profiler):
@@ -65,8 +54,7 @@ def sessions(program, settings, arguments):
     earlier = earlier_session(arguments, settings.profiler)
     choose_device(settings.training.device)
     directory = results_directory(arguments, settings.profiler)
-    lengths = vars(arguments).get(name_of_lengths(program)) or ()
-    options = dict(steps=arguments.profile_steps, lengths=lengths, roofline=arguments.roofline)
+    options = dict(steps=arguments.profile_steps, roofline=arguments.roofline)
     if arguments.ablation:
         result = ablation(program, settings, directory, **options)
     elif arguments.compare_v1:
@@ -74,19 +62,6 @@ def sessions(program, settings, arguments):
     else:
         result = run_session(program, settings, directory, **options, earlier=earlier).as_dict()
     return result, os.path.join(directory, RESULT_FILES[result["mode"]])
-
-
-def predictions(program, settings, arguments):
-    """--predict and --check-prediction; returns the content and the path of their file."""
-    settings = in_own_directory(settings)
-    path = os.path.join(settings.profiler.profile_dir, program.result("prediction"))
-    require_writable(path)
-    link = read_link(arguments.link) if arguments.link else None
-    result = finite(predict_mode(program, settings, arguments.predict, arguments.check_prediction,
-                                 arguments.gpus, link))
-    set_aside(path)
-    write_json(path, result)
-    return result, path
 
 
 def run(argv=None):
@@ -97,12 +72,8 @@ def run(argv=None):
     torchrun.require_alone(SCRIPT)
     if arguments.baseline:
         settings = with_fusion(settings, program.fusion_config.preset(False))
-    predicted = arguments.predict or arguments.check_prediction
-    result, path = (predictions if predicted else sessions)(program, settings, arguments)
+    result, path = sessions(program, settings, arguments)
     headline = finite({key: result[key] for key in HEADLINES if key in result})
-    if "checks" in headline:
-        headline["checks"] = [{key: check.get(key) for key in (*program.axes, *CHECKED)}
-                              for check in headline["checks"]]
     if not (reporting.for_people(settings) and result["mode"] == "pytorch_profiler"):  # ends in its findings
         reporting.print_result(headline, path, settings)
     return 0

@@ -29,7 +29,6 @@ interrupts.quiet(__name__)
 import torch
 
 from fusion_lab.measuring.bounds.ceilings import ceiling_line
-from fusion_lab.measuring.bounds.predictions import predict_mode, prediction_rows
 from fusion_lab.measuring.bounds.roofline import roofline_rows
 from fusion_lab.measuring.comparison.compare import compare, release
 from fusion_lab.measuring.comparison.table import table
@@ -94,14 +93,13 @@ def compare_child(settings):
 
 
 def roofline_child(settings):
-    """A session with roofline, and predictions against measurement."""
+    """A session with roofline."""
     with tempfile.TemporaryDirectory() as directory:
         analysis = run_session(PROGRAM, settings, directory, roofline=True).as_dict()
-        checks = predict_mode(PROGRAM, settings, check=True)["checks"]
     kept = ("ceilings", "roofline", "coverage", "launch", "findings", "step", "sublayers", "kinds",
             "launches_per_step", "memory_peak_mb", "config", "training_params", "fusion_config",
             "system_info")
-    return finite(dict({key: analysis[key] for key in kept}, checks=checks, kernels=analysis["kernels"][:20]))
+    return finite(dict({key: analysis[key] for key in kept}, kernels=analysis["kernels"][:20]))
 
 
 CHILDREN = dict(compare=compare_child, roofline=roofline_child)
@@ -178,7 +176,7 @@ def agreement(result):
 
 
 def roofline_part(options, out, results, save):
-    """Fill results, {shape and precision: session with roofline and predictions}, for the first and the last
+    """Fill results, {shape and precision: session with roofline}, for the first and the last
     shape, and save() after each."""
     first, last = options.precisions[0], options.precisions[-1]
     precisions = dict.fromkeys([last] if options.part == "all" else [first, last])
@@ -187,13 +185,12 @@ def roofline_part(options, out, results, save):
         name, flags = pair_name(shape, precision), trainer_flags(shape, precision, options)
         results[name] = result = measured("roofline", flags, out, "roofline_" + re.sub(r"\W+", "_", name))
         save()
-        print(f"\n{name}: roofline and predictions")
+        print(f"\n{name}: roofline")
         if "error" in result:
             print(result["error"])
             continue
         print("\n".join([ceiling_line(result["ceilings"]), *aligned(roofline_rows(result["roofline"])),
-                         *aligned(prediction_rows(result["checks"], PROGRAM.axes)),
-                         result["launch"]["text"]]), flush=True)
+                         *([result["launch"]["text"]] if result["launch"] else [])]), flush=True)
 
 
 def tables(result):
@@ -225,9 +222,7 @@ def tables(result):
             lines += ["", f"### Roofline, {name}", "",
                       f"Commit {commit}. {ceiling_line(part['ceilings'])}", "",
                       *markdown(roofline_rows(part["roofline"])), "",
-                      f"The step is {part['launch']['text']}.", "",
-                      f"### Predictions, {part['ceilings']['dtype']}", "",
-                      *markdown(prediction_rows(part["checks"], PROGRAM.axes))]
+                      *([f"The step is {part['launch']['text']}.", ""] if part["launch"] else [])]
     return lines
 
 

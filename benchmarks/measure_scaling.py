@@ -6,12 +6,8 @@
 
 Weak scaling: every GPU has the batch that the one had. Strong scaling: a batch of 8, on one GPU, and split
 among all. On one GPU all sizes compile at the same time and are timed one by one; runs of several follow,
-by torchrun, with the compiler's cache. Then all-reduces of several sizes, from which steps on 8 and 64 GPUs
-are predicted, on paper (fusion_lab/measuring/bounds/scaling.py). Writes OUT/scaling.json; exit code 1 if a
-run failed.
+by torchrun, with the compiler's cache. Writes OUT/scaling.json; exit code 1 if a run failed.
 """
-import argparse
-import json
 import os
 import pathlib
 import re
@@ -26,18 +22,11 @@ from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
-import torch
-
-from fusion_lab.measuring.bounds.scaling import Link, gpu_rows, step_on
-from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.measuring.turns import Guest
-from fusion_lab.training import distributed
 from fusion_lab.training.files import exit_code, require_directory, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
-from fusion_lab.training.options import TrainingConfig
-from fusion_lab.training.program import Settings
 from fusion_lab.training.reading import read_json
 from tiny_openfold_v2 import PROGRAM
 
@@ -51,8 +40,6 @@ FLAGS = "--use-amp --amp-dtype bfloat16 --enable-all-fusion"
 TINY = "--num-blocks 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16 --device cpu"
 QUICK = {"A": f"--batch-size 2 {TINY}", "B8": f"--batch-size 4 {TINY}"}
 TRAINER = str(ROOT / "tiny_openfold_v2.py")
-LATER = (8, 64)  # GPUs of the predictions
-BYTES = tuple(8 * 8 ** i for i in range(9))  # of the all-reduces: 8 bytes to 134 MB
 PATIENCE = 400  # s for one run
 
 
@@ -144,74 +131,7 @@ def gains(rows, gpus):
     return [(kind, one, several, several / one) for kind, one, several in pairs if one and several]
 
 
-# --- The pieces of a prediction, measured by ranks --------------------------------------------------------
-
-
-def all_reduce_times():
-    """{bytes: median seconds} of an all-reduce; run in every rank."""
-    device = choose_device(os.environ.get("SCALING_DEVICE", "auto"))
-    settings = Settings(PROGRAM.model_config(), TrainingConfig(), PROGRAM.fusion_config())
-    world, found = distributed.begin(settings, device), {}
-    for size in BYTES:
-        tensor, timer = torch.zeros(size // 4, device=device), PhaseTimer(device)
-        for _ in range(25):
-            torch.distributed.all_reduce(tensor)
-            timer.start()
-            torch.distributed.all_reduce(tensor)
-            timer.mark()
-        found[size] = quantiles(timer.seconds()[5:, 0])[1]
-    if world.first:
-        print(json.dumps(found))
-    return 0
-
-
-def link_between(gpus, device):
-    """(Link, {bytes: s}) between the GPUs of this host."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), __file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False,
-                          env={**os.environ, "SCALING_DEVICE": device})
-    text = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
-    if text is None:
-        print("all-reduces failed: " + " / ".join(done.stderr.splitlines()[:5])[:400])
-        return None, {}
-    times = {int(size): seconds for size, seconds in json.loads(text).items()}
-    return Link.fitted(times) if gpus == 2 else None, times
-
-
-def gradient_bytes(size):
-    """Of all gradients, in float32, of a model of these sizes."""
-    parser = argparse.ArgumentParser(add_help=False)
-    names = ("msa_dim", "pair_dim", "num_blocks", "msa_heads")
-    for name in names:
-        parser.add_argument("--" + name.replace("_", "-"), type=int)
-    given = {name: value for name, value in vars(parser.parse_known_args(size.split())[0]).items() if value}
-    with torch.device("meta"):
-        model = PROGRAM.model(PROGRAM.model_config(**given), PROGRAM.fusion_config())
-    return 4 * sum(p.numel() for p in model.parameters())
-
-
-def predictions(rows, sizes, link, gpus):
-    """Print what more GPUs would do; returns {size: {GPUs: share of perfect scaling}}."""
-    found = {}
-    for row in rows:
-        if row["gpus"] == 1 and "failed" not in row:
-            seconds, size = row["median_ms"] / 1e3, gradient_bytes(sizes[row["name"]])
-            counts = (gpus, *LATER)
-            print(f"Predicted, not measured: {row['name']} ({size / 1e6:.1f} MB of gradients)")
-            table = gpu_rows(seconds, row["batch_of_each"], size, link, counts)
-            print("\n".join(f"   {line}" for line in aligned(table)))
-            found[row["name"]] = {n: step_on(n, seconds, size, link)[1] for n in counts}
-    return found
-
-
-def save(out, result):
-    if out:
-        write_json(out / "scaling.json", result)
-
-
 def main(argv=None):
-    if "RANK" in os.environ:
-        return all_reduce_times()
     parser = Parser(prog="measure_scaling.py", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="directory for the result (default: none)")
     parser.add_argument("--gpus", type=whole_number(2), default=2, help="of this host (default: %(default)s)")
@@ -232,14 +152,11 @@ def main(argv=None):
         [kind, f"{one:.1f}", f"{several:.1f} samples/s", f"{gain:.2f}"]
         for kind, one, several, gain in gains(rows, arguments.gpus)]
     print("\n".join(aligned(table)))
-    result = dict(command=sys.argv, flags=flags, rows=rows, gains=gains(rows, arguments.gpus),
-                  system_info=system_info(choose_device("auto")), date=time.strftime("%F"))
-    save(arguments.out, result)
-    link, times = link_between(arguments.gpus, "cpu" if arguments.quick else "auto")
-    predicted = predictions(rows, sizes, link, arguments.gpus) if link else {}
-    save(arguments.out, dict(result, link=vars(link) if link else None, all_reduce_s=times,
-                             predicted_share=predicted))
-    return int(any("failed" in row for row in rows) or not times)
+    if arguments.out:
+        write_json(arguments.out / "scaling.json", dict(
+            command=sys.argv, flags=flags, rows=rows, gains=gains(rows, arguments.gpus),
+            system_info=system_info(choose_device("auto")), date=time.strftime("%F")))
+    return int(any("failed" in row for row in rows))
 
 
 if __name__ == "__main__":

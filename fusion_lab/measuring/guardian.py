@@ -1,5 +1,5 @@
-"""Kills the process groups of a study or comparison that was itself killed: stopped processes, and what a
-trainer has started, would otherwise stay for ever.
+"""Kills the process groups of a comparison that was itself killed: stopped processes, and what a trainer has
+started, would otherwise stay for ever.
 
 The parent runs this file and writes "+GROUP" for a group that it starts and "-GROUP" for one that has ended;
 when the pipe closes, the groups that are left are killed. Standard library only.

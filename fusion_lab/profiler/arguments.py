@@ -1,5 +1,4 @@
 """The command line of run_pytorch_profiler.py. Needs no torch."""
-from fusion_lab.measuring.bounds.sizes import other_axes
 from fusion_lab.training import flags
 from fusion_lab.training.options import flag
 
@@ -7,9 +6,8 @@ SCRIPT = "run_pytorch_profiler.py"
 ABOUT = """One PyTorch profiler session: where time and memory go, by sub-layer, forward and backward.
 
     ./run_pytorch_profiler.sh                     # trace, report, plots
-    ./run_pytorch_profiler.sh --roofline --seq-lens "32 64 128"
+    ./run_pytorch_profiler.sh --roofline          # bounds of each sub-layer too
     ./run_pytorch_profiler.sh --compare-with DIR  # an earlier session beside it
-    ./run_pytorch_profiler.sh --predict 1 256 64  # least time of another size
     ./run_pytorch_profiler.sh --ablation          # each fusion alone, left out
 
 Takes the flags of tiny_openfold_v2.py, or of the program that --program names, but its modes and the files
@@ -19,21 +17,12 @@ JSON.
 """
 
 
-def name_of_lengths(program):
-    """"seq_lens" for a program whose first axis beside the batch is seq_len; None if it has but the batch."""
-    axes = other_axes(program)
-    return f"{axes[0]}s" if axes else None
-
-
 def make_parser(program):
     """The program's flags and those of a session."""
     parser = flags.make_parser(program, ABOUT, SCRIPT)
     own = parser.add_argument_group("Profiler session")
     own.add_argument("--profile-steps", type=flags.whole_number(), default=5, metavar="N",
                      help="steps timed, and then traced (default: 5)")
-    if lengths := name_of_lengths(program):
-        own.add_argument(flag(lengths), type=flags.whole_numbers, metavar='"N N ..."', default=None,
-                         help="peak and saved memory for these lengths, fused and plain (default: none)")
     own.add_argument("--roofline", action="store_true", help="FLOPs, bytes and bounds by sub-layer, against "
                      "ceilings measured here (default: off)")
     own.add_argument("--compare-with", metavar="DIR", default=None,
@@ -48,36 +37,7 @@ def make_parser(program):
                        "(default: off)")
     sorts.add_argument("--compare-v1", action="store_true",
                        help="a session of the baseline and one as given, compared (default: off)")
-    predictions = parser.add_argument_group("Predictions, instead of a session")
-    predictions.add_argument("--predict", type=flags.whole_number(), nargs=len(program.axes), default=None,
-                             metavar=tuple(program.axes.values()),
-                             help="least step time and peak memory of another size (default: none)")
-    predictions.add_argument("--check-prediction", action="store_true", help="predictions beside "
-                             "measurements, for the given size and some near it (default: off)")
-    predictions.add_argument("--gpus", type=flags.whole_number(2), metavar="N", default=None, help="with "
-                             "--predict: a step on so many GPUs, each with such a batch (default: one)")
-    predictions.add_argument("--link", metavar="FILE", default=None, help="result "
-                             "of benchmarks/measure_scaling.py on two GPUs, for --gpus (default: none)")
     return parser
-
-
-def refuse_unused(parser, program, arguments):
-    """End the program if a flag would have no effect beside another."""
-    of_sessions = ("ablation", "compare_v1", "compare_with", "roofline", name_of_lengths(program), "force")
-    useless = dict(predict=of_sessions, check_prediction=of_sessions, ablation=("compare_with",),
-                   compare_v1=("compare_with",))
-    for one, others in useless.items():
-        for other in others:
-            if getattr(arguments, one) and other and getattr(arguments, other, None):
-                parser.error(f"argument {flag(other)}: not with {flag(one)}")
-
-
-def judge_sizes(parser, program, settings, sizes):
-    """End the program if --predict asks for sizes that the program refuses."""
-    try:
-        settings.having(**dict(zip(program.axes, sizes, strict=True)))
-    except ValueError as error:
-        parser.error(f"argument --predict: {error}")
 
 
 def parse(argv, program):
@@ -87,10 +47,7 @@ def parse(argv, program):
     if mode or arguments.check_flags:
         parser.error(f"argument {mode or flags.QUESTION}: belongs to {program.name}")
     flags.needs_training(program, parser, arguments, "a profiler session")
-    refuse_unused(parser, program, arguments)
-    for one, other in (("gpus", "predict"), ("gpus", "link"), ("link", "gpus")):
-        if getattr(arguments, one) and not getattr(arguments, other):
-            parser.error(f"argument {flag(one)}: needs {flag(other)}")
-    if arguments.predict:
-        judge_sizes(parser, program, settings, arguments.predict)
+    for several in ("ablation", "compare_v1"):
+        if getattr(arguments, several) and arguments.compare_with:
+            parser.error(f"argument --compare-with: not with {flag(several)}")
     return arguments, settings

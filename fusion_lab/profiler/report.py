@@ -2,9 +2,7 @@
 import os
 
 from fusion_lab.measuring.bounds.ceilings import ceiling_line
-from fusion_lab.measuring.bounds.predictions import scaling_rows
 from fusion_lab.measuring.bounds.roofline import roofline_rows
-from fusion_lab.measuring.bounds.sizes import other_axes, sizes_text
 from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.measuring.trace.attribution import ANALYSIS
@@ -49,10 +47,9 @@ def kernel_rows(analysis):
     return rows
 
 
-def length_rows(analysis):
-    """The table of memory against the program's first axis beside the batch."""
-    axis = other_axes(analysis.program)[0]
-    return scaling_rows(analysis.scaling, axis, analysis.program.axes[axis])
+def sizes_text(program, settings):
+    """"B 4, S 64, N 16" """
+    return ", ".join(f"{letter} {settings.get(axis)}" for axis, letter in program.axes.items())
 
 
 def run_lines(analysis):
@@ -68,7 +65,8 @@ def run_lines(analysis):
             f"{', '.join(on) or 'nothing'}.",
             f"{counted(analysis.profile_steps, 'step')} traced after warm-up: {step['traced_ms']:.2f} ms "
             f"each under the profiler, {step['untraced_ms']:.2f} ms without it (median). Shares are of "
-            f"{analysis.time_kind}, {analysis.total_us / 1e3:.2f} ms per step."]
+            f"{analysis.time_kind}, {analysis.total_us / 1e3:.2f} ms per step. Launches of a step: "
+            f"{analysis.launches_per_step or 'not counted'}."]
 
 
 def sublayer_lines(analysis, picture):
@@ -92,15 +90,13 @@ def report_lines(analysis, pictures=()):
              f"Trace: `{analysis.trace}`, for https://ui.perfetto.dev or TensorBoard. All figures are per "
              f"step, all blocks together; machine-readable in `{ANALYSIS}`.", "", "## Findings", "",
              *(f"{i}. {text}" for i, text in enumerate(analysis.findings(), 1)), "",
-             "## Launch-bound?", "", analysis.launch.text + ".", "",
+             *(["## Launch-bound?", "", analysis.launch.text + ".", ""] if analysis.launch else []),
              *sublayer_lines(analysis, picture), "", f"## Top {TOP} {analysis.unit}s", "",
              f"Shares are of the sum of their own times under the profiler, {own_ms:.2f} ms per step.", "",
              *markdown(kernel_rows(analysis)), *picture(HISTOGRAM)]
     saved, peak = sum(analysis.saved_activation_mb.values()), cell(analysis.memory_peak_mb, ".1f", unit=" MB")
     lines += ["", "## Memory", "", f"Peak of a step: {peak or 'not measured'}. Saved for backward: "
               f"{saved:.1f} MB.", *picture(TIMELINE)]
-    if analysis.scaling:
-        lines += ["", "## Memory against length", "", *markdown(length_rows(analysis))]
     if analysis.roofline:
         lines += ["", "## Roofline", "", ceiling_line(analysis.ceilings), "",
                   *markdown(roofline_rows(analysis.roofline))]

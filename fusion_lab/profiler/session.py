@@ -1,41 +1,22 @@
 """One session of the PyTorch profiler: where time and memory go, by sub-layer, forward and backward."""
 
 from fusion_lab.measuring.bounds.ceilings import measure_ceilings
-from fusion_lab.measuring.bounds.predictions import ATTENTION, memory_scaling
-from fusion_lab.measuring.bounds.roofline import (
-    roofline_rows,
-    roofline_table,
-)
-from fusion_lab.measuring.bounds.sizes import other_axes
+from fusion_lab.measuring.bounds.roofline import roofline_rows, roofline_table
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.probe import peak_of_two_steps, warm_up
 from fusion_lab.measuring.ranges import Profiling
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.measuring.trace.attribution import (
-    ANALYSIS,
-    StepWithoutWork,
-    analysis_of,
-    why_no_step_without_work,
-)
-from fusion_lab.measuring.trace.trace import (
-    PHASES,
-)
-from fusion_lab.profiler.report import (
-    REPORT,
-    compare_sessions,
-    comparison_lines,
-    length_rows,
-    write_report,
-)
+from fusion_lab.measuring.trace.attribution import ANALYSIS, analysis_of
+from fusion_lab.measuring.trace.trace import PHASES
+from fusion_lab.profiler.report import REPORT, compare_sessions, comparison_lines, write_report
 from fusion_lab.training.feeding import batches, to_device
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.options import ProfilerConfig
 from fusion_lab.training.reporting import describe_start
 
 
-def time_and_trace(trainer, source, found, directory, steps, between=lambda: None):
-    """Seconds of untraced steps (steps, 4 phases), with a call of between() after each, then a trace of as
-    many; returns (times, path)."""
+def time_and_trace(trainer, source, found, directory, steps):
+    """Seconds of untraced steps (steps, 4 phases), then a trace of as many; returns (times, path)."""
     device = trainer.device
     timer = PhaseTimer(device)
     supply = batches(source, range(2 * steps + 1), device)
@@ -44,7 +25,6 @@ def time_and_trace(trainer, source, found, directory, steps, between=lambda: Non
         batch = next(supply)
         timer.mark()
         trainer.step(batch, timer.mark)
-        between()
     untraced = timer.seconds()
     config = ProfilerConfig(enable_pytorch_profiler=True, enable_memory_profiling=True, profile_dir=directory)
     with Profiling(config, device, trainer.model.sublayers(), found, steps + 1, steps) as profiling:
@@ -60,10 +40,8 @@ def time_and_trace(trainer, source, found, directory, steps, between=lambda: Non
 
 def analyse(trainer, source, found, directory, steps):
     """Time, trace and count; returns (Analysis, TraceAnalysis). found: the probe's Findings."""
-    small = None if why_no_step_without_work(trainer) else StepWithoutWork(trainer)
-    untraced, path = time_and_trace(trainer, source, found, directory, steps,
-                                    small.run if small else lambda: None)
-    return analysis_of(trainer, source, found, untraced, path, steps, small)
+    untraced, path = time_and_trace(trainer, source, found, directory, steps)
+    return analysis_of(trainer, source, found, untraced, path, steps)
 
 
 def measured_times(analysis):
@@ -76,9 +54,9 @@ def measured_times(analysis):
     return measured
 
 
-def run_session(program, settings, directory, steps=5, lengths=(), roofline=False, earlier=None):
-    """A whole session into a directory; returns its Analysis. lengths: sizes of the program's first axis
-    beside the batch, to measure memory at; earlier: (name, analysis as JSON has it) to compare with."""
+def run_session(program, settings, directory, steps=5, roofline=False, earlier=None):
+    """A whole session into a directory; returns its Analysis. earlier: (name, analysis as JSON has it) to
+    compare with."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     trainer, source = program.trainer(program, settings, device), program.open_source(settings)
@@ -86,10 +64,6 @@ def run_session(program, settings, directory, steps=5, lengths=(), roofline=Fals
     found = warm_up(trainer, source)
     found.peak_memory_mb = peak_of_two_steps(trainer, to_device(source.batch(0), device), found)
     analysis, trace = analyse(trainer, source, found, directory, steps)
-    if lengths:
-        analysis.scaling = memory_scaling(program, settings, device, other_axes(program)[0], lengths)
-        remarks = (program.start_lines(trainer) or {}).get("remarks", {})
-        analysis.scaling.update({"fused_runs": remarks[ATTENTION]} if ATTENTION in remarks else {})
     if roofline:
         analysis.ceilings = measure_ceilings(device, settings.training)
         analysis.roofline = roofline_table(program, settings, analysis.ceilings, measured_times(analysis),
@@ -103,14 +77,12 @@ def run_session(program, settings, directory, steps=5, lengths=(), roofline=Fals
 
 def print_session(analysis, directory, pictures, compared):
     """What a session says on the terminal, the findings last."""
-    if analysis.scaling:
-        print("\n".join(aligned(length_rows(analysis))))
     if analysis.roofline:
         print("\n".join(aligned(roofline_rows(analysis.roofline))))
     if compared:
         print("\n".join(comparison_lines(analysis.compared_with)))
     print(f"Results in {directory}: {', '.join([REPORT, ANALYSIS, analysis.trace, *pictures])}")
-    if not any(analysis.launch.text in finding for finding in analysis.findings()):
+    if analysis.launch and not any(analysis.launch.text in finding for finding in analysis.findings()):
         print(f"Launch: {analysis.launch.text}")
     print("Findings:")
     for number, text in enumerate(analysis.findings(), 1):

@@ -3,7 +3,6 @@ import contextlib
 import os
 from dataclasses import replace
 
-from fusion_lab.measuring.bounds.sizes import sizes_text
 from fusion_lab.measuring.comparison.compare import compare, release
 from fusion_lab.measuring.comparison.table import (
     WITHIN_NOISE,
@@ -23,7 +22,7 @@ from fusion_lab.measuring.comparison.variants import (
 )
 from fusion_lab.measuring.tables import code, markdown
 from fusion_lab.profiler.plots import plot_ablation
-from fusion_lab.profiler.report import comparison_lines, interleaved_line, write_lines
+from fusion_lab.profiler.report import comparison_lines, interleaved_line, sizes_text, write_lines
 from fusion_lab.profiler.session import run_session
 from fusion_lab.training.files import counted, finite, write_json
 

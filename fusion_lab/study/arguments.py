@@ -1,6 +1,5 @@
 """The command line of launch_performance_study.sh, and the Study that it asks for. Needs no torch."""
 import argparse
-import re
 import shlex
 from dataclasses import fields
 
@@ -14,6 +13,7 @@ from fusion_lab.training.flags import (
     flag,
     note,
     read_settings,
+    seconds,
     whole_number,
     whole_numbers,
 )
@@ -21,7 +21,7 @@ from fusion_lab.training.flags import make_parser as trainer_parser
 from fusion_lab.training.options import ProfilerConfig
 
 SCRIPT = "launch_performance_study.sh"
-ABOUT = "How speed and memory of each fusion setting change with a model's sizes, and which one to use."
+ABOUT = "How speed and memory of each fusion setting change with a model's sizes."
 EPILOG = """Everything after -- goes to {program} for every point, --learning-rate for instance.
 
 settings: {named}, only-X, without-X, X+Y; baseline is no fusion, fused the defaults,
@@ -31,11 +31,9 @@ examples:
   ./{script} --batch-sizes "2 4" --num-runs 3
   ./{script} --ablation --study-name ablation
   ./{script} --settings "baseline fused all" -- --use-tf32
-  ./{script} --check-against results_summary.json
-  ./{script} --find-batch-size --memory-limit-mb 300
 
 {exit_codes}.
-An interrupted study goes on with the same command and its --study-name.
+An interrupted study goes on with the same command and its --study-name; failed points run again then.
 """
 SET_BY_THE_STUDY = {"num_steps", "warmup_steps", "log_every", "use_amp", "amp_dtype", "device", "program",
                     "compare_with_v1", "fusion_preset", "enable_all_profiling",
@@ -64,34 +62,12 @@ def switch_list(vocabulary):
     """For argparse: "flash-attention torch-compile" -> names of switches."""
     def convert(text):
         words = list(dict.fromkeys(text.replace(",", " ").split()))
-        unknown = [word for word in words if not vocabulary.knows(word)]
+        unknown = [word for word in words if word not in vocabulary.switches]
         if unknown or not words:
             wrong = unknown[0] if unknown else text
             raise argparse.ArgumentTypeError(f"{wrong!r}: must be among {', '.join(vocabulary.switches)}")
         return words
     return convert
-
-
-def positive(limit=float("inf")):
-    """For argparse: numbers above 0, up to a limit."""
-    def convert(text):
-        try:
-            value = float(text)
-        except ValueError:
-            value = 0.0
-        if not 0 < value <= limit or value == float("inf"):
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: must be a number above 0" + (f", at most {limit:g}" if limit < 1e9 else ""))
-        return value
-    return convert
-
-
-def share(text):
-    """For argparse: "5%" or "0.05" -> 0.05"""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(%?)", text)
-    if not match or not match[2] and float(match[1]) > 1:  # 5 means 5% to some and 500% to others
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a share such as 5% or 0.05")
-    return float(match[1]) / (100 if match[2] else 1)
 
 
 def quoted(numbers):
@@ -106,7 +82,6 @@ def make_parser(vocabulary):
                     usage=f"./{SCRIPT} [options] [-- flags of {program.name}]")
     add_what(parser.add_argument_group("What is measured").add_argument, vocabulary)
     add_how(parser.add_argument_group("How").add_argument)
-    add_decisions(parser.add_argument_group("What to do with it").add_argument)
     return parser
 
 
@@ -121,8 +96,8 @@ def add_what(add, vocabulary):
     add("--num-runs", type=whole_number(), default=3, metavar="N",
         help="processes per point; intervals need two, more make them narrower; may grow when a study is "
              "continued (default: %(default)s)")
-    add("--settings", type=setting_list(vocabulary), metavar="LIST",
-        help='see below (default: "baseline fused"; with --find-batch-size: fused)')
+    add("--settings", type=setting_list(vocabulary), default=["baseline", "fused"], metavar="LIST",
+        help='see below (default: "baseline fused")')
     add("--no-baseline", action="store_true", help="leave the baseline out (default: off)")
     add("--ablation", action="store_true",
         help="add each fusion alone, each left out, all and none (default: off)")
@@ -143,41 +118,13 @@ def add_how(add):
     add("--study-name", metavar="DIR", help="directory of the study; one that exists is continued "
         "(default: performance_study_<time>)")
     add("--seed", type=whole_number(0), default=42, help="of the order of points (default: %(default)s)")
-    add("--jobs", type=whole_number(), default=1, metavar="N",
-        help="points that start, compile and warm up at the same time; they measure in planned order, and "
-             "while one does, the others are stopped (default: %(default)s)")
-    add("--gpus", type=whole_number(), default=1, metavar="N",
-        help="with --jobs, spread their processes over the first N GPUs, which must be alike; still one at a "
-             "time measures (default: %(default)s)")
-    add("--timeout", type=positive(), default=900.0, metavar="SECONDS",
+    add("--timeout", type=seconds, default=900.0, metavar="SECONDS",
         help="per point (default: %(default)g)")
-    add("--retry-failed", action="store_true", help="when continuing, run failed points again (default: off)")
     add("--report-only", action="store_true",
         help="run nothing: summary and report of the runs that --study-name holds (default: off)")
     add("--no-plots", action="store_true",
         help="a report without plots, so without matplotlib (default: off)")
     add("--dry-run", action="store_true", help="list points and an estimate, run nothing (default: off)")
-
-
-def add_decisions(add):
-    add("--recommend", action="store_true",
-        help="per shape, the fastest setting that passes --verify-accuracy within --memory-limit-mb "
-             "(default: off)")
-    add("--memory-limit-mb", type=positive(), metavar="MB",
-        help="of tensor memory, MB of 2**20 bytes (default: none; --find-batch-size: the GPU's memory)")
-    add("--check-against", metavar="FILE",
-        help="compare with an earlier results_summary.json; exit code 1 if a point got worse beyond noise or "
-             "if noise leaves every verdict on time undecided")
-    add("--min-speedup", type=positive(), metavar="X",
-        help="with --check-against, wanted of the settings fused, compiled and all (default: none)")
-    add("--max-regression", type=share, default=0.05, metavar="SHARE",
-        help="with --check-against, allowed loss of time or memory (default: 5%%)")
-    add("--find-batch-size", action="store_true",
-        help="find the best batch for the other sizes and settings, instead of a study (default: off)")
-    add("--target-memory-usage", type=positive(1.0), default=0.8, metavar="SHARE",
-        help="share of the memory that a batch may use (default: %(default)s)")
-    add("--optimize", choices=("throughput", "memory"), default="throughput",
-        help="the batch with most samples/s, or the largest that fits (default: %(default)s)")
 
 
 def combined_switches(options, vocabulary, use_amp):
@@ -205,8 +152,7 @@ def has_gpu(device):
 
 
 def choose_settings(options, vocabulary):
-    names = options.settings or (["fused"] if options.find_batch_size else ["baseline", "fused"])
-    wanted = [vocabulary.parse(name) for name in names]
+    wanted = [vocabulary.parse(name) for name in options.settings]
     if options.ablation:
         wanted += design.ablation(options.switches)
     if options.all_combinations:
@@ -236,44 +182,25 @@ def parse(argv, program):
         study = study_of(options, vocabulary, settings, argv[len(own) + 1:])
     except ValueError as error:
         refuse_value(parser, error)
-    check_combinations(parser, options, study)
+    if options.report_only and not options.study_name:
+        parser.error("argument --report-only: needs --study-name")
     check_trainer_flags(parser, study)
     return options, study
 
 
 def study_of(options, vocabulary, settings, trainer_flags):
     """The Study that options ask for. Raises ValueError."""
-    searched = "batch_size" if options.find_batch_size else None
     return Study(
-        vocabulary=vocabulary, mode="find-batch-size" if searched else "study",
-        sizes=tuple(() if axis.field == searched else tuple(getattr(options, axis.plural))
-                    for axis in vocabulary.axes),
-        settings=tuple(settings), switches=tuple(options.switches),
-        num_runs=1 if searched else options.num_runs, num_steps=options.num_steps,
-        warmup_steps=options.warmup_steps, device=options.device, amp_dtype=options.amp_dtype,
-        trainer_flags=tuple(trainer_flags), seed=options.seed)
+        vocabulary=vocabulary, sizes=tuple(tuple(getattr(options, axis.plural)) for axis in vocabulary.axes),
+        settings=tuple(settings), switches=tuple(options.switches), num_runs=options.num_runs,
+        num_steps=options.num_steps, warmup_steps=options.warmup_steps, device=options.device,
+        amp_dtype=options.amp_dtype, trainer_flags=tuple(trainer_flags), seed=options.seed)
 
 
 def refuse_value(parser, error):
     """End the program with a ValueError of the form "name = value: what is wrong"."""
     name, _, rest = str(error).partition(" = ")
     parser.error(f"argument {flag(name)}: {rest}")
-
-
-def check_combinations(parser, options, study):
-    """End the program where options contradict each other."""
-    if options.min_speedup and not options.check_against:
-        parser.error("argument --min-speedup: needs --check-against")
-    if options.min_speedup and "baseline" not in study.settings:
-        parser.error("argument --min-speedup: needs the baseline among the settings")
-    if options.find_batch_size and (options.check_against or options.recommend or options.dry_run):
-        parser.error("argument --find-batch-size: not with --check-against, --recommend or --dry-run")
-    if options.find_batch_size and "batch_size" not in study.vocabulary.program.axes:
-        parser.error(f"argument --find-batch-size: {study.vocabulary.program.name} has no axis batch_size")
-    if options.report_only and (not options.study_name or options.check_against or options.recommend):
-        parser.error("argument --report-only: needs --study-name, not with --check-against or --recommend")
-    if options.gpus > 1 and options.device not in ("auto", "cuda"):
-        parser.error(f"argument --gpus: not with --device {options.device}")
 
 
 def check_trainer_flags(parser, study):
@@ -287,7 +214,7 @@ def check_trainer_flags(parser, study):
     for name, value in given.items():
         if name in own and (name not in plain or plain[name] != value):
             parser.error(f"flag {flag(name)} after --: the study sets it itself")
-    shapes = study.with_a_batch().shapes()
+    shapes = study.shapes()
     for shape, setting in [*((shape, study.settings[0]) for shape in shapes),
                            *((shapes[0], setting) for setting in study.settings)]:
         try:

@@ -1,19 +1,15 @@
 """What a performance study measures: a program's axes and fusion settings by name, shapes, points in their
 random order."""
-import hashlib
 import itertools
 import math
 import os
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from fusion_lab.study.records import Record, as_json, checked, spread
-from fusion_lab.training.flags import note
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import DEFAULT_PROGRAM, ROOT
 
 MAX_POINTS = 10 ** 6  # at half a minute each that is a year
-MAX_NAME = 200  # letters in the name of a point's files; most file systems allow 255
 
 
 @dataclass(frozen=True)
@@ -43,59 +39,23 @@ class Shape:
     axes: tuple = field(compare=False, repr=False)
 
     @classmethod
-    def read(cls, content, axes):
-        """The shape in a JSON object that has a key for each axis. Raises ValueError."""
-        missing = [axis.field for axis in axes if axis.field not in content]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing")
-        sizes = tuple(checked(content[axis.field], int) for axis in axes)
-        if min(sizes) < 1:
-            raise ValueError(f"{min(sizes)}: must be at least 1")
-        return cls(sizes, axes)
+    def of(cls, content, axes):
+        """The shape of a dict that has a key for each axis."""
+        return cls(tuple(content[axis.field] for axis in axes), axes)
 
     def __str__(self):
-        return self.listed(" ")
+        return " ".join(f"{axis.letter} {size}" for axis, size in zip(self.axes, self.sizes, strict=True))
 
-    def listed(self, between=", "):
-        """ "B 2, S 32" """
-        return between.join(f"{axis.letter} {size}" for axis, size in zip(self.axes, self.sizes, strict=True))
-
-    def as_json(self):
-        return dict(self)
-
-    def keys(self):
-        return [axis.field for axis in self.axes]
-
-    def __getitem__(self, name):
-        return self.sizes[self.keys().index(name)]
-
-    def get(self, name, default=None):
-        return self[name] if name in self.keys() else default
-
-    def having(self, **sizes):
-        """A copy with other sizes: having(batch_size=1)."""
-        return replace(self, sizes=tuple((dict(self) | sizes).values()))
+    def as_dict(self):
+        return {axis.field: size for axis, size in zip(self.axes, self.sizes, strict=True)}
 
     def without(self, *names):
         """The sizes along the other axes."""
-        kept = [i for i, name in enumerate(self.keys()) if name not in names]
-        return Shape(tuple(self.sizes[i] for i in kept), tuple(self.axes[i] for i in kept))
+        axes = tuple(axis for axis in self.axes if axis.field not in names)
+        return Shape.of(self.as_dict(), axes)
 
     def flags(self):
-        return [word for name, size in dict(self).items() for word in (flag(name), str(size))]
-
-
-@dataclass(frozen=True)
-class AtShape(Record):
-    """Base of the records about one shape, whose sizes stand among their keys."""
-    shape: Shape = spread()
-
-    @classmethod
-    def read(cls, content, axes, **given):
-        """The record in a JSON object; see Record.read."""
-        if not isinstance(content, dict):
-            raise ValueError(f"{content!r:.40}: must be an object")
-        return super().read(content, shape=Shape.read(content, axes), **given)
+        return [word for name, size in self.as_dict().items() for word in (flag(name), str(size))]
 
 
 @dataclass(frozen=True)
@@ -107,12 +67,6 @@ class Point:
 
     def __str__(self):
         return f"{self.shape} {self.setting} run {self.run}"
-
-    def file_name(self):
-        """A name for its files, different for every point."""
-        name = str(self).replace(" ", "_").replace("+", "_")
-        return name if len(name) <= MAX_NAME else \
-            f"{name[:MAX_NAME - 17]}_{hashlib.sha256(str(self).encode()).hexdigest()[:16]}"
 
 
 def spelled(name):
@@ -135,8 +89,6 @@ class Vocabulary:
         # Those that are on by default come first: names of settings in older studies are in this order.
         attributes = sorted(config.names(), key=lambda name: not getattr(defaults.fusion, name))
         self.switches = {spelled(name): name for name in attributes}
-        self.retired = {spelled(name): config.retirement(name) for name in config.RETIRED}
-        self.known = (*self.switches, *self.retired)
         self.defaults, self.everything = map(self.switches_of, (defaults.fusion, config.preset(True)))
         self.named = {"baseline": frozenset(), "fused": self.defaults,
                       "compiled": self.defaults | {"torch-compile"}, "all": self.everything}
@@ -165,25 +117,19 @@ class Vocabulary:
             return f"only-{min(on)}"
         if on < self.everything and len(on) == len(self.everything) - 1:
             return f"without-{min(self.everything - on)}"
-        return "+".join(name for name in self.known if name in on)
-
-    def knows(self, switch):
-        """Whether it is a switch, or was one when an older study was made: then that is said."""
-        if switch in self.retired:
-            note(f"note: in a study: {switch}: {self.retired[switch]}")
-        return switch in self.known
+        return "+".join(name for name in self.switches if name in on)
 
     def parse(self, text):
         """The set of switches that a name stands for. Raises ValueError with the names there are."""
         if text in self.named:
             return self.named[text]
         kind, _, switch = text.partition("-")
-        if kind == "only" and self.knows(switch):
+        if kind == "only" and switch in self.switches:
             return frozenset({switch})
         if kind == "without" and switch in self.everything:
             return self.everything - {switch}
         on = frozenset(text.split("+"))
-        if not all(map(self.knows, on)):
+        if not on <= self.switches.keys():
             raise ValueError(f"{text!r} is no setting: must be one of {', '.join(self.named)}, only-X, "
                              f"without-X or X+Y, X and Y one of {', '.join(self.switches)}")
         return on
@@ -195,8 +141,8 @@ class Vocabulary:
         if on == self.everything:
             return ["--enable-all-fusion"]
         if on >= self.defaults:
-            return [f"--enable-{name}" for name in self.known if name in on - self.defaults]
-        return ["--disable-all-fusion", *(f"--enable-{name}" for name in self.known if name in on)]
+            return [f"--enable-{name}" for name in self.switches if name in on - self.defaults]
+        return ["--disable-all-fusion", *(f"--enable-{name}" for name in self.switches if name in on)]
 
     def principal(self, settings):
         """Those of the settings that headlines are about: fused, compiled, all; without these, all but the
@@ -217,57 +163,49 @@ def combinations(switches):
 
 
 @dataclass(frozen=True)
-class Study(Record):
+class Study:
     """All that the results of a study depend on. Raises ValueError where it makes no sense."""
     vocabulary: Vocabulary = field(compare=False, repr=False)
-    sizes: tuple  # for each axis a tuple of its sizes; () for one that is searched
-    settings: tuple[str, ...]
-    switches: tuple[str, ...]
+    sizes: tuple  # for each axis a tuple of its sizes
+    settings: tuple
+    switches: tuple
     num_runs: int
     num_steps: int
     warmup_steps: int
     device: str
     amp_dtype: str | None
-    trainer_flags: tuple[str, ...]
+    trainer_flags: tuple
     seed: int
-    mode: str
     torch_version: str | None = None
     host_cpu: str | None = None
 
     def __post_init__(self):
         for setting in self.settings:
             self.vocabulary.parse(setting)
-        for name in self.switches:
-            if not self.vocabulary.knows(name):
-                raise ValueError(f"{name!r} is no switch of {self.vocabulary.program.name}")
-        whole = (("num_runs", 1), ("num_steps", 1), ("warmup_steps", 0), ("seed", 0))
-        for name, low in whole:
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least {low}")
-        if not self.settings or min((size for sizes in self.sizes for size in sizes), default=1) < 1:
-            raise ValueError("settings and sizes: at least one, and sizes of at least 1")
         count = self.num_runs * len(self.settings) * math.prod(map(len, self.sizes))
-        if count > MAX_POINTS:
+        if not 0 < count <= MAX_POINTS:
             raise ValueError(f"num_runs = {self.num_runs}: makes {count} points; {MAX_POINTS} are the limit")
 
     @classmethod
     def read(cls, content, vocabulary):
-        """The study in a JSON object. Raises ValueError, also for a study of another program."""
-        if not isinstance(content, dict):
-            raise ValueError("must be an object")
-        if program_of(content) != vocabulary.program_key:
-            raise ValueError(f"a study of {program_of(content)}; add --program {program_of(content)}")
-        missing = [axis.plural for axis in vocabulary.axes if axis.plural not in content]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing")
-        sizes = tuple(checked(content[axis.plural], tuple[int, ...]) for axis in vocabulary.axes)
-        return super().read(content, vocabulary=vocabulary, sizes=sizes)
+        """The study in the dict that as_dict() made, here or in an earlier version. Raises KeyError,
+        TypeError or ValueError."""
+        sizes = tuple(tuple(content[axis.plural]) for axis in vocabulary.axes)
+        texts = {name: tuple(content[name]) for name in ("settings", "switches", "trainer_flags")}
+        numbers = {name: content[name] for name in ("num_runs", "num_steps", "warmup_steps", "seed")}
+        others = {name: content[name] for name in ("device", "amp_dtype", "torch_version", "host_cpu")}
+        whole = [*numbers.values(), *(size - 1 for axis in sizes for size in axis)]
+        words = [*itertools.chain(*texts.values()), *others.values()]
+        if not (all(type(n) is int and n >= 0 for n in whole)
+                and all(isinstance(word, str | None) for word in words)):
+            raise ValueError("not numbers and words, each in its place")
+        return cls(vocabulary, sizes, **texts, **numbers, **others)
 
-    def as_json(self):
-        kept = {name: as_json(value) for name, value in vars(self).items()
-                if name not in ("mode", "vocabulary", "sizes")}
+    def as_dict(self):
+        kept = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()
+                if name not in ("vocabulary", "sizes")}
         sizes = {axis.plural: list(sizes) for axis, sizes in zip(self.axes, self.sizes, strict=True)}
-        return dict(program=self.vocabulary.program_key, mode=self.mode, **sizes, **kept)
+        return dict(program=self.vocabulary.program_key, **sizes, **kept)
 
     @property
     def axes(self):
@@ -275,10 +213,6 @@ class Study(Record):
 
     def sizes_of(self, axis):
         return sorted(self.sizes[self.axes.index(axis)])
-
-    def with_a_batch(self):
-        """A copy that has a size where one is searched."""
-        return replace(self, sizes=tuple(sizes or (1,) for sizes in self.sizes))
 
     def shapes(self):
         return [Shape(sizes, self.axes) for sizes in itertools.product(*self.sizes)]
@@ -297,16 +231,13 @@ class Study(Record):
         """The trainer's flags that a setting stands for."""
         return self.vocabulary.flags(self.vocabulary.parse(setting))
 
-    def common_flags(self):
-        """The trainer's flags that all points share."""
-        precision = ["--use-amp", "--amp-dtype", self.amp_dtype] if self.amp_dtype else []
-        return ["--device", self.device, *precision, *self.trainer_flags]
-
     def flags(self, shape, setting):
         """The trainer's flags for one point; one log line at the end, as logging synchronises the device."""
         steps = str(self.num_steps)
+        precision = ["--use-amp", "--amp-dtype", self.amp_dtype] if self.amp_dtype else []
         return [*shape.flags(), "--num-steps", steps, "--warmup-steps", str(self.warmup_steps),
-                "--log-every", steps, *self.common_flags(), *self.setting_flags(setting)]
+                "--log-every", steps, "--device", self.device, *precision, *self.trainer_flags,
+                *self.setting_flags(setting)]
 
 
 def program_of(study):

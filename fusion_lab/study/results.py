@@ -1,111 +1,71 @@
-"""results.jsonl: a row for every finished run of the trainer."""
+"""What a study keeps in its directory: config.json, and results.jsonl, a row for every run that has ended."""
 import json
 import os
-from dataclasses import dataclass, fields
+import shlex
+import time
 
-from fusion_lab.study.design import AtShape, Point
-from fusion_lab.study.records import Record, as_json
+from fusion_lab.study.arguments import SCRIPT
+from fusion_lab.study.design import Point, Shape, Study, program_of
 from fusion_lab.training import locks
-from fusion_lab.training.files import UserError, write_text
-from fusion_lab.training.reading import parse_json, read_regular
+from fusion_lab.training.files import UserError, results_directory, write_json
+from fusion_lab.training.reading import parse_json, read_json, read_regular
 
+# Seconds, samples/s, MB of 2**20 bytes; None where a run could not measure it, which the first one always can
+FIGURES = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_training_speed", "peak_memory_mb",
+           "saved_activation_mb", "launches_per_step", "flops_per_step", "mfu", "first_step_time")
+MACHINE = ("gpu_name", "host_cpu", "torch_version", "cuda_version", "hip_version", "git_commit")
+LARGEST = 1e30  # no figure of a study comes near it, and products of a few stay finite
 SHORTEST, LONGEST = 1e-9, 1e9  # s; a step outside is a broken file
+LONGEST_PATH = 500  # in a message
 
 
-def is_step_time(seconds):
-    return SHORTEST < seconds < LONGEST
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError)  # what reading content of another form raises
 
 
-@dataclass(frozen=True)
-class Machine(Record):
-    """Where a run was measured."""
-    gpu_name: str | None
-    host_cpu: str | None
-    torch_version: str | None
-    cuda_version: str | None
-    hip_version: str | None
-    git_commit: str | None
+def is_number(value):
+    return type(value) in (int, float) and 0 <= value < LARGEST
 
 
-@dataclass(frozen=True)
-class Figures(Record):
-    """What a run measured: seconds, samples/s, MB of 2**20 bytes; None where it could not."""
-    median_batch_time: float
-    p20_batch_time: float | None
-    p80_batch_time: float | None
-    avg_training_speed: float | None
-    peak_memory_mb: float | None
-    saved_activation_mb: float | None
-    launches_per_step: float | None
-    flops_per_step: float | None
-    mfu: float | None
-    first_step_time: float | None
-
-    def __post_init__(self):
-        times = (self.median_batch_time, self.p20_batch_time, self.p80_batch_time)
-        if not all(time is None or is_step_time(time) for time in times):
-            raise ValueError("no time that a step can take")
+def measured(summary):
+    """What a row takes from the summary of a training run. Raises one of MALFORMED."""
+    figures = {name: summary["performance_summary"].get(name) for name in FIGURES}
+    machine = {name: summary["system_info"].get(name) for name in MACHINE}
+    times = figures["median_batch_time"], figures["p20_batch_time"], figures["p80_batch_time"]
+    if not (all(value is None or is_number(value) for value in figures.values()) and times[0] is not None
+            and all(time is None or SHORTEST < time < LONGEST for time in times)
+            and all(isinstance(value, str | None) for value in machine.values())):
+        raise ValueError("no figures of a training run")
+    return dict(figures, system=machine)
 
 
-@dataclass(frozen=True)
-class Row(AtShape):
-    """One finished run; `figures` and `system` are None if it failed, and `reason` says why it did."""
-    setting: str
-    run: int
-    status: str
-    reason: str | None
-    figures: Figures | None
-    system: Machine | None
-    seconds: float
-    turn: int | None = None  # unknown in rows from before turns were counted
-    exit_code: int | str | None = None
-    timestamp: str | None = None
+def checked(row, axes):
+    """A row of results.jsonl, if it is one. Raises one of MALFORMED."""
+    whole = [row["run"], *Shape.of(row, axes).sizes]
+    if not (all(type(n) is int and n > 0 for n in whole) and isinstance(row["setting"], str)
+            and isinstance(row["status"], str) and is_number(row["seconds"])):
+        raise ValueError("no result of a run")
+    if row["status"] == "ok":
+        return row | measured(dict(performance_summary=row, system_info=row["system"]))
+    if not isinstance(row["reason"], str):
+        raise ValueError("a failed run must have a reason")
+    return row
 
-    def __post_init__(self):
-        if self.reason is None and not self.ok:
-            raise ValueError("a failed run must have a reason")
 
-    @classmethod
-    def read(cls, content, axes):
-        """The row in a JSON object. Raises ValueError."""
-        ok = isinstance(content, dict) and content.get("status") == "ok"
-        return super().read(content, axes, figures=Figures.read(content) if ok else None,
-                            system=Machine.read(content.get("system")) if ok else None)
-
-    def as_json(self):
-        figures = as_json(self.figures) if self.figures else dict.fromkeys(f.name for f in fields(Figures))
-        return dict(self.shape, setting=self.setting, run=self.run, turn=self.turn, status=self.status,
-                    reason=self.reason, **figures, system=as_json(self.system), exit_code=self.exit_code,
-                    seconds=self.seconds, timestamp=self.timestamp)
-
-    @property
-    def ok(self):
-        return self.status == "ok"
-
-    @property
-    def point(self):
-        return Point(self.shape, self.setting, self.run)
-
-    @property
-    def why(self):
-        """Why the run failed, beginning with its status."""
-        return f"{self.status}: {self.reason.removeprefix(self.status + ': ')}"
-
-    def __str__(self):
-        if not self.ok:
-            return self.why
-        figures = self.figures
-        memory = "n/a" if figures.peak_memory_mb is None else f"{figures.peak_memory_mb:.1f} MB"
-        return f"{figures.median_batch_time * 1e3:.2f} ms, {memory}"
+def in_words(row):
+    """"12.50 ms, 7.3 MB", or why a run failed, beginning with its status."""
+    if row["status"] != "ok":
+        return f"{row['status']}: {row['reason'].removeprefix(row['status'] + ': ')}"
+    memory = "n/a" if row["peak_memory_mb"] is None else f"{row['peak_memory_mb']:.1f} MB"
+    return f"{row['median_batch_time'] * 1e3:.2f} ms, {memory}"
 
 
 class Results:
-    """results.jsonl: one row per finished run, on disk before the next one counts as started. Keys of a row
-    that this version does not know are not read, but stay in the file."""
+    """results.jsonl: `rows` by point, each on disk before the next run starts. Of several rows of a point the
+    last one counts: runs that failed are repeated when a study goes on."""
 
     def __init__(self, directory, axes):
         self.path = os.path.join(directory, "results.jsonl")
-        self.axes, self.rows = axes, []
+        self.axes, self.rows = axes, {}
 
     def load(self, mend=True):
         """Read what is there. A last line that a kill cut short is taken off, with mend from the file too."""
@@ -117,32 +77,78 @@ class Results:
             os.truncate(self.path, len(whole))
         for place, line in enumerate(whole.splitlines(), 1):
             try:
-                self.rows.append(Row.read(parse_json(line), self.axes))
-            except ValueError:
+                self.note(checked(parse_json(line), self.axes))
+            except MALFORMED:
                 raise UserError(f"{self.path}: line {place} is not the result of a run; mend or delete it"
                                 ) from None
 
+    def note(self, row):
+        self.rows[Point(Shape.of(row, self.axes), row["setting"], row["run"])] = row
+
     def append(self, row):
-        line = json.dumps(as_json(row), allow_nan=False).encode() + b"\n"
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            with open(locks.present(self.path), "ab") as file:
+            with open(self.path, "ab") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from None
-        self.rows.append(row)
+        self.note(row)
 
-    def forget_failures(self):
-        """Drop failed rows, so that these points run again; returns how many there were."""
-        kept = [row for row in self.rows if row.ok]
-        dropped = len(self.rows) - len(kept)
-        if dropped:
-            with open(self.path, encoding="utf-8") as file:
-                lines = [line for line, row in zip(file, self.rows, strict=True) if row.ok]
-            write_text(self.path, "".join(lines))
-            self.rows = kept
-        return dropped
+    def finished(self):
+        """The points that need not run again."""
+        return {point for point, row in self.rows.items() if row["status"] == "ok"}
 
-    def find(self, point):
-        return next((row for row in self.rows if row.point == point), None)
+
+def open_directory(options, study, argv):
+    """Make or find the study's directory, hold it for this process alone; returns its path. Raises
+    UserError."""
+    path = os.path.abspath(options.study_name or time.strftime("performance_study_%Y%m%d_%H%M%S"))
+    if options.study_name is None:
+        path = results_directory(path, default=True, fresh=True)
+    try:
+        locks.hold_directory(path)
+    except BlockingIOError:
+        raise UserError(f"{path}: this study is running already") from None
+    except OSError as error:
+        raise UserError(f"cannot write into {path}: {error.strerror}") from None
+    if not os.path.exists(os.path.join(path, "config.json")):
+        if os.listdir(path):
+            raise UserError(f"--study-name {options.study_name}: is not empty and holds no study")
+        write_config(path, study, argv, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    return path
+
+
+def write_config(directory, study, argv, created):
+    write_json(os.path.join(directory, "config.json"), dict(
+        study=study.as_dict(), command=shlex.join([f"./{SCRIPT}", *argv]), created=created))
+
+
+def read_config(directory, vocabulary):
+    """(Study, dict(command, created)) of a study of this program. Raises UserError."""
+    path = os.path.join(directory, "config.json")
+    try:
+        content = read_json(path)
+        theirs = program_of(content["study"])
+        if isinstance(theirs, str) and theirs != vocabulary.program_key:
+            name = shlex.quote(theirs) if theirs.isprintable() and len(theirs) < LONGEST_PATH else "FILE"
+            raise UserError(f"{path}: a study of another program; add --program {name}")
+        return Study.read(content["study"], vocabulary), {
+            key: str(content[key]) for key in ("command", "created")}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except MALFORMED:
+        raise UserError(f"{path}: not the config of a study") from None
+
+
+def require_same_study(directory, study):
+    """read_config() of a study that this one continues: all is as it was, but there may be more runs."""
+    known, how = read_config(directory, study.vocabulary)
+    before = known.as_dict()
+    different = [f"{key} {before[key]} there, {value} now" for key, value in study.as_dict().items()
+                 if before[key] != value and not (key == "num_runs" and value > before[key])]
+    if different:
+        raise UserError(f"{directory}: a study with other settings ({'; '.join(different)}); only --num-runs "
+                        "may differ, and only grow; choose another --study-name")
+    return known, how

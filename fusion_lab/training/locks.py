@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import os
 import stat
-import time
 from dataclasses import dataclass
 
 F_GETPATH = 50  # fcntl.h of macOS, which has no /proc
@@ -49,26 +48,22 @@ def whereabouts(handle):
     return ""
 
 
-def lock(handle, patience=0.0):
-    """Lock an open file, for which a killed process may need a moment."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.05)
-        except OSError:  # a file system without locks
-            return None
+def lock(handle):
+    """Lock an open file."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        pass
 
 
-def opened(path, how, patience=0.0):
+def opened(path, how):
     """The handle of a path that is open and locked; anew where it was moved or removed meanwhile."""
     while True:
         handle = os.open(path, how, 0o666)  # to read; no child inherits it
         try:
-            lock(handle, patience)
+            lock(handle)
         except BlockingIOError:
             os.close(handle)
             raise
@@ -77,14 +72,14 @@ def opened(path, how, patience=0.0):
         os.close(handle)
 
 
-def hold_directory(path, patience=0.0):
+def hold_directory(path):
     """Make a directory, if there is none, and hold it; what this process holds already it keeps."""
     path = os.path.abspath(path)
     if any(same(path, place.handle) for place in held):
         return
     missing = not os.path.isdir(path)
     os.makedirs(path, exist_ok=True)
-    handle = opened(path, os.O_DIRECTORY, patience)
+    handle = opened(path, os.O_DIRECTORY)
     held.append(Held(path, handle, os.rmdir if missing else None))
 
 

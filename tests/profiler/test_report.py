@@ -31,8 +31,8 @@ def settings(**values):
 def test_launching_on_a_gpu_in_figures_and_words():
     """Six steps of 8 to 13 ms, of which kernels run 4.5 ms: sorted, the shares lie from 35 to 56%."""
     launch = launch_arithmetic(1000, [0.009, 0.008, 0.010, 0.012, 0.011, 0.013], busy_s=0.0045)
-    assert (launch.launches, launch.step_ms, launch.busy_ms, launch.host_ms) == (
-        1000, pytest.approx(10.5), pytest.approx(4.5), None)
+    assert (launch.launches, launch.step_ms, launch.busy_ms) == (
+        1000, pytest.approx(10.5), pytest.approx(4.5))
     assert launch.verdict == analysis.UNDECIDED != "launch-bound"  # p80 is 50.0%
     uncounted = launch_arithmetic(None, [0.010], busy_s=0.0044)  # under --enable-rocm-profiling
     assert uncounted.text.endswith("the GPU waits for the other 5.60 ms") and uncounted.launches is None
@@ -50,43 +50,6 @@ def test_launching_on_a_gpu_in_figures_and_words():
     (0.85, "not launch-bound")])
 def test_shares_that_decide_on_a_gpu(busy, verdict):
     assert launch_arithmetic(5, 1.0, busy_s=busy).verdict == verdict
-
-
-@pytest.mark.parametrize("host, verdict", [(0.51, "launch-bound"), (0.5, "not launch-bound")])
-def test_share_that_decides_on_a_cpu(host, verdict):
-    assert launch_arithmetic(5, 1.0, host_s=host).verdict == verdict
-
-
-def test_launching_on_a_cpu_in_words():
-    launch = launch_arithmetic(100, [0.010, 0.010], host_s=[0.002, 0.004], sizes="S 2")
-    assert launch.text == (
-        "not launch-bound: 100 operations at S 2, next to no work, take 3.00 ms forward and backward, of "
-        "10.00 ms at the given sizes, 30% (p20 to p80 of the steps 24 to 36%)")
-    assert (launch.host_ms, launch.busy_ms) == (3.0, None)
-    launch = launch_arithmetic(100, 0.010, unknown="nobody looked")
-    assert (launch.verdict, launch.text) == ("unknown", "unknown: nobody looked") and launch.step_ms == 10
-
-
-def test_the_step_without_work_is_scaled_to_as_many_operations():
-    """Optimizers are left out on both sides: 3 s of forward and backward here, 1.25 there for half of it."""
-    trainer = SECOND.trainer(SECOND, settings(), CPU)
-    small = attribution.StepWithoutWork(trainer)
-    assert small.settings.get("width") == 2 and small.batch["x"].shape == (3, 2) and small.launches > 20
-    small.run()
-    assert small.timer.seconds().shape == (1, 3)
-    small.launches, small.timer = 50, SimpleNamespace(seconds=lambda: np.array([[0.5, 0.75, 9.0]] * 3))
-    launch = attribution.launch_on_cpu(trainer, small, 100, np.array([[7.0, 1.0, 2.0, 8.0]] * 3))
-    assert (launch.step_ms, launch.host_ms, launch.verdict) == (3000.0, 2500.0, "launch-bound")
-    assert "100 operations at W 2, next to no work" in launch.text
-
-
-def test_reasons_for_no_step_without_work():
-    def why(device=CPU, **values):
-        return attribution.why_no_step_without_work(
-            SimpleNamespace(program=SECOND, settings=settings(**values), device=device))
-    assert why() is why(width=3) is None and why(width=2) == "these are the smallest sizes"
-    assert why(GPU) == "a GPU tells how long it waits"
-    assert why(enable_torch_compile=True) == "compiled code on CPU dispatches no operations"
 
 
 # From a step to its parts
@@ -262,7 +225,6 @@ def test_the_analysis_of_a_trace_of_a_cpu(compiled, tmp_path, monkeypatch):
 
     monkeypatch.setattr(attribution, "seconds_by_sublayer", samples)
     monkeypatch.setattr(attribution, "operations_in_a_step", lambda *_: {("up", "forward"): 1})
-    monkeypatch.setattr(attribution, "launch_on_cpu", lambda *given: given)
     monkeypatch.setattr(attribution, "system_info", str)
     given = settings(enable_torch_compile=compiled)
     trainer = SimpleNamespace(program=SECOND, settings=given, device=CPU, world=ALONE)
@@ -271,7 +233,7 @@ def test_the_analysis_of_a_trace_of_a_cpu(compiled, tmp_path, monkeypatch):
     result, trace = attribution.analysis_of(trainer, SECOND.open_source(given), found, untraced, str(path), 2)
     (batch, data_s, steps), = asked
     assert torch.equal(batch["x"], SECOND.open_source(given).batch(0)["x"]) and (data_s, steps) == (2.0, 2)
-    assert result.launch == (trainer, None, 5, untraced) and trace.steps == 2
+    assert result.launch is None and result.launches_per_step == 5 and trace.steps == 2
     assert (result.unit, result.time_kind) == ("operation", "CPU time, without the profiler")
     assert (result.profile_steps, result.trace, result.flops_per_step) == (2, "t.json", 7)
     assert result.saved_activation_mb == dict(up=3.0, rest=1.0) and result.memory_peak_mb == 2.0
@@ -298,7 +260,7 @@ def made_up(sublayers=(), unit="operation", samples=(), **values):
                       launches=None, allocated_bytes=None)],
         short_kernels=dict(limit_us=5.0, count_share=0.95, time_share=0.85), saved_activation_mb={},
         flops_per_step=1, flops_share=dict(up=0.75, down=0.25), memory_peak_mb=None,
-        launch=launch_arithmetic(1, 0.010, host_s=0.001), samples=[
+        launch=launch_arithmetic(1, 0.010, busy_s=0.009), samples=[
             {(name, "forward"): share for name, share in sample.items()} for sample in samples])
     return analysis.Analysis(program=SECOND, settings=settings(), **{**usual, **values})
 
@@ -367,10 +329,9 @@ def test_what_else_may_matter_and_how_much():
     bound = made_up(launch=launch_arithmetic(9, 0.010, busy_s=0.004))
     (weight, text), = analysis.launching(bound)
     assert weight == pytest.approx(0.6) and text == f"The step is {bound.launch.text}."
-    (weight, _), = analysis.launching(made_up(launch=launch_arithmetic(9, 0.010, host_s=0.007)))
-    assert weight == pytest.approx(0.7)
     (weight, _), = analysis.launching(made_up(launch=launch_arithmetic(9, 0.010, busy_s=0.008)))
-    assert weight == pytest.approx(0.2) and list(analysis.launching(made_up())) == []
+    assert weight == pytest.approx(0.2)
+    assert list(analysis.launching(made_up())) == list(analysis.launching(made_up(launch=None))) == []
 
 
 def test_kinds_beside_matrix_products():
@@ -408,7 +369,7 @@ def test_the_heaviest_findings_come_first():
     written = found.as_dict()
     assert written["findings"] == found.findings() and written["sublayers"][0]["name"] == "up"
     assert written["mode"] == "pytorch_profiler" and written["config"] == dict(width=8, depth=2)
-    assert not {"program", "settings", "samples", "twins", "scaling", "roofline"} & written.keys()
+    assert not {"program", "settings", "samples", "twins", "ceilings", "roofline"} & written.keys()
     assert replace(found, ceilings=dict(a=1)).as_dict()["ceilings"] == dict(a=1)
 
 
@@ -442,7 +403,7 @@ def test_what_was_run_in_words():
         "`CPU`, torch 2, then, commit 0123456789ab.",
         "second_program.py: B 3, W 8; depth 2; on: fused_relu.",
         "3 steps traced after warm-up: 25.50 ms each under the profiler, 10.00 ms without it (median). "
-        "Shares are of time, 9.50 ms per step."]
+        "Shares are of time, 9.50 ms per step. Launches of a step: 1."]
     cover = dict(sublayers=0.625, rest=0.25, unattributed=0.125)
     lines = report.sublayer_lines(made_up(coverage=cover), lambda name: [name])
     assert "The 2 sub-layers, forward and backward, hold 62.5% of the time; 25.0% is outside them" in lines[2]
@@ -469,6 +430,7 @@ def test_the_report_counts_its_findings_and_adds_up():
         "## Findings", "## Launch-bound?", "## Time and memory by sub-layer", "## Top 20 operations",
         "## Memory"]
     assert lines[lines.index("## Launch-bound?") + 2] == found.launch.text + "."
+    assert "## Launch-bound?" not in report.report_lines(replace(found, launch=None))
 
 
 def test_sections_that_were_asked_for():
@@ -476,15 +438,14 @@ def test_sections_that_were_asked_for():
     speeds = dict(copy_bytes_per_s=1e9, matmul_flops_per_s=dict(float32=1.0), dispatch_s=1.0, dtype="float32")
     row = dict(name="up", flops=1e9, minimal_bytes=None, flops_per_byte=None, compute_s=1.0, memory_s=None,
                launch_s=0.0, measured_s=2.0, bound="compute", share=0.5)
-    points = [dict(attention="as given", width=8, peak_memory_mb=1.0, saved_activation_mb=2.0, reason=None)]
     found = made_up(system_info=info, coverage=dict(sublayers=0.0, rest=1.0, unattributed=0.0))
     plain = report.report_lines(found)
     whole = report.report_lines(replace(
-        found, scaling=dict(points=points, exponents={}), ceilings=speeds, roofline=[row],
+        found, ceilings=speeds, roofline=[row],
         compared_with=report.compare_sessions(session(4.0), session(1.0), "earlier")))
     assert whole[:len(plain)] == plain
-    assert [line for line in whole[len(plain):] if line.startswith(("##", "| as given", "| up |"))] == [
-        "## Memory against length", "| as given | 8 | 1.0 | 2.0 |  |", "## Roofline",
+    assert [line for line in whole[len(plain):] if line.startswith(("##", "| up |"))] == [
+        "## Roofline",
         "| up | 1.00 |  |  | 1000.000 |  | 0.000 | 2000.000 | compute | 50.0% |", "## Against earlier"]
 
 

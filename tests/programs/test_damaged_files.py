@@ -193,14 +193,14 @@ def earlier_session(random_, place):
 
 @functools.cache
 def study_files():
-    """(Study, {name: bytes} of its files)"""
+    """{name: bytes}"""
     with tempfile.TemporaryDirectory() as folder:
-        asked = write_study(pathlib.Path(folder))
-        return asked, {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
+        write_study(pathlib.Path(folder))
+        return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
 
 
 def study_file(name, random_, place):
-    asked, whole = study_files()
+    whole = study_files()
     for file, data in whole.items():
         (place / file).write_bytes(data)
     text = whole[name].decode()
@@ -209,7 +209,7 @@ def study_file(name, random_, place):
     damaged = damage.damaged_json(lines[at], random_)
     (place / name).write_bytes(b"\n".join([*(line.encode() for line in lines[:at]), damaged,
                                            *(line.encode() for line in lines[at + 1:])]))
-    read_back(name, place, asked)
+    read_back(place)
 
 
 def metrics_file(random_, place):
@@ -309,7 +309,7 @@ READERS = {
     "model bytes": model_bytes, "model values": model_values,
     "earlier summary": earlier_summary, "earlier session": earlier_session,
     **{f"study {name}": functools.partial(study_file, name)
-       for name in ("config.json", "results.jsonl", "results_summary.json", "accuracy.json")},
+       for name in ("config.json", "results.jsonl")},
     "metrics": metrics_file,
     **{f"profiler {source}": functools.partial(profiler_file, source) for source in SOURCES},
     "profiled program": profiled_program}

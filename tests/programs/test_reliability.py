@@ -16,6 +16,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.measuring import summary
 from fusion_lab.measuring.comparison import rungs
 from fusion_lab.measuring.comparison.pace import Pace
+from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.training import files
 from fusion_lab.training.checkpoints import read_checkpoint
 from fusion_lab.training.files import UserError
@@ -203,8 +204,16 @@ sys.exit(code)
     assert (done.returncode, done.stderr) == (130, said)
 
 
+def test_a_guardian_kills_what_a_killed_parent_leaves():
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    guardian = Guardian()
+    guardian.tell("+", child.pid)
+    guardian.close()  # as when its parent ends
+    assert child.wait(PATIENCE) == -signal.SIGKILL
+
+
 def test_compiled_rungs_of_a_killed_comparison_are_known_to_the_guardian(monkeypatch):
-    """Stopped processes would stay for ever; the guardian's own work is tested with the study."""
+    """Stopped processes would stay for ever."""
     told = []
 
     class Recorder:

@@ -156,24 +156,21 @@ def checks():
 
 
 def sessions():
-    """Profiler session, roofline, predictions, a study with its resumption, tiles, contacts, a fold."""
+    """Profiler session, roofline, a study with its resumption, tiles, contacts, a fold."""
     session, study = "run_pytorch_profiler.py", "launch_performance_study.sh"
     points = f"{study} --batch-sizes 1 --seq-lens 16 --num-seqs 8 {FEW} --study-name s"
     block = "-- --num-blocks 1"
     report = tuple(f"p/{name}" for name in ("comprehensive_profiling_report.md", "fusion_analysis.json",
                                             "*.pt.trace.json", "*.png"))
     # null of backward; on a GPU; of phases without a kernel; where no operation is known to have started it
-    unknown = ("saved_activation_mb", "host_ms", "launches", "allocated_bytes")
+    unknown = ("saved_activation_mb", "launches", "allocated_bytes", *["launch"] * ON_CPU)
     found = [
         Verb("session", (f"{session} {SMALL} --profile-steps 3 --profile-dir p",
                          "profile_summary.py r --json"), report, prepare=as_rocprofv3,
              holds=the_same_kernels, null=(*unknown, "steps", "launches_per_step", "kernel_time_ms_per_step",
                                            "memory_copies", "memory_gb_per_s", "comparison")),
-        Verb("roofline", (f'{session} {SMALL} --profile-steps 2 --profile-dir p --roofline '
-                          '--seq-lens "8 16"',), report, null=unknown),
-        Verb("predict", (f"{session} {SMALL} --predict 1 64 16 --profile-dir p",), ("p/prediction_v2.json",)),
-        Verb("check prediction", (f"{session} {SMALL} --check-prediction --profile-dir p",),
-             ("p/prediction_v2.json",)),
+        Verb("roofline", (f"{session} {SMALL} --profile-steps 2 --profile-dir p --roofline",), report,
+             null=unknown),
         Verb("study", (f"{points} --num-runs 1 {block}", f"{points} --num-runs 2 {block}"),
              tuple(f"s/{name}" for name in ("report.html", "results.csv", "results.jsonl", "*.png")),
              result="s/results_summary.json", holds=two_runs_of_each),

@@ -1,4 +1,4 @@
-"""FLOPs of a step: the one count that rooflines, predictions, comparisons and summaries have.
+"""FLOPs of a step: the one count that rooflines, comparisons and summaries have.
 
 A step is watched on meta tensors, which have sizes and no values. They take a CPU's path: where kernels of
 a GPU take another order of sums, that of plain PyTorch counts.

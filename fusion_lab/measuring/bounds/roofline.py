@@ -1,27 +1,15 @@
-"""What a step must cost at least: FLOPs, bytes and memory, against ceilings measured on the spot.
+"""What a step must cost at least: FLOPs and bytes, against ceilings measured on the spot.
 
 FLOPs are counted (flops.py). Bytes are formulas of the program's; where it has none a table says so. A tensor
 that stays in a cache can be faster than the bound by bytes.
 """
 import itertools
-from dataclasses import replace
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from fusion_lab.measuring.bounds.flops import flops_by_sublayer, made_in_place
-from fusion_lab.measuring.counters import OpCounter, saved_activations
+from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.tables import cell
 from fusion_lab.training.machine import MEGABYTE
 
-ADAMW_BYTES = 28  # per float32 parameter: weight, gradient and two moments read, weight and moments written
 AT_FAULT = "a fault of the bound"  # whatever is said to be faster than its bound
-
-
-def unfused_on_meta(program, settings):
-    """The baseline's model without memory for its weights."""
-    with torch.device("meta"):
-        return program.model(settings.model, type(settings.fusion).preset(False))
 
 
 def total_bytes(cost, times):
@@ -97,45 +85,3 @@ def roofline_rows(table):
                      cell(e["memory_s"], ".3f", 1e3), cell(e["launch_s"], ".3f", 1e3),
                      cell(e["measured_s"], ".3f", 1e3), limit, share_cell(e["share"])])
     return rows
-
-
-def step_floor(program, settings, ceilings, parameters, launches=None):
-    """Lower bound of a step's time in seconds: (at the device's ceilings, for the host to launch it all).
-    parameters: how many there are; launches: kernels or operations of a step, None leaves the host out."""
-    costs, blocks, device = program.costs(settings) or {}, program.blocks(settings), 0.0
-    for name, flops in flops_by_sublayer(program, settings).items():
-        moved = total_bytes(costs.get(name), blocks)
-        device += max(seconds or 0 for seconds in floor_seconds(flops, moved, ceilings))
-    device += ADAMW_BYTES * parameters / ceilings["copy_bytes_per_s"]
-    return device, (launches or 0) * ceilings["dispatch_s"]
-
-
-def simulate_memory(program, settings, device):
-    """(peak, saved) bytes of an eager step at these sizes, without running it or allocating anything:
-    weights, optimizer state and all tensors alive at once in forward and backward, on fake tensors."""
-    eager = settings.having(enable_torch_compile=False, enable_cuda_graphs=False,
-                            activation_memory_budget=1.0)
-    batch = program.open_source(eager).batch(0)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), FakeTensorMode() as fake:
-        trainer = program.trainer(replace(program, model=made_in_place(program, device)), eager, device)
-        batch = {key: fake.from_tensor(value).to(device) for key, value in batch.items()}
-        model = trainer.model
-        given = batch | program.in_a_step
-        saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(given)["loss"])
-        with OpCounter() as counter:
-            trainer.forward(given)["loss"].backward()
-        held = [*trainer.weights.values()] * 3 + [*model.buffers(), *batch.values()]
-        held += [*model.parameters()] if trainer.masters else []
-        return counter.peak + sum(t.numel() * t.element_size() for t in held), sum(saved.values())
-
-
-def predict(program, settings, device, ceilings, launches=None):
-    """Lower bounds for these sizes: step time (s) and peak memory (MB). launches: kernels or operations per
-    step, which hardly depend on the sizes, or None to leave the host's part out."""
-    parameters = sum(p.numel() for p in unfused_on_meta(program, settings).parameters())
-    at_ceilings, host = step_floor(program, settings, ceilings, parameters, launches)
-    peak, saved = simulate_memory(program, settings, device)
-    return dict({axis: settings.get(axis) for axis in program.axes}, device_s=at_ceilings, launch_s=host,
-                step_s=max(at_ceilings, host), peak_memory_mb=peak / MEGABYTE,
-                saved_activation_mb=saved / MEGABYTE)

@@ -35,11 +35,10 @@ class SublayerTime:
 
 @dataclass
 class Launch:
-    """Is the step bound by launching? The figures, the verdict, and the arithmetic in words."""
+    """Is a GPU's step bound by launching? The figures, the verdict, and the arithmetic in words."""
     launches: float | None
     step_ms: float
-    busy_ms: float | None  # with a kernel running
-    host_ms: float | None  # on CPU: what as many operations take with next to no work
+    busy_ms: float  # with a kernel running
     verdict: str
     text: str
 
@@ -47,8 +46,8 @@ class Launch:
 @dataclass
 class Analysis:
     """A session. samples: one dict a step, {(sub-layer, direction): share of the step}; twins: pairs of
-    sub-layers that do equal work. as_dict() is the content of fusion_analysis.json, where scaling, ceilings,
-    roofline and compared_with stand only if they were asked for."""
+    sub-layers that do equal work; launch: None on a CPU. as_dict() is the content of fusion_analysis.json,
+    where ceilings, roofline and compared_with stand only if they were asked for."""
     program: Program
     settings: Settings
     timestamp: str
@@ -69,17 +68,16 @@ class Analysis:
     flops_per_step: int
     flops_share: dict
     memory_peak_mb: float | None
-    launch: Launch
+    launch: Launch | None
     samples: list = field(default_factory=list)
     twins: list = field(default_factory=list)
-    scaling: dict | None = None
     ceilings: dict | None = None
     roofline: list | None = None
     compared_with: dict | None = None
     collectives: dict | None = None  # of_ranks() of several
 
     OF_THE_RUN = ("program", "settings", "samples", "twins")
-    ASKED_FOR = ("scaling", "ceilings", "roofline", "compared_with", "collectives")
+    ASKED_FOR = ("ceilings", "roofline", "compared_with", "collectives")
 
     def as_dict(self):
         configs = self.settings.as_dict()
@@ -88,8 +86,8 @@ class Analysis:
         for name, value in vars(self).items():
             if name not in self.OF_THE_RUN and not (name in self.ASKED_FOR and value is None):
                 result[name] = value
-        return dict(result, sublayers=[asdict(e) for e in self.sublayers], launch=asdict(self.launch),
-                    findings=self.findings())
+        return dict(result, sublayers=[asdict(e) for e in self.sublayers], findings=self.findings(),
+                    launch=self.launch and asdict(self.launch))
 
     def times(self):
         """{sub-layer: share of the step, forward and backward}"""
@@ -115,40 +113,24 @@ def totals(amounts):
     return sums
 
 
-def launch_arithmetic(launches, step_s, busy_s=None, host_s=None, sizes="sizes near one", unknown=None):
-    """Launch. Seconds are one number or one a step. On a GPU busy_s is the time with a kernel running, of a
-    whole step. On CPU step_s is forward and backward, and host_s what as many operations take with next to no
-    work, at `sizes`; None where that cannot be said, for the reason `unknown`. Steps that disagree make the
-    verdict UNDECIDED."""
-    step, busy, host = (None if x is None else float(np.median(x)) for x in (step_s, busy_s, host_s))
-    figures = dict(launches=launches, step_ms=1e3 * step, busy_ms=None if busy is None else 1e3 * busy,
-                   host_ms=None if host is None else 1e3 * host)
-    if busy is None and host is None:
-        return Launch(**figures, verdict="unknown", text=f"unknown: {unknown}")
-    shares = (busy if host is None else np.asarray(host_s)) / np.asarray(step_s)
-    judge = launch_verdict_on_gpu if host is None else launch_verdict_on_cpu
+def launch_arithmetic(launches, step_s, busy_s):
+    """Launch of a GPU's steps, which take step_s seconds, one number or one a step, busy_s of them with a
+    kernel running. Steps that disagree make the verdict UNDECIDED."""
+    step, shares = float(np.median(step_s)), busy_s / np.asarray(step_s)
     lowest, _, highest = quantiles(shares)
-    verdict = judge(lowest) if judge(lowest) == judge(highest) else UNDECIDED
-    share = percent((busy if host is None else host) / step, shares)
-    if host is None:
-        sums = (f"kernels run during {1e3 * busy:.2f} ms of a {1e3 * step:.2f} ms step, {share}; the GPU "
-                f"waits for the other {1e3 * max(step - busy, 0):.2f} ms")
-        if launches:  # which an outer profiler counts instead, where there is one
-            sums += (f"; of {launches:.0f} kernels one comes every {1e6 * step / launches:.1f} µs and runs "
-                     f"{1e6 * busy / launches:.1f} µs on average")
-    else:
-        sums = (f"{launches:.0f} operations at {sizes}, next to no work, take {1e3 * host:.2f} ms forward "
-                f"and backward, of {1e3 * step:.2f} ms at the given sizes, {share}")
-    return Launch(**figures, verdict=verdict, text=f"{verdict}: {sums}")
+    verdict = launch_verdict(lowest) if launch_verdict(lowest) == launch_verdict(highest) else UNDECIDED
+    sums = (f"kernels run during {1e3 * busy_s:.2f} ms of a {1e3 * step:.2f} ms step, "
+            f"{percent(busy_s / step, shares)}; the GPU waits for the other "
+            f"{1e3 * max(step - busy_s, 0):.2f} ms")
+    if launches:  # which an outer profiler counts instead, where there is one
+        sums += (f"; of {launches:.0f} kernels one comes every {1e6 * step / launches:.1f} µs and runs "
+                 f"{1e6 * busy_s / launches:.1f} µs on average")
+    return Launch(launches, 1e3 * step, 1e3 * busy_s, verdict, f"{verdict}: {sums}")
 
 
-def launch_verdict_on_gpu(busy_share):
+def launch_verdict(busy_share):
     return ("launch-bound" if busy_share < LAUNCH_BOUND else
             "partly launch-bound" if busy_share < BUSY else "not launch-bound")
-
-
-def launch_verdict_on_cpu(host_share):
-    return "launch-bound" if host_share > LAUNCH_BOUND else "not launch-bound"
 
 
 def percent(share, shares):
@@ -230,9 +212,8 @@ def most_saved(analysis):
 
 def launching(analysis):
     launch = analysis.launch
-    if launch.verdict in ("launch-bound", "partly launch-bound"):
-        idle = launch.host_ms if launch.busy_ms is None else launch.step_ms - launch.busy_ms
-        yield idle / launch.step_ms, f"The step is {launch.text}."
+    if launch and launch.verdict in ("launch-bound", "partly launch-bound"):
+        yield (launch.step_ms - launch.busy_ms) / launch.step_ms, f"The step is {launch.text}."
 
 
 def heaviest_kind(analysis):

@@ -7,8 +7,7 @@ import numpy as np
 
 from fusion_lab.measuring.bounds.flops import REST, flops_by_sublayer
 from fusion_lab.measuring.bounds.roofline import equal_work, flops_share
-from fusion_lab.measuring.bounds.sizes import other_axes, shrunk, sizes_text
-from fusion_lab.measuring.clocks import PhaseTimer, RangeSums, quantiles
+from fusion_lab.measuring.clocks import RangeSums, quantiles
 from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.ranges import ranges
@@ -23,7 +22,7 @@ from fusion_lab.measuring.trace.trace import (
     read_trace,
     split_name,
 )
-from fusion_lab.training.feeding import batch_of, to_device
+from fusion_lab.training.feeding import batch_of
 from fusion_lab.training.files import finite, set_aside, write_json
 from fusion_lab.training.machine import MEGABYTE, system_info
 
@@ -53,50 +52,6 @@ def operations_in_a_step(trainer, batch):
     """{(sub-layer or REST, direction or phase): operations that run}, on CPU."""
     with OpCounter() as counter:
         return amounts_in_a_step(trainer, batch, lambda: counter.launches)
-
-
-class StepWithoutWork:
-    """A step of the same model at sizes next to nothing, timed between steps at the given ones, so that a
-    busy machine hits both: on CPU that is what dispatching costs."""
-
-    def __init__(self, trainer):
-        program, device = trainer.program, trainer.device
-        self.settings = shrunk(program, trainer.settings, largest=2)
-        self.trainer, self.timer = program.trainer(program, self.settings, device), PhaseTimer(device)
-        self.batch = to_device(program.open_source(self.settings).batch(0), device)
-        with OpCounter() as counter:
-            self.trainer.step(self.batch)
-        self.launches = counter.launches
-
-    def run(self):
-        self.timer.start()
-        self.trainer.step(self.batch, self.timer.mark)
-
-    def seconds(self, launches):
-        """Forward and backward of every step, scaled to so many operations: some loops over samples and
-        masks are not needed at these sizes."""
-        return self.timer.seconds()[:, :2].sum(axis=1) * launches / self.launches
-
-
-def why_no_step_without_work(trainer):
-    """The reason, or None where there is such a step."""
-    if trainer.device.type != "cpu":
-        return "a GPU tells how long it waits"
-    if trainer.settings.fusion.enable_torch_compile:
-        return "compiled code on CPU dispatches no operations"
-    if shrunk(trainer.program, trainer.settings, largest=2) == trainer.settings:
-        return "these are the smallest sizes"
-    return None
-
-
-def launch_on_cpu(trainer, small, launches, untraced):
-    """Launch of a session on CPU; small: a StepWithoutWork that took turns with the untraced steps, whose
-    seconds are untraced (steps, 4), or None."""
-    forward_and_backward = untraced[:, 1:3].sum(axis=1)
-    if small is None:
-        return launch_arithmetic(launches, forward_and_backward, unknown=why_no_step_without_work(trainer))
-    sizes = sizes_text(trainer.program, small.settings, other_axes(trainer.program))
-    return launch_arithmetic(launches, forward_and_backward, host_s=small.seconds(launches), sizes=sizes)
 
 
 def seconds_by_sublayer(trainer, batch, data_s, steps):
@@ -176,11 +131,11 @@ def coverage(entries):
     return dict(sublayers=inside, rest=1 - inside - outside, unattributed=outside)
 
 
-def analysis_of(trainer, source, found, untraced, path, steps, small=None):
+def analysis_of(trainer, source, found, untraced, path, steps):
     """Attribute what a trace holds; returns (Analysis, TraceAnalysis). found: the probe's Findings; untraced:
     (steps, 4) seconds by phase without the profiler; path of the trace; steps that are in it, and on a CPU
-    run once more to be timed by sub-layer; small: a StepWithoutWork that took turns with untraced ones."""
-    program, settings, launches = trainer.program, trainer.settings, found.launches
+    run once more to be timed by sub-layer."""
+    program, settings, launch = trainer.program, trainer.settings, None
     trace = TraceAnalysis(read_trace(path), program.sublayers)
     operations = {}
     if trainer.device.type == "cpu":
@@ -188,10 +143,9 @@ def analysis_of(trainer, source, found, untraced, path, steps, small=None):
         samples = seconds_by_sublayer(trainer, batch, float(np.median(untraced[:, 0])), steps)
         if not settings.fusion.enable_torch_compile:  # compiled code dispatches no operations
             operations = operations_in_a_step(trainer, batch)
-        launch = launch_on_cpu(trainer, small, launches, untraced)
     else:
         samples = trace.device_us_by_step()
-        launch = launch_arithmetic(launches, untraced.sum(axis=1), (trace.gpu_busy() or 0.0) / 1e6)
+        launch = launch_arithmetic(found.launches, untraced.sum(axis=1), (trace.gpu_busy() or 0.0) / 1e6)
     entries, total = sublayer_entries(program, trace, found.saved, operations, medians(samples))
     kernels, kinds = kernel_entries(trace)
     return Analysis(
@@ -199,7 +153,7 @@ def analysis_of(trainer, source, found, untraced, path, steps, small=None):
         profile_steps=steps, system_info=system_info(trainer.device), trace=os.path.basename(path),
         time_kind="GPU time of kernels and copies" if trace.on_gpu else "CPU time, without the profiler",
         unit="kernel" if trace.on_gpu else "operation", step=step_times(untraced, trace), total_us=total,
-        sublayers=entries, launches_per_step=launches, coverage=coverage(entries), kernels=kernels,
+        sublayers=entries, launches_per_step=found.launches, coverage=coverage(entries), kernels=kernels,
         kinds=kinds, short_kernels=short_kernels(trace.durations()),
         saved_activation_mb={name: size / MEGABYTE for name, size in found.saved.items()},
         flops_per_step=found.flops, flops_share=flops_share(program, flops_by_sublayer(program, settings)),

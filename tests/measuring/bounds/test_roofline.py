@@ -1,18 +1,76 @@
-"""Ceilings, counts and predictions against formulas: what a session's bounds are made of."""
-from dataclasses import dataclass, replace
+"""Bounds of sub-layers, by hand and by formulas: what a session's roofline is made of."""
+from dataclasses import replace
 
 import pytest
-import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring.bounds import roofline
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
-from fusion_lab.measuring.bounds.sizes import shapes_around, shrunk
-from fusion_lab.measuring.probe import probe
+from fusion_lab.training.program import Cost
 from proteins.costs import costs
-from tests.profiler.test_session import CPU, PROGRAM, given, two_steps_later
+from tests.profiler.test_session import PROGRAM, given
+from tests.second_program import PROGRAM as SECOND
 
+MB = 2 ** 20
 RECOMPUTING = {"enable_activation_checkpointing", "enable_selective_checkpointing"}
+SPEEDS = dict(matmul_flops_per_s=dict(float32=1e9, bfloat16=1e12), dtype="float32", copy_bytes_per_s=1e6,
+              element_bytes=4, dispatch_s=1e-4)
+
+
+def settings(**values):
+    return SECOND.settings(**{**dict(width=8, depth=2, batch_size=3, device="cpu"), **values})
+
+
+THREE = replace(SECOND, sublayers=("a", "b", "c"), blocks=lambda settings: 3, costs=lambda settings: dict(
+    a=Cost(1e6, 2e3, 4e3), b=Cost(1e6, 2e3, 4e3), c=Cost(2e6, 1e3, None)))
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """The count of such a step: three blocks, backward twice as many, and what stands beside them."""
+    monkeypatch.setattr(roofline, "flops_by_sublayer",
+                        lambda *_: dict(a=9e6, b=9e6, c=18e6, rest=3e5))
+
+
+def test_bounds_of_a_sublayer():
+    cost = Cost(1e6, 2e3, 4e3)
+    assert roofline.total_bytes(cost, 3) == 18e3 and roofline.floor_seconds(9e6, 18e3, SPEEDS) == (
+        pytest.approx(0.009), pytest.approx(0.018))
+    assert roofline.floor_seconds(3e6, None, dict(SPEEDS, dtype="bfloat16")) == (pytest.approx(3e-6), None)
+    assert roofline.total_bytes(Cost(1.0, None, 5.0), 1) is roofline.total_bytes(None, 1) is None
+    flops = dict(a=1.0, b=1.0, c=2.0, rest=4.0)
+    assert roofline.flops_share(THREE, flops) == dict(a=0.25, b=0.25, c=0.5)
+    assert roofline.equal_work(THREE, settings()) == [("a", "b")]
+    assert roofline.equal_work(SECOND, settings()) == []  # as many FLOPs is not the same work
+    assert roofline.flops_share(THREE, dict.fromkeys("abc", 0)) == dict(a=0, b=0, c=0)
+
+
+def test_flops_of_every_sub_layer_by_hand():
+    """Products of 3 x 8 with 8 x 32, four blocks, backward twice as many, and nothing beside them."""
+    assert flops_by_sublayer(SECOND, settings(depth=4)) == dict(up=12 * 1536, down=12 * 1536, rest=0)
+
+
+def test_the_table_as_cells(three):
+    rows = roofline.roofline_table(THREE, settings(), SPEEDS, dict(
+        a=dict(seconds=0.036, launches=10), c=dict(seconds=None, launches=None)))
+    assert [row["name"] for row in rows] == ["a", "b", "c"]
+    assert rows[0]["launches"] == 10 and rows[2]["note"] == "bytes not worked out"
+    assert rows[1]["measured_s"] is rows[1]["share"] is rows[1]["launches"] is None
+    assert rows[1]["launch_s"] == 0 and rows[2]["flops_per_byte"] is rows[2]["memory_s"] is None
+    cells = roofline.roofline_rows(rows)
+    assert cells[1] == ["a", "0.01", "0.0", "500.0", "9.000", "18.000", "1.000", "36.000", "memory", "50.0%"]
+    assert cells[3] == ["c", "0.02", "", "", "18.000", "", "0.000", "", "compute (bytes not worked out)", ""]
+    assert roofline.roofline_rows([dict(rows[0], share=1.114)])[1][-1] == "111.4%, a fault of the bound"
+    row = dict(rows[0], flops=2.5e9, minimal_bytes=1.5 * MB)
+    assert roofline.roofline_rows([row])[1][1:3] == ["2.50", "1.5"]
+
+
+def test_on_a_gpu_launching_bounds_where_it_takes_longer_than_the_kernels(three):
+    times = dict(compute=2.0, memory=1.0, launch=3.0)
+    assert roofline.bound(times, 3.0, on_gpu=True) == "compute"
+    assert roofline.bound(times, 2.9, on_gpu=True) == roofline.bound(times, None, on_gpu=True) == "launch"
+    measured = dict(a=dict(seconds=0.0001, launches=10))
+    assert roofline.roofline_table(THREE, settings(), SPEEDS, measured, on_gpu=True)[0]["bound"] == "launch"
 
 
 FEW_ROWS = dict(num_blocks=1, num_seqs=3, seq_len=13, batch_size=1, msa_dim=8, outer_product_dim=6)
@@ -40,41 +98,3 @@ def test_flops_under_every_switch_are_those_of_the_formulas():
     more_rows = replace(given(**dict(FEW_ROWS, num_seqs=5, num_blocks=2)), fusion=tof.FusionConfig())
     plain = replace(more_rows, fusion=off)
     assert flops_by_sublayer(PROGRAM, more_rows) == flops_by_sublayer(PROGRAM, plain)
-
-
-@pytest.mark.parametrize("switches", [{}, dict(use_amp=True), dict(use_amp=True, enable_master_weights=True)])
-@pytest.mark.parametrize("fused", [False, True])
-def test_simulated_memory_agrees_with_the_measured_one(switches, fused):
-    settings = given(fused, **switches)
-    trainer, batch = two_steps_later(settings)
-    found, state = probe(trainer, batch), torch.get_rng_state()
-    peak, saved = roofline.simulate_memory(PROGRAM, settings, CPU)
-    assert peak == pytest.approx(found.peak, rel=0.02)
-    assert saved == pytest.approx(sum(found.saved.values()), rel=0.01)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_simulation_allocates_nothing():
-    """Proteins of 2048 residues in two very wide blocks: more than a terabyte."""
-    settings = given(seq_len=2048, num_blocks=2, pair_dim=512)
-    peak, saved = roofline.simulate_memory(PROGRAM, settings, CPU)
-    assert peak > saved > 2 ** 40
-
-
-@dataclass(frozen=True)
-class OfFours(tof.TinyOpenFoldConfig):
-    """A model that takes multiples of four residues only."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.seq_len % 4:
-            self.refuse("seq_len", "must be a multiple of 4")
-
-
-def test_sizes_next_to_nothing_are_those_that_the_program_takes():
-    picky = replace(PROGRAM, model_config=OfFours)
-    settings = picky.settings(seq_len=64, num_seqs=16)
-    assert shrunk(picky, settings, largest=2).model.seq_len == 4
-    assert all(shape["seq_len"] % 4 == 0 for shape in shapes_around(picky, picky.settings(seq_len=4)))
-    batch_only = replace(PROGRAM, axes=dict(batch_size="B"))
-    assert shrunk(batch_only, settings, largest=2) == settings
