@@ -46,6 +46,7 @@ from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.cuda_graphs import GraphedStep
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import MEGABYTE, choose_device, system_info
+from tests.kernels import references
 
 OURS, CHANNELS, HEADS = ("ours", "layout"), 128, 4
 
@@ -107,7 +108,7 @@ def layer_implementations(axis):
         og = attention_operator.gated_attention([F.linear(y, weight)], HEADS, axis,
                                                 bias.mT if axis == 1 else bias, keys, gate_bias)
         return x + F.linear(og, out_weight, out_bias)
-    plain = with_function(attention_layer.reference)
+    plain = with_function(references.attention_layer)
     return dict(plain=plain, compiled=plain, core=core, ours=with_function(attention_layer.attention_layer))
 
 
@@ -121,7 +122,7 @@ def layer_tensors(size, normal):
 def outer_implementations():
     """{name: function(left, right (B, N, S, h), weight (c, h*h), bias (c,), pair (B, S, S, c))}"""
     def plain(left, right, weight, bias, pair):
-        return outer_layout.reference(left, right, weight, bias, 1 / left.shape[1], pair)
+        return references.outer_layout(left, right, weight, bias, 1 / left.shape[1], pair)
 
     def reordered(left, right, weight, bias, pair):
         h, found = left.shape[-1], []
@@ -178,7 +179,7 @@ def transition_implementations():
     """{name: function(x (1, S, S, c), *weights and biases) -> (1, S, S, c)}"""
     def with_function(function):
         return lambda x, *weights: function(x, *weights, 1e-5, residual=x)
-    plain = with_function(transition_layer.reference)
+    plain = with_function(references.transition_layer)
     return dict(plain=plain, compiled=plain, ours=with_function(transition_layer.transition_layer))
 
 

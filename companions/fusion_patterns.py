@@ -249,13 +249,12 @@ def table_of(result, copy):
 def kernel_lines(result):
     """Registers beside time: each kernel once a GPU."""
     return [f"  {k['kernel']}, {k['target']}, {k['warps']} warps: {k['registers']} registers, "
-            f"{k['spills']} spills, {k['shared']} B shared, occupancy "
-            f"{cell(k['occupancy'], '.0f', 100, '%') or 'unknown'}"
+            f"{k['spills']} spills, {k['shared']} B shared"
             for k in result["kernels"] if not k["kernel"].startswith("sum_")]
 
 
 def ladder_table(steps):
-    """Widths and warps down, GPUs across; in a cell registers (spills) occupancy, forward | backward."""
+    """Widths and warps down, GPUs across; in a cell registers (spills), forward | backward."""
     targets = list(dict.fromkeys(step["target"] for step in steps))
     rows = [["width", "warps", *targets]]
     for width in LADDER:
@@ -263,9 +262,8 @@ def ladder_table(steps):
             cells = []
             for target in targets:
                 both = [s for s in steps if (s["width"], s["warps"], s["target"]) == (width, warps, target)]
-                cells.append(" | ".join(
-                    f"{s['registers']} ({s['spills']}) {cell(s['occupancy'], '.0f', 100, '%')}"
-                    + cell(s["milliseconds"], " .3f", 1, " ms") for s in both))
+                cells.append(" | ".join(f"{s['registers']} ({s['spills']})"
+                                        + cell(s["milliseconds"], " .3f", 1, " ms") for s in both))
             rows.append([str(width), str(warps), *cells])
     return rows
 
@@ -332,7 +330,7 @@ def run(argv):
     if HAS_TRITON and not options.no_ladder:
         steps = ladder([tuner.gpu()] if device.type == "cuda" else options.targets, device)
         print("Register ladder, residual + LayerNorm of one row a program, forward | backward: registers "
-              "(spills) occupancy")
+              "(spills)")
         print("\n".join(f"  {line}" for line in aligned(ladder_table(steps))))
     found = claims(results, steps, copy)
     print("Claimed, and measured here:")

@@ -198,8 +198,8 @@ def row_of(way, least, least_both):
 
 
 def kernels_of(pattern, ways, targets):
-    """[dict(target, kernel, registers, spills, shared, occupancy)] of our kernels, as they ran, or compiled
-    for these GPUs."""
+    """[dict(target, kernel, registers, spills, shared)] of our kernels, as they ran, or compiled for these
+    GPUs."""
     if not (HAS_TRITON and pattern.ours):
         return []
     found, ours = [], next(way for way in ways if way.name == "ours")
@@ -216,9 +216,8 @@ def kernels_of(pattern, ways, targets):
 
 
 def resources(target, each):
-    used, warps = ahead_of_time.resources(each.compiled), each.options.get("num_warps", 4)
-    share = ahead_of_time.occupancy(target, used, warps) if target in ahead_of_time.TARGETS else None
-    return dict(target=target, kernel=each.name, warps=warps, occupancy=share, **used)
+    return dict(target=target, kernel=each.name, warps=each.options.get("num_warps", 4),
+                **ahead_of_time.resources(each.compiled))
 
 
 def times(result):
@@ -239,11 +238,10 @@ def verdict(result):
 
     def gain(other):
         return f"{plain['median'] / other['median']:.2f}x plain"
-    spilt = [k for k in result["kernels"] if k["spills"] or (k["occupancy"] or 1) < 0.5]
+    spilt = [k for k in result["kernels"] if k["spills"]]
     said = ""
     if "ours" in found and spilt and not found["ours"]["p80"] < plain["p20"]:
-        said = (f"; {spilt[0]['kernel']} has {spilt[0]['spills']} spills, occupancy "
-                f"{spilt[0]['occupancy'] or 0:.0%}")
+        said = f"; {spilt[0]['kernel']} has {spilt[0]['spills']} spills"
     helps = library and library["p80"] < plain["p20"]
     if best and fused[best]["p80"] < plain["p20"] and not (helps and not fused[best]["p80"] < library["p20"]):
         beside = f", library {gain(library)}" if library else ""

@@ -8,6 +8,6 @@ are as in fusion_lab, proteins and companions. `python tests/layout.py FILE` lis
     test_house   imports run one way, and every program keeps to the seam
 
 `make test` runs the quick ones. ARGS="-m slow" runs the long ones, "-m gpu" what needs a GPU, "-m full" every
-case of every kernel (checked.py). interpreter.py runs kernels on a CPU, support.py starts programs and reads
+case of every kernel. interpreter.py runs kernels on a CPU, support.py starts programs and reads
 what they print. Stand-ins lie beside their users.
 """

@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
+from tests.interpreter import PIPES
 from tests.support import gone, require_shared, wait_for
 
-pytest_plugins = ("tests.interpreter", "tests.checked", "tests.times")
+pytest_plugins = ("tests.interpreter", "tests.times")
 
 
 @pytest.fixture(scope="session")
@@ -17,13 +18,29 @@ def families_dir():
     return require_shared("data", "families")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.option.markexpr != "full" and PIPES not in os.environ:  # the interpreter serves what it is told
+        leave_out_all_but_samples(config, items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items:
         import torch
         if not torch.cuda.is_available():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="no CUDA or ROCm GPU"))
+
+
+def leave_out_all_but_samples(config, items):
+    """Of tests marked `full` only the first case of each that is marked `sample` runs; with -m full all do.
+    Interpreting every tile and compiling every kernel for five GPUs takes long."""
+    met, left_out = set(), set()
+    for item in items:
+        if item.get_closest_marker("full"):
+            function = item.nodeid.partition("[")[0]
+            if function in met or not item.get_closest_marker("sample"):
+                left_out.add(item)
+            met.add(function)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

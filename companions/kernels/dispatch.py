@@ -4,16 +4,22 @@ fusion_lab/kernels/dispatch.py, whoever calls one has asked the function beside 
 import torch
 import torch.nn.functional as F
 
-from fusion_lab.kernels.library.attention_choice import TRITON_DTYPES
 from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON
-from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.precision import HALF, product_dtype, strict_float32
+
+
+def precision(dtype):
+    """`input_precision` of tl.dot for tensors of this dtype. Strict float32 means it; TF32 is NVIDIA's word,
+    and what AMD's compiler makes of float32 products is float32."""
+    tf32 = dtype == torch.float32 and not strict_float32(dtype) and not torch.version.hip
+    return "tf32" if tf32 else "ieee"
 
 
 def hears(edges):
     """Whether what stands between products of messages from edges (..., c) has kernels, which multiply
     nothing and so take float32 too."""
     return (edges.is_cuda and HAS_TRITON and edges.shape[-1] in CHANNELS
-            and product_dtype(edges) in (torch.float32, *TRITON_DTYPES))
+            and product_dtype(edges) in (torch.float32, *HALF))
 
 
 def incoming(index, rows):
@@ -48,7 +54,7 @@ def linear_gelu_sum(x, layer, mask):
 def takes_elements(x):
     """Whether rotary positions and SwiGLU of packed projections of x have kernels, which multiply no
     matrices and so take float32 too."""
-    return x.is_cuda and HAS_TRITON and product_dtype(x) in (torch.float32, *TRITON_DTYPES)
+    return x.is_cuda and HAS_TRITON and product_dtype(x) in (torch.float32, *HALF)
 
 
 def swiglu(packed):

@@ -25,10 +25,12 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import DTYPES, check_shapes, operation, sigmoid
+from fusion_lab.kernels.common import check_shapes, operation, sigmoid
+from fusion_lab.kernels.precision import HALF
 
 TILE = 1024  # numbers, or pairs of them, of a program: 8 a thread in four warps, 16 bytes in 16 bits
 
@@ -148,28 +150,19 @@ def tiles(rows, channels):
     return (rows * triton.cdiv(channels, width),), dict(BN=width, num_warps=4)
 
 
-def gated(packed):
+def gated(packed: Tensor) -> Tensor:
     """h (P, F) of packed (P, 2 F)."""
-    out, channels = gated_sizes(packed), packed.shape[1] // 2
-    grid, options = tiles(len(packed), channels)
+    rows, channels = packed.shape[0], packed.shape[1] // 2
+    out, (grid, options) = packed.new_empty(rows, channels), tiles(rows, channels)
     start(swiglu_kernel, grid, packed, out, channels, **options)
     return out
 
 
-def gated_sizes(packed):
-    return packed.new_empty(packed.shape[0], packed.shape[1] // 2)
-
-
-def gated_backward(gradient, packed):
+def gated_backward(gradient: Tensor, packed: Tensor) -> Tensor:
     """The gradient of packed (P, 2 F)."""
-    out = gated_backward_sizes(gradient, packed)
-    grid, options = tiles(*gradient.shape)
+    out, (grid, options) = packed.new_empty(packed.shape), tiles(*gradient.shape)
     start(swiglu_backward_kernel, grid, gradient, packed, out, gradient.shape[1], **options)
     return out
-
-
-def gated_backward_sizes(gradient, packed):
-    return packed.new_empty(packed.shape)
 
 
 def rotate(q, k, v, packed, angles, backward):
@@ -185,39 +178,28 @@ def rotate(q, k, v, packed, angles, backward):
           BACKWARD=backward, BM=height, BD=width, num_warps=4)
 
 
-def rotated(packed, angles, heads, kv_heads):
+def rotated(packed: Tensor, angles: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q (B, S, H, D), k and v (B, S, G, D)."""
-    found = rotated_sizes(packed, angles, heads, kv_heads)
-    rotate(*found, packed, angles, False)
-    return found
-
-
-def rotated_sizes(packed, angles, heads, kv_heads):
     B, S, channels = packed.shape
     width = channels // (heads + 2 * kv_heads)
-    return tuple(packed.new_empty(B, S, count, width) for count in (heads, kv_heads, kv_heads))
+    q, k, v = (packed.new_empty(B, S, count, width) for count in (heads, kv_heads, kv_heads))
+    rotate(q, k, v, packed, angles, False)
+    return q, k, v
 
 
-def rotated_backward(q, k, v, angles):
+def rotated_backward(q: Tensor, k: Tensor, v: Tensor, angles: Tensor) -> Tensor:
     """The gradient of packed (B, S, (H + 2 G) D) from those of q (B, S, H, D), k and v (B, S, G, D)."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    packed = rotated_backward_sizes(q, k, v, angles)
+    (B, S, H, D), G = q.shape, k.shape[2]
+    packed = q.new_empty(B, S, (H + 2 * G) * D)
     rotate(q, k, v, packed, angles, True)
     return packed
 
 
-def rotated_backward_sizes(q, k, v, angles):
-    B, S, H, D = q.shape
-    return q.new_empty(B, S, (H + 2 * k.shape[2]) * D)
-
-
-SWIGLU_OP = operation("swiglu(Tensor packed) -> Tensor", gated, gated_sizes)
-SWIGLU_BACKWARD_OP = operation("swiglu_backward(Tensor gradient, Tensor packed) -> Tensor", gated_backward,
-                               gated_backward_sizes)
-ROTARY_OP = operation("rotary(Tensor packed, Tensor angles, int heads, int kv_heads) -> "
-                      "(Tensor, Tensor, Tensor)", rotated, rotated_sizes)
-ROTARY_BACKWARD_OP = operation("rotary_backward(Tensor q, Tensor k, Tensor v, Tensor angles) -> Tensor",
-                               rotated_backward, rotated_backward_sizes)
+SWIGLU_OP = operation("swiglu", gated)
+SWIGLU_BACKWARD_OP = operation("swiglu_backward", gated_backward)
+ROTARY_OP = operation("rotary", rotated)
+ROTARY_BACKWARD_OP = operation("rotary_backward", rotated_backward)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -250,7 +232,7 @@ class Rotary(torch.autograd.Function):
 
 def check_dtype(packed):
     """ValueError for a dtype in which kernels do not compute."""
-    if packed.dtype not in DTYPES:
+    if packed.dtype not in (torch.float32, *HALF):
         raise ValueError(f"no Triton kernels between projections in {str(packed.dtype)[6:]}")
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels.ahead_of_time import start
@@ -223,74 +224,52 @@ def one_stride(edges):
     return edges.contiguous(), edges.shape[2]
 
 
-def forward(own, edges, table, index):
+def forward(own: Tensor, edges: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """gelu(own + edges + table[index]), (N, K, C)."""
-    (edges, stride), out = one_stride(edges), forward_sizes(own, edges)
-    start(message_first_kernel, (len(own),), own, edges, table, index, out, edges.shape[1], stride,
+    (edges, stride), out = one_stride(edges), edges.new_empty(edges.shape)
+    start(message_first_kernel, (own.shape[0],), own, edges, table, index, out, edges.shape[1], stride,
           **tile(own.shape[1]))
     return out
 
 
-def forward_sizes(own, edges, *_):
-    return edges.new_empty(edges.shape)
-
-
-def backward(gradient, own, edges, table, index):
+def backward(gradient: Tensor, own: Tensor, edges: Tensor, table: Tensor,
+             index: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients before gelu, (N, K, C), and of own (N, C)."""
-    (edges, stride), found = one_stride(edges), backward_sizes(gradient, own)
-    start(message_first_backward_kernel, (len(own),), gradient, own, edges, table, index, *found,
+    (edges, stride), found = one_stride(edges), (gradient.new_empty(gradient.shape), own.new_empty(own.shape))
+    start(message_first_backward_kernel, (own.shape[0],), gradient, own, edges, table, index, *found,
           edges.shape[1], stride, **tile(own.shape[1]))
     return found
 
 
-def backward_sizes(gradient, own, *_):
-    return gradient.new_empty(gradient.shape), own.new_empty(own.shape)
-
-
-def to_table(dx, order, starts):
+def to_table(dx: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     """The gradient of table (R, C), from dx (N, K, C) and Incoming."""
-    out = to_table_sizes(dx, order, starts)
-    start(message_table_kernel, (len(out),), dx, order, starts, out, C=dx.shape[-1], BE=8, num_warps=1)
+    out = dx.new_empty(starts.shape[0] - 1, dx.shape[-1])
+    start(message_table_kernel, (out.shape[0],), dx, order, starts, out, C=dx.shape[-1], BE=8, num_warps=1)
     return out
 
 
-def to_table_sizes(dx, order, starts):
-    return dx.new_empty(starts.shape[0] - 1, dx.shape[-1])
-
-
-def activate(y, bias, mask):
+def activate(y: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
     """gelu(y + bias) (N, K, C); with a mask its masked sum (N, C)."""
-    out = activate_sizes(y, bias, mask)
-    start(message_gelu_kernel, (len(y),), y, bias, mask, out, y.shape[1], SUM=mask is not None,
+    out = y.new_empty(y.shape if mask is None else (y.shape[0], y.shape[2]))
+    start(message_gelu_kernel, (y.shape[0],), y, bias, mask, out, y.shape[1], SUM=mask is not None,
           **tile(y.shape[2]))
     return out
 
 
-def activate_sizes(y, bias, mask):
-    return y.new_empty(y.shape if mask is None else (y.shape[0], y.shape[2]))
-
-
-def activate_backward(gradient, y, bias, mask):
+def activate_backward(gradient: Tensor, y: Tensor, bias: Tensor,
+                      mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gradient of y (N, K, C), and partial sums (N, C) of that of bias."""
-    found = activate_backward_sizes(gradient, y)
-    start(message_gelu_backward_kernel, (len(y),), gradient, y, bias, mask, *found, y.shape[1],
+    found = y.new_empty(y.shape), y.new_empty(y.shape[0], y.shape[2], dtype=torch.float32)
+    start(message_gelu_backward_kernel, (y.shape[0],), gradient, y, bias, mask, *found, y.shape[1],
           SUM=mask is not None, **tile(y.shape[2]))
     return found
 
 
-def activate_backward_sizes(gradient, y, *_):
-    return y.new_empty(y.shape), y.new_empty(y.shape[0], y.shape[2], dtype=torch.float32)
-
-
-INPUTS = "Tensor own, Tensor edges, Tensor table, Tensor index"
-FIRST_OP = operation(f"message_first({INPUTS}) -> Tensor", forward, forward_sizes)
-FIRST_BACKWARD_OP = operation(f"message_first_backward(Tensor gradient, {INPUTS}) -> (Tensor, Tensor)",
-                              backward, backward_sizes)
-TABLE_OP = operation("message_table(Tensor dx, Tensor order, Tensor starts) -> Tensor", to_table,
-                     to_table_sizes)
-GELU_OP = operation("message_gelu(Tensor y, Tensor bias, Tensor? mask) -> Tensor", activate, activate_sizes)
-GELU_BACKWARD_OP = operation("message_gelu_backward(Tensor gradient, Tensor y, Tensor bias, Tensor? mask) -> "
-                             "(Tensor, Tensor)", activate_backward, activate_backward_sizes)
+FIRST_OP = operation("message_first", forward)
+FIRST_BACKWARD_OP = operation("message_first_backward", backward)
+TABLE_OP = operation("message_table", to_table)
+GELU_OP = operation("message_gelu", activate)
+GELU_BACKWARD_OP = operation("message_gelu_backward", activate_backward)
 
 
 class FirstLayer(torch.autograd.Function):

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from companions.kernels.dispatch import precision
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import add_up, candidates, precision
+from fusion_lab.kernels.common import add_up, candidates
 
 
 @triton.jit

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from companions.kernels.dispatch import precision
 from companions.kernels.pattern_norms import shape_of
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import candidates, precision
+from fusion_lab.kernels.common import candidates
 
 MOST_KEPT = 64  # entries of a row, which a program keeps in registers
 

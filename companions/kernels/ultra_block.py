@@ -21,10 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
+from companions.kernels.dispatch import precision
 from companions.kernels.limits import ULTRA_WIDTHS
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.common import candidates, precision, processors
+from fusion_lab.kernels.common import candidates, processors
 
 BARRIERS = 4  # between five phases, each with a counter of its own
 

@@ -5,8 +5,7 @@ Imports triton; whoever imports this has asked `limits.HAS_TRITON` first. Rules 
     - one rounding at each store
     - sums over positions as one partial sum a program, so that every run gives the same bits
     - program numbers are int64 before they are multiplied: offsets go beyond 2**31
-    - PRECISION of a product is that of matmul in the same dtype: float32 throughout, unless the user asked
-      for TF32
+    - tensors of 16 bits; in Triton's interpreter also float32, where rounding hides no mistake
 
 Shapes in helpers: x (BM, C) is a tile of BM positions with all their C channels.
 """
@@ -16,39 +15,33 @@ import torch
 import triton
 import triton.language as tl
 from torch import library
-from torch.utils.flop_counter import register_flop_formula
 from triton.runtime import driver
 
 from fusion_lab.kernels.ahead_of_time import start
-from fusion_lab.kernels.precision import strict_float32
+from fusion_lab.kernels.precision import HALF
 
 NAMESPACE = "fusion_lab"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-def operation(schema, launch, sizes, flops=None):
-    """Make launch one operator for autograd's functions and torch.compile, which never looks inside.
+def operation(name, launcher):
+    """Make a launcher one operator for autograd's functions and torch.compile, which never looks inside.
 
-    schema: "name(Tensor x, ...) -> (Tensor, Tensor)". launch takes its arguments and allocates its results;
-    sizes makes the same allocations without the launch, for fake tensors. flops, for torch's counter, takes
-    shapes in the place of tensors. Returns the operator.
+    Its annotations are the operator's schema. For fake tensors it runs, too: it makes its results, asks
+    is_fake(), and launches nothing. Returns the operator.
     """
-    name = f"{NAMESPACE}::{schema.partition('(')[0]}"
+    name = f"{NAMESPACE}::{name}"
 
     def launch_there(*arguments):
         listed = (x for given in arguments for x in (given if isinstance(given, (list, tuple)) else [given]))
         first = next(x for x in listed if isinstance(x, torch.Tensor))
         check_device(name, first)
         with torch.cuda.device_of(first):
-            return launch(*arguments)
-    library.define(name, schema[schema.index("("):])
+            return launcher(*arguments)
+    library.define(name, library.infer_schema(launcher, mutates_args=()))
     library.impl(name, ("cpu", "cuda"), launch_there)  # "cuda" is AMD's too; "cpu": Triton's interpreter
-    library.register_fake(name, sizes)
-    op = getattr(getattr(torch.ops, NAMESPACE), schema.partition("(")[0])
-    if flops:
-        register_flop_formula(op)(flops)
-    return op.default
+    library.register_fake(name, launcher)
+    return getattr(getattr(torch.ops, NAMESPACE), name.partition("::")[2]).default
 
 
 def check_device(name, x):
@@ -112,6 +105,12 @@ def alike(*tensors):
     return True
 
 
+def check_dtype(x, what):
+    """ValueError for a tensor in whose dtype our kernels do not multiply."""
+    if x.dtype not in HALF and not (x.dtype == torch.float32 and not x.is_cuda):
+        raise ValueError(f"no Triton {what} in {str(x.dtype)[6:]}, but in float16 and bfloat16")
+
+
 def check_shapes(*given):
     """ValueError for what kernels would misread; given: (name, tensor or None, shapes that it may have)."""
     for name, tensor, *shapes in given:
@@ -122,13 +121,6 @@ def check_shapes(*given):
 def candidates(names, *values):
     """[{name: value}] of configurations for the tuner."""
     return [dict(zip(names, each, strict=True)) for each in values]
-
-
-def precision(dtype):
-    """`input_precision` of tl.dot for tensors of this dtype. Strict float32 means it; TF32 is NVIDIA's word,
-    and what AMD's compiler makes of float32 products is float32."""
-    tf32 = dtype == torch.float32 and not strict_float32(dtype) and not torch.version.hip
-    return "tf32" if tf32 else "ieee"
 
 
 def current_target():
@@ -230,15 +222,13 @@ def sigmoid(x):
 
 
 @triton.jit
-def moments(x, eps, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Mean and 1 / standard deviation of the first WIDTH channels of x (BM, C), (BM,) each; the others are 0.
-    Mean first, then centred squares: exact where a sum of squares would cancel."""
+def moments(x, eps, C: tl.constexpr):
+    """Mean and 1 / standard deviation of the channels of x (BM, C), (BM,) each. Mean first, then centred
+    squares: exact where a sum of squares would cancel."""
     x = x.to(tl.float32)
-    mean = tl.sum(x, 1) / WIDTH  # (BM,)
+    mean = tl.sum(x, 1) / C  # (BM,)
     x -= mean[:, None]
-    if WIDTH < C:
-        x = tl.where((tl.arange(0, C) < WIDTH)[None, :], x, 0.0)
-    return mean, tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
+    return mean, tl.rsqrt(tl.sum(x * x, 1) / C + eps)
 
 
 @triton.jit
@@ -248,11 +238,11 @@ def normalised(x, mean, rstd):
 
 
 @triton.jit
-def layer_norm_backward(dy, x_hat, rstd, weight, WIDTH: tl.constexpr):
+def layer_norm_backward(dy, x_hat, rstd, weight, C: tl.constexpr):
     """Gradient (BM, C) of LayerNorm's input, from dy (BM, C), normalised x (BM, C), 1 / std (BM,) and
-    LayerNorm's weight (C,), 0 from WIDTH on:  rstd (g - mean(g) - x_hat mean(g x_hat)),  g = dy weight."""
+    LayerNorm's weight (C,):  rstd (g - mean(g) - x_hat mean(g x_hat)),  g = dy weight."""
     dx = dy * weight[None, :]
-    mean, projection = tl.sum(dx, 1) / WIDTH, tl.sum(dx * x_hat, 1) / WIDTH  # (BM,) each
+    mean, projection = tl.sum(dx, 1) / C, tl.sum(dx * x_hat, 1) / C  # (BM,) each
     return rstd[:, None] * (dx - mean[:, None] - x_hat * projection[:, None])
 
 
@@ -297,7 +287,7 @@ def vector(pointer, C: tl.constexpr):
 def layer_norm(x, weight, bias, eps, C: tl.constexpr):
     """LayerNorm(x) (BM, C) float32, and what its derivative wants: normalised x (BM, C), 1 / std (BM,).
     weight and bias point to (C,)."""
-    mean, rstd = moments(x, eps, C, C)
+    mean, rstd = moments(x, eps, C)
     x_hat = normalised(x, mean, rstd)
     return affine(x_hat, weight, bias, C), x_hat, rstd
 
@@ -309,18 +299,11 @@ def affine(x_hat, weight, bias, C: tl.constexpr):
 
 
 @triton.jit
-def store_sums(to, columns, x, dtype: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, scale=None,
-               width=None):
+def store_sums(to, columns, x, dtype: tl.constexpr, BM: tl.constexpr, scale=None, width=None):
     """Store at `to` [scale times] the sums of x (BM, BN) over its rows, of these columns (BN,) [below width].
-    In 16 bits they are a product of ones and x, rounded: a fifth of the instructions of sums across threads.
+    They are a product of ones and x, rounded to dtype: a fifth of the instructions of sums across threads.
     The ones have 16 rows, the least that tl.dot takes; the first row of the product is stored."""
-    there = below(columns, width)  # (BN,)
-    if dtype == tl.float32:
-        found = tl.sum(x, 0)  # (BN,)
-        found = found if scale is None else found * scale
-        tl.store(to + columns, found, mask=there)
-    else:
-        r = tl.arange(0, 16)
-        found = tl.dot(tl.full((16, BM), 1, dtype), x.to(dtype), input_precision=PRECISION)  # (16, BN)
-        found = found if scale is None else found * scale
-        tl.store(to + columns[None, :] + 0 * r[:, None], found, mask=(r == 0)[:, None] & there[None, :])
+    there, r = below(columns, width), tl.arange(0, 16)  # (BN,), (16,)
+    found = tl.dot(tl.full((16, BM), 1, dtype), x.to(dtype))  # (16, BN)
+    found = found if scale is None else found * scale
+    tl.store(to + columns[None, :] + 0 * r[:, None], found, mask=(r == 0)[:, None] & there[None, :])

@@ -18,7 +18,7 @@ the sub-layer, but attention's output, instead of keeping it. residual: added in
 update alone. drop: dropout's factors, broadcast to x, or None. norm, output and the like are modules.
 """
 
-from fusion_lab.kernels.library.attention_choice import TRITON_DTYPES, triton_attends
+from fusion_lab.kernels.library.attention_choice import triton_attends
 from fusion_lab.kernels.limits import (
     CHANNELS,
     HAS_TRITON,
@@ -27,13 +27,12 @@ from fusion_lab.kernels.limits import (
     takes_layer,
     takes_sides,
 )
-from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.precision import HALF, product_dtype
 
 
 def runs(x):
-    """Whether x lies on a GPU, and its products are in 16 bits, in which alone the model calls kernels
-    (attention_choice.TRITON_DTYPES says why)."""
-    return x.is_cuda and HAS_TRITON and product_dtype(x) in TRITON_DTYPES
+    """Whether x lies on a GPU, and its products are in 16 bits, in which alone kernels run there."""
+    return x.is_cuda and HAS_TRITON and product_dtype(x) in HALF
 
 
 def fits(x):

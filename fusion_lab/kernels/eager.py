@@ -12,12 +12,11 @@ import torch
 from triton.runtime import driver
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.common import alike, precision
-from fusion_lab.kernels.precision import strict_float32
+from fusion_lab.kernels.common import alike
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 HERE = contextlib.nullcontext()
-said = set()  # names of functions of which say_plain() has spoken
+said = set()  # what say_plain() has said
 
 
 def watched(name, tensors):
@@ -32,20 +31,13 @@ def watched(name, tensors):
     return not PLAIN.issuperset(map(type, tensors))
 
 
-def plain_is_faster(name, x):
-    """Whether float32 x takes PyTorch's operations and not our kernels, which is said once: on NVIDIA's GPUs
-    without TF32. There products have no matrix instructions, and tiles must be small: a layer of Boltz-2 with
-    512 residues took 81 ms by operations and 151 ms by kernels."""
-    return x.is_cuda and not torch.version.hip and strict_float32(x.dtype) and say_plain(name)
-
-
 @torch.compiler.assume_constant_result
-def say_plain(name):
-    """True, with a warning the first time."""
-    if name not in said:
-        said.add(name)
-        warnings.warn(f"{name}: float32 without TF32 runs in PyTorch's operations, which are faster than the "
-                      "kernels, but keep more memory", stacklevel=4)
+def say_plain(name, what):
+    """Warn, once, that this function runs such input in PyTorch's operations."""
+    if (name, what) not in said:
+        said.add((name, what))
+        warnings.warn(f"{name}: {what} runs in PyTorch's operations, which keep more memory than the kernels",
+                      stacklevel=3)
     return True
 
 
@@ -121,7 +113,6 @@ def planned(Plan, tensors, dtype, *settings):
         def make():
             learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None)
             return Plan(tensors, learns, *settings), learns
-        key = (*looks(tensors), torch.is_grad_enabled(), dtype, dtype is torch.float32 and precision(dtype),
-               *settings)
+        key = (*looks(tensors), torch.is_grad_enabled(), dtype, *settings)
         plan, learns = tuner.plan(Plan.kept, key, make) if alike(*tensors) else make()
         return Planned.apply(plan, *tensors) if learns else plan.forward(*tensors)[0]

@@ -1,6 +1,7 @@
 """What arithmetic a tensor's products get, and the dtype of sums."""
 import torch
 
+HALF = (torch.float16, torch.bfloat16)  # in which alone kernels run on a GPU
 
 def at_least_float32(dtype):
     """The dtype of softmax, sums, counts and losses."""

@@ -23,7 +23,7 @@ def result(kernels=(), **medians):
     return dict(kernels=list(kernels), ways=[way(name, median) for name, median in medians.items()])
 
 
-SPILLS = dict(kernel="k", spills=7, occupancy=0.25)
+SPILLS = dict(kernel="k", spills=7)
 
 
 @pytest.mark.parametrize("found, expected", [
@@ -37,7 +37,7 @@ SPILLS = dict(kernel="k", spills=7, occupancy=0.25)
         "FUSE", "compiled, 1.38x plain, library 1.18x plain")),
     (result(plain=4.0, library=2.0), ("LIBRARY", "2.00x plain")),
     (result([SPILLS], plain=4.0, ours=8.0), (
-        "DON'T", "nothing is faster beyond noise: ours 0.50x plain; k has 7 spills, occupancy 25%")),
+        "DON'T", "nothing is faster beyond noise: ours 0.50x plain; k has 7 spills")),
     (result([SPILLS], plain=4.0, ours=1.0), ("FUSE", "ours, 4.00x plain")),
 ])
 def test_verdicts_by_hand(found, expected):
@@ -148,23 +148,15 @@ def test_gradients_on_the_limit_are_right():
 
 
 def test_what_is_said_of_a_kernel(monkeypatch):
-    """With as many warps as it was launched with, 4 if nobody said; occupancy of GPUs that are known."""
-    known = SimpleNamespace(TARGETS=("sm_90",), resources=lambda compiled: dict(registers=compiled),
-                            occupancy=lambda target, used, warps: (target, used["registers"], warps))
+    """With as many warps as it was launched with, 4 if nobody said."""
+    known = SimpleNamespace(resources=lambda compiled: dict(registers=compiled))
     monkeypatch.setattr(patterns, "ahead_of_time", known, raising=False)
     launched = SimpleNamespace(compiled=40, options=dict(num_warps=8), name="k")
     assert patterns.resources("sm_90", launched) == dict(
-        target="sm_90", kernel="k", warps=8, registers=40, occupancy=("sm_90", 40, 8))
+        target="sm_90", kernel="k", warps=8, registers=40)
     launched.options = {}
     assert patterns.resources("sm_1", launched) == dict(
-        target="sm_1", kernel="k", warps=4, registers=40, occupancy=None)
-
-
-def test_half_of_a_processor_s_warps_is_enough():
-    for share, words in ((0.5, ""), (0.49, "; k has 0 spills, occupancy 49%")):
-        kernel = dict(kernel="k", spills=0, occupancy=share)
-        assert patterns.verdict(result([kernel], plain=4.0, ours=4.0))[1] == (
-            f"nothing is faster beyond noise: ours 1.00x plain{words}")
+        target="sm_1", kernel="k", warps=4, registers=40)
 
 
 @pytest.mark.parametrize("name", fusion_patterns.PATTERNS)
@@ -203,17 +195,12 @@ def test_no_pattern_at_all_is_refused(names, capsys):
     assert "argument --patterns: names none of relu gelu" in said.err
 
 
-def test_registers_and_occupancy_by_hand():
+def test_registers_by_hand():
     triton = pytest.importorskip("triton", reason="Triton is not installed")
-    from fusion_lab.kernels.ahead_of_time import occupancy, resources
+    from fusion_lab.kernels.ahead_of_time import resources
     listing = "\t.vgpr_count:     92\n\t.vgpr_spill_count: 5\n v_mfma_f32 v_mfma_f32"
     kernel = SimpleNamespace(asm=dict(amdgcn=listing), metadata=SimpleNamespace(shared=1024))
     assert resources(kernel) == dict(shared=1024, registers=92, spills=5, mma=2) and triton
-    # NVIDIA: 65,536 registers for 2,048 threads; 238 a thread are 240, of which 8 warps of 64 find room
-    assert occupancy("sm_90", dict(registers=238, shared=0), 4) == 8 / 64
-    assert occupancy("sm_90", dict(registers=32, shared=100_000), 4) == 2 * 4 / 64
-    assert occupancy("gfx942", dict(registers=92, shared=0), 4) == 5 / 8  # 96 of 512 on each of four units
-    assert occupancy("gfx942", dict(registers=64, shared=40_000), 8) == 8 / 32
 
 
 @pytest.mark.slow

@@ -21,13 +21,13 @@ if COMPANIONS := (ROOT / "companions").exists():  # they may go
     from companions.kernels import gated_rotary, messages, ultra_block
 
 
-def attention(length, width, axis, biased, masked, dtype=torch.bfloat16):
+def attention(length, width, axis, biased, masked):
     """Launch every kernel of attention on memory that holds nothing."""
     heads, rows = 4, 600 if length <= 64 else 3  # so many that a program of whole rows has several
     size = (1, length, rows) if axis == 1 else (1, rows, length)
-    packed = torch.empty(*size, 4 * heads * width, dtype=dtype, requires_grad=True)
-    gate_bias = torch.empty(heads * width, dtype=dtype, requires_grad=True)
-    bias = torch.empty(1, heads, length, length, dtype=dtype, requires_grad=True) if biased else None
+    packed, gate_bias, bias = (torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in (
+        (*size, 4 * heads * width), (heads * width,), (1, heads, length, length)))
+    bias = bias if biased else None
     keys = torch.ones(1, length) if masked else None
     attention_operator.gated_attention([packed], heads, axis, bias, keys, gate_bias).sum().backward()
 
@@ -131,15 +131,15 @@ def odd_projections(channels):
                                     drop=torch.ones(1, 7, 1, c)).sum().backward()
 
 
-def laid_out(rows, length=64, dtype=torch.bfloat16):
+def laid_out(rows, length=64):
     """The same for the outer product's layout, of sides that are one tensor."""
-    outer_layout.forward(*torch.empty(1, rows, length, 64, dtype=dtype).chunk(2, -1))
+    outer_layout.forward(*torch.empty(1, rows, length, 64, dtype=torch.bfloat16).chunk(2, -1))
 
 
-def laid_out_backward(channels, length=64, dtype=torch.bfloat16):
+def laid_out_backward(channels, length=64):
     """The same for that of its gradient, whose rows it adds up."""
-    outer_layout.backward(torch.empty(1, length, length, channels, dtype=dtype),
-                          torch.empty(channels, 1024, dtype=dtype), 0.5, 1)
+    outer_layout.backward(torch.empty(1, length, length, channels, dtype=torch.bfloat16),
+                          torch.empty(channels, 1024, dtype=torch.bfloat16), 0.5, 1)
 
 
 def laid_out_and_added(channels, h):
@@ -238,9 +238,6 @@ LAUNCHES = {
     "AdamW": (optimizer_step, torch.bfloat16, True, False),
     "AdamW, several ranks": (optimizer_step, torch.float32, True, False),
     "AdamW, a scaler, no graph, odd": (optimizer_step, torch.float32, False, True, 1001),
-    "attention, float32": (attention, 256, 32, 2, True, False, torch.float32),
-    "outer layout, float32": (laid_out, 128, 64, torch.float32),
-    "its gradient, float32": (laid_out_backward, 128, 64, torch.float32),
 }
 if COMPANIONS:
     LAUNCHES.update({
@@ -249,8 +246,6 @@ if COMPANIONS:
         "LLaMA's elements, c 1024": (gated_and_turned, 4096, 16, 8, 64),
         "LLaMA's elements, odd": (gated_and_turned, 77, 3, 1, 6),
         "LLaMA's elements, float32": (gated_and_turned, 4096, 8, 2, 128, torch.float32)})
-WITHOUT = ("attention, float32", "outer layout, float32",
-           "its gradient, float32")  # matrix instructions, which only AMD has for float32
 WITHOUT_PRODUCTS = (
     "sum_kernel", "sums_kernel", "attention_bias_gradient_kernel", "attention_padded_bias_kernel",
     "attention_gate_backward", "attention_key_mask_kernel", "message_", "adamw_", "swiglu_", "rotary_kernel",

@@ -1,13 +1,8 @@
-"""The 3x rule for kernels: errors against float64 may be three times those of plain PyTorch; and mutants."""
-import importlib.util
+"""The 3x rule for kernels: errors against float64 may be three times those of plain PyTorch."""
 import itertools
-import pathlib
-from unittest import mock
 
 import pytest
 import torch
-
-from fusion_lab.kernels import common
 
 
 def results(function, tensors, gradient, cast):
@@ -65,13 +60,6 @@ def refuses_more_derivatives(function, tensors, name):
     return True
 
 
-def counted_flops(function, tensors):
-    """As torch counts them, forward and backward."""
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        function(*(t.detach().requires_grad_() for t in tensors)).sum().backward()
-    return counter.get_total_flops()
-
-
 def same_in_every_mode(ours, tensors, unused):
     """Whether ours(*tensors) has the same bits, and all its gradients have, compiled in one piece and with a
     checkpoint, and its result has without gradients. So many tensors, unused, must have no gradient."""
@@ -93,28 +81,3 @@ def same_in_every_mode(ours, tensors, unused):
 def in_dtypes(cases):
     """(case, dtype): all in float32 and bfloat16, the first in float16 as well."""
     return [*itertools.product(cases, (torch.float32, torch.bfloat16)), (next(iter(cases)), torch.float16)]
-
-
-def mutant(module, old, new, directory):
-    """The module with `old`, which must occur in it or its `kernels`, replaced by `new`; no ops are made."""
-    kernels = getattr(module, "kernels", None)
-    if kernels and old in source(kernels):
-        changed = loaded(source(module), directory / "launchers.py")
-        changed.kernels = loaded(source(kernels).replace(old, new), directory / "kernels.py")
-        return changed
-    assert old in source(module), f"{module.__file__} no longer says {old!r}"
-    return loaded(source(module).replace(old, new), directory / "mutant.py")
-
-
-def source(module):
-    return pathlib.Path(module.__file__).read_text(encoding="utf-8")
-
-
-def loaded(text, path):
-    """A module of this text; in a file, because Triton reads the source of its kernels."""
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(common, "operation", lambda schema, launch, *rest: launch):
-        spec.loader.exec_module(module)
-    return module

@@ -1,4 +1,4 @@
-"""AdamW of master weights in Triton's interpreter: torch's own beside it, and mutants that must fail."""
+"""AdamW of master weights in Triton's interpreter: torch's own beside it."""
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +11,6 @@ from fusion_lab.training import checkpoints
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
 from proteins.batches import SyntheticProteins
-from tests.kernels.rule import mutant
 
 pytestmark = pytest.mark.interpreted
 
@@ -22,26 +21,6 @@ CASES = {  # numbers, dtype of gradients, norm to clip to, weight decay, whether
     "gradients of several ranks": (1025, torch.float32, 2.0, 0.0, True),
     "half": (1024, torch.float16, 1e-3, 0.1, False),
 }
-MUTANTS = {
-    "no first bias correction": ("lr / (1 - tl.exp(count * LOG1))", "lr + 0 * count"),
-    "no second bias correction": ("1 - tl.exp(count * LOG2)", "1 + 0 * count"),
-    "bias corrections of the next step": ("count = count.to(tl.float64)", "count = 1 + count.to(tl.float64)"),
-    "steps not counted": ("tl.store(step, count,", "tl.store(step, count - 1,"),
-    "decay in the gradient": ("* tl.load(scalars)\n", "* tl.load(scalars) + tl.load(scalars + 1) * weight\n"),
-    "no decay": ("    weight -= tl.load(scalars + 1) * weight\n", ""),
-    "decay without the rate": ("lr * decay", "0.01 * decay"),
-    "clipping forgotten": ("tl.where(factor > 1, 1.0, factor)", "0 * factor + 1"),
-    "small gradients enlarged": ("tl.where(factor > 1, 1.0, factor)", "factor"),
-    "first moment as the second": ("m += (1 - BETA1)", "m += (1 - BETA2)"),
-    "the copy not written": ("    tl.store(low + n, weight.to(low.dtype.element_ty), mask=there)\n", ""),
-    "a copy of the moment": ("weight.to(low", "m.to(low"),
-    "skipped steps counted": (", mask=skipped == 0", ""),
-    "skipped steps made": ("== 0, N, 0)", "== 0, N, N)"),
-    "all steps skipped that could be": ("== 0, N, 0)", "== 0, 0, 0)"),
-    "the first program's numbers alone": ("tl.program_id(0).to(tl.int64) * BN", "0 * tl.program_id(0) * BN"),
-}
-
-
 def gradients(count, dtype):
     """Of which the last ones are far smaller than the first."""
     torch.manual_seed(1)
@@ -73,7 +52,7 @@ def rate_at(number):
     return torch.tensor(0.01 / (1 + number)).item()  # as float32 has it
 
 
-def by_kernel(case, module=adamw):
+def by_kernel(case):
     """(the same, the copy in 16 bits, steps counted), after as many steps that a scaler has skipped"""
     count, half, limit, decay, on_device = case
     weight, low = start_of(count), torch.zeros(count, dtype=torch.float16)
@@ -82,16 +61,16 @@ def by_kernel(case, module=adamw):
         rate, norm = rate_at(number), torch.linalg.vector_norm(gradient, dtype=torch.float32)
         group = dict(lr=torch.tensor(rate) if on_device else rate, betas=(0.9, 0.999), eps=1e-8,
                      weight_decay=decay)
-        module.update(weight, gradient / 0, state, low, norm / 0, limit, group, torch.tensor(1.0))
-        module.update(weight, gradient, state, low, norm, limit, group, *[torch.tensor(0.0)] * (number % 2))
+        adamw.update(weight, gradient / 0, state, low, norm / 0, limit, group, torch.tensor(1.0))
+        adamw.update(weight, gradient, state, low, norm, limit, group, *[torch.tensor(0.0)] * (number % 2))
     return [weight, state["exp_avg"], state["exp_avg_sq"]], low, state["step"]
 
 
-def faults(case, module=adamw):
+def faults(case):
     """What breaks the rule: errors against float64 of at most three times those of torch in float32, and a
     rounding a step."""
     exact, own = by_torch(case, torch.float64), by_torch(case, torch.float32)
-    mine, low, steps = by_kernel(case, module)
+    mine, low, steps = by_kernel(case)
     found = [] if steps == STEPS else ["step"]
     found += [] if torch.equal(low, mine[0].half()) else ["low"]
     for name, ours, plain, truth in zip(("weights", "exp_avg", "exp_avg_sq"), mine, own, exact, strict=True):
@@ -104,17 +83,6 @@ def faults(case, module=adamw):
 SIZES = (1300, 1, 64, 512, 130, 70)
 STARTS = (0, 1344, 1408, 1472, 1984, 2176)  # multiples of 64
 LENGTH = 2304
-JOIN_MUTANTS = {
-    "a weight's first tile alone": ("+ tl.load(chunk + 1)\n", "\n"),
-    "what lies behind a gradient": ("mask=n < count", "mask=n < count + (count > 0)"),
-    "what lies behind a gradient, in the norm": ("n < count, other=0.0", "n < count, other=1.0"),
-    "no zeros behind it": ("mask=n < tl.load(chunk + 4)", "mask=n < count"),
-    "the first tile's squares": ("squares + tl.program_id(0), tl", "squares, tl"),
-    "squares of 1024 numbers": ("range(0, N, BN)", "range(0, 1, BN)"),
-    "no root": ("tl.sqrt(tl.sum(total))", "tl.sum(total)"),
-}
-
-
 def joined_faults(module=adamw, repeated=1):
     """Of gradients that lie anywhere, one of which there is not."""
     torch.manual_seed(0)
@@ -129,7 +97,7 @@ def joined_faults(module=adamw, repeated=1):
     empty = torch.empty
     with pytest.MonkeyPatch.context() as patched:  # what a kernel does not write is not 0 by chance
         patched.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(9))
-        joined = module.Joined(sizes, starts, length, torch.device("cpu"))
+        joined = adamw.Joined(sizes, starts, length, torch.device("cpu"))
         assert not joined.used
         found, norm = joined(gradients, torch.bfloat16)
     assert joined.used
@@ -141,13 +109,6 @@ def joined_faults(module=adamw, repeated=1):
 @pytest.mark.parametrize("repeated", [1, 100])  # more tiles than the norm's kernel takes at once
 def test_gradients_are_joined_with_their_norm(repeated):
     assert joined_faults(repeated=repeated) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", JOIN_MUTANTS)
-def test_mutants_that_join_are_caught(broken, tmp_path):
-    module = mutant(adamw, *JOIN_MUTANTS[broken], tmp_path)
-    assert any(joined_faults(module, repeated) for repeated in (1, 200))
 
 
 def test_a_captured_step_joins_its_gradients(monkeypatch):
@@ -171,12 +132,6 @@ def test_a_captured_step_joins_its_gradients(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_ten_steps_are_torch_s(name):
     assert faults(CASES[name]) == []
-
-
-@pytest.mark.parametrize("broken", MUTANTS)
-def test_mutants_are_caught(broken, tmp_path):
-    module = mutant(adamw, *MUTANTS[broken], tmp_path)
-    assert any(faults(case, module) for case in CASES.values())
 
 
 def test_moments_do_not_drift():

@@ -1,10 +1,8 @@
 """Which implementation and dtype is chosen, and what is handed to kernels: by recorders in their place."""
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
@@ -239,76 +237,6 @@ def test_which_projections_stay_with_the_library():
 # --- What the model's modules become for the kernels ------------------------------------------------------
 
 
-@pytest.fixture
-def handed(monkeypatch):
-    """Modules of kernels are recorders: {function: the arguments of its last call}."""
-    found = {}
-
-    def recorder(name, result):
-        def call(*arguments):
-            found[name] = arguments
-            return result
-        return call
-    lab = {f"fusion_lab.kernels.{module}": functions for module, functions in {
-        "attention.layer": ["attention_layer"], "projections": ["norm_project"],
-        "outer_product_mean.layout": ["outer_layout"], "attention.operator": ["gated_attention"],
-        "triangle_multiplication.operator": ["triangle_multiplication"],
-        "transition.hidden_gradient": ["two_layers"], "transition.layer": ["transition_layer"],
-        "outer_product_mean.sides": ["side_projection"]}.items()}
-    others = {"companions.kernels.messages": ["incoming"],
-              "companions.kernels.gated_rotary": ["swiglu", "rotary"]} if of_companions else {}
-    for module, functions in {**lab, **others}.items():
-        made = SimpleNamespace(**{name: recorder(name, torch.zeros(6)) for name in functions})
-        monkeypatch.setitem(sys.modules, module, made)
-        monkeypatch.setattr(module, made, raising=False)
-    return found
-
-
-def is_given(found, *expected):
-    assert len(found) == len(expected)
-    for number, (x, y) in enumerate(zip(found, expected, strict=True)):
-        same = torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x is y
-        assert same or x == y, number
-
-
-def test_modules_become_arguments(handed):
-    norm, output, head = nn.LayerNorm(4, eps=1e-3), nn.Linear(4, 4), nn.Linear(4, 2, bias=False)
-    first, second = nn.Linear(4, 8), nn.Linear(8, 4)
-    x, packed, gate_bias, bias, keys, drop = (torch.randn(4) for _ in range(6))
-    for given in (head, None):
-        dispatch.attention_layer(x, norm, packed, gate_bias, output, 2, 1, bias, given, keys, x, drop,
-                                 "recompute")
-        is_given(handed["attention_layer"], x, norm.weight, norm.bias, packed, gate_bias, output.weight,
-                 output.bias, 2, 1, bias, given and given.weight, keys, 1e-3, x, drop, "recompute")
-    dispatch.transition_layer(x, norm, first, second, x, "recompute")
-    is_given(handed["transition_layer"], x, norm.weight, norm.bias, first.weight, first.bias, second.weight,
-             second.bias, 1e-3, x, "recompute")
-    dispatch.two_layers(x, first, second)
-    is_given(handed["two_layers"], x, first.weight, first.bias, second.weight, second.bias)
-    center = nn.LayerNorm(4)
-    dispatch.triangle_multiplication(x, norm, packed, gate_bias, center, output, head, keys, True, None, drop,
-                                     "recompute")
-    is_given(handed["triangle_multiplication"], x, norm.weight, norm.bias, packed, gate_bias, center.weight,
-             center.bias, output.weight, output.bias, head.weight, None, keys, True, 1e-3, None, drop,
-             "recompute")
-    dispatch.gated_attention([x], 2, 1, bias, keys, gate_bias)
-    is_given(handed["gated_attention"], [x], 2, 1, bias, keys, gate_bias)
-
-
-def test_the_bias_of_pairs_is_the_second_result_and_what_is_handed_on_the_third(handed):
-    norm, head, x = nn.LayerNorm(4, eps=1e-3), nn.Linear(4, 2, bias=False), torch.ones(4)
-    sys.modules["fusion_lab.kernels.projections"].norm_project = lambda *given: ("projected", given, "x")
-    bias, handed_on = dispatch.head_bias(head, x, norm)
-    is_given(bias, x, norm.weight, norm.bias, None, head.weight, 1e-3, True)
-    assert handed_on == "x"
-
-
-def test_sides_are_projected_from_the_alignment(handed):
-    norm, (x, weight, bias) = nn.LayerNorm(4, eps=1e-3), torch.randn(3, 4)
-    assert torch.equal(dispatch.sides(x, norm, weight, bias), torch.zeros(6))
-    is_given(handed["side_projection"], x, norm.weight, norm.bias, weight, bias, 1e-3)
-
-
 @with_companions
 @pytest.mark.parametrize("triton_is_there", [True, False])
 def test_which_edges_messages_come_from(monkeypatch, triton_is_there):
@@ -327,48 +255,3 @@ def test_which_projections_are_turned_and_gated(monkeypatch, triton_is_there):
         taken = of_companions.takes_elements(there(9, 5, 77, dtype=dtype))
         assert taken == (triton_is_there and dtype != torch.float64)
     assert not of_companions.takes_elements(there(9, 5, 64, gpu=False))
-
-
-@with_companions
-def test_widths_become_heads(handed):
-    packed, angles = torch.randn(1, 3, 20), torch.randn(2, 3, 1)
-    of_companions.rotary(packed, angles, 12, 4, 4)
-    is_given(handed["rotary"], packed, angles, 6, 2)
-    of_companions.swiglu(packed)
-    is_given(handed["swiglu"], packed)
-
-
-def test_an_outer_product_is_handed_on_with_its_projection(handed):
-    left, right = torch.randn(2, 2, 7, 4, 3)
-    output = nn.Linear(9, 5)
-    dispatch.outer_layout(left, right, output, "recompute", 0.25, residual := torch.randn(2, 7, 7, 5))
-    is_given(handed["outer_layout"], left, right, output.weight, output.bias, 0.25, residual,
-             "recompute")
-
-
-@pytest.mark.parametrize("triton_is_there", [True, False])
-def test_the_compiler_knows_our_ops_and_gathers_gradients_if_asked_to(monkeypatch, triton_is_there):
-    made = SimpleNamespace(GatheredGradients=lambda gathers: gathers)
-    monkeypatch.setitem(sys.modules, "fusion_lab.kernels.reductions.compile_pass", made)
-    monkeypatch.setattr(dispatch, "HAS_TRITON", triton_is_there)
-    for gathers in (True, False):
-        expected = dict(post_grad_custom_post_pass=gathers) if triton_is_there else {}
-        assert dispatch.gathered_gradients(gathers) == expected
-
-
-@with_companions
-def test_messages_are_flat(handed):
-    own, table, edges = torch.randn(2, 3, 1), torch.randn(6, 1), torch.randn(2, 3, 5, 1)
-    index, mask = torch.arange(30).view(2, 3, 5), torch.ones(2, 3, 5)
-    kernels = sys.modules["companions.kernels.messages"]
-    assert of_companions.incoming(index, 6).shape == (6,)
-    is_given(handed["incoming"], index.view(6, 5), 6)
-    layer, answers, given = nn.Linear(1, 1), iter([torch.zeros(6, 5, 1)] * 2 + [torch.zeros(6, 1)]), []
-    kernels.first_layer = kernels.biased_gelu = kernels.sum_over_neighbours = (
-        lambda *found: given.append(found) or next(answers))
-    assert of_companions.message_layer(own, edges, table, index, "leading").shape == edges.shape
-    is_given(given[0], own.view(6, 1), edges.view(6, 5, 1), table, index.view(6, 5), "leading")
-    assert of_companions.linear_gelu(edges, layer).shape == edges.shape
-    is_given(given[1], edges.view(6, 5, 1) * layer.weight[0], layer.bias)
-    assert of_companions.linear_gelu_sum(edges, layer, mask).shape == own.shape
-    is_given(given[2], edges.view(6, 5, 1) * layer.weight[0], layer.bias, mask.view(6, 5))

@@ -11,6 +11,7 @@ from fusion_lab.kernels import adamw, dispatch, eager, projections, tuner
 from fusion_lab.kernels.attention import bias_gradient, padded_bias
 from fusion_lab.kernels.attention import operator as attention_operator
 from fusion_lab.kernels.outer_product_mean import layout as outer_layout
+from fusion_lab.kernels.precision import HALF
 from fusion_lab.kernels.reductions import compile_pass, sums, weight_gradients
 from fusion_lab.kernels.triangle_multiplication import products as triangle_products
 from fusion_lab.measuring import accuracy
@@ -44,7 +45,6 @@ if COMPANIONS := (ROOT / "companions").exists():  # they may go
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SIZES = (77, 128, 385)
-HALF = (torch.bfloat16, torch.float16)
 PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "attention, starting node": (attention, lambda S: (1, 5, S, 4, 32, 2, True, True, True)),
     "attention, ending node": (attention, lambda S: (2, S, 3, 2, 16, 1, True, True, False)),
@@ -57,7 +57,6 @@ PROBLEMS = {  # what a check of the interpreter calls a case, at size S
     "attention without a mask, from Python": (drop_in_attention, lambda S: (S, False)),
     "multiplication, from Python": (drop_in_multiplication, lambda S: (S, 128, "incoming")),
     "heads of 48, from Python": (drop_in_attention, lambda S: (S, True, None, 1, 5, 2, 48)),
-    "96 channels, from Python": (drop_in_multiplication, lambda S: (S, 96, "outgoing")),
     "two layers": (hidden, lambda S: ((2, 5, S, 128), 512)),
     "two layers, wide": (hidden, lambda S: ((1, 3, S, 256), 1024)),
     "transition sub-layer": (wrapped, lambda S: ((2, 5, S, 128), 512, "x")),
@@ -137,7 +136,7 @@ def test_products_of_short_sides_with_every_tile(length, outgoing, dtype, monkey
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(outer_layout.TILES[2])))
+@pytest.mark.parametrize("number", range(len(outer_layout.TILES)))
 def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
     """Of whole tiles, several of them a program, and of others."""
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
@@ -148,7 +147,7 @@ def test_outer_layout_by_every_tile(number, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(projections.NORM_PROJECT[2, False])))
+@pytest.mark.parametrize("number", range(len(projections.NORM_PROJECT[False])))
 def test_norm_project_by_every_tile(number, dtype, monkeypatch):
     """Also where weights stay, and programs make several tiles of positions, whole ones or not."""
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(
@@ -160,7 +159,7 @@ def test_norm_project_by_every_tile(number, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("number", range(len(projections.OUTPUT_PROJECT[2, False])))
+@pytest.mark.parametrize("number", range(len(projections.OUTPUT_PROJECT[False])))
 def test_output_project_by_every_tile(number, dtype, monkeypatch):
     monkeypatch.setattr(tuner, "launch", lambda kernel, shape, candidates, run: run(candidates[number]))
     with torch.device(DEVICE):
@@ -201,29 +200,17 @@ def test_a_bias_that_masks(dtype, lowest):
     assert not v.grad[..., :128, :].any() and all(x.grad.isfinite().all() for x in (q, k, v))
 
 
-CALLED = drop_in_attention.drop_in, drop_in_multiplication.drop_in
-
-
-@pytest.fixture(autouse=True)
-def kernels_in_float32(monkeypatch):
-    for module in CALLED:
-        monkeypatch.setattr(module, "plain_is_faster", lambda name, x: False)
-
-
-@pytest.mark.skipif(bool(torch.version.hip), reason="AMD's float32 has matrix instructions")
 @pytest.mark.parametrize("module", [drop_in_attention, drop_in_multiplication])
-def test_strict_float32_takes_operations_and_says_so(module, monkeypatch):
+def test_float32_takes_operations_and_says_so(module, monkeypatch):
     with torch.device(DEVICE):
-        ours, _, tensors = module.problem(torch.float32)
-        expected = ours(*tensors)
-        monkeypatch.setattr(module.drop_in, "plain_is_faster", eager.plain_is_faster)
+        ours, plain, tensors = module.problem(torch.float32)
         monkeypatch.setattr(module.drop_in, "planned", None)
         eager.said.clear()
-        with pytest.warns(UserWarning, match="float32 without TF32 runs in PyTorch's operations"):
-            assert torch.allclose(ours(*tensors), expected, atol=1e-4)
+        with pytest.warns(UserWarning, match="float32 runs in PyTorch's operations"):
+            assert torch.allclose(ours(*tensors), plain(*tensors), atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("size", [64, 77, 256, 300])
 def test_kept_launches_give_the_bits_of_triton_s_own(size, dtype):
     """Also on another stream, of addresses that 16 does not divide, and of data in other places."""

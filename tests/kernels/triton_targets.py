@@ -15,9 +15,10 @@ import triton
 from triton.runtime import driver
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.ahead_of_time import SHARED, Absent, resources
+from fusion_lab.kernels.ahead_of_time import Absent, resources
 
-__all__ = ["SHARED", "compiled_for", "mend_interpreter"]
+SHARED = dict(sm_80=166912, sm_90=232448, gfx90a=65536, gfx942=65536, gfx950=65536)  # bytes a program may use
+MEMORY = {**SHARED, "gfx950": 163840}  # bytes that there are
 EXTENTS = ("P", "S", "L", "R")  # of a tuner's class of shape; any of them may meet a kernel of these widths
 
 
@@ -59,6 +60,40 @@ def compiled_for(name, met=None, describe=resources):
         found.update({key: describe(kernel) for key, kernel in compiled.items()})
     finally:
         driver._active = before
+
+
+ALLOCATED = re.compile(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x")
+VIEWED = re.compile(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)")
+FILLED = re.compile(r"async_copy_global_to_local \S+ (%\w+)")
+IN_FLIGHT = re.compile(r"warp_group_dot_wait (.*) {pendings = [1-9]")
+
+
+def overwritten(kernel):
+    """How many buffers of shared memory a loop of the kernel fills while a product may still read them: then
+    some numbers are wrong. Only for sm_90, the one target here whose products run on while others begin.
+
+    Triton 3.6 and 3.9 make such code where a second product, of fewer rows, takes the same tile from
+    registers. They then plan one stage too few in the buffer: enough for that product, not for the first,
+    which runs on while the next tile arrives.
+    """
+    # names: of a buffer, or a view of one, to its number; stages: tiles that each buffer holds; fills: copies
+    # into each; read: buffers that a product may still read
+    names, stages, fills, read = {}, [], [], set()
+    for line in kernel.asm["ttgir"].splitlines():  # in order, since each branch and loop may use a name again
+        if found := ALLOCATED.search(line):
+            names[found[1]] = len(stages)
+            stages.append(int(found[2]))
+            fills.append(0)
+        elif found := VIEWED.search(line):
+            names[found[1]] = names.get(found[2])
+        elif (found := FILLED.search(line)) and names.get(found[1]) is not None:
+            fills[names[found[1]]] += 1
+        elif found := IN_FLIGHT.search(line):
+            read |= {names.get(name) for name in re.findall(r"%\w+", found[1])}
+    # Copies before the loop fill stages 0 to p - 1. The copy in it is for iteration i + p. It runs while
+    # iteration i is read, if it stands behind the wait for iteration i - 1, as Triton has it. So p + 1 stages
+    # are needed: as many as there are copies.
+    return sum(fills[buffer] > stages[buffer] for buffer in read - {None})
 
 
 def mend_interpreter():

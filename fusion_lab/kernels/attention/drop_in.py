@@ -10,8 +10,9 @@ from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.attention import padded_bias as padding
 from fusion_lab.kernels.attention.layout import strides
 from fusion_lab.kernels.common import check_device, check_shapes
-from fusion_lab.kernels.eager import plain_is_faster, planned, stream_of, watched
-from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.eager import planned, say_plain, stream_of, watched
+from fusion_lab.kernels.limits import WIDEST_HEAD
+from fusion_lab.kernels.precision import HALF, product_dtype
 
 NAME = "triangle_attention"
 LAUNCHES = {  # of backward: the tensors that each kernel takes, in groups
@@ -51,18 +52,17 @@ class KeptLaunches:
         padded, transposed = padding.launch(bias, None, self.padded, self.padded_dtype, self.transpose, True,
                                             self.bound)
         key_mask = None if keys is None else padding.launch_key_mask(keys, self.padded, self.bound)
-        given = qkvg, None, padded, key_mask, *self.settings
+        given = qkvg, None, padded, key_mask
         if self.call is None:
-            self.call = attention.Launch(*given)
+            self.call = attention.Launch(*given, *self.settings)
             self.sums = self.call.bias_sum_count()
-        out, lse = attention.forward(*given, self.call)
+        out, lse = self.call.forward(*given)
         return out, (*qkvg, padded, transposed if self.transpose else None, key_mask, out, lse)
 
     def launch_backward(self, gradient, qkvg, padded, transposed, key_mask, out, lse):
         """Gradients of qkvg and the bias (B, H, L, L); dtype of the partial sums of the latter."""
-        *grads, bias_sums, _, _, _ = attention.backward(
-            qkvg, None, padded, transposed, key_mask, out, lse, gradient, None, None, *self.settings,
-            self.sums, 0, self.call)
+        *grads, bias_sums, _, _, _ = self.call.backward(
+            qkvg, None, padded, transposed, key_mask, out, lse, gradient, None, None, self.sums, 0)
         dbias = bias_gradient.launch(bias_sums, self.length, self.bias_dtype, False, self.bound)
         return *grads, dbias, bias_sums.dtype
 
@@ -162,15 +162,16 @@ def triangle_attention(q, k, v, bias, mask=None, scale=None):
     q, k, v (B, N, H, S, D); bias (B, 1, H, S, S); mask (B, N, 1, 1, S), True = present, or None; scale:
     default D^-0.5. Returns (B, N, H, S, D). A bias below -1e9, or -inf, masks as much as that does. Gradients
     for q, k, v and bias, none from rows whose keys are all masked; no second derivatives (RuntimeError).
-    Under autocast q, k and v are cast to its dtype; a bias is read as it is. Heads of up to 128 channels.
-    Strict float32 on NVIDIA's GPUs runs in PyTorch's operations, which a warning says: they keep all scores.
+    Under autocast q, k and v are cast to its dtype; a bias is read as it is. Kernels take 16 bits and heads
+    of up to 128 channels; all else runs in PyTorch's operations, which a warning says: they keep all scores.
     Raises ValueError for another shape, dtypes of q, k and v that differ, and more keys than queries.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = product_dtype(q)
         q, k, v = (x.to(dtype) if x.dtype in CAST else x for x in (q, k, v))
     given = q, k, v, bias, mask
-    if q.dtype is torch.float32 and plain_is_faster(NAME, q):
+    if q.shape[-1] > WIDEST_HEAD or q.is_cuda and q.dtype not in HALF:
+        say_plain(NAME, f"heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(*given, scale)
     if watched(NAME, given):
         check(*given)

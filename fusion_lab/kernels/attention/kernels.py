@@ -127,8 +127,8 @@ def load_row_statistics(lse, delta, key_mask, b, r, h, i, j, R, H, L, mask_strid
 def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse, R, H: tl.constexpr, L, LP,
                              D: tl.constexpr, scale, mask_strides, q_strides, gate_strides, out_strides,
                              BIAS: tl.constexpr, KEYS: tl.constexpr, GATE: tl.constexpr,
-                             GATE_BIAS: tl.constexpr, WHOLE_TILES: tl.constexpr, PRECISION: tl.constexpr,
-                             BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
+                             GATE_BIAS: tl.constexpr, WHOLE_TILES: tl.constexpr, BD: tl.constexpr,
+                             BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """One program: out and lse of BM queries of one sample and head, in RU rows.
 
     Grid: tiles of BM queries; bh; groups of RU rows. Writes out (B, R, H, L, D), lse (B, R, H, L).
@@ -164,13 +164,12 @@ def attention_forward_kernel(q, k, v, gate, gate_bias, bias, key_mask, out, lse,
             k_tile = load_tile(k + offset, j0, L, D, q_strides[POSITION], BN, BD, WHOLE_TILES)  # (BN, BD)
             v_tile = load_tile(v + offset, j0, L, D, q_strides[POSITION], BN, BD, WHOLE_TILES)  # (BN, BD)
             # Scores.
-            s = tl.dot(q_tiles[u], tl.trans(k_tile), input_precision=PRECISION)  # (BM, BN)
+            s = tl.dot(q_tiles[u], tl.trans(k_tile))  # (BM, BN)
             s = s * scale + bias_tile
             if KEYS:
                 s += load_key_mask(key_mask, b, r, j, mask_strides)[None, :]
             # Online softmax, and the output.
-            maximum, total, acc = online_softmax(s, v_tile, maxima[u], sums[u], accs[u], SCORE_FACTOR,
-                                                 PRECISION)
+            maximum, total, acc = online_softmax(s, v_tile, maxima[u], sums[u], accs[u], SCORE_FACTOR)
             new_maxima, new_sums = new_maxima + (maximum,), new_sums + (total,)  # (BM,) each
             new_accs = new_accs + (acc,)  # (BM, BD)
         maxima, sums, accs = new_maxima, new_sums, new_accs
@@ -228,8 +227,7 @@ def attention_gate_backward_kernel(gate, gate_bias, out, dout, dgate, do, delta,
 def attention_backward_q_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, R, H: tl.constexpr, L, LP,
                                 D: tl.constexpr, scale, mask_strides, q_strides, out_strides, dq_strides,
                                 BIAS: tl.constexpr, KEYS: tl.constexpr, WHOLE_TILES: tl.constexpr,
-                                PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                                RU: tl.constexpr):
+                                BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """One program: dq of BM queries of one sample and head, in RU rows. It recomputes scores.
 
     Grid: axis 0: tiles of BM queries; axis 1: bh; axis 2: groups of RU rows.
@@ -266,15 +264,15 @@ def attention_backward_q_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, R, 
             new_k_rows = new_k_rows + (k_rows[u] + BN * q_strides[POSITION],)
             new_v_rows = new_v_rows + (v_rows[u] + BN * q_strides[POSITION],)
             # Scores again.
-            s = tl.dot(q_tiles[u], tl.trans(k_tile), input_precision=PRECISION)  # (BM, BN)
+            s = tl.dot(q_tiles[u], tl.trans(k_tile))  # (BM, BN)
             s = s * scale + bias_tile
             if KEYS:
                 s += load_key_mask(key_mask, b, r, j, mask_strides)[None, :]
             # Their gradient, p (do v^T - delta), and that of q.
             p = tl.exp2(s * LOG2E - lses[u][:, None])  # (BM, BN)
-            dp = tl.dot(do_tiles[u], tl.trans(v_tile), input_precision=PRECISION)  # (BM, BN)
+            dp = tl.dot(do_tiles[u], tl.trans(v_tile))  # (BM, BN)
             ds = p * (dp - deltas[u][:, None])
-            acc = tl.dot(ds.to(k_tile.dtype), k_tile, accs[u], input_precision=PRECISION)  # (BM, BD)
+            acc = tl.dot(ds.to(k_tile.dtype), k_tile, accs[u])  # (BM, BD)
             new_accs = new_accs + (acc,)
         accs, k_rows, v_rows = new_accs, new_k_rows, new_v_rows
     for u in tl.static_range(RU):
@@ -288,7 +286,7 @@ def attention_backward_kv_kernel(
         q, k, v, bias_transposed, key_mask, do, lse, delta, dk, dv, dscores, R, H: tl.constexpr, L, LP,
         D: tl.constexpr, scale, first_row, end_row, mask_strides, q_strides, out_strides, dq_strides,
         BIAS: tl.constexpr, KEYS: tl.constexpr, STORE: tl.constexpr, WHOLE_TILES: tl.constexpr,
-        PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
+        BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RU: tl.constexpr):
     """One program: dk and dv of BN keys of one sample and head, in RU rows. It recomputes scores.
 
     Grid: axis 0: tiles of BN keys; axis 1: bh; axis 2: groups of RU rows, from first_row to end_row.
@@ -326,15 +324,15 @@ def attention_backward_kv_kernel(
             new_do_rows = new_do_rows + (do_rows[u] + BM * out_strides[POSITION],)
             lse_tile, delta_tile = load_statistics(lse, delta, ((b * R + r) * H + h) * L, i, L, WHOLE_TILES)
             # Scores again. dp does not wait for them: it runs while exponentials are computed.
-            s = tl.dot(k_tiles[u], tl.trans(q_tile), input_precision=PRECISION) * scale + bias_tile
-            dp = tl.dot(v_tiles[u], tl.trans(do_tile), input_precision=PRECISION)  # (BN, BM)
+            s = tl.dot(k_tiles[u], tl.trans(q_tile)) * scale + bias_tile
+            dp = tl.dot(v_tiles[u], tl.trans(do_tile))  # (BN, BM)
             if KEYS:
                 s += masks[u][:, None]
             # Probabilities, gradients of scores, and what both add to dv and dk.
             p = tl.exp2(s * LOG2E - lse_tile[None, :])  # (BN, BM)
             ds = (p * (dp - delta_tile[None, :])).to(q_tile.dtype)  # (BN, BM)
-            dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_accs[u], input_precision=PRECISION)  # (BN, BD)
-            dk_acc = tl.dot(ds, q_tile, dk_accs[u], input_precision=PRECISION)  # (BN, BD)
+            dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_accs[u])  # (BN, BD)
+            dk_acc = tl.dot(ds, q_tile, dk_accs[u])  # (BN, BD)
             new_dv_accs, new_dk_accs = new_dv_accs + (dv_acc,), new_dk_accs + (dk_acc,)
             if STORE:
                 store_dscores(dscores, r - first_row, bh, tl.num_programs(1), LP, j0, i0, ds)
@@ -349,9 +347,8 @@ def attention_backward_kv_kernel(
 @triton.jit
 def attention_backward_scores_kernel(k, dscores, dq, bias_sums, H: tl.constexpr, L, D: tl.constexpr, scale,
                                      first_row, end_row, rows_per_share, q_strides, dq_strides,
-                                     WHOLE_TILES: tl.constexpr, NO_PADDING: tl.constexpr,
-                                     PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-                                     BN: tl.constexpr, LP: tl.constexpr):
+                                     WHOLE_TILES: tl.constexpr, NO_PADDING: tl.constexpr, BD: tl.constexpr,
+                                     BM: tl.constexpr, BN: tl.constexpr, LP: tl.constexpr):
     """One program: dq of BM queries of one sample and head, and a partial sum of the bias's gradient of these
     queries and all keys, in one share of the rows from first_row to end_row. It reads stored ds.
 
@@ -378,7 +375,7 @@ def attention_backward_scores_kernel(k, dscores, dq, bias_sums, H: tl.constexpr,
             # Keys beyond L were not written in ds, so they are masked. Queries beyond L are cropped later.
             ds = load_tile(ds_head, n * BN, L, LP, LP, BN, BM, NO_PADDING)  # (BN, BM)
             k_tile = load_tile(k + offset, n * BN, L, D, q_strides[POSITION], BN, BD, NO_PADDING)  # (BN, BD)
-            acc = tl.dot(tl.trans(ds), k_tile, acc, input_precision=PRECISION)  # (BM, BD)
+            acc = tl.dot(tl.trans(ds), k_tile, acc)  # (BM, BD)
             new_sums = new_sums + (sums[n] + ds.to(tl.float32),)  # (BN, BM)
         sums = new_sums
         store_tile(dq + head_offset(b, r, h, dq_strides), acc * scale, i0, L, D, dq_strides[POSITION],
@@ -395,8 +392,7 @@ def attention_backward_scores_kernel(k, dscores, dq, bias_sums, H: tl.constexpr,
 def attention_backward_bias_kernel(q, k, v, bias, key_mask, do, lse, delta, bias_sums, R, H: tl.constexpr, L,
                                    LP, D: tl.constexpr, scale, rows_per_share, mask_strides, q_strides,
                                    out_strides, KEYS: tl.constexpr, WHOLE_TILES: tl.constexpr,
-                                   PRECISION: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-                                   BN: tl.constexpr):
+                                   BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """One program: a partial sum of the bias's gradient, of BM queries and BN keys of one sample and head, in
     one share of all rows. It recomputes scores.
 
@@ -427,12 +423,12 @@ def attention_backward_bias_kernel(q, k, v, bias, key_mask, do, lse, delta, bias
         k_tile = load_tile(k + offset, j0, L, D, q_strides[POSITION], BN, BD, WHOLE_TILES)  # (BN, BD)
         v_tile = load_tile(v + offset, j0, L, D, q_strides[POSITION], BN, BD, WHOLE_TILES)  # (BN, BD)
         # Scores again.
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale + bias_tile  # (BM, BN)
+        s = tl.dot(q_tile, tl.trans(k_tile)) * scale + bias_tile  # (BM, BN)
         if KEYS:
             s += mask[None, :]
         # Probabilities, and the gradient of scores, which is summed over rows.
         p = tl.exp2(s * LOG2E - lse_tile[:, None])  # (BM, BN)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # (BM, BN)
+        dp = tl.dot(do_tile, tl.trans(v_tile))  # (BM, BN)
         total += p * (dp - delta_tile[:, None])
         lse_tile, delta_tile, mask = next_row
     bias_sums += (share * tl.num_programs(2) + bh).to(tl.int64) * LP * LP
@@ -443,8 +439,8 @@ def attention_backward_bias_kernel(q, k, v, bias, key_mask, do, lse, delta, bias
 def attention_backward_short_kernel(q, k, v, bias, key_mask, do, lse, delta, dq, dk, dv, dscores, R,
                                     H: tl.constexpr, L, LP, D: tl.constexpr, scale, first_row, end_row,
                                     mask_strides, q_strides, out_strides, dq_strides, BIAS: tl.constexpr,
-                                    KEYS: tl.constexpr, WHOLE_TILES: tl.constexpr, PRECISION: tl.constexpr,
-                                    BD: tl.constexpr, BL: tl.constexpr, ROWS: tl.constexpr):
+                                    KEYS: tl.constexpr, WHOLE_TILES: tl.constexpr, BD: tl.constexpr,
+                                    BL: tl.constexpr, ROWS: tl.constexpr):
     """One program: all gradients of one sample and head, in ROWS rows, one after another.
 
     A tile holds a whole row: L <= BL = LP.
@@ -469,22 +465,22 @@ def attention_backward_short_kernel(q, k, v, bias, key_mask, do, lse, delta, dq,
                             WHOLE_TILES)  # (BL, BD)
         lse_tile, delta_tile = load_statistics(lse, delta, first, i, L, WHOLE_TILES)  # (BL,) each
         # Scores again.
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale  # (BL, BL): queries, keys
+        s = tl.dot(q_tile, tl.trans(k_tile)) * scale  # (BL, BL): queries, keys
         s += load_bias(bias, bh, 0, 0, LP, BL, BL, BIAS)
         if KEYS:
             s += load_key_mask(key_mask, b, r, i, mask_strides)[None, :]
         # Probabilities, and gradients of scores.
         p = tl.exp2(s * LOG2E - lse_tile[:, None])  # (BL, BL)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # (BL, BL)
+        dp = tl.dot(do_tile, tl.trans(v_tile))  # (BL, BL)
         ds = p * (dp - delta_tile[:, None])
         p, ds = p.to(q_tile.dtype), ds.to(q_tile.dtype)
         if BIAS:
             store_dscores(dscores, r - first_row, bh, tl.num_programs(1), LP, 0, 0, ds)
         # Gradients of v, k and q, (BL, BD) each.
         offset = head_offset(b, r, h, dq_strides)
-        dv_tile = tl.dot(tl.trans(p), do_tile, input_precision=PRECISION)
+        dv_tile = tl.dot(tl.trans(p), do_tile)
         store_tile(dv + offset, dv_tile, 0, L, D, dq_strides[POSITION], WHOLE_TILES)
-        dk_tile = tl.dot(tl.trans(ds), q_tile, input_precision=PRECISION) * scale
+        dk_tile = tl.dot(tl.trans(ds), q_tile) * scale
         store_tile(dk + offset, dk_tile, 0, L, D, dq_strides[POSITION], WHOLE_TILES)
-        dq_tile = tl.dot(ds, k_tile, input_precision=PRECISION) * scale
+        dq_tile = tl.dot(ds, k_tile) * scale
         store_tile(dq + offset, dq_tile, 0, L, D, dq_strides[POSITION], WHOLE_TILES)

@@ -20,18 +20,6 @@ from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 
 
-def reference(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis, bias=None,
-              head_weight=None, keys=None, eps=1e-5, residual=None, drop=None):
-    """The same in plain PyTorch; arguments as in attention_layer()."""
-    y, own_bias = projections.norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps)
-    if own_bias is not None:
-        bias = own_bias.mT if axis == 1 else own_bias
-    q, k, v, gate = attention.views([y], heads, axis, True)
-    og = attention.reference(q, k, v, bias, keys, gate, gate_bias.view(heads, -1))
-    og = og.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
-    return projections.output_project_reference(og, out_weight, out_bias, residual, drop)
-
-
 class AttentionLayer(torch.autograd.Function):
     """attention_layer() with its derivative; add: the residual is x, so output_project_kernel adds it."""
 

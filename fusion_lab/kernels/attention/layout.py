@@ -3,7 +3,7 @@
 `qkvg` is [packed] (B, X, Y, 3 c or 4 c): q, k, v and the gate behind each other; or [q, k, v] or
 [q, k, v, gate], each (B, X, Y, c) with attention along `axis` 1 or 2, or, with axis 0, (B, R, H, L, D).
 """
-from fusion_lab.kernels.common import DTYPES
+from fusion_lab.kernels.common import check_dtype
 from fusion_lab.kernels.limits import WIDEST_HEAD
 
 
@@ -42,6 +42,6 @@ def check(q, k, v, gate):
         if x.stride(-1) != 1 or name != "gate" and strides(x) != strides(q):
             raise ValueError(f"{name} has strides {x.stride()} and q {q.stride()}: they must be equal, and 1 "
                              "along channels")
-    if q.dtype not in DTYPES or not 1 <= q.shape[-1] <= WIDEST_HEAD:
-        raise ValueError(f"no Triton attention for heads of {q.shape[-1]} channels in {q.dtype}, but for up "
-                         f"to {WIDEST_HEAD} in float16, bfloat16 and float32")
+    check_dtype(q, "attention")
+    if not 1 <= q.shape[-1] <= WIDEST_HEAD:
+        raise ValueError(f"no Triton attention for heads of {q.shape[-1]} channels, only up to {WIDEST_HEAD}")

@@ -12,7 +12,7 @@ NO_KEY = tl.constexpr(-5e8)  # a maximum smaller than this: all keys are masked,
 
 
 @triton.jit
-def online_softmax(s, v_tile, maximum, total, acc, SCORE_FACTOR: tl.constexpr, PRECISION: tl.constexpr):
+def online_softmax(s, v_tile, maximum, total, acc, SCORE_FACTOR: tl.constexpr):
     """Maxima (BM,), sums (BM,) and outputs (BM, BD) with one more tile of keys, of scores s (BM, BN).
 
     A larger maximum shrinks what was summed before, with u for SCORE_FACTOR:
@@ -29,7 +29,7 @@ def online_softmax(s, v_tile, maximum, total, acc, SCORE_FACTOR: tl.constexpr, P
     p = tl.exp2((s * SCORE_FACTOR - new_maximum[:, None]) * TO_BASE_2)  # (BM, BN)
     shrink = tl.exp2((maximum - new_maximum) * TO_BASE_2)  # (BM,)
     new_total = total * shrink + tl.sum(p, 1)  # (BM,)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)  # (BM, BD)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])  # (BM, BD)
     return new_maximum, new_total, acc
 
 

@@ -29,9 +29,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.attention import bias_gradient, kernels, output_backward
 from fusion_lab.kernels.attention import padded_bias as padding
 from fusion_lab.kernels.attention.layout import as_rows, check, strides, views, with_gate
@@ -44,7 +46,6 @@ from fusion_lab.kernels.attention.tile_candidates import (
     BACKWARD_SHORT,
     FORWARD,
     GATE,
-    SMALL,
     STORED,
 )
 from fusion_lab.kernels.common import (
@@ -52,7 +53,6 @@ from fusion_lab.kernels.common import (
     check_shapes,
     operation,
     padded_width,
-    precision,
     products_in_registers,
 )
 from fusion_lab.kernels.precision import at_least_float32
@@ -163,9 +163,7 @@ class Sizes:
 
     def looked_up(self, name, tiles):
         """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
-        if self.dtype == torch.float32:
-            tiles = [{key: SMALL[key] for key in tiles[0]}]
-        elif name == "attention_backward":
+        if name == "attention_backward":
             tiles = tiles[:1] if self.LP > WIDEST_SUM else tiles
         elif self.BD > (32 if self.short else 64):  # whose tiles, loaded ahead, are more than 64 KB
             tiles = [dict(tiles[0], num_stages=1), *tiles]
@@ -187,10 +185,23 @@ def gate_sum_count(B, R, H, L, D, dtype):
     return math.prod(sizes.grid("BM")(sizes.fitted(config))) // H
 
 
+class Given(NamedTuple):
+    """What the kernels of backward read and write once the gate's has run."""
+    qkv: list
+    bias: torch.Tensor | None
+    bias_transposed: torch.Tensor | None
+    saved: tuple  # key_mask, do, lse, delta
+    dq: torch.Tensor  # (B, R, H, L, D), as dk and dv
+    dk: torch.Tensor
+    dv: torch.Tensor
+    strides: Callable  # returns those of do and dq, by their names
+
+
 class Launch(Sizes):
     """What the launches of one call share: sizes, strides, flags. Kept, it also keeps them ready (bound)."""
 
     def __init__(self, qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale):
+        self.layout, self.fake = (heads, axis, gated), is_fake(qkvg[0])
         q, k, v, gate = with_gate(qkvg, heads, axis, gated)
         super().__init__(q.shape, q.dtype)
         check(q, k, v, gate)
@@ -203,7 +214,7 @@ class Launch(Sizes):
         shared = (0, 0) if key_mask is None else tuple(
             key_mask.stride(i) if key_mask.shape[i] > 1 else 0 for i in (0, 1))
         self.strides = dict(mask_strides=shared, q_strides=strides(q))
-        self.flags = dict(KEYS=key_mask is not None, PRECISION=precision(q.dtype))
+        self.flags = dict(KEYS=key_mask is not None)
         self.bias_flag = dict(BIAS=bias is not None)
         self.gate_flags = dict(GATE=gated, GATE_BIAS=gated and gate_bias is not None)
 
@@ -212,8 +223,10 @@ class Launch(Sizes):
 
         grid: a function of a configuration, or what grid() takes. options: a function that returns them: a
         launch that is kept needs none. summed: the last of the tensors (n, H, D) gets the partial sums that
-        the programs store.
+        the programs store. Nothing for fake tensors.
         """
+        if self.fake:
+            return None
         name = kernel.__name__ + kind
         if (ready := self.bound.get((name, numbers))) is not None:
             return ready(*tensors)
@@ -228,86 +241,70 @@ class Launch(Sizes):
                 return ready(*tensors)
             with sums.room(tensors[-1], math.prod(size) // self.H) as room:
                 ready(*tensors[:-1], room)
-        tuner.launch(*self.looked_up(name, tiles), launch)
+        return tuner.launch(*self.looked_up(name, tiles), launch)
 
+    def forward(self, qkvg, gate_bias, bias, key_mask):
+        """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of
+        exponentials."""
+        (heads, axis, _), (q, k, v, gate) = self.layout, with_gate(qkvg, *self.layout)
+        out = q.new_empty(q.shape if axis == 0 else (*qkvg[0].shape[:3], self.H * self.D))
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        self.run(kernels.attention_forward_kernel, FORWARD, "BM",
+                 (q, k, v, gate, gate_bias, bias, key_mask, out, lse), self.sizes,
+                 lambda: dict(self.strides, gate_strides=strides(gate),
+                              out_strides=strides(as_rows(out, heads, axis)), **self.gate_flags,
+                              **self.bias_flag, **self.flags))
+        return out, lse
 
-def forward(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale, call=None):
-    """out (B, X, Y, c), or (B, R, H, L, D) for axis 0; lse (B, R, H, L), log2 of the sums of exponentials.
-    call: a kept Launch of the same."""
-    call = call or Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
-    q, k, v, gate = with_gate(qkvg, heads, axis, gated)
-    out, lse = forward_sizes(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
-    call.run(kernels.attention_forward_kernel, FORWARD, "BM",
-             (q, k, v, gate, gate_bias, bias, key_mask, out, lse), call.sizes,
-             lambda: dict(call.strides, gate_strides=strides(gate),
-                          out_strides=strides(as_rows(out, heads, axis)), **call.gate_flags,
-                          **call.bias_flag, **call.flags))
-    return out, lse
+    def backward(self, qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop,
+                 bias_sums, gate_bias_sums):
+        """Gradients, in a list: those of qkvg, each as its tensor lies, and what is still to be added up.
 
-
-def forward_sizes(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale):
-    q = views(qkvg, heads, axis, gated)[0]
-    out = q.new_empty(q.shape if axis == 0 else (*qkvg[0].shape[:3], q.shape[2] * q.shape[4]))
-    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-class Given(NamedTuple):
-    """What the kernels of backward read and write once the gate's has run."""
-    qkv: list
-    bias: torch.Tensor | None
-    bias_transposed: torch.Tensor | None
-    saved: tuple  # key_mask, do, lse, delta
-    dq: torch.Tensor  # (B, R, H, L, D), as dk and dv
-    dk: torch.Tensor
-    dv: torch.Tensor
-    strides: Callable  # returns those of do and dq, by their names
-
-
-def backward(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop, heads, axis,
-             gated, scale, bias_sums, gate_bias_sums, call=None):
-    """Gradients, in a list: those of qkvg, each as its tensor lies, and what is still to be added up.
-
-    These are so many (bias_sums, B, H, LP, LP) partial sums of the bias's gradient, for bias_gradient.py; so
-    many (gate_bias_sums, H, D) of the gate bias's; du, and (gate_bias_sums, c) of the gradient of the
-    projection's bias. Partial sums are float32, unless they are ds. What is not there is empty.
-    gradient: of the result or, with a weight, of its projection (output_backward.py). call: a kept Launch of
-    the same.
-    """
-    call = call or Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
-    *qkv, gate = with_gate(qkvg, heads, axis, gated)
-    results = backward_sizes(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight,
-                             drop, heads, axis, gated, scale, bias_sums, gate_bias_sums, call)
-    *grads, bias_sums, gate_bias_sums, du, out_bias_sums = results
-    dq, dk, dv, *dgate = views(grads, heads, axis, gated)
-    dgate = (dgate or [dq])[0]
-    delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
-    if weight is None:
-        summed = gate_bias is not None
-        call.run(kernels.attention_gate_backward_kernel, GATE, "BM",
-                 (gate, gate_bias, out, gradient, dgate, do, delta, gate_bias_sums if summed else None),
-                 (call.R, call.H, call.L, call.D),
-                 lambda: dict(call.gate_flags, gate_strides=strides(gate), dgate_strides=strides(dgate),
-                              out_strides=strides(as_rows(out, heads, axis))), summed=summed)
-    else:
-        output_backward.launch(gradient, weight, drop, out, gate, gate_bias, do, dgate, delta, du,
-                             out_bias_sums, gate_bias_sums, axis)
-    given = Given(qkv, bias, bias_transposed, (key_mask, do, lse, delta), dq, dk, dv,
-                  lambda: dict(out_strides=strides(as_rows(out, heads, axis)), dq_strides=strides(dq)))
-    if call.short:
-        short_rows(call, given, bias_sums)
-    elif bias is None:
-        recompute_scores(call, given)
-    else:
-        def launch(config):
-            shares = call.shares(config["STORED"])
-            with sums.room(bias_sums, shares) as room:
-                if config["STORED"]:
-                    store_dscores(call, given, room, config["STORED"])
-                else:
-                    recompute_scores(call, given)
-                    sum_bias(call, given, room)
-        tuner.launch(*call.looked_up("attention_backward", STORED), launch)
-    return results
+        These are so many (bias_sums, B, H, LP, LP) partial sums of the bias's gradient, for bias_gradient.py;
+        so many (gate_bias_sums, H, D) of the gate bias's; du, and (gate_bias_sums, c) of the gradient of the
+        projection's bias. Partial sums are float32, unless they are ds. What is not there is empty.
+        gradient: of the result or, with a weight, of its projection (output_backward.py).
+        """
+        heads, axis, gated = self.layout
+        *qkv, gate = with_gate(qkvg, *self.layout)
+        results = *grads, bias_sums, gate_bias_sums, du, out_bias_sums = [
+            *(x.new_empty(x.shape) for x in qkvg),
+            out.new_empty((bias_sums, self.B, self.H, self.LP, self.LP) if bias is not None else 0,
+                          dtype=self.dtype if self.dscores_are_sums() else torch.float32),
+            out.new_empty(gate_bias_sums, self.H, self.D, dtype=torch.float32),
+            out.new_empty(0 if drop is None else gradient.shape),
+            out.new_empty(0 if weight is None else (gate_bias_sums, len(weight)), dtype=torch.float32)]
+        if self.fake:
+            return results
+        dq, dk, dv, *dgate = views(grads, *self.layout)
+        dgate = (dgate or [dq])[0]
+        delta, do = torch.empty_like(lse), torch.empty_like(out) if gated else gradient
+        if weight is None:
+            summed = gate_bias is not None
+            self.run(kernels.attention_gate_backward_kernel, GATE, "BM",
+                     (gate, gate_bias, out, gradient, dgate, do, delta, gate_bias_sums if summed else None),
+                     (self.R, self.H, self.L, self.D),
+                     lambda: dict(self.gate_flags, gate_strides=strides(gate), dgate_strides=strides(dgate),
+                                  out_strides=strides(as_rows(out, heads, axis))), summed=summed)
+        else:
+            output_backward.launch(gradient, weight, drop, out, gate, gate_bias, do, dgate, delta, du,
+                                   out_bias_sums, gate_bias_sums, axis)
+        given = Given(qkv, bias, bias_transposed, (key_mask, do, lse, delta), dq, dk, dv,
+                      lambda: dict(out_strides=strides(as_rows(out, heads, axis)), dq_strides=strides(dq)))
+        if self.short:
+            short_rows(self, given, bias_sums)
+        elif bias is None:
+            recompute_scores(self, given)
+        else:
+            def launch(config):
+                with sums.room(bias_sums, self.shares(config["STORED"])) as room:
+                    if config["STORED"]:
+                        store_dscores(self, given, room, config["STORED"])
+                    else:
+                        recompute_scores(self, given)
+                        sum_bias(self, given, room)
+            tuner.launch(*self.looked_up("attention_backward", STORED), launch)
+        return results
 
 
 def short_rows(call, given, bias_sums):
@@ -368,45 +365,29 @@ def store_dscores(call, given, bias_sums, most):
                  (call.H, call.L, call.D, call.sizes[-1], first_row, end_row,
                   triton.cdiv(end_row - first_row, shares)),
                  lambda: dict(q_strides=call.strides["q_strides"], dq_strides=given.strides()["dq_strides"],
-                              LP=call.LP, NO_PADDING=call.L == call.LP and call.D == call.BD,
-                              PRECISION=call.flags["PRECISION"]))
+                              LP=call.LP, NO_PADDING=call.L == call.LP and call.D == call.BD))
 
 
-def backward_sizes(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop, heads,
-                   axis, gated, scale, bias_sums, gate_bias_sums, call=None):
-    call = call or Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale)
-    sums_size = (bias_sums, call.B, call.H, call.LP, call.LP) if bias is not None else 0
-    return [*(x.new_empty(x.shape) for x in qkvg),
-            out.new_empty(sums_size, dtype=call.dtype if call.dscores_are_sums() else torch.float32),
-            out.new_empty(gate_bias_sums, call.H, call.D, dtype=torch.float32),
-            out.new_empty(0 if drop is None else gradient.shape),
-            out.new_empty(0 if weight is None else (gate_bias_sums, len(weight)), dtype=torch.float32)]
+def attention_forward(qkvg: list[Tensor], gate_bias: Tensor | None, bias: Tensor | None,
+                      key_mask: Tensor | None, heads: int, axis: int, gated: bool,
+                      scale: float) -> tuple[Tensor, Tensor]:
+    """Launch.forward() as an operator."""
+    return Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale).forward(
+        qkvg, gate_bias, bias, key_mask)
 
 
-def flops(shapes, axis, gated, products):
-    """Of so many products of attention over qkvg of these shapes."""
-    own = shapes[0]
-    length = own[3] if axis == 0 else own[axis]
-    return products * 2 * math.prod(own) // (3 + gated if len(shapes) == 1 and axis else 1) * length
+def attention_backward(qkvg: list[Tensor], gate_bias: Tensor | None, bias: Tensor | None,
+                       bias_transposed: Tensor | None, key_mask: Tensor | None, out: Tensor, lse: Tensor,
+                       gradient: Tensor, weight: Tensor | None, drop: Tensor | None, heads: int, axis: int,
+                       gated: bool, scale: float, bias_sums: int, gate_bias_sums: int) -> list[Tensor]:
+    """Launch.backward() as an operator."""
+    return Launch(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale).backward(
+        qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop, bias_sums,
+        gate_bias_sums)
 
 
-def forward_flops(qkvg, gate_bias, bias, key_mask, heads, axis, gated, scale, **_):
-    return flops(qkvg, axis, gated, 2)
-
-
-def backward_flops(qkvg, gate_bias, bias, bias_transposed, key_mask, out, lse, gradient, weight, drop, heads,
-                   axis, gated, *_, **__):
-    projection = 0 if weight is None else 2 * math.prod(gradient[:-1]) * math.prod(weight)
-    return flops(qkvg, axis, gated, 4) + projection  # recomputed scores are none of the model's
-
-
-SETTINGS = "int heads, int axis, bool gated, float scale"
-FORWARD_OP = operation("attention_forward(Tensor[] qkvg, Tensor? gate_bias, Tensor? bias, Tensor? key_mask, "
-                       f"{SETTINGS}) -> (Tensor, Tensor)", forward, forward_sizes, forward_flops)
-BACKWARD_OP = operation("attention_backward(Tensor[] qkvg, Tensor? gate_bias, Tensor? bias, "
-                        "Tensor? bias_transposed, Tensor? key_mask, Tensor out, Tensor lse, Tensor gradient, "
-                        f"Tensor? weight, Tensor? drop, {SETTINGS}, int bias_sums, int gate_bias_sums) -> "
-                        "Tensor[]", backward, backward_sizes, backward_flops)
+FORWARD_OP = operation("attention_forward", attention_forward)
+BACKWARD_OP = operation("attention_backward", attention_backward)
 
 
 class BiasedAttention(torch.autograd.Function):

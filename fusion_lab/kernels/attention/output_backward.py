@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fusion_lab.kernels import projections, tuner
-from fusion_lab.kernels.common import below, lines, load_rows, precision, sigmoid, store_rows, store_sums
+from fusion_lab.kernels.common import below, lines, load_rows, sigmoid, store_rows, store_sums
 from fusion_lab.kernels.projections import factors, tiles
 from fusion_lab.kernels.reductions import sums
 
@@ -50,8 +50,8 @@ def store_columns(matrix, p, valid, columns, stride, values):
 def attention_output_backward_kernel(
         dupdate, w, drop, out, gate, gate_bias, do, dgate, delta, du, bias_sums, gate_bias_sums, P, X, Y,
         drop_stride_sample, drop_stride_x, drop_stride_y: tl.constexpr, gate_stride, dgate_stride,
-        delta_strides, DROP: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-        D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+        delta_strides, DROP: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+        BM: tl.constexpr, BK: tl.constexpr):
     """One program: all gradients of the formulas above at BM positions, in heads of D channels each.
 
     Grid: axis 0: tiles of BM of the P = B X Y positions.
@@ -73,7 +73,7 @@ def attention_output_backward_kernel(
     if DROP:  # store_sums() makes sums as a product with ones: with DROP that spilled on sm_80 (the diary)
         tl.store(bias_sums + c, tl.sum(du_tile, 0))
     else:
-        store_sums(bias_sums, c, du_tile, dtype, PRECISION, BM)
+        store_sums(bias_sums, c, du_tile, dtype, BM)
     du_tile = du_tile.to(dtype)
     if DROP:
         store_rows(du + first * C, p, remaining, du_tile, C)
@@ -88,7 +88,7 @@ def attention_output_backward_kernel(
         gate_tile = load_columns(gate, p, valid, k, gate_stride)  # (BM, BK)
         # Gradient of the gated output.
         w_tile = tl.load(w + c[:, None] * C + k[None, :])  # (C, BK)
-        dout = tl.dot(du_tile, w_tile, input_precision=PRECISION)  # (BM, BK)
+        dout = tl.dot(du_tile, w_tile)  # (BM, BK)
         # The gate's derivative.
         bias_tile = tl.load(gate_bias + k).to(tl.float32)[None, :]  # (1, BK)
         opening = sigmoid(gate_tile.to(tl.float32) + bias_tile)  # (BM, BK)
@@ -96,7 +96,7 @@ def attention_output_backward_kernel(
         dgate_tile = dout_out * (1 - opening)  # (BM, BK)
         store_columns(do, p, valid, k, C, dout * opening)
         store_columns(dgate, p, valid, k, dgate_stride, dgate_tile)
-        store_sums(gate_bias_sums, k, dgate_tile, dtype, PRECISION, BM)
+        store_sums(gate_bias_sums, k, dgate_tile, dtype, BM)
         # delta, summed over the channels of each head.
         if BK >= D:
             h = k0 // D + tl.arange(0, BK // D)  # (BK / D,)
@@ -109,18 +109,16 @@ def attention_output_backward_kernel(
                 head_delta = tl.zeros((BM,), tl.float32)
 
 
-TILES = {  # (BM, BK, warps, stages) by bytes of a number and whether there are more than 128 channels
-    (2, False): tiles("BK", (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
+TILES = {  # (BM, BK, warps, stages) by whether there are more than 128 channels
+    False: tiles("BK", (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2),
                       (32, 64, 4, 3), (128, 64, 8, 2)),
-    (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)),
-    (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
-    (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
+    True: tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2))}
 
 
 def looked_up(positions, channels, dtype):
     """What the tuner goes by: the kernel's name, the class of its arguments, its candidates."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels}"
-    return attention_output_backward_kernel.__name__, shape, TILES[dtype.itemsize, channels > 128]
+    return attention_output_backward_kernel.__name__, shape, TILES[channels > 128]
 
 
 @sums.constant
@@ -135,7 +133,7 @@ def launch(dupdate, weight, drop, out, gate, gate_bias, do, dgate, delta, du, bi
 
     out and do are contiguous; gate and dgate views (B, R, H, L, D) of tensors (B, X, Y, wide).
     """
-    projections.check(weight.dtype, len(weight))
+    projections.check(weight, len(weight))
     positions, (X, Y), C = dupdate.numel() // len(weight), dupdate.shape[1:3], len(weight)
     sample, x, head, y = delta.stride()
     if axis == 1:  # rows of attention are along Y then
@@ -151,6 +149,5 @@ def launch(dupdate, weight, drop, out, gate, gate_bias, do, dgate, delta, du, bi
                 positions, X, Y, *projections.drop_strides(drop, dupdate),
                 gate_stride=gate.stride(position), dgate_stride=dgate.stride(position),
                 delta_strides=(sample, x, y, head), DROP=drop is not None,
-                LINES=lines(X, Y, config["BM"]), PRECISION=precision(weight.dtype), C=C, D=gate.shape[-1],
-                **config)
+                LINES=lines(X, Y, config["BM"]), C=C, D=gate.shape[-1], **config)
     tuner.launch(*looked_up(positions, C, weight.dtype), run)

@@ -9,28 +9,17 @@ The kernels of attention read out and, for the gradients of k and v, its transpo
 once, along that of its last two axes which lies closer together in memory, and writes both.
 """
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import bind, operation
 
 MASKED = -1e9  # added to scores of masked keys
 PADDING = -1e30  # beyond L: so far below MASKED that it gets no weight even in a row without any key
 KERNEL_MASKED, KERNEL_PADDING = tl.constexpr(MASKED), tl.constexpr(PADDING)  # the same, as kernels read them
 TILE = 32  # queries and keys of a program, at most: 4 KB in float32, transposed in shared memory
-
-
-def reference(bias, keys, LP, dtype, transpose):
-    """The same in plain PyTorch: (out, its transpose or, without transpose, nothing), in dtype.
-
-    keys (B, L) or (1, L): other than 0 where a key is present; or None.
-    """
-    out, pad = bias.to(dtype), LP - bias.shape[-1]
-    if keys is not None:
-        out = torch.where(keys.bool()[:, None, None, :], out, MASKED)
-    out = F.pad(out, (0, pad, 0, pad), value=PADDING)
-    return out, out.mT.contiguous() if transpose else out.new_empty(0)
 
 
 def lifted(bias):
@@ -101,10 +90,19 @@ def launch_key_mask(keys, LP, bound=None):
     return out
 
 
+def padded_bias(bias: Tensor, keys: Tensor | None, LP: int, dtype: torch.dtype,
+                transpose: bool) -> tuple[Tensor, Tensor]:
+    """(out, its transpose or, without transpose, nothing), in dtype. keys (B, L) or (1, L), other than 0
+    where a key is present, or None."""
+    return launch(bias, keys, LP, dtype, transpose)
+
+
 def launch(bias, keys, LP, dtype, transpose, lift=False, bound=None):
-    """(out, its transpose or an empty tensor); arguments as in reference(). lift: what is below MASKED, -inf
-    as well, becomes that. bound: as in common.bind()."""
-    (out, transposed), name = sizes(bias, keys, LP, dtype, transpose), "padded_bias"
+    """The same; lift: what is below MASKED, -inf as well, becomes that. bound: as in common.bind()."""
+    size, name = (*bias.shape[:2], LP, LP), "padded_bias"
+    out, transposed = bias.new_empty(size, dtype=dtype), bias.new_empty(size if transpose else 0, dtype=dtype)
+    if is_fake(bias):
+        return out, transposed
     if bound is not None and name in bound:
         bound[name](bias, keys, out, transposed)
         return out, transposed
@@ -120,10 +118,4 @@ def launch(bias, keys, LP, dtype, transpose, lift=False, bound=None):
     return out, transposed
 
 
-def sizes(bias, keys, LP, dtype, transpose):
-    size = *bias.shape[:2], LP, LP
-    return bias.new_empty(size, dtype=dtype), bias.new_empty(size if transpose else 0, dtype=dtype)
-
-
-OP = operation("padded_bias(Tensor bias, Tensor? keys, int LP, ScalarType dtype, bool transpose) -> "
-               "(Tensor, Tensor)", launch, sizes)
+OP = operation("padded_bias", padded_bias)

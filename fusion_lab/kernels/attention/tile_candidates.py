@@ -29,5 +29,3 @@ if not torch.version.hip:  # maxnreg is NVIDIA's option: with fewer registers mo
     BACKWARD_SHORT += candidates((*SHORT_TILES, "maxnreg"), (2, 4, 2, 168), (1, 4, 1, 168), (4, 4, 2, 168))
 # Of backward as a whole: bytes of ds that are stored at a time, or 0: scores are recomputed.
 STORED = candidates(("STORED",), (0,), *((n << 20,) for n in (64, 256)))
-# All that float32 takes, which has twice the bytes.
-SMALL = dict(BM=32, BN=32, RU=1, ROWS=2, STORED=0, num_warps=4, num_stages=1)

@@ -8,10 +8,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from fusion_lab.kernels.limits import HAS_TRITON, WIDEST_HEAD
-from fusion_lab.kernels.precision import strict_float32
+from fusion_lab.kernels.precision import HALF, strict_float32
 
 FLEX_WIDTHS = (16, 32, 64, 128)  # head widths that FlexAttention's kernels take
-TRITON_DTYPES = (torch.float16, torch.bfloat16)  # float32 goes 1.1 times beyond the 3x rule (the diary)
 CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD's architectures with matrix cores, MI100 to MI350
 SHORT = 64  # keys up to which FlexAttention beats SDPA where there is no bias
 
@@ -69,7 +68,7 @@ def in_words(requested, triton, on_gpu, dtype, **layers):
 
 def triton_attends(on_gpu, dtype, width):
     """Whether this project's Triton kernels can run attention with heads of this width."""
-    return on_gpu and HAS_TRITON and dtype in TRITON_DTYPES and width <= WIDEST_HEAD
+    return on_gpu and HAS_TRITON and dtype in HALF and width <= WIDEST_HEAD
 
 
 def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased, training, arch=""):

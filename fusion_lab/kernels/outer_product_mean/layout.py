@@ -34,18 +34,19 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import projections, tuner
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
-    DTYPES,
     below,
     candidates,
+    check_dtype,
     check_shapes,
     from_the_end,
     lines,
     operation,
-    precision,
     store_sums,
 )
 from fusion_lab.kernels.limits import LAYER_CHANNELS
@@ -53,22 +54,15 @@ from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 
 
-def reference(left, right, weight, bias, scale=1.0, residual=None):
-    """The same in plain PyTorch."""
-    update = F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
-    return update if residual is None else residual + update
-
-
 @triton.jit
-def store_row_sums(partial_sums, at, row_inside, k, K, a_stride_k, scale, PRECISION: tl.constexpr,
-                   BM: tl.constexpr, BK: tl.constexpr):
+def store_row_sums(partial_sums, at, row_inside, k, K, a_stride_k, scale, BM: tl.constexpr, BK: tl.constexpr):
     """partial_sums (K,) = scale times the sum of BM rows of a, but those beyond the last. at: pointers of
     their first BK numbers, (BM, BK). A loop of its own: in that of the product Triton would overwrite tiles
     too early (ahead_of_time.overwritten())."""
     for k0 in range(0, K, BK):
         there = row_inside[:, None] & (k < K - k0)[None, :]
         a_tile = tl.load(at, mask=there, other=0.0)  # (BM, BK)
-        store_sums(partial_sums + k0, k, a_tile, a_tile.dtype, PRECISION, BM, scale, K - k0)
+        store_sums(partial_sums + k0, k, a_tile, a_tile.dtype, BM, scale, K - k0)
         at += BK * a_stride_k
 
 
@@ -112,7 +106,7 @@ def outer_product_matmul_kernel(
         partial_sums,  # (B * tiles of rows, K) out, float32
         M1, M2, N1, K, a_stride_sample, a_stride_m1, a_stride_m2, a_stride_k, b_stride_sample, b_stride_k,
         b_stride_n1, b_stride_n2, scale, N2: tl.constexpr, WHOLE_K: tl.constexpr, ONE_STEP: tl.constexpr,
-        LINES: tl.constexpr, PRECISION: tl.constexpr, SUM_ROWS: tl.constexpr, BM: tl.constexpr,
+        LINES: tl.constexpr, SUM_ROWS: tl.constexpr, BM: tl.constexpr,
         BN: tl.constexpr, BK: tl.constexpr, MANY: tl.constexpr):
     """out[m1, n1, m2, n2] = scale * sum over k of a[m1, m2, k] b[k, n1, n2]
 
@@ -139,10 +133,10 @@ def outer_product_matmul_kernel(
         # One tile of a for MANY of b: the next one of b is loaded while this product is stored
         a_tile = tl.load(a_at) if WHOLE_K else tl.load(a_at, mask=k[None, :] < K, other=0.0)  # (BM, BK)
         if sums_rows:
-            store_sums(partial_sums, k, a_tile, a_tile.dtype, PRECISION, BM, scale, K)
+            store_sums(partial_sums, k, a_tile, a_tile.dtype, BM, scale, K)
         for _ in range(MANY):
             b_tile = tl.load(b_at) if WHOLE_K else tl.load(b_at, mask=k[:, None] < K, other=0.0)  # (BK, BN)
-            acc = tl.dot(a_tile, b_tile, input_precision=PRECISION)  # (BM, BN)
+            acc = tl.dot(a_tile, b_tile)  # (BM, BN)
             tl.store(out_at, (acc * scale).to(out.dtype.element_ty))
             b_at += BN // N2 * b_stride_n1
             out_at += BN // N2 * (M2 * N2)
@@ -154,7 +148,7 @@ def outer_product_matmul_kernel(
         for k0 in range(0, BK if ONE_STEP else K, BK):
             a_tile = tl.load(a_at) if WHOLE_K else tl.load(a_at, mask=k[None, :] < K - k0, other=0.0)
             b_tile = tl.load(b_at) if WHOLE_K else tl.load(b_at, mask=k[:, None] < K - k0, other=0.0)
-            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)  # (BM, BN)
+            acc = tl.dot(a_tile, b_tile, acc)  # (BM, BN)
             a_at += BK * a_stride_k
             b_at += BK * b_stride_k
         column_inside = below(n1, None if LINES > 0 else N1)
@@ -162,17 +156,14 @@ def outer_product_matmul_kernel(
                  mask=row_inside[:, None] & column_inside[None, :])
         if sums_rows:
             a_at -= tl.cdiv(K, BK) * BK * a_stride_k  # back to the first of K
-            store_row_sums(partial_sums, a_at, row_inside, k, K, a_stride_k, scale, PRECISION, BM, BK)
+            store_row_sums(partial_sums, a_at, row_inside, k, K, a_stride_k, scale, BM, BK)
 
 
-# BM rows, BN columns, BK numbers of a sum, MANY tiles of columns a program. By bytes of a number; the first
-# of each fits every GPU. Strict float32 has no matrix instructions on NVIDIA, so its tile is small.
-NAMES = ("BM", "BN", "BK", "num_warps", "num_stages", "MANY")
-TILES = {
-    2: candidates(NAMES, (64, 64, 64, 4, 2, 1), (128, 64, 64, 4, 2, 1), (128, 128, 64, 8, 2, 1),
-                  (64, 128, 64, 4, 2, 1), (64, 128, 32, 4, 3, 1), (128, 64, 128, 4, 3, 8),
-                  (64, 64, 128, 4, 3, 8), (128, 128, 128, 4, 2, 8), (64, 128, 128, 4, 2, 4)),
-    4: candidates(NAMES, (64, 64, 16, 8, 2, 1))}
+# BM rows, BN columns, BK numbers of a sum, MANY tiles of columns a program. The first fits every GPU.
+TILES = candidates(("BM", "BN", "BK", "num_warps", "num_stages", "MANY"), (64, 64, 64, 4, 2, 1),
+                   (128, 64, 64, 4, 2, 1), (128, 128, 64, 8, 2, 1), (64, 128, 64, 4, 2, 1),
+                   (64, 128, 32, 4, 3, 1), (128, 64, 128, 4, 3, 8), (64, 64, 128, 4, 3, 8),
+                   (128, 128, 128, 4, 2, 8), (64, 128, 128, 4, 2, 4))
 
 
 def looked_up(rows, columns, K, h, dtype):
@@ -182,7 +173,7 @@ def looked_up(rows, columns, K, h, dtype):
     sizes = zip("PSL", (rows, columns, K), strict=True)
     shape = " ".join([str(dtype)[6:], *(f"{name}{triton.next_power_of_2(size)}" for name, size in sizes),
                       f"H{h}", *["ragged"] * (K % max(16, min(128, triton.next_power_of_2(K))) > 0)])
-    return outer_product_matmul_kernel.__name__, shape, TILES[dtype.itemsize]
+    return outer_product_matmul_kernel.__name__, shape, TILES
 
 
 @sums.constant
@@ -200,15 +191,16 @@ def named_strides(a, b):
 
 def multiply(a, b, out, scale, partial_sums=None):
     """Fill contiguous out, B M1 N1 M2 N2 numbers, from a (B, M1, M2, K) and b (B, K, N1, N2) of any strides;
-    and partial_sums (n, K), if given, whose sum is then scale times that of all rows of a."""
-    (samples, M1, M2, K), (N1, N2), dtype = a.shape, b.shape[2:], out.dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"no Triton outer product in {str(dtype)[6:]}")
+    and partial_sums (n, K), if given, whose sum is then scale times that of all rows of a. Nothing for fake
+    tensors."""
+    check_dtype(out, "outer product")
+    if is_fake(out):
+        return
+    (samples, M1, M2, K), (N1, N2) = a.shape, b.shape[2:]
 
     def launch(chosen):
         bm, bn, bk = chosen["BM"], chosen["BN"], max(16, min(chosen["BK"], triton.next_power_of_2(K)))
         whole = lines(M1, M2, bm) if lines(N1, N2, bn) else 0
-        whole = 0 if dtype == torch.float32 else whole  # on sm_80 it would spill
         several = whole and K <= bk and bn % N2 == 0  # whether a program may make several tiles
         column_tiles = math.gcd(chosen["MANY"], N1 * N2 // bn) if several else 1
         row_tiles, sums_rows = triton.cdiv(M1 * M2, bm), partial_sums is not None
@@ -216,37 +208,28 @@ def multiply(a, b, out, scale, partial_sums=None):
         with room as to:  # without sums a pointer that nobody uses
             outer_product_matmul_kernel[row_tiles * triton.cdiv(N1 * N2, bn * column_tiles), samples](
                 a, b, out, to, M1=M1, M2=M2, N1=N1, K=K, **named_strides(a, b), scale=scale, N2=N2,
-                WHOLE_K=K % bk == 0 < K, ONE_STEP=K <= bk, LINES=whole, PRECISION=precision(dtype),
+                WHOLE_K=K % bk == 0 < K, ONE_STEP=K <= bk, LINES=whole,
                 SUM_ROWS=sums_rows, **dict(chosen, BK=bk, MANY=column_tiles))
-    tuner.launch(*looked_up(M1 * M2, N1 * N2, K, N2, dtype), launch)
+    tuner.launch(*looked_up(M1 * M2, N1 * N2, K, N2, out.dtype), launch)
 
 
-def forward(left, right, scale=1.0, after=None):
+def forward(left: Tensor, right: Tensor, scale: float = 1.0, after: Tensor | None = None) -> Tensor:
     """scale times the sum over rows, (B, S, S, h*h). after: see projections.norm_project_launch()."""
-    out = forward_sizes(left, right)
+    samples, _, size, h = left.shape
+    out = left.new_empty(samples, size, size, h * h)
     multiply(left.permute(0, 2, 3, 1), right, out, scale)
     return out
 
 
-def forward_sizes(left, right, scale=1.0, after=None):
-    samples, _, size, h = left.shape
-    return left.new_empty(samples, size, size, h * h)
-
-
-def backward(gradient, weight, scale, count):
+def backward(gradient: Tensor, weight: Tensor, scale: float, count: int) -> tuple[Tensor, Tensor]:
     """That sum's gradient, by that of out: ((i, u), (j, v)) of each sample, (B, S h, S h); and partial sums
     (count, c) of scale times the sum of out's gradient over positions."""
-    douter, partial_sums = backward_sizes(gradient, weight, scale, count)
-    h = side_channels(weight)
+    (samples, size, _, c), h = gradient.shape, side_channels(weight)
+    douter = weight.new_empty(samples, size * h, size * h)
+    partial_sums = weight.new_empty(count, c, dtype=torch.float32)
     b = weight.view(1, -1, h, h).expand(len(gradient), -1, -1, -1)  # (B, c, h, h)
     multiply(gradient, b, douter, scale, partial_sums)
     return douter, partial_sums
-
-
-def backward_sizes(gradient, weight, scale, count):
-    (samples, size, _, c), h = gradient.shape, side_channels(weight)
-    return (weight.new_empty(samples, size * h, size * h),
-            weight.new_empty(count, c, dtype=torch.float32))
 
 
 def side_channels(weight):
@@ -254,19 +237,8 @@ def side_channels(weight):
     return math.isqrt(weight.shape[1])
 
 
-def forward_flops(left, right, *_, **__):
-    samples, rows, size, h = left
-    return 2 * samples * rows * (size * h) ** 2
-
-
-def backward_flops(gradient, weight, *_, **__):
-    return 2 * math.prod(gradient) * weight[1]
-
-
-FORWARD_OP = operation("outer_layout(Tensor left, Tensor right, float scale=1.0, Tensor? after=None) "
-                       "-> Tensor", forward, forward_sizes, forward_flops)
-BACKWARD_OP = operation("outer_layout_backward(Tensor gradient, Tensor weight, float scale, int count) "
-                        "-> (Tensor, Tensor)", backward, backward_sizes, backward_flops)
+FORWARD_OP = operation("outer_layout", forward)
+BACKWARD_OP = operation("outer_layout_backward", backward)
 
 
 class OuterLayout(torch.autograd.Function):
@@ -302,7 +274,7 @@ class OuterLayout(torch.autograd.Function):
 
 def projects(weight):
     """Whether the kernel that adds a residual takes this weight (c, h*h): wider ones are the library's."""
-    return (weight.dtype in DTYPES and len(weight) in LAYER_CHANNELS
+    return (len(weight) in LAYER_CHANNELS
             and projections.takes_inner(weight.shape[1]))
 
 

@@ -13,18 +13,17 @@ passes for the rest.
 
 Source: AlphaFold 2 supplement, Alg. 10 (lines 1 and 2).
 """
-import math
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
-    DTYPES,
     candidates,
+    check_dtype,
     check_shapes,
     layer_norm,
     layer_norm_backward,
@@ -32,7 +31,6 @@ from fusion_lab.kernels.common import (
     moments,
     normalised,
     operation,
-    precision,
     shared_dtype,
     store_rows,
     vector,
@@ -42,12 +40,6 @@ from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 
 PROGRAMS = 256  # of backward, at most: each leaves partial sums as large as all parameters
-
-
-def reference(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
-    """The same in plain PyTorch."""
-    normal = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
-    return *F.linear(normal, weight, bias).chunk(2, dim=-1), x
 
 
 @triton.jit
@@ -62,16 +54,16 @@ def outer_product_sides_kernel(
         norm_weight, norm_bias,  # (C,) each
         weight, bias,  # (2 H, C), (2 H,): left, then right
         left, right,  # (P, H) each, out
-        P, eps, PRECISION: tl.constexpr, C: tl.constexpr, H: tl.constexpr, BM: tl.constexpr):
+        P, eps, C: tl.constexpr, H: tl.constexpr, BM: tl.constexpr):
     """left = LayerNorm(x) Wl^T + bl;  right = LayerNorm(x) Wr^T + br: BM positions of P = B N S a program.
 
     Grid: axis 0: tiles of BM positions."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # (BM,)
     normal, x_hat, rstd = layer_norm(load_rows(x, p, P, C), norm_weight, norm_bias, eps, C)
     normal = normal.to(weight.dtype.element_ty)  # (BM, C)
-    y = tl.dot(normal, tl.trans(side_weights(weight, 0, H, C)), input_precision=PRECISION)  # (BM, H)
+    y = tl.dot(normal, tl.trans(side_weights(weight, 0, H, C)))  # (BM, H)
     store_rows(left, p, P, y + vector(bias, H), H)
-    y = tl.dot(normal, tl.trans(side_weights(weight, 1, H, C)), input_precision=PRECISION)  # (BM, H)
+    y = tl.dot(normal, tl.trans(side_weights(weight, 1, H, C)))  # (BM, H)
     store_rows(right, p, P, y + vector(bias + H, H), H)
 
 
@@ -106,7 +98,7 @@ def outer_product_sides_backward_kernel(
         residual_gradient,  # (P, C): of the x that was handed on
         dx,  # (P, C) out
         partial_sums,  # (programs, 2 C + 2 H C + 2 H) out: norm_weight's, norm_bias's, weight's, bias's
-        P, SHARE, eps, PRECISION: tl.constexpr, C: tl.constexpr, H: tl.constexpr, BM: tl.constexpr):
+        P, SHARE, eps, C: tl.constexpr, H: tl.constexpr, BM: tl.constexpr):
     """dx = LayerNorm's derivative of (dleft Wl + dright Wr) + residual_gradient, and partial sums of the
     gradients of all parameters: SHARE positions a program, whole tiles of BM.
 
@@ -122,13 +114,13 @@ def outer_product_sides_backward_kernel(
         p = p0 + m  # (BM,)
         x_tile, handed_on = load_rows(x, p, end, C), load_rows(residual_gradient, p, end, C)  # (BM, C)
         dl, dr = load_rows(dleft, p, end, H), load_rows(dright, p, end, H)  # (BM, H)
-        dnormal = tl.dot(dl, side_weights(weight, 0, H, C), input_precision=PRECISION)  # (BM, C)
-        dnormal = tl.dot(dr, side_weights(weight, 1, H, C), dnormal, input_precision=PRECISION)
-        mean, rstd = moments(x_tile, eps, C, C)  # (BM,)
+        dnormal = tl.dot(dl, side_weights(weight, 0, H, C))  # (BM, C)
+        dnormal = tl.dot(dr, side_weights(weight, 1, H, C), dnormal)
+        mean, rstd = moments(x_tile, eps, C)  # (BM,)
         x_hat = normalised(x_tile, mean, rstd)  # (BM, C)
         rounded = x_hat.to(weight.dtype.element_ty)
-        left_products = tl.dot(tl.trans(dl), rounded, left_products, input_precision=PRECISION)  # (H, C)
-        right_products = tl.dot(tl.trans(dr), rounded, right_products, input_precision=PRECISION)
+        left_products = tl.dot(tl.trans(dl), rounded, left_products)  # (H, C)
+        right_products = tl.dot(tl.trans(dr), rounded, right_products)
         left_sums += dl
         right_sums += dr
         result = layer_norm_backward(dnormal, x_hat, rstd, tl.load(norm_weight + channels).to(tl.float32), C)
@@ -138,22 +130,19 @@ def outer_product_sides_backward_kernel(
                          partial_sums, H, C)
 
 
-# BM positions of a tile. By bytes of a number, backward's also by whether there are more than 64 channels.
-# The first of each fits every GPU.
+# BM positions of a tile; backward's by whether there are more than 64 channels. The first fits every GPU.
 TILES = ("BM", "num_warps", "num_stages")
-FORWARD = {2: candidates(TILES, (64, 4, 1), (32, 4, 1), (128, 8, 1)), 4: candidates(TILES, (32, 8, 1))}
+FORWARD = candidates(TILES, (64, 4, 1), (32, 4, 1), (128, 8, 1))
 BACKWARD = {
-    (2, False): candidates(TILES, (32, 4, 1), (16, 4, 1), (32, 4, 2), (32, 8, 1), (64, 8, 1)),
-    (2, True): candidates(TILES, (16, 4, 1), (32, 8, 1), (32, 8, 2)),
-    (4, False): candidates(TILES, (16, 8, 1)),
-    (4, True): candidates(TILES, (16, 8, 1))}
+    False: candidates(TILES, (32, 4, 1), (16, 4, 1), (32, 4, 2), (32, 8, 1), (64, 8, 1)),
+    True: candidates(TILES, (16, 4, 1), (32, 8, 1), (32, 8, 2))}
 
 
 def looked_up(name, positions, channels, h, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} H{h}"
     back = name == "outer_product_sides_backward_kernel"
-    return name, shape, BACKWARD[dtype.itemsize, channels > 64] if back else FORWARD[dtype.itemsize]
+    return name, shape, BACKWARD[channels > 64] if back else FORWARD
 
 
 def split_positions(positions, chosen):
@@ -171,18 +160,21 @@ def shares(positions, channels, h, dtype):
 
 
 def run(kernel, x, weight, launch):
-    """launch(positions, configuration, options) with the tuner's choice. ValueError for what kernels cannot
-    take."""
-    channels, h, positions = x.shape[-1], len(weight) // 2, x[..., 0].numel()
-    if message := unsupported(weight.dtype, channels, h):
-        raise ValueError(message)
+    """launch(positions, configuration, options) with the tuner's choice; nothing for a fake x. ValueError for
+    what kernels cannot take."""
+    channels, h = x.shape[-1], len(weight) // 2
+    check(weight, channels, h)
+    if is_fake(x):
+        return
+    positions = x[..., 0].numel()
     tuner.launch(*looked_up(kernel.__name__, positions, channels, h, weight.dtype), lambda chosen: launch(
-        positions, chosen, dict(C=channels, H=h, PRECISION=precision(weight.dtype), **chosen)))
+        positions, chosen, dict(C=channels, H=h, **chosen)))
 
 
-def forward(x, norm_weight, norm_bias, weight, bias, eps):
+def forward(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor,
+            eps: float) -> tuple[Tensor, Tensor]:
     """left and right."""
-    left, right = forward_sizes(x, norm_weight, norm_bias, weight, bias, eps)
+    left, right = (weight.new_empty(*x.shape[:-1], len(weight) // 2) for _ in range(2))
 
     def launch(positions, chosen, options):
         outer_product_sides_kernel[triton.cdiv(positions, chosen["BM"]),](
@@ -191,16 +183,13 @@ def forward(x, norm_weight, norm_bias, weight, bias, eps):
     return left, right
 
 
-def forward_sizes(x, norm_weight, norm_bias, weight, bias, eps):
-    size = *x.shape[:-1], len(weight) // 2
-    return weight.new_empty(size), weight.new_empty(size)
-
-
-def backward(dleft, dright, x, norm_weight, norm_bias, weight, residual_gradient, eps, count):
+def backward(dleft: Tensor, dright: Tensor, x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor,
+             residual_gradient: Tensor, eps: float, count: int) -> tuple[Tensor, Tensor]:
     """dx, with residual_gradient added, and partial sums (count, 2 c + 2 h c + 2 h) of the gradients of
     norm_weight, norm_bias, weight and bias, behind each other."""
-    dx, partial_sums = backward_sizes(dleft, dright, x, norm_weight, norm_bias, weight, residual_gradient,
-                                      eps, count)
+    both, channels = weight.shape
+    dx = x.new_empty(x.shape)
+    partial_sums = x.new_empty(count, (2 + both) * channels + both, dtype=torch.float32)
 
     def launch(positions, chosen, options):
         share, programs = split_positions(positions, chosen)
@@ -212,25 +201,8 @@ def backward(dleft, dright, x, norm_weight, norm_bias, weight, residual_gradient
     return dx, partial_sums
 
 
-def backward_sizes(dleft, dright, x, norm_weight, norm_bias, weight, residual_gradient, eps, count):
-    both, channels = weight.shape
-    return x.new_empty(x.shape), x.new_empty(count, (2 + both) * channels + both, dtype=torch.float32)
-
-
-def forward_flops(x, norm_weight, norm_bias, weight, *_, **__):
-    return 2 * math.prod(x) * weight[0]
-
-
-def backward_flops(dleft, dright, *forward, **_):
-    return 2 * forward_flops(*forward)
-
-
-NORMS = "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight"
-FORWARD_OP = operation(f"side_projection({NORMS}, Tensor bias, float eps) -> (Tensor, Tensor)", forward,
-                       forward_sizes, forward_flops)
-BACKWARD_OP = operation(
-    f"side_projection_backward(Tensor dleft, Tensor dright, {NORMS}, Tensor residual_gradient, float eps, "
-    "int count) -> (Tensor, Tensor)", backward, backward_sizes, backward_flops)
+FORWARD_OP = operation("side_projection", forward)
+BACKWARD_OP = operation("side_projection_backward", backward)
 
 
 class SideProjection(torch.autograd.Function):
@@ -262,14 +234,13 @@ def side_projection(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
     check_shapes(("x", x, (*x.shape[:-1], c)), ("norm_weight", norm_weight, (c,)),
                  ("norm_bias", norm_bias, (c,)), ("bias", bias, (both,)))
     weight, bias = (t.to(product_dtype(x)).contiguous() for t in (weight, bias))
-    if message := unsupported(weight.dtype, c, both / 2):
-        raise ValueError(message)
+    check(weight, c, both / 2)
     return SideProjection.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
                                 bias, eps)
 
 
-def unsupported(dtype, channels, h):
-    """Why the kernels cannot take weights of this dtype, so many channels, and of a side; "" if they can."""
-    if dtype not in DTYPES:
-        return f"no Triton projections of sides in {str(dtype)[6:]}"
-    return "" if takes_sides(channels, h) else f"no Triton projections of {channels} channels to sides of {h}"
+def check(weight, channels, h):
+    """ValueError for weights that the kernels cannot take: their dtype, so many channels, and of a side."""
+    check_dtype(weight, "projections of sides")
+    if not takes_sides(channels, h):
+        raise ValueError(f"no Triton projections of {channels} channels to sides of {h}")

@@ -25,19 +25,19 @@ Sources: AlphaFold 2 supplement, Alg. 7, 8, 13, 14 and 1.11.6 (dropout shared by
 import math
 
 import torch
-import torch.nn.functional as F
 import triton
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
-    DTYPES,
     candidates,
+    check_dtype,
     check_shapes,
     lines,
     operation,
     padded_width,
-    precision,
     processors,
     shared_dtype,
 )
@@ -47,25 +47,8 @@ from fusion_lab.kernels.projections import kernels
 from fusion_lab.kernels.projections.kernels import factors as factors  # for attention/output_backward.py
 from fusion_lab.kernels.reductions import sums
 
-
-def norm_project_reference(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):
-    """NORM_PROJECT_OP in plain PyTorch, with None for what is empty."""
-    x = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
-    y = None if weight is None else F.linear(x, weight, hidden_bias)
-    return (y if hidden_bias is None else y.relu(),
-            None if head_weight is None else F.linear(x, head_weight).permute(0, 3, 1, 2))
-
-
-def output_project_reference(og, weight, bias, residual=None, drop=None, scale=1.0):
-    """OUTPUT_PROJECT_OP in plain PyTorch."""
-    update = F.linear(og, weight, bias * scale)
-    update = update if drop is None else update * drop
-    return update if residual is None else residual + update
-
-
 # --------------------------------------------------------------------------------------------------------
-# Tiles, {(bytes of a number, whether there are more than 128 channels): candidates}; the first of each fits
-# every GPU. Strict float32 has no matrix instructions on NVIDIA, hence small tiles.
+# Tiles, {whether there are more than 128 channels: candidates}; the first of each fits every GPU
 # --------------------------------------------------------------------------------------------------------
 
 
@@ -77,25 +60,19 @@ def tiles(chunk, *values):
 LEAST = 16  # tl.dot takes no tile with fewer channels
 NAMES = ("BM", "BN", "num_warps", "num_stages", "STAY")
 NORM_PROJECT = {
-    (2, False): candidates(NAMES, *((*tile, False) for tile in (
+    False: candidates(NAMES, *((*tile, False) for tile in (
         (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3))),
         (64, 128, 8, 3, True), (64, 64, 8, 3, True)),
-    (2, True): candidates(NAMES, *((*tile, False) for tile in (
-        (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2)))),
-    (4, False): candidates(NAMES, (32, 32, 8, 2, False), (64, 32, 8, 2, False)),
-    (4, True): candidates(NAMES, (16, 16, 8, 2, False), (32, 16, 8, 2, False))}
+    True: candidates(NAMES, *((*tile, False) for tile in (
+        (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 2))))}
 NORM_PROJECT_BACKWARD = {
-    (2, False): tiles("BN", (64, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2),
+    False: tiles("BN", (64, 64, 8, 2), (64, 32, 4, 2), (64, 128, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2),
                       (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4)),
-    (2, True): tiles("BN", (32, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3)),
-    (4, False): tiles("BN", (32, 32, 8, 2), (64, 32, 8, 2)),
-    (4, True): tiles("BN", (16, 16, 8, 2), (32, 16, 8, 2))}
+    True: tiles("BN", (32, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3))}
 OUTPUT_PROJECT = {
-    (2, False): tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2),
+    False: tiles("BK", (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 4, 2),
                       (64, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4)),
-    (2, True): tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3)),
-    (4, False): tiles("BK", (32, 32, 8, 2), (64, 32, 8, 2)),
-    (4, True): tiles("BK", (16, 16, 8, 2), (32, 16, 8, 2))}
+    True: tiles("BK", (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3))}
 CANDIDATES = dict(norm_project_kernel=NORM_PROJECT, norm_project_backward_kernel=NORM_PROJECT_BACKWARD,
                   output_project_kernel=OUTPUT_PROJECT)
 
@@ -104,7 +81,7 @@ def looked_up(name, positions, channels, other, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates. other: the
     projection's width beside `channels`, N or K."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{other}"
-    return name, shape, CANDIDATES[name][dtype.itemsize, channels > 128]
+    return name, shape, CANDIDATES[name][channels > 128]
 
 
 @sums.constant
@@ -114,18 +91,19 @@ def programs(name, positions, channels, other, dtype):
 
 
 def run(kernel, x, weight, other, launch):
-    """launch(grid, options) with the tuner's choice, for x (..., c); other: the projection's other width."""
-    channels, dtype = x.shape[-1], weight.dtype
+    """launch(grid, options) with the tuner's choice, for x (..., c); other: the projection's other width.
+    Nothing for a fake x."""
+    if is_fake(x):
+        return
+    channels = x.shape[-1]
     positions = x.numel() // channels
     if positions >= 1 << 31:  # kernels count them in 32 bits
         raise ValueError(f"{tuple(x.shape)} are too many positions for one launch")
-    options = dict(C=channels, PRECISION=precision(dtype))
-
     def fitted(chosen):
         # No chunk of the inner channels is masked, so BK must divide them.
         chosen = {key: math.gcd(size, other) if key == "BK" else size for key, size in chosen.items()}
-        launch((triton.cdiv(positions, chosen["BM"]),), dict(options, **chosen))
-    tuner.launch(*looked_up(kernel.__name__, positions, channels, other, dtype), fitted)
+        launch((triton.cdiv(positions, chosen["BM"]),), dict(chosen, C=channels))
+    tuner.launch(*looked_up(kernel.__name__, positions, channels, other, weight.dtype), fitted)
 
 
 def whole_tiles(shape, width, options):
@@ -133,14 +111,18 @@ def whole_tiles(shape, width, options):
     return math.prod(shape[1:3]) % options["BM"] == 0 and width % options["BN"] == 0
 
 
-def check(dtype, channels, heads=0):
-    """ValueError with what unsupported() says, if it says anything."""
-    if message := unsupported(dtype, channels, heads):
-        raise ValueError(message)
+def check(weight, channels, heads=0):
+    """ValueError for what these kernels cannot take."""
+    check_dtype(weight, "projection")
+    if channels not in CHANNELS:
+        raise ValueError(f"no Triton projection of {channels} channels, but of "
+                         f"{', '.join(map(str, CHANNELS))}")
+    if heads > MOST_HEADS:
+        raise ValueError(f"no Triton projection for {heads} heads, but for up to {MOST_HEADS}")
 
 
 # --------------------------------------------------------------------------------------------------------
-# Launchers: what each operator runs, and the sizes of its results without the launch
+# Launchers: what each operator runs
 # --------------------------------------------------------------------------------------------------------
 
 
@@ -151,12 +133,16 @@ def sizes_of(x, weight, head_weight):
                 N=0 if weight is None else len(weight), HEADS=padded_width(heads) if heads else 0)
 
 
-def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None, after=None):
+def norm_project_launch(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor | None,
+                        head_weight: Tensor | None, eps: float, hidden_bias: Tensor | None = None,
+                        after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """y and head_bias, empty where their weight is None. after: a tensor that must be there first, so that a
     compiler does not make them earlier and keep them."""
-    y, head_bias = found = norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps)
-    given, sizes = head_weight if weight is None else weight, sizes_of(x, weight, head_weight)
-    check(given.dtype, x.shape[-1], sizes["H"])
+    (B, X, Y, C), sizes = x.shape, sizes_of(x, weight, head_weight)
+    y = x.new_empty(0) if weight is None else weight.new_empty(B, X, Y, sizes["N"])
+    head_bias = x.new_empty(0) if head_weight is None else head_weight.new_empty(B, sizes["H"], X, Y)
+    given = head_weight if weight is None else weight
+    check(given, C, sizes["H"])
 
     def launch(grid, options):
         stay = options["STAY"] and sizes["N"] % options["BN"] == 0 < sizes["N"]
@@ -164,24 +150,20 @@ def norm_project_launch(x, norm_weight, norm_bias, weight, head_weight, eps, hid
             x, norm_weight, norm_bias, given, head_weight, hidden_bias, y, head_bias, eps=eps, **sizes,
             WHOLE_TILES=whole_tiles(x.shape, sizes["N"], options), **dict(options, STAY=stay))
     run(kernels.norm_project_kernel, x, given, sizes["N"], launch)
-    return found
+    return y, head_bias
 
 
-def norm_project_sizes(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None, after=None):
-    sample, X, Y, _ = x.shape
-    return (x.new_empty(0) if weight is None else weight.new_empty(sample, X, Y, len(weight)),
-            x.new_empty(0) if head_weight is None else head_weight.new_empty(sample, len(head_weight), X, Y))
-
-
-def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
-                                 number, total):
+def norm_project_backward_launch(dy: Tensor | None, dbias: Tensor | None, x: Tensor, norm_weight: Tensor,
+                                 norm_bias: Tensor, weight: Tensor | None, head_weight: Tensor | None,
+                                 residual: Tensor | None, eps: float, number: int,
+                                 total: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dx (B, X, Y, c), to which the gradient `residual` is added; normalised x (P, c), empty without weight;
     partial sums (number, 2 + H [+ 1], c) of the gradients of norm_weight, norm_bias, head_weight [and, if
     total, of residual]. number: of programs."""
-    dx, normed, partial_sums = found = norm_project_backward_sizes(
-        dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps, number, total)
-    given, sizes = head_weight if weight is None else weight, sizes_of(x, weight, head_weight)
-    check(given.dtype, x.shape[-1], sizes["H"])
+    given, sizes, C = head_weight if weight is None else weight, sizes_of(x, weight, head_weight), x.shape[-1]
+    check(given, C, sizes["H"])
+    dx, normed = x.new_empty(x.shape), given.new_empty((0,) if weight is None else (sizes["P"], C))
+    partial_sums = x.new_empty(number, 2 + sizes["H"] + total, C, dtype=torch.float32)
 
     def launch(grid, options):
         with sums.room(partial_sums, *grid) as to:
@@ -190,22 +172,15 @@ def norm_project_backward_launch(dy, dbias, x, norm_weight, norm_bias, weight, h
                 **sizes, RESIDUAL=residual is not None, TOTAL=int(total),
                 WHOLE_TILES=whole_tiles(x.shape, sizes["N"], options), **options)
     run(kernels.norm_project_backward_kernel, x, given, sizes["N"], launch)
-    return found
+    return dx, normed, partial_sums
 
 
-def norm_project_backward_sizes(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, eps,
-                                number, total):
-    channels, heads = x.shape[-1], 0 if head_weight is None else len(head_weight)
-    normed = (0,) if weight is None else (x.numel() // channels, channels)
-    return (x.new_empty(x.shape), (head_weight if weight is None else weight).new_empty(normed),
-            x.new_empty(number, 2 + heads + total, channels, dtype=torch.float32))
-
-
-def output_project_launch(og, weight, bias, residual, drop, scale=1.0):
+def output_project_launch(og: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None,
+                          drop: Tensor | None, scale: float = 1.0) -> Tensor:
     """out (B, X, Y, c) of og (B, X, Y, k)."""
-    out = output_project_sizes(og, weight, bias, residual, drop)
+    out = (weight if residual is None else residual).new_empty(*og.shape[:-1], len(weight))
     (*_, X, Y, channels), width = out.shape, og.shape[-1]
-    check(weight.dtype, channels)
+    check(weight, channels)
     if not takes_inner(width):
         raise ValueError(f"no Triton output projection of {width} channels (but of multiples of {LEAST})")
     strides = zip("bxy", drop_strides(drop, out), strict=True)
@@ -223,10 +198,6 @@ def takes_inner(width):
     return width > 0 and width % LEAST == 0
 
 
-def output_project_sizes(og, weight, bias, residual, drop, scale=1.0):
-    return (weight if residual is None else residual).new_empty(*og.shape[:-1], len(weight))
-
-
 def drop_strides(drop, out):
     """Strides along samples, X and Y of factors broadcast to the shape of out; 0 where they are shared."""
     return (0, 0, 0) if drop is None else drop.expand(out.shape).stride()[:3]
@@ -237,30 +208,9 @@ def widened(drop, channels):
     return None if drop is None else drop.expand(*drop.shape[:-1], channels).contiguous()
 
 
-def norm_project_flops(x, norm_weight, norm_bias, weight, head_weight, *_, **__):
-    outputs = sum(shape[0] for shape in (weight, head_weight) if shape is not None)
-    return 2 * math.prod(x) * outputs
-
-
-def norm_project_backward_flops(dy, dbias, *forward, **_):
-    return norm_project_flops(*forward[:5])  # dx; the weight's gradient is a product of its own
-
-
-def output_project_flops(x, weight, *_, **__):
-    return 2 * math.prod(x[:-1]) * math.prod(weight)
-
-
-NORMS = "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor? weight, Tensor? head_weight"
-NORM_PROJECT_OP = operation(
-    f"norm_project({NORMS}, float eps, Tensor? hidden_bias=None, Tensor? after=None) -> (Tensor, Tensor)",
-    norm_project_launch, norm_project_sizes, norm_project_flops)
-NORM_PROJECT_BACKWARD_OP = operation(
-    f"norm_project_backward(Tensor? dy, Tensor? dbias, {NORMS}, Tensor? residual, float eps, "
-    "int number, bool total) -> (Tensor, Tensor, Tensor)", norm_project_backward_launch,
-    norm_project_backward_sizes, norm_project_backward_flops)
-OUTPUT_PROJECT_OP = operation(
-    "output_project(Tensor og, Tensor weight, Tensor bias, Tensor? residual, Tensor? drop, float scale=1.0) "
-    "-> Tensor", output_project_launch, output_project_sizes, output_project_flops)
+NORM_PROJECT_OP = operation("norm_project", norm_project_launch)
+NORM_PROJECT_BACKWARD_OP = operation("norm_project_backward", norm_project_backward_launch)
+OUTPUT_PROJECT_OP = operation("output_project", output_project_launch)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -315,12 +265,3 @@ def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hand_on=Fa
     found = NormProject.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), weight,
                               head_weight, eps, hand_on)
     return found if hand_on else found[:2]
-
-
-def unsupported(dtype, channels, heads=0):
-    """Why these kernels cannot take weights of this dtype, so many channels and heads; "" if they can."""
-    if dtype not in DTYPES:
-        return f"no Triton projection in {str(dtype)[6:]}"
-    if channels not in CHANNELS:
-        return f"no Triton projection of {channels} channels (but of {', '.join(map(str, CHANNELS))})"
-    return f"no Triton projection for {heads} heads (at most {MOST_HEADS})" if heads > MOST_HEADS else ""

@@ -53,8 +53,7 @@ def head_offsets(number, h, P, PLANE, H, WHOLE_TILES: tl.constexpr, BM: tl.const
 
 @triton.jit
 def normed_tile(x, norm_weight, norm_bias, heads_tile, head_bias, number, P, PLANE, H, eps,
-                dtype: tl.constexpr, WHOLE_TILES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                BM: tl.constexpr):
+                dtype: tl.constexpr, WHOLE_TILES: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
     """LayerNorm of tile `number` of x, (BM, C) in dtype. Where heads_tile (HEADS, C) is given, stores its
     product with that in head_bias (B, H, PLANE), too."""
     first = number.to(tl.int64) * BM
@@ -62,7 +61,7 @@ def normed_tile(x, norm_weight, norm_bias, heads_tile, head_bias, number, P, PLA
     x_tile = load_rows(x + first * C, tl.arange(0, BM), remaining, C)  # (BM, C)
     normed = layer_norm(x_tile, norm_weight, norm_bias, eps, C)[0].to(dtype)  # (BM, C)
     if heads_tile is not None:
-        bias_tile = tl.dot(normed, tl.trans(heads_tile), input_precision=PRECISION)  # (BM, HEADS)
+        bias_tile = tl.dot(normed, tl.trans(heads_tile))  # (BM, HEADS)
         offsets, exist = head_offsets(number, tl.arange(0, heads_tile.shape[0]), P, PLANE, H, WHOLE_TILES,
                                       BM)
         tl.store(head_bias + offsets, bias_tile.to(head_bias.dtype.element_ty), mask=exist)
@@ -81,8 +80,7 @@ def store_outputs(y, y_tile, number, n, P, N: tl.constexpr, WHOLE_TILES: tl.cons
 @triton.jit
 def norm_project_kernel(x, norm_weight, norm_bias, weight, head_weight, hidden_bias, y, head_bias, P, PLANE,
                         H, eps, N: tl.constexpr, HEADS: tl.constexpr, WHOLE_TILES: tl.constexpr,
-                        STAY: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-                        BN: tl.constexpr):
+                        STAY: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """One program: LayerNorm of BM positions, and all N + H outputs of them.
 
         y = LayerNorm(x) weight^T                           or, given hidden_bias,
@@ -115,16 +113,16 @@ def norm_project_kernel(x, norm_weight, norm_bias, weight, head_weight, hidden_b
         for ago in range(tl.program_id(0), tiles, tl.num_programs(0)):
             number = tiles - 1 - ago  # from the end, as from_the_end() does
             normed = normed_tile(x, norm_weight, norm_bias, heads_tile, head_bias, number, P, PLANE, H, eps,
-                                 dtype, WHOLE_TILES, PRECISION, C, BM)  # (BM, C)
+                                 dtype, WHOLE_TILES, C, BM)  # (BM, C)
             for i in tl.static_range(N // BN):
-                y_tile = tl.dot(normed, weight_tiles[i], input_precision=PRECISION)  # (BM, BN)
+                y_tile = tl.dot(normed, weight_tiles[i])  # (BM, BN)
                 if hidden_bias is not None:
                     y_tile = relu(y_tile + hidden_bias_tiles[i][None, :])
                 store_outputs(y, y_tile, number, i * BN + n, P, N, WHOLE_TILES, BM)
     else:
         number = from_the_end(0)
         normed = normed_tile(x, norm_weight, norm_bias, heads_tile, head_bias, number, P, PLANE, H, eps,
-                             dtype, WHOLE_TILES, PRECISION, C, BM)  # (BM, C)
+                             dtype, WHOLE_TILES, C, BM)  # (BM, C)
         # A chunk of BN outputs after the other; their weights come from the cache
         for n0 in range(0, N, BN):
             n, width = n0 + tl.arange(0, BN), None if WHOLE_TILES else N
@@ -132,7 +130,7 @@ def norm_project_kernel(x, norm_weight, norm_bias, weight, head_weight, hidden_b
                 hidden_bias_tile = tl.load(hidden_bias + n, mask=below(n, width), other=0.0)  # (BN,)
                 hidden_bias_tile = hidden_bias_tile.to(tl.float32)
             weight_tile = load_rows(weight, n, width, C)  # (BN, C)
-            y_tile = tl.dot(normed, tl.trans(weight_tile), input_precision=PRECISION)  # (BM, BN)
+            y_tile = tl.dot(normed, tl.trans(weight_tile))  # (BM, BN)
             if hidden_bias is not None:
                 y_tile = relu(y_tile + hidden_bias_tile[None, :])
             store_outputs(y, y_tile, number, n, P, N, WHOLE_TILES, BM)
@@ -147,8 +145,8 @@ def norm_project_kernel(x, norm_weight, norm_bias, weight, head_weight, hidden_b
 def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, head_weight, residual, dx,
                                  normed_out, partial_sums, P, PLANE, H, eps, N: tl.constexpr,
                                  HEADS: tl.constexpr, RESIDUAL: tl.constexpr, TOTAL: tl.constexpr,
-                                 WHOLE_TILES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                                 BM: tl.constexpr, BN: tl.constexpr):
+                                 WHOLE_TILES: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                                 BN: tl.constexpr):
     """One program: dx of BM positions, and their share of the parameters' gradients. Axis 0: tiles of BM.
 
         dnormed = dy weight + dbias head_weight;    dx = dnormed through LayerNorm [+ residual]
@@ -172,14 +170,14 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
         dbias_tile = tl.load(dbias + offsets, mask=exist, other=0.0).to(dtype)  # (BM, HEADS)
         of_head = h[:, None] * C + c[None, :]
         heads_tile = tl.load(head_weight + of_head, mask=h[:, None] < H, other=0.0)  # (HEADS, C)
-        dnormed = tl.dot(dbias_tile, heads_tile, dnormed, input_precision=PRECISION)
+        dnormed = tl.dot(dbias_tile, heads_tile, dnormed)
     if N > 0:
         dy += first * N
         for n0 in range(0, N, BN):
             n = n0 + tl.arange(0, BN)
             dy_tile = tl.load(dy + p[:, None] * N + n[None, :], other=0.0,
                               mask=below(p, remaining)[:, None] & below(n, width)[None, :])  # (BM, BN)
-            dnormed = tl.dot(dy_tile, load_rows(weight, n, width, C), dnormed, input_precision=PRECISION)
+            dnormed = tl.dot(dy_tile, load_rows(weight, n, width, C), dnormed)
 
     # normed = LayerNorm(x), recomputed
     normed, x_hat, rstd = layer_norm(x_tile, norm_weight, norm_bias, eps, C)  # (BM, C) twice, (BM,)
@@ -190,10 +188,10 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
     # This program's partial sums
     partial_sums += tl.program_id(0).to(tl.int64) * (2 + H + TOTAL) * C
     if HEADS > 0:
-        dhead_weight = tl.dot(tl.trans(dbias_tile), normed, input_precision=PRECISION)  # (HEADS, C)
+        dhead_weight = tl.dot(tl.trans(dbias_tile), normed)  # (HEADS, C)
         tl.store(partial_sums + 2 * C + of_head, dhead_weight, mask=h[:, None] < H)
-    store_sums(partial_sums, c, dnormed * x_hat, dtype, PRECISION, BM)
-    store_sums(partial_sums + C, c, dnormed, dtype, PRECISION, BM)
+    store_sums(partial_sums, c, dnormed * x_hat, dtype, BM)
+    store_sums(partial_sums + C, c, dnormed, dtype, BM)
 
     # dx, with what only has to be added
     dx_tile = layer_norm_backward(dnormed, x_hat, rstd, tl.load(norm_weight + c).to(tl.float32), C)  # (BM, C)
@@ -201,7 +199,7 @@ def norm_project_backward_kernel(dy, dbias, x, norm_weight, norm_bias, weight, h
         # The gradient of x as its other reader, the residual, has it
         handed_on = load_rows(residual + first * C, p, remaining, C).to(tl.float32)  # (BM, C)
         if TOTAL > 0:
-            store_sums(partial_sums + (2 + H) * C, c, handed_on, dtype, PRECISION, BM)
+            store_sums(partial_sums + (2 + H) * C, c, handed_on, dtype, BM)
         dx_tile += handed_on
     store_rows(dx + first * C, p, remaining, dx_tile, C)
 
@@ -243,8 +241,8 @@ def factors(drop, p, P, X, Y, drop_stride_b, drop_stride_x, drop_stride_y, C: tl
 @triton.jit
 def output_project_kernel(og, weight, bias, residual, drop, out, P, X, Y, drop_stride_b, drop_stride_x,
                           drop_stride_y: tl.constexpr, scale, K: tl.constexpr, RESIDUAL: tl.constexpr,
-                          DROP: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-                          BM: tl.constexpr, BK: tl.constexpr):
+                          DROP: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
+                          BK: tl.constexpr):
     """One program: all C outputs of BM positions. Axis 0: tiles of BM positions.
 
         out = [residual +] [drop *] (og weight^T + scale bias)
@@ -265,7 +263,7 @@ def output_project_kernel(og, weight, bias, residual, drop, out, P, X, Y, drop_s
         og_tile = tl.load(og + p[:, None] * K + k[None, :], mask=below(p, remaining)[:, None],
                           other=0.0)  # (BM, BK)
         weight_tile = tl.load(weight + c[:, None] * K + k[None, :])  # (C, BK)
-        acc = tl.dot(og_tile, tl.trans(weight_tile), acc, input_precision=PRECISION)
+        acc = tl.dot(og_tile, tl.trans(weight_tile), acc)
 
     # Dropout and residual, before anything is rounded
     if DROP:

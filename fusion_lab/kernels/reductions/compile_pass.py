@@ -21,6 +21,7 @@ from torch._library.utils import get_layout_constraint_tag
 from torch.fx.node import map_arg
 
 from fusion_lab.kernels.common import NAMESPACE
+from fusion_lab.kernels.precision import HALF
 from fusion_lab.kernels.reductions import sums, weight_gradients
 
 aten = torch.ops.aten
@@ -97,7 +98,7 @@ class GatheredGradients(CustomGraphPass):
         sizes = [*(n for t in tensors for n in t.shape), *(t.stride(0) for t in tensors)]
         fits = (all(isinstance(n, int) for n in sizes)  # no symbolic sizes
                 and value(transposed).stride() == tensors[0].stride()[::-1]
-                and all(t.device.type == self.device and t.dtype in weight_gradients.DTYPES
+                and all(t.device.type == self.device and t.dtype in HALF
                         and t.stride(1) == 1 and t.stride(0) % ALIGNED == t.shape[1] % ALIGNED == 0
                         for t in tensors)
                 and positions >= LEAST_POSITIONS and numbers <= MOST_NUMBERS

@@ -18,8 +18,10 @@ import operator
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import add_up, operation
 from fusion_lab.kernels.precision import at_least_float32
 
@@ -55,15 +57,17 @@ def room(partial_sums, programs):
     partial_sums[1:].zero_()
 
 
+def summed(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of partial_sums (programs, ...) over programs, in this dtype."""
+    return launch(partial_sums, dtype)
+
+
 def launch(partial_sums, dtype, bound=None, name=None):
-    """The sum of partial_sums (programs, ...) over programs, in this dtype. bound, name: as in bind()."""
-    out = sizes(partial_sums, dtype)
-    add_up(partial_sums, out, bound, name)
+    """The same; bound, name: as in bind()."""
+    out = partial_sums.new_empty(partial_sums.shape[1:], dtype=dtype)
+    if not is_fake(out):
+        add_up(partial_sums, out, bound, name)
     return out
-
-
-def sizes(partial_sums, dtype):
-    return partial_sums.new_empty(partial_sums.shape[1:], dtype=dtype)
 
 
 @triton.jit
@@ -93,9 +97,12 @@ def sums_kernel(problems, rows, columns, out, COUNT: tl.constexpr, BR: tl.conste
     tl.store(out + offset + n, tl.sum(acc, 0).to(out.dtype.element_ty), mask=n < N)
 
 
-def gathered(partial_sums, dtype):
+def gathered(partial_sums: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The sums of each of the partial_sums, [(programs, ...)], one after the other, (numbers,)."""
-    out, end = gathered_sizes(partial_sums, dtype), 0
+    out = partial_sums[0].new_empty(sum(each.shape[1:].numel() for each in partial_sums), dtype=dtype)
+    if is_fake(out):
+        return out
+    end = 0
     for first in range(0, len(partial_sums), MOST):
         problems = partial_sums[first:first + MOST]
         columns = [problem.shape[1:].numel() for problem in problems]
@@ -106,10 +113,6 @@ def gathered(partial_sums, dtype):
     return out
 
 
-def gathered_sizes(partial_sums, dtype):
-    return partial_sums[0].new_empty(sum(each.shape[1:].numel() for each in partial_sums), dtype=dtype)
-
-
 def over_rows(x):
     """The sum of x (P, c) over its rows, in its dtype. A compiler would make it in two kernels. Here it makes
     partial sums in one, and the rest is left to OP, which is gathered."""
@@ -118,5 +121,5 @@ def over_rows(x):
     return x.sum(0)
 
 
-OP = operation("summed(Tensor partial_sums, ScalarType dtype) -> Tensor", launch, sizes)
-GATHERED_OP = operation("sums(Tensor[] partial_sums, ScalarType dtype) -> Tensor", gathered, gathered_sizes)
+OP = operation("summed", summed)
+GATHERED_OP = operation("sums", gathered)

@@ -15,13 +15,15 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import add_up, candidates, check_shapes, operation
+from fusion_lab.kernels.precision import HALF
 
 MOST = 32  # problems of one launch: pointers and sizes of all are its arguments
 LEAST = 512  # positions of a share, if there are so many: eight iterations of a program's loop
-DTYPES = (torch.float16, torch.bfloat16)
 
 # PROGRAMS: about how many there shall be; it sets the number of shares. No tile has 32 rows: Triton 3.6 makes
 # faulty code for those, transposed. The first candidate fits every GPU.
@@ -30,11 +32,6 @@ CANDIDATES = candidates(
     TILES, (64, 64, 64, 4, 2, 512), *((*tile, programs) for programs in (256, 512, 1024) for tile in (
         (64, 64, 64, 4, 3), (64, 128, 64, 4, 3), (128, 64, 64, 4, 3), (128, 128, 64, 8, 2),
         (128, 128, 64, 8, 3))))
-
-
-def reference(lefts, rights):
-    """The same in plain PyTorch."""
-    return torch.cat([(left.t() @ right).flatten() for left, right in zip(lefts, rights, strict=True)])
 
 
 @triton.jit
@@ -102,10 +99,13 @@ def multiply(lefts, rights, out, chosen):
         add_up(partial_sums, out)
 
 
-def launch(lefts, rights):
+def launch(lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
     """All results one after the other, (numbers,). ValueError for what the kernel cannot take."""
     check(lefts, rights)
-    out = sizes(lefts, rights)
+    out = lefts[0].new_empty(sum(left.shape[1] * right.shape[1]
+                                 for left, right in zip(lefts, rights, strict=True)))
+    if is_fake(out):
+        return out
     lefts, rights = ([t if t.stride(1) == 1 else t.contiguous() for t in tensors]
                      for tensors in (lefts, rights))
     ends = [0]
@@ -127,7 +127,7 @@ def check(lefts, rights):
         raise ValueError(f"{len(lefts)} left and {len(rights)} right operands, but there must be as many of "
                          "each, and one at least")
     dtypes = {t.dtype for t in (*lefts, *rights)}
-    if len(dtypes) > 1 or lefts[0].dtype not in DTYPES:
+    if len(dtypes) > 1 or lefts[0].dtype not in HALF:
         raise ValueError(f"no Triton gradients of weights from {' and '.join(sorted(map(str, dtypes)))}, but "
                          "from one of float16 and bfloat16")
     for number, (left, right) in enumerate(zip(lefts, rights, strict=True)):
@@ -135,13 +135,4 @@ def check(lefts, rights):
                      (f"right {number}", right, (left.shape[0], right.shape[-1])))
 
 
-def sizes(lefts, rights):
-    return lefts[0].new_empty(sum(left.shape[1] * right.shape[1]
-                                  for left, right in zip(lefts, rights, strict=True)))
-
-
-def flops(lefts, rights, **_):
-    return sum(2 * positions * n * m for (positions, n), (_, m) in zip(lefts, rights, strict=True))
-
-
-OP = operation("weight_gradients(Tensor[] lefts, Tensor[] rights) -> Tensor", launch, sizes, flops)
+OP = operation("weight_gradients", launch)

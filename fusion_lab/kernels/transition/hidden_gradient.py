@@ -10,24 +10,23 @@ positions. Over these it adds up db1 in registers, number by number: between thr
 
 Source: AlphaFold 2 supplement, Alg. 9 and 15 (transitions).
 """
-import math
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
-    DTYPES,
     below,
     candidates,
+    check_dtype,
     check_shapes,
     from_the_end,
     load_rows,
     operation,
-    precision,
 )
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import product_dtype
@@ -36,21 +35,14 @@ from fusion_lab.kernels.reductions import sums
 PROGRAMS = 1024  # over which chunks and positions are spread: about eight for each processor of a large GPU
 UNIT = 64  # of which the number of hidden units is a multiple: BK of every first candidate divides it
 
-# BM positions and BK hidden units of a tile. By bytes of a number and by whether there are more than 128
-# channels; the first of each fits every GPU.
+# BM positions and BK hidden units of a tile, by whether there are more than 128 channels; the first of each
+# fits every GPU.
 TILES = ("BM", "BK", "num_warps", "num_stages")
 CANDIDATES = {
-    (2, False): candidates(TILES, (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 3),
+    False: candidates(TILES, (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 3),
                            (32, 64, 4, 3), (64, 128, 4, 3)),
-    (2, True): candidates(TILES, (32, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 4, 3),
-                          (64, 128, 8, 3)),
-    (4, False): candidates(TILES, (32, 32, 8, 2)),
-    (4, True): candidates(TILES, (16, 16, 8, 2))}
-
-
-def reference(x, w1, b1, w2, b2):
-    """The same in plain PyTorch."""
-    return F.linear(F.linear(x, w1, b1).relu(), w2, b2)
+    True: candidates(TILES, (32, 32, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 4, 3),
+                          (64, 128, 8, 3))}
 
 
 @triton.jit
@@ -66,7 +58,7 @@ def transition_hidden_gradient_kernel(
         hidden,  # (P, K): h
         out,  # (P, K) out: dh
         partial_sums,  # (shares, K) out: of db1
-        P, SHARE, K: tl.constexpr, WHOLE_TILES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+        P, SHARE, K: tl.constexpr, WHOLE_TILES: tl.constexpr, C: tl.constexpr,
         BM: tl.constexpr, BK: tl.constexpr):
     """dh = (dy W2) * [h > 0];  db1 = sum of dh over positions: BK hidden units of K, SHARE positions of P a
     program, in tiles of BM.
@@ -89,7 +81,7 @@ def transition_hidden_gradient_kernel(
         ahead = tl.full((BM,), p0 + BM, tl.int64) < end if WHOLE_TILES else m + BM < remaining  # (BM,)
         next_h = tl.load(unit_pointers(hidden, p0 + BM, m, k, K), mask=ahead[:, None], other=0.0)
         dh = load_rows(gradient + p0 * C, m, remaining, C)  # (BM, C)
-        dh = tl.dot(dh, w_tile, input_precision=PRECISION)  # (BM, BK)
+        dh = tl.dot(dh, w_tile)  # (BM, BK)
         dh = tl.where(h > 0, dh, 0.0)
         acc += dh
         tl.store(unit_pointers(out, p0, m, k, K), dh.to(out.dtype.element_ty),
@@ -102,7 +94,7 @@ def looked_up(positions, channels, units, dtype):
     """What the tuner goes by: the kernel's name, the class of its arguments, its candidates: chunks of hidden
     units are whole."""
     shape = f"{str(dtype)[6:]} P{triton.next_power_of_2(positions)} C{channels} N{units}"
-    whole = [each for each in CANDIDATES[dtype.itemsize, channels > 128] if units % each["BK"] == 0]
+    whole = [each for each in CANDIDATES[channels > 128] if units % each["BK"] == 0]
     return "transition_hidden_gradient_kernel", shape, whole
 
 
@@ -119,13 +111,15 @@ def shares(positions, channels, units, dtype):
     return split_positions(positions, units, tuner.chosen(*looked_up(positions, channels, units, dtype)))[1]
 
 
-def launch(gradient, w2, hidden, count):
+def launch(gradient: Tensor, w2: Tensor, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """dh (P, u) and partial sums (count, u) of db1 from dy (P, c), W2 (c, u) and h (P, u).
     count: from shares()."""
-    out, partial_sums = sizes(gradient, w2, hidden, count)
-    (channels, units), positions = w2.shape, len(hidden)
-    if message := unsupported(w2.dtype, channels, units):
-        raise ValueError(message)
+    (channels, units), positions = w2.shape, hidden.shape[0]
+    out = hidden.new_empty(hidden.shape)
+    partial_sums = hidden.new_empty(count, units, dtype=torch.float32)
+    check(w2, channels, units)
+    if is_fake(out):
+        return out, partial_sums
     if not positions:
         return out, partial_sums.zero_()
 
@@ -134,22 +128,12 @@ def launch(gradient, w2, hidden, count):
         with sums.room(partial_sums, number) as room:
             transition_hidden_gradient_kernel[units // chosen["BK"], number](
                 gradient, w2, hidden, out, room, P=positions, SHARE=share, K=units,
-                WHOLE_TILES=positions % chosen["BM"] == 0, PRECISION=precision(w2.dtype), C=channels,
-                **chosen)
+                WHOLE_TILES=positions % chosen["BM"] == 0, C=channels, **chosen)
     tuner.launch(*looked_up(positions, channels, units, w2.dtype), run)
     return out, partial_sums
 
 
-def sizes(gradient, w2, hidden, count):
-    return hidden.new_empty(hidden.shape), hidden.new_empty(count, hidden.shape[1], dtype=torch.float32)
-
-
-def flops(gradient, w2, *_, **__):
-    return 2 * math.prod(gradient) * w2[1]
-
-
-OP = operation("hidden_gradient(Tensor gradient, Tensor w2, Tensor hidden, int count) -> (Tensor, Tensor)",
-               launch, sizes, flops)
+OP = operation("hidden_gradient", launch)
 
 
 class TwoLayers(torch.autograd.Function):
@@ -178,16 +162,15 @@ def two_layers(x, w1, b1, w2, b2):
     check_shapes(("w1", w1, (units, channels)), ("b1", b1, (units,)), ("w2", w2, (channels, units)),
                  ("b2", b2, (channels,)))
     x, w1, b1, w2, b2 = (t.to(product_dtype(x)).contiguous() for t in (x, w1, b1, w2, b2))
-    if message := unsupported(w1.dtype, channels, units):
-        raise ValueError(message)
+    check(w1, channels, units)
     return TwoLayers.apply(x, w1, b1, w2, b2)
 
 
-def unsupported(dtype, channels, units):
-    """Why the kernel cannot take weights of this dtype, so many channels, hidden units; "" if it can."""
-    if dtype not in DTYPES:
-        return f"no Triton gradient of a hidden layer in {str(dtype)[6:]}"
+def check(weight, channels, units):
+    """ValueError for weights that the kernel cannot take: their dtype, so many channels, hidden units."""
+    check_dtype(weight, "gradient of a hidden layer")
     if channels not in CHANNELS:
-        return (f"no Triton gradient of a hidden layer from {channels} channels (but from "
-                f"{', '.join(map(str, CHANNELS))})")
-    return f"{units} hidden units are no multiple of {UNIT}" if units % UNIT else ""
+        raise ValueError(f"no Triton gradient of a hidden layer from {channels} channels, but from "
+                         f"{', '.join(map(str, CHANNELS))}")
+    if units % UNIT:
+        raise ValueError(f"{units} hidden units are no multiple of {UNIT}")

@@ -16,7 +16,6 @@ each line is a product, a pass over what it wrote, one over what it reads, and m
 Source: AlphaFold 2 supplement, Alg. 9 and 15 (transitions).
 """
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import projections
@@ -24,13 +23,6 @@ from fusion_lab.kernels.common import check_shapes
 from fusion_lab.kernels.precision import product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.transition import hidden_gradient
-
-
-def reference(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5, residual=None):
-    """The same in plain PyTorch; arguments as in transition_layer()."""
-    normal = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
-    update = hidden_gradient.reference(normal, w1, b1, w2, b2)
-    return update if residual is None else residual + update
 
 
 class TransitionLayer(torch.autograd.Function):
@@ -74,7 +66,6 @@ def transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5, residu
         return residual + transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps,
                                            recompute=recompute)
     w1, b1, w2, b2 = (t.to(product_dtype(x)).contiguous() for t in (w1, b1, w2, b2))
-    if message := hidden_gradient.unsupported(w1.dtype, channels, units):
-        raise ValueError(message)
+    hidden_gradient.check(w1, channels, units)
     return TransitionLayer.apply(x.contiguous(), norm_weight.contiguous(), norm_bias.contiguous(), w1, b1, w2,
                                  b2, residual_is_x, eps, recompute)

@@ -4,12 +4,11 @@ From Python a plan says once what follows from shapes, strides and dtypes. Where
 it is operator.triangle_multiplication().
 """
 import torch
-import torch.nn.functional as F
 
-from fusion_lab.kernels.common import check_device, check_shapes, padded_width, shared_dtype
-from fusion_lab.kernels.eager import as_given, plain_is_faster, planned, stream_of, watched
+from fusion_lab.kernels.common import check_device, check_shapes, shared_dtype
+from fusion_lab.kernels.eager import as_given, planned, say_plain, stream_of, watched
 from fusion_lab.kernels.limits import CHANNELS
-from fusion_lab.kernels.precision import product_dtype
+from fusion_lab.kernels.precision import HALF, product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 
@@ -58,11 +57,11 @@ class Plan:
     """What follows from how the tensors of a call look."""
     name, kept = NAME, {}
 
-    def __init__(self, tensors, learns, outgoing, eps, width):
+    def __init__(self, tensors, learns, outgoing, eps):
         x, mask, *weights = tensors
         check_device(NAME, x)
         check(x, mask, weights)
-        self.outgoing, self.eps, self.width = outgoing, float(eps), width
+        self.outgoing, self.eps = outgoing, float(eps)
         self.dtype, self.learns = product_dtype(x), learns
         self.call = None  # made of what the first call gives the kernels
         self.shape, self.c = x.shape if x.dim() == 4 else (1, *x.shape), x.shape[-1]
@@ -86,15 +85,14 @@ class Plan:
             out, saved = self.again(pair, parameters, mask)
             return out if x.dim() == 4 else out.view(x.shape), saved
         if self.call is None:
-            trimul.check(pair, parameters, mask, None, None, self.dtype)
-            self.call = trimul.Call(pair, parameters, mask, None, self.outgoing, self.width)
+            trimul.check(pair, parameters, mask, None, None)
+            self.call = trimul.Call(pair, parameters, mask, None, self.outgoing)
             self.programs = [trimul.programs(name, *self.shape[:2], self.c, self.dtype) for name in (
                 "triangle_multiplication_front_backward_kernel",
                 "triangle_multiplication_back_backward_kernel")]
             self.sums_dtype = shared_dtype([dict(zip(trimul.PARAMETERS, parameters, strict=True))[name]
                                             for name in trimul.SUMMED])
-        out, *saved = trimul.forward(pair, parameters, mask, None, None, self.outgoing, self.eps, self.learns,
-                                     call=self.call)
+        out, *saved = self.call.forward(pair, parameters, mask, None, None, self.eps, self.learns)
         return out if x.dim() == 4 else out.view(x.shape), (pair, mask, *saved, *parameters)
 
     def again(self, pair, parameters, mask):
@@ -135,9 +133,9 @@ class Plan:
     def first_backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides,
                        *parameters):
         """operator.backward(), whose launches are then kept, and the sums of its partial sums (10 c,)."""
-        dpair, dprojected, dout, *partial_sums = trimul.backward(
+        dpair, dprojected, dout, *partial_sums = self.call.backward(
             gradient, pair, parameters, mask, None, statistics, normed, normed_product, product, sides, False,
-            self.outgoing, *self.programs, call=self.call)
+            *self.programs)
         found = [sums.launch(each, self.sums_dtype, self.call.bound, name)
                  for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
         return dpair, dprojected, dout, torch.cat(found), normed, normed_product
@@ -174,22 +172,13 @@ def plain(pair, *given):
     return trimul.reference(pair, *(t.to(pair.dtype) if isinstance(t, torch.Tensor) else t for t in given))
 
 
-def by_whole_function(function, x, mask, weights, *settings, **named):
+def by_whole_function(function, x, mask, weights, *settings):
     """function(pair, *operator.PARAMETERS, mask, *settings): where no plan serves."""
     check(x, mask, weights)
     pair, c = x if x.dim() == 4 else x[None], x.shape[-1]
     mask = None if mask is None else mask.expand(pair.shape[:3])
     parameters = packed(x, weights, (x.new_ones(c), x.new_zeros(c)) * 2)
-    return function(pair, *parameters, mask, *settings, **named).view(x.shape)
-
-
-def padded(x, weights, wide):
-    """x and weights of a call with so many channels more, of zeros."""
-    c, more = x.shape[-1], (0, wide)
-
-    def pad(w):  # (c,), (c, c), (2 c,) or (2 c, c): with zeros behind each c
-        return w if w is None else F.pad(w.unflatten(0, (-1, c)), more * w.dim()).flatten(0, 1)
-    return F.pad(x, more), [pad(w) for w in weights]
+    return function(pair, *parameters, mask, *settings).view(x.shape)
 
 
 def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_weight=None, norm_in_bias=None,
@@ -202,27 +191,19 @@ def triangle_multiplicative_update(x, direction="outgoing", mask=None, norm_in_w
     g_out_weight (D, D); biases (2 D,) and (D,). Norms default to 1 and 0, biases of projections to none.
     Weights of projections must be given: there they would be drawn at random. They are cast to the dtype of
     x, under autocast to autocast's, which the result has then, too; gradients have the dtypes of what they
-    belong to. Up to 256 channels; to a power of two they are padded. Strict float32 on NVIDIA's GPUs runs in
-    PyTorch's operations, which a warning says. ValueError for what the kernels cannot take; RuntimeError for
-    their second derivatives.
+    belong to. Kernels take 16 bits and 16, 32, 64, 128 or 256 channels; all else runs in PyTorch's
+    operations, which a warning says. ValueError for wrong shapes, RuntimeError for second derivatives of
+    kernels.
     """
     if direction not in ("outgoing", "incoming"):
         raise ValueError(f"direction is {direction!r}, but must be 'outgoing' or 'incoming'")
     weights = (norm_in_weight, norm_in_bias, p_in_weight, p_in_bias, g_in_weight, g_in_bias, norm_out_weight,
                norm_out_bias, p_out_weight, p_out_bias, g_out_weight, g_out_bias)
     outgoing, dtype, c = direction == "outgoing", product_dtype(x), x.shape[-1]
-    if dtype is torch.float32 and plain_is_faster(NAME, x):
+    if c not in CHANNELS or x.is_cuda and dtype not in HALF:
+        say_plain(NAME, f"{c} channels in {str(dtype)[6:]}")
         return by_whole_function(plain, x, mask, weights, outgoing, eps)
-    if c not in CHANNELS and c < CHANNELS[-1]:
-        check(x, mask, weights)
-        x, weights = padded(x, weights, padded_width(c) - c)
-        return by_kernels(x, mask, weights, dtype, outgoing, eps, c)[..., :c]
-    return by_kernels(x, mask, weights, dtype, outgoing, eps, c)
-
-
-def by_kernels(x, mask, weights, dtype, outgoing, eps, width):
-    """The update of x, of whose channels `width` are no padding; dtype: of products."""
     given = x, mask, *weights
     if watched(NAME, given):
-        return by_whole_function(trimul.triangle_multiplication, x, mask, weights, outgoing, eps, width=width)
-    return planned(Plan, given, dtype, outgoing, eps, width)
+        return by_whole_function(trimul.triangle_multiplication, x, mask, weights, outgoing, eps)
+    return planned(Plan, given, dtype, outgoing, eps)

@@ -8,9 +8,8 @@ axis. No tile is partial: SP SP is a multiple of 256, BM a power of two up to 12
 A position has two numbers:
     padded_p  in the padded planes (B, SP, SP): sides, product and statistics, whose channels come first
     p         in (B, S, S): pair, normed, out and others, whose channels come last
-`inside` says which padded positions are real ones. The first WIDTH of C channels are real: pair and
-projections are 0 beyond, and only LayerNorms must know. channel_stride = B SP SP numbers lie between two
-channels of the planes.
+`inside` says which padded positions are real ones. channel_stride = B SP SP numbers lie between two channels
+of the planes.
 """
 import triton
 import triton.language as tl
@@ -106,18 +105,18 @@ def load_mask(mask, inside, at, MASK: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(x, statistics, channel_stride, padded_p, eps, C: tl.constexpr, WIDTH: tl.constexpr):
+def store_statistics(x, statistics, channel_stride, padded_p, eps, C: tl.constexpr):
     """Mean and 1 / std of x (BM, C), (BM,) each; statistics (2, B SP SP) get them, too."""
-    mean, rstd = moments(x, eps, C, WIDTH)
+    mean, rstd = moments(x, eps, C)
     tl.store(statistics + padded_p, mean)
     tl.store(statistics + channel_stride + padded_p, rstd)
     return mean, rstd
 
 
 @triton.jit
-def project(x, w, bias, BIAS: tl.constexpr, PRECISION: tl.constexpr):
+def project(x, w, bias, BIAS: tl.constexpr):
     """x (BM, C) times w (BC, C) transposed, plus bias (BC,): (BM, BC) in float32."""
-    result = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+    result = tl.dot(x, tl.trans(w))
     if BIAS:
         result += bias[None, :]
     return result
@@ -125,12 +124,12 @@ def project(x, w, bias, BIAS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def norm_gradient(dnormed, x, mean, rstd, weight, partial_sums, channels, dtype: tl.constexpr,
-                  PRECISION: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
+                  C: tl.constexpr, BM: tl.constexpr):
     """LayerNorm's derivative (BM, C) of dnormed and x (BM, C). partial_sums (2, C): of weight's, bias's."""
     x_hat = normalised(x, mean, rstd)  # (BM, C)
-    store_sums(partial_sums, channels, dnormed * x_hat, dtype, PRECISION, BM)
-    store_sums(partial_sums + C, channels, dnormed, dtype, PRECISION, BM)
-    return layer_norm_backward(dnormed, x_hat, rstd, load_vector(weight, channels), WIDTH)
+    store_sums(partial_sums, channels, dnormed * x_hat, dtype, BM)
+    store_sums(partial_sums + C, channels, dnormed, dtype, BM)
+    return layer_norm_backward(dnormed, x_hat, rstd, load_vector(weight, channels), C)
 
 
 @triton.jit
@@ -144,8 +143,8 @@ def triangle_multiplication_front_kernel(
         statistics,  # (2, B SP SP) out, float32: pair's mean, 1 / std
         S, SP, channel_stride, eps, mask_stride_b, mask_stride_i, mask_stride_j,
         IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, NO_PADDING: tl.constexpr,
-        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        LINES: tl.constexpr, C: tl.constexpr,
+        BM: tl.constexpr, BC: tl.constexpr):
     """Forward, before the product: left and right of BM positions.
 
         x = LN(pair);  side = (x W^T + b) * sigmoid(x G^T + g) * mask
@@ -161,7 +160,7 @@ def triangle_multiplication_front_kernel(
     x = load_tile(pair, p, inside, channels, C)  # (BM, C)
     chunk_bias = load_bias(in_bias, chunk, IN_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)  # (BC,)
-    mean, rstd = store_statistics(x, statistics, channel_stride, padded_p, eps, C, WIDTH)  # (BM,)
+    mean, rstd = store_statistics(x, statistics, channel_stride, padded_p, eps, C)  # (BM,)
     x = affine(normalised(x, mean, rstd), norm_weight, norm_bias, C).to(in_weight.dtype.element_ty)  # (BM, C)
     store_tile(normed, p, inside, channels, C, x)
     mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
@@ -173,8 +172,8 @@ def triangle_multiplication_front_kernel(
         next_bias = load_bias(in_bias, next_chunk, IN_BIAS)  # (BC,)
         next_gate_bias = load_bias(in_bias, next_chunk + 2 * C, IN_BIAS)  # (BC,)
         at = in_weight + chunk[:, None] * C + channels[None, :]  # (BC, C)
-        value = tl.dot(tl.load(at), x, input_precision=PRECISION)  # (BC, BM)
-        gate = tl.dot(tl.load(at + 2 * C * C), x, input_precision=PRECISION)  # (BC, BM); gates: 2 C rows on
+        value = tl.dot(tl.load(at), x)  # (BC, BM)
+        gate = tl.dot(tl.load(at + 2 * C * C), x)  # (BC, BM); gates: 2 C rows on
         if IN_BIAS:
             value += chunk_bias[:, None]
             gate += chunk_gate_bias[:, None]
@@ -201,7 +200,7 @@ def triangle_multiplication_back_kernel(
         S, SP, channel_stride, eps, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, RESIDUAL: tl.constexpr,
         SAVE: tl.constexpr, OUT: tl.constexpr, NO_PADDING: tl.constexpr, LINES: tl.constexpr,
-        PRECISION: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """Forward, behind the product: the result of BM positions.
 
         out = residual + drop * (LN(product) Wo^T + bo) * sigmoid(LN(pair) Wg^T + bg)
@@ -222,7 +221,7 @@ def triangle_multiplication_back_kernel(
     x = load_tile(normed, p, inside, channels, C)  # (BM, C)
     chunk_out_bias = load_bias(out_bias, chunk, OUT_BIAS)  # (BC,)
     chunk_gate_bias = load_bias(gate_bias, chunk, GATE_BIAS)  # (BC,)
-    mean, rstd = store_statistics(n, statistics, channel_stride, padded_p, eps, C, WIDTH)  # (BM,)
+    mean, rstd = store_statistics(n, statistics, channel_stride, padded_p, eps, C)  # (BM,)
     n = affine(normalised(n, mean, rstd), center_weight, center_bias, C).to(dtype)  # (BM, C)
     if SAVE:
         store_tile(normed_product, p, inside, channels, C, n)
@@ -240,8 +239,8 @@ def triangle_multiplication_back_kernel(
         if RESIDUAL:
             residual_tile = load_tile(residual, p, inside, chunk, C)  # (BM, BC)
         at = chunk[:, None] * C + channels[None, :]  # (BC, C)
-        value = project(n, tl.load(out_weight + at), chunk_out_bias, OUT_BIAS, PRECISION)  # (BM, BC)
-        value *= sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS, PRECISION))
+        value = project(n, tl.load(out_weight + at), chunk_out_bias, OUT_BIAS)  # (BM, BC)
+        value *= sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS))
         if DROP:
             value *= factor
         if RESIDUAL:
@@ -263,8 +262,8 @@ def triangle_multiplication_back_backward_kernel(
         partial_sums,  # (programs, 4, C) out: of center_weight's, center_bias's, out_bias's, gate_bias's
         S, SP, channel_stride, drop_stride_b, drop_stride_i, drop_stride_j,
         OUT_BIAS: tl.constexpr, GATE_BIAS: tl.constexpr, DROP: tl.constexpr, NO_PADDING: tl.constexpr,
-        LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        LINES: tl.constexpr, C: tl.constexpr,
+        BM: tl.constexpr, BC: tl.constexpr):
     """Backward of the back stage: the product's gradient of BM positions. With out = drop * value * gate:
 
         dvalue = drop * gradient * gate;  dgate = dvalue * value (1 - gate);  dproduct: LN's, of dvalue Wo
@@ -289,54 +288,53 @@ def triangle_multiplication_back_backward_kernel(
         d = load_tile(gradient, p, inside, chunk, C).to(tl.float32)  # (BM, BC)
         at = chunk[:, None] * C + channels[None, :]  # (BC, C)
         w = tl.load(out_weight + at)  # (BC, C)
-        value = project(n, w, chunk_out_bias, OUT_BIAS, PRECISION)  # (BM, BC)
-        gate = sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS, PRECISION))
+        value = project(n, w, chunk_out_bias, OUT_BIAS)  # (BM, BC)
+        gate = sigmoid(project(x, tl.load(gate_weight + at), chunk_gate_bias, GATE_BIAS))
         if DROP:
             d *= load_tile(drop, b * drop_stride_b + i * drop_stride_i + j * drop_stride_j, inside, chunk,
                            1).to(tl.float32)
         dvalue = d * gate
         dgate = dvalue * value * (1 - gate)
         if OUT_BIAS:
-            store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, PRECISION, BM)
+            store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, BM)
         if GATE_BIAS:
-            store_sums(partial_sums + 3 * C, chunk, dgate, dtype, PRECISION, BM)
+            store_sums(partial_sums + 3 * C, chunk, dgate, dtype, BM)
         store_tile(dout, p, inside, chunk, C, dvalue)
         store_tile(dprojected, p, inside, chunk + 4 * C, 5 * C, dgate)
-        dn = tl.dot(dvalue.to(dtype), w, dn, input_precision=PRECISION)  # (BM, C)
+        dn = tl.dot(dvalue.to(dtype), w, dn)  # (BM, C)
         chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias
 
     # LayerNorm's derivative, stored channel first for the library's product
     mean, rstd = tl.load(statistics + padded_p), tl.load(statistics + channel_stride + padded_p)  # (BM,)
     d = norm_gradient(dn, load_plane_tile(product, channels, padded_p, channel_stride), mean, rstd,
-                      center_weight, partial_sums, channels, dtype, PRECISION, C, WIDTH, BM)
+                      center_weight, partial_sums, channels, dtype, C, BM)
     d = d.to(dproduct.dtype.element_ty)
     store_plane_tile(dproduct, channels, padded_p, channel_stride, tl.trans(d))
 
 
 @triton.jit
-def output_gate_part(dprojected, gate_weight, p, inside, PRECISION: tl.constexpr, C: tl.constexpr,
-                     BM: tl.constexpr, BC: tl.constexpr):
+def output_gate_part(dprojected, gate_weight, p, inside, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """(BM, C) in float32: what the output gate adds to the gradient of LN(pair), dgate Wg."""
     channels, dx = tl.arange(0, C), tl.zeros((BM, C), tl.float32)
     for c0 in range(0, C, BC):
         chunk = c0 + tl.arange(0, BC)
         w = tl.load(gate_weight + chunk[:, None] * C + channels[None, :])  # (BC, C)
         dgate = load_tile(dprojected, p, inside, chunk + 4 * C, 5 * C)  # (BM, BC)
-        dx = tl.dot(dgate, w, dx, input_precision=PRECISION)
+        dx = tl.dot(dgate, w, dx)
     return dx
 
 
 @triton.jit
 def pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, padded_p, inside,
-                  channel_stride, ADD_GRADIENT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
-                  C: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr):
+                  channel_stride, ADD_GRADIENT: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr,
+                  BM: tl.constexpr):
     """(BM, C) in float32: LayerNorm's derivative of dx (BM, C), with ADD_GRADIENT the residual's added."""
     channels = tl.arange(0, C)
     x, mean, rstd = (load_tile(pair, p, inside, channels, C), tl.load(statistics + padded_p),
                      tl.load(statistics + channel_stride + padded_p))  # (BM, C), (BM,), (BM,)
     if ADD_GRADIENT:
         residual_gradient = load_tile(gradient, p, inside, channels, C)  # (BM, C)
-    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, PRECISION, C, WIDTH, BM)
+    d = norm_gradient(dx, x, mean, rstd, norm_weight, partial_sums, channels, dtype, C, BM)
     if ADD_GRADIENT:
         d += residual_gradient.to(tl.float32)
     return d
@@ -355,8 +353,8 @@ def triangle_multiplication_front_backward_kernel(
         partial_sums,  # (programs, 6, C) out: of norm_weight's, norm_bias's, in_bias's (4)
         S, SP, channel_stride, mask_stride_b, mask_stride_i, mask_stride_j,
         IN_BIAS: tl.constexpr, MASK: tl.constexpr, MASK_BOTH: tl.constexpr, ADD_GRADIENT: tl.constexpr,
-        NO_PADDING: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-        WIDTH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+        NO_PADDING: tl.constexpr, LINES: tl.constexpr, C: tl.constexpr,
+        BM: tl.constexpr, BC: tl.constexpr):
     """Backward of the front stage: pair's gradient of BM positions. Of a side = value * gate * mask:
 
         dvalue = dside * gate * mask;  dgate = dside * side (1 - gate)
@@ -373,33 +371,33 @@ def triangle_multiplication_front_backward_kernel(
     x = load_tile(normed, p, inside, channels, C)  # (BM, C)
     mask_factor = load_mask(mask, inside, b * mask_stride_b + i * mask_stride_i + j * mask_stride_j, MASK)
     chunk_gate_bias = load_bias(in_bias, chunk + 2 * C, IN_BIAS)
-    dx = output_gate_part(dprojected, gate_weight, p, inside, PRECISION, C, BM, BC)  # (BM, C)
+    dx = output_gate_part(dprojected, gate_weight, p, inside, C, BM, BC)  # (BM, C)
 
     # Both sides: gradients of gates, then of values, BC of 2 C channels at a time
     for c0 in range(0, 2 * C, BC):
         chunk = c0 + tl.arange(0, BC)
         next_gate_bias = load_bias(in_bias, (c0 + BC) % (2 * C) + 2 * C + tl.arange(0, BC), IN_BIAS)
         w = tl.load(in_weight + (chunk[:, None] + 2 * C) * C + channels[None, :])  # (BC, C) of the gate
-        gate = sigmoid(project(x, w, chunk_gate_bias, IN_BIAS, PRECISION))  # (BM, BC)
+        gate = sigmoid(project(x, w, chunk_gate_bias, IN_BIAS))  # (BM, BC)
         dside = load_plane_tile(dsides + start, chunk, padded_p, channel_stride).to(tl.float32)  # (BM, BC)
         side = load_plane_tile(sides + start, chunk, padded_p, channel_stride).to(tl.float32)
         dgate = dside * side * (1 - gate)
         if IN_BIAS:
-            store_sums(partial_sums + 4 * C, chunk, dgate, dtype, PRECISION, BM)
+            store_sums(partial_sums + 4 * C, chunk, dgate, dtype, BM)
         dgate = dgate.to(dtype)
         store_tile(dprojected, p, inside, chunk + 2 * C, 5 * C, dgate)
-        dx = tl.dot(dgate, w, dx, input_precision=PRECISION)
+        dx = tl.dot(dgate, w, dx)
         dvalue = dside * gate
         if MASK:
             dvalue *= tl.where((c0 < C) | MASK_BOTH, mask_factor, 1.0)[:, None]  # c0 < C: left's channels
         if IN_BIAS:
-            store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, PRECISION, BM)
+            store_sums(partial_sums + 2 * C, chunk, dvalue, dtype, BM)
         dvalue = dvalue.to(dtype)  # (BM, BC)
         store_tile(dprojected, p, inside, chunk, 5 * C, dvalue)
         w = tl.load(in_weight + chunk[:, None] * C + channels[None, :])  # (BC, C) of the value
-        dx = tl.dot(dvalue, w, dx, input_precision=PRECISION)
+        dx = tl.dot(dvalue, w, dx)
         chunk_gate_bias = next_gate_bias
 
     d = pair_gradient(dx, pair, gradient, statistics, norm_weight, partial_sums, p, padded_p, inside,
-                      channel_stride, ADD_GRADIENT, dtype, PRECISION, C, WIDTH, BM)
+                      channel_stride, ADD_GRADIENT, dtype, C, BM)
     store_tile(dpair, p, inside, channels, C, d)

@@ -27,17 +27,18 @@ Sums over positions are one partial sum a program, so every run gives the same b
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fusion_lab.kernels import tuner
+from fusion_lab.kernels.ahead_of_time import is_fake
 from fusion_lab.kernels.common import (
-    DTYPES,
     bind,
     candidates,
+    check_dtype,
     check_shapes,
     lines,
     operation,
-    precision,
     shared_dtype,
 )
 from fusion_lab.kernels.limits import CHANNELS
@@ -62,7 +63,6 @@ BACK_BACKWARD = candidates(TILES, (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 2)
                            (128, 16, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2), (32, 64, 4, 3))
 FRONT_BACKWARD = candidates(TILES, (64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 2))
 WIDE = candidates(TILES, (32, 64, 4, 2))  # of that above 128 channels, where it becomes 16 positions
-SMALL = candidates(TILES, (32, 16, 8, 2))  # for float32, whose products hold whole rows in registers
 CANDIDATES = dict(triangle_multiplication_front_kernel=FRONT, triangle_multiplication_back_kernel=BACK,
                   triangle_multiplication_back_backward_kernel=BACK_BACKWARD,
                   triangle_multiplication_front_backward_kernel=FRONT_BACKWARD)
@@ -96,8 +96,7 @@ def padded(S):
 def looked_up(name, S, C, dtype):
     """What the tuner goes by: a kernel's name, the class of its arguments, its candidates."""
     wide = C > 128 and name == "triangle_multiplication_front_backward_kernel"
-    return (name, f"{str(dtype)[6:]} C{C} S{triton.next_power_of_2(S)}",
-            SMALL if dtype == torch.float32 else WIDE if wide else CANDIDATES[name])
+    return (name, f"{str(dtype)[6:]} C{C} S{triton.next_power_of_2(S)}", WIDE if wide else CANDIDATES[name])
 
 
 def fitted(config, C):
@@ -116,13 +115,10 @@ def programs(name, B, S, C, dtype):
 
 class Call:
     """What the launches of one call share: sizes, strides, flags, each a group of keywords. Kept, it also
-    keeps the launches ready (bound).
+    keeps the launches ready (bound). weights: of PARAMETERS, None for a bias that there is not."""
 
-    weights: of PARAMETERS, None for a bias that there is not. width: channels that are no padding, None: all
-    are."""
-
-    def __init__(self, pair, weights, mask, drop, outgoing, width=None):
-        self.B, self.S, _, self.C = pair.shape
+    def __init__(self, pair, weights, mask, drop, outgoing):
+        self.fake, (self.B, self.S, _, self.C) = is_fake(pair), pair.shape
         self.SP = padded(self.S)
         self.positions = self.B * self.SP * self.SP
         if self.positions >= 1 << 31:  # a program counts positions in 32 bits
@@ -137,8 +133,7 @@ class Call:
         self.drop = dict(named_strides("drop", strides), DROP=drop is not None)
         self.bound = {}
         self.sizes = dict(S=self.S, SP=self.SP, channel_stride=self.positions)
-        self.flags = dict(PRECISION=precision(self.dtype), C=self.C, WIDTH=width or self.C,
-                          NO_PADDING=self.S == self.SP)
+        self.flags = dict(C=self.C, NO_PADDING=self.S == self.SP)
 
     def new(self, *size, dtype=None):
         """Room for a tensor, in the weights' dtype unless another is given."""
@@ -167,7 +162,9 @@ class Call:
 
     def run(self, kernel, tensors, summed=False, **options):
         """Launch with the tuner's choice of tile. summed: the last of the tensors gets a row from every
-        program."""
+        program. Nothing for fake tensors."""
+        if self.fake:
+            return None
         name = kernel.__name__
         if name in self.bound and tuner.found is None and not (
                 summed and tensors[-1].shape[0] != self.bound[name].grid[0]):
@@ -184,7 +181,7 @@ class Call:
                 return ready(*tensors)
             with sums.room(tensors[-1], count) as room:
                 ready(*tensors[:-1], room)
-        tuner.launch(*looked_up(name, self.S, self.C, self.dtype), launch)
+        return tuner.launch(*looked_up(name, self.S, self.C, self.dtype), launch)
 
     def matrices(self, planes):
         """((C B, SP, SP), ...) of left and right, or of the product alone."""
@@ -202,6 +199,50 @@ class Call:
         triangle_products.multiply_backward(*matrices, self.outgoing, self.bound)
         return dsides
 
+    def forward(self, pair, weights, mask, drop, residual, eps, save, makes_out=True):
+        """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
+
+        LN(product) and the sides are empty unless save; out is, unless it is made."""
+        norm_weight, norm_bias, in_weight, in_bias, *behind = weights
+        statistics, normed, sides = self.statistics(), self.matrix(self.C), self.planes(2)
+        self.run(kernels.triangle_multiplication_front_kernel,
+                 (pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed, statistics[:2]),
+                 eps=eps, **self.mask)
+        product = self.multiply(sides)
+        sides = sides if save else self.planes(0)  # their memory may be out's
+        out, normed_product = self.result(pair, residual, makes_out), self.matrix(self.C * save)
+        self.run(kernels.triangle_multiplication_back_kernel,
+                 (product, normed, *behind, drop, residual, out, normed_product, statistics[2:]), eps=eps,
+                 RESIDUAL=residual is not None, SAVE=save, OUT=makes_out, **self.drop)
+        return [out, statistics, normed, normed_product, product, sides]
+
+    def backward(self, gradient, pair, weights, mask, drop, statistics, normed, normed_product, product,
+                 sides, residual_is_pair, front_programs, back_programs):
+        """The five results, of P = B S S positions:
+
+            dpair               like pair
+            dprojected (P, 5 c) gradients of left, right, their gates and the output gate, before sigmoids
+            dout (P, c)         gradient of the output projection's result
+            front_sums          (front_programs, 6 c) partial sums: norm_weight's, norm_bias's, in_bias's
+            back_sums           (back_programs, 4 c): center_weight's, center_bias's, out_bias's, gate_bias's
+
+        Products of the (P, .) are left to the caller, where torch.compile sees them; so those outlive their
+        use here."""
+        norm_weight, _, in_weight, in_bias, center_weight, _, *behind = weights
+        dpair, dprojected, dout = pair.new_empty(pair.shape), self.matrix(5 * self.C), self.matrix(self.C)
+        front_sums, back_sums = self.partial_sums(front_programs, 6), self.partial_sums(back_programs, 4)
+        dproduct = self.planes(1)
+        self.run(kernels.triangle_multiplication_back_backward_kernel,
+                 (product, normed, normed_product, center_weight, *behind, drop, statistics[2:], gradient,
+                  dproduct, dout, dprojected, back_sums), summed=True, **self.drop)
+        dsides = self.multiply_backward(sides, dproduct)
+        del dproduct
+        self.run(kernels.triangle_multiplication_front_backward_kernel,
+                 (pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides,
+                  statistics[:2], gradient, dprojected, dpair, front_sums), summed=True,
+                 ADD_GRADIENT=residual_is_pair, **self.mask)
+        return [dpair, dprojected, dout, front_sums, back_sums]
+
 
 def named_strides(name, strides):
     """The first three strides, of sample b, row i and column j, by the names that kernels give them."""
@@ -215,84 +256,27 @@ def mask_strides(mask, outgoing):
     return mask.stride() if mask.dim() == 3 else (mask.stride(0), *((0, 1) if outgoing else (1, 0)))
 
 
-def forward(pair, weights, mask, drop, residual, outgoing, eps, save, after=None, width=None, call=None):
-    """[out; for backward statistics, LN(pair), LN(product), the product, both sides].
-
-    LN(product) and the sides are empty unless save. With `after`, when backward recomputes, out is empty
-    (see projections.norm_project_launch()). call: a kept Call of the same."""
-    call, makes_out = call or Call(pair, weights, mask, drop, outgoing, width), after is None
-    norm_weight, norm_bias, in_weight, in_bias, *behind = weights
-    statistics, normed, sides = call.statistics(), call.matrix(call.C), call.planes(2)
-    call.run(kernels.triangle_multiplication_front_kernel,
-             (pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed, statistics[:2]), eps=eps,
-             **call.mask)
-    product = call.multiply(sides)
-    sides = sides if save else call.planes(0)  # their memory may be out's
-    out, normed_product = call.result(pair, residual, makes_out), call.matrix(call.C * save)
-    call.run(kernels.triangle_multiplication_back_kernel,
-             (product, normed, *behind, drop, residual, out, normed_product, statistics[2:]), eps=eps,
-             RESIDUAL=residual is not None, SAVE=save, OUT=makes_out, **call.drop)
-    return [out, statistics, normed, normed_product, product, sides]
+def forward(pair: Tensor, weights: list[Tensor | None], mask: Tensor | None, drop: Tensor | None,
+            residual: Tensor | None, outgoing: bool, eps: float, save: bool,
+            after: Tensor | None = None) -> list[Tensor]:
+    """Call.forward() as an operator. With `after`, when backward recomputes, out is empty (see
+    projections.norm_project_launch())."""
+    return Call(pair, weights, mask, drop, outgoing).forward(pair, weights, mask, drop, residual, eps, save,
+                                                             after is None)
 
 
-def forward_sizes(pair, weights, mask, drop, residual, outgoing, eps, save, after=None, width=None):
-    call = Call(pair, weights, mask, drop, outgoing)
-    return [call.result(pair, residual, after is None), call.statistics(), call.matrix(call.C),
-            call.matrix(call.C * save), call.planes(1), call.planes(2 * save)]
-
-
-def backward(gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-             residual_is_pair, outgoing, front_programs, back_programs, width=None, call=None):
-    """The five results, of P = B S S positions:
-
-        dpair               like pair
-        dprojected (P, 5 c) gradients of left, right, their gates and the output gate, before sigmoids
-        dout (P, c)         gradient of the output projection's result
-        front_sums          (front_programs, 6 c) partial sums: norm_weight's, norm_bias's, in_bias's
-        back_sums           (back_programs, 4 c): center_weight's, center_bias's, out_bias's, gate_bias's
-
-    Products of the (P, .) are left to the caller, where torch.compile sees them; so those outlive their use
-    here. call: a kept Call of the same."""
-    call = call or Call(pair, weights, mask, drop, outgoing, width)
-    norm_weight, _, in_weight, in_bias, center_weight, _, *behind = weights
-    results = dpair, dprojected, dout, front_sums, back_sums = backward_sizes(
+def backward(gradient: Tensor, pair: Tensor, weights: list[Tensor | None], mask: Tensor | None,
+             drop: Tensor | None, statistics: Tensor, normed: Tensor, normed_product: Tensor, product: Tensor,
+             sides: Tensor, residual_is_pair: bool, outgoing: bool, front_programs: int,
+             back_programs: int) -> list[Tensor]:
+    """Call.backward() as an operator."""
+    return Call(pair, weights, mask, drop, outgoing).backward(
         gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-        residual_is_pair, outgoing, front_programs, back_programs, width, call)
-    dproduct = call.planes(1)
-    call.run(kernels.triangle_multiplication_back_backward_kernel,
-             (product, normed, normed_product, center_weight, *behind, drop, statistics[2:], gradient,
-              dproduct, dout, dprojected, back_sums), summed=True, **call.drop)
-    dsides = call.multiply_backward(sides, dproduct)
-    del dproduct
-    call.run(kernels.triangle_multiplication_front_backward_kernel,
-             (pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides, statistics[:2],
-              gradient, dprojected, dpair, front_sums), summed=True, ADD_GRADIENT=residual_is_pair,
-             **call.mask)
-    return list(results)
+        residual_is_pair, front_programs, back_programs)
 
 
-def backward_sizes(gradient, pair, weights, mask, drop, statistics, normed, normed_product, product, sides,
-                   residual_is_pair, outgoing, front_programs, back_programs, width=None, call=None):
-    call, c = call or Call(pair, weights, mask, drop, outgoing), pair.shape[-1]
-    return [pair.new_empty(pair.shape), call.matrix(5 * c), call.matrix(c),
-            call.partial_sums(front_programs, 6), call.partial_sums(back_programs, 4)]
-
-
-def flops(shape, second, *others, **_):
-    """Of the model: six projections and the product, which has two gradients; not what is recomputed."""
-    b, s, _, c = shape
-    in_backward = isinstance(second, torch.Size)  # of pair; in forward, weights
-    return 2 * b * s * s * c * (6 * c + (2 if in_backward else 1) * s)
-
-
-FORWARD_OP = operation("triangle_forward(Tensor pair, Tensor?[] weights, Tensor? mask, Tensor? drop, "
-                       "Tensor? residual, bool outgoing, float eps, bool save, Tensor? after=None, "
-                       "int? width=None) -> Tensor[]", forward, forward_sizes, flops)
-BACKWARD_OP = operation("triangle_backward(Tensor gradient, Tensor pair, Tensor?[] weights, Tensor? mask, "
-                        "Tensor? drop, Tensor statistics, Tensor normed, Tensor normed_product, "
-                        "Tensor product, Tensor sides, bool residual_is_pair, bool outgoing, "
-                        "int front_programs, int back_programs, int? width=None) -> Tensor[]",
-                        backward, backward_sizes, flops)
+FORWARD_OP = operation("triangle_forward", forward)
+BACKWARD_OP = operation("triangle_backward", backward)
 
 
 class TriangleMultiplication(torch.autograd.Function):
@@ -300,12 +284,11 @@ class TriangleMultiplication(torch.autograd.Function):
     and both sides."""
 
     @staticmethod
-    def forward(ctx, pair, mask, drop, residual, residual_is_pair, outgoing, eps, save, recompute, width,
-                *weights):
-        ctx.residual_is_pair, ctx.outgoing, ctx.eps, ctx.width = residual_is_pair, outgoing, eps, width
+    def forward(ctx, pair, mask, drop, residual, residual_is_pair, outgoing, eps, save, recompute, *weights):
+        ctx.residual_is_pair, ctx.outgoing, ctx.eps = residual_is_pair, outgoing, eps
         save = save and not recompute
         out, *saved = FORWARD_OP(pair, weights, mask, drop, pair if residual_is_pair else residual, outgoing,
-                                 eps, save, width=width)
+                                 eps, save)
         ctx.save_for_backward(pair, mask, drop, *([None] * 5 if recompute else saved), *weights)
         return out
 
@@ -315,14 +298,14 @@ class TriangleMultiplication(torch.autograd.Function):
         pair, mask, drop, statistics, normed, normed_product, product, sides, *weights = ctx.saved_tensors
         if sides is None:  # recompute
             _, statistics, normed, normed_product, product, sides = FORWARD_OP(
-                pair, weights, mask, None, None, ctx.outgoing, ctx.eps, True, gradient, ctx.width)
+                pair, weights, mask, None, None, ctx.outgoing, ctx.eps, True, gradient)
         named = dict(zip(PARAMETERS, weights, strict=True))
         (B, S, _, c), dtype = pair.shape, shared_dtype([named[name] for name in SUMMED])
         counts = [programs(name, B, S, c, named["in_weight"].dtype) for name in (
             "triangle_multiplication_front_backward_kernel", "triangle_multiplication_back_backward_kernel")]
         dpair, dprojected, dout, *partial_sums = BACKWARD_OP(
             gradient.contiguous(), pair, weights, mask, drop, statistics, normed, normed_product, product,
-            sides, ctx.residual_is_pair, ctx.outgoing, *counts, ctx.width)
+            sides, ctx.residual_is_pair, ctx.outgoing, *counts)
         # Gradients of all weights: two products over positions, and the partial sums added up
         din_weight, dgate_weight = (dprojected.t() @ normed).split([4 * c, c])  # (4 c, c), (c, c)
         dout_weight = dout.t() @ normed_product  # (c, c)
@@ -332,15 +315,16 @@ class TriangleMultiplication(torch.autograd.Function):
         found = (dnorm_weight, dnorm_bias, din_weight, din_bias, dcenter_weight, dcenter_bias, dout_weight,
                  dout_bias, dgate_weight, dgate_bias)  # as PARAMETERS
         dweights = [None if w is None else d.to(w.dtype) for d, w in zip(found, weights, strict=True)]
-        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 6, *dweights
+        return dpair, None, None, gradient if ctx.needs_input_grad[3] else None, *[None] * 5, *dweights
 
 
-def check(pair, weights, mask, drop, residual, dtype):
-    """ValueError with what is wrong; dtype: of products."""
+def check(pair, weights, mask, drop, residual):
+    """ValueError with what is wrong."""
     B, S, _, c = pair.shape
-    if dtype not in DTYPES or c not in CHANNELS:
-        raise ValueError(f"no Triton kernels for {c} channels in {dtype}, but for "
-                         f"{', '.join(map(str, CHANNELS))} in float16, bfloat16 and float32")
+    check_dtype(weights[PARAMETERS.index("in_weight")], "triangle multiplication")
+    if c not in CHANNELS:
+        raise ValueError(f"no Triton triangle multiplication of {c} channels, but of "
+                         f"{', '.join(map(str, CHANNELS))}")
     sizes = (c,), (c,), (4 * c, c), (4 * c,), (c,), (c,), (c, c), (c,), (c, c), (c,)
     check_shapes(("pair", pair, (B, S, S, c)), ("mask", mask, (B, S), (B, S, S)),
                  ("drop", drop, (B, 1, S, c), (B, S, 1, c)), ("residual", residual, (B, S, S, c)),
@@ -349,23 +333,22 @@ def check(pair, weights, mask, drop, residual, dtype):
 
 def triangle_multiplication(pair, norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias,
                             out_weight, out_bias, gate_weight, gate_bias, mask=None, outgoing=True, eps=1e-5,
-                            residual=None, drop=None, recompute=False, width=None):
+                            residual=None, drop=None, recompute=False):
     """The update of pair (B, S, S, c), or residual + drop * update; see the formula above.
 
     in_weight (4 c, c), in_bias: left, right, left gate, right gate; out_weight, gate_weight (c, c); biases of
     projections may be None. mask (B, S), 0 = missing, takes residues out of the sum; a mask (B, S, S)
     multiplies both sides. residual: pair itself or a tensor like it; drop (B, 1, S, c) or (B, S, 1, c):
-    factors. recompute: save pair alone and run forward once more in backward. width: of the channels so many
-    are real, None: all; pair and projections are 0 in the others. No gradients for mask and drop, no second
-    derivatives. ValueError for what the kernels cannot take.
+    factors. recompute: save pair alone and run forward once more in backward. No gradients for mask and drop,
+    no second derivatives. ValueError for what the kernels cannot take.
     """
     weights = [norm_weight, norm_bias, in_weight, in_bias, center_weight, center_bias, out_weight, out_bias,
                gate_weight, gate_bias]
     dtype, residual_is_pair = product_dtype(pair), residual is pair
-    check(pair, weights, mask, drop, residual, dtype)
     for n, w in enumerate(weights):  # LayerNorms compute in float32 anyway
         weights[n] = None if w is None else (w if n in (0, 1, 4, 5) else w.to(dtype)).contiguous()
+    check(pair, weights, mask, drop, residual)
     mask, drop = (None if t is None else t.to(dtype).contiguous() for t in (mask, drop))
     residual = None if residual_is_pair or residual is None else residual.contiguous()
     return TriangleMultiplication.apply(pair.contiguous(), mask, drop, residual, residual_is_pair, outgoing,
-                                        eps, torch.is_grad_enabled(), recompute, width, *weights)
+                                        eps, torch.is_grad_enabled(), recompute, *weights)

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from fusion_lab.kernels import tuner
-from fusion_lab.kernels.common import bind, candidates, precision
+from fusion_lab.kernels.ahead_of_time import is_fake
+from fusion_lab.kernels.common import bind, candidates
+from fusion_lab.kernels.precision import HALF
 
 # The longest side of a matrix that the kernels take, and the side of every tile, even of shorter matrices:
 # for transposed tiles of 32 rows Triton 3.6 made faulty code.
 LONGEST = 64
-DTYPES = (torch.float16, torch.bfloat16)
 
 # MANY: matrices a program, one after the other, so that the next one's loads run during products. It divides
 # the number of channels, which is a multiple of 16. The first fits every GPU.
@@ -47,7 +48,7 @@ def matrix_offsets(number, SP: tl.constexpr, T: tl.constexpr):
 def triangle_multiplication_product_kernel(
         lefts, rights,  # (N, SP, SP) each
         products,  # (N, SP, SP) out
-        OUTGOING: tl.constexpr, PRECISION: tl.constexpr, SP: tl.constexpr, T: tl.constexpr,
+        OUTGOING: tl.constexpr, SP: tl.constexpr, T: tl.constexpr,
         MANY: tl.constexpr):
     """product = left right^T, or left^T right for incoming edges: MANY whole matrices a program.
 
@@ -56,9 +57,9 @@ def triangle_multiplication_product_kernel(
         at, inside = matrix_offsets(tl.program_id(0) * MANY + number, SP, T)
         left, right = tl.load(lefts + at, inside, 0.0), tl.load(rights + at, inside, 0.0)  # (T, T)
         if OUTGOING:
-            product = tl.dot(left, tl.trans(right), input_precision=PRECISION)  # (T, T)
+            product = tl.dot(left, tl.trans(right))  # (T, T)
         else:
-            product = tl.dot(tl.trans(left), right, input_precision=PRECISION)
+            product = tl.dot(tl.trans(left), right)
         tl.store(products + at, product.to(products.dtype.element_ty), inside)
 
 
@@ -66,7 +67,7 @@ def triangle_multiplication_product_kernel(
 def triangle_multiplication_product_backward_kernel(
         lefts, rights, gradients,  # (N, SP, SP) each; gradients: of the products
         dlefts, drights,  # (N, SP, SP) each, out
-        OUTGOING: tl.constexpr, PRECISION: tl.constexpr, SP: tl.constexpr, T: tl.constexpr,
+        OUTGOING: tl.constexpr, SP: tl.constexpr, T: tl.constexpr,
         MANY: tl.constexpr):
     """dleft and dright of MANY whole matrices a program, d being the product's gradient.
 
@@ -79,23 +80,25 @@ def triangle_multiplication_product_backward_kernel(
         left, right = tl.load(lefts + at, inside, 0.0), tl.load(rights + at, inside, 0.0)  # (T, T)
         d = tl.load(gradients + at, inside, 0.0)  # (T, T)
         if OUTGOING:
-            dleft = tl.dot(d, right, input_precision=PRECISION)  # (T, T)
-            dright = tl.dot(tl.trans(d), left, input_precision=PRECISION)
+            dleft = tl.dot(d, right)  # (T, T)
+            dright = tl.dot(tl.trans(d), left)
         else:
-            dleft = tl.dot(right, tl.trans(d), input_precision=PRECISION)
-            dright = tl.dot(left, d, input_precision=PRECISION)
+            dleft = tl.dot(right, tl.trans(d))
+            dright = tl.dot(left, d)
         tl.store(dlefts + at, dleft.to(dlefts.dtype.element_ty), inside)
         tl.store(drights + at, dright.to(drights.dtype.element_ty), inside)
 
 
 def short(matrices):
     """Whether the kernels take them."""
-    return matrices.shape[-1] <= LONGEST and matrices.dtype in DTYPES
+    return matrices.shape[-1] <= LONGEST and matrices.dtype in HALF
 
 
 def launch(kernel, *tensors, outgoing, bound=None):
-    """Launch with the tuner's choice, which goes by dtype, P matrices and their side S. bound: as in
-    common.bind()."""
+    """Launch with the tuner's choice, which goes by dtype, P matrices and their side S. Nothing for fake
+    tensors. bound: as in common.bind()."""
+    if is_fake(tensors[0]):
+        return None
     if bound is not None and kernel.__name__ in bound:
         return bound[kernel.__name__](*tensors)
     matrices, side, dtype = *tensors[0].shape[:2], tensors[0].dtype
@@ -103,8 +106,8 @@ def launch(kernel, *tensors, outgoing, bound=None):
 
     def run(config):
         bind(bound, kernel.__name__, kernel, (matrices // config["MANY"],), OUTGOING=outgoing,
-             PRECISION=precision(dtype), SP=side, T=LONGEST, **config)(*tensors)
-    tuner.launch(kernel.__name__, shape, CANDIDATES, run)
+             SP=side, T=LONGEST, **config)(*tensors)
+    return tuner.launch(kernel.__name__, shape, CANDIDATES, run)
 
 
 def multiply(left, right, outgoing, bound=None):

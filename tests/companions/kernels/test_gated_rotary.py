@@ -1,10 +1,10 @@
-"""SwiGLU and rotary positions of packed projections: numbers, derivatives and mutants, in Triton's
+"""SwiGLU and rotary positions of packed projections: numbers and derivatives, in Triton's
 interpreter."""
 
 import pytest
 import torch
 
-from tests.kernels.rule import in_dtypes, mutant, violations
+from tests.kernels.rule import in_dtypes, violations
 
 pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions.kernels import gated_rotary
@@ -16,41 +16,21 @@ CASES = {  # rows and channels F; or B, S, heads H and G, width D
     "grouped, odd": ("rotary", 2, 7, 3, 1, 6), "several tiles": ("rotary", 2, 37, 4, 2, 32),
     "one pair": ("rotary", 1, 5, 2, 2, 2), "12 pairs": ("rotary", 1, 9, 4, 1, 24),
 }
-STORES = "tl.store({}, d_gate.to(out.dtype.element_ty), mask=there)\n    tl.store({}, (d * gate * share)"
-SWIGLU, GROUPED, TILES = "odd", "grouped, odd", "several tiles"
-MUTANTS = {  # old, new, which case shows it
-    "keys not turned": ("P, S, H, G, True,", "P, S, H, G, False,", GROUPED),
-    "values turned": ("G, False, BACKWARD", "G, True, BACKWARD", GROUPED),
-    "the wrong sign of a sine": ("first * cos - second * sin, second", "first * cos + second * sin, second",
-                                 GROUPED),
-    "gradients turned on, not back": ("sin = -sin", "sin = sin", GROUPED),
-    "sine is cosine": ("tl.load(angle + S * (D // 2)", "tl.load(angle", GROUPED),
-    "the next position's angle": ("angles + (s * (D", "angles + ((s + 1) % S * (D", GROUPED),
-    "values from the keys": ("P, S, H + G,", "P, S, H,", GROUPED),
-    "last heads dropped": ("(r < P * HEADS)", "(r < P * HEADS // BM * BM)", TILES),
-    "only one sample": ("(p // S).to(tl.int64) * stride_b", "0 * (p // S).to(tl.int64)", TILES),
-    "tail dropped": ("+ n, n < C\n", "+ n, n < C // 2 * 2\n", SWIGLU),
-    "second tile dropped": ("rows * triton.cdiv(channels, width)", "rows * (channels // width)", "two tiles"),
-    "up and gate exchanged in the gradient": (STORES.format("at", "at + C"),
-                                              STORES.format("at + C", "at"), SWIGLU),
-    "up and gate exchanged": ("h = gate * sigmoid(gate) * up", "h = up * sigmoid(up) * gate", SWIGLU),
-    "the sigmoid's slope left out": ("* (1.0 + gate * (1.0 - share))", "", SWIGLU),
-}
-
-
-def problem(dtype, function, *sizes, module=gated_rotary):
+SWIGLU, GROUPED = "odd", "grouped, odd"
+def problem(dtype, function, *sizes):
     """(ours, plain, tensors)"""
     torch.manual_seed(0)
     if function == "swiglu":
         shape, channels = sizes
-        return module.swiglu, gated_rotary.reference_swiglu, [3 * torch.randn(*shape, 2 * channels).to(dtype)]
+        packed = 3 * torch.randn(*shape, 2 * channels).to(dtype)
+        return gated_rotary.swiglu, gated_rotary.reference_swiglu, [packed]
     B, S, H, G, D = sizes
     angles = 6 * torch.rand(S, D // 2)
     angles = torch.stack([angles.cos(), angles.sin()])
 
     def joined(rotary):
         return lambda packed: torch.cat([x.flatten() for x in rotary(packed, angles, H, G)])
-    return (joined(module.rotary), joined(gated_rotary.reference_rotary),
+    return (joined(gated_rotary.rotary), joined(gated_rotary.reference_rotary),
             [torch.randn(B, S, (H + 2 * G) * D).to(dtype)])
 
 
@@ -58,13 +38,6 @@ def problem(dtype, function, *sizes, module=gated_rotary):
 @pytest.mark.parametrize("case, dtype", in_dtypes(CASES))
 def test_forward_and_gradients(case, dtype):
     assert not violations(*problem(dtype, *CASES[case]))
-
-
-@pytest.mark.parametrize("broken", MUTANTS)
-def test_mutants_are_caught(broken, tmp_path):
-    *change, case = MUTANTS[broken]
-    module = mutant(gated_rotary, *change, tmp_path)
-    assert violations(*problem(torch.float32, *CASES[case], module=module))
 
 
 def test_gates_far_from_zero():

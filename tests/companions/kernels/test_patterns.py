@@ -1,8 +1,8 @@
-"""The fusion patterns in Triton's interpreter: results and gradients by the 3x rule, and mutants."""
+"""The fusion patterns in Triton's interpreter: results and gradients by the 3x rule."""
 import pytest
 import torch
 
-from tests.kernels.rule import mutant, violations
+from tests.kernels.rule import violations
 
 pytest.importorskip("companions.kernels", reason="this companion was deleted")
 from companions.kernels import pattern_linear, pattern_norms, pattern_softmax
@@ -17,33 +17,33 @@ def rand(*sizes, dtype=torch.float32):
     return [torch.randn(size).to(dtype) for size in sizes]
 
 
-def linear(kind, M, N, K, module=pattern_linear):
-    return (lambda *t: module.linear_activation(*t, kind),
+def linear(kind, M, N, K):
+    return (lambda *t: pattern_linear.linear_activation(*t, kind),
             lambda *t: plain_code.plain_linear_activation(*t, kind), [(M, K), (N, K), (N,)])
 
 
-def norm(rows, width, biased, module=pattern_norms):
+def norm(rows, width, biased):
     sizes = [(rows, width)] * 2 + [(width,)] * (1 + biased)
-    return (lambda *t: torch.cat(module.add_norm(*t)),
+    return (lambda *t: torch.cat(pattern_norms.add_norm(*t)),
             lambda *t: torch.cat(plain_code.plain_add_norm(*t)), sizes)
 
 
-def wide(rows, width, module=pattern_norms):
-    return module.wide_layer_norm, plain_code.plain_layer_norm, [(rows, width), (width,), (width,)]
+def wide(rows, width):
+    return pattern_norms.wide_layer_norm, plain_code.plain_layer_norm, [(rows, width), (width,), (width,)]
 
 
-def topk(rows, width, k, module=pattern_softmax):
+def topk(rows, width, k):
     """The k largest are far apart, the largest of them last, since bfloat16 has many equal numbers."""
     apart = torch.zeros(width)
     apart[width - 1 - 7 * torch.arange(k)] = 6.0 + torch.arange(k, 0, -1)
-    return (lambda x: module.softmax_topk(x + apart.to(x), k)[0],
+    return (lambda x: pattern_softmax.softmax_topk(x + apart.to(x), k)[0],
             lambda x: plain_code.plain_softmax_topk(x + apart.to(x), k)[0], [(rows, width)])
 
 
-def scores(heads, L, D, module=pattern_softmax):
+def scores(heads, L, D):
     mask = torch.ones(heads, L)
     mask[-1, L // 2:] = 0
-    return (lambda q, k: module.masked_softmax(q, k, mask),
+    return (lambda q, k: pattern_softmax.masked_softmax(q, k, mask),
             lambda q, k: plain_code.plain_masked_softmax(q, k, mask), [(heads, L, D)] * 2)
 
 
@@ -54,18 +54,6 @@ CASES = {
     "softmax and top-k": (topk, 3, 1100, 5), "the only entry": (topk, 2, 1, 1),
     "scores": (scores, 2, 40, 16),
 }
-MUTANTS = {
-    "linear, gelu": (pattern_linear, ("1.0 - t * t", "1.0 + t * t")),
-    "linear, silu": (pattern_linear, ("acc += tl.load(bias", "acc += 0 * tl.load(bias")),
-    "residual and LayerNorm": (pattern_norms, ("result -= tl.sum(g, 0) / width", "result -= 0.0")),
-    "residual and RMSNorm": (pattern_norms, ("rstd + tl.load(dtotal", "rstd + 0 * tl.load(dtotal")),
-    "LayerNorm, a tile and a bit": (pattern_norms, ("mean += apart * count / seen", "mean += apart")),
-    "LayerNorm, narrow": (pattern_norms, ("range(p * BM, rows,", "range(p * BM, rows - BM,")),
-    "softmax and top-k": (pattern_softmax, ("total * tl.exp(m - safe)", "total")),
-    "scores": (pattern_softmax, ("mask=n < L, other=0.0) > 0", "mask=n < L, other=0.0) >= 0")),
-}
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
@@ -74,16 +62,6 @@ def test_results_and_gradients(case, dtype):
     make, *sizes = CASES[case]
     ours, plain, shapes = make(*sizes)
     assert not violations(ours, plain, rand(*shapes, dtype=dtype))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MUTANTS)
-def test_mutants_are_caught(case, tmp_path):
-    torch.manual_seed(0)
-    make, *sizes = CASES[case]
-    module, change = MUTANTS[case]
-    ours, plain, shapes = make(*sizes, module=mutant(module, *change, tmp_path))
-    assert violations(ours, plain, rand(*shapes))
 
 
 def test_the_chosen_entries_are_torchs():

@@ -1,10 +1,10 @@
-"""Both sides of an outer product in Triton's interpreter: outputs and gradients by the 3x rule; mutants must
-fail."""
+"""Both sides of an outer product in Triton's interpreter: outputs and gradients by the 3x rule."""
 import pytest
 import torch
 
 from fusion_lab.kernels.outer_product_mean import sides as outer_sides
-from tests.kernels.rule import in_dtypes, mutant, same_in_every_mode, violations
+from tests.kernels import references
+from tests.kernels.rule import in_dtypes, same_in_every_mode, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -13,26 +13,7 @@ CASES = {  # shape of x, channels of a side
     "several tiles": ((1, 3, 70, 16), 32),
     "many channels": ((1, 2, 37, 128), 16),
 }
-MUTANTS = {  # what is replaced by what
-    "one side twice": ("tl.trans(side_weights(weight, 1,", "tl.trans(side_weights(weight, 0,"),
-    "one bias twice": ("vector(bias + H, H)", "vector(bias, H)"),
-    "one side alone differentiated": ("dnormal = tl.dot(dr,", "tl.dot(dr,"),
-    "what was handed on forgotten": ("result + handed_on.to", "result + 0 * handed_on.to"),
-    "shares that overlap": ("tl.minimum(first + SHARE, P)", "tl.minimum(first + SHARE + BM, P)"),
-    "the last tile alone": ("right_sums += dr", "right_sums = 0.0 * right_sums + dr"),
-    "weights behind each other": ("at + H * C, right_products", "at, right_products"),
-    "biases behind each other": ("+ H + h, dright_bias", "+ h, dright_bias"),
-    "norm's vectors behind each other": ("partial_sums + C + channels", "partial_sums + channels"),
-    "norm's weight forgotten": ("right_products * scale", "right_products"),
-    "norm's bias forgotten": ("dleft_bias[:, None] * shift", "0 * shift"),
-    "norm's weight for one side": ("+ tl.sum(right_weight * right_products, 0)", ""),
-    "norm's bias for one side": ("+ tl.sum(right_weight * dright_bias[:, None], 0)", ""),
-    "parts on each other": ("* ((2 + 2 * H) * C + 2 * H)", "* (2 + 2 * H) * C"),
-    "eps as an afterthought": ("handed_on.contiguous(), ctx.eps", "handed_on.contiguous(), 0.1"),
-}
-
-
-def problem(dtype, shape, h, module=outer_sides):
+def problem(dtype, shape, h):
     """(ours, plain, tensors) of a case; the result is both sides and what is handed on, squared."""
     torch.manual_seed(0)
     c = shape[-1]
@@ -45,7 +26,8 @@ def problem(dtype, shape, h, module=outer_sides):
             left, right, x = function(*given)
             return torch.cat([left, right, x.square().to(left.dtype)], -1)
         return call
-    return joined(module.side_projection), joined(outer_sides.reference), [t.to(dtype) for t in tensors]
+    tensors = [t.to(dtype) for t in tensors]
+    return joined(outer_sides.side_projection), joined(references.side_projection), tensors
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +42,6 @@ def few_programs(monkeypatch):
     for case, dtype in in_dtypes(CASES)])
 def test_forward_and_gradients(case, dtype):
     assert not violations(*problem(dtype, *CASES[case]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", MUTANTS)
-def test_mutants_are_caught(broken, tmp_path, monkeypatch):
-    module = mutant(outer_sides, *MUTANTS[broken], tmp_path)
-    monkeypatch.setattr(module, "PROGRAMS", 3)
-    assert violations(*problem(torch.float32, *CASES["several tiles"], module=module))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from fusion_lab.kernels.attention import operator
 from fusion_lab.kernels.patches import gated, patch, triangle
 from fusion_lab.kernels.triangle_multiplication import drop_in
 from fusion_lab.kernels.triangle_multiplication import operator as multiplication
+from tests.kernels import references
 from tests.kernels.patches import stand_ins
 from tests.kernels.rule import violations
 
@@ -159,7 +160,7 @@ def plain_update(x, direction, mask, norm, norm_bias, p_in, p_bias, g_in, g_bias
 def test_exact_in_float64(name, whole, monkeypatch, on_gpu):
     """By references in the kernels' places, which shows that each parameter takes its own."""
     monkeypatch.setattr(gated, "gated_attention", plain_attention)
-    monkeypatch.setattr(attention_layer, "attention_layer", attention_layer.reference)
+    monkeypatch.setattr(attention_layer, "attention_layer", references.attention_layer)
     monkeypatch.setattr(drop_in, "triangle_multiplicative_update", plain_update)
     monkeypatch.setattr(triangle, "WHOLE_FROM", 0 if whole else S + 1)
     ours, own, tensors = problem(name, CALLS["plainly"], torch.float64)

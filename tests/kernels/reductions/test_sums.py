@@ -1,13 +1,14 @@
-"""Sums of parts in Triton's interpreter: exact ones of whole numbers, mutants; and where parts are stored."""
+"""Sums of parts in Triton's interpreter: exact ones of whole numbers; and where parts are stored."""
 import pytest
 import torch
 
-from fusion_lab.kernels import common, tuner
+from fusion_lab.kernels import tuner
+from fusion_lab.kernels.precision import HALF
 from fusion_lab.kernels.reductions import sums
 from tests.kernels.attention import test_layer as layers
 from tests.kernels.outer_product_mean import test_layout as layouts
 from tests.kernels.projections import test_projections as projections
-from tests.kernels.rule import mutant, violations
+from tests.kernels.rule import violations
 from tests.kernels.transition import test_hidden_gradient as hidden
 from tests.kernels.triangle_multiplication import test_operator as multiplication
 
@@ -21,18 +22,6 @@ CASES = {  # sizes of each problem's parts
     "many columns": [(7, 9001), (21, 8200)],
     "more than one launch takes": [(65 + n, 16 + n) for n in range(9)],
 }
-MUTANTS = {  # none of them leaves its memory
-    "parts of the first problem": ("first, offset = problems[i]", "first, offset = problems[0]"),
-    "rows of the last problem": ("= problems[i], rows[i]", "= problems[i], rows[COUNT - 1]"),
-    "all results in the first's place": ("begin, start\n\n", "begin, 0\n\n"),
-    "first columns alone": ("n, r = (number - first)", "n, r = 0 * (number - first)"),
-    "last row dropped": ("< R - r0)", "< R - r0 - 1)"),
-    "last column not stored": ("mask=n < N)", "mask=n < N - 1)"),
-    "last tile dropped": ("range(0, R, BR,", "range(0, R - BR, BR,"),
-    "always the first tile": ("tl.int64) * BR", "tl.int64) * 0"),
-}
-
-
 def problem(sizes):
     """Parts whose sums all dtypes hold."""
     torch.manual_seed(0)
@@ -50,7 +39,7 @@ def few(monkeypatch):
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("dtype", common.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", (*HALF, torch.float32), ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_sums_are_exact_for_whole_numbers(case, dtype):
     parts = problem(CASES[case])
@@ -69,31 +58,6 @@ def test_sums_over_rows_are_the_same_compiled(rows, dtype, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(sums.over_rows(x), wanted)
     assert made == ([] if rows % sums.SHARE else [(2, 24)])
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("broken", MUTANTS)
-def test_mutants_are_caught(broken, tmp_path):
-    module = mutant(sums, *MUTANTS[broken], tmp_path)
-    parts = problem(CASES["equal" if "first problem" in broken else "several tiles"])
-    assert not torch.equal(module.GATHERED_OP(parts, torch.float32), expected(parts, torch.float32))
-
-
-def test_only_the_first_launch_is_caught(tmp_path):
-    module = mutant(sums, "partial_sums[first:first + MOST]",
-                    "partial_sums[:len(partial_sums[first:first + MOST])]", tmp_path)
-    module.MOST = 4
-    parts = problem([(70, 16)] * 6)
-    wrong = module.GATHERED_OP(parts, torch.float32) != expected(parts, torch.float32)
-    assert wrong.view(6, 16).any(1).tolist() == [False] * 4 + [True] * 2
-
-
-def test_fake_tensors_have_the_same_size():
-    parts = problem(CASES["several tiles"])
-    meta = [part.to("meta") for part in parts]
-    for op, given in ((sums.GATHERED_OP, (parts, meta)), (sums.OP, (parts[0], meta[0]))):
-        real, fake = (op(each, torch.float16) for each in given)
-        assert real.shape == fake.shape and real.dtype == fake.dtype == torch.float16
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7])

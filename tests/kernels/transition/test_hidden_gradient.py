@@ -1,9 +1,10 @@
-"""The gradient of a hidden layer in Triton's interpreter: the 3x rule, and mutants that must fail."""
+"""The gradient of a hidden layer in Triton's interpreter: the 3x rule."""
 import pytest
 import torch
 
 from fusion_lab.kernels.transition import hidden_gradient
-from tests.kernels.rule import mutant, violations
+from tests.kernels import references
+from tests.kernels.rule import violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -13,27 +14,13 @@ CASES = {  # shape of x, hidden units
     "one position": ((1, 1, 1, 128), 512),
     "whole tiles": ((1, 16, 64, 16), 128),
 }
-MUTANTS = {
-    "ReLU's derivative ignored": ("tl.where(h > 0, dh, 0.0)", "dh"),
-    "the first tile's mask for all": ("h = next_h", "h = h"),
-    "last tile dropped": ("for p0 in range(first, end, BM):", "for p0 in range(first, end - BM, BM):"),
-    "the last mask of whole tiles missing": ("p0 + BM, tl.int64)", "p0 + 2 * BM, tl.int64)"),
-    "sums of the last tile alone": ("acc += dh", "acc = dh"),
-    "sums of the first share alone": ("sums.OP(partial_sums, h", "sums.OP(partial_sums[:1], h"),
-    "every chunk the first one's weights": ("w2 + c[:, None] * K + k[None, :]",
-                                            "w2 + c[:, None] * K + tl.arange(0, BK)[None, :]"),
-    "second bias without a gradient": ("over_rows(gradient)", "over_rows(0 * gradient)"),
-}
-WHERE = {"the last mask of whole tiles missing": "whole tiles"}
-
-
-def problem(dtype, shape, units, module=hidden_gradient):
+def problem(dtype, shape, units):
     """(ours, plain, tensors) of a case"""
     torch.manual_seed(0)
     c = shape[-1]
     sizes, scales = [shape, (units, c), (units,), (c, units), (c,)], [1, c ** -0.5, 1, units ** -0.5, 1]
     tensors = [(scale * torch.randn(size)).to(dtype) for size, scale in zip(sizes, scales, strict=True)]
-    return module.two_layers, module.reference, tensors
+    return hidden_gradient.two_layers, references.two_layers, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +34,6 @@ def few_programs(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_three_times_the_error_of_plain_pytorch(name, dtype):
     assert not violations(*problem(dtype, *CASES[name]))
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("broken", MUTANTS)
-def test_mutants_are_caught(broken, tmp_path):
-    module = mutant(hidden_gradient, *MUTANTS[broken], tmp_path)
-    module.PROGRAMS = 16
-    shape = CASES[WHERE.get(broken, "fewest channels, several shares")][0]
-    assert violations(*problem(torch.float32, shape, 128, module))
 
 
 @pytest.mark.parametrize("units", [64, 192, 256])

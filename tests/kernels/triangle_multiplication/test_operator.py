@@ -1,10 +1,10 @@
-"""Triangle multiplication in Triton's interpreter: output, gradients by the 3x rule; mutants must fail."""
+"""Triangle multiplication in Triton's interpreter: output, gradients by the 3x rule."""
 import pytest
 import torch
 
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 from fusion_lab.measuring.counters import OpCounter
-from tests.kernels.rule import mutant, same_in_every_mode, violations
+from tests.kernels.rule import same_in_every_mode, violations
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.full]
 
@@ -23,8 +23,8 @@ CASES = {  # B, S, c, outgoing, dims of the mask, residual, dim that dropout sha
 RARER = ("both sides masked", "update alone", "parts of lines", "whole tiles, but not of lines")
 
 
-def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, module=trimul):
-    """(ours, plain, tensors) of a case; ours is the module's."""
+def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased):
+    """(ours, plain, tensors) of a case."""
     torch.manual_seed(0)
 
     def near(mean, *size, spread=0.3):
@@ -44,7 +44,7 @@ def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, module=trimu
             return function(pair, *weights, mask, outgoing, 1e-5, residual,
                             None if drop is None else drop.to(pair.dtype))
         return call
-    return run(module.triangle_multiplication), run(trimul.reference), tensors
+    return run(trimul.triangle_multiplication), run(trimul.reference), tensors
 
 
 @pytest.mark.sample
@@ -54,52 +54,6 @@ def problem(dtype, B, S, c, outgoing, masked, kind, shared, biased, module=trimu
     *(pytest.param(torch.float32, case, marks=pytest.mark.slow) for case in CASES if case != "small")])
 def test_forward_and_gradients(dtype, case):
     assert not violations(*problem(dtype, *CASES[case]))
-
-
-MUTANTS = {  # what is replaced by what, and the case that must notice
-    "mask ignored": ("(c0 < C) | MASK_BOTH, mask_factor", "(c0 < C) & MASK_BOTH, mask_factor", "small"),
-    "mask on left alone": ("(c0 < C) | MASK_BOTH, mask", "(c0 < C) | False, mask", "both sides masked"),
-    "mask of rows": ("((0, 1) if outgoing", "((1, 0) if outgoing", "small"),
-    "mask forgotten in backward": ("dvalue *= tl.where(", "dvalue *= 1 + 0 * tl.where(", "small"),
-    "padding not zero": ("value = tl.where(inside[None, :], value, 0.0)", "value *= 1", "small"),
-    "gates forgotten": ("value *= sigmoid(gate)", "value *= 1 + 0 * gate", "small"),
-    "right gated by left's gate": ("at + 2 * C * C", "at + 2 * C * C - (c0 // C) * C * C", "small"),
-    "output gate forgotten": ("value *= sigmoid(project(x", "value *= 1 + 0 * sigmoid(project(x",
-                              "small"),
-    "last channels dropped": ("range(0, C, BC)", "range(0, C - BC, BC)", "small"),
-    "projections' last channels dropped": ("range(0, 2 * C, BC)", "range(0, 2 * C - BC, BC)", "small"),
-    "the first chunk's biases": ("chunk_bias, chunk_gate_bias = next_bias, next_gate_bias", "pass", "small"),
-    "the first chunk's biases behind": ("chunk_out_bias, chunk_gate_bias = next_out_bias, next_gate_bias",
-                                        "pass", "no mask"),
-    "the first chunk's bias in backward": ("chunk_gate_bias = next_gate_bias", "pass", "small"),
-    "no residual": ("value += residual_tile", "value += 0 * residual_tile", "small"),
-    "residual's gradient forgotten": ("d += residual_gradient", "d += 0 * residual_gradient", "small"),
-    "dropout forgotten": ("value *= factor", "value *= 1 + 0 * factor", "small"),
-    "dropout forgotten in backward": ("d *= load_tile(drop", "d *= 1 + 0 * load_tile(drop", "small"),
-    "dropout of the other axis": ("i * drop_stride_i + j * drop_stride_j",
-                                  "j * drop_stride_i + i * drop_stride_j", "small"),
-    "gate's derivative": ("dvalue * value * (1 - gate)", "dvalue * value * gate", "small"),
-    "sides' gates' derivative": ("dside * side * (1 - gate)", "dside * side * gate", "small"),
-    "output gate not in pair's gradient": ("dgate = load_tile(dprojected", "dgate = 0 * load_tile(dprojected",
-                                           "small"),
-    "outgoing in forward alone": ("d(*matrices, self.outgoing", "d(*matrices, True", "incoming"),
-    "incoming taken for outgoing": ("(sides), self.outgoing", "(sides), True", "incoming"),
-    "sides exchanged": ("(sides, dproduct, dsides) for", "(sides.flip(0), dproduct, dsides) for", "small"),
-    "sums of the first program": ("sums.OP(each, dtype)", "sums.OP(each[:1], dtype)", "small"),
-    "eps as an afterthought": ("eps=eps", "eps=0.1", "small"),
-    "a tile's lines all the first": ("+ offset // W", "+ 0 * offset", "a whole tile"),
-    "a tile's columns all the first": ("+ offset % W", "+ 0 * offset", "a whole tile"),
-    "every tile begins a line": ("tl.multiple_of(first % SP, W)", "0", "parts of lines"),
-    "pair's statistics for the product's": ("statistics[2:], gradient", "statistics[:2], gradient", "small"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name, tmp_path):
-    old, new, case = MUTANTS[name]
-    module = mutant(trimul, old, new, tmp_path)
-    assert violations(*problem(torch.bfloat16, *CASES[case], module=module))
 
 
 def test_autocast_rounds_products_and_not_the_residual():
@@ -137,13 +91,6 @@ def test_forward_holds_nothing_that_nobody_reads(keep, passes, monkeypatch):
     assert counter.peak == passes * pair.nbytes + 4 * 4 * 256
 
 
-def test_flops_are_those_of_the_model():
-    ours, _, tensors = problem(torch.float32, 1, 13, 32, True, None, "own", None, True)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        ours(*(t.requires_grad_() for t in tensors)).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 13 * 13 * 32 * (6 * 32 + 13)
-
-
 def test_bad_arguments_are_named():
     pair, weights = torch.zeros(1, 4, 4, 16), [torch.zeros(s) for s in (
         16, 16, (64, 16), 64, 16, 16, (16, 16), 16, (16, 16), 16)]
@@ -152,5 +99,5 @@ def test_bad_arguments_are_named():
                            (dict(drop=torch.ones(1, 4, 4, 16)), "drop is")]:
         with pytest.raises(ValueError, match=message):
             trimul.triangle_multiplication(pair, *weights, **wrong)
-    with pytest.raises(ValueError, match="no Triton kernels for 24 channels"):
+    with pytest.raises(ValueError, match="no Triton triangle multiplication of 24 channels"):
         trimul.triangle_multiplication(torch.zeros(1, 4, 4, 24), *weights)

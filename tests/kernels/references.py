@@ -1,0 +1,67 @@
+"""What kernels compute, in plain PyTorch: what the 3x rule compares them with. Arguments are the kernels'."""
+import torch
+import torch.nn.functional as F
+
+from fusion_lab.kernels.attention import operator as attention
+from fusion_lab.kernels.attention.padded_bias import MASKED, PADDING
+
+
+def norm_project(x, norm_weight, norm_bias, weight, head_weight, eps, hidden_bias=None):
+    """None for what is empty."""
+    x = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
+    y = None if weight is None else F.linear(x, weight, hidden_bias)
+    return (y if hidden_bias is None else y.relu(),
+            None if head_weight is None else F.linear(x, head_weight).permute(0, 3, 1, 2))
+
+
+def output_project(og, weight, bias, residual=None, drop=None, scale=1.0):
+    update = F.linear(og, weight, bias * scale)
+    update = update if drop is None else update * drop
+    return update if residual is None else residual + update
+
+
+def attention_layer(x, norm_weight, norm_bias, weight, gate_bias, out_weight, out_bias, heads, axis,
+                    bias=None, head_weight=None, keys=None, eps=1e-5, residual=None, drop=None):
+    y, own_bias = norm_project(x, norm_weight, norm_bias, weight, head_weight, eps)
+    if own_bias is not None:
+        bias = own_bias.mT if axis == 1 else own_bias
+    q, k, v, gate = attention.views([y], heads, axis, True)
+    og = attention.reference(q, k, v, bias, keys, gate, gate_bias.view(heads, -1))
+    og = og.permute((0, 3, 1, 2, 4) if axis == 1 else (0, 1, 3, 2, 4)).flatten(-2)
+    return output_project(og, out_weight, out_bias, residual, drop)
+
+
+def padded_bias(bias, keys, LP, dtype, transpose):
+    out, pad = bias.to(dtype), LP - bias.shape[-1]
+    if keys is not None:
+        out = torch.where(keys.bool()[:, None, None, :], out, MASKED)
+    out = F.pad(out, (0, pad, 0, pad), value=PADDING)
+    return out, out.mT.contiguous() if transpose else out.new_empty(0)
+
+
+def bias_gradient(partial_sums, length, dtype, transpose):
+    out = partial_sums.sum(0, dtype=torch.float32)[..., :length, :length].to(dtype)
+    return (out.mT if transpose else out).contiguous()
+
+
+def outer_layout(left, right, weight, bias, scale=1.0, residual=None):
+    update = F.linear(torch.einsum("bnic,bnjd->bijcd", left, right).flatten(-2), weight, bias) * scale
+    return update if residual is None else residual + update
+
+
+def side_projection(x, norm_weight, norm_bias, weight, bias, eps=1e-5):
+    normal = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps)
+    return *F.linear(normal, weight, bias).chunk(2, dim=-1), x
+
+
+def two_layers(x, w1, b1, w2, b2):
+    return F.linear(F.linear(x, w1, b1).relu(), w2, b2)
+
+
+def transition_layer(x, norm_weight, norm_bias, w1, b1, w2, b2, eps=1e-5, residual=None):
+    update = two_layers(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, eps), w1, b1, w2, b2)
+    return update if residual is None else residual + update
+
+
+def weight_gradients(lefts, rights):
+    return torch.cat([(left.t() @ right).flatten() for left, right in zip(lefts, rights, strict=True)])
