@@ -65,7 +65,6 @@ RUNGS = {
     "+ compile": f"{BF16} --enable-cuda-graphs --enable-torch-compile",
     "+ master weights": MASTERS,
     "+ projection fusion": f"{MASTERS} --enable-projection-fusion",
-    "+ transition fusion": f"{MASTERS} --enable-projection-fusion --enable-transition-fusion",
     "best": BEST,  # + combo kernels
     "best, triton attention": f"{BEST} --enable-triton-attention",
     "ultra": f"{BF16} --enable-ultra",  # + all other kernels
@@ -77,7 +76,6 @@ RUNGS = {
     "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
     "ultra, selective checkpointing": f"{BF16} --enable-ultra --enable-selective-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
-    "best, no transition fusion": f"{BEST} --disable-transition-fusion",
     "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes
     "best, no combo kernels": f"{BEST} --disable-combo-kernels",
     "attention math": f"{BEST} --attention-backend math",
@@ -99,7 +97,6 @@ CPU_RUNGS = {
     "fused bf16 autocast": "--use-amp",
     "+ master weights": "--use-amp --enable-master-weights",
     "+ projection fusion": "--use-amp --enable-master-weights --enable-projection-fusion",
-    "+ transition fusion": "--use-amp --enable-master-weights --enable-transition-fusion",
     "bf16 + compile": "--use-amp --enable-master-weights --enable-torch-compile",
     "best": "--use-amp --enable-all-fusion",
 }
