@@ -76,15 +76,12 @@ RUNGS = {
     "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
     "ultra, selective checkpointing": f"{BF16} --enable-ultra --enable-selective-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
-    "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes
     "best, no combo kernels": f"{BEST} --disable-combo-kernels",
     "attention math": f"{BEST} --attention-backend math",
     "attention sdpa": f"{BEST} --attention-backend sdpa",
     "attention flex": f"{BEST} --attention-backend flex",
     "no OPM fusion": f"{BEST} --disable-opm-fusion",
     "checkpointing": f"{BEST} --enable-activation-checkpointing",
-    "budget 0.5": f"{BEST} --activation-memory-budget 0.5",
-    "budget 0.2": f"{BEST} --activation-memory-budget 0.2",
 }
 CPU_SHAPES = {"CPU B4 S64 N16": SHAPES["B4 S64 N16"]}
 CPU_RUNGS = {

@@ -69,8 +69,7 @@ def spelled(name, value):
     return f"{flag(name)} {value}"
 
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes CUDA graphs of its own
+COMPILE_MODES = ("default", "reduce-overhead")  # in the second torch.compile makes CUDA graphs of its own
 
 
 @dataclass(frozen=True)
@@ -86,20 +85,15 @@ class Switches(Checked):
     enable_triton_adamw: bool = option(False, "master weights: clipping, AdamW and copy in one kernel",
                                        ultra=True, rung=13, alone=False)
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
-    activation_memory_budget: float = option(1.0, "share of the activations that torch.compile may keep for "
-                                                  "backward; below 1 it recomputes the cheapest", low=0.0,
-                                             at_most=1)
 
     RETIRED = {}  # {a switch that went: the one that took it in, or None}
     INSTEAD = ""  # what to use in place of those that nothing took in
 
     def __post_init__(self):
         super().__post_init__()
-        if self.enable_cuda_graphs and self.torch_compile_mode in MODES_WITH_GRAPHS:
+        if self.enable_cuda_graphs and self.torch_compile_mode == "reduce-overhead":
             self.refuse("torch_compile_mode", "makes CUDA graphs of its own; not together with "
                         "--enable-cuda-graphs")
-        if self.activation_memory_budget < 1 and not self.enable_torch_compile:
-            self.refuse("activation_memory_budget", "needs --enable-torch-compile")
 
     @classmethod
     def names(cls):
@@ -134,7 +128,7 @@ class Switches(Checked):
     def idle(self, settings, on_gpu):
         """Why switches that are on change nothing in these settings here, a sentence for each."""
         graphs = self.enable_cuda_graphs or (self.enable_torch_compile
-                                             and self.torch_compile_mode in MODES_WITH_GRAPHS)
+                                             and self.torch_compile_mode == "reduce-overhead")
         return [text for text, holds in (
             ("CUDA graphs need a GPU", graphs and not on_gpu),
             ("master weights need --use-amp", self.enable_master_weights and not settings.training.use_amp),

@@ -346,11 +346,10 @@ def test_triton_adamw_is_idle_without_master_weights_on_a_gpu(monkeypatch):
 
 def test_flops_are_counted_without_the_compiler():
     """Of the same switches, by a model that nothing compiles, and that keeps what it makes."""
-    seen, wanted = [], tof.FusionConfig(enable_torch_compile=True, activation_memory_budget=0.5,
-                                        torch_compile_mode="max-autotune", enable_master_weights=True)
+    seen, wanted = [], tof.FusionConfig(enable_torch_compile=True, torch_compile_mode="reduce-overhead",
+                                        enable_master_weights=True)
     settings = dataclasses.replace(tof.PROGRAM.settings(**TINY), fusion=wanted)
     program = dataclasses.replace(
         tof.PROGRAM, model=lambda *given: seen.append(given[1]) or tof.PROGRAM.model(*given))
     flops_by_sublayer(program, settings)
-    assert seen == [dataclasses.replace(wanted, enable_torch_compile=False, activation_memory_budget=1.0,
-                            torch_compile_mode="default")]
+    assert seen == [dataclasses.replace(wanted, enable_torch_compile=False, torch_compile_mode="default")]

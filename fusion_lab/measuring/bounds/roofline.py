@@ -113,8 +113,7 @@ def step_floor(program, settings, ceilings, parameters, launches=None):
 def simulate_memory(program, settings, device):
     """(peak, saved) bytes of an eager step at these sizes, without running it or allocating anything:
     weights, optimizer state and all tensors alive at once in forward and backward, on fake tensors."""
-    eager = settings.having(enable_torch_compile=False, enable_cuda_graphs=False,
-                            activation_memory_budget=1.0)
+    eager = settings.having(enable_torch_compile=False, enable_cuda_graphs=False)
     batch = program.open_source(eager).batch(0)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), FakeTensorMode() as fake:
