@@ -65,7 +65,7 @@ RUNGS = {
     "+ compile": f"{BF16} --enable-cuda-graphs --enable-torch-compile",
     "+ master weights": MASTERS,
     "+ projection fusion": f"{MASTERS} --enable-projection-fusion",
-    "best": BEST,  # + combo kernels
+    "best": BEST,
     "best, triton attention": f"{BEST} --enable-triton-attention",
     "ultra": f"{BF16} --enable-ultra",  # + all other kernels
     "ultra, no triton attention": f"{BF16} --enable-ultra --disable-triton-attention",
@@ -76,7 +76,6 @@ RUNGS = {
     "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
     "ultra, selective checkpointing": f"{BF16} --enable-ultra --enable-selective-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
-    "best, no combo kernels": f"{BEST} --disable-combo-kernels",
     "attention math": f"{BEST} --attention-backend math",
     "attention sdpa": f"{BEST} --attention-backend sdpa",
     "attention flex": f"{BEST} --attention-backend flex",

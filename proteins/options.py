@@ -87,9 +87,6 @@ class TrainingConfig(Drawn):
             self.refuse("real_folds", "needs --synthetic-world natural")
 
 
-COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/diary)
-
-
 @dataclass(frozen=True)
 class TritonSwitches(options.Switches):
     """Triton kernels of this project, for a GPU (docs/kernels.md)."""
@@ -108,19 +105,11 @@ class TritonSwitches(options.Switches):
                    enable_triton_transition=None, enable_triton_outer_product=None)
     INSTEAD = "--enable-selective-checkpointing saves more memory"
 
-    def combo_kernels_at(self, seq_len):
-        return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
-
     def idle(self, settings, on_gpu):
         c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
         asked = self.attention_backend if self.enable_flash_attention else "math"
         shared = training.sequence_parallel > 1  # a GPU has a part of the pair tensor
-        combos, small = self.enable_combo_kernels, self.combo_kernels_at(c.seq_len)
         found += [text for text, holds in (
-            ("combo kernels need torch.compile on a GPU",
-             combos and not (self.enable_torch_compile and on_gpu)),
-            (f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues",
-             combos and not small and self.enable_torch_compile and on_gpu),
             ("--attention-backend is for fused attention",
              self.attention_backend != "auto" and not self.enable_flash_attention),
             ("triton-attention gives way to the attention that was asked for",

@@ -271,13 +271,10 @@ def test_defaults_are_the_documented_ones():
     assert [name for name in ultra.names() if not getattr(ultra, name)] == checkpointing
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
-        "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "combo_kernels",
-        "activation_checkpointing", "triton_attention", "triton_triangle",
-        "triton_outer_layout", "triton_relu", "triton_weight_gradients", "triton_adamw",
+        "torch_compile", "cuda_graphs", "master_weights", "projection_fusion",
+        "activation_checkpointing", "triton_attention", "triton_triangle", "triton_outer_layout",
+        "triton_relu", "triton_weight_gradients", "triton_adamw",
         "selective_checkpointing")]
-    combos = tof.FusionConfig(enable_combo_kernels=True)
-    assert combos.combo_kernels_at(128) and not combos.combo_kernels_at(129)
-    assert not tof.FusionConfig().combo_kernels_at(64)
     names = ("msa_dim", "pair_dim", "num_blocks", "num_seqs", "seq_len", "msa_heads", "pair_heads",
              "outer_product_dim")
     tof.TinyOpenFoldConfig(**dict.fromkeys(names, 1))

@@ -25,8 +25,7 @@ def test_what_is_compiled(seq_len, combos, monkeypatch):
     model = tof.TinyOpenFoldV2(config, tof.FusionConfig())
     assert calls == [] and model.gpu_ends == (model.embed, model.heads) and len(model.sublayers()) == 18
     monkeypatch.setattr(tof.fast_evoformer.dispatch, "gathered_gradients", lambda which: dict(gathers=which))
-    fusion = tof.FusionConfig(enable_torch_compile=True, enable_combo_kernels=True,
-                              enable_triton_weight_gradients=combos,
+    fusion = tof.FusionConfig(enable_torch_compile=True, enable_triton_weight_gradients=combos,
                               torch_compile_mode="reduce-overhead")
     model = tof.TinyOpenFoldV2(config, fusion)
     how = dict(fullgraph=True, dynamic=False, options=dict(

@@ -64,18 +64,13 @@ def test_presets_of_kernels():
 
 
 def test_idle_switches_are_named():
-    def idle(seq_len=64, on_gpu=True, **switches):
-        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(seq_len=seq_len),
+    def idle(on_gpu=True, **switches):
+        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(),
                                    training=SimpleNamespace(use_amp=False, sequence_parallel=1,
                                                             batch_size=4))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
-    combos = dict(enable_combo_kernels=True)
-    compiled = dict(combos, enable_torch_compile=True)
-    assert idle() == [] and idle(**compiled) == [] and idle(128, **compiled) == []
-    assert idle(**combos) == idle(on_gpu=False, **compiled) == ["combo kernels need torch.compile on a GPU"]
-    assert idle(129, **compiled) == ["combo kernels cost time above 128 residues"]
-    assert idle(enable_master_weights=True, **combos) == [
-        "master weights need --use-amp", "combo kernels need torch.compile on a GPU"]
+    assert idle() == idle(enable_torch_compile=True) == []
+    assert idle(enable_master_weights=True) == ["master weights need --use-amp"]
     backend = dict(attention_backend="sdpa")
     assert idle(**backend) == [] and idle(**backend, enable_flash_attention=False) == [
         "--attention-backend is for fused attention"]
