@@ -100,11 +100,6 @@ class TritonSwitches(options.Switches):
     enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
                                                   "one launch each", ultra=True, rung=12, alone=False)
 
-    RETIRED = dict(enable_triton_projection="enable_triton_attention",
-                   enable_triton_sums="enable_triton_weight_gradients",
-                   enable_triton_transition=None, enable_triton_outer_product=None)
-    INSTEAD = "--enable-selective-checkpointing saves more memory"
-
     def idle(self, settings, on_gpu):
         c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
         asked = self.attention_backend if self.enable_flash_attention else "math"

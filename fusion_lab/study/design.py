@@ -8,7 +8,6 @@ import random
 from dataclasses import dataclass, field, replace
 
 from fusion_lab.study.records import Record, as_json, checked, spread
-from fusion_lab.training.flags import note
 from fusion_lab.training.options import flag
 from fusion_lab.training.program import DEFAULT_PROGRAM, ROOT
 
@@ -135,8 +134,6 @@ class Vocabulary:
         # Those that are on by default come first: names of settings in older studies are in this order.
         attributes = sorted(config.names(), key=lambda name: not getattr(defaults.fusion, name))
         self.switches = {spelled(name): name for name in attributes}
-        self.retired = {spelled(name): config.retirement(name) for name in config.RETIRED}
-        self.known = (*self.switches, *self.retired)
         self.defaults, self.everything = map(self.switches_of, (defaults.fusion, config.preset(True)))
         self.named = {"baseline": frozenset(), "fused": self.defaults,
                       "compiled": self.defaults | {"torch-compile"}, "all": self.everything}
@@ -165,25 +162,19 @@ class Vocabulary:
             return f"only-{min(on)}"
         if on < self.everything and len(on) == len(self.everything) - 1:
             return f"without-{min(self.everything - on)}"
-        return "+".join(name for name in self.known if name in on)
-
-    def knows(self, switch):
-        """Whether it is a switch, or was one when an older study was made: then that is said."""
-        if switch in self.retired:
-            note(f"note: in a study: {switch}: {self.retired[switch]}")
-        return switch in self.known
+        return "+".join(name for name in self.switches if name in on)
 
     def parse(self, text):
         """The set of switches that a name stands for. Raises ValueError with the names there are."""
         if text in self.named:
             return self.named[text]
         kind, _, switch = text.partition("-")
-        if kind == "only" and self.knows(switch):
+        if kind == "only" and switch in self.switches:
             return frozenset({switch})
         if kind == "without" and switch in self.everything:
             return self.everything - {switch}
         on = frozenset(text.split("+"))
-        if not all(map(self.knows, on)):
+        if not on <= {*self.switches}:
             raise ValueError(f"{text!r} is no setting: must be one of {', '.join(self.named)}, only-X, "
                              f"without-X or X+Y, X and Y one of {', '.join(self.switches)}")
         return on
@@ -195,8 +186,8 @@ class Vocabulary:
         if on == self.everything:
             return ["--enable-all-fusion"]
         if on >= self.defaults:
-            return [f"--enable-{name}" for name in self.known if name in on - self.defaults]
-        return ["--disable-all-fusion", *(f"--enable-{name}" for name in self.known if name in on)]
+            return [f"--enable-{name}" for name in self.switches if name in on - self.defaults]
+        return ["--disable-all-fusion", *(f"--enable-{name}" for name in self.switches if name in on)]
 
     def principal(self, settings):
         """Those of the settings that headlines are about: fused, compiled, all; without these, all but the

@@ -75,8 +75,7 @@ COMPILE_MODES = ("default", "reduce-overhead")  # in the second torch.compile ma
 @dataclass(frozen=True)
 class Switches(Checked):
     """Ways to run a step. These any model can have; a model's own switches are fields of a subclass. Every
-    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study.
-    Names of those that went are still understood, wherever they are given or were saved."""
+    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
     enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1, alone=False)
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True, rung=2)
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
@@ -85,9 +84,6 @@ class Switches(Checked):
     enable_triton_adamw: bool = option(False, "master weights: clipping, AdamW and copy in one kernel",
                                        ultra=True, rung=13, alone=False)
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
-
-    RETIRED = {}  # {a switch that went: the one that took it in, or None}
-    INSTEAD = ""  # what to use in place of those that nothing took in
 
     def __post_init__(self):
         super().__post_init__()
@@ -99,13 +95,6 @@ class Switches(Checked):
     def names(cls):
         """Fields that are switches."""
         return [f.name for f in fields(cls) if isinstance(f.default, bool)]
-
-    @classmethod
-    def retirement(cls, name):
-        """What became of a switch that went, to be said behind its name."""
-        if (successor := cls.RETIRED[name]) is None:
-            return f"went, because it cost time, and is ignored; {cls.INSTEAD}"
-        return f"is part of {flag(successor).removeprefix('--enable-')} now"
 
     @classmethod
     def preset(cls, enabled):

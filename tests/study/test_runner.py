@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -13,10 +12,10 @@ import threading
 
 import pytest
 
-from fusion_lab.study import command, design, directory, report, runner
+from fusion_lab.study import command, design, directory, runner
 from fusion_lab.study.results import Row
-from fusion_lab.training.flags import make_parser, note, read_settings
-from tests.study.study_parts import WORDS, study_of, summary_of, write_study
+from fusion_lab.training.flags import make_parser, read_settings
+from tests.study.study_parts import WORDS, study_of, summary_of
 from tests.support import PATIENCE, ROOT, gone, state_of, wait_for
 
 FAKE = str(pathlib.Path(__file__).with_name("fake_trainer.py"))
@@ -443,30 +442,6 @@ def test_setting_flags_mean_their_switches():
     for name in (*WORDS.named, "only-flash-attention", "without-flash-attention"):
         fusion = read_settings(WORDS.program, parser.parse_args(flags_of(name))).fusion
         assert WORDS.switches_of(fusion) == WORDS.parse(name), name
-
-
-def test_older_studies_name_switches_that_went(tmp_path, capsys):
-    """They are read, said once, named as they were; what they are now, the trainer says."""
-    note.cache_clear()
-    old = "triton-attention+triton-projection"
-    study = write_study(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    content["study"] |= dict(settings=["baseline", old, "only-triton-transition"],
-                             switches=["triton-attention", "triton-sums"])
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    for _ in range(2):
-        found = directory.read_config(str(tmp_path), WORDS).study
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "note: in a study: triton-projection: is part of triton-attention now"
-    assert [line.split(": ")[2] for line in said[1:]] == ["triton-transition", "triton-sums"]
-    assert WORDS.name(WORDS.parse(old)) == old and study.setting_flags("only-triton-transition") == [
-        "--disable-all-fusion", "--enable-triton-transition"]
-    fusion = read_settings(WORDS.program, make_parser(WORDS.program).parse_args(flags_of(old))).fusion
-    assert WORDS.switches_of(fusion) == {"triton-attention"}
-    assert re.search("<th[^>]*>triton-projection", report.settings_section(found))
-    assert "triton-sums" not in report.settings_section(found)
-    with pytest.raises(ValueError, match="no setting"):
-        WORDS.parse("only-triton-nothing")
 
 
 def test_points_have_files_of_their_own():
