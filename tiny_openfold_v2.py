@@ -44,8 +44,8 @@ class TinyOpenFoldConfig(Checked):
     dropout: float = option(0.0, "AF2's shared dropout, one rate for all sub-layers that have it", low=0.0,
                             below=1.0, resized=True)
     coevolution: str = option("none", "residue pairs start from the sequence alone: none (AF2); or from all "
-                              "rows too: their covariance, or couplings, which are its inverse",
-                              choices=("none", "covariance", "couplings"))
+                              "rows too: couplings, the inverse of their covariance",
+                              choices=("none", "couplings"))
     orientations: bool = option(False, "also predict how residues are turned to each other, for --fold")
 
     def __post_init__(self):
@@ -495,7 +495,7 @@ class TinyOpenFoldV2(nn.Module):
         features = None
         if self.config.coevolution != "none":  # outside of compiled code, in float32
             rows = msa_tokens if extra_msa is None else extra_msa
-            features = coevolution.pair_features(rows.long(), self.config.coevolution, seq_mask)
+            features = coevolution.pair_features(rows.long(), seq_mask)
         embed, heads = self.gpu_ends if msa_tokens.is_cuda else (self.embed, self.heads)
         msa, pair = self.run_blocks(*embed(msa_tokens, target, features), seq_mask, row_mask)
         return heads(msa, pair, msa_targets, coords, coord_mask, only_loss, orientations)

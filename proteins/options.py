@@ -30,13 +30,11 @@ class Families(options.TrainingConfig):
 @dataclass(frozen=True)
 class Drawn(Families):
     """What is drawn from them, and built-in ones."""
-    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners), "
-                                  "covarying (hard) or natural (Potts models of folds, along a tree)",
-                                  choices=("paired", "covarying", "natural"))
+    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
+                                  "natural (Potts models of folds, along a tree)",
+                                  choices=("paired", "natural"))
     real_folds: str = option(None, "with --synthetic-world natural: NPZ file of real chains, pieces of which "
                                    "are half of the folds (docs/learning.md)", type=str, metavar="FILE")
-    mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data",
-                                  low=0.0, below=1.0)
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
                                   "with --contacts and --fold 512", low=1, type=int)
     extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
@@ -79,10 +77,8 @@ class TrainingConfig(Drawn):
             self.require(name, needed)
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")
-        if (self.data or self.msa) and self.synthetic_world != "paired" and not self.mix_synthetic:
-            self.refuse("synthetic_world", "needs --mix-synthetic beside real proteins")
-        if self.mix_synthetic and not (self.data or self.msa):
-            self.refuse("mix_synthetic", "needs --data")
+        if (self.data or self.msa) and self.synthetic_world != "paired":
+            self.refuse("synthetic_world", "not with real proteins")
         if self.real_folds is not None and self.synthetic_world != "natural":
             self.refuse("real_folds", "needs --synthetic-world natural")
 

@@ -52,7 +52,6 @@ CASES = {
     "packed, checkpointing, dropout": case(PACKED, dropout=0.3, num_blocks=1, **EVEN),
     "outer product re-associated": case(PACKED, batch_size=1, seq_len=14, num_seqs=3,
                                          num_blocks=1),
-    "covariance": case(coevolution="covariance", num_blocks=1),
     "couplings": case(coevolution="couplings", num_blocks=1, **EVEN),
     "couplings, uneven": case(coevolution="couplings", num_blocks=1),  # whose inverse is made in float32
     "orientations, uneven": case(orientations=True, num_blocks=1),

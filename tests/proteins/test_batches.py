@@ -13,7 +13,6 @@ from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt,
 from proteins.files import AMINO_ACIDS, GAP, MASK
 from proteins.synthetic import (
     PARTNER,
-    covarying_alignment,
     match_contacts,
     paired_alignment,
     random_chains,
@@ -83,11 +82,10 @@ def test_targets_lie_within_both_masks_and_the_query_stays_whole():
 
 # --- Synthetic batches ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("world", ["paired", "covarying"])
-def test_synthetic_batches_are_proteins_from_16_on(world):
-    source = SyntheticProteins(settings_of(seed=5, synthetic_world=world))
+def test_synthetic_batches_are_proteins_from_16_on():
+    source = SyntheticProteins(settings_of(seed=5))
     for step, numbers in ((0, [16, 17]), (3, [22, 23])):
-        msa, coords = synthetic_proteins(5, numbers, 4, 8, world)
+        msa, coords = synthetic_proteins(5, numbers, 4, 8)
         corrupted, targets = corrupt(np.random.default_rng((5, step, 1)), msa)
         batch = source.batch(step)
         expected = dict(coords=coords, msa_tokens=corrupted, msa_targets=targets, target_tokens=msa[:, 0],
@@ -456,39 +454,13 @@ def test_paired_world_follows_one_table():
     assert (msa[:, 2] == PARTNER[msa[:, 1]]).mean() < 0.1
 
 
-def test_covarying_world_by_its_rates():
-    rng = np.random.default_rng(0)
-    alone = np.arange(400)
-    # one letter a column: what differs is noise, of which one in twenty hits the letter; no gap in the query
-    msa = covarying_alignment(rng, alone, 101, letters=1)
-    letter = np.array([np.bincount(column[column != GAP]).argmax() for column in msa.T])
-    noise = msa[(msa != letter) & (msa != GAP)]
-    assert len(noise) / (msa != GAP).sum() == pytest.approx(0.1 * 19 / 20, abs=0.005)
-    assert set(noise) == {*range(20)}  # each place has its own
-    assert (msa[1:] == GAP).mean() == pytest.approx(0.05, abs=0.003) and not (msa[0] == GAP).any()
-    assert msa.max() == GAP and msa[msa != GAP].max() == 19
-    # matched columns choose together, others do not; four letters a column
-    partner = alone.copy()
-    partner[[0, 9]] = 9, 0
-    msa = covarying_alignment(rng, partner, 300, noise=0, gaps=0)
-    pairs = [len(np.unique(msa[:, [0, j]], axis=0)) for j in (9, 8)]
-    assert pairs[0] <= 4 < pairs[1] and max(len(np.unique(column)) for column in msa.T) == 4
-    # rows of a clade share a quarter of their choices, others only what chance gives; ten clades of 99 rows
-    msa = covarying_alignment(rng, np.arange(2000), 99, letters=200, noise=0, gaps=0)
-    alike, chance = (msa[:, None] == msa[None]).mean(-1), 1 / 200 + 199 / 200 / 20
-    same = alike > 0.17
-    assert len(np.unique(same, axis=0)) == 10
-    assert alike[same & ~np.eye(99, dtype=bool)].mean() == pytest.approx(1 / 4 + 3 / 4 * chance, abs=0.01)
-    assert alike[~same].mean() == pytest.approx(chance, abs=0.002)
-
-
 def test_a_synthetic_protein_depends_on_seed_and_number_alone():
-    msa, coords = synthetic_proteins(3, [4, 9], 5, 40, "covarying")
+    msa, coords = synthetic_proteins(3, [4, 9], 5, 40)
     assert msa.shape == (2, 5, 40) and coords.shape == (2, 40, 3) and coords.dtype == np.float32
     for other in (synthetic_proteins(4, [4, 9], 5, 40), synthetic_proteins(3, [5, 10], 5, 40)):
         assert not np.array_equal(other[1][0], coords[0]) and not np.array_equal(other[1][1], coords[1])
-    assert np.array_equal(synthetic_proteins(3, [9], 5, 40)[1][0], coords[1])
+    again = synthetic_proteins(3, [9], 5, 40)
+    assert np.array_equal(again[0][0], msa[1]) and np.array_equal(again[1][0], coords[1])
     draws = np.random.default_rng((3, 9))
     chain, = random_chains(draws.standard_normal((1, 41, 3)))
     np.testing.assert_allclose(chain, coords[1], rtol=1e-6, atol=1e-5)
-    assert (synthetic_proteins(3, [9], 5, 40)[0] != msa[1]).any()  # another world

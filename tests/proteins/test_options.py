@@ -23,10 +23,8 @@ from proteins.options import TrainingConfig
     (dict(data="d", early_stopping=2), "early_stopping = 2: needs --validate-fraction"),
     (dict(data="d", save_best="b"), "save_best = 'b': needs --validate-fraction"),
     (dict(data="d", msa="x", structure="x"), "msa = 'x': allowed without --data only"),
-    (dict(data="d", synthetic_world="natural"), "synthetic_world = 'natural': needs --mix-synthetic"),
-    (dict(msa="x", structure="x", synthetic_world="natural"), "synthetic_world = 'natural': needs --mix-"),
-    (dict(mix_synthetic=0.5), "mix_synthetic = 0.5: needs --data"),
-    (dict(data="d", mix_synthetic=1.0), "mix_synthetic = 1.0: must be less than 1.0"),
+    (dict(data="d", synthetic_world="natural"), "synthetic_world = 'natural': not with real proteins"),
+    (dict(msa="x", structure="x", synthetic_world="natural"), "synthetic_world = 'natural': not with real "),
     (dict(real_folds="f"), "real_folds = 'f': needs --synthetic-world natural"),
     (dict(init_from="a", resume="b"), "init_from = 'a': allowed without --resume only")])
 def test_what_does_not_go_together(values, words):
@@ -36,11 +34,10 @@ def test_what_does_not_go_together(values, words):
 
 
 @pytest.mark.parametrize("values", [
-    dict(data="d", holdout="A", mix_synthetic=0.5, synthetic_world="natural", real_folds="f"),
+    dict(data="d", holdout="A"),
     dict(data="d", holdout_fraction=0.1, validate_fraction=0.5, early_stopping=2, save_best="b"),
     dict(msa="x", structure="x", query="q", min_coordinates=1.0),
-    dict(synthetic_world="natural", real_folds="f"), dict(msa="x", structure="x", mix_synthetic=0.5,
-                                                          synthetic_world="natural"),
+    dict(synthetic_world="natural", real_folds="f"),
     dict(contacts="x", structure="x", query="q", output="o"), dict(fold="x", structure="x", output="o"),
     dict(fold="x", query="q")])
 def test_what_goes_together(values):
