@@ -8,7 +8,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
-from proteins import batches, contacts, folds, geometry, structure_metrics
+from proteins import batches, contacts, structure_metrics
 from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt, masked_batch
 from proteins.files import AMINO_ACIDS, GAP, MASK
 from proteins.synthetic import (
@@ -295,37 +295,6 @@ def test_lddt_of_distances_is_that_of_a_structure_with_these_distances():
     assert contacts.distance_lddt(torch.zeros(40, 40), 1e3 * true, seen.float()) == 0.0  # nothing is near
 
 
-def test_a_trace_of_distances_that_end_at_20_å():
-    """Far pairs, of which a distogram says no more than that, lie where paths through near ones put them."""
-    true = torch.from_numpy(folds.backbone(np.random.default_rng(0), 120))
-    wanted = torch.cdist(true, true)
-    known = wanted.clamp(max=21)
-    assert 0.2 < (wanted > contacts.TOLD_APART).double().mean() < 0.8
-    found, without = contacts.trace_of(known), geometry.scaled(known, 3)
-    best, alone = (max(structure_metrics.tm_score(points.numpy() * [1, 1, hand], true.numpy())
-                       for hand in (1, -1)) for points in (found, without))
-    assert found.shape == true.shape and best > 0.9 and best > 0.2 + alone
-    assert known.max() == 21 and torch.equal(known, wanted.clamp(max=21))  # what was given is as it was
-    far = torch.full((5, 5), 21.0)  # an untrained model: a straight chain
-    steps = contacts.trace_of(far).diff(dim=0).norm(dim=1)
-    assert steps.tolist() == pytest.approx([contacts.FOLLOWING] * 4, abs=1e-4)
-
-
-def test_tm_score_of_distances_knows_no_hand_and_leaves_out_what_is_unknown():
-    generator = torch.Generator().manual_seed(3)
-    coords = torch.cumsum(2.2 * torch.randn(40, 3, generator=generator), 0)
-    seen = torch.arange(40) % 7 != 3
-    distances = torch.cdist(coords, coords)
-    assert contacts.distance_tm_score(distances, coords, seen.float()) > 0.95
-    assert contacts.distance_tm_score(distances, coords * torch.tensor([1, 1, -1]), seen.float()) > 0.95
-    elsewhere = coords.masked_fill(~seen[:, None], 1e3)
-    known, of_all = (contacts.distance_tm_score(distances, elsewhere, mask.float())
-                     for mask in (seen, torch.ones(40)))
-    assert known > 0.95 and of_all < 0.9  # 6 of 40 are elsewhere
-    assert contacts.distance_tm_score(distances.roll(9, 0).roll(9, 1), coords, seen.float()) < 0.5
-    assert contacts.distance_tm_score(distances * torch.nan, coords, seen.float()) == 0
-
-
 class Oracle(torch.nn.Module):
     """Stands in for the model: sure of the pair (0, 6), and remembers what it was given."""
 
@@ -351,14 +320,12 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
                               training=SimpleNamespace(plot_contacts="maps"))
     drawn = []
     monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
-    monkeypatch.setattr(contacts, "distance_tm_score", lambda *given: float(given[2].sum()))
     found = contacts.evaluate(trainer, source)
     assert {group: list(part) for group, part in found.items()} == dict(training=["a"], held_out=["b", "c"])
     assert found["held_out"]["b"] == dict(p_l2=pytest.approx(1.0), p_l=1.0, chance=1.0,
-                                            p_l2_long=None, lddt=0.75,  # one pair of seven, √3 Å apart
-                                            tm_score=7)
+                                            p_l2_long=None, lddt=0.75)  # one pair of seven, √3 Å apart
     assert found["training"]["a"] == dict(p_l2=pytest.approx(1 / 4), p_l=pytest.approx(1 / 6),
-                                          chance=pytest.approx(1 / 6), p_l2_long=None, lddt=0.75, tm_score=9)
+                                          chance=pytest.approx(1 / 6), p_l2_long=None, lddt=0.75)
     assert trainer.model.given == dict(msa_tokens=(1, 2, 9), target_tokens=(1, 9), seq_mask=(1, 9),
                                        row_mask=(1, 2))
     assert drawn == []  # maps are drawn at the end only
@@ -374,15 +341,15 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
 
 def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
     evaluation = dict(training=dict(
-        a=dict(p_l2=0.5, p_l=0.25, chance=0.125, lddt=0.75, tm_score=0.625)), held_out=dict(
-            b=dict(p_l2=1.0, p_l=0.5, chance=0.25, lddt=0.5, tm_score=0.75),
-            c=dict(p_l2=0.5, p_l=0.0, chance=0.05, lddt=0.25, tm_score=0.25)))
+        a=dict(p_l2=0.5, p_l=0.25, chance=0.125, lddt=0.75)), held_out=dict(
+            b=dict(p_l2=1.0, p_l=0.5, chance=0.25, lddt=0.5),
+            c=dict(p_l2=0.5, p_l=0.0, chance=0.05, lddt=0.25)))
     assert contacts.scores(evaluation) == {
-        "training P(L/2)": 0.5, "training lDDT": 0.75, "training TM-score": 0.625,
-        "held-out P(L/2)": 0.75, "held-out lDDT": 0.375, "held-out TM-score": 0.5}
+        "training P(L/2)": 0.5, "training lDDT": 0.75, "held-out P(L/2)": 0.75,
+        "held-out lDDT": 0.375}
     assert contacts.contact_line(evaluation) == (
-        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 lDDT 0.750 TM-score 0.625 (1 protein) | "
-        "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 lDDT 0.375 TM-score 0.500 (2 proteins)")
+        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 lDDT 0.750 (1 protein) | "
+        "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 lDDT 0.375 (2 proteins)")
     empty = dict(training={}, held_out={})
     assert contacts.scores(empty) == {}
     assert contacts.contact_line(empty) == "Contacts: no protein has enough coordinates"
