@@ -65,8 +65,7 @@ RUNGS = {
     "+ compile": f"{BF16} --enable-cuda-graphs --enable-torch-compile",
     "+ master weights": MASTERS,
     "+ projection fusion": f"{MASTERS} --enable-projection-fusion",
-    "+ transition fusion": f"{MASTERS} --enable-projection-fusion --enable-transition-fusion",
-    "best": BEST,  # + combo kernels
+    "best": BEST,
     "best, triton attention": f"{BEST} --enable-triton-attention",
     "ultra": f"{BF16} --enable-ultra",  # + all other kernels
     "ultra, no triton attention": f"{BF16} --enable-ultra --disable-triton-attention",
@@ -77,16 +76,11 @@ RUNGS = {
     "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
     "ultra, selective checkpointing": f"{BF16} --enable-ultra --enable-selective-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
-    "best, no transition fusion": f"{BEST} --disable-transition-fusion",
-    "best, max-autotune": f"{BEST} --torch-compile-mode max-autotune-no-cudagraphs",  # compiles for minutes
-    "best, no combo kernels": f"{BEST} --disable-combo-kernels",
     "attention math": f"{BEST} --attention-backend math",
     "attention sdpa": f"{BEST} --attention-backend sdpa",
     "attention flex": f"{BEST} --attention-backend flex",
     "no OPM fusion": f"{BEST} --disable-opm-fusion",
     "checkpointing": f"{BEST} --enable-activation-checkpointing",
-    "budget 0.5": f"{BEST} --activation-memory-budget 0.5",
-    "budget 0.2": f"{BEST} --activation-memory-budget 0.2",
 }
 CPU_SHAPES = {"CPU B4 S64 N16": SHAPES["B4 S64 N16"]}
 CPU_RUNGS = {
@@ -99,7 +93,6 @@ CPU_RUNGS = {
     "fused bf16 autocast": "--use-amp",
     "+ master weights": "--use-amp --enable-master-weights",
     "+ projection fusion": "--use-amp --enable-master-weights --enable-projection-fusion",
-    "+ transition fusion": "--use-amp --enable-master-weights --enable-transition-fusion",
     "bf16 + compile": "--use-amp --enable-master-weights --enable-torch-compile",
     "best": "--use-amp --enable-all-fusion",
 }

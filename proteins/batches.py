@@ -83,7 +83,7 @@ class SyntheticProteins:
     def draw(self, indices):
         """Alignments (B, rows, S) and folds.Piece of the proteins of these numbers."""
         msa, coords = synthetic_proteins(self.training.seed, indices, max(self.config.num_seqs, self.extra),
-                                         self.config.seq_len, self.training.synthetic_world)
+                                         self.config.seq_len)
         return msa, Piece.of(coords)
 
     def make(self, indices, rng=None, clean=False, part=(0, 1)):
@@ -191,7 +191,6 @@ class RealProteins(HoldsOut):
 
     def __init__(self, settings):
         self.config, self.training, self.extra = settings.model, settings.training, extra_rows(settings)
-        self.world = world(settings) if settings.training.mix_synthetic else None
         training, self.left_out = settings.training, []  # files without a partner
         with data_errors():
             if training.data:
@@ -216,10 +215,8 @@ class RealProteins(HoldsOut):
         names = ", ".join(map(printable, self.left_out))
         strays = f"; left out for want of a partner: {names}" if names else ""
         validated = f", {len(self.validation)} for validation" if self.validation else ""
-        mixed = (f"; {self.training.mix_synthetic:.0%} of the batches are {self.training.synthetic_world} "
-                 "synthetic ones" if self.world else "")
         return (f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out; "
-                f"{sentence(self.families + self.validation + self.unseen)}{strays}{mixed}")
+                f"{sentence(self.families + self.validation + self.unseen)}{strays}")
 
     def structure(self, name):
         return next(family for family in self.families + self.validation + self.unseen if family.name == name)
@@ -255,8 +252,6 @@ class RealProteins(HoldsOut):
     def part(self, step, rank, size):
         """As SyntheticProteins.part; what is drawn for a sample depends on those before it."""
         rng = np.random.default_rng((self.training.seed, step, 1))
-        if self.world and rng.random() < self.training.mix_synthetic:
-            return self.masked(self.world.part(step, rank, size))
         chosen = rng.choice(len(self.families), self.training.batch_size,
                             replace=self.training.batch_size > len(self.families))
         samples = [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs, self.extra)
@@ -267,11 +262,6 @@ class RealProteins(HoldsOut):
         parts = [np.stack(part) for part in zip(*samples, strict=True)]
         return assemble(rng, *parts[:5], clean=clean, extra=parts[5] if self.extra else None,
                         backbone=parts[-1] if self.config.orientations else None)
-
-    def masked(self, batch):
-        """A synthetic batch with the masks that real ones have; nothing is missing in it."""
-        samples, rows, residues = batch["msa_tokens"].shape
-        return batch | dict(seq_mask=torch.ones(samples, residues), row_mask=torch.ones(samples, rows))
 
     def evaluation(self):
         """As SyntheticProteins.evaluation: whole chains, --eval-seqs rows, the same ones every time."""
@@ -288,16 +278,12 @@ class RealProteins(HoldsOut):
                 if key != "validation" or families}
 
 
-def world(settings):
-    """The built-in proteins that the flags ask for."""
-    natural = settings.training.synthetic_world == "natural"
-    return (NaturalProteins if natural else SyntheticProteins)(settings)
-
-
 def open_source(settings):
     """The proteins that the flags ask for."""
-    real = settings.training.data or settings.training.msa
-    return (RealProteins if real else world)(settings)
+    if settings.training.data or settings.training.msa:
+        return RealProteins(settings)
+    natural = settings.training.synthetic_world == "natural"
+    return (NaturalProteins if natural else SyntheticProteins)(settings)
 
 
 def masked_batch(settings, device):

@@ -1,10 +1,9 @@
 """Statistics of a whole alignment that residue pairs can start from (--coevolution).
 
 AlphaFold 2 reads thousands of rows beside its few hundred clusters in an extra MSA stack (Alg. 18). Here all
-rows enter the pair representation as what varies together between two columns: their covariance, or direct
-couplings, the inverse of that covariance by which mean-field DCA predicts contacts (Morcos et al. 2011,
-doi:10.1073/pnas.1111471108); as input of a network as in trRosetta (Yang et al. 2020,
-doi:10.1073/pnas.1914677117).
+rows enter the pair representation as direct couplings of two columns: the inverse of their covariance, by
+which mean-field DCA predicts contacts (Morcos et al. 2011, doi:10.1073/pnas.1111471108); as input of a
+network as in trRosetta (Yang et al. 2020, doi:10.1073/pnas.1914677117).
 
 Letters: B alignments, M rows, S residues, Q = 21 states of a site: 20 amino acids, and everything else.
 """
@@ -17,7 +16,7 @@ Q = 21
 FEATURES = Q * Q + 1  # for each pair: a table of states against states, and its strength
 IDENTITY = 0.8      # rows that agree in this share of the columns count as one
 PSEUDOCOUNT = 0.5   # share of evenly spread states that is mixed into the frequencies
-SCALE = dict(covariance=200.0, couplings=10.0)  # tables times this have a standard deviation near 1
+SCALE = 10.0        # tables times this have a standard deviation near 1
 COARSE, FINE = 17, 2  # steps of Newton's iteration, in TF32 and in float32
 
 
@@ -90,19 +89,14 @@ def strengths(tables, residues):
 
 
 @torch.no_grad()
-def pair_features(rows, kind, seq_mask=None):
+def pair_features(rows, seq_mask=None):
     """(B, S, S, FEATURES) in float32 of alignments rows (B, M, S), tokens; 0 on the diagonal and where
     seq_mask (B, S) is 0."""
     with torch.autocast("cuda" if rows.is_cuda else "cpu", enabled=False):
-        size = rows.shape[2]
         seq_mask = torch.ones_like(rows[:, 0], dtype=torch.float32) if seq_mask is None else seq_mask.float()
         single, pairs = frequencies(rows, row_weights(rows, seq_mask))
-        if kind == "covariance":
-            tables = pairs - single[:, :, None] * single[:, None]
-            tables = tables.unflatten(2, (size, Q)).unflatten(1, (size, Q))
-        else:
-            tables = direct_couplings(single, pairs, seq_mask)
-        present = seq_mask[:, :, None] * seq_mask[:, None] * (1.0 - torch.eye(size, device=rows.device))
-        tables = tables * present[:, :, None, :, None]
+        off_diagonal = 1.0 - torch.eye(rows.shape[2], device=rows.device)
+        present = seq_mask[:, :, None] * seq_mask[:, None] * off_diagonal
+        tables = direct_couplings(single, pairs, seq_mask) * present[:, :, None, :, None]
         strength = strengths(tables, seq_mask.sum(1)[:, None, None])
-        return torch.cat([SCALE[kind] * tables.transpose(2, 3).flatten(3), strength[..., None]], dim=3)
+        return torch.cat([SCALE * tables.transpose(2, 3).flatten(3), strength[..., None]], dim=3)

@@ -10,15 +10,13 @@ from fusion_lab.measuring.plotting import require_matplotlib, spared
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted, require_directory, set_aside
-from proteins import geometry, maps
+from proteins import maps
 from proteins.files import LETTERS
-from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS, tm_score
+from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
 CONTACT_DISTANCE = 8.0  # Å, between CB atoms (CA for glycine)
 SEPARATION = 6  # contacts between residues nearer along the chain say nothing about the fold
 LONG_RANGE = 24  # residues apart; such contacts say most about the fold
-TOLD_APART = 20.0  # Å; a distogram's last bins, a little beyond, say only that a pair is far
-FOLLOWING = 6.5  # Å; CB atoms of residues that follow each other are nearer
 SUFFIXES = (".tsv", ".png")  # of the files of one map
 
 
@@ -65,33 +63,10 @@ def distance_lddt(distances, coords, coord_mask):
     return (kept.sum(1) / near.sum(1)).nanmean().nan_to_num().item()
 
 
-def trace_of(distances):
-    """(S, 3) points with about the predicted distances (S, S) Å, of either hand: Isomap (Tenenbaum et al.
-    2000, doi:10.1126/science.290.5500.2319), which is multidimensional scaling of shortest paths, here
-    through pairs that a distogram tells apart."""
-    paths = distances.float().masked_fill(distances >= TOLD_APART, torch.inf)
-    paths.diagonal(1).clamp_(max=FOLLOWING)
-    paths = torch.minimum(paths, paths.mT).fill_diagonal_(0)
-    for middle in range(len(paths)):
-        torch.minimum(paths, paths[:, middle, None] + paths[middle], out=paths)
-    return geometry.scaled(paths.double(), 3)
-
-
-def distance_tm_score(distances, coords, coord_mask):
-    """TM-score, 0 to 1, of the trace that predicted distances (S, S) Å give (trace_of()), in the better of
-    both hands. coords (S, 3), coord_mask (S,). 0 if a distance is not finite."""
-    if not distances.isfinite().all():
-        return 0.0
-    seen = coord_mask.bool().cpu().numpy()
-    trace, true = (points.numpy()[seen] for points in (trace_of(distances.cpu()), coords.cpu().double()))
-    shortest = max(len(true) // 4, 4)  # shorter pieces take most of the time and find little
-    return max(tm_score(trace * [1, 1, hand], true, shortest=shortest) for hand in (1, -1))
-
-
 def evaluate(trainer, source, stop=None, final=False):
-    """contact_precision(), distance_lddt() and distance_tm_score() by protein: {"training": {name: ...},
-    "held_out": {name: ...}}. A signal in stop ends it early. The final one writes maps of the held-out
-    proteins into --plot-contacts, if that is given."""
+    """contact_precision() and distance_lddt() by protein: {"training": {name: ...}, "held_out": {name: ...}}.
+    A signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts, if
+    that is given."""
     directory, results = trainer.training.plot_contacts if final else None, {}
     stems = maps.file_names(source.held_out) if directory else {}
     with evaluating(trainer.model):
@@ -110,8 +85,7 @@ def evaluate(trainer, source, stop=None, final=False):
                 far = contact_precision(probability, coords, coord_mask, LONG_RANGE)["p_l2"]
                 results[group][name] = dict(contact_precision(probability, coords, coord_mask),
                                             p_l2_long=None if math.isnan(far) else far,
-                                            lddt=distance_lddt(distances, coords, coord_mask),
-                                            tm_score=distance_tm_score(distances, coords, coord_mask))
+                                            lddt=distance_lddt(distances, coords, coord_mask))
                 if directory and group == "held_out" and trainer.world.first:
                     write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
                               (probability, distances, coords, coord_mask))
@@ -119,11 +93,10 @@ def evaluate(trainer, source, stop=None, final=False):
 
 
 def scores(evaluation):
-    """{"held-out P(L/2)": mean over proteins, "held-out lDDT": ..., "held-out TM-score": ...} of what
-    evaluate() returned."""
+    """{"held-out P(L/2)": mean over proteins, "held-out lDDT": ...} of what evaluate() returned."""
     return {f"{group.replace('_', '-')} {title}": statistics.fmean(p[key] for p in proteins.values())
             for group, proteins in evaluation.items() if proteins
-            for key, title in (("p_l2", "P(L/2)"), ("lddt", "lDDT"), ("tm_score", "TM-score"))}
+            for key, title in (("p_l2", "P(L/2)"), ("lddt", "lDDT"))}
 
 
 def validation_score(evaluation):
@@ -138,10 +111,9 @@ def contact_line(evaluation):
     for group, proteins in evaluation.items():
         if proteins:
             mean = {key: statistics.fmean(p[key] for p in proteins.values())
-                    for key in ("p_l2", "p_l", "chance", "lddt", "tm_score")}
+                    for key in ("p_l2", "p_l", "chance", "lddt")}
             parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
                          f"chance {mean['chance']:.3f} lDDT {mean['lddt']:.3f} "
-                         f"TM-score {mean['tm_score']:.3f} "
                          f"({counted(len(proteins), 'protein')})")
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 

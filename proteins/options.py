@@ -30,13 +30,11 @@ class Families(options.TrainingConfig):
 @dataclass(frozen=True)
 class Drawn(Families):
     """What is drawn from them, and built-in ones."""
-    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners), "
-                                  "covarying (hard) or natural (Potts models of folds, along a tree)",
-                                  choices=("paired", "covarying", "natural"))
+    synthetic_world: str = option("paired", "built-in proteins: paired (easy: one table of partners) or "
+                                  "natural (Potts models of folds, along a tree)",
+                                  choices=("paired", "natural"))
     real_folds: str = option(None, "with --synthetic-world natural: NPZ file of real chains, pieces of which "
                                    "are half of the folds (docs/learning.md)", type=str, metavar="FILE")
-    mix_synthetic: float = option(0.0, "share of batches of built-in proteins beside those of --data",
-                                  low=0.0, below=1.0)
     eval_seqs: int = option(None, "alignment rows in the evaluation of real proteins; default: --num-seqs, "
                                   "with --contacts and --fold 512", low=1, type=int)
     extra_seqs: int = option(1024, "alignment rows that --coevolution reads in training; an evaluation reads "
@@ -79,15 +77,10 @@ class TrainingConfig(Drawn):
             self.require(name, needed)
         if self.data and self.msa:
             self.refuse("msa", "allowed without --data only")
-        if (self.data or self.msa) and self.synthetic_world != "paired" and not self.mix_synthetic:
-            self.refuse("synthetic_world", "needs --mix-synthetic beside real proteins")
-        if self.mix_synthetic and not (self.data or self.msa):
-            self.refuse("mix_synthetic", "needs --data")
+        if (self.data or self.msa) and self.synthetic_world != "paired":
+            self.refuse("synthetic_world", "not with real proteins")
         if self.real_folds is not None and self.synthetic_world != "natural":
             self.refuse("real_folds", "needs --synthetic-world natural")
-
-
-COMBO_KERNELS_UP_TO = 128  # residues: gains 4% at 64, costs 1.5% at 256, 2% at 384 (benchmarks/diary)
 
 
 @dataclass(frozen=True)
@@ -103,24 +96,11 @@ class TritonSwitches(options.Switches):
     enable_triton_weight_gradients: bool = option(False, "adds a block's small gradients and partial sums in "
                                                   "one launch each", ultra=True, rung=12, alone=False)
 
-    RETIRED = dict(enable_triton_projection="enable_triton_attention",
-                   enable_triton_sums="enable_triton_weight_gradients",
-                   enable_triton_transition=None, enable_triton_outer_product=None)
-    INSTEAD = "--enable-selective-checkpointing saves more memory"
-
-    def combo_kernels_at(self, seq_len):
-        return self.enable_combo_kernels and seq_len <= COMBO_KERNELS_UP_TO
-
     def idle(self, settings, on_gpu):
         c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
         asked = self.attention_backend if self.enable_flash_attention else "math"
         shared = training.sequence_parallel > 1  # a GPU has a part of the pair tensor
-        combos, small = self.enable_combo_kernels, self.combo_kernels_at(c.seq_len)
         found += [text for text, holds in (
-            ("combo kernels need torch.compile on a GPU",
-             combos and not (self.enable_torch_compile and on_gpu)),
-            (f"combo kernels cost time above {COMBO_KERNELS_UP_TO} residues",
-             combos and not small and self.enable_torch_compile and on_gpu),
             ("--attention-backend is for fused attention",
              self.attention_backend != "auto" and not self.enable_flash_attention),
             ("triton-attention gives way to the attention that was asked for",

@@ -28,11 +28,11 @@ def superposed(model, true, chosen):
     return np.linalg.norm(a @ (u @ v) - b, axis=-1)
 
 
-def fragments(size, shortest=4):
-    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole down to
-    `shortest` residues."""
+def fragments(size):
+    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole down to four
+    residues."""
     found, length = [], size
-    while length >= min(shortest, size):
+    while length >= min(4, size):
         step = max(length // 2, 1)
         starts = sorted({*range(0, size - length + 1, step), size - length})
         found += [(start, start + length) for start in starts]
@@ -41,10 +41,10 @@ def fragments(size, shortest=4):
     return np.array([(place >= first) & (place < end) for first, end in found])
 
 
-def searched(model, true, score, cutoff, shortest=4):
+def searched(model, true, score, cutoff):
     """The best score(distances (S, L)) -> (S,) of superpositions that start from pieces and go on with what
     lies within the cutoff, which grows where less than FEWEST residues do."""
-    chosen, best = fragments(len(model), shortest), -np.inf
+    chosen, best = fragments(len(model)), -np.inf
     for _ in range(ROUNDS):
         away = superposed(model, true, chosen)
         best = max(best, score(away).max())
@@ -61,13 +61,12 @@ def tm_scale(residues):
     return max(1.24 * max(residues - 15, 0) ** (1 / 3) - 1.8, 0.5)
 
 
-def tm_score(model, true, residues=None, shortest=4):
-    """Of models (L, 3) and true atoms (L, 3), 0 to 1; a share of `residues`, default L. shortest: of the
-    pieces that the search starts from; without the short ones it is faster and may miss the best."""
+def tm_score(model, true, residues=None):
+    """Of models (L, 3) and true atoms (L, 3), 0 to 1; a share of `residues`, default L."""
     residues = residues or len(true)
     scale = tm_scale(residues)
-    return max(searched(model, true, lambda d: (1 / (1 + (d / scale) ** 2)).sum(1) / residues, cutoff,
-                        shortest) for cutoff in (scale, max(scale, 4.5), 8.0))
+    return max(searched(model, true, lambda d: (1 / (1 + (d / scale) ** 2)).sum(1) / residues, cutoff)
+               for cutoff in (scale, max(scale, 4.5), 8.0))
 
 
 def rmsd(model, true):

@@ -1,7 +1,7 @@
 """Checkpoints: the state of a run under unpacked parameter names, so that any switches can continue it."""
 import contextlib
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import torch
 
@@ -131,8 +131,18 @@ def read_checkpoint(path, program, config):
                  for k, v in made.items()
                  if k not in resized and repr(v) != repr(getattr(config, str(k), None))]
     if different:
+        refuse_what_no_model_has(config, saved["config"], path)
         raise UserError(f"checkpoint {path}: made for another model; to use it, pass {' '.join(different)}")
     return saved
+
+
+def refuse_what_no_model_has(config, made, path):
+    """Raise UserError if no flags of this version make a config like the one that was saved."""
+    try:
+        replace(config, **made)
+    except (TypeError, ValueError) as error:
+        why = printable(error).removeprefix(f"{type(config).__name__}.__init__() ")
+        raise UserError(f"checkpoint {path}: of a model that this version lacks: {why:.200}") from None
 
 
 def alike(tensor, expected):

@@ -1,11 +1,8 @@
 """The command line of a program, made of its configs' fields. Needs no torch."""
 import argparse
 import contextlib
-import difflib
-import itertools
 import re
 import sys
-import textwrap
 from dataclasses import asdict, fields
 from functools import cache
 
@@ -15,39 +12,15 @@ from fusion_lab.training.options import ProfilerConfig, flag
 from fusion_lab.training.program import Settings, load_program
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """--help as wide as the terminal: text is filled, indented lines (examples) stay lines of their own.
-    Flags are not broken at their hyphens."""
-
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=28)
-
-    def _split_lines(self, text, width):
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-    def _fill_text(self, text, width, indent):
-        filled = []
-        for example, lines in itertools.groupby(text.strip("\n").splitlines(), lambda s: s[:1] in ("", " ")):
-            if not example:
-                lines = self._split_lines(" ".join(lines), width)
-            filled += [textwrap.fill(line, width + 2, subsequent_indent=8 * " ", break_on_hyphens=False)
-                       for line in lines]
-        return "\n".join(filled)
-
-
 class Parser(argparse.ArgumentParser):
     """Wrong use is one line and exit code 2; options in full only."""
 
     def __init__(self, **kwargs):
-        super().__init__(**{"allow_abbrev": False, "formatter_class": Help, **kwargs})
+        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter,
+                            **kwargs})
 
     def error(self, message):
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        known = [*self._option_string_actions]
-        near = unknown and ([name for name in known if name.startswith(unknown[1])]
-                            or difflib.get_close_matches(unknown[1], known, 1))
-        meant = f"; did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: error: {message}{meant}\n" if torchrun.first() else None)
+        self.exit(2, f"{self.prog}: error: {message}\n" if torchrun.first() else None)
 
 
 def whole_number(low=1):
@@ -123,19 +96,6 @@ class OnOff(argparse.Action):
         setattr(namespace, self.dest, not option_string.startswith("--disable"))
 
 
-class Retired(OnOff):
-    """The same of a switch that went: its successor's, if it has one. Says so."""
-
-    def __init__(self, option_strings, dest, name, kind):
-        super().__init__(option_strings, dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        self.name, self.kind = name, kind
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        note(f"{parser.prog}: note: {option_string}: {self.kind.retirement(self.name)}")
-        if self.kind.RETIRED[self.name]:
-            super().__call__(parser, namespace, values, option_string)
-
-
 def config_groups(config_class, paired):
     """{title: fields} of a config: what each of its classes adds, switches that are on by default apart."""
     groups, classes = {}, [c for c in reversed(config_class.__mro__) if hasattr(c, "__dataclass_fields__")]
@@ -191,9 +151,6 @@ def make_parser(program, about=None, prog=None):
     for config_class in config_classes(program):
         add_config_flags(parser, config_class, paired=config_class is program.fusion_config)
     kind = program.fusion_config
-    for name, successor in kind.RETIRED.items():
-        parser.add_argument(flag(name), flag(name).replace("--enable", "--disable", 1), action=Retired,
-                            dest=successor or name, name=name, kind=kind)
     presets = parser.add_argument_group("Presets; single flags win over them, wherever they stand")
     presets.add_argument("--enable-all-fusion", dest="fusion_preset", action="store_const",
                          const=kind.preset(True),
@@ -308,13 +265,6 @@ def judged(parser, program, arguments):
     except ValueError as error:
         name, _, rest = str(error).partition(" = ")
         parser.error(f"argument {flag(name)}: {rest}")
-
-
-def contradictions(program, argv):
-    """"--enable-x, --disable-x" for every switch that is given both ways."""
-    pairs = ((flag(name), flag(name).replace("--enable", "--disable", 1))
-             for name in program.fusion_config.names())
-    return [", ".join(pair) for pair in pairs if set(pair) <= set(argv)]
 
 
 def parse(parser, program, argv):

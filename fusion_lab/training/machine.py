@@ -7,7 +7,6 @@ import shutil
 import subprocess
 
 import torch
-import torch._functorch.config
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import NO_GPU, UserError, counted
@@ -57,8 +56,7 @@ def keep_freed_memory():
 
 def process_settings(settings, device):
     """Everything that settings change for the whole process and not for one model alone: deterministic
-    kernels, TF32, how much torch.compile may keep for backward, and freed memory on a CPU. Call it before a
-    Trainer is made."""
+    kernels, TF32, and freed memory on a CPU. Call it before a Trainer is made."""
     if settings.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -66,7 +64,6 @@ def process_settings(settings, device):
         keep_freed_memory()
     else:
         torch.backends.cuda.matmul.allow_tf32 = runs_in_tf32(settings.training, device)
-    torch._functorch.config.activation_memory_budget = settings.fusion.activation_memory_budget
 
 
 def system_info(device):

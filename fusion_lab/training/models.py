@@ -104,11 +104,11 @@ def faults(saved, program):
         return
     try:
         parse_json(json.dumps(card, allow_nan=False))
-        config = config_in(saved, program)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        config = None
+        config, why = config_in(saved, program), ""
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        config, why = None, f" ({printable(error)})"
     if config is None or not isinstance(card, dict) or oversized(config, weights, program):
-        yield "config or card"
+        yield f"config or card{why}"
         return
     with torch.device("meta"):
         expected = program.model(config, program.fusion_config.preset(False)).state_dict()

@@ -69,15 +69,13 @@ def spelled(name, value):
     return f"{flag(name)} {value}"
 
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile makes CUDA graphs of its own
+COMPILE_MODES = ("default", "reduce-overhead")  # in the second torch.compile makes CUDA graphs of its own
 
 
 @dataclass(frozen=True)
 class Switches(Checked):
     """Ways to run a step. These any model can have; a model's own switches are fields of a subclass. Every
-    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study.
-    Names of those that went are still understood, wherever they are given or were saved."""
+    bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
     enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1, alone=False)
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True, rung=2)
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
@@ -86,32 +84,17 @@ class Switches(Checked):
     enable_triton_adamw: bool = option(False, "master weights: clipping, AdamW and copy in one kernel",
                                        ultra=True, rung=13, alone=False)
     torch_compile_mode: str = option("default", "mode of torch.compile", choices=COMPILE_MODES)
-    activation_memory_budget: float = option(1.0, "share of the activations that torch.compile may keep for "
-                                                  "backward; below 1 it recomputes the cheapest", low=0.0,
-                                             at_most=1)
-
-    RETIRED = {}  # {a switch that went: the one that took it in, or None}
-    INSTEAD = ""  # what to use in place of those that nothing took in
 
     def __post_init__(self):
         super().__post_init__()
-        if self.enable_cuda_graphs and self.torch_compile_mode in MODES_WITH_GRAPHS:
+        if self.enable_cuda_graphs and self.torch_compile_mode == "reduce-overhead":
             self.refuse("torch_compile_mode", "makes CUDA graphs of its own; not together with "
                         "--enable-cuda-graphs")
-        if self.activation_memory_budget < 1 and not self.enable_torch_compile:
-            self.refuse("activation_memory_budget", "needs --enable-torch-compile")
 
     @classmethod
     def names(cls):
         """Fields that are switches."""
         return [f.name for f in fields(cls) if isinstance(f.default, bool)]
-
-    @classmethod
-    def retirement(cls, name):
-        """What became of a switch that went, to be said behind its name."""
-        if (successor := cls.RETIRED[name]) is None:
-            return f"went, because it cost time, and is ignored; {cls.INSTEAD}"
-        return f"is part of {flag(successor).removeprefix('--enable-')} now"
 
     @classmethod
     def preset(cls, enabled):
@@ -134,7 +117,7 @@ class Switches(Checked):
     def idle(self, settings, on_gpu):
         """Why switches that are on change nothing in these settings here, a sentence for each."""
         graphs = self.enable_cuda_graphs or (self.enable_torch_compile
-                                             and self.torch_compile_mode in MODES_WITH_GRAPHS)
+                                             and self.torch_compile_mode == "reduce-overhead")
         return [text for text, holds in (
             ("CUDA graphs need a GPU", graphs and not on_gpu),
             ("master weights need --use-amp", self.enable_master_weights and not settings.training.use_amp),

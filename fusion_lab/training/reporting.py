@@ -12,7 +12,6 @@ from fusion_lab.training import locks
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.machine import cpu_name
-from fusion_lab.training.options import MODES_WITH_GRAPHS
 
 
 def require_finite(losses, checked, first_step):
@@ -75,8 +74,8 @@ def describe_start(trainer, source):
     if device.type == "cpu" and (busy := busy_line(os.getloadavg()[0], os.cpu_count())):
         print(busy)
     fusion = settings.fusion
-    if torch.version.hip and fusion.enable_torch_compile and fusion.torch_compile_mode in MODES_WITH_GRAPHS:
-        print(f"Note: on ROCm, training in mode {fusion.torch_compile_mode} was seen to go wrong silently "
+    if torch.version.hip and fusion.enable_torch_compile and fusion.torch_compile_mode == "reduce-overhead":
+        print("Note: on ROCm, training in mode reduce-overhead was seen to go wrong silently "
               "(pytorch issue 187715): compare its losses with those of the default mode")
     sys.stdout.flush()
 

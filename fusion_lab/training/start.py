@@ -5,7 +5,7 @@ import sys
 
 from fusion_lab.training import interrupts, torchrun
 from fusion_lab.training.files import UserError, announce, require_packages, say_why
-from fusion_lab.training.flags import QUESTION, contradictions, make_parser, parse, program_file, with_demo
+from fusion_lab.training.flags import QUESTION, make_parser, parse, program_file, with_demo
 from fusion_lab.training.program import DEFAULT_PROGRAM, load_program
 
 # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps the
@@ -60,7 +60,4 @@ def go_on(name, judge, command_line):
 
 
 def judge_training(command_line):
-    argv = with_demo(sys.argv[1:])
-    parse(make_parser(command_line), command_line, argv)
-    for pair in contradictions(command_line, argv) if torchrun.first() else ():
-        print(f"{command_line.name}: note: {pair}: the later one wins", file=sys.stderr)
+    parse(make_parser(command_line), command_line, with_demo(sys.argv[1:]))

@@ -25,12 +25,11 @@ def test_what_is_compiled(seq_len, combos, monkeypatch):
     model = tof.TinyOpenFoldV2(config, tof.FusionConfig())
     assert calls == [] and model.gpu_ends == (model.embed, model.heads) and len(model.sublayers()) == 18
     monkeypatch.setattr(tof.fast_evoformer.dispatch, "gathered_gradients", lambda which: dict(gathers=which))
-    fusion = tof.FusionConfig(enable_torch_compile=True, enable_combo_kernels=True,
-                              enable_triton_weight_gradients=combos,
-                              torch_compile_mode="max-autotune-no-cudagraphs")
+    fusion = tof.FusionConfig(enable_torch_compile=True, enable_triton_weight_gradients=combos,
+                              torch_compile_mode="reduce-overhead")
     model = tof.TinyOpenFoldV2(config, fusion)
     how = dict(fullgraph=True, dynamic=False, options=dict(
-        torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), combo_kernels=combos,
+        torch._inductor.list_mode_options("reduce-overhead"), combo_kernels=combos,
         gathers=combos))
     assert model.gpu_ends == ("end", "end") and model.sublayers() == []
     assert calls == [*2 * [(tof.FusedEvoformerBlock, how)], ("embed", how), ("heads", how)]

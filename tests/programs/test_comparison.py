@@ -46,7 +46,7 @@ def rows_for(fusion, **values):
     return comparison_variants(tof.PROGRAM, with_fusion(tof.PROGRAM.settings(**values), fusion), on_gpu=False)
 
 
-NEVER_ALONE = ("combo_kernels", "torch_compile", "triton_adamw", "triton_weight_gradients")
+NEVER_ALONE = ("torch_compile", "triton_adamw", "triton_weight_gradients")
 
 
 def attention_that_must_compile(q, k, v, bias):
@@ -86,7 +86,7 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
         assert switch.removeprefix("enable_") in NEVER_ALONE or any(
             getattr(f, switch) for f in alone), switch
         assert any(getattr(f, switch) for f in rungs), switch
-    top = fusions[names.index("+ transition")]  # what cannot run on CPU is left out
+    top = fusions[names.index("+ projection")]  # what cannot run on CPU is left out
     assert top.enable_projection_fusion and top.enable_torch_compile
     assert not top.enable_cuda_graphs and not top.enable_master_weights
     for given in (tof.FusionConfig(enable_flash_attention=False),
@@ -107,8 +107,9 @@ def test_rows_are_picked_by_name_and_the_baseline_is_always_there():
     assert not any(v.compiled for v in pick(variants, "baseline projection"))
     assert [v.name for v in pick(variants, "torch.compile,projection")] == [
         "baseline", "projection alone", "all + torch.compile"]
-    for words in ("+projection combo_kernels", "+ projection, + combo_kernels"):  # of the second no row alone
-        assert [v.name for v in pick(variants, words)] == ["baseline", "+ projection", "+ combo_kernels"]
+    sums = "triton_weight_gradients"  # of which there is no row alone
+    for words in (f"+projection {sums}", f"+ projection, + {sums}"):
+        assert [v.name for v in pick(variants, words)] == ["baseline", "+ projection", f"+ {sums}"]
     for words in ("opm-alone", "opm_alone"):
         assert [v.name for v in pick(variants, words)] == ["baseline", "opm alone"]
     for words in ("--enable-opm-fusion", "enable_opm_fusion", "opm-fusion", "opm"):
@@ -141,7 +142,7 @@ def test_on_a_gpu_torch_compile_and_the_presets_compile_by_default(given, more):
     assert [*usual] == ["all + torch.compile", "everything", "ultra", *more]
     assert (usual["everything"], usual["ultra"]) == (kind.preset(True), kind.ultra())
     assert {v.name for v in variants if v.compiled} > {*usual, "+ cuda_graphs", "+ triton_attention"}
-    for asked in ("ultra", "+combo_kernels", "everything"):  # the last two are one row by two names
+    for asked in ("ultra", "+projection", "everything"):  # the last two are one row by two names
         assert [v.name for v in pick(variants, asked)] == ["baseline", asked.replace("+", "+ ")]
 
 

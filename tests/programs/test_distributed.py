@@ -126,13 +126,11 @@ def there(*files):
     return [file for file in files if (ROOT / file).exists()]
 
 
-@pytest.mark.parametrize("file, values", [
-    ("tiny_openfold_v2.py", dict(synthetic_world="covarying")), *((file, {}) for file in there(
-        "tiny_openfold_v2.py", "tests/second_program.py", "companions/protein_mpnn.py",
-        "companions/tiny_llama.py"))])
-def test_the_samples_of_all_ranks_are_those_of_one_process(file, values):
+@pytest.mark.parametrize("file", there("tiny_openfold_v2.py", "tests/second_program.py",
+                                       "companions/protein_mpnn.py", "companions/tiny_llama.py"))
+def test_the_samples_of_all_ranks_are_those_of_one_process(file):
     program = load_program(ROOT / file)
-    source = program.open_source(program.settings(batch_size=6, device="cpu", **values))
+    source = program.open_source(program.settings(batch_size=6, device="cpu"))
     for size in (2, 3):
         whole, parts = source.batch(2), [batch_of(source, 2, Rank(rank, size)) for rank in range(size)]
         assert all(torch.equal(whole[key], torch.cat([part[key] for part in parts])) for key in whole)

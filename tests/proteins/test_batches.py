@@ -8,12 +8,11 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
-from proteins import batches, contacts, folds, geometry, structure_metrics
+from proteins import batches, contacts, structure_metrics
 from proteins.batches import RealProteins, SyntheticProteins, assemble, corrupt, masked_batch
 from proteins.files import AMINO_ACIDS, GAP, MASK
 from proteins.synthetic import (
     PARTNER,
-    covarying_alignment,
     match_contacts,
     paired_alignment,
     random_chains,
@@ -83,11 +82,10 @@ def test_targets_lie_within_both_masks_and_the_query_stays_whole():
 
 # --- Synthetic batches ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("world", ["paired", "covarying"])
-def test_synthetic_batches_are_proteins_from_16_on(world):
-    source = SyntheticProteins(settings_of(seed=5, synthetic_world=world))
+def test_synthetic_batches_are_proteins_from_16_on():
+    source = SyntheticProteins(settings_of(seed=5))
     for step, numbers in ((0, [16, 17]), (3, [22, 23])):
-        msa, coords = synthetic_proteins(5, numbers, 4, 8, world)
+        msa, coords = synthetic_proteins(5, numbers, 4, 8)
         corrupted, targets = corrupt(np.random.default_rng((5, step, 1)), msa)
         batch = source.batch(step)
         expected = dict(coords=coords, msa_tokens=corrupted, msa_targets=targets, target_tokens=msa[:, 0],
@@ -297,37 +295,6 @@ def test_lddt_of_distances_is_that_of_a_structure_with_these_distances():
     assert contacts.distance_lddt(torch.zeros(40, 40), 1e3 * true, seen.float()) == 0.0  # nothing is near
 
 
-def test_a_trace_of_distances_that_end_at_20_å():
-    """Far pairs, of which a distogram says no more than that, lie where paths through near ones put them."""
-    true = torch.from_numpy(folds.backbone(np.random.default_rng(0), 120))
-    wanted = torch.cdist(true, true)
-    known = wanted.clamp(max=21)
-    assert 0.2 < (wanted > contacts.TOLD_APART).double().mean() < 0.8
-    found, without = contacts.trace_of(known), geometry.scaled(known, 3)
-    best, alone = (max(structure_metrics.tm_score(points.numpy() * [1, 1, hand], true.numpy())
-                       for hand in (1, -1)) for points in (found, without))
-    assert found.shape == true.shape and best > 0.9 and best > 0.2 + alone
-    assert known.max() == 21 and torch.equal(known, wanted.clamp(max=21))  # what was given is as it was
-    far = torch.full((5, 5), 21.0)  # an untrained model: a straight chain
-    steps = contacts.trace_of(far).diff(dim=0).norm(dim=1)
-    assert steps.tolist() == pytest.approx([contacts.FOLLOWING] * 4, abs=1e-4)
-
-
-def test_tm_score_of_distances_knows_no_hand_and_leaves_out_what_is_unknown():
-    generator = torch.Generator().manual_seed(3)
-    coords = torch.cumsum(2.2 * torch.randn(40, 3, generator=generator), 0)
-    seen = torch.arange(40) % 7 != 3
-    distances = torch.cdist(coords, coords)
-    assert contacts.distance_tm_score(distances, coords, seen.float()) > 0.95
-    assert contacts.distance_tm_score(distances, coords * torch.tensor([1, 1, -1]), seen.float()) > 0.95
-    elsewhere = coords.masked_fill(~seen[:, None], 1e3)
-    known, of_all = (contacts.distance_tm_score(distances, elsewhere, mask.float())
-                     for mask in (seen, torch.ones(40)))
-    assert known > 0.95 and of_all < 0.9  # 6 of 40 are elsewhere
-    assert contacts.distance_tm_score(distances.roll(9, 0).roll(9, 1), coords, seen.float()) < 0.5
-    assert contacts.distance_tm_score(distances * torch.nan, coords, seen.float()) == 0
-
-
 class Oracle(torch.nn.Module):
     """Stands in for the model: sure of the pair (0, 6), and remembers what it was given."""
 
@@ -353,14 +320,12 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
                               training=SimpleNamespace(plot_contacts="maps"))
     drawn = []
     monkeypatch.setattr(contacts, "write_map", lambda *given: drawn.append(given))
-    monkeypatch.setattr(contacts, "distance_tm_score", lambda *given: float(given[2].sum()))
     found = contacts.evaluate(trainer, source)
     assert {group: list(part) for group, part in found.items()} == dict(training=["a"], held_out=["b", "c"])
     assert found["held_out"]["b"] == dict(p_l2=pytest.approx(1.0), p_l=1.0, chance=1.0,
-                                            p_l2_long=None, lddt=0.75,  # one pair of seven, √3 Å apart
-                                            tm_score=7)
+                                            p_l2_long=None, lddt=0.75)  # one pair of seven, √3 Å apart
     assert found["training"]["a"] == dict(p_l2=pytest.approx(1 / 4), p_l=pytest.approx(1 / 6),
-                                          chance=pytest.approx(1 / 6), p_l2_long=None, lddt=0.75, tm_score=9)
+                                          chance=pytest.approx(1 / 6), p_l2_long=None, lddt=0.75)
     assert trainer.model.given == dict(msa_tokens=(1, 2, 9), target_tokens=(1, 9), seq_mask=(1, 9),
                                        row_mask=(1, 2))
     assert drawn == []  # maps are drawn at the end only
@@ -376,15 +341,15 @@ def test_evaluation_of_chains_with_more_than_six_located_residues(monkeypatch):
 
 def test_lines_of_an_evaluation_give_means_over_proteins(capsys):
     evaluation = dict(training=dict(
-        a=dict(p_l2=0.5, p_l=0.25, chance=0.125, lddt=0.75, tm_score=0.625)), held_out=dict(
-            b=dict(p_l2=1.0, p_l=0.5, chance=0.25, lddt=0.5, tm_score=0.75),
-            c=dict(p_l2=0.5, p_l=0.0, chance=0.05, lddt=0.25, tm_score=0.25)))
+        a=dict(p_l2=0.5, p_l=0.25, chance=0.125, lddt=0.75)), held_out=dict(
+            b=dict(p_l2=1.0, p_l=0.5, chance=0.25, lddt=0.5),
+            c=dict(p_l2=0.5, p_l=0.0, chance=0.05, lddt=0.25)))
     assert contacts.scores(evaluation) == {
-        "training P(L/2)": 0.5, "training lDDT": 0.75, "training TM-score": 0.625,
-        "held-out P(L/2)": 0.75, "held-out lDDT": 0.375, "held-out TM-score": 0.5}
+        "training P(L/2)": 0.5, "training lDDT": 0.75, "held-out P(L/2)": 0.75,
+        "held-out lDDT": 0.375}
     assert contacts.contact_line(evaluation) == (
-        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 lDDT 0.750 TM-score 0.625 (1 protein) | "
-        "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 lDDT 0.375 TM-score 0.500 (2 proteins)")
+        "Contacts: training P(L/2) 0.500 P(L) 0.250 chance 0.125 lDDT 0.750 (1 protein) | "
+        "held-out P(L/2) 0.750 P(L) 0.250 chance 0.150 lDDT 0.375 (2 proteins)")
     empty = dict(training={}, held_out={})
     assert contacts.scores(empty) == {}
     assert contacts.contact_line(empty) == "Contacts: no protein has enough coordinates"
@@ -456,39 +421,13 @@ def test_paired_world_follows_one_table():
     assert (msa[:, 2] == PARTNER[msa[:, 1]]).mean() < 0.1
 
 
-def test_covarying_world_by_its_rates():
-    rng = np.random.default_rng(0)
-    alone = np.arange(400)
-    # one letter a column: what differs is noise, of which one in twenty hits the letter; no gap in the query
-    msa = covarying_alignment(rng, alone, 101, letters=1)
-    letter = np.array([np.bincount(column[column != GAP]).argmax() for column in msa.T])
-    noise = msa[(msa != letter) & (msa != GAP)]
-    assert len(noise) / (msa != GAP).sum() == pytest.approx(0.1 * 19 / 20, abs=0.005)
-    assert set(noise) == {*range(20)}  # each place has its own
-    assert (msa[1:] == GAP).mean() == pytest.approx(0.05, abs=0.003) and not (msa[0] == GAP).any()
-    assert msa.max() == GAP and msa[msa != GAP].max() == 19
-    # matched columns choose together, others do not; four letters a column
-    partner = alone.copy()
-    partner[[0, 9]] = 9, 0
-    msa = covarying_alignment(rng, partner, 300, noise=0, gaps=0)
-    pairs = [len(np.unique(msa[:, [0, j]], axis=0)) for j in (9, 8)]
-    assert pairs[0] <= 4 < pairs[1] and max(len(np.unique(column)) for column in msa.T) == 4
-    # rows of a clade share a quarter of their choices, others only what chance gives; ten clades of 99 rows
-    msa = covarying_alignment(rng, np.arange(2000), 99, letters=200, noise=0, gaps=0)
-    alike, chance = (msa[:, None] == msa[None]).mean(-1), 1 / 200 + 199 / 200 / 20
-    same = alike > 0.17
-    assert len(np.unique(same, axis=0)) == 10
-    assert alike[same & ~np.eye(99, dtype=bool)].mean() == pytest.approx(1 / 4 + 3 / 4 * chance, abs=0.01)
-    assert alike[~same].mean() == pytest.approx(chance, abs=0.002)
-
-
 def test_a_synthetic_protein_depends_on_seed_and_number_alone():
-    msa, coords = synthetic_proteins(3, [4, 9], 5, 40, "covarying")
+    msa, coords = synthetic_proteins(3, [4, 9], 5, 40)
     assert msa.shape == (2, 5, 40) and coords.shape == (2, 40, 3) and coords.dtype == np.float32
     for other in (synthetic_proteins(4, [4, 9], 5, 40), synthetic_proteins(3, [5, 10], 5, 40)):
         assert not np.array_equal(other[1][0], coords[0]) and not np.array_equal(other[1][1], coords[1])
-    assert np.array_equal(synthetic_proteins(3, [9], 5, 40)[1][0], coords[1])
+    again = synthetic_proteins(3, [9], 5, 40)
+    assert np.array_equal(again[0][0], msa[1]) and np.array_equal(again[1][0], coords[1])
     draws = np.random.default_rng((3, 9))
     chain, = random_chains(draws.standard_normal((1, 41, 3)))
     np.testing.assert_allclose(chain, coords[1], rtol=1e-6, atol=1e-5)
-    assert (synthetic_proteins(3, [9], 5, 40)[0] != msa[1]).any()  # another world

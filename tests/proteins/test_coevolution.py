@@ -43,13 +43,12 @@ def test_two_sites_share_all_that_they_have():
     assert not coevolution.strengths(tables, torch.tensor([[[2]]])).any()
 
 
-@pytest.mark.parametrize("kind", ["covariance", "couplings"])
-def test_features_of_one_row_and_under_autocast(kind):
+def test_features_of_one_row_and_under_autocast():
     rows = torch.randint(0, 20, (2, 1, 7), generator=torch.Generator().manual_seed(0))
-    found = coevolution.pair_features(rows, kind)
+    found = coevolution.pair_features(rows)
     assert found.dtype == torch.float32 and found.isfinite().all()
-    assert torch.equal(found, coevolution.pair_features(rows, kind, torch.ones(2, 7)))
+    assert torch.equal(found, coevolution.pair_features(rows, torch.ones(2, 7)))
     deep = torch.cat([rows, rows.flip(2), rows.roll(1, 2)], dim=1)
-    expected = coevolution.pair_features(deep, kind)
+    expected = coevolution.pair_features(deep)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(coevolution.pair_features(deep, kind), expected)
+        assert torch.equal(coevolution.pair_features(deep), expected)

@@ -354,7 +354,7 @@ def test_a_shared_sample_is_turned_so_that_attention_finds_its_axis_whole():
 
 
 def test_ranks_own_columns_of_the_msa_and_rows_of_pairs():
-    config = dataclasses.replace(SMALL, coevolution="covariance", num_seqs=4, seq_len=7)
+    config = dataclasses.replace(SMALL, coevolution="couplings", num_seqs=4, seq_len=7)
     model, owned, others = tof.TinyOpenFoldV2(config), [], []
     tokens = torch.randint(0, 20, (1, 4, 7))
     batch = dict(msa_tokens=tokens, msa_targets=tokens, coords=torch.zeros(1, 7, 3),

@@ -23,10 +23,8 @@ from proteins.options import TrainingConfig
     (dict(data="d", early_stopping=2), "early_stopping = 2: needs --validate-fraction"),
     (dict(data="d", save_best="b"), "save_best = 'b': needs --validate-fraction"),
     (dict(data="d", msa="x", structure="x"), "msa = 'x': allowed without --data only"),
-    (dict(data="d", synthetic_world="natural"), "synthetic_world = 'natural': needs --mix-synthetic"),
-    (dict(msa="x", structure="x", synthetic_world="natural"), "synthetic_world = 'natural': needs --mix-"),
-    (dict(mix_synthetic=0.5), "mix_synthetic = 0.5: needs --data"),
-    (dict(data="d", mix_synthetic=1.0), "mix_synthetic = 1.0: must be less than 1.0"),
+    (dict(data="d", synthetic_world="natural"), "synthetic_world = 'natural': not with real proteins"),
+    (dict(msa="x", structure="x", synthetic_world="natural"), "synthetic_world = 'natural': not with real "),
     (dict(real_folds="f"), "real_folds = 'f': needs --synthetic-world natural"),
     (dict(init_from="a", resume="b"), "init_from = 'a': allowed without --resume only")])
 def test_what_does_not_go_together(values, words):
@@ -36,11 +34,10 @@ def test_what_does_not_go_together(values, words):
 
 
 @pytest.mark.parametrize("values", [
-    dict(data="d", holdout="A", mix_synthetic=0.5, synthetic_world="natural", real_folds="f"),
+    dict(data="d", holdout="A"),
     dict(data="d", holdout_fraction=0.1, validate_fraction=0.5, early_stopping=2, save_best="b"),
     dict(msa="x", structure="x", query="q", min_coordinates=1.0),
-    dict(synthetic_world="natural", real_folds="f"), dict(msa="x", structure="x", mix_synthetic=0.5,
-                                                          synthetic_world="natural"),
+    dict(synthetic_world="natural", real_folds="f"),
     dict(contacts="x", structure="x", query="q", output="o"), dict(fold="x", structure="x", output="o"),
     dict(fold="x", query="q")])
 def test_what_goes_together(values):
@@ -64,18 +61,13 @@ def test_presets_of_kernels():
 
 
 def test_idle_switches_are_named():
-    def idle(seq_len=64, on_gpu=True, **switches):
-        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(seq_len=seq_len),
+    def idle(on_gpu=True, **switches):
+        settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(),
                                    training=SimpleNamespace(use_amp=False, sequence_parallel=1,
                                                             batch_size=4))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
-    combos = dict(enable_combo_kernels=True)
-    compiled = dict(combos, enable_torch_compile=True)
-    assert idle() == [] and idle(**compiled) == [] and idle(128, **compiled) == []
-    assert idle(**combos) == idle(on_gpu=False, **compiled) == ["combo kernels need torch.compile on a GPU"]
-    assert idle(129, **compiled) == ["combo kernels cost time above 128 residues"]
-    assert idle(enable_master_weights=True, **combos) == [
-        "master weights need --use-amp", "combo kernels need torch.compile on a GPU"]
+    assert idle() == idle(enable_torch_compile=True) == []
+    assert idle(enable_master_weights=True) == ["master weights need --use-amp"]
     backend = dict(attention_backend="sdpa")
     assert idle(**backend) == [] and idle(**backend, enable_flash_attention=False) == [
         "--attention-backend is for fused attention"]

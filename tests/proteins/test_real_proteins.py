@@ -1,4 +1,4 @@
-"""RealProteins: shares of a mixed batch, families for validation; depth of built-in alignments."""
+"""RealProteins: shares of a batch, families for validation; depth of built-in alignments."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,9 +28,8 @@ def source_of(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("mixed", [0.0, 0.999])
-def test_ranks_share_a_batch_also_where_it_is_synthetic(mixed, source_of):
-    source = source_of(mix_synthetic=mixed)
+def test_ranks_share_a_batch(source_of):
+    source = source_of()
     for step in range(3):
         whole, parts = source.batch(step), [source.part(step, rank, 2) for rank in range(2)]
         assert not torch.equal(parts[0]["coords"], parts[1]["coords"])
@@ -57,7 +56,7 @@ def test_an_evaluation_looks_at_as_many_training_families(validated, held_out, o
 
 def test_built_in_alignments_have_all_rows_to_an_eighth_equally_often():
     source = batches.NaturalProteins(settings_of(num_seqs=2, synthetic_world="natural", extra_seqs=64,
-                                                 coevolution="covariance"))
+                                                 coevolution="couplings"))
     source.align = lambda seed, coords, rows: torch.zeros(len(coords), rows, 16, dtype=torch.uint8)
     depths = [int((source.draw([number])[0][0] != GAP).any(1).sum()) for number in range(200)]
     assert set(depths) == {64, 32, 16, 8} and min(map(depths.count, set(depths))) > 25

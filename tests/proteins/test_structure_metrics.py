@@ -67,21 +67,12 @@ def test_definitions():
 
 
 def test_a_search_starts_from_pieces_and_keeps_three_atoms(monkeypatch):
-    assert sm.fragments(9).sum(1).tolist() == [9, 4, 4, 4, 4] and sm.fragments(9, 5).sum(1).tolist() == [9]
+    assert sm.fragments(9).sum(1).tolist() == [9, 4, 4, 4, 4]
     least, really = [], sm.superposed
     monkeypatch.setattr(sm, "superposed", lambda model, true, chosen: (
         least.append(chosen.sum(1).min()) or really(model, true, chosen)))
     sm.searched(a_trace(12, 1), a_trace(12), lambda away: -away.mean(1), cutoff=0)
     assert len(least) > 1 and min(least) == sm.FEWEST
-
-
-def test_the_shortest_piece_of_a_search_is_four_residues_or_as_asked(monkeypatch):
-    really, asked = sm.fragments, []
-    monkeypatch.setattr(sm, "fragments", lambda size, shortest=4: (
-        asked.append(shortest) or really(size, shortest)))
-    sm.tm_score(a_trace(20, 1), a_trace(20), shortest=9)
-    sm.tm_score(a_trace(20, 1), a_trace(20))
-    assert asked == [9] * 3 + [4] * 3
 
 
 def test_residues_without_coordinates_are_left_out():

@@ -9,8 +9,7 @@ from tests.support import ROOT
 
 
 @pytest.mark.parametrize("device, use_amp, left_out", [
-    ("cuda", False, []), ("cpu", True, ["cuda-graphs", "combo-kernels"]),
-    ("cpu", False, ["cuda-graphs", "master-weights", "combo-kernels"])])
+    ("cuda", False, []), ("cpu", True, ["cuda-graphs"]), ("cpu", False, ["cuda-graphs", "master-weights"])])
 def test_an_ablation_combines_what_changes_something_there(device, use_amp, left_out, capsys):
     vocabulary = design.Vocabulary(load_program(ROOT / "tiny_openfold_v2.py"))
     options = SimpleNamespace(switches=None, ablation=True, all_combinations=False, device=device)

@@ -151,15 +151,6 @@ def test_validation_families_are_neither_trained_on_nor_held_out():
     assert {row.astype(np.uint8).tobytes() for row in batch["msa_tokens"][0].numpy()} <= extra
 
 
-def test_a_share_of_batches_is_synthetic():
-    source = batches.open_source(settings_of(data=str(require_shared("data", "families")), mix_synthetic=0.5,
-                                             seq_len=20))
-    made = [dict(source.world.batch(step)) for step in range(40)]
-    synthetic = [torch.equal(source.batch(step)["coords"], made[step]["coords"]) for step in range(40)]
-    assert 10 <= sum(synthetic) <= 30
-    assert len({tuple(sorted(source.batch(step))) for step in range(8)}) == 1
-
-
 # --- Batches of the world `natural` -----------------------------------------------------------------------
 
 def test_natural_batches_are_a_function_of_their_step():
@@ -180,26 +171,11 @@ def test_natural_batches_are_a_function_of_their_step():
 
 # --- Coevolution features --------------------------------------------------------------------------------
 
-def test_covariance_by_hand():
-    """Rows AC, AD, GC and GD, once each: independent; AC twice and GD twice: covariance 1/4."""
-    def rows(*texts):
-        return torch.tensor([[[files.LETTERS.index(letter) for letter in text] for text in texts]])
-
-    a, c, d, g = (files.LETTERS.index(letter) for letter in "ACDG")
-    table = coevolution.pair_features(rows("AC", "GD"), "covariance")[0, 0, 1, :-1].view(21, 21)
-    assert table[a, c].item() == pytest.approx(coevolution.SCALE["covariance"] / 4)
-    assert table[a, d].item() == pytest.approx(-coevolution.SCALE["covariance"] / 4)
-    assert table[g, d].item() == pytest.approx(coevolution.SCALE["covariance"] / 4)
-    assert table.abs().sum().item() == pytest.approx(coevolution.SCALE["covariance"])
-    independent = coevolution.pair_features(rows("AC", "AD", "GC", "GD"), "covariance")
-    assert independent.abs().max() < 1e-4
-
-
 def test_strength_of_couplings_is_mean_field_dca():
     source = folds.Folds(0, 20)
     coords = torch.from_numpy(source.piece(np.random.default_rng(0)))[None]
     msa = natural.natural_alignments(torch.Generator().manual_seed(0), coords, 80)
-    features = coevolution.pair_features(msa, "couplings")[0]
+    features = coevolution.pair_features(msa)[0]
     expected = torch.from_numpy(yardsticks.mean_field_dca(msa[0].numpy().astype(np.uint8))).float()
     off = ~torch.eye(20, dtype=torch.bool)
     ratio = features[..., -1][off] / expected[off]
@@ -209,13 +185,12 @@ def test_strength_of_couplings_is_mean_field_dca():
     assert torch.allclose(tables, tables.permute(1, 0, 3, 2), atol=1e-2) and not features.diagonal().any()
 
 
-@pytest.mark.parametrize("kind", ["covariance", "couplings"])
-def test_padding_changes_no_feature(kind):
+def test_padding_changes_no_feature():
     msa = torch.randint(0, 22, (1, 30, 9), generator=torch.Generator().manual_seed(0))
     padded = torch.full((1, 34, 12), files.GAP)
     padded[:, :30, :9] = msa
     mask = (torch.arange(12) < 9).float()[None]
-    plain, more = coevolution.pair_features(msa, kind), coevolution.pair_features(padded, kind, mask)
+    plain, more = coevolution.pair_features(msa), coevolution.pair_features(padded, mask)
     assert torch.allclose(plain, more[:, :9, :9], atol=2e-3)
     assert not more[:, 9:].any() and not more[:, :, 9:].any()
 
@@ -252,9 +227,8 @@ def test_inverse_by_newton_is_the_inverse():
 def test_statistics_on_a_gpu_are_those_of_a_cpu():
     rows = torch.randint(0, 21, (2, 64, 24), generator=torch.Generator().manual_seed(0))
     before = torch.backends.cuda.matmul.allow_tf32
-    for kind in ("covariance", "couplings"):
-        there = coevolution.pair_features(rows.cuda(), kind).cpu()
-        assert torch.allclose(there, coevolution.pair_features(rows, kind), atol=5e-3, rtol=1e-3)
+    there = coevolution.pair_features(rows.cuda()).cpu()
+    assert torch.allclose(there, coevolution.pair_features(rows), atol=5e-3, rtol=1e-3)
     assert torch.backends.cuda.matmul.allow_tf32 is before
 
 

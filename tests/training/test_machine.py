@@ -73,29 +73,26 @@ def test_freed_memory_is_kept_by_the_right_words_to_the_c_library(monkeypatch):
 
 
 @pytest.fixture
-def of_torch():
-    """torch's settings for products and for its compiler, which monkeypatch cannot bring back."""
-    matmul, compiler = torch.backends.cuda.matmul, torch._functorch.config
-    before = matmul.allow_tf32, compiler.activation_memory_budget
-    yield matmul, compiler
-    matmul.allow_tf32, compiler.activation_memory_budget = before
+def matmul():
+    """torch's settings for products, which monkeypatch cannot bring back."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_settings_change_for_the_process(deterministic, monkeypatch, of_torch):
-    kept, asked, (matmul, compiler) = [], [], of_torch
+def test_what_settings_change_for_the_process(deterministic, monkeypatch, matmul):
+    kept, asked = [], []
     matmul.allow_tf32 = False
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # comes back afterwards
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setattr(machine, "keep_freed_memory", lambda: kept.append("memory"))
     monkeypatch.setattr(machine, "runs_in_tf32", lambda training, device: training.use_tf32)
-    settings = tof.PROGRAM.settings(activation_memory_budget=0.5, use_tf32=True, enable_torch_compile=True,
-                                    deterministic=deterministic)
+    settings = tof.PROGRAM.settings(use_tf32=True, deterministic=deterministic)
     for device, expected in (("cpu", (["memory"], False)), ("cuda", (["memory"], True))):
-        compiler.activation_memory_budget = 1.0
         machine.process_settings(settings, torch.device(device))
-        assert (kept, matmul.allow_tf32) == expected and compiler.activation_memory_budget == 0.5
+        assert (kept, matmul.allow_tf32) == expected
     assert asked == [True] * 2 * deterministic
     assert machine.os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
 

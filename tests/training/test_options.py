@@ -25,9 +25,7 @@ GRAPHS = dict(enable_cuda_graphs=True, enable_torch_compile=True)
     (TrainingConfig, dict(amp_dtype="float16"), "amp_dtype = 'float16': needs --use-amp"),
     (ProfilerConfig, dict(profile_rank="-1"), "profile_rank = '-1': must be a rank's number, or all"),
     (ProfilerConfig, dict(profile_rank="\u0663"), "profile_rank = '\u0663': must be a rank's number, or all"),
-    (Switches, dict(activation_memory_budget=1.5), "activation_memory_budget = 1.5: must be at most 1"),
-    (Switches, dict(activation_memory_budget=0.5), "activation_memory_budget = 0.5: needs --enable-torch-c"),
-    (Switches, dict(GRAPHS, torch_compile_mode="max-autotune"), "torch_compile_mode = 'max-autotune': ma")])
+    (Switches, dict(GRAPHS, torch_compile_mode="reduce-overhead"), "torch_compile_mode = 'reduce-overhe")])
 def test_what_a_field_refuses(kind, values, words):
     with pytest.raises(ValueError) as caught:
         kind(**values)
@@ -39,8 +37,6 @@ def test_what_a_field_refuses(kind, values, words):
     (TrainingConfig, dict(num_steps=1, save_every=1, save_checkpoint="a", save_best="b", resume="a")),
     (TrainingConfig, dict(num_steps=10 ** 5, seed=2 ** 63 - 1, use_amp=True, amp_dtype="float16")),
     (ProfilerConfig, dict(profile_rank="12")), (ProfilerConfig, dict(profile_rank="all")),
-    (Switches, dict(enable_torch_compile=True, activation_memory_budget=0)),
-    (Switches, dict(GRAPHS, torch_compile_mode="max-autotune-no-cudagraphs")),
     (Switches, dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead"))])
 def test_what_it_takes(kind, values):
     assert {name: getattr(kind(**values), name) for name in values} == values
@@ -68,7 +64,7 @@ def test_presets_ladder_and_what_is_beside_them():
 
 
 @pytest.mark.parametrize("values, words", [
-    ({}, []), (dict(torch_compile_mode="max-autotune"), ["--torch-compile-mode is for torch.compile"]),
+    ({}, []), (dict(torch_compile_mode="reduce-overhead"), ["--torch-compile-mode is for torch.compile"]),
     (dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead"), ["CUDA graphs need a GPU"]),
     (dict(enable_torch_compile=True), []), (dict(enable_cuda_graphs=True), ["CUDA graphs need a GPU"]),
     (dict(enable_master_weights=True), ["master weights need --use-amp"]),

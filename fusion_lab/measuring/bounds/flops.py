@@ -17,8 +17,7 @@ from fusion_lab.measuring.clocks import RangeSums
 from fusion_lab.measuring.ranges import ranges
 
 REST = "rest"  # what a step runs outside all sub-layers
-EAGER = dict(enable_torch_compile=False, enable_cuda_graphs=False, activation_memory_budget=1.0,
-             torch_compile_mode="default")
+EAGER = dict(enable_torch_compile=False, enable_cuda_graphs=False, torch_compile_mode="default")
 
 
 class NoDraws(TorchDispatchMode):
