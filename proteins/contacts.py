@@ -65,8 +65,8 @@ def distance_lddt(distances, coords, coord_mask):
 
 def evaluate(trainer, source, stop=None, final=False):
     """contact_precision() and distance_lddt() by protein: {"training": {name: ...}, "held_out": {name: ...}}.
-    A signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts, if
-    that is given."""
+    A signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts,
+    if that is given."""
     directory, results = trainer.training.plot_contacts if final else None, {}
     stems = maps.file_names(source.held_out) if directory else {}
     with evaluating(trainer.model):
