@@ -308,12 +308,12 @@ def fresh_directory(path, named, force):
     return results_directory(path, default=not named, fresh=not named)
 
 
-def require_packages(program, *names, listed="requirements.txt"):
-    """End the program with one line where a package is missing; listed: the file that names them."""
+def require_packages(program, *names):
+    """End the program with one line where a package is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{program}: error: {sys.executable} lacks {', '.join(missing)}: pip install -r "
-              f"{listed}, or activate the environment that has it; scripts take PYTHON=... as well",
+              "requirements.txt, or activate the environment that has it; scripts take PYTHON=... as well",
               file=sys.stderr)
         raise SystemExit(MISSING)
 
