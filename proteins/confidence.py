@@ -13,9 +13,8 @@ from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
 
 
 def line_of(card):
-    """(intercept, slope, what it was measured on) of the line from expected to measured lDDT-CA, which
-    benchmarks/measure_folds.py or nested_folds.py wrote into a model's card; (0, 1, None) where there is
-    none."""
+    """(intercept, slope, what it was measured on) of the line from expected to measured lDDT-CA in a model's
+    card; (0, 1, None) where there is none."""
     line = card.get("plddt") if isinstance(card.get("plddt"), dict) else {}
     numbers, on = [line.get(key) for key in ("intercept", "slope")], line.get("measured_on")
     if not isinstance(on, str) or not all(isinstance(number, (int, float)) and math.isfinite(number)

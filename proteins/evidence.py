@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN, DataError
-from proteins.homology import RELATED, nearest, profile
+from proteins.homology import RELATED, nearest
 from proteins.yardsticks import sequence_weights
 
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py
@@ -57,13 +57,6 @@ class Depth:
             * (self.effective < TESTED_ROWS)
         found += [f"{self.residues} residues (tested: {low} to {high})"] * (not low <= self.residues <= high)
         return " and ".join(found)
-
-
-def learned_from(families):
-    """{name: [query, consensus]} of files.Protein, for a card: what relative() compares others with. The
-    consensus is found by remote relatives, too."""
-    return {family.name: [family.sequence, "".join(LETTERS[i] for i in profile(family.msa)[1])]
-            for family in families}
 
 
 def relative(msa, name, card):

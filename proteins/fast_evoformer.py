@@ -157,7 +157,7 @@ class OuterProductMeanTwin(SubLayerTwin):
     def reassociates(self, sides):
         """With kernels only B, N and S of sides count, which are the msa's: so takes() can ask."""
         if self.plan.outer_product_mean and dispatch.runs(sides):
-            return self.fusion.reassociates(*sides.shape[:3], at_most=False)  # level at 4 N = S (the diary)
+            return self.fusion.reassociates(*sides.shape[:3], at_most=False)  # level at 4 N = S
         return super().reassociates(sides)
 
     def forward(self, msa, row_mask=None, onto=None):

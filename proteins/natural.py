@@ -3,7 +3,7 @@
 Contacts of a fold get couplings between amino acids, columns get preferences by burial and conservation, and
 rows evolve: from a root through clades to leaves, by Gibbs sampling, so that relatives resemble each other
 and coupled columns change together. Then gaps, inherited as they are in nature. The constants were fitted to
-real families (benchmarks/learning.md has the table).
+real families (measured at e77e90b).
 
 All of it is tensor operations, on the device that trains. Letters: B proteins, S residues, n rows at a level
 of the tree, A = 20 amino acids. DISCREPANCY: a sweep draws a share of the sites at once, given the others as

@@ -11,7 +11,7 @@ packed (..., 2 F) -> h (..., F); packed (B, S, (H + 2 G) D), angles (2, S, D / 2
 (B, G, S, D). H heads of queries, G of keys and values, D channels each; P = B S positions.
 
 Left to a compiler, gradients of slices of packed become masked loads in every element, of the other slices'
-gradients too (benchmarks/diary). Float32 within. Kept for backward are packed for swiglu, the angles for
+gradients too (measured). Float32 within. Kept for backward are packed for swiglu, the angles for
 rotary.
 
 q, k and v lie in memory as (B, S, heads, D). Attention's kernels read such strides, and give their output

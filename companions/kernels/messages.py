@@ -9,7 +9,7 @@ own, out (N, C); edges, g, y (N, K, C); bias (C,); table (R, C); index (N, K) in
 K edges each; R rows of the table are what edges lead to.
 
 The first layer of a message [own; edge; neighbour] is a sum of three, which come projected by the BLAS
-library. Later layers' biases are added here: in the product they cost half of its time (benchmarks/diary),
+library. Later layers' biases are added here: in the product they cost half of its time (measured),
 and their gradients another reading of all edges.
 
 The gradient of table is a sum over the edges that lead to a row. `incoming` sorts them once for all layers of

@@ -3,7 +3,7 @@ import importlib.util
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CHANNELS = (16, 32, 64, 128, 256)  # of a position: a program holds all of them, in a tile of a power of two
-LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider products are the library's (the diary)
+LAYER_CHANNELS = CHANNELS[:-1]  # of a whole attention sub-layer: wider ones are faster by the library
 MOST_HEADS = 64  # whose bias one kernel projects
 SIDES = (16, 32)  # channels of the outer product's whose weights' gradients fit into registers
 WIDEST_HEAD = 128  # of attention: a program holds all channels of a head

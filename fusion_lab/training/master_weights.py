@@ -12,7 +12,7 @@ class MasterWeights:
     originals, which the optimizer updates.
 
     One tensor, because lists of some hundred small ones are cut into launches of a few dozen, and a block of
-    threads works on one of them alone (benchmarks/diary).
+    threads works on one of them alone (benchmarks/FINDINGS.md).
     """
 
     sharded = False

@@ -10,7 +10,7 @@ from fusion_lab.training.program import DEFAULT_PROGRAM, load_program
 
 # OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps the
 # one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine and
-# spares a third on a busy one (benchmarks/diary).
+# spares a third on a busy one (benchmarks/FINDINGS.md).
 TURNS = ("GOMP_SPINCOUNT", "30000")
 # torch 2.13 prints two lines each time its profiler starts; 5, the default, shows them, and hides errors too.
 PROFILER_WORDS = ("KINETO_LOG_LEVEL", "6")

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from fusion_lab.measuring import clocks, contest
-from fusion_lab.training import files
-from fusion_lab.training.flags import make_parser, parse
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -171,28 +169,6 @@ def test_rungs_for_which_memory_was_short_begin_again_without_the_others(monkeyp
 
 
 @pytest.mark.slow
-def test_roofline_and_its_tables(tmp_path):
-    import measure_fusion
-    done = run("measure_fusion.py", "--quick", "--part", "roofline", "--shapes", "1,8,4", "--precisions",
-               "fp32", "--steps", 2, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "fusion.json").read_text())
-    assert result["compare"] == {} and list(result["roofline"]) == ["B1 S8 N4 fp32"]
-    lines = measure_fusion.tables(result)
-    assert [line.startswith("| ") for line in lines].count(True) == 1 + 9
-
-
-@pytest.mark.slow
-def test_peers(tmp_path):
-    done = run("compare_peers.py", "--quick", "--steps", 2, "--out", tmp_path,
-               PYTHONPATH=str(ROOT / "tests/programs/fake_peer"))
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "peers.json").read_text())["results"]["tiny"]
-    assert set(rows) == {"plain", "all fusion", "cuEquivariance"}
-    assert all(row["error"] < 3e-5 for row in rows.values()), rows
-
-
-@pytest.mark.slow
 def test_patched_layers(tmp_path):
     """Of a stand-in, on a CPU, where the layer's own code runs in both."""
     done = run("measure_patches.py", "--quick", "--sizes", 5, "--steps", 1, "--out", tmp_path,
@@ -212,106 +188,6 @@ def test_patched_layers_that_are_wrong_or_absent():
         "patched", "as it is, checkpointed"]
     done = run("measure_patches.py", "--quick")
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "boltz" in done.stderr
-
-
-@pytest.mark.slow
-def test_loss_curves(tmp_path, monkeypatch, capsys):
-    import loss_curves
-    for flags in loss_curves.SETTINGS.values():
-        parse(make_parser(loss_curves.PROGRAM), loss_curves.PROGRAM, flags.split())
-    monkeypatch.setattr(loss_curves, "SETTINGS", {
-        name: loss_curves.SETTINGS[name] for name in ("baseline fp32", "ultra bf16")})
-    tiny = "--num-blocks 1 --seq-len 16 --num-seqs 4 --batch-size 2 --msa-dim 16 --pair-dim 16 --device cpu"
-    assert loss_curves.main(["--steps", "10", "--seeds", "1", "--out", str(tmp_path), "--", *tiny.split(),
-                             "--disable-torch-compile", "--eval-every", "10", "--warmup-steps", "1"]) == 0
-    runs = json.loads((tmp_path / "loss_curves.json").read_text())["runs"]
-    assert len(runs) == 2 and all(len(r["losses"]) == 2 and "10" in r["p_l2"] for r in runs)
-    with pytest.raises(SystemExit, match="2"):  # it would read earlier results
-        loss_curves.main(["--out", str(tmp_path), "--", "--num-steps=3"])
-    assert "--num-steps" in capsys.readouterr().err
-
-
-def test_real_families_never_trains_on_a_relative_of_what_it_looks_at(tmp_path, monkeypatch):
-    import real_families
-    families = [types.SimpleNamespace(name=name) for name in "abcdef"]
-    related = [["b", "e"], ["a"], ["c"], ["d"], ["f"]]
-    monkeypatch.setattr(real_families.homology, "clusters", lambda found: related)
-    folds = real_families.folds_of(families, 3)
-    assert sorted(sum(folds, [])) == [*"abcdef"] and ["b", "e"] in folds
-    assert [len(fold) for fold in folds] == [2, 2, 2]
-    started = {}
-
-    def train(directory, options, common, environment):
-        started[directory.name] = options | dict(gpu=environment.get("CUDA_VISIBLE_DEVICES"), common=common)
-        return dict(seconds=1.0)
-
-    monkeypatch.setattr(real_families, "train", train)
-    arguments = real_families.parse([
-        "--data", "x", "--out", str(tmp_path), "--recipes", "full", "half mixed", "scratch", "--seeds", "1",
-        "2", "--gpus", "2", "--most-steps", "5", "--", "--msa-dim", "16"])
-    pretrained, tuned = real_families.Runs(arguments, folds).run()
-    assert set(pretrained) == {("full", 1), ("full", 2)} and len(tuned) == 3 * 2 * 3  # one start serves both
-    assert set(started) == {"full-1", "full-2"} | {
-        f"{recipe}-{seed}-fold-{fold}" for recipe in ("full", "half-mixed", "scratch") for seed in (1, 2)
-        for fold in range(3)}
-    for fold in range(3):
-        options = started[f"half-mixed-2-fold-{fold}"]
-        assert options["holdout"] == ",".join(folds[fold]) and options["mix_synthetic"] == 0.5
-        assert options["init_from"] == tmp_path / "runs" / "full-2" / "c.pt" and options["num_steps"] == 5
-        assert options["validate_fraction"] == 0.1 and options["common"] == ["--msa-dim", "16"]
-        assert options["lr_warmup_steps"] == 4  # the trainer refuses five
-    assert "init_from" not in started["scratch-1-fold-0"]
-    assert {options["gpu"] for options in started.values()} == {"0", "1"}
-
-
-def test_real_families_trains_for_folds(tmp_path, monkeypatch, capsys):
-    """Real chains in pre-training, longer crops in training, weights kept for folding what was held out."""
-    import real_families
-    started, argv = {}, ["--data", "x", "--out", str(tmp_path), "--seeds", "1", "--recipes", "folds"]
-    monkeypatch.setattr(real_families, "train", lambda directory, options, *_: started.update(
-        {directory.name: options}) or dict(seconds=1.0))
-    arguments = real_families.parse([*argv, "--real-folds", "chains.npz"])
-    real_families.Runs(arguments, [["a"], ["b"]]).run()
-    assert set(started) == {"folds-1", "folds-1-fold-0", "folds-1-fold-1"}
-    real, tuned = started["folds-1"], started["folds-1-fold-1"]
-    assert str(real["real_folds"]) == "chains.npz" and real["num_blocks"] == tuned["num_blocks"] == 8
-    assert (real["num_steps"], real["seq_len"]) == (5000, 96)
-    assert (tuned["num_steps"], tuned["seq_len"], tuned["holdout"]) == (600, 128, "b")
-    assert tuned["save_best"] == tmp_path / "runs" / "folds-1-fold-1" / "best.pt"
-    assert tuned["orientations"] is real["orientations"] is True
-    with pytest.raises(SystemExit):
-        real_families.parse(argv)
-    assert "folds needs --real-folds FILE" in capsys.readouterr().err
-
-
-def test_real_families_passes_switches_without_a_value(tmp_path, monkeypatch):
-    import real_families
-    commands = []
-
-    def run(command, stdout, **_):
-        commands.append(command)
-        (tmp_path / "r" / real_families.PROGRAM.result("performance_summary")).write_text("{}")
-        return types.SimpleNamespace(returncode=0)
-    monkeypatch.setattr(real_families.subprocess, "run", run)
-    real_families.train(tmp_path / "r", dict(orientations=True, seq_len=8), ["--x"], {})
-    assert commands[0][4:] == ["--orientations", "--seq-len", "8", "--x"]
-
-
-def test_real_families_looks_at_the_step_that_validation_chose():
-    import real_families
-
-    def at(validation, held_out):
-        return dict(validation={"v": dict(p_l2=validation)},
-                    held_out={"h": dict(p_l2=held_out, p_l2_long=None)})
-    summary = dict(contact_precision={"10": at(0.3, 0.9), "20": at(0.5, 0.2), "final": at(0.4, 0.8)},
-                   performance_summary=dict(median_batch_time=0.5))
-    assert real_families.chosen_step(summary) == ("20", {"h": dict(p_l2=0.2, p_l2_long=None)})
-    assert real_families.curve(summary) == [(5.0, 0.9), (10.0, 0.2)]
-    values = dict(a=0.1, b=0.4, c=0.6)
-    scores = {"m": {name: dict(p_l2=value, p_l2_long=value / 2) for name, value in values.items()}}
-    found = real_families.table(scores, dict(a="x", b="x", c="x"))["m"]["x"]
-    assert (found["median"], found["median_long"], found["families"]) == (0.4, 0.2, 3)
-    assert found["interval"] == [0.1, 0.6] and found["mean"] == pytest.approx(1.1 / 3)
 
 
 @pytest.mark.parametrize("longest", [600, 1000, 1100, 1190, 2000])
@@ -350,13 +226,10 @@ def test_the_longest_protein_is_one_that_was_no_trial():
 @pytest.mark.slow
 @pytest.mark.parametrize("program, flags, code, words", [
     ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
-                         "--seq-len 16 --batch-size 1 --only nothing", 2, "--only nothing: no contender"),
-    ("compare_peers.py", "", 3, "pip install cuequivariance")])
+                         "--seq-len 16 --batch-size 1 --only nothing", 2, "--only nothing: no contender")])
 def test_what_benchmarks_refuse(program, flags, code, words, tmp_path):
     if "OUT" in flags and not (ROOT / "companions").exists():
         pytest.skip("companions were deleted")
-    if "peers" in program and any(os.path.isdir(f"{path}/cuequivariance_torch") for path in sys.path):
-        pytest.skip("cuEquivariance is installed")
     done = run(program, *(str(tmp_path) if flag == "OUT" else flag for flag in flags.split()))
     assert done.returncode == code and words in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -427,24 +300,3 @@ def test_long_proteins(tmp_path):
                "--ranks", 1, "--limit", 5e-3, "--out", tmp_path)
     short, long = json.loads((tmp_path / "long.json").read_text())["rows"]
     assert short["peak_mb"] < 5 and long["out_of_memory"] and long["reason"] == "out of memory"
-
-
-def test_everything_goes_on_where_one_program_fails(tmp_path, monkeypatch, capsys):
-    import measure_everything
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(files.UserError, match="needs a GPU"):
-        measure_everything.run(["--out", str(tmp_path)])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(measure_everything, "PROGRAMS", dict(
-        late=(1, "-c __import__('time').sleep(60)"), wrong=(60, "-c raise(SystemExit(3))"),
-        right=(60, "-c print('{out}')"), peers=(60, "-c print('{peer}')")))
-    flags = ["--out", str(tmp_path / "new" / "out"), "--skip", "late"]
-    assert measure_everything.run(flags) == 1
-    assert re.findall(r"^(\w+): (\S+),", capsys.readouterr().out, re.M) == [("wrong", "3"), ("right", "0")]
-    assert (tmp_path / "new/out/right.txt").read_text() == f"{tmp_path}/new/out/right\n"
-    assert measure_everything.run([*flags, "--only", "right|peers", "--peer", "a/b.py"]) == 0
-    assert (tmp_path / "new/out/peers.txt").read_text() == f"{ROOT}/a/b.py\n"
-    assert measure_everything.run(["--out", str(tmp_path), "--only", "late"]) == 1
-    assert re.search(r"^late +over 1 s +\d+$", capsys.readouterr().out, re.M)
-    with pytest.raises(SystemExit, match="2"):
-        measure_everything.run(["--out", str(tmp_path), "--only", "nothing"])

@@ -332,19 +332,3 @@ def test_earlier_results_stay_in_place_until_there_are_new_ones(tmp_path):
     settings = SETTINGS.having(profile_dir=str(tmp_path), num_steps=1)
     assert comparison.compare_fusion(tof.PROGRAM, settings, picked="baseline") == 0
     assert len(os.listdir(tmp_path)) == 2 and json.loads(earlier.read_text())["variants"]
-
-
-@pytest.mark.slow
-def test_benchmark_tables_are_made_from_results_and_tell_disagreement(monkeypatch):
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import measure_fusion
-    monkeypatch.setattr(measure_fusion, "comparison_variants", lambda *_: some_variants()[:2])
-    part = measure_fusion.compare_child(SETTINGS.having(num_steps=1))
-    assert part["plain_profiler_launches"] == dict(baseline=None, all=None)  # on a CPU
-    launches = {r["name"]: r["launches_per_step"] for r in part["variants"]}
-    peaks = {r["name"]: r["peak_memory_mb"] for r in part["variants"]}
-    part |= dict(plain_profiler_launches=launches, lone_run_peak_mb={**peaks, "all": 2 * peaks["all"]})
-    assert [row["verdict"] for row in measure_fusion.agreement(part)] == ["agree", "DISAGREE"]
-    lines = measure_fusion.tables(dict(command="x", timestamp="y", roofline={}, compare={"B2 S16 N6": part,
-                                       "B9 S9 N9": dict(error="first\nout of memory")}))
-    assert any(line.startswith("| baseline |") for line in lines) and "failed: out of memory" in lines

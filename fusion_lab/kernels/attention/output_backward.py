@@ -7,7 +7,7 @@
 
 out, gate, do, dgate (B, X, Y, c), gate and dgate as slices of wider tensors; W (c, c); delta (B, R, H, L).
 Neither o nor dout is ever written. The kernels of attention then read do and delta alone. Computed in there,
-gates were a quarter of the instructions of the gradient of q at 256 keys (counted; the diary).
+gates were a quarter of the instructions of the gradient of q at 256 keys (counted).
 """
 import triton
 import triton.language as tl
@@ -70,7 +70,7 @@ def attention_output_backward_kernel(
                            LINES)
     row = tl.program_id(0).to(tl.int64) * C  # of this program in the partial sums
     bias_sums, gate_bias_sums = bias_sums + row, gate_bias_sums + row
-    if DROP:  # store_sums() makes sums as a product with ones: with DROP that spilled on sm_80 (the diary)
+    if DROP:  # store_sums() makes sums as a product with ones: with DROP that spilled on sm_80
         tl.store(bias_sums + c, tl.sum(du_tile, 0))
     else:
         store_sums(bias_sums, c, du_tile, dtype, BM)

@@ -1,4 +1,4 @@
-"""Which implementation of attention runs, and FlexAttention called so that it pays (benchmarks/diary)."""
+"""Which implementation of attention runs, and FlexAttention called so that it pays."""
 from functools import cache
 
 import torch
@@ -77,7 +77,7 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
     requested is what --attention-backend says; strict: products are float32 throughout; width of a head,
     length of a row; biased: with a bias that is trained; arch: an AMD GPU's, else "". FlexAttention is the
     one PyTorch kernel that neither copies a bias shared by many rows nor writes the bias gradient once per
-    row. "auto" goes by measurements on NVIDIA and on CPU (benchmarks/diary); on AMD nothing was measured.
+    row. "auto" goes by measurements on NVIDIA and on CPU; on AMD nothing was measured.
     """
     flex_fits = on_gpu and HAS_TRITON and dtype != torch.float64 and width in FLEX_WIDTHS
     if requested == "flex" and not flex_fits:
@@ -93,7 +93,7 @@ def attention_backend(requested, *, on_gpu, dtype, strict, width, length, biased
     if on_gpu and strict:
         # FlexAttention's products are 1.4 times slower in float32 without TF32. SDPA's kernel makes each of
         # three truncated TF32 products, which all err to the same side: single results are 2 to 5 times, sums
-        # of many (gradients of weights) 100 times as wrong as float32 is (the diary).
+        # of many (gradients of weights) 100 times as wrong as float32 is.
         return "math"
     if biased:
         return "flex" if flex_fits else "sdpa"
@@ -109,7 +109,7 @@ def chosen(requested, q, biased):
 
 NO_BLOCK_MASK = {}  # device -> a BlockMask that masks nothing
 BACKWARD_TILES = dict(bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4,
-                      bwd_num_stages=2)  # within 4% of the fastest of six on an H200 (benchmarks/diary)
+                      bwd_num_stages=2)  # within 4% of the fastest of six on an H200
 
 
 def prepare_flex_attention(device):

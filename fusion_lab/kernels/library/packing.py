@@ -30,7 +30,7 @@ def channels_first(layer, x):
 
 def split(x, widths, dim):
     """x in parts of these widths along dim. Eager code splits: gradients of slices would each be padded to
-    full width and added. The compiler fuses that, and saves fewer activations for slices (the diary)."""
+    full width and added. The compiler fuses that, and saves fewer activations for slices."""
     if not torch.compiler.is_compiling():
         return x.split(widths, dim)
     return [x.narrow(dim, sum(widths[:i]), width) for i, width in enumerate(widths)]
