@@ -26,7 +26,7 @@ test: $(TRITON)  # with bytecode, which many containers forbid: every process wo
 
 lint: $(DEV)
 	@$(IN) -m ruff check .
-	if command -v shellcheck >/dev/null; then shellcheck *.sh fusion_lab/*.sh; fi
+	if command -v shellcheck >/dev/null; then shellcheck *.sh; fi
 
 .venv/complete-%: %.txt requirements.txt
 	$(PYTHON) -m venv --system-site-packages .venv

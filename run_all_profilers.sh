@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The PyTorch profiler and the three ROCm profilers, one after the other; see --help. The work is in
-# fusion_lab/rocm/all_profilers.py.
-set -euo pipefail
-exec bash "$(dirname "$(readlink -f "$0")")/fusion_lab/start.sh" fusion_lab.rocm.all_profilers "$@"
+# PyTorch's profiler and the three of ROCm, one after the other; see --help.
+python=${PYTHON:-python3}
+"$python" -ISc 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    { echo "set PYTHON to an interpreter of Python 3.10 or newer that has torch" >&2; exit 3; }
+exec "$python" "$(dirname "$(readlink -f "$0")")/profile_rocm.py" all "$@"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# PyTorch profiler session; see --help. --ablation, --baseline and --compare-v1 work here too: the work is in
-# run_pytorch_profiler.py.
-set -euo pipefail
-exec bash "$(dirname "$(readlink -f "$0")")/fusion_lab/start.sh" run_pytorch_profiler "$@"
+# One or several sessions of PyTorch's profiler; see --help.
+python=${PYTHON:-python3}
+"$python" -ISc 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    { echo "set PYTHON to an interpreter of Python 3.10 or newer that has torch" >&2; exit 3; }
+exec "$python" "$(dirname "$(readlink -f "$0")")/run_pytorch_profiler.py" "$@"

@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
-# Hardware counters and roofline with rocprof-compute; see --help. The work is in fusion_lab/rocm/wrappers.py.
-set -euo pipefail
-exec bash "$(dirname "$(readlink -f "$0")")/fusion_lab/start.sh" fusion_lab.rocm.wrappers rocprof-compute "$@"
+# Hardware counters and roofline with rocprof-compute; see --help.
+python=${PYTHON:-python3}
+"$python" -ISc 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    { echo "set PYTHON to an interpreter of Python 3.10 or newer that has torch" >&2; exit 3; }
+exec "$python" "$(dirname "$(readlink -f "$0")")/profile_rocm.py" rocprof-compute "$@"

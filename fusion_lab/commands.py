@@ -2,7 +2,6 @@
 before torch is imported, and Ctrl-C is one line, as if Python had been given the file."""
 import os
 import runpy
-import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -21,5 +20,4 @@ def profile():
 
 
 def study():
-    sys.argv.insert(1, "fusion_lab.study.command")  # as launch_performance_study.sh has it
-    run(os.path.join("fusion_lab", "start.py"))
+    run("launch_performance_study.py")

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fusion_lab", "proteins", "companions")
 ROOMS = {"tiny_openfold_v2.py": "model", "run_pytorch_profiler.py": "profiler", "profile_summary.py": "rocm"}
-STARTED = {"fusion_lab/start.py": "tests/programs/test_scripts.py"}  # by shell scripts
+STARTED = dict.fromkeys(("profile_rocm.py", "launch_performance_study.py"), "tests/programs/test_scripts.py")
 
 
 @functools.cache

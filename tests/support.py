@@ -2,7 +2,6 @@
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -62,11 +61,6 @@ def state_of(pid):
 def gone(pid):
     """Whether a process has ended; a zombie that nobody has reaped yet has."""
     return state_of(pid) == "Z"
-
-
-def complaint(stderr):
-    """What an AMD wrapper says on stderr, but its sign of life, which only a busy machine brings."""
-    return re.sub(r"^\S+: looking for .*\n", "", stderr, flags=re.MULTILINE)
 
 
 def run_program(program, *args, cwd=None, env=None):

@@ -7,7 +7,6 @@ import torch
 
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.counters import OpCounter, counting_saved, gpu_kernels, saved_activations
-from fusion_lab.measuring.ranges import while_captured
 from fusion_lab.training.feeding import batch_of, to_device
 from fusion_lab.training.files import counted
 from fusion_lab.training.machine import MEGABYTE
@@ -93,13 +92,12 @@ def warm_up(trainer, source, stop=None):
     print(f"{begins} memory and launches"
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
-        with while_captured(trainer):
-            for _ in range(steps):
-                if stop and trainer.world.heard(stop.signal) is not None:
-                    break
-                started = time.perf_counter()
-                trainer.step(batch).item()
-                times.append(time.perf_counter() - started)
+        for _ in range(steps):
+            if stop and trainer.world.heard(stop.signal) is not None:
+                break
+            started = time.perf_counter()
+            trainer.step(batch).item()
+            times.append(time.perf_counter() - started)
         # an outer profiler cannot share the GPU with the one that counts launches
         found = probe(trainer, batch, not trainer.settings.profiler.enable_rocm_profiling)
     return replace(found, warmup_time=sum(times), first_step_time=times[0] if times else None)

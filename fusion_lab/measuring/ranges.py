@@ -48,19 +48,6 @@ def ranges(named_modules, enter, leave, backward=False):
             handle.remove()
 
 
-def while_captured(trainer):
-    """Ranges for an outer profiler in the warm-up of a step that becomes a graph: its replays run no Python,
-    so its kernels are known by where they were captured."""
-    settings = trainer.settings
-    if not (settings.profiler.enable_rocm_profiling and settings.fusion.enable_cuda_graphs
-            and trainer.device.type == "cuda" and not settings.fusion.enable_torch_compile):
-        return contextlib.nullcontext()
-
-    def enter(name):
-        torch.cuda.nvtx.range_push(name)
-    return ranges(trainer.model.sublayers(), enter, torch.cuda.nvtx.range_pop, backward=True)
-
-
 class Profiling:
     """What ProfilerConfig asks for, while the measured steps run: a PyTorch trace, NVTX/roctx ranges with
     profiler start and stop, a memory profile from a run's Findings. Results go to config.profile_dir."""

@@ -11,16 +11,18 @@ from fusion_lab.measuring.tables import code, escaped, markdown
 from fusion_lab.rocm import kernel_summary, session
 from fusion_lab.rocm.failures import MEANING
 from fusion_lab.rocm.preflight import worst_code
-from fusion_lab.rocm.process import Command, failure, run, say
 from fusion_lab.rocm.profiled import ask, chosen_program
-from fusion_lab.rocm.session import Outcome
+from fusion_lab.rocm.rocprof_compute import RocprofCompute
+from fusion_lab.rocm.rocprof_sys import RocprofSys
+from fusion_lab.rocm.rocprofv3 import Rocprofv3
+from fusion_lab.rocm.session import Command, Outcome, say
 from fusion_lab.rocm.wrapper import Parser
-from fusion_lab.rocm.wrappers import WRAPPERS
 from fusion_lab.training import files, torchrun
-from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError, session_directory
+from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, USAGE, UserError
 from fusion_lab.training.program import ROOT
 
 SCRIPT = "run_all_profilers.sh"
+WRAPPERS = {"rocprofv3": Rocprofv3, "rocprof-sys": RocprofSys, "rocprof-compute": RocprofCompute}
 NAMES = ("pytorch", *WRAPPERS)
 QUICK = ["--batch-size", "2", "--num-steps", "3", "--warmup-steps", "1"]
 QUICK_SIZES = [("--num-blocks", "2"), ("--num-seqs", "8"), ("--seq-len", "16")]  # of programs that have them
@@ -35,8 +37,7 @@ EXAMPLES = """examples:
 def profiler_list(text):
     short = {"sys": "rocprof-sys", "compute": "rocprof-compute"}
     names = [short.get(name.strip(), name.strip()) for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in NAMES]
-    if unknown or not names:
+    if not names or set(names) - set(NAMES):
         raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of {', '.join(NAMES)}")
     return names
 
@@ -63,32 +64,23 @@ def make_wrapper(name, options, directory, own_flags):
     return WRAPPERS[name].from_arguments([*own, "--", *own_flags], QUICK_SIZES if options.quick else None)
 
 
-def session_sizes(options, wrappers):
-    """Flags that make the PyTorch session small with --quick, by what the program told or tells."""
-    if not options.quick or "pytorch" not in options.names:
-        return []
-    asked = next((wrapper.profiled for wrapper in wrappers.values() if wrapper.runs_program), None)
-    asked = asked or ask(chosen_program(options.program), [])
-    return [word for pair in asked.sizes(QUICK_SIZES) for word in pair]
-
-
 def run_pytorch(options, directory, own_flags):
-    script = os.environ.get("PYTORCH_PROFILER_SCRIPT") or os.path.join(ROOT, "run_pytorch_profiler.sh")
-    if not os.path.exists(script):
-        raise UserError(f"{os.path.basename(script)} not found", MISSING)
+    """PyTorch's own profiler: a session of run_pytorch_profiler.sh, which ends with the same exit codes."""
     program = ["--program", options.program] if options.program else []
-    command = Command([script, "--profile-dir", str(directory), *program, *own_flags], log="pytorch.log")
+    sizes = ask(chosen_program(options.program), []).known(QUICK_SIZES) if options.quick else []
+    script = os.environ.get("PYTORCH_PROFILER_SCRIPT") or os.path.join(ROOT, "run_pytorch_profiler.sh")
+    command = Command([script, "--profile-dir", str(directory), *program, *sizes, *own_flags],
+                      log="pytorch.log")
     if options.dry_run:
         say(*command.script())
         return Outcome(OK, "dry run")
-    ended = run(command, directory.parent, options.timeout)
-    if not (ended.code or ended.interrupted or ended.timed_out):
-        return Outcome(OK, "", str(directory), ended.seconds)
-    log = pathlib.Path(directory.parent, command.log).read_text(errors="replace")
-    code, reason = failure(ended, log)
-    if ended.code in MEANING and not (ended.interrupted or ended.timed_out):
-        code, reason = ended.code, f"{MEANING[ended.code]}; see {command.log}"
-    return Outcome(code, reason, str(directory), ended.seconds)
+    ended = session.run(command, directory.parent, options.timeout)
+    reason, ended_by = "", ended.interrupted or ended.timed_out
+    if ended.code or ended_by:
+        log = pathlib.Path(directory.parent, command.log).read_text(errors="replace")
+        ended.code, reason = session.failure(ended, log) if ended_by or ended.code not in MEANING else (
+            ended.code, f"{MEANING[ended.code]}; see {command.log}")
+    return Outcome(ended.code, reason, str(directory), ended.seconds)
 
 
 def result_word(outcome):
@@ -131,7 +123,7 @@ def run_all(arguments):
     directory = os.path.abspath(
         options.output_dir or f"complete_profiling_{time.strftime('%Y%m%d_%H%M%S')}")
     if not (options.dry_run or options.preflight):
-        directory = session_directory(directory, not options.output_dir, say)
+        directory = files.session_directory(directory, not options.output_dir)
     directory = pathlib.Path(directory)
     places = {name: directory / name.replace("-", "_") for name in options.names}
     # First all wrappers, each of which has the program judge its flags, then the first run.
@@ -143,22 +135,25 @@ def run_all(arguments):
         if session.check_directory(directory, options):
             files.set_aside(directory)
         directory.mkdir(parents=True, exist_ok=True)
-    sizes = session_sizes(options, wrappers)
     outcomes = dict.fromkeys(options.names)
     for name, place in places.items():
         say("", f"# {name}")
         begin = time.monotonic()
         try:
             outcomes[name] = session.profile(wrappers[name]) if name in wrappers else \
-                run_pytorch(options, place, [*sizes, *own_flags])
+                run_pytorch(options, place, own_flags)
         except (UserError, OSError) as error:  # the others run all the same
             outcomes[name] = Outcome(getattr(error, "code", FAILED), str(error), "", time.monotonic() - begin)
         if outcomes[name].code > 128:
             break
         if result_word(outcomes[name]) == "SKIP":
             say(f"# skipped: {outcomes[name].reason}")
-    if options.dry_run:
-        return OK
+    return OK if options.dry_run else conclude(directory, outcomes, arguments, options)
+
+
+def conclude(directory, outcomes, arguments, options):
+    """Write the page; the exit code is not zero if a profiler failed, if one asked for by name could not run,
+    or if none could."""
     command_line = shlex.join([f"./{SCRIPT}", *arguments])
     page = summary_page(directory, outcomes, command_line)
     files.write_text(directory / "PROFILING_SUMMARY.md", page)
@@ -168,19 +163,19 @@ def run_all(arguments):
                              **(dataclasses.asdict(outcome) if outcome else {})}
                       for name, outcome in outcomes.items()}})
     say("", page, directory / "PROFILING_SUMMARY.md")
-    return overall_code(options, outcomes)
-
-
-def overall_code(options, outcomes):
-    """Not zero if a profiler failed, if one asked for by name could not run, or if none could."""
     highest = max((outcome.code for outcome in outcomes.values() if outcome), default=OK)
+    words = {result_word(outcome) for outcome in outcomes.values()}
     if highest > 128:
         return highest
-    words = {result_word(outcome) for outcome in outcomes.values()}
     if "FAIL" in words or options.only and "SKIP" in words:
         return FAILED
     return OK if "PASS" in words else MISSING
 
 
-if __name__ == "__main__":
-    sys.exit(files.exit_code(run_all, sys.argv[1:], SCRIPT))
+def main(arguments):
+    """profile_rocm.py NAME [options]: one profiler, or all of them."""
+    if not arguments or arguments[0] not in (*WRAPPERS, "all"):
+        print(f"usage: profile_rocm.py {{{','.join(WRAPPERS)},all}} [options]", file=sys.stderr)
+        return USAGE
+    name, *rest = arguments
+    return files.exit_code(run_all, rest, SCRIPT) if name == "all" else session.main(WRAPPERS[name], rest)

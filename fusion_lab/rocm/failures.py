@@ -21,6 +21,9 @@ KNOWN_FAILURES = [(re.compile(pattern, re.MULTILINE), code, advice) for pattern,
     (r"No module named '?rocprofsys", MISSING, "It has no bindings for this Python. Set PYTHON to the "
      "version it was built for, or sample without bindings: rocprof-sys-sample -- python3 PROGRAM"),
     (r"The '.*' package was not found|^.*does not meet version requirements", MISSING, OWN_PACKAGES),
+    (r"No module named '?roctx|ROCTX (Python module )?not found", MISSING, "--torch-trace needs the Python "
+     "module roctx of rocprofiler-sdk for this Python. Set PYTHON to a version that it is there for, in "
+     "$ROCM_PATH/lib/python3.*/site-packages."),
     (r"unsupported locale setting", MISSING, "It wants the locale en_US.UTF-8: sudo locale-gen en_US.UTF-8 "
      "(in a bare container first: apt-get install locales)."),
     (r"Cannot write results for|no counter csv files generated", NO_DATA, OLD_PANDAS),

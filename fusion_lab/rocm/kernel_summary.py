@@ -3,8 +3,8 @@
     python profile_summary.py DIR                    # of run_rocprofv3.sh; --json for programs
     python profile_summary.py DIR --compare EARLIER  # against another run
 
-Reads rocpd databases (*.db), else *_kernel_stats.csv and *_kernel_trace.csv of every rocprofv3 release, and
-rocprof-compute's pmc_perf*.csv and results_pmc_perf_*.csv. Standard library only, offline, writes nothing.
+Reads *_kernel_stats.csv, *_kernel_trace.csv and what lies beside them, of every rocprofv3 release, kernels of
+rocprof-compute's counter files and of rocpd databases. Standard library only, offline, writes nothing.
 """
 import contextlib
 import json
@@ -14,23 +14,30 @@ from collections import defaultdict
 
 from fusion_lab.measuring.trace.kinds import KINDS, kind_of_kernel
 from fusion_lab.rocm import records, timeline
-from fusion_lab.rocm.records import Unreadable
-from fusion_lab.training import reading
 from fusion_lab.training.files import EXIT_CODES, NO_DATA, OK, USAGE, UserError, exit_code, printable
 from fusion_lab.training.flags import Parser
-from fusion_lab.training.patience import limited
 
 PROGRAM = "profile_summary.py"
-TOP_KERNELS, MOST_NAMES = 20, 10  # in a summary; in a message
+TOP_KERNELS = 20
 SUMMARIES = "performance_summary*.json"  # of any program
 
 
 def read_json(path):
     """A JSON object, or {}: these files describe a result, they are not the result."""
-    try:
-        return reading.read_json(path, nan=True)
-    except (OSError, ValueError):
-        return {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_text(errors="replace"))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def section(content, key):
+    """A JSON object within another one; {} where there is none."""
+    return content[key] if isinstance(content.get(key), dict) else {}
+
+
+def number(content, key):
+    """A figure of a JSON object, or None."""
+    return content[key] if type(content.get(key)) in (int, float) else None
 
 
 def program_summary(directory):
@@ -41,23 +48,14 @@ def program_summary(directory):
     return read_json(files[0]) if files else {}
 
 
-def section(content, key):
-    """A JSON object within another one; {} where there is none."""
-    return content[key] if isinstance(content.get(key), dict) else {}
-
-
-def whole(value):
-    """A count of a JSON file, or None."""
-    return value if type(value) is int and 0 <= value < records.LARGEST else None
-
-
 def steps_profiled(directory):
     """(number of steps, measured steps only?, in words); the number is None where nothing tells."""
     training = section(program_summary(directory), "training_params")
     steps = {"measured": training.get("num_steps"), "warmup": training.get("warmup_steps")}
     manifest = read_json(directory / "manifest.json")
     steps = section(manifest, "steps") if "steps" in manifest else steps  # null there: nobody knows
-    measured, warmup = whole(steps.get("measured")), whole(steps.get("warmup"))
+    measured, warmup = (steps.get(key) if type(steps.get(key)) is int else None
+                        for key in ("measured", "warmup"))
     selected = bool(steps.get("selected_regions"))
     if measured and selected:
         return measured, selected, f"{measured} measured steps, nothing else"
@@ -71,39 +69,35 @@ def steps_profiled(directory):
 # Counts of a hardware block add up over kernels, as kilobytes do; what else there is are shares and averages.
 ADDITIVE = re.compile(r"(SQC?|T[AD]|TC[ACP]|GRBM|CP[CF]|SPI|GL[012]\w*|GCEA|GCR|UTCL\d)_[A-Z0-9_]+"
                       r"(\[\d+\])?(_sum)?|(FETCH|WRITE)_?SIZE|TOTAL_\d+_OPS|(Fetch|Write)Size")
-TRAFFIC = ("fetchsize", "writesize")
 
 
-def counter_figures(directory):
-    """{"counters": sums, "counter_averages": means by time, "memory_gb_per_s": of kilobytes, or None}"""
-    sums, weighted = defaultdict(float), defaultdict(lambda: [0.0, 0.0])
-    traffic, traffic_time = defaultdict(float), 0.0
-    for name, value, time in records.read_counters(directory):
-        kind = records.plain(name)
-        if kind in TRAFFIC:
-            traffic[kind] += 1024 * value
-            traffic_time += time * (kind == TRAFFIC[0])
-        if ADDITIVE.fullmatch(name):
-            sums[name] += value
-        else:
-            weight = time if time > 0 else 1
-            weighted[name][0] += value * weight
-            weighted[name][1] += weight
-    return {"counters": dict(sums),
-            "counter_averages": {name: total / time for name, (total, time) in weighted.items()},
-            "memory_gb_per_s": sum(traffic.values()) / traffic_time
-            if len(traffic) == len(TRAFFIC) and traffic_time > 0 else None}
+def counter_figures(rows):
+    """{"counters": sums, "counter_averages": means by time, "memory_gb_per_s": of kilobytes, or None,
+    "counted_dispatches"} of (counter, value, nanoseconds) rows."""
+    sums, weighted, weights, counts = (defaultdict(float) for _ in range(4))
+    timed = all(time > 0 for _, _, time in rows)
+    for name, value, time in rows:
+        sums[name] += value
+        weighted[name] += value * (time if timed else 1)
+        weights[name] += time if timed else 1
+        counts[name] += 1
+    plain = {records.plain(name): name for name in sums}
+    traffic = [plain[name] for name in ("fetchsize", "writesize") if name in plain]
+    return {"counters": {name: total for name, total in sums.items() if ADDITIVE.fullmatch(name)},
+            "counter_averages": {name: total / weights[name] for name, total in weighted.items()
+                                 if not ADDITIVE.fullmatch(name)},
+            "memory_gb_per_s": 1024 * sum(sums[name] for name in traffic) / weights[traffic[0]]
+            if timed and len(traffic) == 2 else None,
+            "counted_dispatches": int(max(counts.values(), default=0))}
 
 
-@limited()
 def summarize(directory):
     """Everything known about one result directory, as in rocprofv3_summary.json. Raises UserError."""
     directory = pathlib.Path(directory)
-    kernels, counters = records.read_kernels(directory), counter_figures(directory)
+    kernels, counters = records.read_kernels(directory), records.read_counters(directory)
     launches, total = (sum(column) for column in zip((0, 0), *kernels.totals.values(), strict=True))
     steps, selected, counted = steps_profiled(directory)
-    counting = counters["counters"] or counters["counter_averages"]  # which keeps kernels apart
-    traces = timeline.read_traces(directory) if kernels.source != records.OF_COMPUTE else []
+    traces = timeline.read_traces(directory)
 
     def row(launches, time, calls="launches"):
         return {calls: launches, "time_ms": time / 1e6, "percent": 100 * time / total if total else 0.0}
@@ -114,7 +108,6 @@ def summarize(directory):
     by_range = sorted(timeline.time_by_range(traces).items(), key=lambda item: -item[1][1])
     return {
         "directory": str(directory), "source": kernels.source, "files": kernels.files,
-        "untimed_files": kernels.untimed,
         "distinct_kernels": len(kernels.totals), "launches": launches, "kernel_time_ms": total / 1e6,
         "steps": steps, "selected_regions": selected, "steps_counted": counted,
         "launches_per_step": launches / steps if steps else None,
@@ -122,9 +115,9 @@ def summarize(directory):
         "by_kind": [{"kind": kind, **row(*figures)} for kind, figures in by_kind.items()],
         "top_kernels": [{"name": name, "kind": kind_of_kernel(name), **row(calls, time, "calls"),
                          "average_us": time / calls / 1e3} for name, (calls, time) in ordered[:TOP_KERNELS]],
-        "gpu_busy_percent": None if counting else timeline.busy_percent(traces),
+        "gpu_busy_percent": None if counters else timeline.busy_percent(traces),  # counting keeps them apart
         "by_range": [{"range": name, **row(*figures)} for name, figures in by_range],
-        "memory_copies": records.read_memory_copies(directory), **counters,
+        "memory_copies": records.read_memory_copies(directory), **counter_figures(counters),
     }
 
 
@@ -133,14 +126,9 @@ def short_name(kernel, width=64):
     return name if len(name) <= width else name[:width - 3] + "..."
 
 
-def without_times(summary):
-    return [f"left out, as they list dispatches without times: {', '.join(names)}"
-            for names in [summary["untimed_files"]] if names]
-
-
 def render(summary):
     lines = [f"Kernels of {summary['directory']}",
-             f"read from {summary['source']}: {', '.join(summary['files'])}", *without_times(summary), "",
+             f"read from {summary['source']}: {', '.join(summary['files'])}", "",
              f"GPU kernel time  {summary['kernel_time_ms']:12.3f} ms",
              f"Kernel launches  {summary['launches']:12d}    of {summary['distinct_kernels']} kernels"]
     if summary["steps"]:
@@ -165,11 +153,14 @@ def render(summary):
               f"{'calls':>8}{'ms':>12}{'average us':>12}{'share':>8}  kind           name"]
     lines += ["{calls:>8}{time_ms:>12.3f}{average_us:>12.2f}{percent:>7.1f}%  {kind:<14} ".format(**row)
               + short_name(row["name"]) for row in summary["top_kernels"]]
+    counted = summary["counted_dispatches"]
     for key, title, form in (
-            ("counters", "Counters, summed over all recorded kernels", "{:<32}{:>20.0f}"),
+            ("counters", f"Counters, summed over {counted} kernels", "{:<32}{:>20.0f}"),
             ("counter_averages", "Counters that do not add up: their mean over kernels, weighted by time",
              "{:<32}{:>20.1f} mean")):
         lines += ["", title] * bool(summary[key]) + [form.format(*x) for x in sorted(summary[key].items())]
+    if counted > summary["launches"]:
+        lines += ["Caution: ROCm before 7.13 counts the whole run, whatever is selected or paused."]
     return "\n".join(lines) + "\n"
 
 
@@ -212,53 +203,32 @@ def report(summary, comparison=None):
     return render(summary) + ("\n" + render_differences(comparison) if comparison else "")
 
 
-def session_figures(directory):
-    """What a session of PyTorch's profiler left, under the names of a summary."""
-    found = read_json(directory / "fusion_analysis.json")
-    milliseconds = section(found, "step").get("untraced_ms")
-    known = type(milliseconds) is float and 0 < milliseconds < records.LARGEST
-    batch = whole(section(found, "training_params").get("batch_size"))
-    return {"median_batch_time": milliseconds / 1e3 if known else None,
-            "avg_training_speed": batch * 1e3 / milliseconds if known and batch else None,
-            "peak_memory_mb": found.get("memory_peak_mb"),
-            "launches_per_step": found.get("launches_per_step")}
-
-
 def main_figures(directory):
     """The few figures that make different profilers' runs comparable; None where not measured."""
     directory = pathlib.Path(directory)
-    figures = section(program_summary(directory), "performance_summary") or session_figures(directory)
-    measured = {key: value for key, value in figures.items()
-                if type(value) in (int, float) and abs(value) < records.LARGEST}
-    median, kernels = measured.get("median_batch_time"), {}
+    program = section(program_summary(directory), "performance_summary")
+    session = read_json(directory / "fusion_analysis.json")  # of PyTorch's profiler
+    seconds = number(program, "median_batch_time")
+    kernels = {}
     with contextlib.suppress(UserError):
         kernels = summarize(directory)
-    kernels = kernels if kernels.get("launches") else {}
-    top = kernels["top_kernels"][0] if kernels else {}
-    return {
-        "median step ms": median * 1e3 if median is not None else None,
-        "samples/s": measured.get("avg_training_speed"), "peak memory MB": measured.get("peak_memory_mb"),
-        "launches per step, by the trainer": measured.get("launches_per_step"),
-        "launches per step, recorded": kernels.get("launches_per_step"),
-        "kernel time ms per step": kernels.get("kernel_time_ms_per_step"),
-        "GPU busy %": kernels.get("gpu_busy_percent"),
-        "slowest kernel": f"{short_name(top['name'], 40)} ({top['percent']:.0f}%)" if top else None,
-    }
+    top = kernels["top_kernels"][0] if kernels.get("launches") else None
+    return {"median step ms": 1e3 * seconds if seconds else number(section(session, "step"), "untraced_ms"),
+            "launches per step, by the trainer": number(program or session, "launches_per_step"),
+            "launches per step, recorded": kernels["launches_per_step"] if top else None,
+            "kernel time ms per step": kernels["kernel_time_ms_per_step"] if top else None,
+            "slowest kernel": f"{short_name(top['name'], 40)} ({top['percent']:.0f}%)" if top else None}
 
 
 def load(directory):
     """Summary of a directory that must hold the kernel records of one run. Raises UserError."""
     path = pathlib.Path(directory)
     if not path.is_dir():
-        raise Unreadable(f"{directory}: no such directory")
-    if others := records.other_runs(path):
-        raise UserError(f"{directory}: holds no kernel records itself; name one of its folders that do: "
-                        f"{', '.join(others[:MOST_NAMES])}{', ...' * (len(others) > MOST_NAMES)}")
+        raise UserError(f"{directory}: no such directory")
     summary = summarize(path)
     if not summary["launches"]:
         raise UserError(f"{directory}: no kernel records (looked for {', '.join(records.KERNEL_FILES)} there "
-                        "and where a profiler puts them below"
-                        f"{''.join('; ' + line for line in without_times(summary))})",
+                        "and where a profiler puts them below)",
                         NO_DATA if records.is_session(path) else USAGE)
     return summary
 

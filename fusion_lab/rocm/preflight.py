@@ -1,19 +1,101 @@
-"""What stands in the way of a profiler on this machine: every problem at once, each with what to do."""
+"""The tool on this machine, and what stands in its way: every problem at once, each with what to do."""
+import contextlib
+import importlib.metadata
 import os
 import pathlib
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 
-from fusion_lab.rocm import machine
-from fusion_lab.rocm.failures import STABLE_CLOCKS, TWO_ROCMS, known_failure
+from fusion_lab.rocm.failures import OLD_PANDAS, TWO_ROCMS, known_failure
 from fusion_lab.training.files import FAILED, MISSING, NO_GPU, OK, UserError
 
-CHOOSE_TOOL = TWO_ROCMS.partition(". ")[2]
-JOIN_GROUPS = ("Join its groups (sudo usermod -aG render,video $USER) and log in again; in a container, "
-               "--group-add video --group-add render")
+ALTERNATIVE = "Set PYTHON to a matching one that has torch, or sample without bindings: " \
+              "rocprof-sys-sample -- python3 PROGRAM"
+
+
+@dataclass
+class Tool:
+    name: str
+    path: str | None = None
+    options: frozenset | None = None  # what its --help lists; None: not known
+    version: str = "unknown"
+    rocm: str | None = None  # "7.0"
+    trouble: str = ""  # output of a --help that failed
+
+    @property
+    def command(self):
+        """As the user would type it."""
+        return self.path if self.path and shutil.which(self.name) != self.path else self.name
+
+    def __str__(self):
+        return f"{self.name} of ROCm {self.rocm}" if self.rocm else self.name
+
+
+def versioned_python():
+    """This interpreter as .../bin/python3.11: rocprof-sys-python derives its library paths from that name."""
+    versioned = f"{os.path.dirname(sys.executable)}/python3.{sys.version_info.minor}"
+    return versioned if os.path.exists(versioned) else sys.executable
+
+
+def output_of(*argv):
+    """(exit code, stdout and stderr) of a short question to a tool."""
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "PYTHON_EXECUTABLE": versioned_python()}
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+                              errors="replace", env=environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 127, str(error)
+    return done.returncode, done.stdout + done.stderr
+
+
+def options_in(help_text):
+    """Long options that a help text defines, not those that its prose mentions."""
+    heads = (re.split(r"\t|\s{2,}", line.strip())[0] for line in help_text.splitlines())
+    return frozenset(option for head in heads if head.startswith("-")
+                     for option in re.findall(r"--[a-z][\w-]*", head))
+
+
+def wheel_folders():
+    """Where this interpreter's ROCm from pip wheels has its tools: console scripts beside it, or inside."""
+    wheels = [str(path) for place in filter(None, sys.path)
+              for path in sorted(pathlib.Path(place).glob("_rocm_*/bin"))]
+    return [os.path.dirname(sys.executable), *wheels] if wheels else []
+
+
+def from_wheels(path):
+    """Does a tool belong to the ROCm that pip installs? Its console scripts stand in bin, beside lib."""
+    path = pathlib.Path(path)
+    return "_rocm_" in str(path.resolve()) or any(path.parent.parent.glob(
+        "lib/python3*/*-packages/_rocm_sdk_core"))
+
+
+def release_of(tool_path):
+    """'7.0' for a tool in a ROCm tree, or of pip wheels; None for any other."""
+    with contextlib.suppress(OSError, ValueError, importlib.metadata.PackageNotFoundError):
+        text = importlib.metadata.version("rocm-sdk-core") if from_wheels(tool_path) else (
+            pathlib.Path(tool_path).resolve().parents[1] / ".info" / "version").read_text()
+        return re.match(r"\d+\.\d+|", text)[0] or None
+    return None
+
+
+def find_tool(name, *help_arguments):
+    """The tool of this interpreter's wheels, on PATH or in the ROCm tree, and what it says of itself."""
+    tree = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "bin")
+    path = shutil.which(name, path=os.pathsep.join([*wheel_folders(), os.environ.get("PATH") or tree, tree]))
+    if not path:
+        return Tool(name)
+    code, text = output_of(path, *help_arguments)
+    if code:
+        return Tool(name, path, rocm=release_of(path), trouble=text.strip() or f"exit code {code}")
+    tool = Tool(name, path, options_in(text), rocm=release_of(path))
+    if "--version" in tool.options:  # rocprofv3 has it from ROCm 7.0 on, rocprof-sys-python never
+        found = re.search(r"version:?\s*v?(\d[\w.]*)", output_of(path, "--version")[1])
+        tool.version = found[1] if found else tool.version
+    return tool
 
 
 @dataclass
@@ -33,10 +115,12 @@ def tool_problems(tool, install_hint):
         yield Problem(MISSING, f"{tool.path} does not start ({said})", advice)
 
 
-def torch_problems(torch):
-    if "error" in torch:
-        yield Problem(MISSING, f"{sys.executable} cannot import torch ({torch['error']})",
-                      "Activate the environment that has it, or set PYTHON to its interpreter.")
+def program_problems(profiled):
+    """Of the program, of the torch that it runs with, and of the GPUs that this one sees."""
+    torch = profiled.torch()
+    if profiled.trouble:
+        yield Problem(MISSING, profiled.trouble,
+                      "--program names the program, PYTHON the interpreter that has torch.")
     elif not torch["hip"]:
         yield Problem(MISSING, f"torch {torch['version']} is not a ROCm build",
                       f"Install one for {sys.executable} (https://pytorch.org, choose ROCm), or set PYTHON.")
@@ -51,98 +135,45 @@ def kfd_problems():
         yield Problem(NO_GPU, f"no {kfd}", "No AMD GPU, the amdgpu driver is not loaded, or a container "
                       "without --device=/dev/kfd --device=/dev/dri --group-add video --group-add render.")
     elif not os.access(kfd, os.R_OK | os.W_OK):
-        yield Problem(NO_GPU, f"no permission for {kfd}", f"{JOIN_GROUPS}.")
+        yield Problem(NO_GPU, f"no permission for {kfd}", "Join its groups (sudo usermod -aG render,video "
+                      "$USER) and log in again; in a container, --group-add video --group-add render.")
 
 
 def bindings_problems(tool):
     """rocprof-sys-python runs the script in-process, by bindings compiled for one Python minor version."""
     minor = sys.version_info.minor
-    yield from interpreter_problems("rocprof-sys-python", machine.versioned_python())
     libraries = pathlib.Path(tool.path or "").resolve().parent.parent.glob(
         "lib*/python*/site-packages/rocprofsys/libpyrocprofsys.cpython-3*.so")
-    minors = sorted({int(re.search(r"cpython-3(\d*)", path.name)[1] or 0) for path in libraries})
-    if minors and minor not in minors and not tool.trouble:
-        yield Problem(MISSING, "the Python bindings of rocprof-sys are for Python "
-                      f"{', '.join(f'3.{version}' for version in minors)}, {sys.executable} is 3.{minor}",
-                      "Set PYTHON to a matching one that has torch, or sample without bindings: "
-                      "rocprof-sys-sample -- python3 PROGRAM")
+    minors = {re.search(r"cpython-3(\d*)", path.name)[1] for path in libraries}
+    if minors and str(minor) not in minors:
+        yield Problem(MISSING, f"the Python bindings of rocprof-sys are for Python 3.{min(minors)}, "
+                      f"{sys.executable} is 3.{minor}", ALTERNATIVE)
 
 
-def render_problems():
-    """Torch opens these nodes beside /dev/kfd."""
-    nodes = sorted(pathlib.Path(os.environ.get("DRI_DEVICES", "/dev/dri")).glob("renderD*"))
-    if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
-        yield Problem(NO_GPU, f"no permission for {nodes[0]}", f"{JOIN_GROUPS}.")
-
-
-# The first release of rocprof-compute that knows the GPU of a Ryzen processor; it knows no other RDNA, and
-# every Instinct. Then the first that draws its roofline; None: none does so far.
-RYZEN = {"gfx1150": "7.14", "gfx1151": "7.13", "gfx1152": "7.14", "gfx1153": "10.0"}
-ROOFLINE = {"gfx908": None, "gfx942": "6.4", "gfx1150": "10.0", "gfx1151": "10.0", "gfx1152": "10.0",
-            "gfx1153": None, "gfx1250": None}
-
-
-def lacking(first, before):
-    """The GPUs here, in words, if the tool is for none of them; first: {name: first release, or None}."""
-    names = sorted(set(machine.architectures()))
-    there = [name for name in names if name not in first or first[name] and not before(first[name])]
-    return "" if there else ", ".join(names)
-
-
-def architecture_problems(wrapper):
-    rdna = dict.fromkeys(filter(machine.is_rdna, machine.architectures()))
-    if names := lacking(rdna | RYZEN, wrapper.before):
-        yield Problem(FAILED, f"{wrapper.tool_and_release()} does not know {names}",
-                      "./run_rocprofv3.sh --pmc counts on this GPU.")
-
-
-def pandas_problems(tool):
-    """Releases before 7.13 lose every counter with pandas 3, which their own list of packages allows."""
-    python = machine.own_interpreter(tool.path or "")
-    question = "import pandas; print(pandas.__version__)"
-    code, text = machine.output_of(*python, "-c", question) if python else (1, "")
-    if code == 0 and int(re.match(r"\d+|", text)[0] or 0) >= 3:
-        yield Problem(MISSING, f"{tool.name} would lose its counters with pandas {text.strip()}",
-                      f"{shlex.join(python)} -m pip install 'pandas<3'")
-
-
-def interpreter_problems(executable, python):
-    if " " in python:
-        yield Problem(FAILED, f"{executable} cannot start {python}",
+def interpreter_problems(executable):
+    if " " in sys.executable:
+        yield Problem(FAILED, f"{executable} cannot start {sys.executable}",
                       "Its path has a blank: set PYTHON to an interpreter without, or to a link to this one.")
-
-
-def disk_problems(directory):
-    wanted = float(os.environ.get("MIN_FREE_GB", "1"))
-    place = pathlib.Path(directory).absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free / 1e9
-    if free < wanted:
-        yield Problem(FAILED, f"only {free:.1f} GB free in {place}, wanted {wanted:g}",
-                      "Choose another place with -o, or lower MIN_FREE_GB.")
-    if not os.access(place, os.W_OK):
-        yield Problem(FAILED, f"{place} is not writable", "Choose another place with -o.")
 
 
 def mismatch_warnings(tool, torch):
     """GPUs that vanish, crashes and empty traces come from two ROCms in one process."""
     hip = re.match(r"\d+\.\d+", torch.get("hip") or "")
-    if hip and tool.rocm and hip[0] != tool.rocm:
-        yield (f"torch is built for ROCm {hip[0]} ({torch['path']}), {tool.name} belongs to ROCm {tool.rocm} "
-               f"({tool.path}). {CHOOSE_TOOL}")
-    wheels = any(pathlib.Path(torch.get("path") or "").parent.parent.glob("_rocm_sdk*"))
-    if tool.path and hip and wheels != machine.from_wheels(tool.path):
-        places = ("packages of the system", "pip wheels")
-        yield (f"torch has its ROCm from {places[wheels]}, {tool.name} ({tool.path}) is from "
-               f"{places[not wheels]}. {CHOOSE_TOOL}")
+    if not (tool.path and hip):
+        return
+    wheels = any(pathlib.Path(torch["path"] or "").parent.parent.glob("_rocm_sdk*"))
+    if tool.rocm and hip[0] != tool.rocm or wheels != from_wheels(tool.path):
+        yield (f"torch is built for ROCm {hip[0]} ({torch['path']}), {tool} is {tool.path}. {TWO_ROCMS}")
 
 
-def clock_warnings():
-    """Counters of RDNA stay 0 while the driver moves the clocks."""
-    moving = sorted(level for level in set(machine.performance_levels()) if not level.startswith("profile_"))
-    if moving and any(map(machine.is_rdna, machine.architectures())):
-        yield f"performance level {', '.join(moving)}. {STABLE_CLOCKS}"
+def pandas_warnings(tool):
+    """Of the Python that rocprof-compute names in its first line."""
+    with contextlib.suppress(OSError, ValueError, TypeError):  # no tool, or no script
+        python = re.match(r"#!\s*(.*python[\d.]*)\n", pathlib.Path(tool.path).read_text(errors="replace"))
+        code, version = output_of(*shlex.split(python[1]), "-c", "import pandas; print(pandas.__version__)") \
+            if python else (1, "")
+        if code == 0 and re.match(r"[3-9]\.", version):
+            yield f"{python[1]} has pandas {version.strip()}. {OLD_PANDAS}"
 
 
 def environment_warnings(handled):

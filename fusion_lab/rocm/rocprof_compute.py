@@ -6,9 +6,9 @@ import shlex
 import sys
 
 from fusion_lab.rocm import preflight, records
-from fusion_lab.rocm.failures import OLD_PANDAS, known_failure
-from fusion_lab.rocm.process import Command, say
-from fusion_lab.rocm.wrapper import Wrapper
+from fusion_lab.rocm.failures import known_failure
+from fusion_lab.rocm.session import Command, say
+from fusion_lab.rocm.wrapper import INHERITED, Wrapper
 from fusion_lab.training.files import FAILED, NO_DATA, OK, PROGRAM_FAILED, UserError
 from fusion_lab.training.flags import whole_number
 
@@ -24,7 +24,6 @@ class RocprofCompute(Wrapper):
     help_arguments = ("profile", "--help")
     install_hint = ("Install the package rocprofiler-compute (ROCm 6.3 or newer), beside ROCm from pip the "
                     "wheel rocm-profiler (7.13 or newer), or set ROCM_PATH.")
-    since = {"--roofline": "99.0"}  # it came after 10.1: only --help can tell
     examples = """examples:
   ./run_rocprof_compute.sh                 counters, then roofline: a dozen runs
   ./run_rocprof_compute.sh --roof-only     roofline alone; --no-roof: counters
@@ -39,7 +38,7 @@ class RocprofCompute(Wrapper):
         parser.add_argument("--roof-only", action="store_true", help="the same as --mode roof")
         parser.add_argument("--no-roof", action="store_true", help="counters only")
         parser.add_argument("--list-stats", action="store_true", help="list kernels and dispatch ids")
-        parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append",
+        parser.add_argument("--dispatch", metavar="ID", type=whole_number(0), action="append", default=[],
                             help="report on one dispatch; take the ID from --list-stats; may be repeated")
         parser.add_argument("--output-name", metavar="NAME", help="of the workloads, NAME_counters and "
                             "NAME_roof (default: the program's name)")
@@ -63,18 +62,13 @@ class RocprofCompute(Wrapper):
         self.parts = ["roof"] if roof else ["counters"] if options.no_roof else ["counters", "roof"]
         if self.analyze:
             self.help_arguments = ("analyze", "--help")
-        super().__init__(options, [*([] if options.device is None else ["--device", str(options.device)]),
-                                   *own_flags])
-        self.name = name or self.profiled.short_name()
-        self.runs_program = not self.analyze
+        device = [] if options.device is None else ["--device", str(options.device)]
+        super().__init__(options, [*device, *own_flags])
+        self.name, self.runs_program = name or self.profiled.short_name(), not self.analyze
         if ".." in self.directory:
             raise UserError(f"-o {self.directory}: rocprof-compute refuses a path that contains '..'")
         if self.analyze:
             self.records = os.path.join(self.directory, "analysis")  # the profile keeps its own
-        self.no_roofline = self.is_known() and preflight.lacking(preflight.ROOFLINE, self.before)
-        if self.no_roofline and self.parts[1:] and not self.analyze:
-            self.parts = ["counters"]
-            self.notes.append(f"{self.tool_and_release()} draws no roofline of {self.no_roofline}: left out")
 
     def fresh_directory(self):
         return not self.analyze
@@ -101,18 +95,14 @@ class RocprofCompute(Wrapper):
 
     def profile_commands(self):
         """The program's first word is a path, for 3.0, and no shell, which loses variables of 3.5 and 3.6."""
-        commands = []
-        for part in self.parts:
-            arguments = ["--name", f"{self.name}_{part}"]
-            if part == "counters":
-                arguments += ["--no-roof"]
-            elif self.has("--roofline"):
-                arguments += ["--roofline", "--roofline-device", str(self.options.device or 0)]
-            else:
-                arguments += ["--roof-only", "--device", str(self.options.device or 0)]
-            commands.append(Command([self.tool.command, "profile", *self.with_tool_options(arguments),
-                                     "--", sys.executable, "workload.py"], cwd=self.directory))
-        return commands
+        device = str(self.options.device or 0)
+        flags = {"counters": ["--no-roof"], "roof": ["--roof-only", "--device", device]}
+        if not self.has("--roof-only"):  # releases after 10.1
+            flags["roof"] = ["--roofline", "--roofline-device", device]
+        return [Command([self.tool.command, "profile", *self.with_tool_options(
+                             ["--name", f"{self.name}_{part}", *flags[part]]),
+                         "--", sys.executable, "workload.py"], unset_env=(INHERITED,), cwd=self.directory)
+                for part in self.parts]
 
     def analyze_commands(self):
         workloads = {part: path for part in self.parts if (path := self.workload_directory(part))}
@@ -121,11 +111,11 @@ class RocprofCompute(Wrapper):
             workloads = {"counters": f"{self.directory}/workloads/{self.name}_counters/GPU_MODEL"}
         if not workloads:
             raise UserError(f"{self.directory}: no workload {self.name}_* there. Run "
-                              f"./{self.script} first, or name its directory with -o.")
+                            f"./{self.script} first, or name its directory with -o.")
         first = next(iter(workloads))
         jobs = [(first, "list_stats.txt", ["--list-stats"])] * self.options.list_stats
         jobs += [(first, f"dispatch_{number}.txt", ["--dispatch", str(number)])
-                 for number in self.options.dispatch or []]
+                 for number in self.options.dispatch]
         jobs = jobs or [(part, f"analysis_{part}.txt", []) for part in workloads]
         self.reports = ", ".join(name for _, name, _ in jobs)
         return [Command([self.tool.command, "analyze", *self.with_tool_options(
@@ -137,54 +127,38 @@ class RocprofCompute(Wrapper):
             yield from preflight.tool_problems(self.tool, self.install_hint)
         else:
             yield from super().problems()
-            yield from preflight.interpreter_problems(self.executable, sys.executable)
-            yield from preflight.architecture_problems(self) if self.is_known() else ()
-            if self.no_roofline and self.parts == ["roof"]:
-                yield preflight.Problem(FAILED, f"{self.tool_and_release()} draws no roofline of "
-                                        f"{self.no_roofline}", "--no-roof collects its counters.")
-            if self.before("7.13"):
-                yield from preflight.pandas_problems(self.tool)
+            yield from preflight.interpreter_problems(self.executable)
 
     def warnings(self, commands):
         yield from super().warnings(commands)
-        if not self.analyze:
-            yield from preflight.clock_warnings()
+        yield from preflight.pandas_warnings(self.tool)
 
     def explain(self, code, reason, log_text):
         if code != PROGRAM_FAILED or "execution failed" in log_text:  # what it says of a failed program
             return code, reason
         lines = log_text.strip().splitlines() or ["it printed nothing"]
         said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])[:200]
-        if said.startswith("AttributeError: 'NoneType'") and self.before("7.0"):
-            said += f". {OLD_PANDAS}"
         return FAILED, f"rocprof-compute itself failed: {said}"
 
     def judge(self, log_text):
         if self.analyze:
             return (OK, f"wrote {self.reports}") if log_text.strip() else (NO_DATA, "the report is empty")
         places = {part: self.workload_directory(part) for part in self.parts}
-        missing = [part for part, place in places.items() if not (place and self.has_results(part, place))]
-        for part in (part for part in self.parts if part not in missing):
-            say(f"{part}: {places[part]}")
-        if missing:
+        missing = [part for part, place in places.items() if not (place and has_results(part, place))]
+        say(*(f"{part}: {place}" for part, place in places.items() if part not in missing))
+        skipped = missing == ["roof"] and self.parts[1:] and re.search("(?i)skip.*roofline", log_text)
+        if missing and not skipped:
             known = known_failure(log_text)
             why = f": {known[0]}. {known[2]}" if known else ""
             return NO_DATA, f"rocprof-compute left no {' and no '.join(missing)} in workloads/{why}"
         where = f" -o {shlex.quote(self.options.output_dir)}" if self.options.output_dir else ""
         say(f"Next: ./{self.script}{where} --list-stats, then --dispatch ID")
-        return OK, self.amount(places.get("counters"))
+        return OK, "counters collected, no roofline of this GPU" if skipped else (
+            f"{' and '.join(self.parts)} collected")
 
-    @staticmethod
-    def has_results(part, place):
-        """Did the tool write results? The lists of counters that it writes for itself are none."""
-        return bool(records.collected_counters(place)) if part == "counters" else any(
-            path.stat().st_size for pattern in ("roofline*", "empirRoof*")
-            for path in records.result_files(place, pattern))
 
-    def amount(self, place):
-        """What was collected, without the counters in place that the tool set out to collect and lost."""
-        if not (names := records.missing_counters(place) if place else []):
-            return f"{' and '.join(self.parts)} collected"
-        wanted, more = len(records.wanted_counters(place)), f" and {len(names) - 5} more" * (len(names) > 5)
-        return (f"{' and '.join([f'{wanted - len(names)} of {wanted} counters', *self.parts[1:]])} collected "
-                f"(not {', '.join(names[:5])}{more})")
+def has_results(part, place):
+    """Did the tool write results? The lists of counters that it writes for itself are none."""
+    return records.has_counters(place) if part == "counters" else any(
+        path.stat().st_size for pattern in ("roofline*", "empirRoof*")
+        for path in records.result_files(place, pattern))

@@ -3,14 +3,14 @@ import mmap
 import os
 import pathlib
 import re
-import shlex
 
-from fusion_lab.rocm import kernel_summary
-from fusion_lab.rocm.machine import versioned_python
-from fusion_lab.rocm.preflight import bindings_problems
-from fusion_lab.rocm.process import Command, say
-from fusion_lab.rocm.wrapper import Wrapper
+from fusion_lab.rocm import kernel_summary, preflight
+from fusion_lab.rocm.session import Command, say
+from fusion_lab.rocm.wrapper import INHERITED, Wrapper
 from fusion_lab.training.files import NO_DATA, OK, PROGRAM_FAILED
+
+OPENED = {".proto": "timeline, open at https://ui.perfetto.dev", ".txt": "call stack, read in any editor",
+          ".db": "rocpd, read with profile_summary.py", ".json": "the same for programs"}
 
 
 class RocprofSys(Wrapper):
@@ -31,45 +31,41 @@ class RocprofSys(Wrapper):
     def add_options(cls, parser):
         parser.add_argument("--modules", metavar="REGEX", action="append", help="record Python calls of files"
                             " with such a path; repeatable (default: program, torch/nn/modules, torch/optim)")
-        parser.add_argument("--rocpd", action="store_true", help="also write a rocpd database")
+        parser.add_argument("--rocpd", action="store_true",
+                            help="also write a rocpd database (ROCm 7.2 or newer)")
 
     def commands(self):
         modules = self.options.modules
         modules = modules or [pathlib.Path(self.profiled.path).stem, "torch/nn/modules", "torch/optim"]
-        rocpd = self.options.rocpd
-        if rocpd and self.release() and self.before("7.2"):  # 7.0 ignores the wish, 7.1 crashes on it
-            rocpd = False
-            self.notes.append(f"{self.tool_and_release()} writes no rocpd database, 7.2 does: left out")
-        if not self.before("7.13"):
-            self.notes.append("from ROCm 7.13 on the GPU side covers the measured steps only, because "
-                              "rocprof-sys hears the program's start and stop")
+        self.notes.append("on ROCm 7.13 and newer the GPU side covers the measured steps only, because "
+                          "rocprof-sys hears the program's start and stop there")
         environment = {  # all explicit: the defaults depend on each other, and changed with ROCm 7.1 and 10.1
             "ROCPROFSYS_TRACE": "ON", "ROCPROFSYS_PROFILE": "ON", "ROCPROFSYS_TIME_OUTPUT": "OFF",
-            "ROCPROFSYS_USE_ROCPD": "ON" if rocpd else "OFF", "ROCPROFSYS_OUTPUT_PATH": self.directory,
-            "ROCPROFSYS_TIMEMORY_COMPONENTS": self.components, "ROCPROFSYS_USE_PID": "ON",
-            "PYTHON_EXECUTABLE": versioned_python(), **self.loader_path()}
+            "ROCPROFSYS_USE_ROCPD": "ON" if self.options.rocpd else "OFF",
+            "ROCPROFSYS_OUTPUT_PATH": self.directory, "ROCPROFSYS_USE_PID": "ON",
+            "ROCPROFSYS_TIMEMORY_COMPONENTS": self.components,
+            "PYTHON_EXECUTABLE": preflight.versioned_python(), **self.loader_path()}
         # The script itself follows `--`, never `python`: the launcher compiles that word as Python source.
         arguments = ["--module-restrict", *modules, "--function-exclude", "_call_impl"]
         return [Command([self.tool.command, *self.with_tool_options(arguments), "--", self.profiled.path,
-                         *self.program_flags],
-                        environment, ("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE"))]
+                         *self.program_flags], environment,
+                        ("ROCPROFSYS_OUTPUT_PREFIX", "ROCPROFSYS_CONFIG_FILE", INHERITED))]
 
     def loader_path(self):
         """Torch's own GPU libraries, for the loader: without, early releases see nothing of the GPU."""
         path = self.profiled.answer.get("torch_path")
-        if not path:
-            return {}
-        places = [os.path.join(os.path.dirname(path), "lib"), os.environ.get("LD_LIBRARY_PATH")]
-        return {"LD_LIBRARY_PATH": ":".join(filter(None, places))}
+        places = path and [os.path.join(os.path.dirname(path), "lib"), os.environ.get("LD_LIBRARY_PATH")]
+        return {"LD_LIBRARY_PATH": ":".join(filter(None, places))} if path else {}
 
     def problems(self):
         yield from super().problems()
-        yield from bindings_problems(self.tool)
+        yield from preflight.bindings_problems(self.tool)
+        yield from preflight.interpreter_problems(self.executable)
 
-    def facts(self):
-        yield from super().facts()
-        if path := self.loader_path().get("LD_LIBRARY_PATH"):
-            yield f"torch's own libraries will be found: LD_LIBRARY_PATH={path}"
+    def explain(self, code, reason, log_text):
+        if self.options.rocpd and code == PROGRAM_FAILED and "SIGSEGV" in reason:
+            return code, f"{reason} ROCm 7.1 crashes on --rocpd."
+        return super().explain(code, reason, log_text)
 
     def judge(self, log_text):
         """The launcher returns 0 when the script fails, so look at what the script left behind."""
@@ -87,7 +83,7 @@ class RocprofSys(Wrapper):
     def left_result(self):
         """Is there a summary of the program that this run wrote?"""
         place = self.profiled.answer.get("profiler_config", {}).get("profile_dir") or self.directory
-        summaries = pathlib.Path(place).glob(self.profiled.summary() or kernel_summary.SUMMARIES)
+        summaries = pathlib.Path(place).glob(self.profiled.answer.get("summary", kernel_summary.SUMMARIES))
         return any(path.stat().st_mtime >= self.started - 1 for path in summaries)
 
     def list_results(self):
@@ -101,10 +97,11 @@ class RocprofSys(Wrapper):
         for path in results:
             size = path.stat().st_size
             large = "; large: use fewer steps or --modules" if size > 500e6 else ""
-            amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
-            say(f"  {path.relative_to(place)}  {amount}  {how_to_open(path)}{large}")
-        blind = "" if sees_gpu(results) else ", but no GPU kernel in the trace"
-        return OK, f"{len(results)} result files{blind}"
+            say(f"  {path.relative_to(place)}  {size / 1e6:.1f} MB  {OPENED.get(path.suffix, '')}{large}")
+        lacks = ["no GPU kernel in the trace"] * (not sees_gpu(results))
+        if self.options.rocpd and not any(path.suffix == ".db" for path in results):
+            lacks.append("no rocpd database, which comes with ROCm 7.2")
+        return OK, ", but ".join([f"{len(results)} result files", *lacks])
 
 
 def sees_gpu(results):
@@ -115,11 +112,3 @@ def sees_gpu(results):
             if re.search(b"kernel_dispatch|device_hip", content):
                 return True
     return not timelines
-
-
-def how_to_open(path):
-    if path.suffix == ".proto":
-        return "timeline, open at https://ui.perfetto.dev"
-    if path.suffix == ".db":
-        return f"rocpd, read with: python profile_summary.py {shlex.quote(str(path.parent))}"
-    return "call stack, read in any editor" if path.suffix == ".txt" else "the same for programs"

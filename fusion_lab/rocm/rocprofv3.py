@@ -4,14 +4,15 @@ import pathlib
 import re
 import sys
 
-from fusion_lab.rocm import kernel_summary, preflight, records
+from fusion_lab.rocm import kernel_summary, records
 from fusion_lab.rocm.failures import STABLE_CLOCKS
-from fusion_lab.rocm.process import Command, say
-from fusion_lab.rocm.wrapper import Wrapper
+from fusion_lab.rocm.session import Command, say
+from fusion_lab.rocm.wrapper import INHERITED, Wrapper
 from fusion_lab.training.files import NO_DATA, OK, UserError, write_json, write_text
 
 MARKERS = "--marker-trace"
 WITH_MARKERS = {MARKERS, "--runtime-trace", "--sys-trace"}  # with them, recording ends at the last pause
+WITH_CALLS = {"--hip-trace", "--runtime-trace", "--sys-trace"}
 
 
 class Rocprofv3(Wrapper):
@@ -19,9 +20,6 @@ class Rocprofv3(Wrapper):
     script, executable, default_dir = "run_rocprofv3.sh", "rocprofv3", "rocprofv3_profiles_v2"
     workload = ["--num-steps", "10", "--warmup-steps", "3"]
     install_hint = "Install the package rocprofiler-sdk (ROCm 6.3 or newer), or set ROCM_PATH."
-    since = {"--runtime-trace": "6.3", "--pmc": "6.3", "--memory-allocation-trace": "6.3",
-             "--selected-regions": "7.0", "--version": "7.0", "--hip-graph-trace": "10.0"}
-    inherited = ("ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH", "ROCPROF_OUTPUT_FILE_NAME")
     switches = {"--hip-trace": "HIP API calls as well",
                 "--runtime-trace": "HIP API, markers, copies, allocations",
                 "--sys-trace": "as --runtime-trace, and HSA and compiler API; very large",
@@ -48,9 +46,7 @@ class Rocprofv3(Wrapper):
 
     def __init__(self, options, own_flags):
         super().__init__(options, own_flags)
-        if len(options.pmc) > 1 and self.before("7.12"):
-            raise UserError("--pmc: given twice, and releases before 7.12 keep the last. Run once for each.")
-        self.selected = options.selected_regions and self.has("--selected-regions") is not False
+        self.selected = options.selected_regions and self.has("--selected-regions")
         self.earlier = None
         try:
             if options.compare and not options.dry_run:
@@ -58,48 +54,37 @@ class Rocprofv3(Wrapper):
         except (UserError, OSError) as error:
             raise UserError(f"--compare: {error}") from None
 
-    def passes(self):
+    def counters(self):
         """The counters of each run of the program: [["A", "B"], ["C"]]"""
         return [re.split(r"[\s,]+", names.strip(" ,")) for names in self.options.pmc]
 
-    def warnings(self, commands):
-        yield from super().warnings(commands)
-        if self.options.pmc or self.options.preflight:
-            yield from preflight.clock_warnings()
-
     def chosen_switches(self):
-        return [switch for switch in self.switches if getattr(self.options, switch[2:].replace("-", "_"))]
+        chosen = [switch for switch in self.switches if getattr(self.options, switch[2:].replace("-", "_"))]
+        if self.selected and MARKERS not in chosen:  # without, 7.0 to 7.2 do not hear start and stop
+            chosen.append(MARKERS)
+        if self.replays_graphs() and WITH_CALLS.isdisjoint(chosen):  # to count the kernels of each replay
+            chosen.append("--hip-trace")
+        return chosen
 
     def commands(self):
-        options, switches = self.options, self.chosen_switches()
-        # Direct CSV is deprecated. rocpd came with --version, and needs no --stats. Before 7.13 counting goes
-        # on where recording is paused, which databases cannot hold.
-        pauses = self.selected or not WITH_MARKERS.isdisjoint(switches)
-        rocpd = self.has("--version") and not (options.pmc and pauses and self.before("7.13"))
-        arguments = ["--kernel-trace"] if rocpd else ["--kernel-trace", "--stats"]
-        if self.selected and MARKERS not in switches:  # without, 7.0 to 7.2 do not hear start and stop
-            switches.append(MARKERS)
-        arguments += [self.require(switch) for switch in switches]
-        arguments += ["--hip-graph-trace"] * bool(self.has("--hip-graph-trace"))
+        options = self.options
+        arguments = ["--kernel-trace", "--stats", *map(self.require, self.chosen_switches())]
         if options.memory_trace:
-            allocations = bool(self.has("--memory-allocation-trace"))
-            arguments += ["--memory-copy-trace", *["--memory-allocation-trace"] * allocations]
-            if not allocations:
-                self.notes.append("memory allocations are left out, which not every rocprofv3 of 6.3 traces")
-        for counters in self.passes():
+            arguments += ["--memory-copy-trace"]
+            arguments += ["--memory-allocation-trace"] * self.has("--memory-allocation-trace")
+        for counters in self.counters():
             arguments += [self.require("--pmc"), *counters]
         if self.selected:
-            arguments.append(self.require("--selected-regions"))
-            if options.pmc and self.before("7.13"):
-                self.notes.append(f"{self.tool_and_release()} counts the whole run, whatever is selected")
+            arguments.append("--selected-regions")
         elif options.selected_regions:
-            self.notes.append(f"{self.tool_and_release()} has no --selected-regions: the whole run is "
-                              "recorded, start-up and warm-up included")
-        arguments += ["--output-format", "rocpd" if rocpd else "csv", *["pftrace"] * options.pftrace,
-                      "--output-directory", self.directory,
-                      "--output-file", f"{self.profiled.short_name()}_%pid%"]
+            self.notes.append(f"{self.tool} has no --selected-regions: the whole run is recorded, start-up "
+                              "and warm-up included")
+        arguments += ["--output-format", "csv", *["pftrace"] * options.pftrace, "--output-directory",
+                      self.directory, "--output-file", f"{self.profiled.short_name()}_%pid%"]
         return [Command([self.tool.command, *self.with_tool_options(arguments), "--", sys.executable,
-                         self.profiled.path, *self.program_flags], unset_env=self.inherited)]
+                         self.profiled.path, *self.program_flags],
+                        unset_env=("ROCPROF_OUTPUT_FORMAT", "ROCPROF_OUTPUT_PATH", "ROCPROF_OUTPUT_FILE_NAME",
+                                   INHERITED))]
 
     def steps(self):
         counted = super().steps()
@@ -107,7 +92,7 @@ class Rocprofv3(Wrapper):
                             "ends_with_steps": not WITH_MARKERS.isdisjoint(self.chosen_switches())}
 
     def replaced(self):
-        for pattern in records.KERNEL_FILES[:3]:
+        for pattern in records.KERNEL_FILES:
             for path in records.result_files(pathlib.Path(self.directory), pattern):
                 raise UserError(f"-o {self.directory}: holds kernel records ({path.name}) that would be "
                                 "added to the new ones. Name a fresh directory.")
@@ -137,11 +122,12 @@ class Rocprofv3(Wrapper):
 
     def why_no_counters(self, values):
         """What {counter: value} lacks of what was asked for, or None; rocprofv3 itself only warns."""
-        names = [name.partition(":")[0] for names in self.passes() for name in names]  # of NAME:device=0
+        names = [name.partition(":")[0] for names in self.counters() for name in names]  # of NAME:device=0
         missing = [name for name in names if name not in values]
         if missing:
-            return (f"rocprofv3 left no value of {', '.join(missing)}: misspelled, or no counter of this "
-                    "GPU. rocprofv3 --list-avail lists what it has")
+            return (f"rocprofv3 left no value of {', '.join(missing)}: misspelled, or no counter of this GPU "
+                    "(rocprofv3 --list-avail lists them), or of a --pmc before the last, which before ROCm "
+                    "7.12 is the only one")
         if names and not any(values[name] for name in names):
             return f"all counters are 0. {STABLE_CLOCKS}"
         return None

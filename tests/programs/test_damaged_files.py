@@ -19,7 +19,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.measuring import metrics, summary
 from fusion_lab.profiler import report
-from fusion_lab.rocm import kernel_summary, profiled
+from fusion_lab.rocm import kernel_summary
 from fusion_lab.training.checkpoints import load_run, snapshot
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.models import read_model, save_model
@@ -249,8 +249,7 @@ def profiler_files():
         name = "performance_summary.json"
         (place / name).write_text(json.dumps(RUN))
         (place / "manifest.json").write_text(json.dumps({"steps": steps, "summary": name}))
-        common.write_rocpd(place / "7_results.db", KERNELS, counters=["SQ_WAVES"], copies=2)
-        common.write_rocpd(place / "8_results.db", KERNELS, calls=True, markers=True, graphs=True)
+        common.write_rocpd(place / "7_results.db", KERNELS, counters=["SQ_WAVES"])
         return {path.name: path.read_bytes() for path in place.iterdir()}
 
 
@@ -258,7 +257,7 @@ SOURCES = {"stats": ("7_kernel_stats.csv", "7_memory_copy_stats.csv"),
            "trace": ("7_kernel_trace.csv", "7_hip_api_trace.csv", "7_marker_api_trace.csv"),
            "counters": ("7_counter_collection.csv", "7_kernel_stats.csv"),
            "compute": ("pmc_perf.csv",), "long form": ("results_pmc_perf_0.csv",),
-           "database": ("7_results.db",), "ranges": ("8_results.db",)}
+           "database": ("7_results.db",)}
 BESIDE = ("manifest.json", "performance_summary.json")
 
 
@@ -281,27 +280,6 @@ def profiler_file(source, random_, place):
     assert found["launches"] > 0 and kernel_summary.report(found, differences)
 
 
-ANSWER = dict(mode="check_flags", asked=None, program="p.py", summary="performance_summary_v2.json",
-              config=dict(seq_len=64), training_params=dict(num_steps=50, warmup_steps=5),
-              fusion_config={}, profiler_config=dict(profile_dir="p"), torch="2", torch_path="/t.py", hip="7",
-              cuda=None, gpus=1)
-
-
-def profiled_program(random_, place):
-    """What a program says of itself, to the wrappers of AMD's tools."""
-    program = place / "p.py"
-    (place / "said").write_bytes(damage.damaged_json(json.dumps(ANSWER), random_).replace(b"\n", b" "))
-    program.write_text("")
-    answer = profiled.answer_in((place / "said").read_text(errors="replace"))
-    found = profiled.Profiled(str(program), answer or {})
-    assert all(isinstance(pair, tuple) for pair in found.sizes([("--seq-len", "8")]))
-    assert found.steps() is None or all(type(count) is int for count in found.steps().values())
-    pathlib.Path(found.answer.get("profiler_config", {}).get("profile_dir") or place, found.summary() or "x")
-    if answer is None:
-        raise UserError("not understood")
-    assert found.torch()["gpus"] >= 0
-
-
 READERS = {
     **{f"alignment {suffix}": functools.partial(alignment, suffix) for suffix in ALIGNMENTS},
     **{f"structure {suffix}": functools.partial(structure, suffix) for suffix in ("pdb", "cif")},
@@ -311,8 +289,7 @@ READERS = {
     **{f"study {name}": functools.partial(study_file, name)
        for name in ("config.json", "results.jsonl")},
     "metrics": metrics_file,
-    **{f"profiler {source}": functools.partial(profiler_file, source) for source in SOURCES},
-    "profiled program": profiled_program}
+    **{f"profiler {source}": functools.partial(profiler_file, source) for source in SOURCES}}
 NEVER_REFUSED = {"metrics"}  # its reader leaves out what it cannot use
 
 

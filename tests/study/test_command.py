@@ -40,7 +40,7 @@ def rows_of(directory="s"):
 
 def start(*flags, **knobs):
     """A study of the fake trainer in a process of its own, in the current directory, with a log of runs."""
-    program = [sys.executable, ROOT / "fusion_lab" / "start.py", "fusion_lab.study.command"]
+    program = [sys.executable, ROOT / "launch_performance_study.py"]
     return subprocess.Popen([*program, *flags, "--study-name", "s"], text=True,
                             env={**os.environ, "FAKE_TRAINER": json.dumps(dict(knobs, log="log"))},
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)

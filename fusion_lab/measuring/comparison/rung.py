@@ -4,7 +4,6 @@ It compiles and counts when it likes; in its turn its steps alternate with the b
 its row as JSON.
 """
 import json
-import sys
 
 from fusion_lab.measuring import turns
 from fusion_lab.measuring.comparison.compare import (
@@ -44,8 +43,3 @@ def main(file, name, text, pace):
         if row["measured"]:
             add_speed(row, variant, baseline)
     print(json.dumps(finite(row), allow_nan=False))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

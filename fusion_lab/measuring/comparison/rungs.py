@@ -25,6 +25,8 @@ COMPILE_THREADS = "2"  # of each of them; torch would take as many as there are 
 SPARE = 0.5  # of the free memory, for those that compile while others are counted
 SHARES = dict(cpu=0.25, cuda=0.08)  # of the first table's budget: rounds of one of them
 COMPILING = 0.6  # of the time that is left, for those that compile side by side
+START = (f"import sys; sys.path[0] = {ROOT!r}; "  # not the user's directory
+         "from fusion_lab.measuring.comparison import rung; rung.main(*sys.argv[1:])")
 LAST_WORDS = 300  # characters of a failed process's last line
 
 
@@ -34,8 +36,7 @@ class Rung:
     def __init__(self, program, variant, pace):
         self.variant, self.output, self.errors = variant, *(tempfile.TemporaryFile("w+") for _ in range(2))
         environment = {"TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS, **os.environ}
-        command = [sys.executable, os.path.join(ROOT, "fusion_lab", "start.py"),
-                   "fusion_lab.measuring.comparison.rung", program.file, variant.name,
+        command = [sys.executable, "-c", START, program.file, variant.name,
                    json.dumps(variant.settings.as_dict()), json.dumps([pace.steps, pace.seconds])]
         self.guest = Guest(command, environment, stdin=subprocess.DEVNULL, stdout=self.output,
                            stderr=self.errors, start_new_session=True)  # Ctrl-C reaches the parent alone

@@ -1,16 +1,15 @@
-"""What the stand-ins share: their generation, one set of kernels, and the files that profilers write.
+"""What the stand-ins share: their release, one set of kernels, and the files that profilers write.
 
-FAKE_ROCM names the release, `wheels` for one from pip, `next` for what is announced; FAKE_FAIL names a trap.
-What they do was seen on the real parsers and launchers, or read in the real sources.
+FAKE_ROCM names the release, FAKE_FAIL a trap. What they do was seen on the real parsers and launchers, or
+read in the real sources. 10.1 also has what single releases before it had: a shell as the program aborts.
 """
 import os
 import signal
 
 RELEASE = os.environ.get("FAKE_ROCM", "7.0")
-WHEELS = RELEASE == "wheels"
 FAIL = os.environ.get("FAKE_FAIL", "")
-ORDER = ("6.3", "6.4", "7.0", "7.1", "7.2", "7.12", "7.13", "7.14", "10.0", "10.1", "next")
-COUNTERS = ("SQ_WAVES", "GRBM_COUNT", "SQ_BUSY_CYCLES", "FETCH_SIZE", "WRITE_SIZE", "OccupancyPercent")
+OLD, NEW = RELEASE == "6.3", RELEASE == "10.1"
+COUNTERS = ("SQ_WAVES", "GRBM_COUNT", "FETCH_SIZE", "WRITE_SIZE", "OccupancyPercent")
 
 KERNELS = (  # demangled name, launches, nanoseconds of each: as rocprofv3 names the kernels of PyTorch
     ("Cijk_Ailk_Bljk_SB_MT128x128x16_MI32x32x1_SN_1LDSB0_APM1_AF0EM1", 120, 41_250),
@@ -31,52 +30,29 @@ KERNELS = (  # demangled name, launches, nanoseconds of each: as rocprofv3 names
     ("my_own_kernel(float*)", 6, 1_000),
 )
 TRACE_HEADERS = {
-    "6.3": ("Kind", "Agent_Id", "Queue_Id", "Thread_Id", "Dispatch_Id", "Kernel_Id", "Kernel_Name",
-            "Correlation_Id", "Start_Timestamp", "End_Timestamp", "Private_Segment_Size",
-            "Group_Segment_Size", "Workgroup_Size_X", "Workgroup_Size_Y", "Workgroup_Size_Z",
-            "Grid_Size_X", "Grid_Size_Y", "Grid_Size_Z"),
-    "7.0": ("Kind", "Agent_Id", "Queue_Id", "Stream_Id", "Thread_Id", "Dispatch_Id", "Kernel_Id",
-            "Kernel_Name", "Correlation_Id", "Start_Timestamp", "End_Timestamp", "LDS_Block_Size",
-            "Scratch_Size", "VGPR_Count", "Accum_VGPR_Count", "SGPR_Count", "Workgroup_Size_X",
-            "Workgroup_Size_Y", "Workgroup_Size_Z", "Grid_Size_X", "Grid_Size_Y", "Grid_Size_Z"),
-    "rocpd convert": ("Guid", "Kind", "Agent_Id", "Queue_Id", "Stream_Id", "Thread_Id", "Dispatch_Id",
-                      "Kernel_Id", "Kernel_Name", "Correlation_Id", "Start_Timestamp", "End_Timestamp",
-                      "Lds_Block_Size", "Scratch_Size", "Vgpr_Count", "Accum_Vgpr_Count", "Sgpr_Count",
-                      "Workgroup_Size_X", "Grid_Size_X", "Duration"),
-    "rocprof-compute": ("Dispatch_ID", "GPU_ID", "Grid_Size", "Workgroup_Size", "Kernel_Name",
-                        "Start_Timestamp", "End_Timestamp", "SQ_WAVES", "GRBM_COUNT", "SQ_BUSY_CYCLES"),
-}
-TRACE_HEADERS["rocprof-compute 3.2"] = (*TRACE_HEADERS["rocprof-compute"], "SQ_ACCUM_PREV_HIRES")
+    "6.3": "Kind,Agent_Id,Queue_Id,Thread_Id,Dispatch_Id,Kernel_Id,Kernel_Name,Correlation_Id,"
+           "Start_Timestamp,End_Timestamp,Private_Segment_Size,Group_Segment_Size,Workgroup_Size_X,Grid_Size_X",
+    "7.0": "Kind,Agent_Id,Queue_Id,Stream_Id,Thread_Id,Dispatch_Id,Kernel_Id,Kernel_Name,Correlation_Id,"
+           "Start_Timestamp,End_Timestamp,LDS_Block_Size,Scratch_Size,VGPR_Count,Accum_VGPR_Count,SGPR_Count",
+    "rocpd convert": "Guid,Kind,Agent_Id,Queue_Id,Dispatch_Id,Kernel_Id,Kernel_Name,Correlation_Id,"
+                     "Start_Timestamp,End_Timestamp,Lds_Block_Size,Scratch_Size,Vgpr_Count,Duration",
+    "rocprof-compute": "Dispatch_ID,GPU_ID,Grid_Size,Workgroup_Size,Kernel_Name,Start_Timestamp,"
+                       "End_Timestamp,SQ_WAVES,GRBM_COUNT,SQ_BUSY_CYCLES"}
 
 
-def gpu():
-    """"gfx90a", or what the test's record of the driver says."""
-    import pathlib
-    for path in pathlib.Path(os.environ.get("KFD_TOPOLOGY", "/nonexistent")).glob("*/properties"):
-        number = int(path.read_text().split("gfx_target_version ")[1].split()[0])
-        return f"gfx{number // 10000}{number // 100 % 100:x}{number % 100:x}"
-    return "gfx90a"
-
-
-def at_least(release):
-    return ORDER.index("7.14" if WHEELS else RELEASE) >= ORDER.index(release)
-
-
-def below(release):
-    return not at_least(release)
+def write_csv(path, header, rows):
+    import csv  # here and below: --help must answer fast
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+        writer.writerow(header.split(","))
+        writer.writerows(rows)
 
 
 def write_stats(path, kernels=KERNELS):
-    """*_kernel_stats.csv; its header is the same in every generation."""
-    import csv  # here and below: --help must answer fast
-    total = sum(calls * time for _, calls, time in kernels)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs",
-                         "StdDev"])
-        for name, calls, time in sorted(kernels, key=lambda kernel: -kernel[1] * kernel[2]):
-            writer.writerow([name, calls, calls * time, float(time), 100 * calls * time / total, time, time,
-                             0.0])
+    """*_kernel_stats.csv; its header is the same in every release."""
+    write_csv(path, "Name,Calls,TotalDurationNs,AverageNs,Percentage,MinNs,MaxNs,StdDev", (
+        (name, calls, calls * time, float(time), 1.0, time, time, 0.0)
+        for name, calls, time in sorted(kernels, key=lambda kernel: -kernel[1] * kernel[2])))
 
 
 def dispatches(kernels=KERNELS):
@@ -87,141 +63,26 @@ def dispatches(kernels=KERNELS):
             clock += time + 700
 
 
-def write_trace(path, generation, kernels=KERNELS):
-    import csv
-    header = TRACE_HEADERS[generation]
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(header)
-        for number, (name, start, end) in enumerate(dispatches(kernels), 1):
-            known = {"Kernel_Name": name, "Start_Timestamp": start, "End_Timestamp": end, "Kind":
-                     "KERNEL_DISPATCH", "Dispatch_Id": number, "Agent_Id": "Agent 4",
-                     "Correlation_Id": number, "Duration": end - start}
-            writer.writerow([known.get(column, 1) for column in header])
-
-
-TABLES = {  # as far as they are read; the real ones have more columns
-    "rocpd_string": "id INTEGER PRIMARY KEY, guid TEXT, string TEXT",
-    "rocpd_event": "id INTEGER PRIMARY KEY, guid TEXT, category_id INTEGER, stack_id INTEGER, extdata TEXT",
-    "rocpd_region": 'id INTEGER PRIMARY KEY, guid TEXT, tid INTEGER, start BIGINT, "end" BIGINT, '
-                    "name_id INTEGER, event_id INTEGER",
-    "rocpd_info_kernel_symbol": "id INTEGER PRIMARY KEY, guid TEXT, display_name TEXT",
-    "rocpd_kernel_dispatch": "id INTEGER PRIMARY KEY, guid TEXT, kernel_id INTEGER, start BIGINT, "
-                             '"end" BIGINT, agent_id INTEGER, event_id INTEGER',
-    "rocpd_info_pmc": "id INTEGER PRIMARY KEY, guid TEXT, name TEXT",
-    "rocpd_pmc_event": "id INTEGER PRIMARY KEY, guid TEXT, event_id INTEGER, pmc_id INTEGER, value REAL",
-    "rocpd_memory_copy": 'id INTEGER PRIMARY KEY, guid TEXT, start BIGINT, "end" BIGINT, '
-                         "dst_agent_id INTEGER, event_id INTEGER"}
-OF_GRAPHS = ("rocpd_kernel_dispatch", "rocpd_memory_copy")  # from schema 3.0.2 on
-
-
-class Rocpd:
-    """A rocpd database: tables with a guid in their names, and views over them. The number of a HIP call is
-    the `stack_id` of its own event and of the events of what it launched."""
-
-    def __init__(self, path, graphs=False):
-        import sqlite3
-        self.connection, self.strings = sqlite3.connect(path), {}
-        for name, columns in TABLES.items():
-            columns += ", graph_exec_id INTEGER, graph_node_id INTEGER" * (graphs and name in OF_GRAPHS)
-            self.connection.execute(f"CREATE TABLE {name}_abc ({columns})")
-            self.connection.execute(f"CREATE VIEW {name} AS SELECT * FROM {name}_abc")
-
-    def add(self, table, **values):
-        values = dict(guid="abc", **values)
-        names, places = ", ".join(f'"{name}"' for name in values), ", ".join("?" * len(values))
-        return self.connection.execute(f"INSERT INTO {table}_abc ({names}) VALUES ({places})",
-                                       list(values.values())).lastrowid
-
-    def string(self, text):
-        if text not in self.strings:
-            self.strings[text] = self.add("rocpd_string", string=text)
-        return self.strings[text]
-
-    def event(self, category, number=0, about="{}"):
-        return self.add("rocpd_event", category_id=self.string(category), stack_id=number, extdata=about)
-
-    def region(self, category, name, thread, start, end, number=0, about="{}"):
-        self.add("rocpd_region", tid=thread, start=start, end=end, name_id=self.string(name),
-                 event_id=self.event(category, number, about))
-
-    def marker(self, text, thread, start, end):
-        import json
-        self.region("MARKER_CORE_RANGE_API", "roctxThreadRangeA", thread, start, end,
-                    about=json.dumps({"message": text}))
-
-    def kernel(self, symbol, start, end, number=0, **graph):
-        event = self.event("KERNEL_DISPATCH", number)
-        self.add("rocpd_kernel_dispatch", kernel_id=symbol, start=start, end=end, agent_id=4, event_id=event,
-                 **graph)
-        return event
-
-    def close(self):
-        self.connection.commit()
-        self.connection.close()
-
-
-def write_rocpd(path, kernels=KERNELS, counters=(), copies=0, calls=False, markers=False, graphs=False):
-    """The same as the CSV files of a run."""
-    database = Rocpd(path, graphs)
-    symbols = {name: database.add("rocpd_info_kernel_symbol", display_name=name) for name, _, _ in kernels}
-    pmc = {counter: database.add("rocpd_info_pmc", name=counter) for counter in counters}
-    for number, (name, start, end) in enumerate(dispatches(kernels), 1):
-        event = database.kernel(symbols[name], start, end, number)
-        for counter in counters:
-            database.add("rocpd_pmc_event", event_id=event, pmc_id=pmc[counter],
-                         value=counter_value(counter))
-    for _ in range(copies):
-        database.add("rocpd_memory_copy", start=10, end=1010, dst_agent_id=4,
-                     event_id=database.event("MEMORY_COPY"))
-    for _, thread, number, start in api_calls(kernels) if calls else ():
-        database.region("HIP_RUNTIME_API_EXT", "hipLaunchKernel", thread, start, start + 2, number)
-    for span in api_ranges(kernels) if markers else ():
-        database.marker(*span)
-    database.close()
-
-
-def api_calls(kernels):
-    """(function, thread, number, start) of HIP calls, one for each dispatch."""
-    count = sum(calls for _, calls, _ in kernels)
-    return [("hipLaunchKernel", 7 if 10 * place < 5 * count else 8, place, 10 * place)
-            for place in range(1, count + 1)]
-
-
-def api_ranges(kernels):
-    """(name, thread, start, end): the first half of the calls is in forward's, the rest in backward's."""
-    count = sum(calls for _, calls, _ in kernels)
-    return [("forward", 7, 0, 10 * count), ("pair_transition", 7, 5, 5 * count),
-            ("pair_transition.backward", 8, 5 * count, 11 * count)]
+def write_trace(path, release, kernels=KERNELS):
+    header = TRACE_HEADERS[release]
+    write_csv(path, header, (
+        [{"Kernel_Name": name, "Start_Timestamp": start, "End_Timestamp": end, "Agent_Id": "Agent 4",
+          "Correlation_Id": number}.get(column, 1) for column in header.split(",")]
+        for number, (name, start, end) in enumerate(dispatches(kernels), 1)))
 
 
 def write_api_traces(prefix, kernels=KERNELS, markers=True):
-    import csv
-    header = ["Domain", "Function", "Process_Id", "Thread_Id", "Correlation_Id", "Start_Timestamp",
-              "End_Timestamp"]
-    with open(f"{prefix}_hip_api_trace.csv", "w", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(header)
-        for function, thread, number, start in api_calls(kernels):
-            writer.writerow(["HIP_RUNTIME_API", function, 1, thread, number, start, start + 2])
+    """A HIP call for each dispatch; the first half is in forward's range, the rest in backward's."""
+    header = "Domain,Function,Process_Id,Thread_Id,Correlation_Id,Start_Timestamp,End_Timestamp"
+    count = sum(calls for _, calls, _ in kernels)
+    write_csv(f"{prefix}_hip_api_trace.csv", header, (
+        ("HIP_RUNTIME_API", "hipLaunchKernel", 1, 7 if 2 * place < count else 8, place, 10 * place,
+         10 * place + 2) for place in range(1, count + 1)))
+    ranges = [("forward", 7, 0, 10 * count), ("pair_transition", 7, 5, 5 * count),
+              ("pair_transition.backward", 8, 5 * count, 11 * count)]
     if markers:
-        with open(f"{prefix}_marker_api_trace.csv", "w", newline="") as file:
-            writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-            writer.writerow(header)
-            for place, (name, thread, start, end) in enumerate(api_ranges(kernels)):
-                writer.writerow(["MARKER_CORE_API", name, 1, thread, 100_000 + place, start, end])
-
-
-def write_counters(path, counters, kernels=KERNELS):
-    """*_counter_collection.csv: a row for each dispatch and counter."""
-    import csv
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(["Correlation_Id", "Dispatch_Id", "Agent_Id", "Kernel_Name", "Counter_Name",
-                         "Counter_Value", "Start_Timestamp", "End_Timestamp"])
-        for place, (name, start, end) in enumerate(dispatches(kernels), 1):
-            writer.writerows([place, place, "Agent 4", name, counter, counter_value(counter), start, end]
-                             for counter in counters)
+        write_csv(f"{prefix}_marker_api_trace.csv", header, (
+            ("MARKER_CORE_API", name, 1, thread, 0, start, end) for name, thread, start, end in ranges))
 
 
 def counter_value(counter):
@@ -229,16 +90,39 @@ def counter_value(counter):
     return {"OccupancyPercent": 40.0, "FETCH_SIZE": 2.0, "WRITE_SIZE": 1.0}.get(counter, 32)
 
 
+def write_counters(path, counters, kernels=KERNELS):
+    """*_counter_collection.csv, and results of rocprof-compute from 3.5 on: a row for each dispatch and
+    counter."""
+    write_csv(path, "Dispatch_Id,Agent_Id,Kernel_Name,Counter_Name,Counter_Value,Start_Timestamp,"
+              "End_Timestamp", ((place, "Agent 4", name, counter, counter_value(counter), start, end)
+               for place, (name, start, end) in enumerate(dispatches(kernels), 1) for counter in counters))
+
+
+def write_rocpd(path, kernels=KERNELS, counters=()):
+    """A rocpd database, as far as it is read; the real one has more columns."""
+    import sqlite3
+    symbols = {name: number for number, (name, _, _) in enumerate(kernels, 1)}
+    with sqlite3.connect(path) as database:
+        database.executescript(
+            "CREATE TABLE rocpd_info_kernel_symbol (id INTEGER PRIMARY KEY, guid TEXT, display_name TEXT);"
+            "CREATE TABLE rocpd_kernel_dispatch (id INTEGER PRIMARY KEY, guid TEXT, kernel_id INTEGER, "
+            'start BIGINT, "end" BIGINT);'
+            "CREATE TABLE rocpd_pmc_event (id INTEGER PRIMARY KEY, guid TEXT, pmc_id INTEGER, value REAL);")
+        database.executemany("INSERT INTO rocpd_info_kernel_symbol VALUES (?, 'g', ?)",
+                             [(number, name) for name, number in symbols.items()])
+        database.executemany("INSERT INTO rocpd_kernel_dispatch VALUES (NULL, 'g', ?, ?, ?)",
+                             [(symbols[name], start, end) for name, start, end in dispatches(kernels)])
+        database.executemany("INSERT INTO rocpd_pmc_event VALUES (NULL, 'g', 1, ?)",
+                             [(counter_value(counter),) for counter in counters])
+    database.close()
+
+
 def run_child(argv, **environment):
     """(exit code, pid) of the program. SIGINT reaches the whole group; a profiler outlives it and writes."""
     import subprocess
     signal.signal(signal.SIGINT, lambda number, frame: None)
     child = subprocess.Popen(argv, env={**os.environ, **environment})
-    while True:
-        try:
-            return child.wait(), child.pid
-        except KeyboardInterrupt:
-            pass
+    return child.wait(), child.pid
 
 
 def end_like(code):

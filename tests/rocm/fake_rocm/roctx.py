@@ -1,10 +1,11 @@
 """Stand-in for librocprofiler-sdk-roctx, as far as the trainer's stand-in can load it.
 
-The profiler's stand-in says in FAKE_ROCTX which names the loader finds ("process": preloaded), in
-FAKE_ROCTX_LOG where calls are noted, and in FAKE_ROCTX_STRICT that a second pause in a row aborts.
+The profiler's stand-in says in FAKE_ROCTX which names the loader finds ("process": preloaded), and in
+FAKE_ROCTX_LOG where calls are noted. Before ROCm 7.13 a second pause in a row aborts the process.
 """
 import ctypes
 import os
+import pathlib
 
 
 class Library:
@@ -18,11 +19,10 @@ class Library:
 
 
 def note(word):
-    with open(os.environ["FAKE_ROCTX_LOG"], "a+") as log:
-        log.seek(0)
-        if os.environ.get("FAKE_ROCTX_STRICT") and word == "pause" and log.read().endswith("pause\n"):
-            os.abort()
-        log.write(word + "\n")
+    log = pathlib.Path(os.environ["FAKE_ROCTX_LOG"])
+    if word == "pause" and log.read_text().endswith("pause\n"):
+        os.abort()
+    log.write_text(f"{log.read_text()}{word}\n")
 
 
 def install():

@@ -1,7 +1,4 @@
-"""Stand-in for tiny_openfold_v2.py: takes nearly any flags, fails as FAKE_TRAINER says.
-
-It answers --check-flags as the trainer does; FAKE_TRAINER=unaware is a program that does not know the flag.
-"""
+"""Stand-in for tiny_openfold_v2.py: takes nearly any flags, fails as FAKE_TRAINER says."""
 import json
 import os
 import pathlib
@@ -20,27 +17,24 @@ def value(name, default):
 
 
 def refuse(message, code=2):
-    sys.stderr.write(f"trainer.py: error: {message}\n")
-    sys.exit(code)
+    sys.exit(sys.stderr.write(f"trainer.py: error: {message}\n") and code)
 
 
-def check_flags(behaviour):
-    """One line of JSON about the flags and about torch, which is a stand-in as well."""
+def check_flags():
+    """One line of JSON about the flags and about torch, as the trainer answers."""
     if "FAKE_QUESTIONS" in os.environ:
         with open(os.environ["FAKE_QUESTIONS"], "a") as file:
             file.write("asked\n")
-    if behaviour == "no_torch":
-        refuse("needs torch: pip install -r requirements.txt", 3)
-    import torch
+    hip = os.environ.get("FAKE_HIP", "7.0.1") or None
     print(json.dumps({
-        "mode": "check_flags", "program": "trainer.py", "summary": SUMMARY,
-        "asked": next((word for word in sys.argv if word in MODES), None),
+        "mode": "check_flags", "summary": SUMMARY, "asked": next((m for m in MODES if m in sys.argv), None),
         "config": {"num_blocks": 4, "num_seqs": 16, "seq_len": 64},
+        "fusion_config": {"enable_cuda_graphs": "--enable-cuda-graphs" in sys.argv},
         "training_params": {"num_steps": int(value("--num-steps", 50)),
                             "warmup_steps": int(value("--warmup-steps", 5))},
         "profiler_config": {"profile_dir": value("--profile-dir", "pytorch_profiles_v2")},
-        "torch": torch.__version__, "torch_path": torch.__file__, "hip": torch.version.hip, "cuda": None,
-        "gpus": torch.cuda.device_count()}))
+        "torch": "2.13.0", "torch_path": "/site/torch/__init__.py", "hip": hip,
+        "gpus": int(os.environ.get("FAKE_GPUS", "1"))}))
 
 
 def switch_outer_profiler(word):
@@ -59,24 +53,22 @@ def write_summary(steps):
     directory = pathlib.Path(value("--profile-dir", "pytorch_profiles_v2"))
     directory.mkdir(parents=True, exist_ok=True)
     summary = {"training_params": {"num_steps": steps, "warmup_steps": int(value("--warmup-steps", 5))},
-               "performance_summary": {"median_batch_time": 0.0125, "avg_training_speed": 160.0,
-                                       "peak_memory_mb": 512.5, "launches_per_step": 39.0}}
+               "performance_summary": {"median_batch_time": 0.0125, "launches_per_step": 39.0}}
     (directory / SUMMARY).write_text(json.dumps(summary))
     print(json.dumps(summary), flush=True)
 
 
 def main():
     behaviour = os.environ.get("FAKE_TRAINER", "")
-    unknown = {"--bad-flag", *["--check-flags"] * (behaviour == "unaware")}.intersection(sys.argv)
-    if unknown:
-        refuse(f"unrecognized arguments: {' '.join(sorted(unknown))}")
+    if "--bad-flag" in sys.argv:
+        refuse("unrecognized arguments: --bad-flag")
     if "--check-flags" in sys.argv:
-        check_flags(behaviour)
-        return
-    if "FAKE_RECORD" in os.environ:
-        with open(os.environ["FAKE_RECORD"], "a") as file:
-            file.write(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd()}) + "\n")
-    if "--enable-rocm-profiling" in sys.argv:
+        return refuse("needs torch: pip install", 3) if behaviour == "no_torch" else check_flags()
+    with open(os.environ["FAKE_RECORD"], "a") as file:
+        file.write(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(),
+                               "inherited": "ROCPROFILER_REGISTER_LIBRARY" in os.environ}) + "\n")
+    outer = "--enable-rocm-profiling" in sys.argv
+    if outer:
         switch_outer_profiler("resume")
     if behaviour == "raise":
         raise RuntimeError("HIP out of memory")
@@ -92,7 +84,7 @@ def main():
             time.sleep(0.02)
         write_summary(1)
         sys.exit(130)
-    if "--enable-rocm-profiling" in sys.argv:
+    if outer:
         switch_outer_profiler("pause")
     write_summary(int(value("--num-steps", 50)))
 

@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""AMD's profilers, as run_rocprofv3.sh, run_rocprof_sys.sh, run_rocprof_compute.sh and run_all_profilers.sh
+start them. The work is in fusion_lab/rocm."""
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+import sys
+
+if __name__ == "__main__":
+    from fusion_lab.rocm.all_profilers import main
+
+    sys.exit(main(sys.argv[1:]))
