@@ -68,6 +68,8 @@ class FusionConfig(TritonSwitches):
     enable_opm_fusion: bool = option(True, "outer product mean re-associated where cheaper", preset=True)
     enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
                                             "right; gradients of embeddings", preset=True, rung=4)
+    enable_transition_fusion: bool = option(False, "bias and ReLU of transitions within their GEMM",
+                                            preset=True, rung=5)
     enable_activation_checkpointing: bool = option(False, "recompute whole blocks in backward", rung=7)
     enable_selective_checkpointing: bool = option(False, "recompute sub-layers; our kernels keep the "
                                                   "output of attention", rung=14)
@@ -104,7 +106,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from fusion_lab.kernels.library import attention_choice
-from fusion_lab.kernels.library.custom_gradients import TriangleProduct, summed_rows
+from fusion_lab.kernels.library.custom_gradients import LinearReLU, TriangleProduct, summed_rows
 from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import amp_dtype, at_least_float32, strict_float32
 from fusion_lab.measuring import accuracy, retune, summary, turns
@@ -242,6 +244,7 @@ class Transition(nn.Module):
 
     def __init__(self, channels, fusion):
         super().__init__()
+        self.fused = fusion.enable_transition_fusion
         self.layer_norm = nn.LayerNorm(channels)
         self.linear1 = linear(channels, 4 * channels, init="relu")
         self.linear2 = linear(4 * channels, channels, init="zero")
@@ -250,7 +253,11 @@ class Transition(nn.Module):
         return self.two_layers(self.layer_norm(x))
 
     def two_layers(self, x):
-        return self.linear2(self.linear1(x).relu())  # 4 c channels between
+        if self.fused:  # the GEMM adds the bias and clips at 0 before it writes
+            hidden = LinearReLU.of(x, self.linear1)  # (..., 4 c)
+        else:  # one more pass over the widest tensor of the sub-layer
+            hidden = self.linear1(x).relu()  # (..., 4 c)
+        return self.linear2(hidden)  # (..., c)
 
 
 class MSATransition(Transition):

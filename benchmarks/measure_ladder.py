@@ -76,6 +76,7 @@ RUNGS = {
     "ultra, checkpointing": f"{BF16} --enable-ultra --enable-activation-checkpointing",
     "ultra, selective checkpointing": f"{BF16} --enable-ultra --enable-selective-checkpointing",
     "best, no projection fusion": f"{BEST} --disable-projection-fusion",
+    "best, no transition fusion": f"{BEST} --disable-transition-fusion",
     "attention math": f"{BEST} --attention-backend math",
     "attention sdpa": f"{BEST} --attention-backend sdpa",
     "attention flex": f"{BEST} --attention-backend flex",
@@ -93,6 +94,7 @@ CPU_RUNGS = {
     "fused bf16 autocast": "--use-amp",
     "+ master weights": "--use-amp --enable-master-weights",
     "+ projection fusion": "--use-amp --enable-master-weights --enable-projection-fusion",
+    "+ transition fusion": "--use-amp --enable-master-weights --enable-transition-fusion",
     "bf16 + compile": "--use-amp --enable-master-weights --enable-torch-compile",
     "best": "--use-amp --enable-all-fusion",
 }

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 from companions.kernels import pattern_references as references
 from companions.patterns import Pattern, measure, resources, times, verdict
+from fusion_lab.kernels.library.custom_gradients import LinearReLU
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.measuring.bounds.ceilings import copy_ceiling, matmul_ceiling
 from fusion_lab.measuring.tables import aligned, cell
@@ -84,23 +85,6 @@ def keys_missing(tensors):
 def plain_add_layer_norm(x, residual, weight, bias):
     total = x + residual
     return total, references.plain_layer_norm(total, weight, bias)
-
-
-class LinearReLU(torch.autograd.Function):
-    """relu(x W^T + b), bias and ReLU in the epilogue of the library's GEMM. PyTorch has this without a
-    derivative; the result serves as the mask of backward, too."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        y = torch._addmm_activation(bias, x, weight.t())
-        ctx.save_for_backward(x, weight, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight, y = ctx.saved_tensors
-        gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
-        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
 
 
 def linear(kind):

@@ -20,7 +20,7 @@ class MlpConfig(Checked):
 @dataclass(frozen=True)
 class MlpSwitches(Switches):
     """Which of its operations run fused."""
-    enable_fused_relu: bool = option(True, "bias in the epilogue of its GEMM, ReLU in place", preset=True)
+    enable_fused_relu: bool = option(True, "bias and ReLU in the epilogue of their GEMM", preset=True)
     enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True,
                                          rung=4)
 
@@ -35,6 +35,7 @@ start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes sec
 import torch
 import torch.nn as nn
 
+from fusion_lab.kernels.library.custom_gradients import LinearReLU
 from tiny_openfold_v2 import Trainer, main
 
 
@@ -42,9 +43,7 @@ class Up(nn.Linear):
     fused = False
 
     def forward(self, x):
-        if self.fused:
-            return super().forward(x).relu_()
-        return (torch.nn.functional.linear(x, self.weight) + self.bias).relu()
+        return LinearReLU.of(x, self) if self.fused else super().forward(x).relu()
 
 
 class Down(nn.Linear):

@@ -15,6 +15,7 @@ import tiny_openfold_v2 as tof
 from fusion_lab.kernels.library import attention_choice, packing
 from fusion_lab.kernels.library.custom_gradients import (
     ChannelBias,
+    LinearReLU,
     SummedRows,
     TriangleProduct,
     stored,
@@ -36,7 +37,7 @@ def fusion(switches, **more):
                                            "triangle_fusion")]
     more.setdefault("attention_backend", "sdpa")  # which "auto" would not take for biased attention on CPU
     if len(switches) == 5:
-        more |= dict(enable_projection_fusion=switches[4])
+        more |= dict(enable_projection_fusion=switches[4], enable_transition_fusion=switches[4])
     return tof.FusionConfig(**dict(zip(names, switches[:4], strict=True)), **more)
 
 
@@ -323,6 +324,7 @@ def test_derivatives_written_by_hand(outgoing):
     term = "cbik,cbjk->cbij" if outgoing else "cbki,cbkj->cbij"
     torch.testing.assert_close(TriangleProduct.apply(left, right, outgoing), torch.einsum(term, left, right))
     assert torch.autograd.gradcheck(ChannelBias.apply, (tensor(3, 2, 4, 4), tensor(3)))
+    assert torch.autograd.gradcheck(LinearReLU.apply, (tensor(2, 3, 4), tensor(5, 4), tensor(5)))
     x, same = tensor(3, 4), torch.compile(stored, fullgraph=True, backend="aot_eager")
     assert torch.equal(same(x), x) and torch.equal(torch.autograd.grad(same(x).square().sum(), x)[0], 2 * x)
     assert stored(x) is x
@@ -389,8 +391,9 @@ def test_master_weights_train_in_low_precision_and_pass_the_accuracy_rule():
 
 
 @pytest.mark.parametrize("amp", [None, "bfloat16"])
-def test_wide_projections_pass_the_accuracy_rule(amp):
-    assert failures(given(use_amp=amp is not None, amp_dtype=amp, enable_projection_fusion=True)) == []
+def test_wide_projections_and_transitions_pass_the_accuracy_rule(amp):
+    assert failures(given(use_amp=amp is not None, amp_dtype=amp, enable_projection_fusion=True,
+                          enable_transition_fusion=True)) == []
 
 
 def test_accuracy_check_does_not_mistake_a_relu_at_zero_for_an_error():

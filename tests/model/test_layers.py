@@ -271,7 +271,7 @@ def test_defaults_are_the_documented_ones():
     assert [name for name in ultra.names() if not getattr(ultra, name)] == checkpointing
     assert tof.FusionConfig().attention_backend == "auto"
     assert tof.FusionConfig.ladder() == [f"enable_{name}" for name in (
-        "torch_compile", "cuda_graphs", "master_weights", "projection_fusion",
+        "torch_compile", "cuda_graphs", "master_weights", "projection_fusion", "transition_fusion",
         "activation_checkpointing", "triton_attention", "triton_triangle", "triton_outer_layout",
         "triton_relu", "triton_weight_gradients", "triton_adamw",
         "selective_checkpointing")]

@@ -86,7 +86,7 @@ def test_variants_come_from_the_config_and_the_baseline_is_first():
         assert switch.removeprefix("enable_") in NEVER_ALONE or any(
             getattr(f, switch) for f in alone), switch
         assert any(getattr(f, switch) for f in rungs), switch
-    top = fusions[names.index("+ projection")]  # what cannot run on CPU is left out
+    top = fusions[names.index("+ transition")]  # what cannot run on CPU is left out
     assert top.enable_projection_fusion and top.enable_torch_compile
     assert not top.enable_cuda_graphs and not top.enable_master_weights
     for given in (tof.FusionConfig(enable_flash_attention=False),

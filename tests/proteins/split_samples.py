@@ -32,8 +32,8 @@ SMALL = dict(msa_dim=16, pair_dim=16, msa_heads=2, pair_heads=2, outer_product_d
              batch_size=2, seq_len=13, num_seqs=7)
 EVEN = dict(seq_len=12, num_seqs=8)
 PLAIN = tof.FusionConfig.preset(False)
-PACKED = tof.FusionConfig(enable_projection_fusion=True, enable_activation_checkpointing=True,
-                          attention_backend="sdpa")
+PACKED = tof.FusionConfig(enable_projection_fusion=True, enable_transition_fusion=True,
+                          enable_activation_checkpointing=True, attention_backend="sdpa")
 KERNELS = tof.FusionConfig(**{name: True for name in tof.FusionConfig.names() if "triton" in name})
 SELECTIVE = tof.FusionConfig(enable_selective_checkpointing=True)
 COMPILED = tof.FusionConfig(enable_torch_compile=True, enable_activation_checkpointing=True)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import library
 from torch.utils.checkpoint import checkpoint
 
-from fusion_lab.kernels.precision import at_least_float32
+from fusion_lab.kernels.precision import at_least_float32, product_dtype
 
 
 @library.custom_op("fusion_lab::stored", mutates_args=())
@@ -94,6 +94,28 @@ class SummedRows(torch.autograd.Function):
             index[..., None] + begin == columns for index, begin in zip(indices, first, strict=True)])
         ones = ones.to(gradient.dtype).expand(*gradient.shape[:-1], -1).flatten(0, -2)
         return *(ones.t() @ gradient.flatten(0, -2))[:total].split(ctx.rows), *none
+
+
+class LinearReLU(torch.autograd.Function):
+    """relu(x W^T + b) with bias and ReLU in the GEMM's epilogue, where the BLAS library has one. PyTorch has
+    the kernel without its derivative; the result serves as the mask of backward, too."""
+
+    @staticmethod
+    def of(x, layer):
+        """layer(x).relu() for x (..., c_in), in autocast's dtype if that is on."""
+        return LinearReLU.apply(*(t.to(product_dtype(x)) for t in (x, layer.weight, layer.bias)))
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, y = ctx.saved_tensors
+        gradient = torch.ops.aten.threshold_backward(gradient, y, 0).flatten(0, -2)
+        return (gradient @ weight).view(x.shape), gradient.t() @ x.flatten(0, -2), gradient.sum(0)
 
 
 class TriangleProduct(torch.autograd.Function):
