@@ -26,6 +26,7 @@ from fusion_lab.training.reporting import print_result
 from fusion_lab.training.stops import leaving
 from proteins import files, maps
 from proteins.batches import MOST_EXTRA, assemble
+from proteins.coevolution import mean_field_dca
 from proteins.contacts import (
     CONTACT_DISTANCE,
     LONG_RANGE,
@@ -39,13 +40,13 @@ from proteins.coordinates import require_coordinates
 from proteins.evidence import Depth, relative, require_protein
 from proteins.orientations import BINS
 from proteins.seam import data_errors
-from proteins.yardsticks import mean_field_dca, mutual_information, sequence_weights, some_rows
+from proteins.yardsticks import some_rows
 
 MODEL = os.path.join(ROOT, "models", "families.pt")  # what is used without --resume
 ROWS = 512                # of the alignment, without --eval-seqs
 PREDICTED = {"--contacts": ("contact_probability", "distances"),  # of the model's output, by mode
              "--fold": ("contact_probability", "distances", "distogram_logits")}
-YARDSTICK_ROWS = 4000     # since statistics need more of them
+YARDSTICK_ROWS = 4000     # of mean-field DCA, since statistics need more of them
 LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
 SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of precision
 SHOWN = 10                # pairs on the screen
@@ -292,13 +293,11 @@ def print_best(found):
 
 
 def precisions(found):
-    """{method: {separation: contact_precision()}} of the model and of the yardsticks, which use up to
+    """{method: {separation: contact_precision()}} of the model and of mean-field DCA, which reads up to
     YARDSTICK_ROWS rows."""
-    scores, msa = dict(model=found.probability), some_rows(found.protein.msa, YARDSTICK_ROWS)
-    weights = sequence_weights(msa)
-    scores["MI-APC"] = torch.from_numpy(mutual_information(msa, weights))
-    if found.protein.length <= LONGEST_FOR_DCA:
-        scores["mean-field DCA"] = torch.from_numpy(mean_field_dca(msa, weights=weights))
+    scores, protein = dict(model=found.probability), found.protein
+    if protein.length <= LONGEST_FOR_DCA:
+        scores["mean-field DCA"] = mean_field_dca(some_rows(protein.msa, YARDSTICK_ROWS))
     return {method: {str(separation): contact_precision(values, *found.coords, separation)
                      for separation in SEPARATIONS} for method, values in scores.items()}
 
@@ -318,7 +317,6 @@ def print_precisions(found, methods):
     beside = f" and the couplings of {found.extra}" if found.extra else ""
     if found.relative["trained"]:
         print("  The model was trained on this family: its precision here says nothing of others")
-    missing = "" if "mean-field DCA" in methods else (
-        f"; mean-field DCA is left out above {LONGEST_FOR_DCA} residues")
-    print(f"  The model saw {counted(found.rows, 'row')}{beside}, the statistics "
-          f"{min(len(protein.msa), YARDSTICK_ROWS)}{missing}")
+    dca = (f"DCA {min(len(protein.msa), YARDSTICK_ROWS)}" if "mean-field DCA" in methods
+           else f"mean-field DCA is left out above {LONGEST_FOR_DCA} residues")
+    print(f"  The model saw {counted(found.rows, 'row')}{beside}, {dca}")

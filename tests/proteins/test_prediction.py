@@ -14,7 +14,7 @@ from fusion_lab.training import machine
 from fusion_lab.training.checkpoints import snapshot
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model
-from proteins import contacts, files, prediction, yardsticks
+from proteins import coevolution, contacts, files, prediction
 from proteins.batches import RealProteins
 from proteins.evidence import Depth
 
@@ -133,7 +133,7 @@ def with_structure(tmp_path):
     return an_alignment(tmp_path / "x.a3m"), write_model(tmp_path / "x.pdb", *lines)
 
 
-def test_with_a_structure_there_is_precision_beside_the_yardsticks(tmp_path, model_file, capsys):
+def test_with_a_structure_there_is_precision_beside_dca(tmp_path, model_file, capsys):
     alignment, structure = with_structure(tmp_path)
     flags = ["--resume", model_file, "--device", "cpu", "-o", tmp_path / "out"]
     assert run("--contacts", alignment, "--structure", f"{structure}:A", *flags) == 0
@@ -144,12 +144,12 @@ def test_with_a_structure_there_is_precision_beside_the_yardsticks(tmp_path, mod
     coords = torch.from_numpy(np.nan_to_num(protein.coords))
     mask = torch.from_numpy(np.isfinite(protein.coords[:, 0])).float()
     found = json.loads((tmp_path / "out" / "x.json").read_text())["precision"]
-    scores = {"model": arrays["probability"], "MI-APC": yardsticks.mutual_information(protein.msa),
-              "mean-field DCA": yardsticks.mean_field_dca(protein.msa)}
+    scores = {"model": torch.from_numpy(arrays["probability"]),
+              "mean-field DCA": coevolution.mean_field_dca(protein.msa)}
     assert list(found) == list(scores) and mask.sum() == len(SEQUENCE) - 2
     for method, values in scores.items():
         for separation in (6, 24):
-            expected = contacts.contact_precision(torch.from_numpy(values), coords, mask, separation)
+            expected = contacts.contact_precision(values, coords, mask, separation)
             assert found[method][str(separation)] == pytest.approx(expected), method
     assert "\n  mean-field DCA  " in out and "\n  chance          " in out and "L/2 = 16" in out
     table = [line.split("\t") for line in (tmp_path / "out" / "x.tsv").read_text().splitlines()]
@@ -293,7 +293,7 @@ def test_evaluation_hands_sdpa_a_bias_that_it_need_not_copy(monkeypatch):
     assert len(strides) == 8 and set(strides) == {1}
 
 
-# --- Memory beforehand, rows that the yardsticks see ------------------------------------------------------
+# --- Memory beforehand, rows that DCA sees ------------------------------------------------------
 
 CONFIG = SimpleNamespace(seq_len=100, num_seqs=64)
 
@@ -326,25 +326,14 @@ def test_contacts_in_the_format_of_casp(tmp_path):
         "2 9 0 8 0.50000", "1 61 0 8 0.25000", "END"]
 
 
-def test_yardsticks_see_the_same_drawn_rows(monkeypatch):
+def test_dca_sees_drawn_rows(monkeypatch):
     """The first rows of an alignment are the most similar ones, which tell least."""
-    seen = {}
-
-    def noted(method):
-        def score(msa, weights, **_):
-            seen[method] = (msa, weights)
-            return np.zeros((30, 30))
-        return score
-    monkeypatch.setattr(prediction, "mutual_information", noted("mi"))
-    monkeypatch.setattr(prediction, "mean_field_dca", lambda msa, weights: noted("dca")(msa, weights))
+    seen = []
+    monkeypatch.setattr(prediction, "mean_field_dca", lambda msa: seen.append(msa) or torch.zeros(30, 30))
     monkeypatch.setattr(prediction, "YARDSTICK_ROWS", 8)
     monkeypatch.setattr(prediction, "LONGEST_FOR_DCA", 30)
     msa = (np.arange(40)[:, None] + np.zeros(30, int)).astype(np.uint8) % 20
-    place = 4.0 * np.arange(30)
-    coords = torch.from_numpy(np.stack([place, 0 * place, 0 * place], 1)).float()
     found = SimpleNamespace(protein=SimpleNamespace(msa=msa, length=30), probability=torch.rand(30, 30),
-                            coords=(coords, torch.ones(30)))
-    assert list(prediction.precisions(found)) == ["model", "MI-APC", "mean-field DCA"]
-    for rows, weights in seen.values():
-        assert np.array_equal(rows, prediction.some_rows(msa, 8)) and not np.array_equal(rows, msa[:8])
-        assert np.array_equal(weights, prediction.sequence_weights(rows)) and len(rows) == 8
+                            coords=(torch.zeros(30, 3), torch.ones(30)))
+    assert list(prediction.precisions(found)) == ["model", "mean-field DCA"]
+    assert np.array_equal(seen[0], prediction.some_rows(msa, 8)) and not np.array_equal(seen[0], msa[:8])
