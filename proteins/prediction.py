@@ -37,8 +37,8 @@ from proteins.contacts import (
     ranked_pairs,
 )
 from proteins.coordinates import require_coordinates
-from proteins.evidence import Depth, relative, require_protein
 from proteins.orientations import BINS
+from proteins.relatives import Depth, relative, require_protein
 from proteins.seam import data_errors
 from proteins.yardsticks import some_rows
 
@@ -62,7 +62,7 @@ class Prediction:
     model: str                  # the file
     rows: int                   # of the alignment, in the model's MSA representation
     extra: int                  # and in its coevolution features; 0 without them
-    relative: dict              # what the model's card knows of relatives, see evidence.py
+    relative: dict              # what the model's card knows of relatives, see relatives.py
     probability: torch.Tensor   # (L, L) of a contact
     distances: torch.Tensor     # (L, L) Å
     logits: torch.Tensor | None = None  # (L, L, bins) of the distogram, for --fold

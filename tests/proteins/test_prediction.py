@@ -16,7 +16,7 @@ from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model
 from proteins import coevolution, contacts, files, prediction
 from proteins.batches import RealProteins
-from proteins.evidence import Depth
+from proteins.relatives import Depth
 
 CPU, NEEDS = torch.device("cpu"), prediction.needs
 SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
