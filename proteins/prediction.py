@@ -8,13 +8,8 @@ from importlib.util import find_spec
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_lab.kernels.precision import amp_dtype
-from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
-from fusion_lab.measuring.bounds.flops import made_in_place
-from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.measuring.plotting import spared
 from fusion_lab.training import files as outputs
 from fusion_lab.training.feeding import to_device
@@ -26,7 +21,7 @@ from fusion_lab.training.reporting import print_result
 from fusion_lab.training.stops import leaving
 from proteins import files, maps
 from proteins.batches import MOST_EXTRA, assemble
-from proteins.coevolution import mean_field_dca
+from proteins.coevolution import FEATURES, mean_field_dca
 from proteins.contacts import (
     CONTACT_DISTANCE,
     LONG_RANGE,
@@ -50,7 +45,6 @@ YARDSTICK_ROWS = 4000     # of mean-field DCA, since statistics need more of the
 LONGEST_FOR_DCA = 400     # residues: 2 GB and half a minute
 SEPARATIONS = (SEPARATION, LONG_RANGE)  # residues apart at least, in tables of precision
 SHOWN = 10                # pairs on the screen
-CPU_SHARE = 0.5           # of the speed of a square matrix product, which a forward pass on a CPU reaches
 CPU_HOLES = 1.7           # memory taken on a CPU for each byte of tensors: what is freed is kept, in pieces
 GIGABYTE = 2 ** 30
 
@@ -121,7 +115,7 @@ def predict(program, settings, mode, alignment):
           f"{counted(len(protein.msa), 'row')}, by {printable(path)} "
           f"({sum(w.numel() for w in saved.weights.values()):,} parameters)")
     config = replace(saved.config, num_seqs=rows, seq_len=protein.length)
-    forewarn(program, config, batch, device, dtype)
+    forewarn(config, device, dtype)
     depth, kin = leaving(partial(judge, protein, batch, saved.card))
     extra = batch["extra_msa"].shape[1] if "extra_msa" in batch else 0
     found = Prediction(protein, path, rows, extra, kin, *leaving(partial(
@@ -176,32 +170,24 @@ def model_input(protein, config, rows, seed):
 # --- The model ------------------------------------------------------------------------------------------
 
 
-def forewarn(program, config, batch, device, dtype):
-    """Say what the forward pass takes. Raises UserError if the memory is not there."""
-    memory, flops = needs(program, config, batch, device, dtype)
-    memory *= CPU_HOLES if device.type == "cpu" else 1
-    free = free_memory(device)
+def forewarn(config, device, dtype):
+    """Say what memory the forward pass takes. Raises UserError if that is not there."""
+    memory, free = needs(config, dtype) * (CPU_HOLES if device.type == "cpu" else 1), free_memory(device)
     if free is not None and memory > free:
         raise UserError(f"{config.seq_len} residues and {config.num_seqs} rows need {memory / GIGABYTE:.1f} "
                         f"GB, {free / GIGABYTE:.1f} GB are free on {device}: lower --eval-seqs")
-    time = ""
-    if device.type == "cpu":
-        time = f" and {max(flops / CPU_SHARE / matmul_ceiling(device, dtype or torch.float32), 1):.0f} s"
-    print(f"It takes about {memory / GIGABYTE:.1f} GB{time} on {device}", flush=True)
+    print(f"It takes about {memory / GIGABYTE:.1f} GB on {device}", flush=True)
 
 
-def needs(program, config, batch, device, dtype):
-    """(bytes, FLOPs) of a forward pass, from such of one and of two blocks on fake tensors: all are alike."""
-    def of(blocks):
-        model = made_in_place(program, device)(replace(config, num_blocks=blocks), program.fusion_config())
-        with FlopCounterMode(display=False) as flops, OpCounter() as memory:
-            model.eval()(**fakes)
-        weights = sum(4 * weight.numel() for weight in model.parameters())
-        return np.array([memory.peak + weights, flops.get_total_flops()])
-    with FakeTensorMode() as fake, torch.no_grad(), torch.autocast(device.type, dtype, dtype is not None):
-        fakes = {key: fake.from_tensor(value).to(device) for key, value in batch.items()}
-        one, two = of(1), of(2)
-    return tuple((one + (config.num_blocks - 1) * (two - one)).tolist())
+def needs(config, dtype):
+    """Bytes of the tensors of a forward pass, about: those of one block's outer product mean, however many
+    blocks there are, or the couplings of all pairs while they are computed."""
+    residues, pairs = config.seq_len, config.seq_len ** 2
+    block = 6 * config.num_seqs * residues * config.msa_dim
+    block += pairs * (11 * config.pair_dim + config.outer_product_dim ** 2)
+    couplings = 4 * pairs * FEATURES if config.coevolution != "none" else 0
+    return max(block * (4 if dtype is None else 2.4) + couplings,  # in low precision sums are float32
+               6 * couplings)
 
 
 @torch.no_grad()

@@ -26,7 +26,6 @@ def setup(tmp_path, monkeypatch):
     """In a directory with x.a3m and m.pt; a model that knows the fold, few steps, no measuring of the
     machine."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
     for name, value in dict(TRACES=4, CHOSEN=2, TRACE_STEPS=40, FOLD_STEPS=120).items():
         monkeypatch.setattr(folding, name, value)
     (tmp_path / "x.a3m").write_text(f">x\n{SEQUENCE}\n>y\n{SEQUENCE[:9]}{'-' * 15}\n")

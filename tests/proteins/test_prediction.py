@@ -1,4 +1,5 @@
 """--contacts: predictions for one alignment, their files, the model files they come from."""
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -6,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tiny_openfold_v2 as tof
+from fusion_lab.measuring.bounds.flops import made_in_place
 from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.training import machine
 from fusion_lab.training.checkpoints import snapshot
@@ -18,7 +20,7 @@ from proteins import coevolution, contacts, files, prediction
 from proteins.batches import RealProteins
 from proteins.relatives import Depth
 
-CPU, NEEDS = torch.device("cpu"), prediction.needs
+CPU = torch.device("cpu")
 SIZES = dict(num_blocks=2, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVGH"
 CARD = dict(about="for tests", scores=[0.5, None])
@@ -34,10 +36,8 @@ def a_model(seed=0, **fusion):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No pictures, and no measuring of models and machine, but where a test wants them."""
+    """No pictures but where a test wants them."""
     monkeypatch.setattr(prediction, "find_spec", lambda name: None)
-    monkeypatch.setattr(prediction, "needs", lambda *_: (1e4, 1e9))
-    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
 
 
 @pytest.fixture
@@ -262,17 +262,19 @@ def test_what_cannot_be_used_is_one_line(tmp_path, model_file, capsys, monkeypat
     assert not (tmp_path / "contacts").exists() and not list((tmp_path / "o").iterdir())
 
 
-def test_the_memory_that_is_foretold_is_what_the_model_takes():
-    for length, rows in ((40, 30), (20, 60)):
-        config = tof.TinyOpenFoldConfig(**SIZES, num_seqs=rows, seq_len=length)
-        batch = dict(msa_tokens=torch.randint(0, 20, (1, rows, length)))
-        memory, flops = NEEDS(tof.PROGRAM, config, batch, CPU, None)
-        model = a_model()
-        with torch.no_grad(), OpCounter() as counter, FlopCounterMode(display=False) as counted:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("length, rows, coevolution", [(100, 512, "none"), (300, 64, "couplings")])
+def test_the_memory_that_is_foretold_is_what_the_model_takes(length, rows, coevolution, dtype):
+    config = tof.TinyOpenFoldConfig(msa_dim=64, pair_dim=128, num_blocks=2, num_seqs=rows, seq_len=length,
+                                    coevolution=coevolution)
+    with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", dtype, dtype is not None):
+        model = made_in_place(tof.PROGRAM, CPU)(config, tof.FusionConfig()).eval()
+        batch = dict(msa_tokens=torch.zeros(1, rows, length, dtype=torch.int64))
+        if coevolution != "none":
+            batch["extra_msa"] = torch.zeros(1, 1000, length, dtype=torch.uint8)
+        with OpCounter() as counter:
             model(**batch)
-        weights = sum(4 * parameter.numel() for parameter in model.parameters())
-        assert memory == pytest.approx(counter.peak + weights, rel=0.05)
-        assert flops == pytest.approx(counted.get_total_flops(), rel=0.01)
+    assert prediction.needs(config, dtype) == pytest.approx(counter.peak, rel=0.25)
 
 
 def test_free_memory_is_told():
@@ -295,24 +297,15 @@ def test_evaluation_hands_sdpa_a_bias_that_it_need_not_copy(monkeypatch):
 
 # --- Memory beforehand, rows that DCA sees ------------------------------------------------------
 
-CONFIG = SimpleNamespace(seq_len=100, num_seqs=64)
-
-
-def test_memory_that_a_cpu_keeps_counts(monkeypatch, capsys):
-    gigabytes = 10 * 2 ** 30
-    monkeypatch.setattr(prediction, "needs", lambda program, config, batch, device, dtype: (gigabytes, 5e10))
-    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
-    free = prediction.CPU_HOLES * 10 * 2 ** 30
+def test_memory_that_a_cpu_keeps_counts(monkeypatch):
+    config, gigabytes = SimpleNamespace(seq_len=100, num_seqs=64), 10 * 2 ** 30
+    monkeypatch.setattr(prediction, "needs", lambda config, dtype: gigabytes)
+    free = prediction.CPU_HOLES * gigabytes
     assert prediction.CPU_HOLES > 1
-    monkeypatch.setattr(prediction, "free_memory", lambda device: free)
-    prediction.forewarn(None, CONFIG, None, torch.device("cpu"), None)
-    assert capsys.readouterr().out == "It takes about 17.0 GB and 10 s on cpu\n"
-    monkeypatch.setattr(prediction, "free_memory", lambda device: free - 1)
-    with pytest.raises(UserError, match="100 residues and 64 rows need 17.0 GB, 17.0 GB are free on cpu"):
-        prediction.forewarn(None, CONFIG, None, torch.device("cpu"), None)
-    monkeypatch.setattr(prediction, "free_memory", lambda device: 10 * 2 ** 30)
-    prediction.forewarn(None, CONFIG, None, torch.device("cuda"), None)
-    assert capsys.readouterr().out == "It takes about 10.0 GB on cuda\n"
+    for device, there, enough in (("cpu", free, True), ("cpu", free - 1, False), ("cuda", gigabytes, True)):
+        monkeypatch.setattr(prediction, "free_memory", lambda device, there=there: there)
+        with contextlib.nullcontext() if enough else pytest.raises(UserError, match="lower --eval-seqs"):
+            prediction.forewarn(config, torch.device(device), None)
 
 
 def test_contacts_in_the_format_of_casp(tmp_path):

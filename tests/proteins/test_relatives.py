@@ -213,8 +213,6 @@ SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, out
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
-    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
-    monkeypatch.setattr(prediction, "needs", lambda *_: (1e4, 1e9))
     monkeypatch.chdir(tmp_path)
     config = tof.TinyOpenFoldConfig(**SIZES)
     save_model("m.pt", tof.PROGRAM, tof.TinyOpenFoldV2(config).state_dict(), config,
@@ -265,7 +263,6 @@ DEAF = """
 import ctypes, os, runpy, sys
 sys.path.insert(0, sys.argv.pop(1))
 from proteins import prediction
-prediction.matmul_ceiling = lambda device, dtype: 1e10
 
 def deaf(*_):
     lock = ctypes.create_string_buffer(256)
