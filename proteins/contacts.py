@@ -174,7 +174,7 @@ def contact_map(name, protein, tokens, arrays):
     return maps.ContactMap(
         name, protein.chain if protein else "",
         protein.numbers if protein else tuple(str(number) for number in range(1, len(tokens) + 1)),
-        "".join(LETTERS[token] for token in tokens.tolist()), protein.secondary if protein else "",
+        "".join(LETTERS[token] for token in tokens.tolist()),
         probability.numpy(), distances.numpy(),
         true_distances(coords, coord_mask).numpy(), (i[:best].numpy(), j[:best].numpy()),
         contact_precision(probability, coords, coord_mask) if known else {}, CONTACT_DISTANCE, SEPARATION)

@@ -19,8 +19,6 @@ import numpy as np
 
 from fusion_lab.training.reading import read_regular
 from proteins.matching import align
-from proteins.secondary import UNKNOWN as NO_BACKBONE
-from proteins.secondary import secondary_structure
 
 # --- Tokens ---------------------------------------------------------------------------------------------
 
@@ -60,7 +58,6 @@ class Protein:
     coords: np.ndarray  # (L, 3) float32, CB (CA for glycine), Å; NaN where the structure has none
     chain: str = ""     # the chain of the structure that was used
     numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
-    secondary: str = ""  # (L,) helices and strands, see secondary.py; "" without a structure
     backbone: np.ndarray | None = None  # (L, 4, 3) N, CA, C, O, Å; NaN where the structure has none
 
     @property
@@ -243,7 +240,6 @@ class Chain:
     seen: np.ndarray      # (C,) bool, residue is in the model, perhaps without its CB
     breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
     numbers: np.ndarray   # (C,) str, the file's residue numbers with insertion codes; "" where not seen
-    secondary: np.ndarray  # (C,) str, letters of secondary.py
     backbone: np.ndarray  # (C, 4, 3) float32, N, CA, C, O, Å; NaN where there is none
 
 
@@ -336,14 +332,11 @@ def _read_chain(structure, model_chain):
     coords[labels] = np.where((observed == AMINO_ACIDS.index("G"))[:, None], alpha, beta)
     close = np.linalg.norm(np.diff(alpha, axis=0), axis=1) < BROKEN  # False where a CA is missing
     seen = np.isin(np.arange(len(full)), labels)
-    numbers, secondary = np.full(len(full), "", "<U12"), np.full(len(full), NO_BACKBONE)
+    numbers, backbone = np.full(len(full), "", "<U12"), np.full((len(full), 4, 3), np.nan, np.float32)
     numbers[labels] = [str(residue.seqid) for residue in residues]
-    nitrogen, carbon, oxygen = (np.stack([_position(r, name) for r in residues]) for name in ("N", "C", "O"))
-    atoms, backbone = np.stack([nitrogen, alpha, carbon, oxygen], axis=1), np.full((len(full), 4, 3), np.nan)
-    secondary[labels] = secondary_structure(atoms, observed != AMINO_ACIDS.index("P"), ~close)
-    backbone[labels] = atoms
+    backbone[labels] = [[_position(residue, name) for name in ("N", "CA", "C", "O")] for residue in residues]
     breaks = np.r_[True, ~close, True]
-    return Chain(model_chain.name, full, coords, seen, breaks, numbers, secondary, np.float32(backbone))
+    return Chain(model_chain.name, full, coords, seen, breaks, numbers, backbone)
 
 
 def _position(residue, atom_name):
@@ -447,9 +440,8 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
         raise DataError(f"{structure_path}: only {located} of {mapped.sum()} residues of chain {best.name!r} "
                         "have a CB atom; a structure with side chains is needed")
     numbers = tuple(np.where(mapped, best.numbers[mapping[0]], "").tolist())
-    secondary = "".join(np.where(mapped, best.secondary[mapping[0]], NO_BACKBONE))
     backbone = np.where(mapped[:, None, None], best.backbone[mapping[0]], np.float32(np.nan))
-    return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, secondary, backbone)
+    return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, backbone)
 
 
 # --- Families -------------------------------------------------------------------------------------------

@@ -10,15 +10,11 @@ import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.files import write_atomically, write_text
-from proteins.secondary import HELIX, STRAND
 
 # Blue and vermilion of Okabe and Ito's palette (2008), told apart under every colour blindness; the marks
 # differ in shape as well, for grey printers.
 RIGHT, WRONG = "#0072B2", "#D55E00"
 CONTACT, NEAR, HATCH = "#B0B0B0", "#EEEEEE", "#9A9A9A"
-STRUCTURE = "#505050"
-BAR = np.array([(0, 0.1), (1, 0.1), (1, 0.9), (0, 0.9)])  # along the chain, across it
-ARROW = np.array([(0, 0.35), (0.55, 0.35), (0.55, 0), (1, 0.5), (0.55, 1), (0.55, 0.65), (0, 0.65)])
 PANEL = 3.4  # inches, against which letters of 10 points are still read at half size
 
 
@@ -29,7 +25,6 @@ class ContactMap:
     chain: str               # of the structure file, "" where there is none
     numbers: tuple           # (S,) residue numbers as in that file, "" where it has no such residue
     letters: str             # (S,) amino acids
-    secondary: str           # (S,) letters of secondary.py, "" where there is no file
     probability: np.ndarray  # (S, S) of a contact
     distances: np.ndarray    # (S, S) predicted, Å
     true: np.ndarray         # (S, S) Å, NaN where a residue has no coordinates
@@ -91,17 +86,11 @@ def write_table(path, m):
 # --- Picture --------------------------------------------------------------------------------------------
 
 
-def parsed(number):
-    """'52A' -> (52, 'A'); None for a residue that has no number."""
-    found = re.fullmatch(r"(-?\d+)(.*)", number)
-    return found and (int(found[1]), found[2])
-
-
 def ticks(numbers, most=8):
     """([position], [label]): round residue numbers of the file, or evenly spaced residues where the file's
     numbering has no two of them."""
-    found = enumerate(map(parsed, numbers))
-    plain = [(position, number[0]) for position, number in found if number and not number[1]]
+    plain = [(position, int(number)) for position, number in enumerate(numbers)
+             if re.fullmatch(r"-?\d+", number)]  # without an insertion code
     for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000):
         chosen = [(position, str(number)) for position, number in plain if number % step == 0]
         if len(chosen) <= most:
@@ -110,14 +99,6 @@ def ticks(numbers, most=8):
         numbered = [(position, number) for position, number in enumerate(numbers) if number]
         chosen = numbered[::max(1, -(-len(numbered) // most))]
     return [position for position, _ in chosen], [label for _, label in chosen]
-
-
-def jumps(numbers):
-    """Positions whose number does not follow that of the residue before: the file has residues between them,
-    or starts anew, though the query has nothing there. An insertion code is no jump."""
-    found = [parsed(number) for number in numbers]
-    return [position for position, (before, here) in enumerate(zip(found, found[1:], strict=False), 1)
-            if before and here and here[0] - before[0] not in (0, 1)]
 
 
 def runs(flags):
@@ -184,27 +165,8 @@ def draw_contacts(axis, m):
         axis.plot(j[which], i[which], linestyle="", markersize=size_here, zorder=3, **style)
         legend.append(Line2D([], [], linestyle="", label=label, markersize=6,
                              **{**style, "markeredgewidth": style["markeredgewidth"] and 1.5}))
-    legend += draw_secondary(axis, m.secondary)
     if m.missing.any():
         legend.append(Patch(facecolor="white", edgecolor=HATCH, hatch="////", label="no coordinates"))
-    return legend
-
-
-def draw_secondary(axis, secondary):
-    """Helices as bars and strands as arrows along the upper and the right edge; what the legend shows."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Polygon
-    legend = []
-    for kind, name, outline, sample in ((HELIX, "helix", BAR, "s"), (STRAND, "strand", ARROW, ">")):
-        found = runs([letter == kind for letter in secondary])
-        for first, last in found:
-            along, across = first - 0.5 + (last + 1 - first) * outline[:, 0], 1.012 + 0.036 * outline[:, 1]
-            for corners, edge in (((along, across), axis.get_xaxis_transform()),
-                                  ((across, along), axis.get_yaxis_transform())):
-                axis.add_patch(Polygon(np.stack(corners, axis=1), facecolor=STRUCTURE, transform=edge,
-                                       clip_on=False))
-        if found:
-            legend.append(Line2D([], [], linestyle="", marker=sample, color=STRUCTURE, label=name))
     return legend
 
 
@@ -217,21 +179,15 @@ def draw_distances(axis, m):
 
 
 def dress(axis, m, title):
-    """What both panels share: the file's numbers, jumps of them, the diagonal, hatched missing residues."""
-    axis.set_title(title, fontsize=11, pad=15 if m.secondary else 6)  # above helices and strands
+    """What both panels share: the file's numbers, the diagonal, hatched missing residues."""
+    axis.set_title(title, fontsize=11)
     positions, labels = ticks(m.numbers)
     axis.set_xticks(positions, labels)
     axis.set_yticks(positions, labels)
-    what = "residue number in the structure file" if m.secondary else "residue"
+    what = "residue number in the structure file" if m.chain else "residue"
     axis.set(xlabel=what, ylabel=what)
     size = len(m.letters)
     axis.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color="0.6", linewidth=0.7)
-    gaps = jumps(m.numbers)
-    for position in gaps:
-        for line in (axis.axvline, axis.axhline):
-            line(position - 0.5, color="0.35", linewidth=0.6, linestyle=(0, (1, 2)))
-    if gaps:
-        axis.set_xlabel(f"{what}; dotted: it jumps")
     for first, last in runs(m.missing):
         for span in (axis.axvspan, axis.axhspan):
             span(first - 0.5, last + 0.5, facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0)

@@ -50,7 +50,7 @@ ALIGNMENTS = {
 def require_protein(protein):
     rows, length = protein.msa.shape
     assert rows > 0 and length > 0 and protein.msa.dtype == np.uint8 and protein.msa.max() <= files.GAP
-    assert (protein.msa[0] != files.GAP).all() and len(protein.numbers) == len(protein.secondary) == length
+    assert (protein.msa[0] != files.GAP).all() and len(protein.numbers) == length
     assert protein.coords.shape == (length, 3) and not np.isinf(protein.coords).any()
     assert np.isfinite(protein.coords).all(1).any()
 

@@ -89,7 +89,7 @@ def a_chain(sequence, seen):
     observed = np.flatnonzero(seen)
     breaks = np.concatenate([[True], np.diff(observed) > 1, [True]])
     return files.Chain(name="A", sequence=sequence, coords=None, seen=seen, breaks=breaks, numbers=None,
-                       secondary=None, backbone=None)
+                       backbone=None)
 
 
 @cases(60)

@@ -11,7 +11,6 @@ from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import UserError
 from proteins import contacts, files, maps
 from proteins.contacts import contact_map, write_map
-from proteins.secondary import secondary_structure
 from tests.support import require_shared
 
 NAMES = ["../x", "a/b", "a_b", "", ".", "..", "/etc/x", "x\0y", "-rf", "Case", "case", "a b", "a\nb", "$\\x$",
@@ -38,8 +37,7 @@ def a_map(name="x", protein=None, **kwargs):
 
 
 def a_protein(numbers):
-    return files.Protein("x", np.zeros((1, len(numbers)), np.uint8), None, "B", tuple(numbers),
-                         "-HHHH  EEEHH--")
+    return files.Protein("x", np.zeros((1, len(numbers)), np.uint8), None, "B", tuple(numbers))
 
 
 # --- Numbers as in the file ------------------------------------------------------------------------------
@@ -61,7 +59,6 @@ def test_residue_numbers_are_the_files_own(tmp_path, suffix):
     protein = files.load_protein(tmp_path / "x.a3m", path)
     assert protein.chain == "B" and protein.numbers == ("", "", *numbers)
     assert np.isnan(protein.coords[:, 0]).nonzero()[0].tolist() == [0, 1, 10]
-    assert maps.jumps(protein.numbers) == [9]  # 3 to 6; the insertions are no jump
 
 
 @pytest.mark.parametrize("pair, chain, first, last", [
@@ -79,76 +76,9 @@ def test_ticks_are_round_numbers_of_the_file():
     places, labels = maps.ticks(numbers)
     assert labels == ["0", "10", "20", "30", "40", "50", "60"]
     assert all(numbers[place] == label for place, label in zip(places, labels, strict=True))
-    assert maps.jumps(numbers) == [numbers.index("60")]
     odd = ["7A", "7B", "7C", "7D"]
     assert maps.ticks(odd) == ([0, 1, 2, 3], odd) and maps.ticks(["", ""]) == ([], [])
     assert len(maps.ticks([f"1{c}" for c in "ABCDEFGHIJKLMNOPQRST"])[0]) <= 8
-    assert maps.jumps(["5", "6", "4", "", "9"]) == [2]  # beside a residue without a number nothing is known
-
-
-# --- Helices and strands ---------------------------------------------------------------------------------
-
-def recorded(path, chain):
-    """{residue number: "H" or "E"} of a PDB file's HELIX records of class 1 (alpha) and its SHEET records."""
-    found = {}
-    for line in path.read_text().splitlines():
-        if line.startswith("HELIX ") and line[19] == chain and line[38:40].strip() == "1":
-            found |= {str(n): "H" for n in range(int(line[21:25]), int(line[33:37]) + 1)}
-        if line.startswith("SHEET ") and line[21] == chain:
-            found |= {str(n): "E" for n in range(int(line[22:26]), int(line[33:37]) + 1)}
-    return found
-
-
-@pytest.mark.parametrize("folder, file, kind, share", [
-    ("pairs", "1a3a.pdb", "H", 1), ("nasty", "1pko.pdb", "E", 0.95)])
-def test_helices_and_strands_are_those_of_the_files_records(folder, file, kind, share):
-    pytest.importorskip("gemmi")
-    path = require_shared("data", folder, file)
-    chain, = files.read_structure(path, "A")
-    records = recorded(path, "A")
-    expected = np.array([records.get(number, "-") for number in chain.numbers]) == kind
-    assert expected.sum() > 40 and (chain.secondary[expected] == kind).mean() >= share
-    if kind == "E":
-        assert expected[chain.secondary == kind].mean() >= share
-    assert set(chain.secondary[~chain.seen]) == {" "} and " " not in chain.secondary[chain.seen]
-
-
-def chain_of(size, phi, psi):
-    """(size, 4, 3) backbone N, CA, C, O with these torsion angles in degrees."""
-    atoms = [np.array(p, float) for p in ((0, 0, 0), (1.46, 0, 0), (2, 1.42, 0))]
-
-    def add(a, b, c, length, angle, torsion):
-        """Position of an atom bound to c, from bond length, angle b-c-new and torsion a-b-c-new."""
-        angle, torsion = np.radians(180 - angle), np.radians(torsion)
-        along = (c - b) / np.linalg.norm(c - b)
-        normal = np.cross(b - a, along)
-        normal /= np.linalg.norm(normal)
-        return c + length * (np.cos(angle) * along + np.sin(angle) * np.cos(torsion) * np.cross(normal, along)
-                             + np.sin(angle) * np.sin(torsion) * normal)
-
-    for _ in range(size):
-        atoms.append(add(*atoms[-3:], 1.33, 116.6, psi))    # N
-        atoms.append(add(*atoms[-3:], 1.46, 121.7, 180.0))  # CA
-        atoms.append(add(*atoms[-3:], 1.53, 111.0, phi))    # C
-    residues = np.stack(atoms[:3 * size]).reshape(size, 3, 3)
-    oxygen = [add(*residue, 1.23, 120.5, psi + 180) for residue in residues]
-    return np.concatenate([residues, np.stack(oxygen)[:, None]], axis=1)
-
-
-def test_a_helix_is_bonds_four_residues_apart():
-    backbone, donors, whole = chain_of(14, -57, -47), np.ones(14, bool), np.zeros(13, bool)
-
-    def letters(backbone=backbone, donors=donors, broken=whole):
-        return "".join(secondary_structure(backbone, donors, broken))
-
-    assert letters() == "-HHHHHHHHHHHH-"
-    assert letters(chain_of(14, -120, 130)) == 14 * "-"  # one strand has no partner
-    assert letters(broken=np.arange(13) == 6) == "-HHHHH--HHHHH-"
-    assert letters(donors=~donors) == 14 * "-"  # proline alone gives no bond
-    lost = backbone.copy()
-    lost[6, 3] = np.nan
-    assert letters(lost) == "-HHHHH HHHHHH-" and letters(np.full_like(backbone, np.nan)) == 14 * " "
-    assert letters(backbone[:1], donors[:1], whole[:0]) == "-"
 
 
 # --- Names ----------------------------------------------------------------------------------------------
@@ -217,15 +147,13 @@ def test_picture_shows_right_wrong_near_and_missing():
     right, wrong = (set(zip(line.get_ydata(), line.get_xdata(), strict=True)) for line in axis.lines)
     assert {(0, 13), (1, 12), (3, 10)} <= right and {(0, 8), (2, 9)} <= wrong and len(right | wrong) == 6
     assert labels == ["contact (CB < 8 Å)", "|i-j| < 6, not counted", f"top L/2, right: {len(right)}",
-                      f"wrong: {len(wrong)}", "helix", "strand", "no coordinates"]
-    assert len(axis.patches) == 2 * 3 and not any(patch.get_clip_on() for patch in axis.patches)
-    assert [patch.get_xy()[:, 0].min() for patch in axis.patches[::2]] == [0.5, 9.5, 6.5]  # H, H, E
+                      f"wrong: {len(wrong)}", "no coordinates"]
     image = np.asarray(axis.images[0].get_array())
     colours = [image[pair].tobytes() for pair in ((0, 13), (13, 0), (0, 3), (0, 7))]
     assert colours[0] == colours[1] and len(set(colours)) == 3
     maps.dress(axis, found, "x")
-    assert [bool(patch.get_hatch()) for patch in axis.patches] == 6 * [False] + 2 * [True]  # row and column
-    assert axis.get_xlabel() == "residue number in the structure file; dotted: it jumps"
+    assert [bool(patch.get_hatch()) for patch in axis.patches] == 2 * [True]  # row and column
+    assert axis.get_xlabel() == "residue number in the structure file"
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["2", "10", "12", "14", "16", "18", "20"]
 
 
@@ -247,7 +175,7 @@ def test_a_picture_has_contacts_and_distances_side_by_side(saved, tmp_path):
     assert distances.get_title() == "CB distance, Å: predicted above, true below"
     assert figure.get_suptitle() == "x\ufffd, chain B: P(L/2) 0.50, P(L) 0.25, chance 0.13"
     legend, = figure.legends
-    assert len(legend.get_texts()) == 7 and legend.get_texts()[-1].get_text() == "no coordinates"
+    assert len(legend.get_texts()) == 5 and legend.get_texts()[-1].get_text() == "no coordinates"
     image, = distances.images
     shown = image.get_array()
     assert (shown[0, 13], shown[13, 0], shown[1, 0]) == (12, 5, 10) and image.get_clim() == (2, 22)
@@ -256,8 +184,7 @@ def test_a_picture_has_contacts_and_distances_side_by_side(saved, tmp_path):
         assert (axis.get_xlim(), axis.get_ylim()) == ((-0.5, 13.5), (13.5, -0.5))
         hatched = [patch.get_bbox().extents for patch in axis.patches if patch.get_hatch()]
         assert [hatched[0][[0, 2]].tolist(), hatched[1][[1, 3]].tolist()] == [[4.5, 6.5]] * 2
-        lines = [[*line.get_xdata(), *line.get_ydata()] for line in axis.lines[-3:]]
-        assert lines == [[-0.5, 13.5] * 2, [1.5, 1.5, 0, 1], [0, 1, 1.5, 1.5]]  # the diagonal, jumps
+        assert [*axis.lines[-1].get_xdata(), *axis.lines[-1].get_ydata()] == [-0.5, 13.5] * 2  # the diagonal
 
 
 def test_a_picture_without_a_structure_has_probabilities_in_grey(saved, tmp_path):

@@ -15,6 +15,7 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.training.models import save_model
 from proteins import files, fold_pictures, fold_prediction, folding, prediction, structure_metrics
+from proteins.secondary import secondary_structure
 from tests.proteins.folds_at_hand import SEQUENCE, a_fold, certain
 from tests.support import PATIENCE, ROOT, require_shared
 
@@ -200,7 +201,7 @@ def a_map(size=24, name="x </script><b>"):
     from proteins.maps import ContactMap
     atoms, letters = a_fold().numpy()[:size], SEQUENCE[:size]
     distances = np.linalg.norm(atoms[:, None, 4] - atoms[:, 4], axis=-1)
-    return ContactMap(name=name, chain="", numbers=("",) * size, letters=letters, secondary="",
+    return ContactMap(name=name, chain="", numbers=("",) * size, letters=letters,
                       probability=np.eye(size), distances=distances, true=np.full((size, size), np.nan),
                       chosen=(np.zeros(0, int),) * 2, precision={}, cutoff=8.0, separation=6), atoms
 
@@ -250,7 +251,7 @@ def test_a_picture_has_the_map_and_the_fold_coloured_by_plddt(tmp_path, monkeypa
     expected = {"#0053D6": 28, "#65CBF3": 30, "#FFDB13": 30, "#FF7D45": 27}
     assert {shade: shades.count(shade) for shade in expected} == expected
     places = fold_pictures.turned(atoms[:, 1].astype(float))
-    helix = np.array([letter == "H" for letter in fold_pictures.secondary(m.letters, atoms)])
+    helix = np.array([letter == "H" for letter in secondary_structure(m.letters, atoms[:, :4])])
     ends = np.concatenate([stroke.get_segments()[0] for stroke in strokes])
     assert np.abs(ends[:, None] - places[:, :2]).max(-1).min(0).max() < 1e-9  # through every residue
     wide = sum(stroke.get_linewidth()[0] > 3 for stroke in strokes)
