@@ -1,9 +1,7 @@
 """Contact maps on disk: a picture and a table beside it. Knows nothing of models and of the metric."""
-import hashlib
 import math
 import re
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,27 +38,9 @@ class ContactMap:
         return np.isnan(np.diagonal(self.true)) & bool(self.precision)
 
 
-# --- Names ----------------------------------------------------------------------------------------------
-
-
-def file_names(names):
-    """{name: file name without suffix}, different for different names, also where upper and lower case are
-    one. What a file name cannot safely hold is replaced, and '~' with a digest of the whole name added."""
-    plain = {name for name in names if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", name)}
-    spelled = Counter(name.lower() for name in plain)
-    return {name: name if name in plain and spelled[name.lower()] == 1 else _digested(name) for name in names}
-
-
-def _digested(name):
-    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return f"{re.sub(r'[^A-Za-z0-9_+]+', '_', name)[:60] or '_'}~{digest}"
-
-
-def printable(name, longest=40):
-    """A name for titles: what cannot be shown replaced, its middle left out if it is long."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
-    half = longest // 2
-    return shown if len(shown) <= longest else f"{shown[:half - 1]}…{shown[-half:]}"
+def printable(name, longest=60):
+    """A name for titles: what cannot be shown replaced, its end left out if it is long."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)[:longest]
 
 
 # --- Table ----------------------------------------------------------------------------------------------
@@ -87,17 +67,13 @@ def write_table(path, m):
 
 
 def ticks(numbers, most=8):
-    """([position], [label]): round residue numbers of the file, or evenly spaced residues where the file's
-    numbering has no two of them."""
-    plain = [(position, int(number)) for position, number in enumerate(numbers)
-             if re.fullmatch(r"-?\d+", number)]  # without an insertion code
+    """([position], [label]): round residue numbers of the file, which may have insertion codes ("52A")."""
+    numbered = [(position, number) for position, number in enumerate(numbers) if number]
     for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000):
-        chosen = [(position, str(number)) for position, number in plain if number % step == 0]
+        chosen = [(position, number) for position, number in numbered
+                  if int(re.match(r"-?\d+", number)[0]) % step == 0]
         if len(chosen) <= most:
             break
-    if len(chosen) < 2:
-        numbered = [(position, number) for position, number in enumerate(numbers) if number]
-        chosen = numbered[::max(1, -(-len(numbered) // most))]
     return [position for position, _ in chosen], [label for _, label in chosen]
 
 
@@ -139,32 +115,27 @@ def draw_contacts(axis, m):
     """True contacts as squares on both sides, probabilities in grey where there is no structure; the chosen
     pairs above the diagonal as marks. Returns what the legend shows."""
     from matplotlib.colors import to_rgb
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
-    size = len(m.letters)
-    position = np.arange(size)
+    position = np.arange(len(m.letters))
     touching = m.true < m.cutoff  # False where unknown
-    image = np.ones((size, size, 3))
+    image = np.ones((*touching.shape, 3))
     if not m.precision:
         image -= 0.7 * m.probability[:, :, None]
     image[touching] = to_rgb(CONTACT)
     image[np.abs(position[:, None] - position) < m.separation] = to_rgb(NEAR)
     axis.imshow(image, origin="upper")
     i, j = m.chosen
-    right = touching[i, j]
-    width = float(np.clip(0.75 * 72 * PANEL / size, 3.4, 7))  # of a mark, in points
+    right = touching[i, j] | (not m.precision)
+    width = float(np.clip(0.75 * 72 * PANEL / len(position), 3.4, 7))  # of a mark, in points
+    label = f"top L/2, right: {right.sum()}" if m.precision else f"the {len(i)} most probable (L/2)"
     legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {m.cutoff:g} Å)")] * bool(m.precision)
     legend.append(Patch(facecolor=NEAR, label=f"|i-j| < {m.separation}, not counted"))
-    dot = dict(marker="o", color=RIGHT, markeredgewidth=0)
-    diamond = dict(marker="D", color="white", markeredgecolor=WRONG, markeredgewidth=width / 4.5)
-    groups = ((right, f"top L/2, right: {right.sum()}", dot), (~right, f"wrong: {(~right).sum()}", diamond))
-    if not m.precision:
-        groups = ((~right, f"the {len(right)} most probable (L/2)", dot),)
-    for which, label, style in groups:
-        size_here = width * (1 if style["marker"] == "o" else 0.75)
-        axis.plot(j[which], i[which], linestyle="", markersize=size_here, zorder=3, **style)
-        legend.append(Line2D([], [], linestyle="", label=label, markersize=6,
-                             **{**style, "markeredgewidth": style["markeredgewidth"] and 1.5}))
+    legend += axis.plot(j[right], i[right], "o", color=RIGHT, markeredgewidth=0, markersize=width, zorder=3,
+                        label=label)
+    if m.precision:
+        legend += axis.plot(j[~right], i[~right], "D", color="white", markeredgecolor=WRONG, zorder=3,
+                            markeredgewidth=width / 4.5, markersize=0.75 * width,
+                            label=f"wrong: {(~right).sum()}")
     if m.missing.any():
         legend.append(Patch(facecolor="white", edgecolor=HATCH, hatch="////", label="no coordinates"))
     return legend

@@ -120,7 +120,7 @@ def predict(program, settings, mode, alignment):
     extra = batch["extra_msa"].shape[1] if "extra_msa" in batch else 0
     found = Prediction(protein, path, rows, extra, kin, *leaving(partial(
         run_model, program, saved.weights, config, batch, device, dtype, mode)))
-    stem = os.path.join(directory, maps.file_names([protein.name])[protein.name])
+    stem = os.path.join(directory, protein.name)
     return found, stem, dict(
         name=protein.name, residues=protein.length, rows=len(protein.msa), rows_used=rows,
         extra_rows_used=extra, effective_rows=depth.effective, coverage=depth.coverage,
