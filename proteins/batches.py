@@ -23,7 +23,6 @@ from proteins.natural import GraphedWorld, natural_alignments
 from proteins.orientation_heads import bins_of
 from proteins.orientations import BINS, UNKNOWN
 from proteins.real_folds import RealFolds
-from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
 
 MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
@@ -192,12 +191,11 @@ class RealProteins(HoldsOut):
     def __init__(self, settings):
         self.config, self.training, self.extra = settings.model, settings.training, extra_rows(settings)
         training, self.left_out = settings.training, []  # files without a partner
-        with data_errors():
-            if training.data:
-                families = files.load_families(training.data, self.left_out)
-            else:
-                path, chain = files.split_structure_argument(training.structure)
-                families = [files.load_protein(training.msa, path, chain, training.query)]
+        if training.data:
+            families = files.load_families(training.data, self.left_out)
+        else:
+            path, chain = files.split_structure_argument(training.structure)
+            families = [files.load_protein(training.msa, path, chain, training.query)]
         require_coordinates(families, training.min_coordinates)
         self.held_out = self.choose_held_out([family.name for family in families])
         rest = [family for family in families if family.name not in self.held_out]

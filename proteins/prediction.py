@@ -33,7 +33,6 @@ from proteins.contacts import (
 from proteins.coordinates import require_coordinates
 from proteins.orientations import BINS
 from proteins.relatives import Depth, relative, require_protein
-from proteins.seam import data_errors
 from proteins.yardsticks import some_rows
 
 MODEL = os.path.join(ROOT, "models", "families.pt")  # what is used without --resume
@@ -130,8 +129,7 @@ def judge(protein, batch, card):
     if depth.untested:
         print(f"warning: {depth.untested}: the map may be wrong throughout, however high its probabilities",
               file=sys.stderr)
-    with data_errors():
-        kin = relative(protein.msa, protein.name, card)
+    kin = relative(protein.msa, protein.name, card)
     if kin["trained"]:
         which = ("a family of this name" if kin["e_value"] is None else
                  f"a relative, {printable(kin['name'])} (E-value {kin['e_value']:.0e})")
@@ -141,15 +139,14 @@ def judge(protein, batch, card):
 
 def read_protein(training, alignment):
     """The files.Protein of an alignment and what other flags name. Raises UserError."""
-    with data_errors():
-        if training.structure is None:
-            protein = files.load_alignment(alignment, training.query)
-            require_protein(protein.msa[0], alignment)
-            return protein
-        path, chain = files.split_structure_argument(training.structure)
-        protein = files.load_protein(alignment, path, chain, training.query)
-        require_coordinates([protein], training.min_coordinates)
+    if training.structure is None:
+        protein = files.load_alignment(alignment, training.query)
+        require_protein(protein.msa[0], alignment)
         return protein
+    path, chain = files.split_structure_argument(training.structure)
+    protein = files.load_protein(alignment, path, chain, training.query)
+    require_coordinates([protein], training.min_coordinates)
+    return protein
 
 
 def model_input(protein, config, rows, seed):

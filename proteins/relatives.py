@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN, DataError
+from fusion_lab.training.files import UserError
+from proteins.files import AMINO_ACIDS, GAP, LETTERS, TOKENS, UNKNOWN
 from proteins.yardsticks import sequence_weights, some_rows
 
 BASES = [AMINO_ACIDS.index(letter) for letter in "ACGT"]  # U is read as C, see files.py
@@ -41,14 +42,14 @@ MOST_ROWS, DECOYS = 1000, 500  # at most, of an alignment; at least
 
 
 def require_protein(query, path):
-    """Raise DataError for a query (L,) that no model of proteins can say anything about."""
+    """Raise UserError for a query (L,) that no model of proteins can say anything about."""
     known = query[query < UNKNOWN]
     if len(known) < KNOWN * len(query):
-        raise DataError(f"{path}: of the query's {len(query)} residues only {len(known)} are known amino "
+        raise UserError(f"{path}: of the query's {len(query)} residues only {len(known)} are known amino "
                         "acids; the others are X")
     bases = np.isin(known, [*BASES, AMINO_ACIDS.index("N")]).mean()  # the query is never empty
     if len(known) >= ENOUGH and bases >= NUCLEIC and np.isin(BASES, known).sum() >= 3:
-        raise DataError(f"{path}: the query reads like DNA or RNA ({100 * bases:.0f}% of it is A, C, G, T, U "
+        raise UserError(f"{path}: the query reads like DNA or RNA ({100 * bases:.0f}% of it is A, C, G, T, U "
                         "or N); an alignment of proteins is needed")
 
 
@@ -163,13 +164,13 @@ def nearest(msa, sequences, seed=0):
 def relative(msa, name, card):
     """What a model's card tells of relatives of an alignment: {name, e_value, trained} of the nearest family
     there by its sequences (query and consensus), trained if the model learned from it. Without sequences only
-    a family of the same name can be told, with no E-value. Raises DataError."""
+    a family of the same name can be told, with no E-value. Raises UserError."""
     sequences = card.get("sequences")
     if not sequences:
         return dict(name=name, e_value=None, trained=name in (card.get("trained_on") or ()))
     whole = isinstance(sequences, dict) and all(isinstance(own, list) and own for own in sequences.values())
     if not whole or not all(isinstance(letters, str) and letters and not set(letters) - set(LETTERS)
                             for own in sequences.values() for letters in own):
-        raise DataError("the sequences in the model's card are damaged")
+        raise UserError("the sequences in the model's card are damaged")
     found, e_value = nearest(msa, sequences)
     return dict(name=found, e_value=e_value, trained=e_value <= RELATED)
