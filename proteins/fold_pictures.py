@@ -6,13 +6,12 @@ colours of AlphaFold's database. Letters in shapes: L residues.
 import base64
 import html
 import json
-import warnings
 from pathlib import Path
 
 import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.training.files import write_atomically, write_text
+from fusion_lab.training.files import write_text
 from proteins import maps
 from proteins.geometry import CA
 from proteins.secondary import OTHER, secondary_structure
@@ -92,9 +91,7 @@ def write_picture(path, m, atoms, plddt):
     figure.suptitle(title, parse_math=False)
     figure.legend(handles=handles + shades, loc="outside lower left", frameon=False, ncols=4, fontsize=9,
                   columnspacing=1.4, handletextpad=0.5)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a rare script
-        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=200))
+    maps.save(figure, path)
 
 
 def draw_fold(axis, sequence, atoms, plddt):

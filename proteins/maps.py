@@ -105,10 +105,13 @@ def write_picture(path, m):
     figure.legend(handles=handles, loc="outside lower left", frameon=False,
                   ncols=len(handles) if len(handles) <= 5 else -(-len(handles) // 2),
                   columnspacing=1.4, handletextpad=0.5, fontsize=9)
-    dpi = float(np.clip(1.5 * len(m.letters) / PANEL, 150, 300))  # no residue narrower than a pixel
+    save(figure, path)
+
+
+def save(figure, path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a rare script
-        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=dpi))
+        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=200))
 
 
 def draw_contacts(axis, m):
