@@ -23,7 +23,6 @@ from proteins.natural import GraphedWorld, natural_alignments
 from proteins.orientation_heads import bins_of
 from proteins.orientations import BINS, UNKNOWN
 from proteins.real_folds import RealFolds
-from proteins.seam import data_errors
 from proteins.synthetic import synthetic_proteins
 
 MOST_EXTRA = 4096  # rows of extra_msa in an evaluation
@@ -45,8 +44,8 @@ def corrupt(rng, msa, row_mask=None, part=(0, 1)):
     return np.where(chosen, replacement, msa), np.where(chosen, msa, -100)
 
 
-def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, clean=False, extra=None,
-             part=(0, 1), backbone=None):
+def assemble(rng, msa, coords, coord_mask, seq_mask=None, row_mask=None, extra=None, backbone=None,
+             clean=False, part=(0, 1)):
     """Numpy arrays of one batch -> the keyword arguments of TinyOpenFoldV2.forward, as CPU tensors. backbone:
     N, CA, C (B, S, 3, 3), NaN where there is none, for models that learn orientations."""
     corrupted, targets = (msa, None) if clean else corrupt(rng, msa, row_mask, part)
@@ -167,84 +166,79 @@ class NaturalProteins(SyntheticProteins):
         return [{key: value[i:i + 1] for key, value in batch.items()} for i in range(len(batch["coords"]))]
 
 
-class HoldsOut:
-    """What sources of real proteins share: which are held out."""
-
-    def choose_held_out(self, names):
-        if self.training.holdout:
-            chosen = self.training.holdout.split(",")
-            unknown = [name for name in chosen if name not in names]
-            if unknown:
-                raise UserError(f"--holdout {','.join(unknown)}: no such family in {self.training.data}; "
-                                f"there are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}")
-        else:
-            count = math.ceil(len(names) * (self.training.holdout_fraction or 0.0))
-            order = np.random.default_rng((self.training.seed, 2)).permutation(len(names))
-            chosen = [names[i] for i in order[:count]]
-        if len(set(chosen)) == len(names):
-            raise UserError("every family is held out: nothing is left to train on")
-        return set(chosen)
+def held_out_of(names, training):
+    """Set of the names that the flags keep out of training."""
+    if training.holdout:
+        chosen = training.holdout.split(",")
+        unknown = [name for name in chosen if name not in names]
+        if unknown:
+            raise UserError(f"--holdout {','.join(unknown)}: no such family in {training.data}; "
+                            f"there are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}")
+    else:
+        count = math.ceil(len(names) * (training.holdout_fraction or 0.0))
+        order = np.random.default_rng((training.seed, 2)).permutation(len(names))
+        chosen = [names[i] for i in order[:count]]
+    if len(set(chosen)) == len(names):
+        raise UserError("every family is held out: nothing is left to train on")
+    return set(chosen)
 
 
-class RealProteins(HoldsOut):
+class RealProteins:
     """Alignments with structures: random families, crops and rows in training, whole chains in evaluation."""
 
     def __init__(self, settings):
         self.config, self.training, self.extra = settings.model, settings.training, extra_rows(settings)
         training, self.left_out = settings.training, []  # files without a partner
-        with data_errors():
-            if training.data:
-                families = files.load_families(training.data, self.left_out)
-            else:
-                path, chain = files.split_structure_argument(training.structure)
-                families = [files.load_protein(training.msa, path, chain, training.query)]
+        if training.data:
+            families = files.load_families(training.data, self.left_out)
+        else:
+            path, chain = files.split_structure_argument(training.structure)
+            families = [files.load_protein(training.msa, path, chain, training.query)]
         require_coordinates(families, training.min_coordinates)
-        self.held_out = self.choose_held_out([family.name for family in families])
+        self.by_name = {family.name: family for family in families}
+        self.held_out = held_out_of(list(self.by_name), training)
         rest = [family for family in families if family.name not in self.held_out]
-        count = math.ceil(len(rest) * (self.training.validate_fraction or 0.0))
-        order = np.random.default_rng((self.training.seed, 4)).permutation(len(rest))
+        count = math.ceil(len(rest) * (training.validate_fraction or 0.0))
+        order = np.random.default_rng((training.seed, 4)).permutation(len(rest))
         self.validation = [rest[i] for i in sorted(order[:count])]
-        self.choosing = {family.name for family in self.validation}
         self.families = [rest[i] for i in sorted(order[count:])]
         if not self.families:
             raise UserError("--validate-fraction leaves no family to train on")
         self.unseen = [family for family in families if family.name in self.held_out]
         self.names = [family.name for family in self.families]
+        self.choosing = {family.name for family in self.validation}
 
     def describe(self):
         names = ", ".join(map(printable, self.left_out))
         strays = f"; left out for want of a partner: {names}" if names else ""
         validated = f", {len(self.validation)} for validation" if self.validation else ""
         return (f"{len(self.families)} real proteins{validated}, {len(self.held_out)} held out; "
-                f"{sentence(self.families + self.validation + self.unseen)}{strays}")
+                f"{sentence(self.by_name.values())}{strays}")
 
     def structure(self, name):
-        return next(family for family in self.families + self.validation + self.unseen if family.name == name)
+        return self.by_name[name]
 
     def take(self, rng, family, seq_len, num_seqs, extra=0):
-        """One sample, padded to (num_seqs, seq_len): a crop with coordinates, the query and other rows; then,
-        if the model reads them, extra rows, those among them; if it learns orientations, the backbone."""
+        """{argument of assemble(): array} of one sample, padded to (num_seqs, seq_len): a crop with
+        coordinates, the query and other rows; then, if the model reads them, extra rows, those among them; if
+        it learns orientations, the backbone."""
         start = 0
         if family.length > seq_len:  # centred on a residue with coordinates, so that no crop is empty
             centre = rng.choice(np.flatnonzero(np.isfinite(family.coords[:, 0])))
             start = int(np.clip(centre - rng.integers(seq_len), 0, family.length - seq_len))
         rows = np.append(0, rng.permutation(np.arange(1, len(family.msa))))
-        crop = family.msa[:, start:start + seq_len]
-        msa, more = crop[rows[:num_seqs]], crop[rows[:extra]]
-        coords = family.coords[start:start + seq_len]
-        pad_n, pad_s = num_seqs - msa.shape[0], seq_len - msa.shape[1]
-        seen = np.isfinite(coords[:, 0])
-        arrays = (np.pad(msa, ((0, pad_n), (0, pad_s)), constant_values=GAP).astype(np.int64),
-                  np.pad(np.nan_to_num(coords), ((0, pad_s), (0, 0))).astype(np.float32),
-                  np.pad(seen, (0, pad_s)).astype(np.float32),
-                  np.pad(np.ones(msa.shape[1], np.float32), (0, pad_s)),
-                  np.pad(np.ones(msa.shape[0], np.float32), (0, pad_n)))
+        crop = slice(start, start + seq_len)
+        msa, coords = family.msa[rows[:num_seqs], crop].astype(np.int64), family.coords[crop]
+        sample = dict(msa=padded(msa, (num_seqs, seq_len), GAP),
+                      coords=padded(np.nan_to_num(coords), (seq_len, 3)),
+                      coord_mask=padded(np.isfinite(coords[:, 0]).astype(np.float32), (seq_len,)),
+                      seq_mask=padded(np.ones(msa.shape[1], np.float32), (seq_len,)),
+                      row_mask=padded(np.ones(msa.shape[0], np.float32), (num_seqs,)))
         if extra:
-            arrays += (np.pad(more, ((0, extra - len(more)), (0, pad_s)), constant_values=GAP),)
+            sample["extra"] = padded(family.msa[rows[:extra], crop], (extra, seq_len), GAP)
         if self.config.orientations:
-            backbone = family.backbone[start:start + seq_len, :3]  # N, CA, C
-            arrays += (np.pad(backbone, ((0, pad_s), (0, 0), (0, 0)), constant_values=np.nan),)
-        return arrays
+            sample["backbone"] = padded(family.backbone[crop, :3], (seq_len, 3, 3), np.nan)  # N, CA, C
+        return sample
 
     def batch(self, step):
         return self.part(step, 0, 1)
@@ -256,12 +250,7 @@ class RealProteins(HoldsOut):
                             replace=self.training.batch_size > len(self.families))
         samples = [self.take(rng, self.families[i], self.config.seq_len, self.config.num_seqs, self.extra)
                    for i in chosen]
-        return own(self.assemble(rng, samples), rank, size)
-
-    def assemble(self, rng, samples, clean=False):
-        parts = [np.stack(part) for part in zip(*samples, strict=True)]
-        return assemble(rng, *parts[:5], clean=clean, extra=parts[5] if self.extra else None,
-                        backbone=parts[-1] if self.config.orientations else None)
+        return own(assembled(rng, samples), rank, size)
 
     def evaluation(self):
         """As SyntheticProteins.evaluation: whole chains, --eval-seqs rows, the same ones every time."""
@@ -271,11 +260,22 @@ class RealProteins(HoldsOut):
                 rows = min(self.training.eval_seqs or self.config.num_seqs, len(family.msa))
                 extra = min(len(family.msa), MOST_EXTRA) if self.extra else 0
                 sample = self.take(rng, family, family.length, rows, extra)
-                yield family.name, self.assemble(rng, [sample], clean=True)
+                yield family.name, assembled(rng, [sample], clean=True)
         few = max(len(self.validation) + len(self.unseen), FEW) if self.validation else None
         groups = dict(training=self.families[:few], validation=self.validation, held_out=self.unseen)
         return {key: batches(families) for key, families in groups.items()
                 if key != "validation" or families}
+
+
+def padded(array, shape, value=0):
+    return np.pad(array, [(0, size - there) for size, there in zip(shape, array.shape, strict=True)],
+                  constant_values=value)
+
+
+def assembled(rng, samples, clean=False):
+    """assemble() for what RealProteins.take() returns."""
+    return assemble(rng, clean=clean, **{key: np.stack([sample[key] for sample in samples])
+                                         for key in samples[0]})
 
 
 def open_source(settings):

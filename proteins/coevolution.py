@@ -7,6 +7,7 @@ network as in trRosetta (Yang et al. 2020, doi:10.1073/pnas.1914677117).
 
 Letters: B alignments, M rows, S residues, Q = 21 states of a site: 20 amino acids, and everything else.
 """
+import numpy as np
 import torch
 from torch.nn.functional import one_hot
 
@@ -100,3 +101,9 @@ def pair_features(rows, seq_mask=None):
         tables = direct_couplings(single, pairs, seq_mask) * present[:, :, None, :, None]
         strength = strengths(tables, seq_mask.sum(1)[:, None, None])
         return torch.cat([SCALE * tables.transpose(2, 3).flatten(3), strength[..., None]], dim=3)
+
+
+def mean_field_dca(msa):
+    """(S, S) scores of contacts by direct coupling analysis, without any training: the strengths of the
+    couplings of an alignment, msa (R, S) numpy."""
+    return pair_features(torch.from_numpy(msa.astype(np.int64))[None])[0, ..., -1]

@@ -63,38 +63,47 @@ def distance_lddt(distances, coords, coord_mask):
     return (kept.sum(1) / near.sum(1)).nanmean().nan_to_num().item()
 
 
+def predicted(model, batch, device):
+    """(tokens (S,), (probability, distances (S, S), coords (S, 3), coord_mask (S,))) of a batch of one."""
+    tokens, batch = batch["target_tokens"][0], to_device(batch, device)
+    coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
+    output = model(**batch)
+    return tokens, (output["contact_probability"][0], output["distances"][0], coords, coord_mask)
+
+
 def evaluate(trainer, source, stop=None, final=False):
     """contact_precision() and distance_lddt() by protein: {"training": {name: ...}, "held_out": {name: ...}}.
     A signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts,
     if that is given."""
     directory, results = trainer.training.plot_contacts if final else None, {}
-    stems = maps.file_names(source.held_out) if directory else {}
     with evaluating(trainer.model):
         for group, proteins in source.evaluation().items():
             results[group] = {}
             for name, batch in proteins:
                 if trainer.world.agreed(bool(stop) and stop.signal is not None):
                     break
-                tokens = batch["target_tokens"][0]
-                batch = to_device(batch, trainer.device)
-                coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
-                if coord_mask.sum() <= SEPARATION:
+                if batch["coord_mask"].sum() <= SEPARATION:
                     continue
-                output = trainer.model(**batch)
-                probability, distances = output["contact_probability"][0], output["distances"][0]
-                far = contact_precision(probability, coords, coord_mask, LONG_RANGE)["p_l2"]
-                results[group][name] = dict(contact_precision(probability, coords, coord_mask),
+                tokens, arrays = predicted(trainer.model, batch, trainer.device)
+                probability, distances, *known = arrays
+                far = contact_precision(probability, *known, LONG_RANGE)["p_l2"]
+                results[group][name] = dict(contact_precision(probability, *known),
                                             p_l2_long=None if math.isnan(far) else far,
-                                            lddt=distance_lddt(distances, coords, coord_mask))
+                                            lddt=distance_lddt(distances, *known))
                 if directory and group == "held_out" and trainer.world.first:
-                    write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
-                              (probability, distances, coords, coord_mask))
+                    write_map(os.path.join(directory, name), name, source.structure(name), tokens, arrays)
     return results
+
+
+def means(proteins):
+    """{key: mean over proteins} of one group that evaluate() returned."""
+    return {key: statistics.fmean(protein[key] for protein in proteins.values())
+            for key in ("p_l2", "p_l", "chance", "lddt")}
 
 
 def scores(evaluation):
     """{"held-out P(L/2)": mean over proteins, "held-out lDDT": ...} of what evaluate() returned."""
-    return {f"{group.replace('_', '-')} {title}": statistics.fmean(p[key] for p in proteins.values())
+    return {f"{group.replace('_', '-')} {title}": means(proteins)[key]
             for group, proteins in evaluation.items() if proteins
             for key, title in (("p_l2", "P(L/2)"), ("lddt", "lDDT"))}
 
@@ -102,50 +111,37 @@ def scores(evaluation):
 def validation_score(evaluation):
     """Mean P(L/2) of the validation families, by which the best weights are chosen; None without any."""
     proteins = evaluation.get("validation")
-    return statistics.fmean(p["p_l2"] for p in proteins.values()) if proteins else None
+    return means(proteins)["p_l2"] if proteins else None
 
 
 def contact_line(evaluation):
     """One line for what evaluate() returned."""
-    parts = []
-    for group, proteins in evaluation.items():
-        if proteins:
-            mean = {key: statistics.fmean(p[key] for p in proteins.values())
-                    for key in ("p_l2", "p_l", "chance", "lddt")}
-            parts.append(f"{group.replace('_', '-')} P(L/2) {mean['p_l2']:.3f} P(L) {mean['p_l']:.3f} "
-                         f"chance {mean['chance']:.3f} lDDT {mean['lddt']:.3f} "
-                         f"({counted(len(proteins), 'protein')})")
+    parts = ["{} P(L/2) {p_l2:.3f} P(L) {p_l:.3f} chance {chance:.3f} lDDT {lddt:.3f} ({})".format(
+        group.replace("_", "-"), counted(len(proteins), "protein"), **means(proteins))
+        for group, proteins in evaluation.items() if proteins]
     return "Contacts: " + (" | ".join(parts) or "no protein has enough coordinates")
 
 
 def closing(trainer, source, evaluations):
     """What the final evaluation says, in a sentence; before it, after a run that was evaluated on its way,
-    the map of one protein as a picture beside its results."""
+    the map of one held-out protein as a picture beside its results."""
     held_out = evaluations.get("final", {}).get("held_out")
     if not held_out:
         return
     if len(evaluations) > 1 and not trainer.training.plot_contacts and find_spec("matplotlib"):
-        draw_one(trainer, source, held_out)
-    found, chance = (100 * statistics.fmean(p[key] for p in held_out.values()) for key in ("p_l2", "chance"))
-    print(f"In words: after step {trainer.step_number}, {found:.0f}% of the residue pairs that the model is "
-          f"surest of do touch, in {counted(len(held_out), 'protein')} it never saw; "
-          f"by chance {chance:.0f}% would.")
-
-
-def draw_one(trainer, source, held_out):
-    """The map of the first protein that is among held_out."""
-    name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
-    tokens, batch = batch["target_tokens"][0], to_device(batch, trainer.device)
-    coords, coord_mask = batch.pop("coords")[0], batch.pop("coord_mask")[0]
-    with evaluating(trainer.model):
-        output = trainer.model(**batch)
-    probability, distances = output["contact_probability"][0], output["distances"][0]
-    if trainer.world.first:
-        path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
-        for suffix in SUFFIXES:
-            set_aside(path + suffix)
-        write_map(path, name, source.structure(name), tokens, (probability, distances, coords, coord_mask))
-        print(f"Its contact map: {path}.png, the numbers {path}.tsv")
+        name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
+        with evaluating(trainer.model):
+            tokens, arrays = predicted(trainer.model, batch, trainer.device)
+        if trainer.world.first:
+            path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
+            for suffix in SUFFIXES:
+                set_aside(path + suffix)
+            write_map(path, name, source.structure(name), tokens, arrays)
+            print(f"A contact map: {path}.png, the numbers {path}.tsv")
+    mean = means(held_out)
+    print(f"In words: after step {trainer.step_number}, {100 * mean['p_l2']:.0f}% of the residue pairs that "
+          f"the model is surest of do touch, in {counted(len(held_out), 'protein')} it never saw; "
+          f"by chance {100 * mean['chance']:.0f}% would.")
 
 
 def require_plots(settings, source):
@@ -156,10 +152,9 @@ def require_plots(settings, source):
         require_directory(directory)
         if not source.held_out:
             raise UserError(f"--plot-contacts {directory}: no protein is held out")
-        files = {stem + suffix for stem in maps.file_names(source.held_out).values() for suffix in SUFFIXES}
-        there = sorted(files & set(os.listdir(directory)))
+        there = {name + suffix for name in source.held_out for suffix in SUFFIXES} & {*os.listdir(directory)}
         if there:
-            raise UserError(f"--plot-contacts {directory}: it holds {there[0]} already; name another one")
+            raise UserError(f"--plot-contacts {directory}: it holds {min(there)} already; name another one")
 
 
 def contact_map(name, protein, tokens, arrays):
@@ -169,14 +164,12 @@ def contact_map(name, protein, tokens, arrays):
     probability, distances, coords, coord_mask = (array.detach().float().cpu() for array in arrays)
     known = coord_mask.any()
     counted = coord_mask if known else torch.ones_like(coord_mask)
-    i, j = ranked_pairs(probability, counted)
-    best = half_length(counted)
+    chosen = (index[:half_length(counted)].numpy() for index in ranked_pairs(probability, counted))
     return maps.ContactMap(
         name, protein.chain if protein else "",
-        protein.numbers if protein else tuple(str(number) for number in range(1, len(tokens) + 1)),
-        "".join(LETTERS[token] for token in tokens.tolist()), protein.secondary if protein else "",
-        probability.numpy(), distances.numpy(),
-        true_distances(coords, coord_mask).numpy(), (i[:best].numpy(), j[:best].numpy()),
+        protein.numbers if protein else tuple(map(str, range(1, len(tokens) + 1))),
+        "".join(LETTERS[token] for token in tokens.tolist()), probability.numpy(), distances.numpy(),
+        true_distances(coords, coord_mask).numpy(), tuple(chosen),
         contact_precision(probability, coords, coord_mask) if known else {}, CONTACT_DISTANCE, SEPARATION)
 
 

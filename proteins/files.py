@@ -4,12 +4,12 @@
     proteins = load_families("families/")                         # every NAME.a3m with its NAME.pdb
 
 The only file of the project that knows file formats. It needs numpy, and gemmi for structures. Whatever is
-wrong with a file ends in a DataError of one line. Reading order: tokens, alignments, structures, mapping one
+wrong with a file ends in a UserError of one line. Reading order: tokens, alignments, structures, mapping one
 to the other, families. Letters in shapes: R alignment rows, L query residues, C residues of a chain.
 """
 import gzip
-import io
 import itertools
+import os
 import re
 import zlib
 from dataclasses import dataclass
@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fusion_lab.training.files import MISSING, UserError
 from fusion_lab.training.reading import read_regular
 from proteins.matching import align
-from proteins.secondary import UNKNOWN as NO_BACKBONE
-from proteins.secondary import secondary_structure
 
 # --- Tokens ---------------------------------------------------------------------------------------------
 
@@ -44,14 +43,6 @@ def _letters(tokens):
     return "".join(LETTERS[token] for token in tokens)
 
 
-class DataError(ValueError):
-    """Wrong input. str(error) is one line that names the file and the way out."""
-
-
-class MissingPackageError(ImportError):
-    """An optional package is needed. str(error) is one line with the pip command."""
-
-
 @dataclass
 class Protein:
     """One protein as the trainer wants it: row 0 of `msa` is the query, columns are its residues."""
@@ -60,7 +51,6 @@ class Protein:
     coords: np.ndarray  # (L, 3) float32, CB (CA for glycine), Å; NaN where the structure has none
     chain: str = ""     # the chain of the structure that was used
     numbers: tuple = ()  # (L,) residue numbers as in the structure file ("52A"), "" where it has no residue
-    secondary: str = ""  # (L,) helices and strands, see secondary.py; "" without a structure
     backbone: np.ndarray | None = None  # (L, 4, 3) N, CA, C, O, Å; NaN where the structure has none
 
     @property
@@ -72,29 +62,20 @@ class Protein:
         return _letters(self.msa[0])
 
 
-SMALL, MOST_UNZIPPED = 2 ** 26, 100  # bytes, and times the size of the gzip file; alignments come to 50
-
-
 def _read_bytes(path):
     """Content of a file, unzipped if it is gzip whatever its name, with \\n line ends and no BOM."""
     try:
         data = read_regular(path)
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise UserError(f"{path}: truncated or damaged gzip file; fetch it again") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
-    if data[:2] == b"\x1f\x8b":
-        most = SMALL + MOST_UNZIPPED * len(data)
-        try:
-            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(most + 1)
-        except (EOFError, OSError, zlib.error):
-            raise DataError(f"{path}: truncated or damaged gzip file; fetch it again") from None
-        if len(data) > most:
-            raise DataError(f"{path}: unzips to more than {MOST_UNZIPPED} times its size, as no alignment or "
-                            "structure does; if it is one, unzip it first")
+        raise UserError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     data = re.sub(rb"\A(\xef\xbb\xbf|\xff\xfe|\xfe\xff)", b"", data)
     # MMseqs2 servers put a NUL between the alignments of one file, and UTF-16 has one in every letter.
     data = data.replace(b"\0", b"").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if not data.strip():
-        raise DataError(f"{path}: the file is empty")
+        raise UserError(f"{path}: the file is empty")
     return data
 
 
@@ -160,16 +141,16 @@ def _parse_alignment(path):
         rows = data.split()
         names = [""] * len(rows)
     else:
-        raise DataError(f"{path}: not an alignment in A3M, Stockholm, aligned FASTA or Clustal format")
+        raise UserError(f"{path}: not an alignment in A3M, Stockholm, aligned FASTA or Clustal format")
     if not rows:
-        raise DataError(f"{path}: the alignment has no sequences")
+        raise UserError(f"{path}: the alignment has no sequences")
     for deleted in inserts:
         columns = [row.translate(None, deleted) for row in rows]
         if len({len(row) for row in columns}) == 1:
             return names, columns
     lengths = [len(row.translate(None, inserts[-2:][0])) for row in rows]
     row = next(i for i, length in enumerate(lengths) if length != lengths[0])
-    raise DataError(f"{path}: row {row} ({names[row][:60]!r}) has {lengths[row]} "
+    raise UserError(f"{path}: row {row} ({names[row][:60]!r}) has {lengths[row]} "
                     f"{'match ' if inserts[-2:][0] else ''}columns, expected {lengths[0]} as in row 0; "
                     "the file is damaged or not an alignment")
 
@@ -198,7 +179,7 @@ def _find_row(path, names, query):
         return hits[0]
     problem = "fits several rows" if hits else "is not a row of the alignment"
     examples = ", ".join(words[i][:60] for i in (hits or rows)[:4] if words[i]) or "(no names)"
-    raise DataError(f"{path}: query {query!r} {problem}; rows are called, for instance: {examples}")
+    raise UserError(f"{path}: query {query!r} {problem}; rows are called, for instance: {examples}")
 
 
 def _query_columns(path, names, rows, number):
@@ -206,11 +187,11 @@ def _query_columns(path, names, rows, number):
     msa = _tokens(b"".join(rows)).reshape(len(rows), -1)
     if (msa == NO_TOKEN).any():
         row, column = np.argwhere(msa == NO_TOKEN)[0]
-        raise DataError(f"{path}: row {row} ({names[row][:60]!r}) holds {chr(rows[row][column])!r}, "
+        raise UserError(f"{path}: row {row} ({names[row][:60]!r}) holds {chr(rows[row][column])!r}, "
                         "which is neither an amino acid nor a gap; not an alignment of proteins")
     residues = msa[number] != GAP
     if not residues.any():
-        raise DataError(f"{path}: the query, row {number} ({names[number][:60]!r}), has no residues")
+        raise UserError(f"{path}: the query, row {number} ({names[number][:60]!r}), has no residues")
     return msa[np.r_[number, 0:number, number + 1:len(rows)]][:, residues]
 
 
@@ -221,7 +202,7 @@ def read_alignment(path, query=None):
     lowercase), Stockholm, aligned FASTA, Clustal, and bare rows in a file called .aln. The query is the first
     sequence, or the row that `query` names. Columns where it has a gap are dropped, and so are insertions in
     A3M, its own included: they have no column in other rows. Every sequence stays, the query twice as well.
-    Raises DataError: file unreadable, not an alignment, rows of unequal length, unknown query.
+    Raises UserError: file unreadable, not an alignment, rows of unequal length, unknown query.
     """
     names, rows = _parse_alignment(path)
     return _query_columns(path, names, rows, 0 if query is None else _find_row(path, names, query))
@@ -243,14 +224,13 @@ class Chain:
     seen: np.ndarray      # (C,) bool, residue is in the model, perhaps without its CB
     breaks: np.ndarray    # (seen residues + 1,) bool, the chain is open before this one; the ends are too
     numbers: np.ndarray   # (C,) str, the file's residue numbers with insertion codes; "" where not seen
-    secondary: np.ndarray  # (C,) str, letters of secondary.py
     backbone: np.ndarray  # (C, 4, 3) float32, N, CA, C, O, Å; NaN where there is none
 
 
 def split_structure_argument(argument):
     """'FILE:CHAIN' -> (FILE, CHAIN); 'FILE' -> (FILE, None). A file that has this very name is that file."""
     path, colon, chain = str(argument).rpartition(":")
-    if not path or Path(argument).exists() or re.search(r"[./\\]", chain):
+    if not path or os.path.exists(argument) or "/" in chain or "." in chain:
         return str(argument), None
     return path, chain or None
 
@@ -260,7 +240,7 @@ def _parse_structure(path):
     try:
         import gemmi
     except ImportError:
-        raise MissingPackageError("reading structures needs gemmi: pip install gemmi") from None
+        raise UserError("reading structures needs gemmi: pip install gemmi", code=MISSING) from None
     data = re.sub(rb"[^\n\r\t -~]", b"?", _read_bytes(path))  # PDB columns stay
     try:
         if re.match(rb"(\s|#.*\n)*data_", data, re.IGNORECASE):
@@ -274,11 +254,11 @@ def _parse_structure(path):
         structure.assign_label_seq_id()
     except (RuntimeError, ValueError, IndexError, TypeError) as error:  # what gemmi raises on damaged files
         reason = " ".join(str(error).split())[:120]
-        raise DataError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
+        raise UserError(f"{path}: not a readable PDB or mmCIF file: {reason}") from None
     box = structure.calculate_box()
     farthest = max(map(abs, (*box.minimum.tolist(), *box.maximum.tolist())))
     if farthest > FARTHEST and box.minimum.x <= box.maximum.x:  # it has atoms
-        raise DataError(f"{path}: an atom {farthest:g} Å from the origin; the file is damaged")
+        raise UserError(f"{path}: an atom {farthest:g} Å from the origin; the file is damaged")
     return structure
 
 
@@ -288,17 +268,17 @@ def read_structure(path, chain=None):
     `chain` (auth_asym name in mmCIF) keeps that one. Ligands, nucleic acids and waters are left out; modified
     residues count as what they were made from. Of alternate locations, and alternate residues in one place,
     the highest occupancy is taken. A residue without CB has no coordinates; only glycine has CA instead.
-    Raises DataError (unreadable, no protein, no such chain) and MissingPackageError (gemmi).
+    Raises UserError: unreadable, no protein, no such chain, no gemmi.
     """
     structure = _parse_structure(path)
     chains = [_read_chain(structure, model_chain) for model_chain in (structure[0] if len(structure) else [])]
     chains = [candidate for candidate in chains if candidate is not None]
     if not chains:
-        raise DataError(f"{path}: no protein chain; a PDB or mmCIF file with atoms is needed")
+        raise UserError(f"{path}: no protein chain; a PDB or mmCIF file with atoms is needed")
     chosen = [candidate for candidate in chains if chain in (None, candidate.name)]
     if not chosen:
         listed = ", ".join(f"{c.name or '(no name)'} ({c.seen.sum()} residues)" for c in chains[:12])
-        raise DataError(f"{path}: no protein chain {chain!r}; it has {listed}{', ...' * (len(chains) > 12)}")
+        raise UserError(f"{path}: no protein chain {chain!r}; it has {listed}{', ...' * (len(chains) > 12)}")
     return chosen
 
 
@@ -336,14 +316,11 @@ def _read_chain(structure, model_chain):
     coords[labels] = np.where((observed == AMINO_ACIDS.index("G"))[:, None], alpha, beta)
     close = np.linalg.norm(np.diff(alpha, axis=0), axis=1) < BROKEN  # False where a CA is missing
     seen = np.isin(np.arange(len(full)), labels)
-    numbers, secondary = np.full(len(full), "", "<U12"), np.full(len(full), NO_BACKBONE)
+    numbers, backbone = np.full(len(full), "", "<U12"), np.full((len(full), 4, 3), np.nan, np.float32)
     numbers[labels] = [str(residue.seqid) for residue in residues]
-    nitrogen, carbon, oxygen = (np.stack([_position(r, name) for r in residues]) for name in ("N", "C", "O"))
-    atoms, backbone = np.stack([nitrogen, alpha, carbon, oxygen], axis=1), np.full((len(full), 4, 3), np.nan)
-    secondary[labels] = secondary_structure(atoms, observed != AMINO_ACIDS.index("P"), ~close)
-    backbone[labels] = atoms
+    backbone[labels] = [[_position(residue, name) for name in ("N", "CA", "C", "O")] for residue in residues]
     breaks = np.r_[True, ~close, True]
-    return Chain(model_chain.name, full, coords, seen, breaks, numbers, secondary, np.float32(backbone))
+    return Chain(model_chain.name, full, coords, seen, breaks, numbers, backbone)
 
 
 def _position(residue, atom_name):
@@ -424,7 +401,7 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
 
     chain: its name in the structure; without it the chain that agrees best with the query, the first of
     equals. query: name of the query's row; without it row 0. name: without it the alignment file's own.
-    Raises DataError (also if the query is not the structure's protein) and MissingPackageError (gemmi).
+    Raises UserError, also if the query is not the structure's protein.
     """
     names, rows = _parse_alignment(msa_path)
     msa = _query_columns(msa_path, names, rows, 0 if query is None else _find_row(msa_path, names, query))
@@ -435,21 +412,20 @@ def load_protein(msa_path, structure_path, chain=None, query=None, name=None):
                    f"{structure_path} ({best.seen.sum()} residues): {mapping[1]} agree, {mapping[2]} differ")
         row = _row_that_matches(names, rows, chains)
         if row is not None:
-            raise DataError(f"{problem}; row {row!r} of the alignment matches: use --query {row!r}")
+            raise UserError(f"{problem}; row {row!r} of the alignment matches: use --query {row!r}")
         other, mapping = _best_chain(msa[0], read_structure(structure_path))
         if _matches(msa[0], other, mapping):
-            raise DataError(f"{problem}; chain {other.name!r} does: use {structure_path}:{other.name}")
-        raise DataError(f"{problem}, nor does any other row; are the two files of the same protein?")
+            raise UserError(f"{problem}; chain {other.name!r} does: use {structure_path}:{other.name}")
+        raise UserError(f"{problem}, nor does any other row; are the two files of the same protein?")
     mapped = mapping[0] >= 0
     coords = np.where(mapped[:, None], best.coords[mapping[0]], np.float32(np.nan))
     located = int(np.isfinite(coords).all(1).sum())
     if located < 0.5 * mapped.sum():
-        raise DataError(f"{structure_path}: only {located} of {mapped.sum()} residues of chain {best.name!r} "
+        raise UserError(f"{structure_path}: only {located} of {mapped.sum()} residues of chain {best.name!r} "
                         "have a CB atom; a structure with side chains is needed")
     numbers = tuple(np.where(mapped, best.numbers[mapping[0]], "").tolist())
-    secondary = "".join(np.where(mapped, best.secondary[mapping[0]], NO_BACKBONE))
     backbone = np.where(mapped[:, None, None], best.backbone[mapping[0]], np.float32(np.nan))
-    return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, secondary, backbone)
+    return Protein(name or split_suffix(msa_path)[0], msa, coords, best.name, numbers, backbone)
 
 
 # --- Families -------------------------------------------------------------------------------------------
@@ -462,19 +438,19 @@ def load_families(directory, left_out=None):
     """Directory -> list of Protein sorted by name: each alignment NAME.a3m, .sto or .fasta and the structure
     NAME.cif or NAME.pdb beside it, gzipped or not. Other files are ignored. A file without its partner is an
     error, or, where left_out is a list and there are whole pairs, has its name added there.
-    Raises DataError: no such directory, nothing in it, a file without its partner, two files for one NAME.
+    Raises UserError: no such directory, nothing in it, a file without its partner, two files for one NAME.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        problem = "a file, not a directory" if directory.exists() else "no such directory"
-        raise DataError(f"{directory}: {problem}")
+    try:
+        paths = sorted(Path(directory).iterdir())
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror.lower()}") from None
     found = {}  # NAME -> (alignments, structures)
-    for path in sorted(directory.iterdir()):
+    for path in paths:
         stem, suffix = split_suffix(path)
         if path.is_file() and suffix in ALIGNMENT_SUFFIXES + STRUCTURE_SUFFIXES and path.name[0] != ".":
             found.setdefault(stem, ([], []))[suffix in STRUCTURE_SUFFIXES].append(path)
     if not found:
-        raise DataError(f"{directory}: no families; needed are alignments NAME.a3m, .sto or .fasta, "
+        raise UserError(f"{directory}: no families; needed are alignments NAME.a3m, .sto or .fasta, "
                         "each with its structure NAME.cif or NAME.pdb beside it")
     if left_out is not None and any(all(kinds) for kinds in found.values()):
         alone = {stem: kinds for stem, kinds in found.items() if not all(kinds)}
@@ -483,8 +459,8 @@ def load_families(directory, left_out=None):
     for stem, kinds in sorted(found.items()):
         for paths, suffixes in zip(kinds, (".a3m, .sto or .fasta", ".cif or .pdb"), strict=True):
             if not paths:
-                raise DataError(f"{directory}: {sum(kinds, [])[0].name} has no {stem}{suffixes} beside it")
+                raise UserError(f"{directory}: {sum(kinds, [])[0].name} has no {stem}{suffixes} beside it")
             if len(paths) > 1:
-                raise DataError(f"{directory}: keep one of {' and '.join(path.name for path in paths)}")
+                raise UserError(f"{directory}: keep one of {' and '.join(path.name for path in paths)}")
     return [load_protein(*alignments, *structures, name=stem)
             for stem, (alignments, structures) in sorted(found.items())]

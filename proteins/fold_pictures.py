@@ -6,16 +6,15 @@ colours of AlphaFold's database. Letters in shapes: L residues.
 import base64
 import html
 import json
-import warnings
 from pathlib import Path
 
 import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
-from fusion_lab.training.files import write_atomically, write_text
+from fusion_lab.training.files import write_text
 from proteins import maps
 from proteins.geometry import CA
-from proteins.secondary import OTHER, UNKNOWN, secondary_structure
+from proteins.secondary import OTHER, secondary_structure
 
 PAGE = Path(__file__).with_name("fold_page.html")
 BANDS = ((90, "#0053D6", "very high"), (70, "#65CBF3", "high"), (50, "#FFDB13", "low"),
@@ -25,15 +24,6 @@ PIECES = 5  # of the curve between two residues
 
 def colour(plddt):
     return next(shade for least, shade, _ in BANDS if plddt >= least or not least)
-
-
-def secondary(sequence, atoms):
-    """L letters of secondary.py, "-" for what is neither helix nor strand; atoms (L, 5, 3)."""
-    if len(sequence) < 3:
-        return OTHER * len(sequence)
-    donors = np.array([letter != "P" for letter in sequence])
-    letters = secondary_structure(atoms[:, :4].astype(float), donors, np.zeros(len(sequence) - 1, bool))
-    return "".join(letters).replace(UNKNOWN, OTHER)
 
 
 def turned(points):
@@ -73,8 +63,9 @@ def notes(result):
 def write_page(path, m, atoms, plddt, result):
     """m: a maps.ContactMap; atoms (L, 5, 3) Å, plddt (L,); result: what the mode's JSON holds."""
     tenths = np.clip(np.round(10 * m.distances), 0, 255).astype(np.uint8)
-    data = dict(sequence=m.letters, places=turned(atoms[:, CA].astype(float)).round(2).tolist(),
-                plddt=plddt.round(1).tolist(), secondary=secondary(m.letters, atoms),
+    atoms = atoms.astype(float)
+    data = dict(sequence=m.letters, places=turned(atoms[:, CA]).round(2).tolist(),
+                plddt=plddt.round(1).tolist(), secondary=secondary_structure(m.letters, atoms[:, :4]),
                 distances=base64.b64encode(tenths.tobytes()).decode())
     title = html.escape(f"{maps.printable(m.name)}: predicted fold")
     paragraphs = "\n".join(f'<p class="{kind}">{html.escape(words)}</p>' for kind, words in notes(result))
@@ -100,9 +91,7 @@ def write_picture(path, m, atoms, plddt):
     figure.suptitle(title, parse_math=False)
     figure.legend(handles=handles + shades, loc="outside lower left", frameon=False, ncols=4, fontsize=9,
                   columnspacing=1.4, handletextpad=0.5)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a rare script
-        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=200))
+    maps.save(figure, path)
 
 
 def draw_fold(axis, sequence, atoms, plddt):
@@ -110,7 +99,8 @@ def draw_fold(axis, sequence, atoms, plddt):
     shows."""
     from matplotlib.collections import LineCollection
     from matplotlib.patches import Patch
-    places, letters = turned(atoms[:, CA].astype(float)), secondary(sequence, atoms)
+    atoms = atoms.astype(float)
+    places, letters = turned(atoms[:, CA]), secondary_structure(sequence, atoms[:, :4])
     curve = smooth(places) if len(places) > 1 else np.repeat(places, 2, axis=0)
     strokes = np.stack([curve[:-1], curve[1:]], axis=1)  # (pieces, 2, 3)
     residue = np.minimum((np.arange(len(strokes)) / PIECES + 0.5).astype(int), len(sequence) - 1)

@@ -128,9 +128,3 @@ def scaled(distances, dimensions):
     most = min(dimensions, size)
     points = vectors[:, -most:].flip(1) * values[-most:].flip(0).clamp(min=0).sqrt()
     return torch.nn.functional.pad(points, (0, dimensions - most))
-
-
-def chirality(atoms):
-    """Signed volume (N-CA, C-CA, CB-CA), (..., L), Å^3: positive, about 2.5, in L-amino acids."""
-    n, ca, c, cb = (atoms[..., atom, :] for atom in (N, CA, C, CB))
-    return (torch.linalg.cross(n - ca, c - ca) * (cb - ca)).sum(-1)

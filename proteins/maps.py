@@ -1,24 +1,18 @@
 """Contact maps on disk: a picture and a table beside it. Knows nothing of models and of the metric."""
-import hashlib
 import math
 import re
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from fusion_lab.measuring.plotting import require_matplotlib
 from fusion_lab.training.files import write_atomically, write_text
-from proteins.secondary import HELIX, STRAND
 
 # Blue and vermilion of Okabe and Ito's palette (2008), told apart under every colour blindness; the marks
 # differ in shape as well, for grey printers.
 RIGHT, WRONG = "#0072B2", "#D55E00"
 CONTACT, NEAR, HATCH = "#B0B0B0", "#EEEEEE", "#9A9A9A"
-STRUCTURE = "#505050"
-BAR = np.array([(0, 0.1), (1, 0.1), (1, 0.9), (0, 0.9)])  # along the chain, across it
-ARROW = np.array([(0, 0.35), (0.55, 0.35), (0.55, 0), (1, 0.5), (0.55, 1), (0.55, 0.65), (0, 0.65)])
 PANEL = 3.4  # inches, against which letters of 10 points are still read at half size
 
 
@@ -29,7 +23,6 @@ class ContactMap:
     chain: str               # of the structure file, "" where there is none
     numbers: tuple           # (S,) residue numbers as in that file, "" where it has no such residue
     letters: str             # (S,) amino acids
-    secondary: str           # (S,) letters of secondary.py, "" where there is no file
     probability: np.ndarray  # (S, S) of a contact
     distances: np.ndarray    # (S, S) predicted, Å
     true: np.ndarray         # (S, S) Å, NaN where a residue has no coordinates
@@ -45,27 +38,9 @@ class ContactMap:
         return np.isnan(np.diagonal(self.true)) & bool(self.precision)
 
 
-# --- Names ----------------------------------------------------------------------------------------------
-
-
-def file_names(names):
-    """{name: file name without suffix}, different for different names, also where upper and lower case are
-    one. What a file name cannot safely hold is replaced, and '~' with a digest of the whole name added."""
-    plain = {name for name in names if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", name)}
-    spelled = Counter(name.lower() for name in plain)
-    return {name: name if name in plain and spelled[name.lower()] == 1 else _digested(name) for name in names}
-
-
-def _digested(name):
-    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
-    return f"{re.sub(r'[^A-Za-z0-9_+]+', '_', name)[:60] or '_'}~{digest}"
-
-
-def printable(name, longest=40):
-    """A name for titles: what cannot be shown replaced, its middle left out if it is long."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
-    half = longest // 2
-    return shown if len(shown) <= longest else f"{shown[:half - 1]}…{shown[-half:]}"
+def printable(name, longest=60):
+    """A name for titles: what cannot be shown replaced, its end left out if it is long."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)[:longest]
 
 
 # --- Table ----------------------------------------------------------------------------------------------
@@ -91,33 +66,15 @@ def write_table(path, m):
 # --- Picture --------------------------------------------------------------------------------------------
 
 
-def parsed(number):
-    """'52A' -> (52, 'A'); None for a residue that has no number."""
-    found = re.fullmatch(r"(-?\d+)(.*)", number)
-    return found and (int(found[1]), found[2])
-
-
 def ticks(numbers, most=8):
-    """([position], [label]): round residue numbers of the file, or evenly spaced residues where the file's
-    numbering has no two of them."""
-    found = enumerate(map(parsed, numbers))
-    plain = [(position, number[0]) for position, number in found if number and not number[1]]
+    """([position], [label]): round residue numbers of the file, which may have insertion codes ("52A")."""
+    numbered = [(position, number) for position, number in enumerate(numbers) if number]
     for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000):
-        chosen = [(position, str(number)) for position, number in plain if number % step == 0]
+        chosen = [(position, number) for position, number in numbered
+                  if int(re.match(r"-?\d+", number)[0]) % step == 0]
         if len(chosen) <= most:
             break
-    if len(chosen) < 2:
-        numbered = [(position, number) for position, number in enumerate(numbers) if number]
-        chosen = numbered[::max(1, -(-len(numbered) // most))]
     return [position for position, _ in chosen], [label for _, label in chosen]
-
-
-def jumps(numbers):
-    """Positions whose number does not follow that of the residue before: the file has residues between them,
-    or starts anew, though the query has nothing there. An insertion code is no jump."""
-    found = [parsed(number) for number in numbers]
-    return [position for position, (before, here) in enumerate(zip(found, found[1:], strict=False), 1)
-            if before and here and here[0] - before[0] not in (0, 1)]
 
 
 def runs(flags):
@@ -148,63 +105,42 @@ def write_picture(path, m):
     figure.legend(handles=handles, loc="outside lower left", frameon=False,
                   ncols=len(handles) if len(handles) <= 5 else -(-len(handles) // 2),
                   columnspacing=1.4, handletextpad=0.5, fontsize=9)
-    dpi = float(np.clip(1.5 * len(m.letters) / PANEL, 150, 300))  # no residue narrower than a pixel
+    save(figure, path)
+
+
+def save(figure, path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a rare script
-        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=dpi))
+        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=200))
 
 
 def draw_contacts(axis, m):
     """True contacts as squares on both sides, probabilities in grey where there is no structure; the chosen
     pairs above the diagonal as marks. Returns what the legend shows."""
     from matplotlib.colors import to_rgb
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
-    size = len(m.letters)
-    position = np.arange(size)
+    position = np.arange(len(m.letters))
     touching = m.true < m.cutoff  # False where unknown
-    image = np.ones((size, size, 3))
+    image = np.ones((*touching.shape, 3))
     if not m.precision:
         image -= 0.7 * m.probability[:, :, None]
     image[touching] = to_rgb(CONTACT)
     image[np.abs(position[:, None] - position) < m.separation] = to_rgb(NEAR)
     axis.imshow(image, origin="upper")
     i, j = m.chosen
-    right = touching[i, j]
-    width = float(np.clip(0.75 * 72 * PANEL / size, 3.4, 7))  # of a mark, in points
+    right = touching[i, j] | (not m.precision)
+    width = float(np.clip(0.75 * 72 * PANEL / len(position), 3.4, 7))  # of a mark, in points
+    label = f"top L/2, right: {right.sum()}" if m.precision else f"the {len(i)} most probable (L/2)"
     legend = [Patch(facecolor=CONTACT, label=f"contact (CB < {m.cutoff:g} Å)")] * bool(m.precision)
     legend.append(Patch(facecolor=NEAR, label=f"|i-j| < {m.separation}, not counted"))
-    dot = dict(marker="o", color=RIGHT, markeredgewidth=0)
-    diamond = dict(marker="D", color="white", markeredgecolor=WRONG, markeredgewidth=width / 4.5)
-    groups = ((right, f"top L/2, right: {right.sum()}", dot), (~right, f"wrong: {(~right).sum()}", diamond))
-    if not m.precision:
-        groups = ((~right, f"the {len(right)} most probable (L/2)", dot),)
-    for which, label, style in groups:
-        size_here = width * (1 if style["marker"] == "o" else 0.75)
-        axis.plot(j[which], i[which], linestyle="", markersize=size_here, zorder=3, **style)
-        legend.append(Line2D([], [], linestyle="", label=label, markersize=6,
-                             **{**style, "markeredgewidth": style["markeredgewidth"] and 1.5}))
-    legend += draw_secondary(axis, m.secondary)
+    legend += axis.plot(j[right], i[right], "o", color=RIGHT, markeredgewidth=0, markersize=width, zorder=3,
+                        label=label)
+    if m.precision:
+        legend += axis.plot(j[~right], i[~right], "D", color="white", markeredgecolor=WRONG, zorder=3,
+                            markeredgewidth=width / 4.5, markersize=0.75 * width,
+                            label=f"wrong: {(~right).sum()}")
     if m.missing.any():
         legend.append(Patch(facecolor="white", edgecolor=HATCH, hatch="////", label="no coordinates"))
-    return legend
-
-
-def draw_secondary(axis, secondary):
-    """Helices as bars and strands as arrows along the upper and the right edge; what the legend shows."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Polygon
-    legend = []
-    for kind, name, outline, sample in ((HELIX, "helix", BAR, "s"), (STRAND, "strand", ARROW, ">")):
-        found = runs([letter == kind for letter in secondary])
-        for first, last in found:
-            along, across = first - 0.5 + (last + 1 - first) * outline[:, 0], 1.012 + 0.036 * outline[:, 1]
-            for corners, edge in (((along, across), axis.get_xaxis_transform()),
-                                  ((across, along), axis.get_yaxis_transform())):
-                axis.add_patch(Polygon(np.stack(corners, axis=1), facecolor=STRUCTURE, transform=edge,
-                                       clip_on=False))
-        if found:
-            legend.append(Line2D([], [], linestyle="", marker=sample, color=STRUCTURE, label=name))
     return legend
 
 
@@ -217,21 +153,15 @@ def draw_distances(axis, m):
 
 
 def dress(axis, m, title):
-    """What both panels share: the file's numbers, jumps of them, the diagonal, hatched missing residues."""
-    axis.set_title(title, fontsize=11, pad=15 if m.secondary else 6)  # above helices and strands
+    """What both panels share: the file's numbers, the diagonal, hatched missing residues."""
+    axis.set_title(title, fontsize=11)
     positions, labels = ticks(m.numbers)
     axis.set_xticks(positions, labels)
     axis.set_yticks(positions, labels)
-    what = "residue number in the structure file" if m.secondary else "residue"
+    what = "residue number in the structure file" if m.chain else "residue"
     axis.set(xlabel=what, ylabel=what)
     size = len(m.letters)
     axis.plot([-0.5, size - 0.5], [-0.5, size - 0.5], color="0.6", linewidth=0.7)
-    gaps = jumps(m.numbers)
-    for position in gaps:
-        for line in (axis.axvline, axis.axhline):
-            line(position - 0.5, color="0.35", linewidth=0.6, linestyle=(0, (1, 2)))
-    if gaps:
-        axis.set_xlabel(f"{what}; dotted: it jumps")
     for first, last in runs(m.missing):
         for span in (axis.axvspan, axis.axhspan):
             span(first - 0.5, last + 0.5, facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0)

@@ -1,26 +1,10 @@
 """What the lab asks of the Evoformer beside its numbers: PROGRAM in tiny_openfold_v2.py names these."""
-import contextlib
-
 import torch
 
 from fusion_lab.kernels import dispatch
 from fusion_lab.kernels.library import attention_choice
-from fusion_lab.training.files import MISSING, UserError, counted
-from proteins import files
+from fusion_lab.training.files import counted
 from proteins.fast_evoformer import Plan
-
-
-@contextlib.contextmanager
-def data_errors():
-    """Within, what is wrong with files of proteins, or missing for reading them, is a UserError."""
-    try:
-        yield
-    except files.DataError as error:
-        raise UserError(str(error)) from None
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}") from None
-    except files.MissingPackageError as error:
-        raise UserError(str(error), code=MISSING) from None
 
 
 def defined(output, batch):

@@ -7,6 +7,7 @@ superpositions tried at once. Lengths in Å.
 import numpy as np
 
 FEWEST = 3          # atoms of a superposition
+SHORTEST = 4        # residues of a piece that a search starts from
 ROUNDS = 20         # of superposing on those that lie near
 LDDT_CUTOFFS = (0.5, 1, 2, 4)
 LDDT_RADIUS = 15    # of the true neighbours that count
@@ -29,10 +30,10 @@ def superposed(model, true, chosen):
 
 
 def fragments(size):
-    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole down to four
+    """(S, L) bool: pieces of the chain that a superposition may start from, from the whole down to SHORTEST
     residues."""
     found, length = [], size
-    while length >= min(4, size):
+    while length >= min(SHORTEST, size):
         step = max(length // 2, 1)
         starts = sorted({*range(0, size - length + 1, step), size - length})
         found += [(start, start + length) for start in starts]
@@ -61,11 +62,10 @@ def tm_scale(residues):
     return max(1.24 * max(residues - 15, 0) ** (1 / 3) - 1.8, 0.5)
 
 
-def tm_score(model, true, residues=None):
-    """Of models (L, 3) and true atoms (L, 3), 0 to 1; a share of `residues`, default L."""
-    residues = residues or len(true)
-    scale = tm_scale(residues)
-    return max(searched(model, true, lambda d: (1 / (1 + (d / scale) ** 2)).sum(1) / residues, cutoff)
+def tm_score(model, true):
+    """Of models (L, 3) and true atoms (L, 3), 0 to 1; a share of all L residues."""
+    scale = tm_scale(len(true))
+    return max(searched(model, true, lambda d: (1 / (1 + (d / scale) ** 2)).mean(1), cutoff)
                for cutoff in (scale, max(scale, 4.5), 8.0))
 
 

@@ -68,7 +68,7 @@ def test_a_whole_run_of_two_prints_and_writes_once_and_is_that_of_one(ran):
 @pytest.mark.parametrize("name, codes, words", [
     ("killed", [1, -9], "rank 1 has ended without a word"), ("nan", [1, 1], "loss is nan at step 4"),
     ("memory", [1, 1], "out of memory: lower"), ("warming", [1, 1], "out of memory: lower"),
-    ("evaluating", [1, 1], "out of memory: lower"), ("no_data", [2, 2], "absent: no such directory"),
+    ("evaluating", [1, 1], "out of memory: lower"), ("no_data", [2, 2], "absent: no such file"),
     ("no_rank", [2, 2], "--profile-rank 2: there are 2 ranks")])
 def test_what_ends_one_ends_all_with_one_line(name, codes, words, ran):
     found = ran[0][name]

@@ -20,7 +20,7 @@ from fusion_lab.measuring.guardian import Guardian
 from fusion_lab.training import files
 from fusion_lab.training.checkpoints import read_checkpoint
 from fusion_lab.training.files import UserError
-from proteins.files import DataError, read_alignment, read_structure
+from proteins.files import read_alignment, read_structure
 from tests.support import PATIENCE, ROOT, last_json
 
 SMALL = ("--num-blocks 1 --msa-dim 8 --pair-dim 8 --msa-heads 2 --pair-heads 2 --outer-product-dim 4 "
@@ -121,7 +121,7 @@ def test_only_regular_files_are_read_and_replaced(tmp_path):
         with pytest.raises(UserError, match="not a regular file"):
             summary.read_summary(path)
         for read in (read_alignment, read_structure):
-            with pytest.raises(DataError, match="not a regular file"):
+            with pytest.raises(UserError, match="not a regular file"):
                 read(path)
     assert fifo.is_fifo() and link.is_symlink()
     with pytest.raises(UserError, match="is a directory"):

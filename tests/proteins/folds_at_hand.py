@@ -6,7 +6,7 @@ from torch.nn.functional import one_hot
 
 from proteins import geometry, orientations
 from proteins.fold_energy import anchor
-from proteins.geometry import CA, CB, N
+from proteins.geometry import CA, CB, C, N
 from tiny_openfold_v2 import DISTANCE_CENTRES
 
 CENTRES = torch.tensor(DISTANCE_CENTRES, dtype=torch.float32)
@@ -42,3 +42,9 @@ def turned(atoms):
     generator = torch.Generator().manual_seed(5)
     turn = geometry.rotations(*torch.randn(2, 3, generator=generator, dtype=atoms.dtype))
     return atoms @ turn.T + torch.tensor([5.0, -7.0, 11.0], dtype=atoms.dtype)
+
+
+def chirality(atoms):
+    """Signed volume (N-CA, C-CA, CB-CA), (..., L), Å^3: positive, about 2.5, in L-amino acids."""
+    n, ca, c, cb = (atoms[..., atom, :] for atom in (N, CA, C, CB))
+    return (torch.linalg.cross(n - ca, c - ca) * (cb - ca)).sum(-1)

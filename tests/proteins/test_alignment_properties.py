@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion_lab.training.files import UserError
 from fusion_lab.training.reading import DEEPEST, parse_json
 from proteins import files
-from proteins.files import AMINO_ACIDS, GAP, UNKNOWN, DataError
+from proteins.files import AMINO_ACIDS, GAP, UNKNOWN
 from tests.properties import cases
 
 LETTERS = AMINO_ACIDS + "X-"
@@ -78,7 +79,7 @@ def test_properties_of_bytes_that_may_be_no_alignment(tmp_path_factory, content,
     path.write_bytes(content)
     try:
         msa = files.read_alignment(path, query)
-    except DataError as error:
+    except UserError as error:
         assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
     else:
         assert msa.ndim == 2 and msa.size and msa.max() <= GAP and (msa[0] != GAP).all()
@@ -89,7 +90,7 @@ def a_chain(sequence, seen):
     observed = np.flatnonzero(seen)
     breaks = np.concatenate([[True], np.diff(observed) > 1, [True]])
     return files.Chain(name="A", sequence=sequence, coords=None, seen=seen, breaks=breaks, numbers=None,
-                       secondary=None, backbone=None)
+                       backbone=None)
 
 
 @cases(60)

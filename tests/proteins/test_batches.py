@@ -150,7 +150,7 @@ def real(families=(), unseen=(), **values):
 def test_crops_reach_both_ends(centre, before, start):
     rng = Script(choice=[centre], integers=[before], permutation=[np.array([2, 1])])
     protein = family(unseen=[4])
-    msa, coords, seen, seq_mask, row_mask = real().take(rng, protein, 8, 3)
+    msa, coords, seen, seq_mask, row_mask = real().take(rng, protein, 8, 3).values()
     columns = [*range(start, start + 8)]
     assert msa.tolist() == [[(row + s) % 20 for s in columns] for row in (0, 2, 1)]
     assert coords[:, 0].tolist() == [0 if s == 4 else s for s in columns]  # at the origin: absent
@@ -163,17 +163,17 @@ def test_crops_reach_both_ends(centre, before, start):
 def test_the_query_comes_first_and_once_and_padding_is_marked():
     order = np.array([5, 1, 3, 2, 4])
     msa, coords, seen, seq_mask, row_mask = real().take(
-        Script(permutation=[order]), family(rows=6, length=5, unseen=[1]), 5, 3)  # no crop is drawn
+        Script(permutation=[order]), family(rows=6, length=5, unseen=[1]), 5, 3).values()  # no crop is drawn
     assert msa.tolist() == [[(row + s) % 20 for s in range(5)] for row in (0, 5, 1)] and msa.dtype == np.int64
     msa, coords, seen, seq_mask, row_mask = real().take(
-        Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 5)
+        Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 5).values()
     rows = [[(row + s) % 20 for s in range(5)] + [GAP, GAP] for row in (0, 1, 3)]
     assert msa.tolist() == [*rows, 7 * [GAP], 7 * [GAP]]
     assert coords[:, 1].tolist() == [0, 0, 20, 30, 40, 0, 0] and coords.dtype == np.float32
     assert seen.tolist() == [1, 0, 1, 1, 1, 0, 0] and seq_mask.tolist() == [1, 1, 1, 1, 1, 0, 0]
     assert row_mask.tolist() == [1, 1, 1, 0, 0]
-    *_, extra = real().take(Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 2, 5)
-    assert extra.tolist() == msa.tolist()
+    sample = real().take(Script(permutation=[order[1:3]]), family(rows=4, length=5, unseen=[1]), 7, 2, 5)
+    assert sample["extra"].tolist() == msa.tolist()
 
 
 def test_every_step_draws_other_families_crops_and_rows():
@@ -189,8 +189,12 @@ def test_every_step_draws_other_families_crops_and_rows():
     asked = []
     for size, kinds in ((2, 2), (3, 3), (40, 3)):  # one family twice only where there are too few
         source = real(source.families, batch_size=size)
-        source.take = lambda rng, protein, length, rows, _: asked.append((protein.name, length, rows)) or (
-            np.zeros((rows, length), int), *np.zeros((3, length)), np.ones(rows))
+
+        def take(rng, protein, length, rows, extra):
+            asked.append((protein.name, length, rows))
+            return dict(msa=np.zeros((rows, length), int), coords=np.zeros((length, 3)),
+                        coord_mask=np.zeros(length), seq_mask=np.ones(length), row_mask=np.ones(rows))
+        source.take = take
         source.batch(0)
         assert len(asked) == size and len({name for name, *_ in asked}) == kinds
         assert all(entry[1:] == (8, 4) for entry in asked)
@@ -216,18 +220,17 @@ def test_evaluation_of_real_proteins_is_whole_clean_and_always_the_same():
 
 def test_held_out_families_are_named_or_a_share_of_them_rounded_up():
     names = [f"f{i}" for i in range(10)]
-    assert real(data="x", holdout="f3,f7").choose_held_out(names) == {"f3", "f7"}
-    assert real(data="x").choose_held_out(names) == set()
-    shares = {share: real(data="x", holdout_fraction=share, seed=1).choose_held_out(names)
-              for share in (0.2, 0.21)}
-    assert shares == {0.2: {"f5", "f8"}, 0.21: {"f5", "f6", "f8"}}  # a seed's choice stands, for --resume
-    assert real(data="x", holdout_fraction=0.2, seed=2).choose_held_out(names) != shares[0.2]
+
+    def held_out(names=names, **values):
+        return batches.held_out_of(names, settings_of(data="x", **values).training)
+    assert held_out(holdout="f3,f7") == {"f3", "f7"} and held_out() == set()
+    assert held_out(holdout_fraction=0.2, seed=1) == {"f5", "f8"}  # a seed's choice stands, for --resume
+    assert held_out(holdout_fraction=0.21, seed=1) == {"f5", "f6", "f8"}
+    assert held_out(holdout_fraction=0.2, seed=2) != {"f5", "f8"}
     for holdout, words in (("f3,g", "--holdout g: no such family in x; there are f0, .*f7, ..."),
                            (",".join(names), "every family is held out")):
         with pytest.raises(UserError, match=words):
-            real(data="x", holdout=holdout).choose_held_out(names)
-    with pytest.raises(UserError, match="there are f0, f1, f2, f3, f4, f5, f6, f7$"):
-        real(data="x", holdout="g").choose_held_out(names[:8])
+            held_out(holdout=holdout)
 
 
 def test_a_source_sorts_its_families(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from fusion_lab.training.files import UserError
 from proteins import batches
 from proteins.coordinates import require_coordinates, sentence
-from proteins.files import DataError, Protein, load_families
+from proteins.files import Protein, load_families
 from tiny_openfold_v2 import PROGRAM
 
 
@@ -48,5 +48,5 @@ def test_training_reads_families_through_it(monkeypatch, capsys):
 
 def test_a_file_is_not_called_a_missing_directory(tmp_path):
     (tmp_path / "README.md").write_text("x")
-    with pytest.raises(DataError, match="README.md: a file, not a directory"):
+    with pytest.raises(UserError, match="README.md: not a directory"):
         load_families(tmp_path / "README.md")

@@ -7,7 +7,15 @@ import torch
 
 from proteins import fold_energy, folding, geometry
 from proteins.structure_metrics import compared
-from tests.proteins.folds_at_hand import CENTRES, SEQUENCE, a_fold, certain, certain_orientations, chain
+from tests.proteins.folds_at_hand import (
+    CENTRES,
+    SEQUENCE,
+    a_fold,
+    certain,
+    certain_orientations,
+    chain,
+    chirality,
+)
 
 
 @pytest.fixture
@@ -23,7 +31,7 @@ def test_a_known_fold_comes_back_and_not_its_mirror_image(quick):
     scores = compared(atoms[:, 1].numpy(), true[:, 1].numpy())
     image = compared((atoms[:, 1] * torch.tensor([1, 1, -1])).numpy(), true[:, 1].numpy())
     assert scores["tm_score"] > 0.6 > image["tm_score"] and scores["lddt_ca"] > 0.85 and scores["rmsd"] < 1.5
-    assert (geometry.chirality(atoms) > 2).all() and found.gap > 0.2
+    assert (chirality(atoms) > 2).all() and found.gap > 0.2
     phi, psi, omega = (angle.rad2deg() for angle in geometry.backbone_angles(atoms))
     assert (phi[1:9] < -30).all() and (psi[1:9] < 0).all() and (omega.abs() > 150).all()
     bonds = (atoms[:-1, 2] - atoms[1:, 0]).norm(dim=-1)

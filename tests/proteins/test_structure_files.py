@@ -27,7 +27,6 @@ def test_what_is_written_is_read_back(tmp_path):
     found, = files.read_structure(path)
     assert found.sequence.tolist() == ["ACDEFGHIKLMNPQRSTVWY".index(letter) for letter in SEQUENCE]
     assert found.backbone == pytest.approx(atoms[:, :4], abs=1e-3) and found.numbers[0] == "1"
-    assert "".join(found.secondary).count("H") >= 12  # a viewer sees the helices, too
 
 
 def test_lines_have_the_formats_columns(tmp_path):

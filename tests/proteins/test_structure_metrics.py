@@ -55,7 +55,6 @@ def test_definitions():
     shifted = line.copy()
     shifted[:5, 1] += 1000 + away  # five of 300 are far away: the others fit exactly
     assert sm.tm_score(shifted, line) == pytest.approx(295 / 300, abs=1e-3)
-    assert sm.tm_score(line, line, residues=600) == pytest.approx(0.5)
     true = a_trace(50)
     noise = np.random.default_rng(2).normal(size=(50, 3))
     chosen = np.ones((1, 50), bool)

@@ -17,7 +17,7 @@ from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import load_weights, save_model
-from proteins import batches, coevolution, files, folds, natural, yardsticks
+from proteins import batches, coevolution, files
 from tests.support import ROOT, require_shared
 
 SMALL = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4, num_seqs=4,
@@ -170,20 +170,6 @@ def test_natural_batches_are_a_function_of_their_step():
 
 
 # --- Coevolution features --------------------------------------------------------------------------------
-
-def test_strength_of_couplings_is_mean_field_dca():
-    source = folds.Folds(0, 20)
-    coords = torch.from_numpy(source.piece(np.random.default_rng(0)))[None]
-    msa = natural.natural_alignments(torch.Generator().manual_seed(0), coords, 80)
-    features = coevolution.pair_features(msa)[0]
-    expected = torch.from_numpy(yardsticks.mean_field_dca(msa[0].numpy().astype(np.uint8))).float()
-    off = ~torch.eye(20, dtype=torch.bool)
-    ratio = features[..., -1][off] / expected[off]
-    assert ratio.std() / ratio.mean() < 1e-2
-    assert features[..., -1][off].square().mean().item() == pytest.approx(1, rel=1e-2)
-    tables = features[..., :-1].unflatten(-1, (21, 21))
-    assert torch.allclose(tables, tables.permute(1, 0, 3, 2), atol=1e-2) and not features.diagonal().any()
-
 
 def test_padding_changes_no_feature():
     msa = torch.randint(0, 22, (1, 30, 9), generator=torch.Generator().manual_seed(0))

@@ -208,7 +208,7 @@ def test_predictions_that_are_not_finite_are_refused(key, dtype, monkeypatch):
     model = tof.PROGRAM.model(config, tof.PROGRAM.fusion_config())
     batch = dict(tof.PROGRAM.open_source(tof.PROGRAM.settings(num_seqs=3, seq_len=8)).batch(0))
     given = tof.PROGRAM, model.state_dict(), config, {"msa_tokens": batch["msa_tokens"]}, torch.device("cpu")
-    assert all(part.isfinite().all() for part in prediction.run_model(*given, dtype))
+    assert all(part.isfinite().all() for part in prediction.run_model(*given, dtype).values())
     forward = tof.TinyOpenFoldV2.forward
 
     def spoilt(*inputs, **named):

@@ -1,4 +1,7 @@
-"""What an alignment can tell is said before a model reads it; what is no protein is refused."""
+"""What an alignment can tell is said before a model reads it; what is no protein is refused; relatives are
+found by alignment, and others are not."""
+import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -9,13 +12,25 @@ import numpy as np
 import pytest
 
 import tiny_openfold_v2 as tof
+from fusion_lab.training.files import UserError
 from fusion_lab.training.models import read_model, save_model
-from proteins import prediction
-from proteins.evidence import Depth, relative, require_protein
-from proteins.files import GAP, LETTERS, DataError
-from proteins.homology import nearest
+from proteins import files, prediction, relatives
+from proteins.files import AMINO_ACIDS, GAP, LETTERS, UNKNOWN
+from proteins.relatives import (
+    EXTEND,
+    OPEN,
+    UNIT,
+    Depth,
+    blosum62,
+    fitted,
+    local_scores,
+    nearest,
+    profile,
+    relative,
+    require_protein,
+)
 from proteins.yardsticks import sequence_weights
-from tests.support import PATIENCE, ROOT
+from tests.support import PATIENCE, ROOT, require_shared
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 MYOGLOBIN = "VLSEGEWQLVLHVWAKVEADVAGHGQDILIRLFKSHPETLEKFDRFKHLKTEAEMKASEDLKKHGVTVLTALGAILKKKGHHEAELKP"
@@ -31,7 +46,7 @@ def tokens(letters):
     ("X" * 30, "of the query's 30 residues only 0 are known"),
     ("MKT" + "X" * 4, "residues only 3 are known amino acids")])
 def test_what_is_no_protein_is_refused(query, words):
-    with pytest.raises(DataError, match=f"^x.a3m: .*{words}"):
+    with pytest.raises(UserError, match=f"^x.a3m: .*{words}"):
         require_protein(tokens(query), "x.a3m")
 
 
@@ -76,7 +91,7 @@ def test_a_relative_is_found_by_its_sequence_whatever_its_name():
 @pytest.mark.parametrize("sequences", [["a"], dict(a=1), dict(a="AC"), dict(a=["ac"]), dict(a=[""]),
                                        dict(a=[]), dict(a=[1]), "MKT"])
 def test_damaged_sequences_of_a_card_are_one_line(sequences):
-    with pytest.raises(DataError, match="the sequences in the model's card are damaged"):
+    with pytest.raises(UserError, match="the sequences in the model's card are damaged"):
         relative(tokens(UBIQUITIN)[None], "x", dict(sequences=sequences))
 
 
@@ -87,6 +102,110 @@ def test_the_shipped_model_knows_its_families_by_sequence():
     assert {"bins", "error", "pairs"} <= set(card["calibration"])
 
 
+# --- Alignment of a profile ------------------------------------------------------------------------------
+
+def test_the_table_is_blosum62():
+    table = blosum62()
+    score = {a + b: table[i, j] for i, a in enumerate(AMINO_ACIDS) for j, b in enumerate(AMINO_ACIDS)}
+    assert [score[pair] for pair in ("WW", "CC", "AA", "YF", "IV", "GW", "WP", "DE", "KR", "ST")] == \
+        [11, 9, 4, 3, 3, -2, -4, 2, 2, 1]
+    assert np.array_equal(table, table.T) and table.sum() == -426
+    odds = np.exp(relatives.SCALE * table) * np.outer(relatives.BACKGROUND, relatives.BACKGROUND)
+    assert odds.sum() == pytest.approx(1, abs=1e-3)  # which is what its scale means
+
+
+def test_a_profile_of_two_rows_by_hand():
+    """Half of a column is A, half W: counted once, for one letter beside the first; the table ten times."""
+    assert relatives.BACKGROUND.sum() == pytest.approx(1, abs=1e-12)
+    columns = profile(np.stack([tokens("AW"), tokens("WA")]))
+    shares = np.zeros(20)
+    shares[tokens("AW")] = 0.5
+    expected = shares @ np.exp(relatives.SCALE * blosum62()) * relatives.BACKGROUND
+    mixed = (shares + 10 * expected / expected.sum()) / 11
+    scores = np.rint(UNIT / relatives.SCALE * np.log(mixed / relatives.BACKGROUND))
+    assert columns[:, :20].tolist() == 2 * [scores.tolist()] and not columns[:, 20:].any()
+
+
+def slow_score(columns, sequence):
+    """Smith and Waterman's recurrence with gaps of every length tried, one cell at a time."""
+    best = np.zeros((len(columns) + 1, len(sequence) + 1))
+    for i, j in itertools.product(range(1, len(columns) + 1), range(1, len(sequence) + 1)):
+        gaps = [best[i - k, j] - OPEN - k * EXTEND for k in range(1, i + 1)]
+        gaps += [best[i, j - k] - OPEN - k * EXTEND for k in range(1, j + 1)]
+        best[i, j] = max(0, best[i - 1, j - 1] + columns[i - 1, sequence[j - 1]], *gaps)
+    return best.max() / UNIT
+
+
+def test_scores_are_those_of_smith_and_waterman():
+    """Sequences that lie one behind the other do not touch each other, and gaps on both sides are tried."""
+    rng = np.random.default_rng(0)
+    query = rng.integers(0, 20, 40)
+    columns = profile(query[None].astype(np.uint8))
+    assert columns[:, :20] / UNIT == pytest.approx(blosum62()[query], abs=0.6)  # of one row: the table
+    inserted = np.insert(query, 20, rng.integers(0, 20, 3))
+    sequences = [query, inserted, np.delete(query, [18, 19, 20]), query[::-1], rng.integers(0, 20, 30),
+                 query[20:], query[:20], np.array([UNKNOWN, GAP]), query[5:6]]
+    found = local_scores(columns, sequences)
+    assert found == pytest.approx([slow_score(columns, sequence) for sequence in sequences])
+    assert found[1] > found[5] + 10 and found[2] > found[5] + 10  # across the gap
+
+
+def test_the_distribution_is_fitted():
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(50, 400, 5000)
+    scores = np.log(2.5 * lengths / rng.exponential(size=5000)) / 0.27
+    assert fitted(scores, lengths) == (pytest.approx(0.27, rel=0.05), pytest.approx(2.5, rel=0.3))
+
+
+def halves(family):
+    """Two families of the rows of one, with other queries."""
+    order = np.argsort((family.msa[1:] == GAP).sum(axis=1), kind="stable") + 1  # whole ones first
+    parts = []
+    for k in range(2):
+        msa = family.msa[order[k::2]]
+        msa = msa[:, msa[0] != GAP]
+        parts.append(dataclasses.replace(family, name=f"{family.name}/{k}", msa=msa))
+    return parts
+
+
+def test_halves_of_real_families_find_each_other():
+    pytest.importorskip("gemmi")
+    names = ["1WVN_A", "2O9S_A", "1GUU_A", "1UCS_A", "1U2H_A", "2PND_A"]
+    stems = [require_shared("data", "families", f"{name}.a3m") for name in names]
+    first, second = zip(*(halves(files.load_protein(stem, stem.with_suffix(".pdb"))) for stem in stems),
+                        strict=True)
+    others = {half.name: [half.sequence] for half in second}
+    for half, name in zip(first, names, strict=True):
+        found, e_value = nearest(half.msa, others)
+        assert found == f"{name}/1" and e_value < relatives.RELATED, name
+    strangers = {name: own for name, own in others.items() if name[:4] not in ("1U2H", "2PND")}
+    assert nearest(first[0].msa, dict(list(others.items())[1:]))[1] > relatives.RELATED
+    immunoglobulin = first[4].msa  # of the I-set; the V-set is a relative
+    assert nearest(immunoglobulin, strangers)[1] > relatives.RELATED
+    assert nearest(immunoglobulin, strangers | {"2PND_A/1": others["2PND_A/1"]})[1] < relatives.RELATED
+
+
+def test_a_profile_without_known_letters_finds_nobody():
+    rng = np.random.default_rng(3)
+    others = {name: [files._letters(rng.integers(0, 20, 50))] for name in "abc"}
+    assert nearest(np.full((3, 40), UNKNOWN, np.uint8), others)[1] > relatives.RELATED
+
+
+def test_an_e_value_counts_all_sequences_against_the_same_ones_backwards_and_shuffled(monkeypatch):
+    """P(score > x) = 1 - exp(-2 * length * exp(-x)), times the three that were tried."""
+    tried = []
+    monkeypatch.setattr(relatives, "fitted", lambda scores, lengths: (1.0, 2.0))
+    monkeypatch.setattr(relatives, "local_scores", lambda columns, sequences: tried.extend(
+        files._letters(sequence) for sequence in sequences) or np.arange(len(sequences)) % 3 + 5.0)
+    texts = ["ACDEFGHIKL", "HIKLMNPQRSTV", "STVWYACDE"]
+    found = nearest(tokens("AC")[None], dict(a=texts[:1], b=texts[1:]))
+    assert found == ("b", pytest.approx(3 * -np.expm1(-2 * 9 * np.exp(-7.0)), rel=1e-12))
+    real, decoys = tried[:3], tried[3:]
+    assert real == texts and decoys[:3] == [text[::-1] for text in texts]
+    assert len(decoys) >= relatives.DECOYS and len(set(decoys)) > 0.9 * len(decoys)
+    assert [sorted(text) for text in decoys] == [sorted(text) for text in texts] * (len(decoys) // 3)
+
+
 # --- The whole of --contacts ------------------------------------------------------------------------------
 
 SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, outer_product_dim=4)
@@ -94,8 +213,6 @@ SIZES = dict(num_blocks=1, msa_dim=8, pair_dim=8, msa_heads=2, pair_heads=2, out
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
-    monkeypatch.setattr(prediction, "matmul_ceiling", lambda device, dtype: 1e10)
-    monkeypatch.setattr(prediction, "needs", lambda *_: (1e4, 1e9))
     monkeypatch.chdir(tmp_path)
     config = tof.TinyOpenFoldConfig(**SIZES)
     save_model("m.pt", tof.PROGRAM, tof.TinyOpenFoldV2(config).state_dict(), config,
@@ -146,7 +263,6 @@ DEAF = """
 import ctypes, os, runpy, sys
 sys.path.insert(0, sys.argv.pop(1))
 from proteins import prediction
-prediction.matmul_ceiling = lambda device, dtype: 1e10
 
 def deaf(*_):
     lock = ctypes.create_string_buffer(256)
