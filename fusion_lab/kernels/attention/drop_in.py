@@ -22,15 +22,31 @@ LAUNCHES = {  # of backward: the tensors that each kernel takes, in groups
     "attention_backward_kv_kernel": ("qkv", "transposed", "saved", "dkv", "nothing"),
     "attention_backward_kv_kernel stored": ("qkv", "transposed", "saved", "dkv", "dscores"),
     "attention_backward_scores_kernel": ("k", "dscores", "dq", "sums"),
-    "attention_backward_bias_kernel": ("qkv", "bias", "saved", "sums")}
+    "attention_backward_bias_kernel": ("qkv", "bias", "saved", "sums"),
+    "attention_one_key_kernel": ("one_key",)}
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # by autocast, which leaves float64 as it is
 
 
-def check(q, k, v, bias, mask):
-    """ValueError for a shape that would be misread."""
-    B, N, H, S, _ = q.shape
-    check_shapes(("k", k, tuple(q.shape)), ("v", v, tuple(q.shape)), ("bias", bias, (B, 1, H, S, S)),
-                 ("mask", mask, (B, N, 1, 1, S)))
+def spread(name, x, size):
+    """x with its dimensions of 1 expanded to this size. ValueError where others differ."""
+    if x is None or x.shape == size:
+        return x
+    if x.dim() != len(size) or any(n not in (1, m) for n, m in zip(x.shape, size, strict=True)):
+        raise ValueError(f"{name} is {tuple(x.shape)}, but must be {size}, or 1 instead of any of these")
+    return x.expand(size)
+
+
+def checked(q, k, v, bias, mask):
+    """q, k, v, bias (B, 1, H, Q, K) and mask (B, N, 1, 1, K) or None, of sizes that fit. ValueError for what
+    would be misread."""
+    if q.dim() != 5 or k.dim() != 5:
+        raise ValueError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}, but both must be (B, N, H, S, D) or "
+                         "(N, H, S, D)")
+    (B, N, H, Q, D), K = q.shape, k.shape[3]
+    check_shapes(("k", k, (B, N, H, K, D)), ("v", v, (B, N, H, K, D)))
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, but they must be the same")
+    return q, k, v, spread("bias", bias, (B, 1, H, Q, K)), spread("mask", mask, (B, N, 1, 1, K))
 
 
 class KeptLaunches:
@@ -73,7 +89,6 @@ class Plan(KeptLaunches):
 
     def __init__(self, tensors, learns, scale):
         q, k, v, bias, mask = tensors
-        check(*tensors)
         super().__init__(q, bias, learns, q.shape[2], 0, False,
                          float(q.shape[-1] ** -0.5 if scale is None else scale))
         # Kernels take q, k and v by the same strides, as long as channels lie side by side
@@ -119,7 +134,7 @@ class Plan(KeptLaunches):
         given = dict(qkv=(q, k, v), k=(k,), bias=(padded,), transposed=(transposed,), dq=(dq,), dkv=(dk, dv),
                      saved=(key_mask, gradient, lse, delta), sums=(bias_sums,), nothing=(None,),
                      dscores=(new(self.dscores_size) if self.dscores_size else None,),
-                     gate=(q, None, out, gradient, dq, gradient, delta, None))
+                     gate=(q, None, out, gradient, dq, gradient, delta, None), one_key=(key_mask, dq, dk))
         for launch, names in self.repeat:
             launch(*[t for name in names for t in given[name]], stream=stream)
         dbias = new(self.dbias_size, dtype=self.bias_dtype)
@@ -144,36 +159,49 @@ class Plan(KeptLaunches):
 def plain(q, k, v, bias, mask, scale):
     """The same by PyTorch's operations. What scores cost is reading and writing them: q is scaled, not they,
     and bias and mask are added in place (vmap may have a batch of these alone, which fits in no place)."""
-    check(q, k, v, bias, mask)
     add = torch.add if torch._C._are_functorch_transforms_active() else torch.Tensor.add_
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT  # (B, N, H, S, S)
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT  # (B, N, H, Q, K)
     scores = add(scores, padding.lifted(bias))
     if mask is None:
         return scores.softmax(-1) @ v
     present = mask.bool()
-    scores = add(scores, torch.zeros_like(present, dtype=q.dtype).masked_fill(~present, padding.MASKED))
+    scores = add(scores, torch.zeros_like(present, dtype=q.dtype).masked_fill(~present,
+                                                                             padding.lowest(q.dtype)))
     out = scores.softmax(-1) @ v
     return torch.where(present.any(-1, keepdim=True), out, out.detach())  # no gradient from empty rows
 
 
-def triangle_attention(q, k, v, bias, mask=None, scale=None):
+def triangle_attention(q, k, v, bias, mask=None, scale=None, return_aux=False, *, kv_lengths=None):
     """cuEquivariance's function of this name: softmax(scale q k^T + bias, masked) v.
 
-    q, k, v (B, N, H, S, D); bias (B, 1, H, S, S); mask (B, N, 1, 1, S), True = present, or None; scale:
-    default D^-0.5. Returns (B, N, H, S, D). A bias below -1e9, or -inf, masks as much as that does. Gradients
-    for q, k, v and bias, none from rows whose keys are all masked; no second derivatives (RuntimeError).
-    Under autocast q, k and v are cast to its dtype; a bias is read as it is. Kernels take 16 bits and heads
-    of up to 128 channels; all else runs in PyTorch's operations, which a warning says: they keep all scores.
-    Raises ValueError for another shape, dtypes of q, k and v that differ, and more keys than queries.
+    q (B, N, H, Q, D); k, v (B, N, H, K, D); bias (B, 1, H, Q, K); mask (B, N, 1, 1, K), True = present, or
+    None; in bias and mask any size may be 1. All of them may lack the B. kv_lengths (B, N, 1, 1, 1): so many
+    of the first keys are present. scale: default D^-0.5. Returns what is shaped as q.
+
+    A bias below -1e9, or -inf, masks as much as that does. Gradients for q, k, v and bias, none from rows
+    whose keys are all masked, none for q and k where a single one is present; no second derivatives
+    (RuntimeError). Under autocast q, k and v are cast to its dtype; a bias is read as it is. Kernels take 16
+    bits, heads of up to 128 channels and as many keys as queries; all else runs in PyTorch's operations,
+    which a warning says: they keep all scores. Raises ValueError for another shape, dtypes of q, k and v that
+    differ, and return_aux.
     """
+    if return_aux:
+        raise ValueError(f"{NAME} has no return_aux")
+    if q.dim() == 4:
+        lifted = [x if x is None else x[None] for x in (q, k, v, bias, mask, kv_lengths)]
+        return triangle_attention(*lifted[:5], scale, kv_lengths=lifted[5])[0]
+    if kv_lengths is not None:
+        within = torch.arange(k.shape[3], device=k.device) < kv_lengths
+        mask = within if mask is None else within & mask.bool()
     if torch.is_autocast_enabled(q.device.type):
         dtype = product_dtype(q)
         q, k, v = (x.to(dtype) if x.dtype in CAST else x for x in (q, k, v))
-    given = q, k, v, bias, mask
-    if q.shape[-1] > WIDEST_HEAD or q.is_cuda and q.dtype not in HALF:
-        say_plain(NAME, f"heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
+    given = q, k, v, bias, mask = checked(q, k, v, bias, mask)
+    if q.shape[-1] > WIDEST_HEAD or q.shape != k.shape or q.is_cuda and q.dtype not in HALF:
+        keys = "" if q.shape == k.shape else "another number of keys than queries with "
+        say_plain(NAME, f"{keys}heads of {q.shape[-1]} channels in {str(q.dtype)[6:]}")
         return plain(*given, scale)
     if watched(NAME, given):
-        check(*given)
-        return attention.row_attention(q, k, v, bias[:, 0], None if mask is None else mask[:, :, 0, 0], scale)
+        keys = None if mask is None else mask[:, :, 0, 0].bool()
+        return attention.row_attention(q, k, v, bias[:, 0], keys, scale)
     return planned(Plan, given, q.dtype, scale)

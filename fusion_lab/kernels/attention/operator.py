@@ -304,7 +304,19 @@ class Launch(Sizes):
                         recompute_scores(self, given)
                         sum_bias(self, given, room)
             tuner.launch(*self.looked_up("attention_backward", STORED), launch)
+        if self.L == 1:
+            dq.zero_(), dk.zero_()
+        elif key_mask is not None and key_mask.shape[1] == self.R:
+            self.zero_where_one_key_is(key_mask, dq, dk)
         return results
+
+    def zero_where_one_key_is(self, key_mask, dq, dk):
+        """dq and dk = 0 in rows with one key, of masks that rows have for themselves."""
+        kernel, name = padding.attention_one_key_kernel, (padding.attention_one_key_kernel.__name__, ())
+        ready = self.bound.get(name) or bind(
+            self.bound, name, kernel, (self.B * self.R,), (self.R, self.H, self.L), D=self.D, BD=self.BD,
+            T=min(self.LP, 64), mask_strides=self.strides["mask_strides"], dq_strides=strides(dq))
+        ready(key_mask, dq, dk)
 
 
 def short_rows(call, given, bias_sums):

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_lab.kernels.ahead_of_time import is_fake
+from fusion_lab.kernels.attention.kernels import head_offset, store_tile
 from fusion_lab.kernels.common import bind, operation
 
 MASKED = -1e9  # added to scores of masked keys
@@ -22,9 +23,14 @@ KERNEL_MASKED, KERNEL_PADDING = tl.constexpr(MASKED), tl.constexpr(PADDING)  # t
 TILE = 32  # queries and keys of a program, at most: 4 KB in float32, transposed in shared memory
 
 
+def lowest(dtype):
+    """MASKED or, in float16, its lowest number."""
+    return max(MASKED, torch.finfo(dtype).min)
+
+
 def lifted(bias):
-    """The bias, nowhere below MASKED or, in float16, its lowest number."""
-    return bias.clamp(min=max(MASKED, torch.finfo(bias.dtype).min))
+    """The bias, nowhere below what masks."""
+    return bias.clamp(min=lowest(bias.dtype))
 
 
 @triton.jit
@@ -72,8 +78,31 @@ def attention_key_mask_kernel(keys, out, R, L, LP, keys_stride_sample, keys_stri
     """
     row, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * T + tl.arange(0, T)  # (), (T,)
     keys += row // R * keys_stride_sample + row % R * keys_stride_row
-    present = tl.load(keys + j.to(tl.int64) * keys_stride_key, mask=j < L, other=0).to(tl.float32)  # (T,)
-    tl.store(out + row * LP + j, tl.where(j < L, (present - 1.0) * -KERNEL_MASKED, KERNEL_PADDING))
+    present = tl.load(keys + j.to(tl.int64) * keys_stride_key, mask=j < L, other=0) != 0  # (T,)
+    tl.store(out + row * LP + j, tl.where(j < L, tl.where(present, 0.0, KERNEL_MASKED), KERNEL_PADDING))
+
+
+@triton.jit
+def attention_one_key_kernel(key_mask, dq, dk, R, H, L, D: tl.constexpr, mask_strides, dq_strides,
+                             BD: tl.constexpr, T: tl.constexpr):
+    """One program: zeros in dq and dk of a row that has one key, whose softmax is 1 whatever q and k are. The
+    difference that backward's kernels make there is that of two orders of a sum. Grid: axis 0: b R + r.
+
+    Reads key_mask (B, R, LP) by mask_strides (sample, row), T keys at a time; writes dq, dk (B, R, H, L, D)
+    by dq_strides (sample, row, head, position).
+    """
+    b, r = (tl.program_id(0) // R).to(tl.int64), (tl.program_id(0) % R).to(tl.int64)
+    key_mask += b * mask_strides[0] + r * mask_strides[1]
+    i, present = tl.arange(0, T), tl.zeros((T,), tl.int32)
+    for j0 in range(0, L, T):
+        present += (tl.load(key_mask + j0 + i) == 0).to(tl.int32)
+    if tl.sum(present) == 1:
+        for h in range(H):
+            offset = head_offset(b, r, h, dq_strides)
+            for i0 in range(0, L, T):
+                zeros = tl.zeros((T, BD), tl.float32)
+                store_tile(dq + offset, zeros, i0, L, D, dq_strides[3], False)
+                store_tile(dk + offset, zeros, i0, L, D, dq_strides[3], False)
 
 
 def launch_key_mask(keys, LP, bound=None):

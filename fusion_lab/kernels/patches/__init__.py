@@ -10,11 +10,17 @@ known by its package and by the class that defines its forward.
 import inspect
 import warnings
 
+from torch import nn
+
 from fusion_lab.kernels.patches import boltz, openfold, openfold3, protenix
 from fusion_lab.kernels.patches.triangle import Unfit
 
 PROJECTS = dict(openfold=openfold, openfold3=openfold3, boltz=boltz, protenix=protenix)  # by package
 CLASSES = {name for project in PROJECTS.values() for name in project.LAYERS}
+PARAMETERS = {  # of their forwards: what is computed, and how, which is ours to choose
+    "self", "x", "z", "mask", "inplace_safe", "_add_with_inplace", "_inplace_chunk_size", "chunk_size",
+    "use_kernels", "use_memory_efficient_kernel", "use_deepspeed_evo_attention", "use_cueq_triangle_kernels",
+    "use_lma", "triangle_attention", "triangle_multiplicative"}
 
 
 class Forward:
@@ -77,6 +83,22 @@ def known(layer):
     return None
 
 
+def check(layer, read):
+    """ValueError for a layer whose forward or whose weights are not those that its reader knows: it may do
+    something else."""
+    name = f"{type(layer).__module__}.{type(layer).__name__}"
+    try:
+        record = read(layer)
+    except AttributeError as error:
+        raise ValueError(f"{name} has no {error.name!r}: another release than is known here") from None
+    given = [module for field in record for module in (field if isinstance(field, list) else [field])]
+    known = {id(p) for module in given if isinstance(module, nn.Module) for p in module.parameters()}
+    unknown = [n for n in inspect.signature(type(layer).forward).parameters if n not in PARAMETERS]
+    unknown += [n for n, p in layer.named_parameters() if id(p) not in known]
+    if unknown:
+        raise ValueError(f"{name} has {unknown[0]!r}: another release than is known here")
+
+
 def patch(model, smallest=0):
     """Put our kernels into every triangle layer within a model; returns a Patch.
 
@@ -84,7 +106,7 @@ def patch(model, smallest=0):
     CPU's tensors, float32, widths), the layer's own forward runs, and a warning says so once. Chunk sizes
     are ignored. Masked positions of the result are undefined, and there are no second derivatives.
     ValueError, with nothing changed, for a model without such layers, for one that is patched, and for a
-    layer with such a name that is another.
+    layer with such a name that is another, or has parameters or arguments that are not known here.
     """
     forwards, said = [], set()
     for layer in model.modules():
@@ -94,11 +116,7 @@ def patch(model, smallest=0):
         project, read = found
         if "forward" in vars(layer):
             raise ValueError(f"forward of {type(layer).__name__} has been replaced already")
-        try:
-            read(layer)
-        except AttributeError as error:
-            raise ValueError(f"{type(layer).__module__}.{type(layer).__name__} has no {error.name!r}: "
-                             "another release than is known here") from None
+        check(layer, read)
         forwards.append(Forward(layer, project, read, smallest, said))
     if not forwards:
         raise ValueError(f"{type(model).__name__} has no triangle layer of {', '.join(PROJECTS)}")

@@ -43,6 +43,81 @@ def test_heads_that_are_no_power_of_two(dtype, width):
     assert not violations(*problem(dtype, D=width))
 
 
+def run(function, q, k, v, bias, **more):
+    """[output, gradients] with an incoming gradient that is expanded."""
+    given = [t.detach().requires_grad_() for t in (q, k, v, bias)]
+    out = function(*given, **more)
+    return [out, *torch.autograd.grad(out, given, torch.full_like(out[..., :1], 0.5).expand(out.shape))]
+
+
+def test_samples_may_be_missing():
+    """As OpenFold3 and Protenix call it."""
+    _, _, tensors = problem(torch.bfloat16)
+    mask = torch.rand(1, 3, 1, 1, 13) > 0.3
+    expected = run(drop_in.triangle_attention, *tensors, mask=mask)
+    found = run(drop_in.triangle_attention, *(t[0] for t in tensors), mask=mask[0])
+    assert all(torch.equal(a, b[0]) for a, b in zip(found, expected, strict=True))
+
+
+SPREAD = {  # shapes of bias and mask
+    "samples": ((1, 1, 2, 13, 13), (1, 3, 1, 1, 13)), "heads": ((2, 1, 1, 13, 13), (2, 1, 1, 1, 13)),
+    "queries": ((2, 1, 2, 1, 13), (2, 3, 1, 1, 13)), "all": ((1, 1, 1, 1, 1), (1, 1, 1, 1, 1))}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_bias_and_mask_are_spread_over(name):
+    torch.manual_seed(0)
+    of_bias, of_mask = SPREAD[name]
+    mask = torch.rand(of_mask) > 0.3
+    mask[..., 0] = True
+    tensors = [*torch.randn(3, 2, 3, 2, 13, 16), torch.randn(of_bias)]
+
+    def ours(*given):
+        return drop_in.triangle_attention(*given, mask)
+
+    def plain(q, k, v, bias):
+        scores = 0.25 * q @ k.mT + bias.expand(2, 1, 2, 13, 13)
+        return scores.masked_fill(~mask, -1e9).softmax(-1) @ v
+    assert not violations(ours, plain, tensors)
+
+
+def test_tensors_that_are_expanded_views():
+    torch.manual_seed(0)
+    q, bias = torch.randn(1, 1, 2, 13, 16).expand(2, 3, -1, -1, -1), torch.randn(2, 1, 2, 13, 13)
+    across = torch.randn(2, 3, 13, 2, 16).transpose(2, 3)
+    for given in ((q, q, q, bias), (q, across, across, bias.mT), (across, across, across, bias)):
+        expected = run(drop_in.triangle_attention, *(t.contiguous() for t in given))
+        assert all(map(torch.equal, run(drop_in.triangle_attention, *given), expected))
+
+
+def test_lengths_of_keys():
+    _, _, tensors = problem(torch.bfloat16)
+    lengths = torch.tensor([5, 1, 13])[None, :, None, None, None]
+    mask = torch.arange(13) < lengths
+    expected = run(drop_in.triangle_attention, *tensors, mask=mask)
+    for more in (dict(kv_lengths=lengths), dict(kv_lengths=lengths, mask=torch.ones_like(mask))):
+        assert all(map(torch.equal, run(drop_in.triangle_attention, *tensors, **more), expected))
+
+
+@pytest.mark.parametrize("length", [1, 13, pytest.param(70, marks=pytest.mark.slow)])
+def test_where_one_key_is_present_q_and_k_have_no_gradient(length):
+    ours, _, (q, k, v, bias) = problem(torch.bfloat16, length, masked=False)
+    mask = torch.zeros(1, 3, 1, 1, length)
+    mask[..., 0], mask[:, 1] = 1, 1
+    for _ in range(2):
+        out, dq, dk, dv, _ = run(drop_in.triangle_attention, q, k, v, bias, mask=mask)
+        for row in range(3):
+            several = row == 1 and length > 1
+            assert bool(dq[0, row].any()) is bool(dk[0, row].any()) is several and dv[0, row].any()
+            assert several or torch.equal(out[0, row], v[0, row][:, :1].expand_as(out[0, row]))
+
+
+def test_fewer_queries_than_keys_take_pytorchs_operations():
+    _, plain, (q, k, v, bias) = problem(torch.float32, masked=False)
+    fewer = [q[..., :4, :], k, v, bias[..., :4, :]]
+    assert not violations(drop_in.triangle_attention, plain, fewer)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_wider_heads_take_pytorchs_operations(dtype):
     assert not violations(*problem(dtype, D=136))
@@ -124,8 +199,12 @@ def test_autocast(low):
 
 def test_what_is_refused_in_one_line():
     ours, _, (q, k, v, bias) = problem(torch.float32)
-    with pytest.raises(ValueError, match="v is .*float16"):
+    with pytest.raises(ValueError, match="v torch.float16, but"):
         ours(q, k, v.half(), bias)
+    with pytest.raises(ValueError, match="return_aux"):
+        drop_in.triangle_attention(q, k, v, bias, return_aux=True)
+    with pytest.raises(ValueError, match=r"v is \(1, 2, 2, 13, 16\)"):
+        ours(q, k, v[:, :2], bias)
     with pytest.raises(ValueError, match=r"bias is \(1, 2, 13, 13\)"):
         ours(q, k, v, bias[:, 0])
     assert refuses_more_derivatives(ours, (q, k, v, bias), "triangle_attention")

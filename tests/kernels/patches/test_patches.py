@@ -344,6 +344,23 @@ def test_what_is_not_known_is_refused():
     assert not any("forward" in vars(each) for each in model)
 
 
+def test_a_layer_that_computes_more_is_refused():
+    """As a fork's, which adds a residual, or another gate."""
+    class Fork(stand_ins.OpenFold3Multiplication):
+        __module__ = stand_ins.OpenFold3Multiplication.__module__
+
+        def forward(self, z, mask=None, residual=None):
+            return super().forward(z, mask) + residual
+    Fork.__name__ = "TriangleMultiplicativeUpdate"
+    wider = LAYERS["Boltz attention"]()
+    wider.extra = nn.Linear(2, 2)
+    for layer, name in ((Fork(C, C), "'residual'"), (wider, "'extra.weight'")):
+        model = nn.Sequential(LAYERS["OpenFold, incoming"](), layer)
+        with pytest.raises(ValueError, match=f"has {name}: another release") as caught:
+            patch(model)
+        assert "\n" not in str(caught.value) and not any("forward" in vars(each) for each in model)
+
+
 def test_a_patched_forward_can_be_pickled():
     read = vars(patch_of("Boltz incoming").layers[0])["forward"].read
     assert pickle.loads(pickle.dumps(read)).func is read.func
