@@ -36,8 +36,6 @@ from fusion_lab.training import distributed
 from fusion_lab.training.files import exit_code, require_directory, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
-from fusion_lab.training.options import TrainingConfig
-from fusion_lab.training.program import Settings
 from fusion_lab.training.reading import read_json
 from tiny_openfold_v2 import PROGRAM
 
@@ -104,23 +102,21 @@ class Run:
 
 def figures(summary, gpus):
     found = summary["performance_summary"]
-    ranks = found.get("ranks", dict(by_rank={}))["by_rank"]
     return dict(
         median_ms=1e3 * found["median_batch_time"], p20_ms=1e3 * found["p20_batch_time"],
         p80_ms=1e3 * found["p80_batch_time"], mfu=found["mfu"],
         samples_per_s=gpus * summary["training_params"]["batch_size"] / found["median_batch_time"],
         batch_of_each=summary["training_params"]["batch_size"], final_loss=found["final_loss"],
-        median_ms_by_rank=[1e3 * s for s in ranks.get("median_batch_time", [found["median_batch_time"]])],
-        peak_mb_by_rank=ranks.get("peak_memory_mb", [found["peak_memory_mb"]]))
+        peak_mb=found["peak_memory_mb"])
 
 
 def line(row):
     start = f"{row['name']:3s} {row['gpus']} GPU{'s' * (row['gpus'] > 1):1s}"
     if "failed" in row:
         return f"{start}  failed: {row['failed']}"
-    peaks = " ".join("n/a" if p is None else f"{p:.0f}" for p in row["peak_mb_by_rank"])
+    peak = "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"
     return (f"{start}  {row['median_ms']:8.2f} ms ({row['p20_ms']:.2f}, {row['p80_ms']:.2f})  "
-            f"{row['samples_per_s']:8.1f} samples/s  MFU {100 * row['mfu']:4.1f}%  peaks {peaks} MB")
+            f"{row['samples_per_s']:8.1f} samples/s  MFU {100 * row['mfu']:4.1f}%  peak {peak} MB")
 
 
 def measured(sizes, gpus, flags, steps, together):
@@ -150,8 +146,7 @@ def gains(rows, gpus):
 def all_reduce_times():
     """{bytes: median seconds} of an all-reduce; run in every rank."""
     device = choose_device(os.environ.get("SCALING_DEVICE", "auto"))
-    settings = Settings(PROGRAM.model_config(), TrainingConfig(), PROGRAM.fusion_config())
-    world, found = distributed.begin(settings, device), {}
+    world, found = distributed.begin(device), {}
     for size in BYTES:
         tensor, timer = torch.zeros(size // 4, device=device), PhaseTimer(device)
         for _ in range(25):

@@ -98,7 +98,7 @@ def evaluate(trainer, source, stop=None, final=False):
         for group, proteins in source.evaluation().items():
             results[group] = {}
             for name, batch in proteins:
-                if trainer.world.agreed(bool(stop) and stop.signal is not None):
+                if stop and stop.signal is not None:
                     break
                 tokens = batch["target_tokens"][0]
                 batch = to_device(batch, trainer.device)
@@ -112,7 +112,7 @@ def evaluate(trainer, source, stop=None, final=False):
                                             p_l2_long=None if math.isnan(far) else far,
                                             lddt=distance_lddt(distances, coords, coord_mask),
                                             tm_score=distance_tm_score(distances, coords, coord_mask))
-                if directory and group == "held_out" and trainer.world.first:
+                if directory and group == "held_out":
                     write_map(os.path.join(directory, stems[name]), name, source.structure(name), tokens,
                               (probability, distances, coords, coord_mask))
     return results
@@ -168,12 +168,11 @@ def draw_one(trainer, source, held_out):
     with evaluating(trainer.model):
         output = trainer.model(**batch)
     probability, distances = output["contact_probability"][0], output["distances"][0]
-    if trainer.world.first:
-        path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
-        for suffix in SUFFIXES:
-            set_aside(path + suffix)
-        write_map(path, name, source.structure(name), tokens, (probability, distances, coords, coord_mask))
-        print(f"Its contact map: {path}.png, the numbers {path}.tsv")
+    path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
+    for suffix in SUFFIXES:
+        set_aside(path + suffix)
+    write_map(path, name, source.structure(name), tokens, (probability, distances, coords, coord_mask))
+    print(f"Its contact map: {path}.png, the numbers {path}.tsv")
 
 
 def require_plots(settings, source):

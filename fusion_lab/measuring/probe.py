@@ -95,7 +95,7 @@ def warm_up(trainer, source, stop=None):
     with trainer.preserved():
         with while_captured(trainer):
             for _ in range(steps):
-                if stop and trainer.world.heard(stop.signal) is not None:
+                if stop and trainer.world.any(stop.signal) is not None:
                     break
                 started = time.perf_counter()
                 trainer.step(batch).item()

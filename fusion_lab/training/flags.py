@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         near = unknown and ([name for name in known if name.startswith(unknown[1])]
                             or difflib.get_close_matches(unknown[1], known, 1))
         meant = f"; did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: error: {message}{meant}\n" if torchrun.first() else None)
+        self.exit(2, f"{self.prog}: error: {message}{meant}\n")
 
 
 def whole_number(low=1):

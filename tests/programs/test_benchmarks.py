@@ -3,7 +3,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import types
@@ -103,7 +102,6 @@ def test_scaling(tmp_path):
     assert [kind for kind, *_ in found["gains"]] == ["weak, A"]
     for row in found["rows"]:
         assert row["samples_per_s"] == pytest.approx(1e3 * row["gpus"] * 2 / row["median_ms"])
-        assert len(row["peak_mb_by_rank"]) == row["gpus"]
     assert found["link"]["latency_s"] > 0 and found["predicted_share"]["A"].keys() == {"2", "8", "64"}
     assert "Predicted, not measured" in done.stdout
 
@@ -318,39 +316,6 @@ def test_real_families_looks_at_the_step_that_validation_chose():
     assert found["interval"] == [0.1, 0.6] and found["mean"] == pytest.approx(1.1 / 3)
 
 
-@pytest.mark.parametrize("longest", [600, 1000, 1100, 1190, 2000])
-def test_the_longest_protein_is_found_in_few_trials(longest, tmp_path):
-    """The memory of two short ones promises 1159 residues; really so many fit."""
-    import measure_long
-    asked = types.SimpleNamespace(lengths=[64, 256, 512], trials=4, stride=8, limit=1.0, quick=False,
-                                  out=tmp_path)
-    tried = []
-
-    def launch(part, ranks, lengths, steps):
-        tried.append(lengths)
-        return [dict(length=n, ranks=ranks, part=part, peak_mb=100 + n * n * 6.6e-4) if n <= longest else
-                dict(length=n, ranks=ranks, part=part, out_of_memory=True, reason="out of memory")
-                for n in lengths]
-    measurement = measure_long.Measurement(asked, dict(rows=[], seconds=[]))
-    measurement.launch = launch
-    measurement.longest(2)
-    rows = json.loads((tmp_path / "long.json").read_text())["rows"]
-    trials = [row for row in rows if row.get("trial")]
-    assert tried[0] == [256, 512] and len(trials) == len(tried) - 1 <= 4
-    fit = max(row["length"] for row in trials if "peak_mb" in row)
-    assert all(row["length"] % 8 == 0 for row in trials) and fit <= longest
-    assert fit > 0.9 * min(longest, 1159)
-    assert any(str(fit) in line for line in measure_long.findings(rows))
-
-
-def test_the_longest_protein_is_one_that_was_no_trial():
-    import measure_long
-    rows = [dict(length=n, ranks=2, part="longest", peak_mb=n) for n in (16, 32)]
-    rows += [dict(length=64, ranks=2, part="longest", trial=True, out_of_memory=True)]
-    assert measure_long.findings(rows) == ["Longest S that trains on 2: 32; 64 does not fit."]
-    assert measure_long.findings(rows[:2]) == ["Longest S that trains on 2: 32; nothing longer was tried."]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("program, flags, code, words", [
     ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
@@ -364,73 +329,6 @@ def test_what_benchmarks_refuse(program, flags, code, words, tmp_path):
     done = run(program, *(str(tmp_path) if flag == "OUT" else flag for flag in flags.split()))
     assert done.returncode == code and words in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def waiting_workers(tmp_path, monkeypatch):
-    """(a measurement whose workers sleep, those that it started)"""
-    import measure_long
-    begun, popen = [], subprocess.Popen
-    monkeypatch.setattr(measure_long.subprocess, "Popen", lambda command, **how: begun.append(
-        popen(["sleep", "60"], **how)) or begun[-1])
-    asked = types.SimpleNamespace(lengths=[8, 16], ranks=[1, 2], steps=1, limit=0, quick=True, patience=60,
-                                  out=tmp_path)
-    return measure_long.Measurement(asked, dict(rows=[], seconds=[])), begun
-
-
-@pytest.mark.parametrize("stopped", ["has_compiled", "text_of"])
-def test_a_measurement_that_is_stopped_ends_its_workers(stopped, tmp_path, monkeypatch):
-    """They held 60 GB of each GPU, and what came after was measured beside them."""
-    import measure_long
-    measurement, begun = waiting_workers(tmp_path, monkeypatch)
-
-    def stop(_):
-        raise SystemExit(143)
-    monkeypatch.setattr(measure_long, "has_compiled", lambda started: True)
-    monkeypatch.setattr(measure_long, stopped, stop)
-    measurement.arguments.patience = 0.1
-    with pytest.raises(SystemExit):
-        measurement.in_turn(["compiled"])
-    assert len(begun) == 4 and all(process.wait(10) == -signal.SIGTERM for process in begun)
-
-
-def test_what_ran_out_of_memory_beside_others_is_measured_alone(tmp_path, monkeypatch):
-    import measure_long
-    measurement, _ = waiting_workers(tmp_path, monkeypatch)
-    monkeypatch.setattr(measure_long, "has_compiled", lambda started: True)
-    measurement.rows = lambda started: [dict(length=started.lengths[0], ranks=started.ranks,
-                                             out_of_memory=started.ranks == 2)]
-    measurement.launch = lambda part, ranks, lengths, steps: [dict(ranks=ranks, alone=part)]
-    monkeypatch.setattr(measurement, "write", lambda: None)
-    measurement.in_turn(["ultra"])
-    assert [row.get("alone") for row in measurement.result["rows"]] == [None, None, "ultra", "ultra"]
-
-
-def test_the_table_of_long_proteins_compares_with_one_gpu():
-    import measure_long
-    times = dict(median_ms=10.0, p20_ms=9.0, p80_ms=11.0, peak_mb=500.0, length=768, part="steps")
-    rows = [dict(times, ranks=1), dict(times, ranks=2, median_ms=8.0, peak_mb=275.0,
-                                       collectives_ms={"all-gather": 1.0, "all-to-all": 1.0})]
-    _, one, two = measure_long.table(rows)
-    assert one[4] == "" and two[4] == "1.25x" and two[6] == "0.55" and two[7] == "2.00 (25%)"
-    assert measure_long.findings(rows) == ["Peak at S 768 on two GPUs (steps): 0.55 of one's; "
-                                           "goal at 768: 0.6."]
-
-
-@pytest.mark.slow
-def test_long_proteins(tmp_path):
-    done = run("measure_long.py", "--quick", "--lengths", 16, "--steps", 2,
-               "--only", "accuracy|steps|ultra", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr + done.stdout
-    rows = json.loads((tmp_path / "long.json").read_text())["rows"]
-    assert [(row["part"], row["ranks"]) for row in rows] == [
-        ("accuracy", 2), ("steps", 1), ("steps", 2), ("ultra", 1), ("ultra", 2)]
-    assert rows[0]["accurate"]
-    assert all(0 < row["peak_mb"] and 0 < row["median_ms"] for row in rows[1:])
-    assert set(rows[2]["collectives_ms"]) >= {"all-gather", "all-to-all", "all-reduce"}
-    done = run("measure_long.py", "--quick", "--lengths", 8, 64, "--steps", 2, "--only", "steps",
-               "--ranks", 1, "--limit", 5e-3, "--out", tmp_path)
-    short, long = json.loads((tmp_path / "long.json").read_text())["rows"]
-    assert short["peak_mb"] < 5 and long["out_of_memory"] and long["reason"] == "out of memory"
 
 
 def test_everything_goes_on_where_one_program_fails(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,6 @@ import pytest
 import tiny_openfold_v2 as tof
 from fusion_lab.training import flags
 from fusion_lab.training.flags import (
-    Parser,
     contradictions,
     make_parser,
     named_program,
@@ -48,8 +47,6 @@ def refusal(words, capsys, program=tof.PROGRAM, parser=PARSER):
     ("--retune --save-checkpoint x", "argument --save-checkpoint: belongs to training, not to --retune"),
     ("--compare-fusion --compare-with-v1 x",
      "argument --compare-with-v1: belongs to training, not to --compare-fusion"),
-    ("--verify-accuracy --sequence-parallel 2",
-     "argument --sequence-parallel: belongs to training, not to --verify-accuracy"),
     ("--validate-setup --enable-memory-profiling",
      "argument --enable-memory-profiling: belongs to training, not to --validate-setup"),
     ("--contacts x --demo", "argument --demo: not with --contacts, which takes --structure, --query, "),
@@ -129,13 +126,6 @@ def test_what_converters_take(convert, taken, refused):
     for text in refused:
         with pytest.raises(argparse.ArgumentTypeError, match=": (must be|no regular expression)"):
             convert(text)
-
-
-def test_one_rank_of_several_says_what_is_wrong(monkeypatch, capsys):
-    monkeypatch.setattr(flags.torchrun, "first", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        Parser(prog="x").parse_args(["--y"])
-    assert ended.value.code == 2 and capsys.readouterr().err == ""
 
 
 RETIRED = {  # flags of switches that went: what is on, what is said of the last one
