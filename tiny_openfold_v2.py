@@ -126,10 +126,10 @@ from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import master_weights
 from fusion_lab.training.models import load_weights
 from proteins import batches as proteins
-from proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction, splitting
+from proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
 from proteins.costs import costs, statistics
 from proteins.files import TOKENS
-from proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead
+from proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead, mean
 from proteins.seam import attention_in_words, defined, move_kinks_away, start_lines
 
 # --------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class OuterProductMean(PackedProjections):
     def products(self, left, right):
         """output_proj of the sum over rows n of left[n, i, c] right[n, j, d]: (B, S, S, c_z)."""
         if self.reassociates(right):  # the weight meets right first: no (S, S, h * h) tensor is made
-            return self.project_right_first(left, right, self.output_weight())
+            return self.project_right_first(left, right)
         outer = torch.einsum("bnic,bnjd->bijcd", left, right)  # (B, S, S, h, h), the largest one here
         return self.output_proj(outer.flatten(-2))
 
@@ -307,14 +307,11 @@ class OuterProductMean(PackedProjections):
         return (self.fusion.reassociates(*sides.shape[:3])
                 and not (bound_by_multiplications and 2 * sides.shape[1] > sides.shape[3]))
 
-    def output_weight(self):
-        h = int(self.output_proj.in_features ** 0.5)
-        return self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
-
-    def project_right_first(self, left, right, weight):
+    def project_right_first(self, left, right):
         """The same sums in another order. The tensor between is h * N / S times the pair tensor, instead of
         h * h / c_z times."""
         updates, h = [], left.shape[-1]
+        weight = self.output_proj.weight.unflatten(1, (h, h)).permute(1, 2, 0)  # (c, d, c_z)
         for a, b in zip(left, right, strict=True):  # (N, S, h); sample by sample no operand is copied
             # projected[c, n, j] = sum over d of weight[c, d] b[n, j, d]
             projected = torch.bmm(b.flatten(0, 1).expand(h, -1, -1), weight)  # (h, N * S, c_z)
@@ -526,7 +523,8 @@ class TinyOpenFoldV2(nn.Module):
 
     def heads(self, msa, pair, msa_targets, coords, coord_mask, only_loss=False, orientations=None):
         """What forward returns, from the last block's output."""
-        result, terms, logits = {}, [], self.symmetric(self.distogram_head(pair))  # (B, S, S, 64), a bin each
+        result, terms, logits = {}, [], self.distogram_head(pair)  # (B, S, S, 64), a bin each
+        logits = logits + logits.transpose(1, 2)
         logits = logits.to(at_least_float32(logits.dtype))
         if not only_loss:  # not differentiated beside a distogram loss
             with torch.set_grad_enabled(torch.is_grad_enabled() and coords is None):
@@ -537,30 +535,24 @@ class TinyOpenFoldV2(nn.Module):
         if coords is not None:
             bins, known = self.distogram_targets(coords, coord_mask)  # (B, S, S)
             nll = F.cross_entropy(logits.flatten(0, 2), bins.flatten(), reduction="none").view_as(known)
-            result["distogram_loss"] = self.mean((nll * known).sum(-1), known.sum(-1))  # S * S is slow
+            result["distogram_loss"] = mean((nll * known).sum(-1), known.sum(-1))  # S * S is slow
             terms.append(result["distogram_loss"])
-        result |= self.orientation_head(self, pair, orientations, only_loss) if self.orientation_head else {}
+        result |= self.orientation_head(pair, orientations, only_loss) if self.orientation_head else {}
         if "orientation_loss" in result:
             terms.append(ORIENTATION_WEIGHT * result["orientation_loss"])
         if msa_targets is not None:
             letter_logits = self.masked_msa_head(msa).flatten(0, 2).to(logits.dtype)  # (B * N * S, 23)
             nll = F.cross_entropy(letter_logits, msa_targets.flatten(), reduction="sum")
-            result["masked_msa_loss"] = self.mean(nll, msa_targets >= 0)
+            result["masked_msa_loss"] = mean(nll, msa_targets >= 0)
             terms.append(MASKED_MSA_WEIGHT * result["masked_msa_loss"])
         if terms:  # means over loss_counts() each: several processes weigh them by that
             result |= dict(loss=sum(terms[1:], terms[0]), loss_terms=torch.stack(terms))
         return result
 
-    def symmetric(self, logits):  # this and the next two: methods, because they are a twin's to change
-        return logits + logits.transpose(1, 2)
-
     def distogram_targets(self, coords, coord_mask):
         """Bins of the true distances, and which are known, (B, S, S) each."""
         distances = (coords[:, :, None] - coords[:, None]).norm(dim=-1)
         return torch.bucketize(distances, self.breaks), coord_mask[:, :, None] * coord_mask[:, None]
-
-    def mean(self, nll, asked):
-        return nll.sum() / asked.sum().clamp(min=1)
 
     @staticmethod
     def loss_counts(msa_targets=None, coords=None, coord_mask=None, orientations=None, **_):
@@ -589,19 +581,16 @@ class Trainer:
     """A model with its optimizer and gradient scaler: the state of a run, and one step of it. Whoever makes
     one calls process_settings() first."""
 
-    def __init__(self, program, settings, device):
-        self.program, self.settings, self.device = program, settings, device
-        self.training, fusion, self.world = settings.training, settings.fusion, distributed.world()
+    def __init__(self, program, settings, device, world=distributed.ALONE):
+        self.program, self.settings, self.device, self.world = program, settings, device, world
+        self.training, fusion = settings.training, settings.fusion
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
         self.world.reseed(self.training.seed)
-        if self.world.sequence_size > 1:
-            program.split(self.model, self.world.mesh["sequence"].get_group())
         self.amp_dtype = amp_dtype(self.training, device)
         graphs = fusion.enable_cuda_graphs and device.type == "cuda"
         low = self.amp_dtype if fusion.enable_master_weights else None
-        self.masters = master_weights(self.model, low, self.training.shard_optimizer, self.world,
-                                      fusion.enable_triton_adamw)
+        self.masters = master_weights(self.model, low, world, fusion.enable_triton_adamw)
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
         self.optimizer = recipe.optimizer(self.updated, self.training, self.masters, graphs)
         self.average = recipe.average(self.updated, self.training.ema_decay)
@@ -613,9 +602,9 @@ class Trainer:
 
     @property
     def weights(self):
-        """{parameter name: what the optimizer updates}; of several ranks all must ask."""
+        """{parameter name: what the optimizer updates}"""
         masters = self.masters
-        return masters.views(masters.whole(masters.flat)) if masters else dict(self.model.named_parameters())
+        return masters.views(masters.flat) if masters else dict(self.model.named_parameters())
 
     def forward(self, batch):
         cast = self.amp_dtype is not None and not (self.masters and self.masters.low.dtype == self.amp_dtype)
@@ -649,9 +638,12 @@ class Trainer:
         mark()
         if self.masters:
             self.masters.take_gradients()
-        loss = self.world.reduce(self.updated, loss, self.masters)
+        loss = loss.detach()
+        self.world.add_up([loss, *(weight.grad for weight in self.updated if weight.grad is not None)])
         self.scaler.unscale_(self.optimizer)
-        self.gradient_norm.copy_(self.world.clip(self.updated, self.training.grad_clip, self.masters))
+        limit = self.training.grad_clip
+        self.gradient_norm.copy_(self.masters.clip(limit) if self.masters else
+                                 torch.nn.utils.clip_grad_norm_(self.updated, limit))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -666,7 +658,7 @@ class Trainer:
 
     def averaged(self):
         """Within, the model has the weights to be evaluated: averaged ones, if there are."""
-        return self.average.swapped_in(self.publish, self.world) if self.average else contextlib.nullcontext()
+        return self.average.swapped_in(self.publish) if self.average else contextlib.nullcontext()
 
     def preserved(self):
         """Whatever runs within leaves weights, optimizer, scaler and random numbers as they were."""
@@ -676,12 +668,12 @@ class Trainer:
 def run_steps(trainer, source, profiling, found, stop, metrics):
     """The measured steps. Returns (losses, (steps, 4) seconds for data, forward, backward, optimizer,
     evaluations by step)."""
-    training, device = trainer.training, trainer.device
+    training, device, world = trainer.training, trainer.device, trainer.world
     timer = PhaseTimer(device, ("data", "forward", "backward", "optimizer"), profiling.enter, profiling.leave)
     losses, checked, stopping, evaluations = [], 0, False, Evaluations(trainer, source, metrics)
     steps = range(trainer.step_number, training.num_steps)
-    supply = batches(source, steps, device, trainer.world)
-    with tqdm(total=training.num_steps, initial=steps.start, disable=not trainer.world.first or None,
+    supply = batches(source, steps, device, world)
+    with tqdm(total=training.num_steps, initial=steps.start, disable=not world.first or None,
               unit="step", leave=False) as bar:
         for step in steps:
             if evaluations.owed() and not stopping:  # after the step before, which may be an earlier run's
@@ -697,22 +689,24 @@ def run_steps(trainer, source, profiling, found, stop, metrics):
             metrics.step(done, losses[-1], trainer)
             profiling.step()
             bar.update()
-            stopping = trainer.world.heard(stop.signal) is not None  # read once: it may come at any moment
+            saving = training.save_every and done % training.save_every == 0
+            logging = done % training.log_every == 0 or done == steps.stop
+            waits = logging or saving or evaluations.owed() or device.type == "cpu"  # for the GPU
+            if waits or world.size == 1:  # ranks end after the same step, so they ask each other
+                stopping = world.any(stop.signal) is not None  # read once: it may come at any moment
             ending = stopping or done == steps.stop
-            saving = training.save_every and done % training.save_every == 0 and not ending
-            logging = ending or done % training.log_every == 0
-            if logging or saving or evaluations.owed() or device.type == "cpu":
-                with trainer.world.waiting():  # a captured collective has no time limit of its own
-                    checked = reporting.require_finite(losses, checked, steps.start)
+            saving, logging = saving and not ending, logging or ending
+            if waits or ending:
+                checked = reporting.require_finite(losses, checked, steps.start)
             if logging or saving:
                 metrics.flush()  # before a checkpoint, so that no step is in that alone
             if logging:
                 times = timer.seconds()[-training.log_every:].sum(axis=1)
                 bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
-                                              peak_megabytes(device, found), trainer.world), file=sys.stdout)
+                                              peak_megabytes(device, found), world.size), file=sys.stdout)
             if saving:
                 save(trainer, training.save_checkpoint)
-    stop.signal = trainer.world.settled(stop.signal)
+    stop.signal = world.any(stop.signal)
     if training.save_checkpoint:
         save(trainer, training.save_checkpoint)
     return [loss.item() for loss in losses], timer.seconds(), evaluations
@@ -723,12 +717,12 @@ def train(program, settings, compare_with=None):
     training, name = settings.training, program.result("performance_summary")
     earlier = summary.read_summary(compare_with) if compare_with else None
     device = choose_device(training.device)
-    world = distributed.begin(settings, device)
+    world = distributed.begin(device)
     process_settings(settings, device)
     require_score(program, training)
-    source = program.open_source(world.whole(settings))
+    source = program.open_source(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     program.before_training(settings, source)
-    trainer = program.trainer(program, settings, device)
+    trainer = program.trainer(program, settings, device, world)
     if training.resume:
         load_run(trainer, training.resume, source)
     elif training.init_from:
@@ -745,7 +739,8 @@ def train(program, settings, compare_with=None):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         left = training.num_steps - trainer.step_number
-        with turns.turn(), Profiling(profiler, device, trainer.model.sublayers(), found, left) as profiling:
+        recorded = profiler if world.first else type(profiler)()
+        with turns.turn(), Profiling(recorded, device, trainer.model.sublayers(), found, left) as profiling:
             losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
         with unmeasured_memory(device, found):
             result = summary.summarise(trainer, found, losses, times, evaluations.by_step)
@@ -759,10 +754,10 @@ def train(program, settings, compare_with=None):
                     if profiler.enable_pytorch_profiler else None)
         reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], evaluations)
         with trainer.averaged():
-            if world.data_rank == 0:
+            if world.first:
                 program.closing(trainer, source, evaluations.by_step)
     summary.print_summary(result, path, settings)
-    ended_by = world.from_first(lambda: stop.signal)
+    ended_by = world.from_first(lambda: stop.signal)  # for which the others wait: all leave together
     return 128 + ended_by if ended_by is not None else 0
 
 
@@ -774,7 +769,7 @@ def train(program, settings, compare_with=None):
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
     open_source=proteins.open_source, check_batch=proteins.masked_batch, in_a_step=dict(only_loss=True),
-    defined=defined, split=splitting.split_over, shake=move_kinks_away, sublayers=SUBLAYERS, costs=costs,
+    defined=defined, shake=move_kinks_away, sublayers=SUBLAYERS, costs=costs,
     blocks=lambda settings: settings.model.num_blocks, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
     statistics=lambda settings: statistics(settings.fusion, settings.model.num_blocks),
     before_training=contacts.require_plots, start_lines=start_lines, evaluate=contacts.evaluate,

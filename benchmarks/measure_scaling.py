@@ -91,23 +91,21 @@ class Run:
 
 def figures(summary, gpus):
     found = summary["performance_summary"]
-    ranks = found.get("ranks", dict(by_rank={}))["by_rank"]
     return dict(
         median_ms=1e3 * found["median_batch_time"], p20_ms=1e3 * found["p20_batch_time"],
         p80_ms=1e3 * found["p80_batch_time"], mfu=found["mfu"],
         samples_per_s=gpus * summary["training_params"]["batch_size"] / found["median_batch_time"],
         batch_of_each=summary["training_params"]["batch_size"], final_loss=found["final_loss"],
-        median_ms_by_rank=[1e3 * s for s in ranks.get("median_batch_time", [found["median_batch_time"]])],
-        peak_mb_by_rank=ranks.get("peak_memory_mb", [found["peak_memory_mb"]]))
+        peak_mb=found["peak_memory_mb"])
 
 
 def line(row):
     start = f"{row['name']:3s} {row['gpus']} GPU{'s' * (row['gpus'] > 1):1s}"
     if "failed" in row:
         return f"{start}  failed: {row['failed']}"
-    peaks = " ".join("n/a" if p is None else f"{p:.0f}" for p in row["peak_mb_by_rank"])
+    peak = "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"
     return (f"{start}  {row['median_ms']:8.2f} ms ({row['p20_ms']:.2f}, {row['p80_ms']:.2f})  "
-            f"{row['samples_per_s']:8.1f} samples/s  MFU {100 * row['mfu']:4.1f}%  peaks {peaks} MB")
+            f"{row['samples_per_s']:8.1f} samples/s  MFU {100 * row['mfu']:4.1f}%  peak {peak} MB")
 
 
 def measured(sizes, gpus, flags, steps, together):

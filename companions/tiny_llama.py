@@ -318,10 +318,10 @@ def load_llama(model, path):
 class LlamaTrainer(Trainer):
     """Begins with --weights."""
 
-    def __init__(self, program, settings, device):
-        super().__init__(program, settings, device)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         if self.training.weights:
-            plain = TinyLlama(settings.model, program.fusion_config.preset(False))
+            plain = TinyLlama(self.settings.model, self.program.fusion_config.preset(False))
             load_llama(plain, self.training.weights)
             put(self, plain.state_dict())
             self.average = average(self.updated, self.training.ema_decay)

@@ -80,7 +80,7 @@ def evaluate(trainer, source, stop=None, final=False):
         for group, proteins in source.evaluation().items():
             results[group] = {}
             for name, batch in proteins:
-                if trainer.world.agreed(bool(stop) and stop.signal is not None):
+                if stop and stop.signal is not None:
                     break
                 if batch["coord_mask"].sum() <= SEPARATION:
                     continue
@@ -90,7 +90,7 @@ def evaluate(trainer, source, stop=None, final=False):
                 results[group][name] = dict(contact_precision(probability, *known),
                                             p_l2_long=None if math.isnan(far) else far,
                                             lddt=distance_lddt(distances, *known))
-                if directory and group == "held_out" and trainer.world.first:
+                if directory and group == "held_out":
                     write_map(os.path.join(directory, name), name, source.structure(name), tokens, arrays)
     return results
 
@@ -132,12 +132,11 @@ def closing(trainer, source, evaluations):
         name, batch = next((n, b) for n, b in source.evaluation()["held_out"] if n in held_out)
         with evaluating(trainer.model):
             tokens, arrays = predicted(trainer.model, batch, trainer.device)
-        if trainer.world.first:
-            path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
-            for suffix in SUFFIXES:
-                set_aside(path + suffix)
-            write_map(path, name, source.structure(name), tokens, arrays)
-            print(f"A contact map: {path}.png, the numbers {path}.tsv")
+        path = os.path.join(trainer.settings.profiler.profile_dir, "contacts")
+        for suffix in SUFFIXES:
+            set_aside(path + suffix)
+        write_map(path, name, source.structure(name), tokens, arrays)
+        print(f"A contact map: {path}.png, the numbers {path}.tsv")
     mean = means(held_out)
     print(f"In words: after step {trainer.step_number}, {100 * mean['p_l2']:.0f}% of the residue pairs that "
           f"the model is surest of do touch, in {counted(len(held_out), 'protein')} it never saw; "

@@ -1,4 +1,4 @@
-"""Fast twins of the Evoformer's layers: Triton kernels, recomputation, samples that several ranks share.
+"""Fast twins of the Evoformer's layers: Triton kernels and recomputation.
 
 The model (tiny_openfold_v2.py) is plain: a sub-layer returns its update, and the block adds it. A twin stands
 before the plain class, `class Fast(Twin, Plain)`, so super() is the plain one. It has the same parameters,
@@ -6,38 +6,34 @@ hooks, random numbers and checkpoints, and another forward.
 Called with `onto`, a twin returns that tensor with its update added, because a kernel can add on its way out.
 Kernels run where they take what they are given (device, dtype, width); elsewhere the plain code runs.
 
-`swap_in_twins` swaps the classes of a block where fusion or ranks ask for it, and else changes nothing. Plain
+`swap_in_twins` swaps the classes of a block where fusion asks for it, and else changes nothing. Plain
 classes are those of the model, also where they are named Fused; their twins in use are named Fast.
-Letters in shape comments are the model's; K ranks share a sample.
+Letters in shape comments are the model's.
 """
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from fusion_lab.kernels import dispatch
 from fusion_lab.kernels.library.custom_gradients import recomputed
-from fusion_lab.kernels.library.exchanges import ALONE, Ranks
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What fusion and ranks ask of a twin; the defaults ask for nothing."""
+    """What fusion asks of a twin; the defaults ask for nothing."""
     attention: bool = False  # kernels, by sub-layer
     triangle_multiplication: bool = False
     outer_product_mean: bool = False
     transition: bool = False
     recompute: bool = False  # in backward, what backward needs of a sub-layer, instead of keeping it
-    ranks: Ranks = ALONE  # those that share every sample
 
     @classmethod
-    def of(cls, fusion, ranks=ALONE):
-        """From a FusionConfig. --attention-backend NAME turns the kernels of attention off. Two kernels read
-        whole pair tensors, of which each of several ranks has a part."""
-        auto, alone = fusion.enable_flash_attention and fusion.attention_backend == "auto", ranks.size == 1
+    def of(cls, fusion):
+        """From a FusionConfig. --attention-backend NAME turns the kernels of attention off."""
+        auto = fusion.enable_flash_attention and fusion.attention_backend == "auto"
         return cls(attention=fusion.enable_triton_attention and auto,
-                   triangle_multiplication=fusion.enable_triton_triangle and alone,
-                   outer_product_mean=fusion.enable_triton_outer_layout and alone,
-                   transition=fusion.enable_triton_relu,
-                   recompute=fusion.enable_selective_checkpointing, ranks=ranks)
+                   triangle_multiplication=fusion.enable_triton_triangle,
+                   outer_product_mean=fusion.enable_triton_outer_layout,
+                   transition=fusion.enable_triton_relu, recompute=fusion.enable_selective_checkpointing)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -87,7 +83,6 @@ class AttentionTwin(SubLayerTwin):
 
     def attention(self, x, axis, key_mask=None, bias=None):
         """The plain one; where only its heads fit, our kernel between the library's projections."""
-        bias = bias if bias is None else self.plan.ranks.gather(bias, 2)  # (B, H, L / K, L) -> (B, H, L, L)
         if not (self.plan.attention and dispatch.takes_attention(x, self.heads)):
             return super().attention(x, axis, key_mask, bias)
         wide = getattr(self, "qkv_gate_proj", None)  # its result lacks the gate's bias: the kernel adds that
@@ -112,7 +107,7 @@ class RowAttentionTwin(AttentionTwin):
         return self.bias(pair), pair
 
     def by_kernel(self, msa, bias, seq_mask=None, onto=None, drop=None):
-        return self.layer(msa, 2, seq_mask, onto, drop, self.plan.ranks.gather(bias, 2))
+        return self.layer(msa, 2, seq_mask, onto, drop, bias)
 
     def by_library(self, msa, bias, seq_mask=None):
         return self.attention(self.layer_norm(msa), 2, seq_mask, bias)
@@ -126,11 +121,8 @@ class ColumnAttentionTwin(AttentionTwin):
 class TriangleAttentionTwin(AttentionTwin):
     def by_kernel(self, pair, seq_mask=None, onto=None, drop=None):
         # given bias_proj, the kernels project the bias and, for axis 1, read it transposed
-        axis, bias, bias_proj = 2 if self.starting else 1, None, self.triangle_bias_proj
-        if self.plan.ranks.size > 1:  # the kernel projects biases of whole pair tensors alone
-            bias, bias_proj = dispatch.head_bias(bias_proj, pair, self.layer_norm)[0], None
-            bias = self.plan.ranks.gather(bias if self.starting else bias.mT, 2)
-        return self.layer(pair, axis, seq_mask, onto, drop, bias, bias_proj)
+        return self.layer(pair, 2 if self.starting else 1, seq_mask, onto, drop,
+                          bias_proj=self.triangle_bias_proj)
 
 
 class TransitionTwin(SubLayerTwin):
@@ -183,14 +175,9 @@ class OuterProductMeanTwin(SubLayerTwin):
         return update if onto is None else onto + update, msa
 
     def products(self, left, right):
-        """The plain ones. right (B, N, S / K, h) is gathered; the outer product is recomputed if asked."""
-        right = self.plan.ranks.gather(right, 2)  # (B, N, S, h)
-        if not self.reassociates(right):
-            return recomputed(self.plan.recompute, super().products, left, right)
-        if self.plan.ranks.size == 1:
-            return super().products(left, right)
-        # sides exchanged, so that the weight meets a rank's own part alone: (B, S, S / K, c_z), turned back
-        return self.project_right_first(right, left, self.output_weight().transpose(0, 1)).transpose(1, 2)
+        """The plain ones; the outer product is recomputed if asked."""
+        recompute = self.plan.recompute and not self.reassociates(right)
+        return recomputed(recompute, super().products, left, right)
 
 
 class TriangleMultiplicationTwin(SubLayerTwin):
@@ -202,14 +189,6 @@ class TriangleMultiplicationTwin(SubLayerTwin):
             pair, self.layer_norm, *self.packed(*self.SIDES, *self.GATES), self.center_norm, self.output_proj,
             self.output_gate, seq_mask, self.outgoing, onto, drop, self.plan.recompute)
 
-    def product(self, left, right, seq_mask=None):
-        if self.plan.ranks.size == 1:
-            return super().product(left, right, seq_mask)
-        if seq_mask is not None:  # (B, S): whole for outgoing edges, for incoming ones this rank's k
-            mask = seq_mask[:, None, :] if self.outgoing else self.plan.ranks.own(seq_mask, 1)[:, :, None]
-            left = left * mask.to(left.dtype)
-        return self.plan.ranks.triangle_product(left, right, self.outgoing)  # (c_z, B, S / K, S)
-
 
 # --------------------------------------------------------------------------------------------------------
 # The block and the model
@@ -217,26 +196,18 @@ class TriangleMultiplicationTwin(SubLayerTwin):
 
 
 class BlockTwin:
-    """Alg. 6 with twins: sub-layers add to the residual, two hand on what they read, ranks exchange parts."""
+    """Alg. 6 with twins: sub-layers add to the residual, two hand on what they read."""
 
     def forward(self, msa, pair, seq_mask=None, row_mask=None):
-        """As the plain one. A rank has S / K columns of msa and S / K rows of pair, masks whole. reshard()
-        exchanges columns for rows, so that attention finds its axis whole. Dropout's factors have size 1
-        along the axis that is split, and ranks of one sample draw the same."""
-        ranks, rows = self.plan.ranks, msa.shape[1]
         along_1, along_2 = (partial(self.dropout_factors, dim=dim) for dim in (1, 2))
-        msa = ranks.reshard(msa, 2, 1)  # (B, N / K, S, c_m)
         msa, pair = self.msa_row_attention(msa, pair, seq_mask, onto=msa, dropout_factors=along_1)
-        msa = ranks.reshard(msa, 1, 2, rows)  # (B, N, S / K, c_m)
         msa = self.msa_column_attention(msa, row_mask, onto=msa)
         msa = self.msa_transition(msa, onto=msa)
-        pair, msa = self.outer_product_mean(msa, row_mask, onto=pair)  # (B, S / K, S, c_z)
+        pair, msa = self.outer_product_mean(msa, row_mask, onto=pair)
         pair = self.triangle_mult_outgoing(pair, seq_mask, onto=pair, dropout_factors=along_1)
         pair = self.triangle_mult_incoming(pair, seq_mask, onto=pair, dropout_factors=along_1)
         pair = self.triangle_attn_starting(pair, seq_mask, onto=pair, dropout_factors=along_1)
-        pair = ranks.reshard(pair, 1, 2)  # (B, S, S / K, c_z)
         pair = self.triangle_attn_ending(pair, seq_mask, onto=pair, dropout_factors=along_2)
-        pair = ranks.reshard(pair, 2, 1)  # (B, S / K, S, c_z)
         pair = self.pair_transition(pair, onto=pair)
         return msa, pair
 
@@ -266,15 +237,13 @@ def joined(twin, plain):
 
 
 def swap_in(module, twin, plan=None):
-    """Turn this module into its twin, if it is not one already, and give it this plan."""
-    if not isinstance(module, twin):
-        module.__class__ = joined(twin, type(module))
-    module.plan = plan
+    """Turn this module into its twin, and give it this plan."""
+    module.__class__, module.plan = joined(twin, type(module)), plan
 
 
-def swap_in_twins(block, fusion, ranks=ALONE):
-    """Swap in the twins of a block and of its sub-layers, if a FusionConfig or several ranks ask for any."""
-    plan = Plan.of(fusion, ranks)
+def swap_in_twins(block, fusion):
+    """Swap in the twins of a block and of its sub-layers, if a FusionConfig asks for any."""
+    plan = Plan.of(fusion)
     if plan != Plan():
         swap_in(block, BlockTwin, plan)
         for name, twin in TWINS.items():
@@ -287,16 +256,11 @@ def compiler_options(fusion):
 
 
 def swap_in_model_twin(model):
-    """Recompute whole blocks, if the model's FusionConfig asks for that. Exempt the last sub-layers from what
-    their twins recompute."""
+    """Recompute whole blocks, if the model's FusionConfig asks for that."""
     if model.fusion.enable_activation_checkpointing:
         swap_in(model, CheckpointedTwin)
-    exempt_the_last(model)
-
-
-def exempt_the_last(model):
-    """Backward begins with the last block's last two sub-layers. Recomputing them lowers no peak: it comes
-    when everything else is still kept."""
+    # Backward begins with the last block's last two sub-layers. Recomputing them lowers no peak: it comes
+    # when everything else is still kept.
     for layer in (model.blocks[-1].triangle_attn_ending, model.blocks[-1].pair_transition):
         if isinstance(layer, SubLayerTwin):
             layer.plan = replace(layer.plan, recompute=False)

@@ -99,7 +99,6 @@ class TritonSwitches(options.Switches):
     def idle(self, settings, on_gpu):
         c, training, found = settings.model, settings.training, super().idle(settings, on_gpu)
         asked = self.attention_backend if self.enable_flash_attention else "math"
-        shared = training.sequence_parallel > 1  # a GPU has a part of the pair tensor
         found += [text for text, holds in (
             ("--attention-backend is for fused attention",
              self.attention_backend != "auto" and not self.enable_flash_attention),
@@ -109,11 +108,7 @@ class TritonSwitches(options.Switches):
              self.enable_triton_outer_layout
              and self.reassociates(training.batch_size, c.num_seqs, c.seq_len, False)),
             ("triton-weight-gradients needs torch.compile",
-             self.enable_triton_weight_gradients and not self.enable_torch_compile),
-            ("triton-triangle takes whole pair tensors, not a GPU's part of one",
-             self.enable_triton_triangle and shared),
-            ("triton-outer-layout takes whole pair tensors, not a GPU's part of one",
-             self.enable_triton_outer_layout and shared)) if holds]
+             self.enable_triton_weight_gradients and not self.enable_torch_compile)) if holds]
         return found + idle_kernels(self, dict(
             enable_triton_attention=(c.msa_dim // c.msa_heads, c.pair_dim // c.pair_heads),
             enable_triton_triangle=(c.pair_dim,), enable_triton_outer_layout=(c.outer_product_dim,),

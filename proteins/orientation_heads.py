@@ -27,14 +27,14 @@ class OrientationHead(nn.Module):
         nn.init.zeros_(self.projection.weight)
         nn.init.zeros_(self.projection.bias)
 
-    def forward(self, model, pair, bins=None, only_loss=False):
+    def forward(self, pair, bins=None, only_loss=False):
         """pair (B, S, S, c_z); bins (B, S, S, 3), UNKNOWN where nothing is known. Returns a dict: unless
         only_loss, logits omega, theta, phi (B, S, S, bins); with bins, orientation_loss, 0 where none is
-        known. The model has symmetric() and mean(), which do the same for a part of the rows."""
+        known."""
         logits = self.projection(pair)
         logits = logits.to(at_least_float32(logits.dtype))
         omega, theta, phi, _ = logits.split([*BINS.values(), SPARE], dim=-1)
-        found = dict(omega=model.symmetric(omega), theta=theta, phi=phi)
+        found = dict(omega=omega + omega.transpose(1, 2), theta=theta, phi=phi)
         losses = {}
         if bins is not None:
             bins = bins.long()
@@ -42,8 +42,13 @@ class OrientationHead(nn.Module):
                                       reduction="none").view(bins.shape[:3])
                       for i, angle in enumerate(found.values()))
             known = (bins[..., 0] >= 0).to(nll.dtype)  # the same pairs for all three
-            losses["orientation_loss"] = model.mean(nll.sum(-1), known.sum(-1))
+            losses["orientation_loss"] = mean(nll.sum(-1), known.sum(-1))
         return losses if only_loss else found | losses
+
+
+def mean(nll, asked):
+    """A loss over what is asked for; 0 where nothing is."""
+    return nll.sum() / asked.sum().clamp(min=1)
 
 
 def bins_of(backbone):

@@ -93,7 +93,7 @@ def warm_up(trainer, source, stop=None):
           f"{'; the first step compiles, which takes a minute or two' if compiling else ''}", flush=True)
     with trainer.preserved():
         for _ in range(steps):
-            if stop and trainer.world.heard(stop.signal) is not None:
+            if stop and trainer.world.any(stop.signal) is not None:
                 break
             started = time.perf_counter()
             trainer.step(batch).item()

@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from fusion_lab.measuring import roctx
-from fusion_lab.training import distributed, locks
+from fusion_lab.training import locks
 from fusion_lab.training.files import counted, write_json
 from fusion_lab.training.machine import MEGABYTE
 
@@ -54,10 +54,6 @@ class Profiling:
     TRACED_STEPS = 5  # a trace of 50 steps has some hundred MB
 
     def __init__(self, config, device, named_modules, found, num_steps, traced_steps=TRACED_STEPS):
-        world = distributed.world()
-        self.name, config = None, config.of_rank(world.rank, world.size)
-        if world.size > 1:
-            self.name = f"rank{world.rank}"
         self.config, self.device, self.found, self.traced_steps = config, device, found, traced_steps
         self.open_ranges, self.profiler, self.trace = [], None, None  # trace: the file's path, afterwards
         self.earlier = self.traces()
@@ -76,11 +72,11 @@ class Profiling:
                 record_shapes=True, profile_memory=config.enable_memory_profiling, acc_events=True)
 
     def write_trace(self, profiler):
-        torch.profiler.tensorboard_trace_handler(locks.present(self.config.profile_dir), self.name)(profiler)
+        torch.profiler.tensorboard_trace_handler(locks.present(self.config.profile_dir))(profiler)
 
     def traces(self):
         return set(glob.glob(os.path.join(glob.escape(locks.present(self.config.profile_dir)),
-                                          f"{self.name or ''}*.pt.trace.json")))
+                                          "*.pt.trace.json")))
 
     def __enter__(self):
         self.hooks.__enter__()

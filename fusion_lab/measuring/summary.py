@@ -20,12 +20,11 @@ from fusion_lab.training.reporting import print_result
 def summarise(trainer, found, losses, times, evaluations):
     """The content of performance_summary_*.json: found, a run's Findings; losses; times (steps, 4) in s for
     data, forward, backward, optimizer; evaluations by step."""
-    settings, device, program, world = trainer.settings, trainer.device, trainer.program, trainer.world
-    batch_size = settings.training.batch_size * world.data_size
+    settings, device, program, ranks = trainer.settings, trainer.device, trainer.program, trainer.world.size
+    batch_size = settings.training.batch_size * ranks
     peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
     with own_random_numbers(device):
         ceiling = matmul_ceiling(device, trainer.amp_dtype or torch.float32)
-    flops = found.flops / world.sequence_size  # of one rank
     performance = dict(
         total_samples=len(losses) * batch_size, **(of_steps(trainer, losses, times, batch_size) if losses
                                                    else dict.fromkeys(OF_STEPS)),
@@ -33,12 +32,10 @@ def summarise(trainer, found, losses, times, evaluations):
         saved_activation_mb=found.saved_mb, launches_per_step=found.launches,
         launch_kind=launch_kind(device), flops_per_step=found.flops, matmul_ceiling_tflops=ceiling / 1e12)
     median = performance["median_batch_time"]
-    performance.update(achieved_tflops=median and flops / median / 1e12,
-                       mfu=median and flops / median / ceiling)
-    if world.size > 1:
-        performance["ranks"] = figures_of_ranks(world, performance)
+    performance.update(achieved_tflops=median and found.flops / median / 1e12,
+                       mfu=median and found.flops / median / ceiling)
     configs = settings.as_dict()
-    configs["training_params"]["amp_dtype"] = dtype_name(trainer.amp_dtype)
+    configs["training_params"].update(amp_dtype=dtype_name(trainer.amp_dtype), ranks=ranks)
     return dict(version=program.version, timestamp=datetime.now(timezone.utc).isoformat(), **configs,
                 performance_summary=performance, fusion_statistics=program.statistics(settings),
                 **{program.evaluation_name: evaluations}, system_info=system_info(device))
@@ -59,25 +56,9 @@ def of_steps(trainer, losses, times, batch_size):
                                losses[0], losses[-1], statistics.fmean(losses)), strict=True))
 
 
-OF_A_RANK = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_data_time", "avg_forward_time",
-             "avg_backward_time", "avg_optimizer_time", "peak_memory_mb", "achieved_tflops", "mfu")
-
-
-def figures_of_ranks(world, performance):
-    """What differs between ranks, in their order; all must ask. The other figures of a summary are those of
-    the first rank, samples those of all. The optimizer's time has the wait for other ranks in it."""
-    by_rank = world.gather({key: performance[key] for key in OF_A_RANK})
-    peaks, speed = [figures["peak_memory_mb"] for figures in by_rank], performance["avg_training_speed"]
-    return dict(count=world.size, data=world.data_size, sequence=world.sequence_size, backend=world.backend,
-                samples_per_second_per_gpu=speed and speed / world.size,
-                peak_memory_mb_in_all=None if None in peaks else sum(peaks),
-                by_rank={key: [figures[key] for figures in by_rank] for key in OF_A_RANK})
-
-
 HEADLINES = ("first_loss", "final_loss", "avg_loss", "median_batch_time", "p20_batch_time", "p80_batch_time",
              "avg_training_speed", "peak_memory_mb", "launches_per_step", "saved_activation_mb", "mfu",
              "achieved_tflops", "first_step_time", "avg_batch_time", "total_samples")
-OF_RANKS = ("count", "samples_per_second_per_gpu", "peak_memory_mb_in_all")
 
 
 def print_summary(result, path, settings):
@@ -92,10 +73,7 @@ def print_summary(result, path, settings):
                         *(1e3 * figures[f"{q}_batch_time"] for q in ("median", "p20", "p80")))),
                     ("speed", f"{figures['avg_training_speed']:.1f} samples/s"), *rows]
         print("\n".join(f"   {line}" for line in aligned(rows)))
-    headlines = {key: figures[key] for key in HEADLINES}
-    if "ranks" in figures:
-        headlines["ranks"] = {key: figures["ranks"][key] for key in OF_RANKS}
-    headline = dict(version=result["version"], performance_summary=headlines)
+    headline = dict(version=result["version"], performance_summary={key: figures[key] for key in HEADLINES})
     print_result(headline, path, settings)
 
 

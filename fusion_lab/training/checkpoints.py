@@ -5,7 +5,6 @@ from dataclasses import asdict, fields, replace
 
 import torch
 
-from fusion_lab.training.distributed import finally_alone
 from fusion_lab.training.files import FAILED, UserError, printable
 from fusion_lab.training.options import spelled
 from fusion_lab.training.saved import read_saved, say_if_older, write_saved
@@ -17,8 +16,7 @@ def format_of(program):
 
 # Fields that may differ between a run and its continuation without a word.
 OF_A_SESSION = ("num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every",
-                "save_best", "early_stopping", "resume", "init_from", "device", "collective_timeout",
-                "sequence_parallel", "shard_optimizer")
+                "save_best", "early_stopping", "resume", "init_from", "device")
 
 
 def packings(model):
@@ -37,7 +35,7 @@ def optimizer_state(trainer, kind):
     """{parameter name: its tensor of this kind in the optimizer}, zeros where there was no gradient yet."""
     state = trainer.optimizer.state
     if trainer.masters and state:
-        return trainer.masters.views(trainer.masters.whole(state[trainer.masters.flat][kind]))
+        return trainer.masters.views(state[trainer.masters.flat][kind])
     return {name: state[p][kind] if p in state else torch.zeros_like(p)
             for name, p in trainer.weights.items()}
 
@@ -62,7 +60,7 @@ def snapshot(trainer):
                 scaler=trainer.scaler.state_dict(), rng=rng, trained_on=sorted(trainer.trained_on),
                 best=dict(trainer.best), evaluated=trainer.evaluated, ended=trainer.ended,
                 gradient_norm=trainer.gradient_norm.item(), chosen_by=sorted(trainer.chosen_by),
-                training=dict(asdict(trainer.training), ranks=trainer.world.data_size), **average)
+                training=dict(asdict(trainer.training), ranks=trainer.world.size), **average)
 
 
 def averaged(trainer):
@@ -70,16 +68,15 @@ def averaged(trainer):
     if not trainer.average:
         return {}
     tensors = trainer.average.weights
-    named = trainer.masters.views(trainer.masters.whole(tensors[0])) if trainer.masters else dict(
+    named = trainer.masters.views(tensors[0]) if trainer.masters else dict(
         zip(trainer.weights, tensors, strict=True))
     return dict(average=unpacked(trainer.model, dict(named)), averaged_steps=trainer.average.steps)
 
 
 def save(trainer, path):
-    """Write a snapshot(), whole or not at all; of several ranks, which all call this, one does."""
-    whole = snapshot(trainer)
+    """Write a snapshot(), whole or not at all; of several ranks one does."""
     if trainer.world.first:
-        write_saved(path, whole)
+        write_saved(path, snapshot(trainer))
 
 
 @contextlib.contextmanager
@@ -93,7 +90,10 @@ def preserving(trainer):
     scaler = trainer.scaler.state_dict()
     averaged_steps = trainer.average and trainer.average.steps
 
-    def put_back():
+    try:
+        with torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
+            yield
+    finally:
         with torch.no_grad():  # in place, because a captured graph knows these tensors by address
             torch._foreach_copy_(kept, copies)
             for p, state in trainer.optimizer.state.items():
@@ -103,10 +103,6 @@ def preserving(trainer):
             trainer.average.steps = averaged_steps
         trainer.publish()
         trainer.scaler.load_state_dict(scaler)
-
-    with finally_alone(trainer.world, put_back), \
-            torch.random.fork_rng(devices=[trainer.device] if trainer.device.type == "cuda" else []):
-        yield
 
 
 MOST_STEPS = 2 ** 53  # a float counts no further
@@ -211,8 +207,7 @@ def packed(trainer, tensors):
     for module, prefix in packings(trainer.model):
         module.adapt(tensors, prefix)
     if trainer.masters:
-        whole = torch.zeros_like(trainer.masters.low, dtype=trainer.masters.flat.dtype)
-        return [trainer.masters.part(trainer.masters.join(tensors, whole))]
+        return [trainer.masters.join(tensors, torch.zeros_like(trainer.masters.flat))]
     return [tensors[name] for name in trainer.weights]
 
 
@@ -259,7 +254,7 @@ def load_run(trainer, path, source):
     say_if_older(saved, path)
     refuse_what_has_ended(trainer, path, saved.get("ended", True))
     refuse_leaks(saved, source, f"--resume {path}")
-    now = {**asdict(trainer.settings.model), **asdict(trainer.training), "ranks": trainer.world.data_size}
+    now = {**asdict(trainer.settings.model), **asdict(trainer.training), "ranks": trainer.world.size}
     then = {**saved["config"], **saved.get("training", {})}  # older ones have no "training"
     free = {*OF_A_SESSION} - ({"num_steps"} if trainer.training.lr_schedule != "constant" else set())
     different = [f"{name} {printable(then[name]):.200} -> {now[name]}" for name in now

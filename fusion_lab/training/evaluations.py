@@ -59,7 +59,7 @@ class Evaluations:
         it counts for nothing."""
         trainer, program, final = self.trainer, self.trainer.program, step == "final"
         with trainer.averaged(), own_random_numbers(trainer.device):
-            found, signal = trainer.world.together(lambda: (
+            found, signal = trainer.world.from_first(lambda: (
                 program.evaluate(trainer, self.source, stop, final=final), stop.signal))
         self.interrupted = signal is not None
         if self.interrupted:

@@ -19,11 +19,11 @@ def own(batch, rank, size):
 def batch_of(source, step, world):
     """This rank's samples of a step. The source makes those of all ranks, so that a step does not depend on
     how many share it; one with part(step, rank, size) makes no more than it must."""
-    if world.data_size == 1:
+    if world.size == 1:
         return source.batch(step)
     if hasattr(source, "part"):
-        return source.part(step, world.data_rank, world.data_size)
-    return own(source.batch(step), world.data_rank, world.data_size)
+        return source.part(step, world.rank, world.size)
+    return own(source.batch(step), world.rank, world.size)
 
 
 def batches(source, steps, device, world=ALONE):

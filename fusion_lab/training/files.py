@@ -368,9 +368,8 @@ def counted(number, noun):
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def exit_code(run, argv, program, speaks=lambda code: True):
-    """What run(argv) returns, with every expected failure as one line on stderr and its exit code, if
-    speaks(code), which may leave it to another process."""
+def exit_code(run, argv, program):
+    """What run(argv) returns, with every expected failure as one line on stderr and its exit code."""
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         with contextlib.suppress(OSError):  # it flushes first; if that fails, what is printed next says so
@@ -378,12 +377,10 @@ def exit_code(run, argv, program, speaks=lambda code: True):
     with Raised():
         try:
             code, lines = ended(run, argv)
-            if lines and speaks(code):
-                say_why(program, lines)
+            say_why(program, lines)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
-            if speaks(code):
-                say_why(program, ["interrupted"])
+            say_why(program, ["interrupted"])
         finally:
             release()
     return code

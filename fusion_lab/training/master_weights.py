@@ -1,8 +1,7 @@
-"""Low-precision weights with float32 masters, each kind in one flat tensor, whole or in parts."""
+"""Low-precision weights with float32 masters, each kind in one flat tensor."""
 import torch
 
 from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.training.distributed import gather_parts, sum_parts
 
 ALIGNMENT = 64  # elements; GEMMs and compiled kernels want every weight to begin at a multiple of 16 bytes
 
@@ -15,13 +14,10 @@ class MasterWeights:
     threads works on one of them alone (benchmarks/FINDINGS.md).
     """
 
-    sharded = False
-
-    def __init__(self, model, dtype, ranks=1):
+    def __init__(self, model, dtype):
         self.parameters = dict(model.named_parameters())
         sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in self.parameters.values()]
         self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        sizes[-1] += -sum(sizes) % (ranks * ALIGNMENT)
         first = next(iter(self.parameters.values()))
         wide = torch.promote_types(first.dtype, torch.float32)
         self.flat = self.join(self.parameters, torch.zeros(sum(sizes), device=first.device, dtype=wide))
@@ -47,17 +43,12 @@ class MasterWeights:
 
     def take_gradients(self):
         """Move the gradients there are to flat.grad, in float32."""
-        self.flat.grad = self.joined_gradients(ALIGNMENT)[:len(self.flat)]
+        self.flat.grad = self.low_gradients().to(self.flat.dtype)
 
-    def joined_gradients(self, room=0):
-        """The gradients there are in one tensor, float32, with so much room behind them; parameters lose
-        theirs."""
-        return self.low_gradients(room).to(self.flat.dtype)
-
-    def low_gradients(self, room=0):
-        """The same in the dtype of the weights. By one concatenation: lists of tensors are copied with one
-        block of threads for each."""
-        ends = [*self.starts[1:], len(self.low) + room]
+    def low_gradients(self):
+        """The gradients there are in one tensor, in the dtype of the weights; parameters lose theirs. By one
+        concatenation: lists of tensors are copied with one block of threads for each."""
+        ends = [*self.starts[1:], len(self.low)]
         gradients = [[] if p.grad is None else [p.grad.flatten()] for p in self.parameters.values()]
         gaps = [end - start - sum(map(len, own))
                 for start, end, own in zip(self.starts, ends, gradients, strict=True)]
@@ -66,10 +57,6 @@ class MasterWeights:
             p.grad = None
         pieces = (piece for own, gap in zip(gradients, gaps, strict=True) for piece in (*own, zeros[:gap]))
         return torch.cat([piece for piece in pieces if len(piece)])
-
-    def gradient_with_room(self):
-        """flat.grad and the ALIGNMENT elements behind it, as one tensor, for what ranks sum beside it."""
-        return self.flat.grad.as_strided((len(self.flat) + ALIGNMENT,), (1,))
 
     def clip(self, limit):
         """Scale flat.grad down to this norm; returns the norm before."""
@@ -82,42 +69,6 @@ class MasterWeights:
     def after_step(self):
         """The optimizer has made a step: let the model see it."""
         self.publish()
-
-    def whole(self, part):
-        """A tensor like flat -> of all weights; every rank must ask."""
-        return part
-
-    def part(self, whole):
-        """The reverse."""
-        return whole
-
-
-class ShardedMasters(MasterWeights):
-    """Masters of which each rank keeps and updates a part, `flat`, and the model's own weights whole. Without
-    a lower precision the same with weights in float32."""
-    sharded = True
-
-    def __init__(self, model, dtype, world):
-        super().__init__(model, dtype, world.size)
-        self.world, self.gradients = world, None
-        self.flat = self.part(self.flat)
-
-    def take_gradients(self):
-        """Gather this rank's gradients for sum_gradients()."""
-        self.gradients = self.joined_gradients()
-
-    def sum_gradients(self):
-        """The sum over ranks of its part of them to flat.grad."""
-        self.flat.grad, self.gradients = sum_parts(self.gradients, self.world.size), None
-
-    def publish(self):
-        self.low.copy_(gather_parts(self.flat.to(self.low.dtype), self.world.size))
-
-    def whole(self, part):
-        return gather_parts(part, self.world.size)
-
-    def part(self, whole):
-        return whole.chunk(self.world.size)[self.world.rank].clone()
 
 
 class KernelMasters(MasterWeights):
@@ -165,12 +116,10 @@ class KernelMasters(MasterWeights):
         """The kernel has."""
 
 
-def master_weights(model, dtype, shard, world, kernel=False):
-    """What fits a run: masters of weights in this dtype, or None; sharded if asked for by several ranks;
-    updated by a kernel if asked for and there is one for them."""
+def master_weights(model, dtype, world, kernel):
+    """What fits a run: masters of weights in this dtype, or None; updated by a kernel if asked for and there
+    is one for them."""
     weight = next(model.parameters())
-    if shard and world.size > 1:
-        return ShardedMasters(model, dtype or weight.dtype, world)
     if dtype and kernel and HAS_TRITON and weight.is_cuda and weight.dtype == torch.float32:
         return KernelMasters(model, dtype, wide=world.size > 1 or dtype == torch.float16)
     return MasterWeights(model, dtype) if dtype else None

@@ -163,17 +163,7 @@ class Checkpoints(Learning):
 
 
 @dataclass(frozen=True)
-class Several(Checkpoints):
-    """Several GPUs, a process for each, started by torchrun."""
-    collective_timeout: int = option(600, "seconds for which ranks wait for each other", low=1)
-    sequence_parallel: int = option(1, "GPUs that share each sample, for samples that are too large for one "
-                                       "GPU", low=1, training_only=True, metavar="K")
-    shard_optimizer: bool = option(False, "every GPU keeps and updates a part of the optimizer's state: less "
-                                          "memory")
-
-
-@dataclass(frozen=True)
-class TrainingConfig(Several):
+class TrainingConfig(Checkpoints):
     """The training run."""
     num_steps: int = option(50, "training steps; all are measured", low=1)
     warmup_steps: int = option(5, "untimed steps before the clock starts; weights are restored after them",
@@ -214,17 +204,5 @@ class ProfilerConfig(Checked):
     enable_memory_profiling: bool = option(False, "saved activations by sub-layer, and a memory timeline")
     enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
                                                 "measured steps, for an outer profiler")
-    profile_rank: str = option("0", "which of several ranks is recorded: a number, or all")
     profile_dir: str = option("./pytorch_profiles_v2", "where results go")
     json: bool = option(False, "end with the result as a line of JSON on a terminal too")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.profile_rank != "all" and not (self.profile_rank.isascii() and self.profile_rank.isdigit()):
-            self.refuse("profile_rank", "must be a rank's number, or all")
-
-    def of_rank(self, rank, size):
-        """The same for one of several ranks: nothing is recorded in those that are not asked for."""
-        if size == 1 or self.profile_rank in ("all", str(rank)):
-            return self
-        return replace(self, **{f.name: False for f in fields(self) if f.name.startswith("enable_")})

@@ -71,10 +71,6 @@ def nothing(*_, **__):
     return None
 
 
-def cannot_split(model, group):
-    raise UserError("--sequence-parallel: this program cannot split its samples over GPUs")
-
-
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
     """What flags need to know of a program; all of it is there before torch is imported."""
@@ -109,7 +105,7 @@ class Program(CommandLine):
     `held_out`, of real things it trains on and keeps out.
     """
     model: Callable                # model(config, fusion) -> torch.nn.Module
-    trainer: type                  # trainer(program, settings, device), as tiny_openfold_v2.Trainer
+    trainer: type                  # trainer(program, settings, device, world), as tiny_openfold_v2.Trainer
     open_source: Callable          # open_source(settings) -> source
     check_batch: Callable          # check_batch(settings, device) -> a batch in which every mask masks
     version: str                   # in result files: "v2_fused"
@@ -131,8 +127,6 @@ class Program(CommandLine):
     # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,
     # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
     start_lines: Callable = nothing
-    split: Callable = cannot_split  # split(model, group): from now on the ranks of this process group share
-    #                                 every sample, for --sequence-parallel
     statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
     before_training: Callable = nothing  # before_training(settings, source): raises UserError early
     titles: dict = field(default_factory=dict)  # {name in the start-up lines: switch}

@@ -5,8 +5,6 @@ from functools import partial
 
 import torch
 
-from fusion_lab.training.distributed import finally_alone
-
 
 def learning_rate(training, step):
     """AdamW's rate for step number `step`, from 0: up linearly over --lr-warmup-steps, then as --lr-schedule
@@ -58,12 +56,14 @@ class Average:
         torch._foreach_lerp_(self.weights, [p.detach() for p in self.updated], 1 - decay)
 
     @contextlib.contextmanager
-    def swapped_in(self, publish, world):
+    def swapped_in(self, publish):
         """Within, the model has the averaged weights; publish() makes it see what is in `updated`."""
         own = [p.detach().clone() for p in self.updated]
-        with finally_alone(world, lambda: self.put(own, publish)):
-            self.put(self.weights, publish)
+        self.put(self.weights, publish)
+        try:
             yield
+        finally:
+            self.put(own, publish)
 
     @torch.no_grad()
     def put(self, weights, publish):

@@ -9,7 +9,6 @@ import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training import locks
-from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.machine import cpu_name
 
@@ -24,12 +23,11 @@ def require_finite(losses, checked, first_step):
     return len(losses)
 
 
-def step_line(done, training, loss, seconds, memory, world=ALONE):
-    """Memory is of one GPU; the speed is of all, and of one behind it."""
+def step_line(done, training, loss, seconds, memory, ranks=1):
+    """Memory is of one GPU; the speed is of all."""
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
-    speed = training.batch_size * world.data_size / seconds
-    each = f" ({speed / world.size:.1f} per GPU)" if world.size > 1 else ""
-    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec{each}"
+    speed = training.batch_size * ranks / seconds
+    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
 
 
@@ -49,8 +47,8 @@ def describe_start(trainer, source):
     count = sum(p.numel() for p in trainer.model.parameters())
     print(f"Device: {device} ({name}) | torch {torch.__version__} | dtype: {dtype} | "
           f"seed: {settings.training.seed}")
-    if ranks := trainer.world.describe():
-        print(ranks)
+    if trainer.world.size > 1:
+        print(f"Ranks: {trainer.world.size}")
     print(f"Model: {own['sizes']}{', ' if own['sizes'] else ''}{count:,} parameters")
     print(f"Data: {source.describe()} | {program.sample(settings)}")
     print("Fusion Optimizations:")
@@ -65,10 +63,6 @@ def describe_start(trainer, source):
     idle = settings.idle(device.type == "cuda")
     if settings.training.use_tf32 and not runs_in_tf32(settings.training, device):
         idle.append("this device has no TF32")
-    if settings.training.shard_optimizer and trainer.world.size == 1:
-        idle.append("--shard-optimizer is for several ranks")
-    if trainer.masters and trainer.masters.sharded and settings.fusion.enable_triton_adamw:
-        idle.append("triton-adamw has no kernel for parts of the optimizer's state (--shard-optimizer)")
     if idle:
         print(f"Not used here: {'; '.join(idle)}")
     if device.type == "cpu" and (busy := busy_line(os.getloadavg()[0], os.cpu_count())):

@@ -8,7 +8,6 @@ import torch
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import adamw
 from fusion_lab.training import checkpoints
-from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.master_weights import KernelMasters, MasterWeights
 from proteins.batches import SyntheticProteins
 
@@ -191,7 +190,7 @@ def run(dtype, steps, spoilt=None, scaled=True):
             side.scaler.scale(side.model(x).square().mean()).backward()
             side.masters.take_gradients()
             side.scaler.unscale_(side.optimizer)
-            side.norms.append(ALONE.clip([side.masters.flat], 0.5, side.masters).item())
+            side.norms.append(side.masters.clip(0.5).item())
             side.scaler.step(side.optimizer)
             side.scaler.update()
             side.optimizer.zero_grad()

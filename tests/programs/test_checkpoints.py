@@ -89,5 +89,4 @@ def test_loading_a_checkpoint_runs_no_code_of_it(tmp_path):
 def test_what_a_continuation_may_change_without_a_word():
     assert set(OF_A_SESSION) == {
         "num_steps", "warmup_steps", "log_every", "eval_every", "save_checkpoint", "save_every", "save_best",
-        "early_stopping", "resume", "init_from", "device", "collective_timeout", "sequence_parallel",
-        "shard_optimizer"}
+        "early_stopping", "resume", "init_from", "device"}

@@ -1,10 +1,8 @@
 """Where Linux's own interfaces are missing, as on a Mac. Nothing here ran on a Mac."""
 import json
-import os
 
 import pytest
 
-from fusion_lab.training import watch
 from tests.support import run_program
 
 # sitecustomize.py, which every Python that is started runs first
@@ -68,9 +66,3 @@ def test_it_works_without_what_linux_has(flags, tmp_path):
     assert json.loads(found.stdout.splitlines()[-1])
 
 
-def test_ranks_without_proc(monkeypatch):
-    monkeypatch.setattr(watch.os.path, "exists", lambda path: False)
-    assert watch.host() == os.uname().nodename and watch.runs(os.getpid())
-    child = os.posix_spawn("/bin/true", ["true"], os.environ)
-    os.waitpid(child, 0)
-    assert not watch.runs(child)

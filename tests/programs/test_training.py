@@ -181,7 +181,6 @@ BAD_FLAGS = [
     (["--compare-with-v1", "/no/such.json"], "/no/such.json"),
     (["--save-checkpoint", "/proc/no/c.pt"], "/proc/no/c.pt"),
     (["--profile-dir", "/proc/no"], "/proc/no"),
-    (["--sequence-parallel", "2"], "start it with torchrun"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Twins of the Evoformer's layers: when they are swapped in, what they hand to kernels and to other ranks."""
+"""Twins of the Evoformer's layers: when they are swapped in, what they hand to kernels."""
 import dataclasses
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 
 import tiny_openfold_v2 as tof
 from fusion_lab.kernels import dispatch
-from proteins import fast_evoformer, splitting
+from proteins import fast_evoformer
 from proteins.fast_evoformer import Plan
 
 SMALL = tof.TinyOpenFoldConfig(num_blocks=1, msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=3,
@@ -41,11 +41,6 @@ def block_of(fusion=ALL_TRITON, dropout=0.0):
     return tof.FusedEvoformerBlock(dataclasses.replace(SMALL, dropout=dropout), fusion)
 
 
-def share(block, ranks):
-    """As if these ranks shared every sample."""
-    fast_evoformer.swap_in_twins(block, tof.FusionConfig(), ranks)
-
-
 def same(found, expected):
     assert len(found) == len(expected)
     for number, (x, y) in enumerate(zip(found, expected, strict=True)):
@@ -75,13 +70,11 @@ def test_classes_are_swapped_only_where_something_is_asked():
     assert block.state_dict().keys() == blocks[0].state_dict().keys()
 
 
-def test_a_plan_is_what_switches_and_ranks_ask_for():
+def test_a_plan_is_what_switches_ask_for():
     assert Plan.of(tof.FusionConfig()) == Plan()
     assert Plan.of(ALL_TRITON) == Plan(*4 * [True])
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
         assert Plan.of(dataclasses.replace(ALL_TRITON, **other)) == Plan(False, *3 * [True])
-    two = SimpleNamespace(size=2)
-    assert Plan.of(ALL_TRITON, two) == Plan(True, False, False, True, False, two)
     assert Plan.of(tof.FusionConfig(enable_selective_checkpointing=True)) == Plan(recompute=True)
     assert Plan.of(tof.FusionConfig(enable_activation_checkpointing=True)) == Plan()
 
@@ -193,7 +186,7 @@ def test_what_a_kernel_hands_on_is_read_next(kernels, monkeypatch):
 
 
 def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypatch):
-    """Not where it is re-associated, by ranks that share a sample, nor where no kernel runs."""
+    """Not where it is re-associated, nor where no kernel runs."""
     made = []
     monkeypatch.setattr(dispatch, "outer_layout", lambda *given: made.append(given) or torch.ones(1))
     layout = tof.FusionConfig(enable_triton_outer_layout=True)
@@ -211,10 +204,6 @@ def test_where_an_outer_product_is_laid_out_by_its_own_kernel(kernels, monkeypat
     same(layer(msa[:, :1], row_mask[:, :1], onto=pair), (pair + few, msa[:, :1]))
     monkeypatch.setattr(dispatch, "runs", lambda x: False)
     layer(msa, row_mask)
-    monkeypatch.setattr(dispatch, "runs", lambda x: True)
-    fast_evoformer.swap_in_twins(block := block_of(layout), layout, SimpleNamespace(
-        size=2, gather=lambda x, dim: x))
-    block.outer_product_mean(msa, row_mask)
     assert made == kernels.calls == []
 
 
@@ -318,53 +307,3 @@ def test_which_blocks_are_recomputed(blocks, recomputed, monkeypatch):
     model = tof.TinyOpenFoldV2(config, tof.FusionConfig(enable_activation_checkpointing=True))
     model(torch.zeros(1, 2, 7, dtype=torch.long))
     assert asked == [(on, True) for on in recomputed]
-
-
-# --- Ranks that share a sample ----------------------------------------------------------------------------
-
-def test_kernels_of_a_rank_read_the_bias_of_all_ranks(kernels):
-    (msa, pair), block, seen = inputs(), block_of(), []
-    ranks = SimpleNamespace(size=2, gather=lambda x, dim: seen.append((x, dim)) or x)
-    row, starting, ending = block.msa_row_attention, block.triangle_attn_starting, block.triangle_attn_ending
-    for layer in (row, starting, ending):
-        layer.plan = dataclasses.replace(layer.plan, ranks=ranks)
-    bias = row.bias(pair)
-    assert torch.equal(row.by_kernel(msa, bias, onto=msa), msa + 1)
-    expected = [bias]
-    for layer, turned in ((starting, lambda x: x), (ending, lambda x: x.mT)):
-        assert torch.equal(layer.by_kernel(pair, onto=pair), pair + 1)
-        expected.append(turned(tof.head_bias(layer.triangle_bias_proj, layer.layer_norm(pair))))
-    assert [dim for _, dim in seen] == [2, 2, 2]
-    same([x for x, _ in seen], expected)
-    assert all(given[8] is None for name, given in kernels.calls if name == "attention_layer")
-
-
-def test_a_shared_sample_is_turned_so_that_attention_finds_its_axis_whole():
-    """(places along axis 1, the axis that was split, the one to split, rows in all) between sub-layers."""
-    block, order = block_of(tof.FusionConfig()), []
-    msa, pair = inputs()
-    share(block, SimpleNamespace(reshard=lambda x, *how: order.append((x.shape[1], *how)) or x, size=1,
-                                 gather=lambda x, dim: x))
-    for name in tof.SUBLAYERS:
-        getattr(block, name).register_forward_hook(lambda *_, name=name: order.append(name))
-    block(msa, pair)
-    row, column, transition, outer, *triangles, ending, last = tof.SUBLAYERS
-    assert order == [(5, 2, 1), row, (5, 1, 2, 5), column, transition, outer, *triangles, (7, 1, 2), ending,
-                     (7, 2, 1), last]
-
-
-def test_ranks_own_columns_of_the_msa_and_rows_of_pairs():
-    config = dataclasses.replace(SMALL, coevolution="couplings", num_seqs=4, seq_len=7)
-    model, owned, others = tof.TinyOpenFoldV2(config), [], []
-    tokens = torch.randint(0, 20, (1, 4, 7))
-    batch = dict(msa_tokens=tokens, msa_targets=tokens, coords=torch.zeros(1, 7, 3),
-                 coord_mask=torch.ones(1, 7))
-    alone = model(**batch)["masked_msa_loss"].item()
-    fast_evoformer.swap_in(model, splitting.SplitModel)
-    model.ranks = SimpleNamespace(own=lambda x, dim: owned.append((*x.shape, dim)) or x, size=1,
-                                  sum=lambda x: others.append(x) or x,
-                                  reshard=lambda x, *how: others.append((*x.shape, *how)) or x)
-    loss = model(**batch)["masked_msa_loss"].item()
-    assert owned == [(1, 4, 7, 8, 2), (1, 7, 7, 12, 1), (1, 4, 7, 2), (1, 7, 7, 1), (1, 7, 7, 1)]
-    assert others[0] == (1, 7, 7, 64, 1, 2) and len(others) == 5  # two sums and two counts of all ranks
-    assert loss == pytest.approx(alone) and others[-1] == 28

@@ -63,8 +63,7 @@ def test_presets_of_kernels():
 def test_idle_switches_are_named():
     def idle(on_gpu=True, **switches):
         settings = SimpleNamespace(model=tof.TinyOpenFoldConfig(),
-                                   training=SimpleNamespace(use_amp=False, sequence_parallel=1,
-                                                            batch_size=4))
+                                   training=SimpleNamespace(use_amp=False, batch_size=4))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
     assert idle() == idle(enable_torch_compile=True) == []
     assert idle(enable_master_weights=True) == ["master weights need --use-amp"]
@@ -74,12 +73,10 @@ def test_idle_switches_are_named():
 
 
 def test_idle_triton_kernels_say_what_they_need(monkeypatch):
-    def idle(pair_dim=128, use_amp=True, on_gpu=True, ranks=1, msa_dim=48, heads=4, rows=16, samples=4,
-             **switches):
+    def idle(pair_dim=128, use_amp=True, on_gpu=True, msa_dim=48, heads=4, rows=16, samples=4, **switches):
         model = tof.TinyOpenFoldConfig(msa_dim=msa_dim, pair_dim=pair_dim, msa_heads=heads, pair_heads=heads,
                                        num_seqs=rows)
-        settings = SimpleNamespace(model=model, training=SimpleNamespace(
-            use_amp=use_amp, sequence_parallel=ranks, batch_size=samples))
+        settings = SimpleNamespace(model=model, training=SimpleNamespace(use_amp=use_amp, batch_size=samples))
         return tof.FusionConfig(**switches).idle(settings, on_gpu)
     attention, triangle = dict(enable_triton_attention=True), dict(enable_triton_triangle=True)
     monkeypatch.setattr(limits, "HAS_TRITON", True)
@@ -95,8 +92,6 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(512, msa_dim=256, heads=1, **attention) == [
         "triton-attention has no kernel for heads of 256 or 512 channels"]
     assert idle(msa_dim=128, heads=128, **attention) == []
-    assert idle(ranks=2, **attention, **triangle) == [
-        "triton-triangle takes whole pair tensors, not a GPU's part of one"]
     layout = dict(enable_triton_outer_layout=True)
     assert idle(96, **layout) == idle(rows=16, samples=1, **layout) == []
     assert idle(rows=15, samples=1, enable_opm_fusion=False, **layout) == []
@@ -107,8 +102,6 @@ def test_idle_triton_kernels_say_what_they_need(monkeypatch):
     assert idle(enable_torch_compile=True, **gradients) == []
     for switches in (dict(gradients, enable_torch_compile=True), layout, relu, triangle):
         assert idle(on_gpu=False, **switches) == ["Triton kernels need a GPU"]
-    assert idle(ranks=2, **layout) == [
-        "triton-outer-layout takes whole pair tensors, not a GPU's part of one"]
     for other in (dict(attention_backend="sdpa"), dict(enable_flash_attention=False)):
         assert idle(**attention, **other) == [
             "triton-attention gives way to the attention that was asked for"]

@@ -18,12 +18,6 @@ SMALL = dict(msa_dim=8, pair_dim=12, msa_heads=2, pair_heads=2, outer_product_di
              seq_len=6)
 
 
-class Whole:
-    """What the head asks of a model that has all rows."""
-    symmetric = tof.TinyOpenFoldV2.symmetric
-    mean = tof.TinyOpenFoldV2.mean
-
-
 def test_loss_against_a_hand_count():
     """One channel a bin; of three residues one has no backbone, so two pairs count."""
     head, pair = OrientationHead(63), torch.zeros(1, 3, 3, 63)
@@ -35,14 +29,14 @@ def test_loss_against_a_hand_count():
     pair[0, 0, 1, 25 + 5] = math.log(2)   # theta of (0, 1), not of (1, 0)
     pair[0, 1, 0, 50 + 12] = math.log(3)  # phi of (1, 0)
     pair[0, 2] = torch.arange(63.0)       # of pairs that nobody knows
-    found = head(Whole(), pair, bins)
+    found = head(pair, bins)
     omega, theta, phi = 2 * math.log(28 / 4), math.log(26 / 2) + math.log(25), math.log(13) + math.log(15 / 3)
     assert found["orientation_loss"].item() == pytest.approx((omega + theta + phi) / 2, rel=1e-5)
     assert {name: found[name].shape[-1] for name in BINS} == BINS
     assert torch.equal(found["omega"], found["omega"].transpose(1, 2))
     assert found["theta"][0, 0, 1].argmax() == 5 and found["theta"][0, 1, 0].abs().max() == 0
-    assert set(head(Whole(), pair, bins, only_loss=True)) == {"orientation_loss"}
-    assert set(head(Whole(), pair)) == set(BINS)
+    assert set(head(pair, bins, only_loss=True)) == {"orientation_loss"}
+    assert set(head(pair)) == set(BINS)
 
 
 def test_a_batch_without_a_known_pair_costs_nothing():
@@ -50,7 +44,7 @@ def test_a_batch_without_a_known_pair_costs_nothing():
     with torch.no_grad():
         head.projection.weight.normal_()
     pair = torch.randn(2, 5, 5, 8, requires_grad=True)
-    loss = head(Whole(), pair, torch.full((2, 5, 5, 3), UNKNOWN), only_loss=True)["orientation_loss"]
+    loss = head(pair, torch.full((2, 5, 5, 3), UNKNOWN), only_loss=True)["orientation_loss"]
     loss.backward()
     assert loss.item() == 0 and pair.grad.abs().max() == 0 and head.projection.weight.grad.abs().max() == 0
 
@@ -65,7 +59,7 @@ def test_gradients_of_float64():
 
     def loss(pair, weight):
         return torch.func.functional_call(head, {"projection.weight": weight},
-                                          (Whole(), pair, bins, True))["orientation_loss"]
+                                          (pair, bins, True))["orientation_loss"]
     assert torch.autograd.gradcheck(loss, (pair, weight))
 
 

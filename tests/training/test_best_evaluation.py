@@ -1,4 +1,5 @@
 """Which evaluation is the best, when a run stops for want of a better one, and what is said of it."""
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ class Trainer:
             evaluation=lambda step, scores: self.kept.append((step, scores))))
 
     def averaged(self):
-        return self.evaluations.trainer.world.waiting()
+        return contextlib.nullcontext()
 
 
 def test_the_best_evaluation_in_words():

@@ -32,7 +32,7 @@ class Training:
 
 class World:
     """That of the first of several ranks, or of another one; its random numbers are noted."""
-    size, data_size = 1, 2
+    size = 2
 
     def __init__(self, first=True):
         self.first, self.seeds = first, []
@@ -355,8 +355,8 @@ def test_what_a_continuation_says(trainer, tmp_path, capsys):
     load(trainer_of(), path)
     assert capsys.readouterr().out == f"Resumed from {path} at step 4\n"
     other = trainer_of()  # paths, devices and limits are a session's own
-    other.training, other.world.data_size = Training(num_steps=5, learning_rate=0.25, device="cuda",
-                                                     early_stopping=7), 1
+    other.training, other.world.size = Training(num_steps=5, learning_rate=0.25, device="cuda",
+                                                early_stopping=7), 1
     load(other, path)
     said = f"Resumed from {path} at step 4; different now: "
     assert capsys.readouterr().out == said + "learning_rate 0.5 -> 0.25, ranks 2 -> 1\n"

@@ -47,8 +47,6 @@ def refusal(words, capsys, program=tof.PROGRAM, parser=PARSER):
     ("--retune --save-checkpoint x", "argument --save-checkpoint: belongs to training, not to --retune"),
     ("--compare-fusion --compare-with-v1 x",
      "argument --compare-with-v1: belongs to training, not to --compare-fusion"),
-    ("--verify-accuracy --sequence-parallel 2",
-     "argument --sequence-parallel: belongs to training, not to --verify-accuracy"),
     ("--validate-setup --enable-memory-profiling",
      "argument --enable-memory-profiling: belongs to training, not to --validate-setup"),
     ("--contacts x --demo", "argument --demo: not with --contacts, which takes --structure, --query, "),

@@ -13,7 +13,6 @@ from torch.nn.functional import one_hot
 import tiny_openfold_v2 as tof
 from fusion_lab.training import models, recipe
 from fusion_lab.training.checkpoints import save, snapshot
-from fusion_lab.training.distributed import ALONE
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
 from fusion_lab.training.models import load_weights, save_model
@@ -84,7 +83,7 @@ def test_average_of_weights_by_hand():
         expected = decay * expected + (1 - decay) * step
     assert average.weights[0].item() == pytest.approx(expected, rel=1e-6)
     published = []
-    with average.swapped_in(lambda: published.append(weight.item()), ALONE):
+    with average.swapped_in(lambda: published.append(weight.item())):
         assert weight.item() == pytest.approx(expected, rel=1e-6)
     assert weight.item() == 11 and published == pytest.approx([expected, 11])
     assert recipe.average([weight], 0.0) is None

@@ -1,4 +1,4 @@
-"""Master weights, whole and in parts, place by place; batches on their way to a device."""
+"""Master weights, place by place; batches on their way to a device."""
 import threading
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fusion_lab.training import feeding, master_weights
-from fusion_lab.training.master_weights import KernelMasters, MasterWeights, ShardedMasters
+from fusion_lab.training.master_weights import KernelMasters, MasterWeights
 
 CPU = torch.device("cpu")
 
@@ -32,15 +32,13 @@ def places(flat):
     return flat.nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize("sizes, ranks, starts, length", [
-    ((64,), 1, [0], 64), ((65,), 1, [0], 128), ((65, 3), 1, [0, 128], 192), ((65, 3), 2, [0, 128], 256),
-    ((65, 3), 3, [0, 128], 192), ((65, 3), 5, [0, 128], 320), ((3,), 4, [0], 256)])
-def test_every_weight_and_every_part_begins_at_64_elements(sizes, ranks, starts, length):
-    masters = MasterWeights(Weights(*sizes), torch.bfloat16, ranks)
+@pytest.mark.parametrize("sizes, starts, length", [
+    ((64,), [0], 64), ((65,), [0], 128), ((65, 3), [0, 128], 192), ((3,), [0], 64)])
+def test_every_weight_begins_at_a_multiple_of_64_elements(sizes, starts, length):
+    masters = MasterWeights(Weights(*sizes), torch.bfloat16)
     assert masters.starts == starts and masters.flat.shape == masters.low.shape == (length,)
     assert places(masters.flat) == [start + i for start, size in zip(starts, sizes, strict=True)
                                     for i in range(size)]
-    assert not masters.sharded and masters.whole(masters.flat) is masters.part(masters.flat) is masters.flat
 
 
 def test_masters_are_as_wide_as_the_weights_and_float32_at_least():
@@ -49,7 +47,8 @@ def test_masters_are_as_wide_as_the_weights_and_float32_at_least():
         masters = MasterWeights(model, torch.float16)
         assert (masters.flat.dtype, masters.low.dtype, model.list[0].dtype) == (wide, *2 * (torch.float16,))
         give(model, [5, 6])
-        assert masters.joined_gradients().dtype == wide
+        masters.take_gradients()
+        assert masters.flat.grad.dtype == wide
 
 
 def test_masters_lie_where_the_weights_do():
@@ -72,10 +71,6 @@ def test_gradients_of_masters_place_by_place():
     gradient = masters.flat.grad
     assert gradient.shape == (192,) and gradient[places(masters.flat)].tolist() == [5, 6, 0, 7]
     assert all(weight.grad is None for weight in model.list)
-    room = masters.gradient_with_room()
-    assert room.shape == (256,) and places(room) == [0, 1, 128] and room.is_contiguous()
-    room[0] = 8  # one storage
-    assert gradient[0] == 8
     masters.flat += 1
     assert [weight.tolist() for weight in model.list] == [[1, 2], [3], [4]]  # not before publish()
     masters.publish()
@@ -115,7 +110,7 @@ def test_a_kernel_finds_gradients_that_others_have_changed():
     masters = KernelMasters(model, torch.float16, wide=True)
     give(model, [3, 0], None)
     masters.take_gradients()
-    masters.gradient_with_room()[64] = 4  # a sum over ranks
+    masters.flat.grad[64] = 4  # a sum over ranks
     assert masters.gradient.dtype == torch.float32 and masters.clip(7.0) == 5
 
 
@@ -131,65 +126,12 @@ def test_when_a_kernel_updates_masters(dtype, size, weights, triton, wide, monke
     monkeypatch.setattr(master_weights, "HAS_TRITON", triton)
     monkeypatch.setattr(master_weights, "KernelMasters", lambda model, dtype, wide: ("kernel", dtype, wide))
     monkeypatch.setattr(master_weights, "MasterWeights", lambda model, dtype: "plain")
-    monkeypatch.setattr(master_weights, "ShardedMasters", lambda *given: "sharded")
 
-    def found(**more):
-        return master_weights.master_weights(model, dtype, False, SimpleNamespace(size=size), **more)
+    def found(kernel):
+        return master_weights.master_weights(model, dtype, SimpleNamespace(size=size), kernel)
     plain = "plain" if dtype else None
-    assert found(kernel=True) == (("kernel", dtype, wide) if wide is not None else plain)
-    assert found(kernel=False) == found() == plain
-    assert master_weights.master_weights(model, dtype, True, SimpleNamespace(size=2), True) == "sharded"
-
-
-@pytest.fixture
-def exchanged(monkeypatch):
-    """Exchanges with a second rank, which has the same everywhere: what rank 0 of two gets."""
-    calls = []
-
-    def sum_parts(whole, size):
-        calls.append(("sum", len(whole), whole.dtype, size))
-        return 2 * whole.chunk(size)[0]
-
-    def gather_parts(part, size):
-        calls.append(("gather", len(part), part.dtype, size))
-        return torch.cat(size * [part])
-    monkeypatch.setattr(master_weights, "sum_parts", sum_parts)
-    monkeypatch.setattr(master_weights, "gather_parts", gather_parts)
-    return calls
-
-
-def test_masters_of_which_a_rank_has_a_part(exchanged):
-    model = Weights(2, 1, 1)
-    masters = ShardedMasters(model, torch.bfloat16, SimpleNamespace(size=2, rank=1))
-    assert masters.sharded and len(masters.low) == 256  # 192, and even parts in steps of 64
-    assert masters.flat.shape == (128,) and places(masters.flat) == [0] and masters.flat[0] == 4
-    assert masters.flat.untyped_storage().nbytes() == 4 * 128  # the whole is gone
-    give(model, [5, 6], None, None)
-    masters.take_gradients()
-    assert masters.gradients.shape == (256,) and masters.flat.grad is None
-    masters.sum_gradients()
-    assert masters.flat.grad[:3].tolist() == [10, 12, 0] and masters.gradients is None
-    masters.flat += 1
-    masters.publish()
-    assert model.list[0].tolist() == [5, 1] and model.list[1].tolist() == [1]  # both parts begin with 4 + 1
-    assert masters.whole(masters.flat)[[0, 1, 128]].tolist() == [5, 1, 5]
-    assert exchanged == [("sum", 256, torch.float32, 2), ("gather", 128, torch.bfloat16, 2),
-                         ("gather", 128, torch.float32, 2)]
-    first = ShardedMasters(Weights(2, 1, 1), torch.bfloat16, SimpleNamespace(size=2, rank=0))
-    assert first.flat[[0, 1, 64]].tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("dtype, shard, size, kind, low", [
-    (None, False, 1, None, None), (None, True, 1, None, None), (None, False, 2, None, None),
-    (torch.bfloat16, False, 2, MasterWeights, torch.bfloat16),
-    (torch.bfloat16, True, 1, MasterWeights, torch.bfloat16),
-    (torch.bfloat16, True, 2, ShardedMasters, torch.bfloat16),
-    (None, True, 2, ShardedMasters, torch.float64), (None, True, 3, ShardedMasters, torch.float64)])
-def test_which_masters_fit_a_run(dtype, shard, size, kind, low):
-    found = master_weights.master_weights(Weights(3, dtype=torch.float64), dtype, shard,
-                                          SimpleNamespace(size=size, rank=0))
-    assert type(found) is (kind or type(None))
-    assert found is None or found.low.dtype == low and len(found.low) == (64 * size if found.sharded else 64)
+    assert found(True) == (("kernel", dtype, wide) if wide is not None else plain)
+    assert found(False) == plain
 
 
 # --- Batches ----------------------------------------------------------------------------------------------
@@ -230,7 +172,7 @@ class Parted(Source):
 
 def test_a_rank_s_samples_of_a_step():
     def world(rank, size):
-        return SimpleNamespace(data_rank=rank, data_size=size)
+        return SimpleNamespace(rank=rank, size=size)
     assert feeding.batch_of(Parted(), 3, world(0, 1)) == dict(step=[3, -3])
     assert feeding.batch_of(Parted(), 3, world(1, 2)) == dict(step=3, of=(1, 2))
     assert feeding.batch_of(Source(), 3, world(0, 2)) == dict(step=[3])

@@ -4,7 +4,7 @@ import math
 import pytest
 
 import tests.second_program as second
-from fusion_lab.training.options import ProfilerConfig, Switches, TrainingConfig
+from fusion_lab.training.options import Switches, TrainingConfig
 
 GRAPHS = dict(enable_cuda_graphs=True, enable_torch_compile=True)
 
@@ -23,8 +23,6 @@ GRAPHS = dict(enable_cuda_graphs=True, enable_torch_compile=True)
     (TrainingConfig, dict(save_best="a", save_checkpoint="a"), "save_best = 'a': must be another file than"),
     (TrainingConfig, dict(resume="a", init_from="b"), "init_from = 'b': allowed without --resume only"),
     (TrainingConfig, dict(amp_dtype="float16"), "amp_dtype = 'float16': needs --use-amp"),
-    (ProfilerConfig, dict(profile_rank="-1"), "profile_rank = '-1': must be a rank's number, or all"),
-    (ProfilerConfig, dict(profile_rank="\u0663"), "profile_rank = '\u0663': must be a rank's number, or all"),
     (Switches, dict(GRAPHS, torch_compile_mode="reduce-overhead"), "torch_compile_mode = 'reduce-overhe")])
 def test_what_a_field_refuses(kind, values, words):
     with pytest.raises(ValueError) as caught:
@@ -36,17 +34,9 @@ def test_what_a_field_refuses(kind, values, words):
     (TrainingConfig, dict(learning_rate=1, ema_decay=0.999, lr_warmup_steps=1, num_steps=2, init_from="a")),
     (TrainingConfig, dict(num_steps=1, save_every=1, save_checkpoint="a", save_best="b", resume="a")),
     (TrainingConfig, dict(num_steps=10 ** 5, seed=2 ** 63 - 1, use_amp=True, amp_dtype="float16")),
-    (ProfilerConfig, dict(profile_rank="12")), (ProfilerConfig, dict(profile_rank="all")),
     (Switches, dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead"))])
 def test_what_it_takes(kind, values):
     assert {name: getattr(kind(**values), name) for name in values} == values
-
-
-def test_which_ranks_are_profiled():
-    alone = ProfilerConfig(enable_pytorch_profiler=True, profile_rank="1")
-    assert alone.of_rank(1, 2) == alone.of_rank(0, 1) == alone
-    assert not alone.of_rank(0, 2).enable_pytorch_profiler
-    assert alone.of_rank(0, 2).profile_rank == "1"
 
 
 def test_presets_ladder_and_what_is_beside_them():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fusion_lab.training import reporting
+from fusion_lab.training.distributed import ALONE, World
 from fusion_lab.training.files import UserError
 from fusion_lab.training.reporting import (
     busy_line,
@@ -28,8 +29,7 @@ def test_a_step_line():
     assert step_line(5, training, 1.25, 0.0125, 10.26) == (
         "Step   5/120 | Loss: 1.2500 | Speed:  320.0 samples/sec | Memory:   10.3 MB | Time:  12.5ms")
     assert "| Memory:    n/a MB |" in step_line(5, training, 1.0, 1.0, None)
-    several = SimpleNamespace(size=4, data_size=2)
-    assert " 640.0 samples/sec (160.0 per GPU) | Memory" in step_line(5, training, 1, 0.0125, None, several)
+    assert " 640.0 samples/sec | Memory" in step_line(5, training, 1, 0.0125, None, ranks=2)
 
 
 def test_the_first_loss_that_is_not_finite_is_named_by_its_step():
@@ -87,7 +87,7 @@ def started(capsys, fusion=(), training=(), **given):
     trainer = SimpleNamespace(**dict(
         program=replace(SECOND, start_lines=lambda trainer: own), settings=settings, device=CPU,
         amp_dtype=None, model=torch.nn.Linear(10, 100), masters=None,
-        world=SimpleNamespace(size=1, describe=lambda: None)) | given)
+        world=ALONE) | given)
     describe_start(trainer, SimpleNamespace(describe=lambda: "numbers"))
     return capsys.readouterr().out.splitlines()
 
@@ -104,11 +104,11 @@ def test_start_up_lines(capsys, monkeypatch):
     assert started(capsys, dict(enable_fused_relu=False))[4:] == ["   Fused ReLU: Disabled"]
     switches = dict(enable_fused_residual=True, enable_cuda_graphs=True)
     lines = started(
-        capsys, switches, dict(shard_optimizer=True, use_tf32=True), amp_dtype=torch.bfloat16,
+        capsys, switches, dict(use_tf32=True), amp_dtype=torch.bfloat16,
         own=dict(sizes="two sizes", last="last", remarks=dict(enable_fused_relu="by hand", other="x")),
-        world=SimpleNamespace(size=2, describe=lambda: "2 ranks"))
+        world=World(size=2))
     assert " | dtype: bfloat16 | " in lines[0] and lines[1:] == [
-        "2 ranks", "Model: two sizes, 1,100 parameters", plain[2], plain[3],
+        "Ranks: 2", "Model: two sizes, 1,100 parameters", plain[2], plain[3],
         "   Fused ReLU: Enabled (by hand)", "   last",
         "Besides: --enable-cuda-graphs --enable-fused-residual",
         "Not used here: CUDA graphs need a GPU; this device has no TF32"]
@@ -121,13 +121,8 @@ def test_start_up_lines(capsys, monkeypatch):
     assert there[0].startswith("Device: cuda:1 (a GPU, cuda:1) | ") and "Busy" not in "".join(there)
 
 
-def test_what_is_not_used_of_several_ranks_and_on_rocm(capsys, monkeypatch):
+def test_a_warning_of_graphs_on_rocm(capsys, monkeypatch):
     monkeypatch.setattr(reporting.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    assert started(capsys, training=dict(shard_optimizer=True))[-1] == (
-        "Not used here: --shard-optimizer is for several ranks")
-    sharded = started(capsys, dict(enable_triton_adamw=True, enable_master_weights=True), dict(use_amp=True),
-                      masters=SimpleNamespace(sharded=True))
-    assert "triton-adamw has no kernel for parts of the optimizer's state (--shard-optimizer)" in sharded[-1]
     graphs = dict(enable_torch_compile=True, torch_compile_mode="reduce-overhead")
     for hip, fusion, warned in (("7.0", graphs, True), (None, graphs, False),
                                 ("7.0", dict(enable_torch_compile=True), False),

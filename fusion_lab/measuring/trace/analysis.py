@@ -74,10 +74,9 @@ class Analysis:
     ceilings: dict | None = None
     roofline: list | None = None
     compared_with: dict | None = None
-    collectives: dict | None = None  # of_ranks() of several
 
     OF_THE_RUN = ("program", "settings", "samples", "twins")
-    ASKED_FOR = ("ceilings", "roofline", "compared_with", "collectives")
+    ASKED_FOR = ("ceilings", "roofline", "compared_with")
 
     def as_dict(self):
         configs = self.settings.as_dict()

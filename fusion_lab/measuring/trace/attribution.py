@@ -12,7 +12,6 @@ from fusion_lab.measuring.counters import OpCounter
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.ranges import ranges
 from fusion_lab.measuring.trace.analysis import Analysis, SublayerTime, launch_arithmetic
-from fusion_lab.measuring.trace.collectives import collectives, of_ranks, sentences
 from fusion_lab.measuring.trace.trace import (
     NOT_RECORDED,
     OUTSIDE,
@@ -163,7 +162,7 @@ def analysis_of(trainer, source, found, untraced, path, steps):
 
 
 def keep_company(trainer, source, steps):
-    """The steps that analysis_of() takes on a CPU, of a rank that is not recorded."""
+    """The steps that analysis_of() takes on a CPU, of a rank after the first."""
     if trainer.device.type == "cpu":
         batch = batch_of(source, 0, trainer.world)
         for _ in range(steps + (not trainer.settings.fusion.enable_torch_compile)):
@@ -171,33 +170,20 @@ def keep_company(trainer, source, steps):
                 trainer.step(batch)
 
 
-def exchanges_of(world, trace):
-    """of_ranks() of every rank's trace, None where it was not recorded; printed. None for a run alone."""
-    if world.size == 1:
-        return None
-    found = world.gather(trace and collectives(trace))
-    by_rank = {rank: kinds for rank, kinds in enumerate(found) if kinds}
-    exchanges = of_ranks(by_rank)
-    print("\n".join(sentences(exchanges)))
-    return exchanges
-
-
 def write_analysis(trainer, source, found, times, profiling):
     """fusion_analysis.json of a training run, beside the trace that profiling left; times (steps, 4) in s of
-    its steps, of which the first were under the profiler. Returns the file's path. Several ranks must all
-    call this; one that was not recorded returns None."""
-    world, steps = trainer.world, min(profiling.traced_steps, len(times))
-    if profiling.trace is None:
+    its steps, of which the first were under the profiler. Returns the file's path, or None: without a step,
+    and of ranks after the first, all of which must call this."""
+    steps = min(profiling.traced_steps, len(times))
+    if steps and not trainer.world.first:
         keep_company(trainer, source, steps)
-        exchanges_of(world, None)
+    if profiling.trace is None:
         return None
     found.peak_memory_mb = peak_megabytes(trainer.device, found)
     watched = profiling.traced_steps + 1
     untraced = times[watched:] if len(times) > watched else times
-    analysis, trace = analysis_of(trainer, source, found, untraced, profiling.trace, steps)
-    analysis.collectives = exchanges_of(world, trace)
-    target = os.path.join(os.path.dirname(profiling.trace), ANALYSIS if world.first else
-                          ANALYSIS.replace(".", f"_rank{world.rank}.", 1))
+    analysis, _ = analysis_of(trainer, source, found, untraced, profiling.trace, steps)
+    target = os.path.join(os.path.dirname(profiling.trace), ANALYSIS)
     set_aside(target)
     write_json(target, finite(analysis.as_dict()))
     return target
