@@ -14,41 +14,34 @@ optimizer, libraries' workspaces. Writes OUT/mpnn.json. Exit code 1 if numbers d
 import pathlib
 import sys
 import types
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
 import torch
+from contest import clipped_step, measured, ours, table
 
 from fusion_lab.measuring.accuracy import compare_numerics
-from fusion_lab.measuring.contest import Contender, cells, named, race
-from fusion_lab.measuring.tables import aligned
-from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, exit_code, write_json
+from fusion_lab.training.files import UserError, exit_code, require_directory, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
 
 TOLERANCE = 1e-9  # of log-probabilities in float64
+GRAPH = ("enable_torch_compile", "enable_cuda_graphs")
 OURS = {  # name: switches beside the defaults
     "ours, baseline": None,
-    "ours, fused": {},
-    "ours, compiled": dict(enable_torch_compile=True),
-    "ours, compiled, graph": dict(enable_torch_compile=True, enable_cuda_graphs=True),
-    "ours, graph, message kernel": dict(enable_cuda_graphs=True, enable_message_kernel=True),
-    "ours, compiled, graph, message kernel": dict(enable_torch_compile=True, enable_cuda_graphs=True,
-                                                  enable_message_kernel=True),
-    "ours, compiled, graph, all kernels": dict(enable_torch_compile=True, enable_cuda_graphs=True,
-                                               enable_message_kernel=True, enable_triton_adamw=True),
+    "ours, fused": (),
+    "ours, compiled, graph": GRAPH,
+    "ours, compiled, graph, message kernel": (*GRAPH, "enable_message_kernel"),
+    "ours, compiled, graph, all kernels": (*GRAPH, "enable_message_kernel", "enable_triton_adamw"),
 }
-
-
+SIZES = dict(batch_size=20, seq_len=512, hidden_dim=128, num_layers=3, neighbors=48)
 CHECKPOINT = "torch.utils.checkpoint.checkpoint(layer, "
 
 
@@ -94,11 +87,7 @@ class Peer:
         log_probs = self.log_probs(batch).float()
         nll = -log_probs.gather(2, batch["S"][:, :, None])[:, :, 0]
         loss = (nll * batch["mask"]).sum() / batch["mask"].sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return clipped_step(loss, self.model, self.optimizer)
 
 
 def disagreement(path, program, settings, device):
@@ -121,41 +110,20 @@ def disagreement(path, program, settings, device):
     return difference.abs().max().item()
 
 
-def contenders(path, program, settings, device, amp):
-    """{name: a function that makes what has step()}"""
-    def ours(switches):
-        kind = program.fusion_config
-        fusion = kind.preset(False) if switches is None else replace(
-            kind(), **switches, enable_master_weights=amp is not None)
-        chosen = replace(settings, fusion=fusion)
-        idle = chosen.idle(device.type == "cuda")
-        return None if idle else partial(program.trainer, program, chosen, device)
-
-    found = {name: ours(switches) for name, switches in OURS.items()}
-    if path:
-        make = partial(Peer, path, program, settings, device, amp)
-        found |= {"authors, eager": make, "authors, eager, no checkpoints": partial(make, checkpointed=False),
-                  "authors, compiled, no checkpoints": partial(make, checkpointed=False, compiled=True)}
-    return {name: make for name, make in found.items() if make}
-
-
-def measure(made, batch, device, steps):
-    """Rows: {name, loss, peak_mb, median, p20, p80 in s}."""
-    batch = to_device(batch, device)
-    entered = [Contender(name, make, batch, device) for name, make in made.items()]
-    race(entered, batch, steps)
-    return [one.row for one in entered]
+def peers(path, *given):
+    """{name: what makes a contender} of the authors' code, if a path names it."""
+    make = partial(Peer, path, *given)
+    return {} if path is None else {
+        "authors, eager": make, "authors, eager, no checkpoints": partial(make, checkpointed=False),
+        "authors, compiled, no checkpoints": partial(make, checkpointed=False, compiled=True)}
 
 
 def run(argv=None):
     parser = Parser(prog="compare_mpnn.py", description=__doc__)
     parser.add_argument("--peer", help="the authors' training/model_utils.py (default: ours alone)")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--batch-size", type=whole_number(), default=20)
-    parser.add_argument("--seq-len", type=whole_number(), default=512, help="times the former: residues")
-    parser.add_argument("--hidden-dim", type=whole_number(), default=128)
-    parser.add_argument("--num-layers", type=whole_number(), default=3)
-    parser.add_argument("--neighbors", type=whole_number(), default=48)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for mpnn.json")
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=whole_number(), default=value)
     parser.add_argument("--steps", type=whole_number(), default=20)
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16"),
                         default=["float32", "bfloat16"])
@@ -163,30 +131,25 @@ def run(argv=None):
     parser.add_argument("--device", default="auto")
     a = parser.parse_args(argv)
     program = load_program(ROOT / "companions" / "protein_mpnn.py")
-    device = choose_device(a.device)
-    sizes = dict(batch_size=a.batch_size, seq_len=a.seq_len, hidden_dim=a.hidden_dim,
-                 num_layers=a.num_layers, neighbors=a.neighbors)
+    device, sizes = choose_device(a.device), {name: getattr(a, name) for name in SIZES}
     settings = program.settings(**sizes)
     process_settings(settings, device)
     small = settings.having(batch_size=2, seq_len=96)
-    result = dict(mode="compare_mpnn", **sizes, system_info=system_info(device), tables={})
-    result["log_probs_difference"] = disagreement(a.peer, program, small, device) if a.peer else None
+    different = disagreement(a.peer, program, small, device) if a.peer else None
     failures = compare_numerics(program, small.having(dropout=0.0), device)[1]
-    wrong = (result["log_probs_difference"] or 0) > TOLERANCE
-    found = result["log_probs_difference"] if a.peer else "no --peer"
-    print(f"Against the authors' code in float64: {found}; 3x rule: {failures or 'kept'}")
-    batch = program.open_source(settings).batch(0)
+    print(f"Against the authors' code in float64: {different if a.peer else 'no --peer'}; "
+          f"3x rule: {failures or 'kept'}")
+    batch, tables = program.open_source(settings).batch(0), {}
+    require_directory(a.out)
     for name in a.precisions:
         amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")
-        made = named(contenders(a.peer, program, now, device, amp), a.only)
-        rows = measure(made, batch, device, a.steps)
-        result["tables"][name] = rows
-        lines = [[name, "step ms (p20, p80)", "peak MB"], *([r["name"], *cells(r)] for r in rows)]
-        print("\n".join(aligned(lines)), flush=True)
-        pathlib.Path(a.out).mkdir(parents=True, exist_ok=True)
-        write_json(pathlib.Path(a.out) / "mpnn.json", result)
-    return 1 if wrong or failures else 0
+        made = ours(program, now, device, amp, OURS) | peers(a.peer, program, now, device, amp)
+        tables[name] = measured(made, a.only, batch, device, a.steps)
+        print(table(name, tables[name]), flush=True)
+        write_json(a.out / "mpnn.json", dict(sizes, log_probs_difference=different, tables=tables,
+                                             system_info=system_info(device)))
+    return int((different or 0) > TOLERANCE or bool(failures))
 
 
 if __name__ == "__main__":

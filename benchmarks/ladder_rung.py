@@ -1,25 +1,22 @@
 """One rung of measure_ladder.py, in a process of its own: ladder_rung.py ROOT STEPS FLAGS...
 
-Measures the project in ROOT, which may be another checkout than the one this file belongs to. Its last line
-is the result as JSON.
+ROOT is the checkout that this file belongs to. Compiles and warms up, prints "ready", waits for a line, then
+measures. Its last line is the result as JSON. measure_ladder.py of any later checkout may start it.
 """
 import json
-import os
 import sys
 import time
 from dataclasses import replace
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = sys.path[0] = sys.argv[1]
+sys.path[0] = sys.argv[1]
 
 import torch
 
-from fusion_lab.measuring import turns
 from fusion_lab.measuring.accuracy import compare_numerics
 from fusion_lab.measuring.clocks import PhaseTimer, quantiles
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.flags import make_parser, parse
-from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
+from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings
 from tiny_openfold_v2 import PROGRAM, TinyOpenFoldConfig
 
 UNTIMED = 5  # steps that follow the wait and are not counted
@@ -67,7 +64,6 @@ def kernels_of_a_step(trainer, batch):
 
 
 def main(steps, flags):
-    turns.die_with_parent()
     _, settings, _ = parse(make_parser(PROGRAM), PROGRAM, flags)
     device = choose_device(settings.training.device)
     failures = failures_of(settings, device)
@@ -79,12 +75,12 @@ def main(steps, flags):
     first = time.perf_counter() - started
     for batch in batches:
         trainer.step(batch).item()
-    with turns.turn():
-        result = timed(trainer, batches, steps)
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        raise SystemExit("measure_ladder.py has gone")
+    result = timed(trainer, batches, steps)
     result.update(first_step_s=first, kernel=trainer.model.attention_kernel(trainer.amp_dtype),
                   accurate=not failures, failures=failures[:3])
-    if os.path.realpath(ROOT) != os.path.realpath(os.path.dirname(HERE)):
-        result["git_commit"] = system_info(device)["git_commit"]  # the parent knows its own
     print(json.dumps(result))
 
 

@@ -4,17 +4,15 @@
     python benchmarks/measure_kernels.py --out OUT [--only REGEX] [--sizes 64 256] [--retune]
 
 A row is one operation, size S (c 128, 4 heads, bf16; outer product: h 32, N 64 if not named) and
-implementation: ours, plain PyTorch, the same under torch.compile; for attention FlexAttention, SDPA, and
-cuEquivariance's and trifast's where they are installed; for a whole attention sub-layer its projections
-compiled round our attention ("core"); for the outer product the re-associated sums ("reordered") and, as
-ours, the library's products but for the projection and those two whose results it would copy ("layout").
+implementation: ours, plain PyTorch, the same under torch.compile; for attention FlexAttention and SDPA; for
+the outer product the re-associated sums ("reordered") and, as ours, the library's products but for the
+projection and those two whose results it would copy ("layout"). Other people's kernels are in peers.py.
 Gates, key masks, LayerNorms and residuals are inside, whatever the implementation; the projections round
 attention in sub-layers alone. Forward and backward are one CUDA graph; all implementations of a size take
-turns. Errors are judged against float64: at most three times plain PyTorch's in the same
-precision, and two roundings of the largest element.
-Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not accurate.
+turns. Errors are judged against float64: at most three times plain PyTorch's in the same precision, and two
+roundings of the largest element. Writes OUT/kernels.json. Exit code 1 if ours or layout fails or is not
+accurate.
 """
-import importlib.util
 import pathlib
 import re
 import sys
@@ -71,6 +69,7 @@ def attention_implementations(axis):
 
     def ours(packed, gate_bias, bias, keys):
         return attention_operator.gated_attention([packed], HEADS, axis, bias, keys, gate_bias)
+
     def sdpa(packed, gate_bias, bias, keys):
         q, k, v, g = parts(packed)
         mask = bias.masked_fill(~keys[:, None, None, :], attention_operator.MASKED)[:, None]
@@ -78,22 +77,7 @@ def attention_implementations(axis):
         out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), mask)
         return gated(out.unflatten(0, q.shape[:2]), g, gate_bias)
 
-    def cuequivariance(packed, gate_bias, bias, keys):
-        from cuequivariance_torch import triangle_attention
-        q, k, v, g = parts(packed)
-        out = triangle_attention(*(x.contiguous() for x in (q, k, v)), bias[:, None].float().contiguous(),
-                                 keys[:, None, None, None].expand(-1, q.shape[1], -1, -1, -1))
-        return gated(out, g, gate_bias)
-
-    def trifast(packed, gate_bias, bias, keys):
-        from trifast import triangle_attention  # heads before rows; a mask of what is missing
-        q, k, v, g = parts(packed)
-        out = triangle_attention(*(x.transpose(1, 2) for x in (q, k, v)), bias,
-                                 ~keys[:, None].expand(-1, q.shape[1], -1))
-        return gated(out.transpose(1, 2), g, gate_bias)
-    peers = dict(cuequivariance_torch=("cuEquivariance", cuequivariance), trifast=("trifast", trifast))
-    return dict(plain=plain, compiled=plain, flex=flex, sdpa=sdpa, ours=ours,
-                **dict(entry for name, entry in peers.items() if importlib.util.find_spec(name)))
+    return dict(plain=plain, compiled=plain, flex=flex, sdpa=sdpa, ours=ours)
 
 
 def layer_implementations(axis):
@@ -101,15 +85,8 @@ def layer_implementations(axis):
     def with_function(function):
         return lambda x, keys, head_weight, *weights: function(
             x, *weights, HEADS, axis, head_weight=head_weight, keys=keys, residual=x)
-
-    def core(x, keys, head_weight, norm, norm_bias, weight, gate_bias, out_weight, out_bias):
-        y = F.layer_norm(x, x.shape[-1:], norm, norm_bias)
-        bias = F.linear(y, head_weight).permute(0, 3, 1, 2)
-        og = attention_operator.gated_attention([F.linear(y, weight)], HEADS, axis,
-                                                bias.mT if axis == 1 else bias, keys, gate_bias)
-        return x + F.linear(og, out_weight, out_bias)
     plain = with_function(references.attention_layer)
-    return dict(plain=plain, compiled=plain, core=core, ours=with_function(attention_layer.attention_layer))
+    return dict(plain=plain, compiled=plain, ours=with_function(attention_layer.attention_layer))
 
 
 def layer_tensors(size, normal):
@@ -195,12 +172,11 @@ OPERATIONS = {  # name: (tensors of a size, implementations)
     "sub-layer, starting node": (layer_tensors, partial(layer_implementations, 2)),
     "sub-layer, ending node": (layer_tensors, partial(layer_implementations, 1)),
     "outer product": (partial(outer_tensors, 1, 64), outer_implementations),
-    "outer product, N 128": (partial(outer_tensors, 1, 128), outer_implementations),
     "outer product, B 4, N 16": (partial(outer_tensors, 4, 16), outer_implementations),
     "triangle multiplication": (multiplication_tensors, partial(multiplication_implementations, True)),
     "pair transition": (transition_tensors, transition_implementations),
 }
-COMPILED = ("compiled", "flex", "core", "reordered", "layout")  # by torch.compile
+COMPILED = ("compiled", "flex", "reordered", "layout")  # by torch.compile
 
 
 def step(function, tensors):

@@ -25,7 +25,6 @@ class Case(NamedTuple):
     call: object  # function of both, by name
     to_peer: object  # lays a gradient of the output out as the peer does
     back: dict  # {"out" or a leaf's name: function that lays it, or its gradient, out as the problem does}
-    residual: str | None = None  # name of an input that the result has in it
 
     @property
     def inputs(self):
@@ -83,7 +82,7 @@ def exact_attention(given):
         outs.append(out.detach())
         for name, part in zip(names, parts, strict=True):
             gradients[name].append(part.grad)
-    return dict(out=torch.cat(outs, 1), bias=bias.grad, weight=given["weight"].double(),
+    return dict(out=torch.cat(outs, 1), bias=bias.grad,
                 **{name: torch.cat(found, 1) for name, found in gradients.items()})
 
 
@@ -132,25 +131,13 @@ def by_trifast(given):
     return attention_case(given, call, turn=lambda x: x.transpose(1, 2), masked=~key_mask(given, 1, S, S))
 
 
-def added_mask(given):
-    S = given["q"].shape[1]
-    return torch.zeros(1, S, 1, 1, S, device=given["q"].device, dtype=given["dtype"]).masked_fill(
-        ~key_mask(given, 1, S, 1, 1, S), -1e9)
-
-
-def heads_last(given, call):
-    return attention_case(given, call, turn=lambda x: x.transpose(2, 3), bias_turn=with_one,
-                          mask=added_mask(given))
-
-
 def by_openfold3(given):
     function = importlib.import_module("openfold3.core.kernels.triton.evoformer").TritonEvoformer
-    return heads_last(given, lambda q, k, v, bias, mask: function(q, k, v, mask, bias))
-
-
-def by_deepspeed(given):
-    function = importlib.import_module("deepspeed.ops.deepspeed4science").DS4Sci_EvoformerAttention
-    return heads_last(given, lambda q, k, v, bias, mask: function(q, k, v, [mask, bias]))
+    S = given["q"].shape[1]
+    added = torch.zeros(1, S, 1, 1, S, device=given["q"].device, dtype=given["dtype"]).masked_fill(
+        ~key_mask(given, 1, S, 1, 1, S), -1e9)
+    return attention_case(given, lambda q, k, v, bias, mask: function(q, k, v, mask, bias),
+                          turn=lambda x: x.transpose(2, 3), bias_turn=with_one, mask=added)
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -178,11 +165,9 @@ def names_of(given):
 
 def exact_multiplication(given):
     leaves = {name: leaf(given[name], torch.float64) for name in names_of(given)}
-    keep = given["mask"].double()[..., None]
-    out = multiplied(**leaves, mask=given["mask"].double()) * keep
+    out = multiplied(**leaves, mask=given["mask"].double()) * given["mask"].double()[..., None]
     out.backward(given["weight"].double())
-    return dict(out=out.detach(), weight=given["weight"].double(), residual=given["x"].double() * keep,
-                **{name: tensor.grad for name, tensor in leaves.items()})
+    return dict(out=out.detach(), **{name: tensor.grad for name, tensor in leaves.items()})
 
 
 def multiplied(x, mask, norm_in_weight, norm_in_bias, p_in_weight, g_in_weight, norm_out_weight,
@@ -196,22 +181,21 @@ def multiplied(x, mask, norm_in_weight, norm_in_bias, p_in_weight, g_in_weight, 
     return F.linear(product, p_out_weight) * F.linear(x, g_out_weight).sigmoid()
 
 
-def multiplication_case(given, call, residual=None):
+def multiplication_case(given, call):
     dtype = given["dtype"]
     leaves = {name: leaf(given[name], dtype) for name in names_of(given)}
     back = dict.fromkeys(leaves, same) | dict(out=lambda out: out * given["mask"][..., None])
-    return Case(leaves, dict(mask=given["mask"].to(dtype)), call, lambda gradient: gradient.to(dtype), back,
-                residual)
+    return Case(leaves, dict(mask=given["mask"].to(dtype)), call, lambda gradient: gradient.to(dtype), back)
 
 
 def multiplied_by_pytorch(given, compiled=False):
     return multiplication_case(given, torch.compile(multiplied, dynamic=False) if compiled else multiplied)
 
 
-def multiplied_by(package, given, residual=None):
-    """cuEquivariance's interface, which is ours and miniworld-engine's, too."""
+def multiplied_by(package, given):
+    """cuEquivariance's interface, which is ours, too."""
     function = importlib.import_module(package).triangle_multiplicative_update
-    return multiplication_case(given, partial(function, direction="outgoing"), residual)
+    return multiplication_case(given, partial(function, direction="outgoing"))
 
 
 PEERS = dict(
@@ -224,13 +208,10 @@ PEERS = dict(
         Peer("cuEquivariance", "(?i)cudnn|fmha|triangle_attention",
              partial(attention_of, "cuequivariance_torch", bias_dtype=torch.float32)),
         Peer("trifast", "^_fwd", by_trifast),
-        Peer("OpenFold3's Triton", "^_attn_fwd", by_openfold3),
-        Peer("DeepSpeed evoformer", "(?i)attention_kernel|fmha", by_deepspeed)],
+        Peer("OpenFold3's Triton", "^_attn_fwd", by_openfold3)],
     multiplication=[
         Peer("plain", "", multiplied_by_pytorch),
         Peer("compiled", "triton_", partial(multiplied_by_pytorch, compiled=True)),
         Peer("ours", "triangle_multiplication_front_kernel", partial(multiplied_by, "fusion_lab.kernels")),
         Peer("cuEquivariance", "(?i)trimul|gated_dual_gemm|sigmoid_gated",
-             partial(multiplied_by, "cuequivariance_torch")),
-        Peer("miniworld-engine, with residual", "(?i)trimul|tri_mul|triangle",
-             partial(multiplied_by, "miniworld_engine.ops", residual="x"))])
+             partial(multiplied_by, "cuequivariance_torch"))])

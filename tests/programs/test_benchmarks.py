@@ -10,7 +10,8 @@ import types
 import pytest
 import torch
 
-from fusion_lab.measuring import clocks, contest
+from fusion_lab.measuring import clocks
+from fusion_lab.training import files
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -31,8 +32,7 @@ def test_everyones_triangle_kernels(tmp_path):
     rows = {(row["operation"], row["peer"]): row
             for row in json.loads((tmp_path / "peers.json").read_text())["rows"]}
     assert len(rows) == 8 and rows.pop(("attention", "trifast"))["failed"] == "not installed (trifast)"
-    assert all(row["accurate"] and row["both_ms"] > 0 for row in rows.values()), rows
-    assert "| trifast | not installed (trifast) |" in (tmp_path / "peers.md").read_text()
+    assert all(row["accurate"] and row["called_ms"] > 0 for row in rows.values()), rows
 
 
 def test_a_peer_that_is_wrong_or_fell_back_is_said():
@@ -48,77 +48,48 @@ def test_a_peer_that_is_wrong_or_fell_back_is_said():
     assert [bool(re.search(proof, name)) for name in ran] == [True, False]
 
 
-def test_verdict_on_peers_of_llama():
-    import compare_llama
-    def rows(*seconds, memory=(100, 110, 50)):
-        names = ("ours, compiled", "Liger", f"transformers, {compare_llama.LOW}")
-        return [dict(name=name, median=t, peak_mb=mb)
-                for name, t, mb in zip(names, seconds, memory, strict=True)]
-    said = compare_llama.verdict([*rows(0.8, 1.0, 0.5), dict(name="Liger, compiled", reason="failed")])
-    assert said == (
-        "ours, compiled takes 0.80 times the time and 0.91 times the memory of Liger: the goal (0.8, no more "
-        "memory) is reached; 1.60 times the time and 2.00 times the memory of transformers, bf16 weights, "
-        "which is less exact")
-    for missed in (rows(0.81, 1.0, 0.5), rows(0.8, 1.0, 0.5, memory=(111, 110, 50))):
-        assert "is missed" in compare_llama.verdict(missed)
-    on_cpu = compare_llama.verdict(rows(1.0, 2.0, 2.0, memory=(None,) * 3))
-    assert on_cpu.startswith("ours, compiled takes 0.50 times the time of Liger;") and "goal" not in on_cpu
-    assert compare_llama.verdict(rows(1.0, 2.0, 2.0)[:1]) == "no peer was measured"
-    assert compare_llama.verdict(rows(1.0, 2.0, 2.0)[1:]) == "none of ours was measured"
+def test_a_gpu_that_seems_slower_than_the_whole_call_is_refused():
+    from benchmarks import peers
+    peer = types.SimpleNamespace(proof="^ours")
+    row = dict(kernels=[("ours_kernel", 1.0)], both_ms=1.0, called_ms=1.2)
+    peers.refuse(row, peer)
+    with pytest.raises(files.UserError, match="the host stalled"):
+        peers.refuse(dict(row, both_ms=1.3), peer)
+    with pytest.raises(files.UserError, match="its kernel did not run, but other"):
+        peers.refuse(dict(row, kernels=[("other", 1.0)]), peer)
 
 
 def test_contenders_warm_up_alone_and_race_in_turn(monkeypatch):
+    import contest
     steps, now = [], iter(range(1000))
 
-    def contender(name, seconds):
+    def made(name, seconds):
         def step(batch):
-            steps.append((name, batch))
+            steps.append((name, batch["x"].item()))
             for _ in range(seconds):
                 next(now)
             return torch.tensor(float(seconds))
-        return contest.Contender(name, lambda: types.SimpleNamespace(step=step), "batch", torch.device("cpu"))
+        return types.SimpleNamespace(step=step)
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(now)))
-    slow, fast = contender("slow", 5), contender("fast", 2)
-    assert steps == [("slow", "batch")] * 4 + [("fast", "batch")] * 4
-    assert fast.row == dict(name="fast", loss=2.0, peak_mb=None)
-    del steps[:]
-    assert fast.step("other") == 2 and steps.pop() == ("fast", "other")
-    contest.race([slow, fast], "new", 3)  # an untimed step, then a timed one
-    assert steps == [(name, "new") for name in ("slow", "slow", *["fast"] * 4, *["slow"] * 4, "fast", "fast")]
-    assert [(row["p20"], row["median"], row["p80"]) for row in (slow.row, fast.row)] == [(6,) * 3, (3,) * 3]
-    assert contest.cells(dict(slow.row, p20=4.004, p80=7.0)) == ("6000.00 (4004.00, 7000.00)", "n/a")
-    assert contest.cells(dict(fast.row, peak_mb=9.6))[1] == "10"
-    contest.race([], "new", 3)
-
-
-@pytest.mark.slow
-def test_scaling(tmp_path):
-    done = run("measure_scaling.py", "--quick", "--only", "A", "--steps", 3, "--out", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "scaling.json").read_text())
-    assert [(row["name"], row["gpus"]) for row in found["rows"]] == [("A", 1), ("A", 2)]
-    assert [kind for kind, *_ in found["gains"]] == ["weak, A"]
-    for row in found["rows"]:
-        assert row["samples_per_s"] == pytest.approx(1e3 * row["gpus"] * 2 / row["median_ms"])
-        assert len(row["peak_mb_by_rank"]) == row["gpus"]
-
-
-def test_gains_of_weak_and_strong_scaling():
-    import measure_scaling
-    keys = "name", "gpus", "samples_per_s", "batch_of_each"
-    rows = [dict(zip(keys, values, strict=True)) for values in (
-        ("A", 1, 10, 2), ("A", 2, 18, 2), ("B8", 1, 12, 4), ("B8", 2, 24, 4))]
-    assert measure_scaling.gains(rows, 2) == [
-        ("weak, A", 10, 18, 1.8), ("weak, B8", 12, 24, 2), ("strong, batch 4", 12, 18, 1.5)]
-    assert measure_scaling.gains(rows[:1] + rows[2:], 2) == [("weak, B8", 12, 24, 2)]  # one has failed
+    contenders = dict(slow=lambda: made("slow", 5), fast=lambda: made("fast", 2), absent=lambda: 1 / 0)
+    rows = contest.measured(contenders, "", dict(x=torch.tensor(7)), torch.device("cpu"), 3)
+    assert steps[:8] == [("slow", 7)] * 4 + [("fast", 7)] * 4
+    assert [name for name, _ in steps[8:]] == ["slow"] * 2 + ["fast"] * 4 + ["slow"] * 4 + ["fast"] * 2
+    assert [(row["p20"], row["median"], row["p80"]) for row in rows[:2]] == [(6,) * 3, (3,) * 3]
+    assert rows[2] == dict(name="absent", reason="ZeroDivisionError: division by zero")
+    assert re.search(r"6000.00 \(6000.00, 6000.00\) +n/a", contest.table("float32", rows))
+    with pytest.raises(files.UserError, match="no contender has such a name"):
+        contest.measured(contenders, "nothing", {}, torch.device("cpu"), 3)
 
 
 @pytest.mark.slow
 def test_ladder_of_two_checkouts(tmp_path):
     """The other one's code runs: there the model says something else of its attention."""
     other = tmp_path / "other"
-    shutil.copytree(ROOT / "fusion_lab", other / "fusion_lab")
-    shutil.copytree(ROOT / "proteins", other / "proteins")
+    for package in ("fusion_lab", "proteins"):
+        shutil.copytree(ROOT / package, other / package)
+    (other / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks" / "ladder_rung.py", other / "benchmarks")
     text = (ROOT / "tiny_openfold_v2.py").read_text()
     (other / "tiny_openfold_v2.py").write_text(text.replace(
         "\nPROGRAM = ", '\nTinyOpenFoldV2.attention_kernel = lambda *_: "of the other"\n\nPROGRAM = '))
@@ -130,41 +101,41 @@ def test_ladder_of_two_checkouts(tmp_path):
                                                              for root in (ROOT, other)]
     assert [row["kernel"] == "of the other" for row in rows] == [False, True]
     assert all(row["accurate"] and row["median_ms"] > 0 for row in rows)
-    plot = "--plot", tmp_path / "x.png"  # for which a CPU's rows have no memory figure
-    for wrong in (("--root", tmp_path), (*plot, tmp_path / "ladder.json"), (*plot, tmp_path / "absent.json")):
-        done = run("measure_ladder.py", *wrong)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr
-    assert not (tmp_path / "x.png").exists()
+    assert re.search(rf"\({re.escape(str(ROOT))}\): time [\d.]+ of \({re.escape(str(other))}\)", done.stdout)
+    done = run("measure_ladder.py", "--quick", "--root", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(tmp_path) in done.stderr
 
 
 @pytest.mark.slow
-def test_a_rung_that_fails_is_a_row_with_its_reason(tmp_path):
+def test_a_rung_that_fails_is_a_row_with_its_reason():
     import measure_ladder
     rung = measure_ladder.Rung("x", ROOT, ["--use-tf32", "--batch-size", "0"], 2)
-    assert not rung.guest.wait_until_ready()
+    rung.wait_until_ready()
     assert "--batch-size" in rung.finish()["failed"]
 
 
 def test_rungs_for_which_memory_was_short_begin_again_without_the_others(monkeypatch):
     """A machine that holds five units; a rung takes as many as its name says."""
     import measure_ladder
-    rounds = []
+    alive = []
 
-    def one_round(rungs, steps, together):
-        rounds.append((rungs, together))
-        left = 5
-        for rung in rungs:
-            left = left - int(rung) if together else 5 - int(rung)
-            yield dict(name=rung, out_of_memory=True) if left < 0 else dict(name=rung)
-    monkeypatch.setattr(measure_ladder, "one_round", one_round)
-    rows = list(measure_ladder.measured(["1", "2", "3", "9", "4"], 2, True))
-    assert [row["name"] for row in rows if not row.get("out_of_memory")] == ["1", "2", "3", "4"]
-    assert [row["name"] for row in rows if row.get("out_of_memory")] == ["9"]
-    assert rounds == [(["1", "2", "3", "9", "4"], True), (["3", "9", "4"], True), (["9", "4"], True),
-                      (["9", "4"], False)]
-    rounds.clear()
-    assert list(measure_ladder.measured(["9"], 2, False)) == [dict(name="9", out_of_memory=True)] and (
-        len(rounds) == 1)
+    class Rung:
+        def __init__(self, name, steps):
+            self.name = name
+            alive.append(self)
+            self.short = sum(int(rung.name) for rung in alive if not getattr(rung, "short", False)) > 5
+
+        def wait_until_ready(self):
+            pass
+
+        def finish(self):
+            alive.remove(self)
+            return dict(name=self.name, out_of_memory=self.short)
+    monkeypatch.setattr(measure_ladder, "Rung", Rung)
+    rows = list(measure_ladder.measured([("1",), ("2",), ("3",), ("9",), ("4",)], 2))
+    assert [(row["name"], row["out_of_memory"]) for row in rows] == [
+        ("1", False), ("2", False), ("3", False), ("9", True), ("4", False)]
+    assert not alive
 
 
 @pytest.mark.slow
@@ -189,39 +160,6 @@ def test_patched_layers_that_are_wrong_or_absent():
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "boltz" in done.stderr
 
 
-@pytest.mark.parametrize("longest", [600, 1000, 1100, 1190, 2000])
-def test_the_longest_protein_is_found_in_few_trials(longest, tmp_path):
-    """The memory of two short ones promises 1159 residues; really so many fit."""
-    import measure_long
-    asked = types.SimpleNamespace(lengths=[64, 256, 512], trials=4, stride=8, limit=1.0, quick=False,
-                                  out=tmp_path)
-    tried = []
-
-    def launch(part, ranks, lengths, steps):
-        tried.append(lengths)
-        return [dict(length=n, ranks=ranks, part=part, peak_mb=100 + n * n * 6.6e-4) if n <= longest else
-                dict(length=n, ranks=ranks, part=part, out_of_memory=True, reason="out of memory")
-                for n in lengths]
-    measurement = measure_long.Measurement(asked, dict(rows=[], seconds=[]))
-    measurement.launch = launch
-    measurement.longest(2)
-    rows = json.loads((tmp_path / "long.json").read_text())["rows"]
-    trials = [row for row in rows if row.get("trial")]
-    assert tried[0] == [256, 512] and len(trials) == len(tried) - 1 <= 4
-    fit = max(row["length"] for row in trials if "peak_mb" in row)
-    assert all(row["length"] % 8 == 0 for row in trials) and fit <= longest
-    assert fit > 0.9 * min(longest, 1159)
-    assert any(str(fit) in line for line in measure_long.findings(rows))
-
-
-def test_the_longest_protein_is_one_that_was_no_trial():
-    import measure_long
-    rows = [dict(length=n, ranks=2, part="longest", peak_mb=n) for n in (16, 32)]
-    rows += [dict(length=64, ranks=2, part="longest", trial=True, out_of_memory=True)]
-    assert measure_long.findings(rows) == ["Longest S that trains on 2: 32; 64 does not fit."]
-    assert measure_long.findings(rows[:2]) == ["Longest S that trains on 2: 32; nothing longer was tried."]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("program, flags, code, words", [
     ("compare_llama.py", "--out OUT --hidden-size 32 --num-heads 2 --num-kv-heads 1 --num-layers 1 "
@@ -234,68 +172,24 @@ def test_what_benchmarks_refuse(program, flags, code, words, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def waiting_workers(tmp_path, monkeypatch):
-    """(a measurement whose workers sleep, those that it started)"""
-    import measure_long
-    begun, popen = [], subprocess.Popen
-    monkeypatch.setattr(measure_long.subprocess, "Popen", lambda command, **how: begun.append(
-        popen(["sleep", "60"], **how)) or begun[-1])
-    asked = types.SimpleNamespace(lengths=[8, 16], ranks=[1, 2], steps=1, limit=0, quick=True, patience=60,
-                                  out=tmp_path)
-    return measure_long.Measurement(asked, dict(rows=[], seconds=[])), begun
-
-
-@pytest.mark.parametrize("stopped", ["has_compiled", "text_of"])
-def test_a_measurement_that_is_stopped_ends_its_workers(stopped, tmp_path, monkeypatch):
-    """They held 60 GB of each GPU, and what came after was measured beside them."""
-    import measure_long
-    measurement, begun = waiting_workers(tmp_path, monkeypatch)
-
-    def stop(_):
-        raise SystemExit(143)
-    monkeypatch.setattr(measure_long, "has_compiled", lambda started: True)
-    monkeypatch.setattr(measure_long, stopped, stop)
-    measurement.arguments.patience = 0.1
-    with pytest.raises(SystemExit):
-        measurement.in_turn(["compiled"])
-    assert len(begun) == 4 and all(process.wait(10) == -signal.SIGTERM for process in begun)
-
-
-def test_what_ran_out_of_memory_beside_others_is_measured_alone(tmp_path, monkeypatch):
-    import measure_long
-    measurement, _ = waiting_workers(tmp_path, monkeypatch)
-    monkeypatch.setattr(measure_long, "has_compiled", lambda started: True)
-    measurement.rows = lambda started: [dict(length=started.lengths[0], ranks=started.ranks,
-                                             out_of_memory=started.ranks == 2)]
-    measurement.launch = lambda part, ranks, lengths, steps: [dict(ranks=ranks, alone=part)]
-    monkeypatch.setattr(measurement, "write", lambda: None)
-    measurement.in_turn(["ultra"])
-    assert [row.get("alone") for row in measurement.result["rows"]] == [None, None, "ultra", "ultra"]
-
-
-def test_the_table_of_long_proteins_compares_with_one_gpu():
-    import measure_long
-    times = dict(median_ms=10.0, p20_ms=9.0, p80_ms=11.0, peak_mb=500.0, length=768, part="steps")
-    rows = [dict(times, ranks=1), dict(times, ranks=2, median_ms=8.0, peak_mb=275.0,
-                                       collectives_ms={"all-gather": 1.0, "all-to-all": 1.0})]
-    _, one, two = measure_long.table(rows)
-    assert one[4] == "" and two[4] == "1.25x" and two[6] == "0.55" and two[7] == "2.00 (25%)"
-    assert measure_long.findings(rows) == ["Peak at S 768 on two GPUs (steps): 0.55 of one's; "
-                                           "goal at 768: 0.6."]
-
-
 @pytest.mark.slow
-def test_long_proteins(tmp_path):
-    done = run("measure_long.py", "--quick", "--lengths", 16, "--steps", 2,
-               "--only", "accuracy|steps|ultra", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr + done.stdout
-    rows = json.loads((tmp_path / "long.json").read_text())["rows"]
-    assert [(row["part"], row["ranks"]) for row in rows] == [
-        ("accuracy", 2), ("steps", 1), ("steps", 2), ("ultra", 1), ("ultra", 2)]
-    assert rows[0]["accurate"]
-    assert all(0 < row["peak_mb"] and 0 < row["median_ms"] for row in rows[1:])
-    assert set(rows[2]["collectives_ms"]) >= {"all-gather", "all-to-all", "all-reduce"}
-    done = run("measure_long.py", "--quick", "--lengths", 8, 64, "--steps", 2, "--only", "steps",
-               "--ranks", 1, "--limit", 5e-3, "--out", tmp_path)
-    short, long = json.loads((tmp_path / "long.json").read_text())["rows"]
-    assert short["peak_mb"] < 5 and long["out_of_memory"] and long["reason"] == "out of memory"
+def test_ranks(tmp_path):
+    done = run("measure_ranks.py", "--quick", "--steps", 3, "--lengths", 16, "--only", "A|S 16",
+               "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "ranks.json").read_text())["rows"]
+    assert [(row["name"], row["gpus"]) for row in rows] == [("A", 1), ("A", 2), ("S 16", 1)]
+    assert all(row["median_ms"] > 0 for row in rows)
+    for row in rows[:2]:
+        assert row["samples_per_s"] == pytest.approx(1e3 * row["gpus"] * 2 / row["median_ms"])
+
+
+def test_gains_are_of_runs_on_one_gpu_and_on_several():
+    import measure_ranks
+    rows = [dict(zip(("name", "gpus", "samples_per_s"), values, strict=True)) for values in (
+        ("A", 1, 10), ("A", 2, 18), ("split", 1, 12), ("split", 2, 18), ("B", 1, 3), ("S 9", 1, 3))]
+    assert measure_ranks.gains([*rows, dict(name="B", failed="x")])[1:] == [
+        ["A", "10.0", "18.0", "1.80"], ["split", "12.0", "18.0", "1.50"]]
+    runs = measure_ranks.runs_of(4, quick=False)
+    assert [run[:3] for run in runs if run[0] in "B split"] == [
+        ("B", 1, 1), ("B", 4, 1), ("split", 1, 8), ("split", 4, 2)]

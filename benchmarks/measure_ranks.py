@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""What several GPUs of one host buy, and how long a sample one of them takes; everything on, in bf16.
+
+    python benchmarks/measure_ranks.py --out OUT [--gpus 2] [--lengths 256 512 768] [--only REGEX]
+    python benchmarks/measure_ranks.py --out OUT --quick                # tiny sizes, Gloo on a CPU
+
+Data parallel: training runs on one GPU and, by torchrun, on several. At A, B and C every GPU has the batch
+that one had; "split" divides a batch of 8 among all. Long samples: steps on one GPU, everything recomputed,
+each length in a process of its own (ladder_rung.py). Writes OUT/ranks.json and prints the gains in samples/s.
+Exit code 1 if a run failed.
+"""
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from fusion_lab.training import interrupts
+
+interrupts.quiet(__name__)
+
+import torch
+from measure_ladder import ULTRA, Rung
+
+from fusion_lab.measuring.tables import aligned
+from fusion_lab.training.files import MISSING, UserError, exit_code, require_directory, write_json
+from fusion_lab.training.flags import Parser, regular_expression, whole_number
+from fusion_lab.training.machine import choose_device, system_info
+from fusion_lab.training.reading import read_json
+
+SIZES = {  # name: (samples, flags)
+    "A": (4, "--seq-len 64 --num-seqs 16"),
+    "B": (1, "--seq-len 256 --num-seqs 64"),
+    "C": (1, "--seq-len 384 --num-seqs 128 --msa-dim 256 --msa-heads 8"),
+}
+LONG = "--batch-size 1 --num-seqs 128 --msa-dim 256 --msa-heads 8 --enable-activation-checkpointing"
+SPLIT = 8  # samples of A's size
+TINY = "--num-blocks 1 --seq-len 16 --num-seqs 4 --msa-dim 16 --pair-dim 16 --use-amp --device cpu"
+
+
+def runs_of(gpus, quick):
+    """[(name, GPUs, samples of each, flags)], the run on one GPU before that on several."""
+    sizes = {"A": (2, TINY)} if quick else {name: (batch, f"{flags} {ULTRA}")
+                                            for name, (batch, flags) in SIZES.items()}
+    pairs = {name: (batch, batch, flags) for name, (batch, flags) in sizes.items()}
+    pairs["split"] = SPLIT, SPLIT // gpus, sizes["A"][1]
+    return [(name, number, batch, flags) for name, (alone, each, flags) in pairs.items()
+            for number, batch in ((1, alone), (gpus, each))]
+
+
+def trained(name, gpus, batch, flags, steps):
+    """The row of a training run, by its summary."""
+    row = dict(name=name, gpus=gpus, batch_of_each=batch)
+    with tempfile.TemporaryDirectory() as at:
+        starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+        command = [sys.executable, *(starter if gpus > 1 else []), str(ROOT / "tiny_openfold_v2.py"),
+                   *flags.split(), "--batch-size", str(batch), "--num-steps", str(steps), "--eval-every",
+                   str(steps + 1), "--profile-dir", f"{at}/results"]
+        done = subprocess.run(command, cwd=at, capture_output=True, text=True, check=False)
+        try:
+            found = read_json(f"{at}/results/performance_summary_v2.json")["performance_summary"]
+        except (OSError, ValueError):
+            return row | dict(failed=" / ".join(done.stderr.strip().splitlines()[-3:])[-400:] or "no result")
+    times = {f"{key}_ms": 1e3 * found[f"{key}_batch_time"] for key in ("median", "p20", "p80")}
+    return row | times | dict(samples_per_s=gpus * batch / found["median_batch_time"],
+                              peak_mb=found["peak_memory_mb"])
+
+
+def gains(rows):
+    """Cells of a table: samples/s on one GPU and on several, for every name that has both."""
+    by_name = {}
+    for row in rows:
+        by_name.setdefault(row["name"], []).append(row)
+    cells = [["", "1 GPU", "several, samples/s", "gain"]]
+    for name, found in by_name.items():
+        if len(found) == 2 and not any("failed" in row for row in found):
+            one, several = (row["samples_per_s"] for row in found)
+            cells.append([name, f"{one:.1f}", f"{several:.1f}", f"{several / one:.2f}"])
+    return cells
+
+
+def of_length(length, steps, quick):
+    """The row of steps of one sample of so many residues."""
+    flags = f"{TINY} --enable-activation-checkpointing" if quick else f"{LONG} {ULTRA}"
+    rung = Rung(f"S {length}", ROOT, [*flags.split(), "--seq-len", str(length)], steps)
+    rung.wait_until_ready()
+    return rung.finish() | dict(gpus=1, length=length)
+
+
+def line(row):
+    label = f"{row['name']:6s} {row['gpus']} GPU{'s' * (row['gpus'] > 1):1s}"
+    if "failed" in row:
+        return f"{label}  failed: {row['failed']}"
+    peak = f"  {row['peak_mb']:8.0f} MB" if row["peak_mb"] else ""
+    return f"{label}  {row['median_ms']:8.2f} ms ({row['p20_ms']:.2f}, {row['p80_ms']:.2f}){peak}"
+
+
+def main(argv=None):
+    parser = Parser(prog="measure_ranks.py", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory for ranks.json")
+    parser.add_argument("--gpus", type=whole_number(2), default=2, help="of this host (default: %(default)s)")
+    parser.add_argument("--lengths", type=whole_number(), nargs="+", default=[256, 512, 768],
+                        help="residues of long samples (default: %(default)s)")
+    parser.add_argument("--steps", type=whole_number(3), default=30, help="timed (default: %(default)s)")
+    parser.add_argument("--only", default="", type=regular_expression,
+                        help='A, B, C, split, "S 256" and the like (default: all)')
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script on a CPU")
+    asked = parser.parse_args(argv)
+    if not (asked.quick or torch.cuda.is_available()):
+        raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
+    require_directory(asked.out)
+    rows, result = [], dict(command=sys.argv, date=time.strftime("%F"),
+                            system_info=system_info(choose_device("cpu" if asked.quick else "auto")))
+    runs = [run for run in runs_of(asked.gpus, asked.quick) if re.search(asked.only, run[0])]
+    lengths = [length for length in asked.lengths if re.search(asked.only, f"S {length}")]
+    if not runs + lengths:
+        parser.error(f"nothing is left by --only {asked.only!r}")
+    for run in runs:
+        rows.append(trained(*run, asked.steps))
+        print(line(rows[-1]), flush=True)
+        write_json(asked.out / "ranks.json", dict(result, rows=rows))
+    for length in lengths:
+        rows.append(of_length(length, asked.steps, asked.quick))
+        write_json(asked.out / "ranks.json", dict(result, rows=rows))
+    print("\n".join(aligned(gains(rows))))
+    return int(any("failed" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main, None, "measure_ranks.py"))
