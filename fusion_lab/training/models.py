@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from fusion_lab.training import checkpoints
-from fusion_lab.training.files import UserError
+from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.options import spelled
 from fusion_lab.training.reading import parse_json
 from fusion_lab.training.recipe import average
