@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """TinyLlama V2: LLaMA in one file, with its kernel fusions as switches.
 
-    python companions/tiny_llama.py                     # bytes of Python
+    python companions/tiny_llama.py                     # learns bytes of Python
     python companions/tiny_llama.py --compare-fusion    # what a switch buys
-    python companions/tiny_llama.py --data FILE         # your text
-    python companions/tiny_llama.py --weights FILE --num-layers 22
+    python companions/tiny_llama.py --compare-ultra     # one kernel a block (ultra_block.py)
 
-LLaMA (Touvron et al. 2023) as in transformers, under its parameter names: pre-norm RMSNorm, rotary positions,
-grouped-query attention, SwiGLU. It reads bytes of the standard library of the Python that runs it: nothing
-is shipped or downloaded. Reading order: FusedTransformerBlock, then its four parts above it.
+It shows the same switches in the model that most people know, where they pay differently: GEMMs are large,
+so packing them matters more and launches less. LLaMA (Touvron et al. 2023) is as in transformers, under its
+parameter names: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU. It reads the standard
+library of the Python that runs it (text.py). Reading order: FusedTransformerBlock, then its four parts above.
 
 Letters in shape comments: B samples, S bytes, c channels, H heads, G of them for keys and values, D = c / H.
 """
@@ -21,7 +21,8 @@ from fusion_lab.training import interrupts
 
 interrupts.quiet(__name__)
 
-from companions.kernels.limits import idle_pointwise, idle_ultra
+from companions.kernels import ULTRA_WIDTHS
+from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.training import start
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
 from fusion_lab.training.program import CommandLine, Program
@@ -51,21 +52,15 @@ class LlamaConfig(Checked):
 
 @dataclass(frozen=True)
 class LlamaTraining(TrainingConfig):
-    """Text, and weights to begin with."""
+    """Text, and a mode of its own."""
     data: str = option(None, "file or directory of text; default: this Python's standard library", type=str,
                        metavar="PATH")
-    eval_windows: int = option(512, "windows of --seq-len bytes in an evaluation", low=1)
+    eval_windows: int = option(None, "windows of --seq-len bytes in an evaluation; default: as many as were "
+                                     "trained on, at most 512", low=1, type=int)
     compare_ultra: bool = option(
         False, "one kernel a block, beside CUDA graphs and torch.compile, four shapes",
         mode=("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "seed", "device",
               "profile_dir", "json"))
-    weights: str = option(None, "LLaMA weights to begin with: a state dict, .safetensors or .pt", type=str,
-                          training_only=True, metavar="FILE")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.weights and (self.resume or self.init_from):
-            self.refuse("weights", "allowed without --resume and --init-from only")
 
 
 @dataclass(frozen=True)
@@ -84,10 +79,14 @@ class LlamaSwitches(Switches):
 
     def idle(self, settings, on_gpu):
         found, width = super().idle(settings, on_gpu), settings.model.hidden_size // settings.model.num_heads
-        if self.enable_pointwise_kernel:
-            found += idle_pointwise(self.enable_qkv_fusion or self.enable_swiglu_fusion, on_gpu)
-        if self.enable_ultra_block:
-            found += idle_ultra(width, settings.training.use_amp, on_gpu)
+        if self.enable_pointwise_kernel and not (
+                on_gpu and HAS_TRITON and (self.enable_qkv_fusion or self.enable_swiglu_fusion)):
+            found.append("the pointwise kernel needs a GPU, Triton and packed projections "
+                         "(--enable-qkv-fusion, --enable-swiglu-fusion)")
+        if self.enable_ultra_block and not (on_gpu and HAS_TRITON and settings.training.use_amp):
+            found.append("the ultra-fused block needs a GPU, Triton and --use-amp")
+        elif self.enable_ultra_block and width not in ULTRA_WIDTHS:
+            found.append(f"ultra-fused blocks are for heads of {', '.join(map(str, ULTRA_WIDTHS))} channels")
         return found
 
 
@@ -104,19 +103,16 @@ start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes sec
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import ultra_block
 
-from companions import text
+from companions import text, ultra_block
+from companions.chunked_loss import ChunkedLoss
 from companions.kernels import dispatch
+from fusion_lab.kernels.dispatch import runs
 from fusion_lab.kernels.library.attention_choice import causal_kernel
-from fusion_lab.kernels.library.chunked_loss import ChunkedLoss
 from fusion_lab.kernels.library.custom_gradients import recomputed
 from fusion_lab.kernels.library.packing import PackedProjections
 from fusion_lab.kernels.precision import at_least_float32
-from fusion_lab.training.checkpoints import put
 from fusion_lab.training.files import counted
-from fusion_lab.training.models import put_weights, read_weights
-from fusion_lab.training.recipe import average
 from tiny_openfold_v2 import Trainer, main
 
 # --------------------------------------------------------------------------------------------------------
@@ -207,7 +203,7 @@ class FusedTransformerBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config, fusion)
 
     def forward(self, x, angles):
-        if self.ultra and ultra_block.runs(x):
+        if self.ultra and runs(x):
             return ultra_block.run(self, x, angles)
         return self.plain(x, angles)
 
@@ -306,27 +302,6 @@ class TinyLlama(nn.Module):
 OF_A_BLOCK = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
-def load_llama(model, path):
-    """A state dict of transformers' LlamaForCausalLM; what tied heads and old rotary tables repeat is left
-    out. Raises UserError."""
-    saved = {k: v for k, v in read_weights(path).items() if not k.endswith("rotary_emb.inv_freq")}
-    if model.config.tie_word_embeddings:
-        saved.pop("lm_head.weight", None)
-    put_weights(model, saved, path)
-
-
-class LlamaTrainer(Trainer):
-    """Begins with --weights."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        if self.training.weights:
-            plain = TinyLlama(self.settings.model, self.program.fusion_config.preset(False))
-            load_llama(plain, self.training.weights)
-            put(self, plain.state_dict())
-            self.average = average(self.updated, self.training.ema_decay)
-
-
 # --------------------------------------------------------------------------------------------------------
 # What the lab must know of this model
 # --------------------------------------------------------------------------------------------------------
@@ -343,14 +318,12 @@ def start_lines(trainer):
 
 PROGRAM = Program(
     **vars(COMMAND_LINE), version="tiny_llama_v2", suffix="tiny_llama_v2", model=TinyLlama,
-    trainer=LlamaTrainer,
-    check_batch=lambda settings, device: text.check_batch(settings.training, settings.model.seq_len, device),
+    trainer=Trainer, open_source=text.Bytes, check_batch=text.check_batch,
     tiny=dict(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, seq_len=32),
-    open_source=lambda settings: text.Bytes(settings, settings.model.seq_len),
     sublayers=(*OF_A_BLOCK, "norm", "lm_head"),
     blocks=lambda settings: settings.model.num_layers, start_lines=start_lines,
     evaluate=text.evaluate, evaluation_name="bits_per_byte", evaluation_line=text.evaluation_line,
-    scores=text.scores, closing=text.closing, modes={"--compare-ultra": ultra_block.compare_ultra},
+    scores=text.scores, modes={"--compare-ultra": ultra_block.compare_ultra},
     titles={"QKV Fusion": "enable_qkv_fusion", "Flash Attention": "enable_flash_attention",
             "SwiGLU Fusion": "enable_swiglu_fusion", "Norm Fusion": "enable_norm_fusion",
             "Loss Fusion": "enable_loss_fusion", "Torch Compile": "enable_torch_compile"})

@@ -5,14 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON
-from fusion_lab.kernels.precision import HALF, product_dtype, strict_float32
-
-
-def precision(dtype):
-    """`input_precision` of tl.dot for tensors of this dtype. Strict float32 means it; TF32 is NVIDIA's word,
-    and what AMD's compiler makes of float32 products is float32."""
-    tf32 = dtype == torch.float32 and not strict_float32(dtype) and not torch.version.hip
-    return "tf32" if tf32 else "ieee"
+from fusion_lab.kernels.precision import HALF, product_dtype
 
 
 def hears(edges):

@@ -21,8 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from companions.kernels.dispatch import precision
-from companions.kernels.limits import ULTRA_WIDTHS
+from companions.kernels import ULTRA_WIDTHS
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.ahead_of_time import start
 from fusion_lab.kernels.common import candidates, processors
@@ -55,8 +54,8 @@ def wait_for_all(counters, number: tl.constexpr):
 
 
 @triton.jit
-def product(x, weight, norm, m, n, M, K, NORM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-            BN: tl.constexpr, BK: tl.constexpr):
+def product(x, weight, norm, m, n, M, K, NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr):
     """Rows m (BM,) of x (M, K) times rows n (BN,) of weight (N, K), (BM, BN) float32. With NORM x's channels
     are multiplied by norm (K,) first, and the rows' sums of squares, (BM,), are made, else zeros."""
     acc, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM,), tl.float32)
@@ -69,13 +68,13 @@ def product(x, weight, norm, m, n, M, K, NORM: tl.constexpr, PRECISION: tl.const
             squares += tl.sum(wide * wide, 1)
             a = wide * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
         b = tl.load(weight + n[None, :] * K + k[:, None], mask=k[:, None] < K, other=0.0)  # (BK, BN)
-        acc = tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
+        acc = tl.dot(a.to(b.dtype), b, acc)
     return acc, squares
 
 
 @triton.jit
 def projections(x, norm, weight, angles, qkv, M, S, C, eps, ROTATED: tl.constexpr, HEADS: tl.constexpr,
-                D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+                D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     """Phase 1: qkv (M, HEADS, D) = RMSNorm(x) weight^T, the first ROTATED heads rotated by their positions.
 
         x (M, C); norm (C,); weight (HEADS D, C); angles (2, S, D / 2) float32, cosines and sines
@@ -85,9 +84,8 @@ def projections(x, norm, weight, angles, qkv, M, S, C, eps, ROTATED: tl.constexp
     half = tl.arange(0, D // 2)
     for tile in range(tl.program_id(0), tl.cdiv(M, BM) * HEADS, tl.num_programs(0)):
         head, m = tile % HEADS, (tile // HEADS * BM + tl.arange(0, BM)).to(tl.int64)
-        first, squares = product(x, weight, norm, m, head * D + half, M, C, True, PRECISION, BM, D // 2, BK)
-        second, _ = product(x, weight, norm, m, head * D + D // 2 + half, M, C, True, PRECISION, BM, D // 2,
-                            BK)
+        first, squares = product(x, weight, norm, m, head * D + half, M, C, True, BM, D // 2, BK)
+        second, _ = product(x, weight, norm, m, head * D + D // 2 + half, M, C, True, BM, D // 2, BK)
         scale = tl.rsqrt(squares / C + eps)[:, None]  # (BM, 1), of RMSNorm
         first, second = first * scale, second * scale
         if head < ROTATED:
@@ -102,8 +100,8 @@ def projections(x, norm, weight, angles, qkv, M, S, C, eps, ROTATED: tl.constexp
 
 
 @triton.jit
-def attention(qkv, out, B, S, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-              PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def attention(qkv, out, B, S, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+              BN: tl.constexpr):
     """Phase 2: causal attention, out (B S, H D) of qkv (B S, (H + 2 G) D). A tile is BM queries of one head;
     it takes BN keys at a time, up to the diagonal."""
     d, blocks = tl.arange(0, D), tl.cdiv(S, BM)
@@ -120,44 +118,42 @@ def attention(qkv, out, B, S, scale, H: tl.constexpr, G: tl.constexpr, D: tl.con
             keys = qkv + (sample * S + n) * width + (H + head // (H // G)) * D  # H / G heads share keys
             k = tl.load(keys[None, :] + d[:, None], mask=n[None, :] < S, other=0.0)  # (D, BN)
             v = tl.load(keys[:, None] + G * D + d[None, :], mask=n[:, None] < S, other=0.0)  # (BN, D)
-            s = tl.dot(q, k, input_precision=PRECISION) * scale  # (BM, BN)
+            s = tl.dot(q, k) * scale  # (BM, BN)
             s = tl.where((n[None, :] <= m[:, None]) & (n[None, :] < S), s, -1e30)
             # Softmax so far, scaled by its highest score
             higher = tl.maximum(highest, tl.max(s, 1))  # (BM,)
             p, shrink = tl.exp(s - higher[:, None]), tl.exp(highest - higher)
             total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
             highest = higher
         tl.store(out + rows[:, None] * (H * D) + head * D + d[None, :],
                  (acc / total[:, None]).to(out.dtype.element_ty), mask=m[:, None] < S)
 
 
 @triton.jit
-def added(x, weight, residual, out, M, N, K, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-          BK: tl.constexpr):
+def added(x, weight, residual, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Phases 3 and 5: out (M, N) = residual (M, N) + x (M, K) weight^T, weight (N, K), in tiles (BM, BN).
     Columns beyond N read rows of weight from its beginning (n % N), and are not stored."""
     columns = tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, tl.num_programs(0)):
         m = (tile // columns * BM + tl.arange(0, BM)).to(tl.int64)
         n = tile % columns * BN + tl.arange(0, BN)
-        acc, _ = product(x, weight, weight, m, n % N, M, K, False, PRECISION, BM, BN, BK)
+        acc, _ = product(x, weight, weight, m, n % N, M, K, False, BM, BN, BK)
         at, there = m[:, None] * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
         acc += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def gated(x, norm, weight, out, M, C, F, eps, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-          BK: tl.constexpr):
+def gated(x, norm, weight, out, M, C, F, eps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Phase 4: out (M, F) = silu(RMSNorm(x) gate^T) (RMSNorm(x) up^T), of x (M, C), norm (C,) and weight
     (2 F, C) = [gate; up], in tiles (BM, BN)."""
     columns = tl.cdiv(F, BN)
     for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, tl.num_programs(0)):
         m = (tile // columns * BM + tl.arange(0, BM)).to(tl.int64)
         n = tile % columns * BN + tl.arange(0, BN)
-        gate, squares = product(x, weight, norm, m, n % F, M, C, True, PRECISION, BM, BN, BK)
-        up, _ = product(x, weight + F.to(tl.int64) * C, norm, m, n % F, M, C, True, PRECISION, BM, BN, BK)
+        gate, squares = product(x, weight, norm, m, n % F, M, C, True, BM, BN, BK)
+        up, _ = product(x, weight + F.to(tl.int64) * C, norm, m, n % F, M, C, True, BM, BN, BK)
         scale = tl.rsqrt(squares / C + eps)[:, None]
         gate, up = gate * scale, up * scale
         tl.store(out + m[:, None] * F + n[None, :], (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty),
@@ -167,8 +163,7 @@ def gated(x, norm, weight, out, M, C, F, eps, PRECISION: tl.constexpr, BM: tl.co
 @triton.jit
 def ultra_block_kernel(x, norm1, w_qkv, w_out, norm2, w_gate_up, w_down, angles, qkv, mixed, middle, wide,
                        out, counters, B, S, C, F, eps, scale, H: tl.constexpr, G: tl.constexpr,
-                       D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                       BK: tl.constexpr):
+                       D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """One program: its share of the tiles of every phase. Axis 0: programs, as many as run at once.
 
         x, out (B S, C); norm1, norm2 (C,); w_qkv ((H + 2 G) D, C); w_out (C, C); w_gate_up (2 F, C); w_down
@@ -177,15 +172,15 @@ def ultra_block_kernel(x, norm1, w_qkv, w_out, norm2, w_gate_up, w_down, angles,
         the first residual; wide (B S, F)
     """
     M = B * S
-    projections(x, norm1, w_qkv, angles, qkv, M, S, C, eps, H + G, H + 2 * G, D, PRECISION, BM, BK)
+    projections(x, norm1, w_qkv, angles, qkv, M, S, C, eps, H + G, H + 2 * G, D, BM, BK)
     wait_for_all(counters, 0)
-    attention(qkv, mixed, B, S, scale, H, G, D, PRECISION, BM, BN)
+    attention(qkv, mixed, B, S, scale, H, G, D, BM, BN)
     wait_for_all(counters, 1)
-    added(mixed, w_out, x, middle, M, C, C, PRECISION, BM, BN, BK)
+    added(mixed, w_out, x, middle, M, C, C, BM, BN, BK)
     wait_for_all(counters, 2)
-    gated(middle, norm2, w_gate_up, wide, M, C, F, eps, PRECISION, BM, BN, BK)
+    gated(middle, norm2, w_gate_up, wide, M, C, F, eps, BM, BN, BK)
     wait_for_all(counters, 3)
-    added(wide, w_down, middle, out, M, C, F, PRECISION, BM, BN, BK)
+    added(wide, w_down, middle, out, M, C, F, BM, BN, BK)
 
 
 TILES = candidates(("BM", "BN", "BK", "num_warps", "num_stages"), (32, 32, 32, 4, 2), (64, 64, 32, 4, 2),
@@ -207,6 +202,5 @@ def ultra_block(x, weights, angles, heads, kv_heads, eps, counters, grid=None):
     sizes = dict(B=B, S=S, C=C, F=F, H=heads, G=kv_heads, D=width)
     tuner.launch("ultra_block_kernel", shape, TILES, lambda chosen: start(
         ultra_block_kernel, (grid or processors(x, 1),), x, *weights, angles, qkv, mixed, middle, wide, out,
-        counters, eps=eps, scale=width ** -0.5, **sizes, PRECISION=precision(dtype),
-        launch_cooperative_grid=True, **chosen))
+        counters, eps=eps, scale=width ** -0.5, **sizes, launch_cooperative_grid=True, **chosen))
     return out

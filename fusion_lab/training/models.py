@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 import torch
 
 from fusion_lab.training import checkpoints
-from fusion_lab.training.files import MISSING, UserError, printable
+from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.options import spelled
-from fusion_lab.training.reading import parse_json, require_regular
+from fusion_lab.training.reading import parse_json
 from fusion_lab.training.recipe import average
-from fusion_lab.training.saved import read_saved, say_if_older, tensors_in, write_saved
+from fusion_lab.training.saved import read_saved, say_if_older, write_saved
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -119,44 +119,3 @@ def faults(saved, program):
         if weight.dtype not in DTYPES or not checkpoints.alike(weight, expected[name].to(weight.dtype)) \
                 or not weight.isfinite().all():
             yield f"model {name}"
-
-
-def read_weights(path):
-    """What --weights names: {name: tensor} of a .safetensors file, or a dictionary that torch.save() wrote,
-    whose values are still to be judged. Raises UserError."""
-    found = read_safetensors(path) if str(path).endswith(".safetensors") else \
-        read_saved(path, "--weights", "file of weights")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise UserError(f"--weights {path}: holds no named weights")
-    return found
-
-
-def read_safetensors(path):
-    """{name: tensor} of a .safetensors file, which has no checksums. Raises UserError."""
-    try:
-        require_regular(path)
-        from safetensors.torch import load_file
-        return load_file(path)
-    except ImportError:
-        raise UserError(f"--weights {path}: needs safetensors: pip install safetensors", MISSING) from None
-    except OSError as error:
-        raise UserError(f"--weights {path}: {error.strerror or error}") from None
-    except Exception:  # a damaged file raises whatever its first bad byte leads to
-        raise UserError(f"--weights {path}: damaged or not a file of weights") from None
-
-
-def put_weights(model, weights, path):
-    """Load what read_weights() found into a model. Raises UserError."""
-    if isinstance(weights, dict) and isinstance(weights.get("format"), str):
-        raise UserError(f"--weights {path}: holds more than weights ({weights['format'][:60]!r}): "
-                        "checkpoints of this program go to --init-from")
-    if isinstance(weights, dict) and not weights.keys() & model.state_dict().keys():
-        raise UserError(f"--weights {path}: holds none of this model's weights")
-    for name, weight in tensors_in(weights).items():
-        if weight.is_floating_point() and not weight.float().isfinite().all():
-            raise UserError(f"--weights {path}: damaged: {printable(name[1:]):.200} is not finite")
-    try:
-        model.load_state_dict(weights)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        last = str(error).strip().splitlines()[-1].strip()
-        raise UserError(f"--weights {path}: made for another model ({last[:150]}); pass its sizes") from None

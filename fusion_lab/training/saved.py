@@ -18,9 +18,9 @@ def write_saved(path, content):
     write_atomically(path, partial(torch.save, {**content, "digest": digest(content)}))
 
 
-def read_saved(path, name="checkpoint", kind=None):
+def read_saved(path, name="checkpoint"):
     """What torch.save() wrote, tensors and plain values; UserError if the file cannot be read or is damaged.
-    Messages begin with the name, and call such a file a kind."""
+    Messages call such a file by the name."""
     try:
         with open_regular(path) as file:
             entries = zipfile.ZipFile(file)
@@ -32,7 +32,7 @@ def read_saved(path, name="checkpoint", kind=None):
     except OSError as error:
         raise UserError(f"{name} {path}: {error.strerror or error}") from None
     except Exception:  # a damaged file raises whatever its first bad byte leads to
-        raise UserError(f"{name} {path}: damaged or not a {kind or name}") from None
+        raise UserError(f"{name} {path}: damaged or not a {name}") from None
     if damage:
         raise UserError(f"{name} {path}: damaged: {damage}")
     return saved

@@ -24,7 +24,7 @@ TOY = {  # what makes a program's commands small; later flags win
     "companions/tiny_llama.py": (
         "--hidden-size 32 --intermediate-size 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --seq-len 16 "
         f"--eval-windows 4 --data {ROOT / 'README.md'} {STEPS}"),
-    "companions/fusion_patterns.py": "--patterns conv --rounds 2 --no-compile --no-ladder --device cpu",
+    "companions/fusion_patterns.py": "--patterns topk --rounds 2 --no-compile --no-ladder --device cpu",
     "./launch_performance_study.sh": "--device cpu --no-plots --seq-lens 16 --num-runs 1"}
 NO_GPU = 4  # exit code of what needs one
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import one_hot
 
 import tiny_openfold_v2 as tof
-from fusion_lab.training import models, recipe
+from fusion_lab.training import recipe
 from fusion_lab.training.checkpoints import save, snapshot
 from fusion_lab.training.evaluations import evaluating
 from fusion_lab.training.files import UserError
@@ -215,32 +215,3 @@ def test_statistics_on_a_gpu_are_those_of_a_cpu():
     there = coevolution.pair_features(rows.cuda()).cpu()
     assert torch.allclose(there, coevolution.pair_features(rows), atol=5e-3, rtol=1e-3)
     assert torch.backends.cuda.matmul.allow_tf32 is before
-
-
-def test_files_of_weights(tmp_path, monkeypatch):
-    """Names and tensors, read to the host, without running anything that a file brings."""
-    asked, load = [], torch.load
-    monkeypatch.setattr(torch, "load", lambda path, **how: asked.append(how) or load(path, **how))
-    path = tmp_path / "weights.pt"
-    torch.save({"a": torch.ones(2)}, path)
-    assert models.read_weights(path)["a"].tolist() == [1, 1]
-    assert asked == [dict(map_location="cpu", weights_only=True)]
-
-    def refusal(path):
-        with pytest.raises(UserError) as caught:
-            models.read_weights(path)
-        return str(caught.value).replace(f"--weights {path}: ", ""), caught.value.code
-    for unnamed in ({1: torch.ones(2)}, [torch.ones(2)], {"a": torch.ones(2), 2: torch.ones(2)}):
-        torch.save(unnamed, path)
-        assert refusal(path) == ("holds no named weights", 2)
-    path.write_bytes(b"PK\3\4 nothing")
-    assert refusal(path) == ("damaged or not a file of weights", 2)
-    assert refusal(tmp_path / "absent") == ("No such file or directory", 2)
-    with pytest.raises(UserError, match=f"{path}: holds more than weights .'a checkpoint'.: checkpoints"):
-        models.put_weights(nn.Linear(1, 1), dict(format="a checkpoint"), path)
-    with pytest.raises(UserError, match=f"{path}: holds none of this model's weights"):
-        models.put_weights(nn.Linear(1, 1), dict(other=torch.ones(1)), path)
-    with pytest.raises(UserError, match=r'another model \(Missing key\(s\) in state_dict: "bias"\.\)'):
-        models.put_weights(nn.Linear(1, 1), dict(weight=torch.ones(1, 1)), path)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    assert refusal("x.safetensors") == ("needs safetensors: pip install safetensors", 3)

@@ -1,14 +1,9 @@
 """Files that torch.save() wrote: wrong bits are found, and what is read is what lies in the file."""
 import math
-import os
-import pickle
-import sys
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 import tiny_openfold_v2 as tof
 from fusion_lab.training import checkpoints, models, saved
@@ -148,54 +143,6 @@ def test_nothing_is_saved_that_could_not_be_read(kind, tmp_path):
     with pytest.raises(UserError, match=f"{kind} are not finite at step 0: not saved") as caught:
         checkpoints.save(trainer, tmp_path / "c.pt")
     assert caught.value.code == 1 and (tmp_path / "c.pt").read_bytes() == whole
-
-
-# --- --weights ------------------------------------------------------------------------------------------
-
-def test_weights_are_read_like_a_checkpoint(tmp_path):
-    path, layer = tmp_path / "w.pt", nn.Linear(2, 3)
-    torch.save(layer.state_dict(), path)
-    assert models.read_weights(path)["weight"].equal(layer.weight)
-    whole = path.read_bytes()
-    at = whole.index(layer.weight.detach().numpy().tobytes())
-    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
-    assert "the checksum of its part" in refusal(models.read_weights, path)
-    flipped = bytearray(whole)
-    flipped[directory_of(whole)[-3] + 38] ^= 0x10
-    path.write_bytes(flipped)
-    assert refusal(models.read_weights, path).startswith(f"--weights {path}: damaged: its part ")
-    path.write_bytes(pickle.dumps([1]))
-    assert refusal(models.read_weights, path) == f"--weights {path}: damaged or not a file of weights"
-
-
-@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_weights_in_a_fifo_are_refused_at_once(name, tmp_path):
-    os.mkfifo(tmp_path / name)
-    assert refusal(models.read_weights, tmp_path / name).endswith("not a regular file")
-
-
-def test_weights_that_are_not_finite_are_refused(tmp_path):
-    layer, path = nn.Linear(1, 2), tmp_path / "w.pt"
-    weights = dict(weight=torch.ones(2, 1), bias=INFINITE)
-    assert refusal(lambda path: models.put_weights(layer, weights, path), path).endswith("bias is not finite")
-    models.put_weights(layer, {**weights, "bias": torch.ones(2, dtype=torch.int64)}, path)
-    assert layer.bias.tolist() == [1, 1]
-
-
-def test_safetensors(tmp_path, monkeypatch):
-    path = tmp_path / "w.safetensors"
-
-    def load_file(name):
-        assert name == path
-        if name.read_bytes() != b"whole":
-            raise ValueError
-        return dict(weight=torch.ones(1))
-    monkeypatch.setitem(sys.modules, "safetensors", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "safetensors.torch", SimpleNamespace(load_file=load_file))
-    path.write_bytes(b"whole")
-    assert models.read_weights(path)["weight"] == 1
-    path.write_bytes(b"part")
-    assert refusal(models.read_weights, path) == f"--weights {path}: damaged or not a file of weights"
 
 
 # --- --contacts -----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The ultra-fused block in Triton's interpreter: against the plain block, against transformers' values, every
-parameter's gradient. One program: the barriers are passed, but nothing waits at them."""
+"""The ultra-fused block in Triton's interpreter against the plain block, with every parameter's gradient. One
+program: the barriers are passed, but nothing waits at them."""
 import sys
 from unittest import mock
 
@@ -10,6 +10,7 @@ from tests.kernels.rule import violations
 from tests.support import ROOT
 
 pytest.importorskip("companions.kernels", reason="this companion was deleted")
+from companions import ultra_block as ultra
 from fusion_lab.training.program import load_program
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.slow]
@@ -18,13 +19,15 @@ FILE = ROOT / "companions" / "tiny_llama.py"
 if not FILE.exists():
     pytest.skip("this companion was deleted", allow_module_level=True)
 PROGRAM = load_program(FILE)
-llama, ultra = sys.modules["tiny_llama"], sys.modules["ultra_block"]
+llama = sys.modules["tiny_llama"]
 
 SMALL = dict(hidden_size=64, num_heads=2, num_kv_heads=1)
 CASES = {  # hidden size, heads, of keys, intermediate size, B, S
     "grouped, odd sizes": (64, 2, 1, 80, 2, 11), "two tiles of queries": (64, 2, 2, 96, 1, 40),
     "four heads in two groups": (128, 4, 2, 80, 1, 11),
 }
+
+
 class WithValues(torch.autograd.Function):
     """UltraBlock, whose gradients of the block's own parameters are handed to the values in them."""
 
@@ -73,7 +76,7 @@ def trained(fusion, steps=2):
                                 device="cpu", enable_ultra_block=fusion)
     trainer = PROGRAM.trainer(PROGRAM, settings, torch.device("cpu"))
     batch = PROGRAM.check_batch(settings, torch.device("cpu"))
-    with mock.patch.object(ultra, "runs", lambda x: True):
+    with mock.patch.object(llama, "runs", lambda x: True):
         trainer.forward(batch)["loss"].backward()
         gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
         return gradients, [trainer.step(batch).item() for _ in range(steps)], trainer
@@ -97,8 +100,10 @@ def test_counters_are_ready_for_the_next_launch():
 def test_the_comparison_of_a_shape():
     settings = PROGRAM.settings(**SMALL, intermediate_size=64, num_layers=1, seq_len=8, batch_size=1,
                                 device="cpu")
-    with mock.patch.object(ultra, "runs", lambda x: True):
-        ways = ultra.compare_shape(PROGRAM, settings, torch.device("cpu"), (ultra.ULTRA, ultra.STANDARD),
-                                   rounds=2, repeats=1)
-    assert [way.name for way in ways] == [ultra.ULTRA, ultra.STANDARD]
-    assert all(0 < way.seconds[key][1] for way in ways for key in ("forward", "step"))
+    with mock.patch.object(llama, "runs", lambda x: True):
+        for make in (ultra.Forward, PROGRAM.trainer):
+            names = ultra.ULTRA, ultra.STANDARD
+            rows = ultra.contest(make, PROGRAM, settings, torch.device("cpu"), names, rounds=2)
+            assert tuple(row["name"] for row in rows) == names
+            assert all(0 < row["median"] for row in rows) and ultra.verdict(rows)
+            assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
