@@ -1,0 +1,64 @@
+"""Trainers of different makes side by side: each alone for its peak memory, then in turn for the times."""
+import gc
+
+import torch
+
+from fusion_lab.measuring.clocks import PhaseTimer, quantiles
+from fusion_lab.training.machine import MEGABYTE
+
+WARMUP_STEPS = 3
+
+
+class Contender:
+    """What make() gives, warm after three steps; its row {name, peak_mb, loss, then p20, median, p80 in s}.
+
+    peak_mb (None on a CPU) is all that a step needs beside what was there before: weights, optimizer, and on
+    a stream of its own also the workspaces that libraries keep for every stream, as a CUDA graph holds them.
+    """
+
+    def __init__(self, name, make, batch, device):
+        torch._dynamo.reset()
+        on_gpu = device.type == "cuda"
+        self.stream, self.timer, before = torch.cuda.Stream(device) if on_gpu else None, PhaseTimer(device), 0
+        if on_gpu:
+            gc.collect()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+        with torch.cuda.stream(self.stream):
+            self.made = make()
+            for _ in range(WARMUP_STEPS):
+                self.made.step(batch).item()
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            self.row = dict(name=name, loss=self.made.step(batch).item(), peak_mb=None)
+        if on_gpu:
+            graph = getattr(self.made, "graph", None)  # whose memory is that of its capture
+            peak = max(torch.cuda.max_memory_allocated(), graph.peak if graph else 0)
+            self.row["peak_mb"] = (peak - before) / MEGABYTE
+
+    def timed_step(self, batch):
+        """Behind an untimed one, which fills the GPU's queue; nobody else's step runs beside it."""
+        with torch.cuda.stream(self.stream):
+            self.made.step(batch)
+            self.timer.start()
+            self.made.step(batch)
+            self.timer.mark()
+        if self.stream:
+            self.stream.synchronize()
+
+
+def race(contenders, batch, steps):
+    """Fill their rows with times of so many steps; each round begins with another one."""
+    for number in range(steps if contenders else 0):
+        first = number % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            contender.timed_step(batch)
+    for contender in contenders:
+        found = quantiles(contender.timer.seconds()[:, 0])
+        contender.row.update(zip(("p20", "median", "p80"), found, strict=True))
+
+
+def cells(row):
+    """(ms with quantiles, MB) of a row, as text."""
+    times = "{:.2f} ({:.2f}, {:.2f})".format(*(1e3 * row[key] for key in ("median", "p20", "p80")))
+    return times, "n/a" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"
