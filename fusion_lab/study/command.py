@@ -88,20 +88,19 @@ def run_study(options, study, argv):
     results = Results(directory, study.axes)
     results.load()
     if study.num_runs > known.num_runs:
-        write_config(directory, study, argv, how["created"])
+        how = write_config(directory, study, argv, how["created"])
     print(f"Study in {directory}; to continue it if interrupted: --study-name {shlex.quote(directory)}")
     try:
         run_points(study, results, directory, options.timeout)
     finally:
         shutil.rmtree(os.path.join(directory, "running"), ignore_errors=True)
-    summary = conclude(options, study.vocabulary, directory, results)
+    summary = conclude(options, study, how, directory, results)
     if not any(point["n"] for point in summary["points"]):
         raise UserError(f"no point could be measured: {summary['points'][0]['reason']}", FAILED)
 
 
-def conclude(options, vocabulary, directory, results):
+def conclude(options, study, how, directory, results):
     """Write and print what the rows say; returns the summary. Whatever fails, the figures are there."""
-    study, how = read_config(directory, vocabulary)
     summary = summarise(study, results.rows.values())
     place = os.path.join(directory, "report.html")
     write_json(os.path.join(directory, "results_summary.json"), summary)
@@ -121,8 +120,9 @@ def report_only(options, study, _argv):
     results = Results(directory, study.axes)
     if not os.path.exists(results.path):
         raise UserError(f"--study-name {options.study_name}: holds no results")
+    study, how = read_config(directory, study.vocabulary)
     results.load(mend=False)
-    conclude(options, study.vocabulary, directory, results)
+    conclude(options, study, how, directory, results)
 
 
 def run_command(argv):

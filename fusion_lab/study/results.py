@@ -121,8 +121,10 @@ def open_directory(options, study, argv):
 
 
 def write_config(directory, study, argv, created):
-    write_json(os.path.join(directory, "config.json"), dict(
-        study=study.as_dict(), command=shlex.join([f"./{SCRIPT}", *argv]), created=created))
+    """Write config.json; returns dict(command, created)."""
+    how = dict(command=shlex.join([f"./{SCRIPT}", *argv]), created=created)
+    write_json(os.path.join(directory, "config.json"), dict(study=study.as_dict(), **how))
+    return how
 
 
 def read_config(directory, vocabulary):

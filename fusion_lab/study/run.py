@@ -1,5 +1,6 @@
 """Runs the points of a study, one after the other, each in a process of its own."""
 import collections
+import concurrent.futures
 import contextlib
 import os
 import re
@@ -64,14 +65,17 @@ def run_trainer(program, flags, folder, timeout):
     script = os.environ.get("TINYOPENFOLD_SCRIPT") or program.file
     command = [sys.executable, script, *flags, "--profile-dir", os.path.join(folder, "results")]
     with open(os.path.join(folder, "stdout.txt"), "wb") as output, \
-            open(os.path.join(folder, "stderr.txt"), "wb") as errors:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
-                                   start_new_session=True)
+            open(os.path.join(folder, "stderr.txt"), "wb") as errors, \
+            concurrent.futures.ThreadPoolExecutor(1) as thread:
+        # Ctrl-C raises in the main thread alone; there it could lose a process that is just being made
+        started = thread.submit(subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=output,
+                                stderr=errors, start_new_session=True)
         try:
-            return process.wait(timeout)
+            return started.result().wait(timeout)
         except subprocess.TimeoutExpired:
             return "timeout"
         finally:
+            process = started.result()
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a zombie
                     os.killpg(process.pid, signal.SIGKILL)
