@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Speed and memory of fusion settings over sizes; see --help. The work: fusion_lab/study/command.py."""
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import runpy
 

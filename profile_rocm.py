@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """AMD's profilers, as run_rocprofv3.sh, run_rocprof_sys.sh, run_rocprof_compute.sh and run_all_profilers.sh
 start them. The work is in fusion_lab/rocm."""
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import sys
 

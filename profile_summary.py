@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What ran on the GPU, by kernel and by kind; see --help. The work: fusion_lab/rocm/kernel_summary.py."""
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import sys
 

@@ -1,26 +1,21 @@
 #!/usr/bin/env python3
 """One PyTorch profiler session; see --help. The command line is in fusion_lab/profiler/arguments.py."""
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import os
 import sys
 import time
 
-from fusion_lab.profiler.arguments import SCRIPT, parse
-from fusion_lab.training import start
-
-if __name__ == "__main__":  # before torch is imported, which takes seconds
-    start.begin_tool(SCRIPT, sys.argv[1:], lambda program: parse(sys.argv[1:], program))
-
 from fusion_lab.measuring.comparison.variants import with_fusion
 from fusion_lab.measuring.trace.attribution import ANALYSIS
+from fusion_lab.profiler.arguments import SCRIPT, parse
 from fusion_lab.profiler.report import read_analysis
 from fusion_lab.profiler.session import run_session
 from fusion_lab.profiler.several import SUMMARY, V1_COMPARISON, ablation, compare_v1
 from fusion_lab.training import reporting, torchrun
-from fusion_lab.training.files import exit_code, finite, fresh_directory
+from fusion_lab.training.files import claim, exit_code, finite
 from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device
 from fusion_lab.training.program import load_program
@@ -32,7 +27,7 @@ def results_directory(arguments, profiler):
     path = profiler.profile_dir
     if arguments.ablation and not named:
         path = f"{path.rstrip('/')}_ablation_{time.strftime('%Y%m%d_%H%M%S')}"
-    return fresh_directory(path, named, arguments.force)
+    return claim(path, named, profiler.force)
 
 
 RESULT_FILES = dict(pytorch_profiler=ANALYSIS, ablation=f"{SUMMARY}.json", compare_v1=V1_COMPARISON)

@@ -14,15 +14,15 @@ Letters in shape comments: B samples, N alignment rows, S residues, c_m and c_z 
 H heads, D head width, h hidden width of the outer product mean; attention has R rows of length L. "Alg." is
 an algorithm of the AlphaFold 2 supplement (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2).
 """
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)  # Ctrl-C during the imports is one line
+files.quiet(__name__)  # Ctrl-C is one line, during the imports, too
 
 from dataclasses import dataclass
 
-from fusion_lab.training import start
+from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, ProfilerConfig, option  # noqa: F401  for importers
-from fusion_lab.training.program import CommandLine, Program
+from fusion_lab.training.program import Program
 from proteins.options import TrainingConfig, TritonSwitches
 
 # --------------------------------------------------------------------------------------------------------
@@ -59,12 +59,14 @@ class TinyOpenFoldConfig(Checked):
 class FusionConfig(TritonSwitches):
     """Which operations run fused. Every bool becomes an --enable-X/--disable-X pair. preset: part of
     --enable-all-fusion; rung: where --compare-fusion adds it; alone=False: it has no row of its own."""
-    enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA attention in one GEMM", preset=True)
-    enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of triangle attention in one GEMM", preset=True)
+    enable_qkv_fusion_msa: bool = option(True, "Q, K, V of MSA attention in one GEMM", preset=True,
+                                        title="MSA QKV Fusion")
+    enable_qkv_fusion_triangle: bool = option(True, "Q, K, V of triangle attention in one GEMM", preset=True,
+                                             title="Triangle QKV Fusion")
     enable_flash_attention: bool = option(True, "fused attention instead of matmul, softmax, matmul",
-                                          preset=True)
+                                         preset=True, title="Flash Attention")
     enable_triangle_fusion: bool = option(True, "triangle multiplication: projections in one GEMM, gates in "
-                                          "one GEMM", preset=True)
+                                          "one GEMM", preset=True, title="Triangle Gate/Proj Fusion")
     enable_opm_fusion: bool = option(True, "outer product mean re-associated where cheaper", preset=True)
     enable_projection_fusion: bool = option(False, "more in one GEMM: gates with Q, K, V and with left, "
                                             "right; gradients of embeddings", preset=True, rung=4)
@@ -84,18 +86,16 @@ class FusionConfig(TritonSwitches):
         return self.enable_opm_fusion and few and (samples == 1 or residues >= 128)
 
 
-COMMAND_LINE = CommandLine(
-    file=__file__, about=__doc__, model_config=TinyOpenFoldConfig, training_config=TrainingConfig,
-    fusion_config=FusionConfig, headline=("enable_qkv_fusion_msa", "enable_qkv_fusion_triangle",
-                                          "enable_flash_attention", "enable_triangle_fusion"),
+KNOWN = dict(
+    file=__file__, about=__doc__, suffix="v2", version="v2_fused", model_config=TinyOpenFoldConfig,
+    training_config=TrainingConfig, fusion_config=FusionConfig,
+    axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
     demo=dict(num_blocks=1, seq_len=32, batch_size=8, learning_rate=2e-3, num_steps=120, log_every=10,
-              eval_every=30), axes=dict(batch_size="B", seq_len="S", num_seqs="N"),
-    study_sizes=dict(batch_size=(2, 4), seq_len=(32, 64)))
+              eval_every=30))
 
-start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
+flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds
 
 import contextlib
-import os
 import sys
 from functools import cached_property, partial
 
@@ -116,21 +116,20 @@ from fusion_lab.measuring.metrics import Metrics
 from fusion_lab.measuring.probe import peak_megabytes, unmeasured_memory, warm_up
 from fusion_lab.measuring.ranges import Profiling
 from fusion_lab.measuring.trace.attribution import write_analysis
-from fusion_lab.training import distributed, files, recipe, reporting, torchrun
-from fusion_lab.training.checkpoints import load_run, preserving, save
+from fusion_lab.training import distributed, recipe, reporting, torchrun
+from fusion_lab.training.checkpoints import out_of_patience, preserving, save
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.evaluations import Evaluations, require_score
+from fusion_lab.training.evaluations import evaluate
 from fusion_lab.training.feeding import batches
-from fusion_lab.training.flags import compared, make_parser, named_program, parse, with_demo
+from fusion_lab.training.files import StopRequest
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.master_weights import master_weights
-from fusion_lab.training.models import load_weights
+from fusion_lab.training.models import begin_from_files
 from proteins import batches as proteins
 from proteins import coevolution, contacts, fast_evoformer, fold_prediction, prediction
-from proteins.costs import costs, statistics
 from proteins.files import TOKENS
 from proteins.orientation_heads import ORIENTATION_WEIGHT, OrientationHead, mean
-from proteins.seam import attention_in_words, defined, move_kinks_away, start_lines
+from proteins.seam import Evoformer
 
 # --------------------------------------------------------------------------------------------------------
 # Primitives: a linear layer, and attention, fused and plain side by side
@@ -443,10 +442,10 @@ MASKED_MSA_WEIGHT = 0.1
 CONTACT_BINS = int((DISTANCE_BREAKS <= contacts.CONTACT_DISTANCE).sum())  # bins that lie wholly below it
 
 
-class TinyOpenFoldV2(nn.Module):
+class TinyOpenFoldV2(nn.Module, Evoformer):
     """Input embedding (Alg. 3), Evoformer blocks, distogram and masked-MSA heads (supplement 1.9.8, 1.9.9).
     DISCREPANCY: no templates, no extra MSA stack, no recycling, no structure module."""
-    attention_kernel = attention_in_words
+    SUBLAYERS = SUBLAYERS
 
     def __init__(self, config, fusion_config=None):
         super().__init__()
@@ -562,15 +561,6 @@ class TinyOpenFoldV2(nn.Module):
         letters = [] if msa_targets is None else [(msa_targets >= 0).sum()]
         return torch.stack(pairs + turned + letters)
 
-    def sublayers(self):
-        """(name, module) of all sub-layers, for hooks; none where blocks are compiled."""
-        blocks = [] if self.fusion.enable_torch_compile else self.blocks
-        return [(name, getattr(block, name)) for block in blocks for name in SUBLAYERS]
-
-    def get_fusion_statistics(self):
-        """The switches, nominal kernel counts, and GEMMs for the projections (proteins/costs.py)."""
-        return statistics(self.fusion, self.config.num_blocks)
-
 
 # --------------------------------------------------------------------------------------------------------
 # Training; Trainer, run_steps and train serve any Program
@@ -586,39 +576,38 @@ class Trainer:
         self.training, fusion = settings.training, settings.fusion
         torch.manual_seed(self.training.seed)
         self.model = program.model(settings.model, fusion).to(device)
-        self.world.reseed(self.training.seed)
+        world.reseed(self.training.seed)
         self.amp_dtype = amp_dtype(self.training, device)
-        graphs = fusion.enable_cuda_graphs and device.type == "cuda"
+        self.use_graph = fusion.enable_cuda_graphs and device.type == "cuda"
         low = self.amp_dtype if fusion.enable_master_weights else None
         self.masters = master_weights(self.model, low, world, fusion.enable_triton_adamw)
         self.updated = [self.masters.flat] if self.masters else list(self.weights.values())
-        self.optimizer = recipe.optimizer(self.updated, self.training, self.masters, graphs)
+        self.optimizer = recipe.optimizer(self.updated, self.training, self.masters, self.use_graph)
         self.average = recipe.average(self.updated, self.training.ema_decay)
-        self.use_graph, self.graph, self.gradient_norm = graphs, None, torch.zeros((), device=device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp_dtype == torch.float16)
+        self.graph, self.gradient_norm = None, torch.zeros((), device=device)
         self.step_number, self.trained_on, self.chosen_by = 0, set(), set()  # names: learned from, and chose
         self.best = dict(score=None, step=None, since=0)  # evaluation, and how many came after it
-        self.evaluated, self.ended = 0, False  # the last evaluation's step; the final one is done
 
     @property
     def weights(self):
         """{parameter name: what the optimizer updates}"""
-        masters = self.masters
-        return masters.views(masters.flat) if masters else dict(self.model.named_parameters())
+        return self.masters.views(self.masters.flat) if self.masters else dict(self.model.named_parameters())
 
-    def forward(self, batch):
+    def forward(self, batch, only_loss=False):
+        """The model's output for a batch, or as much of it as a training step needs."""
         cast = self.amp_dtype is not None and not (self.masters and self.masters.low.dtype == self.amp_dtype)
         with torch.autocast(self.device.type, self.amp_dtype, enabled=cast):
-            return self.model(**batch)
+            return (self.model.for_loss if only_loss else self.model)(**batch)
 
     def step(self, batch, mark=lambda: None):
-        """One optimizer step; returns the loss, still on the device. mark() is called after each phase; a
-        graph has but one."""
+        """One optimizer step; returns the loss, still on the device. mark() is called after each phase:
+        forward, backward, and what comes after; a graph has but one."""
         recipe.set_learning_rate(self.optimizer, recipe.learning_rate(self.training, self.step_number))
         loss = self.graphed_step(batch, mark) if self.use_graph else self.eager_step(batch, mark)
         if self.average:
             self.average.update()
-        mark()  # the third phase, of what comes after the backward pass
+        mark()
         return loss
 
     def graphed_step(self, batch, mark):
@@ -632,7 +621,7 @@ class Trainer:
 
     def eager_step(self, batch, mark=lambda: None):
         weight = self.world.weight(self.model, batch)
-        loss = self.world.share(self.forward(batch | self.program.in_a_step), weight)
+        loss = self.world.share(self.forward(batch, only_loss=True), weight)
         mark()
         self.scaler.scale(loss).backward()
         mark()
@@ -665,100 +654,76 @@ class Trainer:
         return preserving(self)
 
 
-def run_steps(trainer, source, profiling, found, stop, metrics):
-    """The measured steps. Returns (losses, (steps, 4) seconds for data, forward, backward, optimizer,
-    evaluations by step)."""
-    training, device, world = trainer.training, trainer.device, trainer.world
-    timer = PhaseTimer(device, ("data", "forward", "backward", "optimizer"), profiling.enter, profiling.leave)
-    losses, checked, stopping, evaluations = [], 0, False, Evaluations(trainer, source, metrics)
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+def run_steps(trainer, source, profiling, found, metrics, stop):
+    """Steps up to --num-steps, until a signal, or until --early-stopping has had enough. Returns (losses,
+    (steps, 4) seconds by phase)."""
+    training, world, losses = trainer.training, trainer.world, []
+    timer = PhaseTimer(trainer.device, PHASES, profiling.enter, profiling.leave)
     steps = range(trainer.step_number, training.num_steps)
-    supply = batches(source, steps, device, world)
-    with tqdm(total=training.num_steps, initial=steps.start, disable=not world.first or None,
-              unit="step", leave=False) as bar:
-        for step in steps:
-            if evaluations.owed() and not stopping:  # after the step before, which may be an earlier run's
-                with profiling.paused(), unmeasured_memory(device, found):
-                    bar.write(evaluations.take(step, stop), file=sys.stdout)
-            if stopping or evaluations.ended():
-                break
+    supply = batches(source, steps, trainer.device, world)  # each is made while the step before it runs
+    with tqdm(total=len(steps), disable=not world.first or None, unit="step", leave=False) as bar:
+        for done in range(steps.start + 1, steps.stop + 1):
             timer.start()
             batch = next(supply)
             timer.mark()
             losses.append(trainer.step(batch, timer.mark))
-            trainer.step_number = done = step + 1
+            trainer.step_number = done
             metrics.step(done, losses[-1], trainer)
             profiling.step()
             bar.update()
-            saving = training.save_every and done % training.save_every == 0
-            logging = done % training.log_every == 0 or done == steps.stop
-            waits = logging or saving or evaluations.owed() or device.type == "cpu"  # for the GPU
-            if waits or world.size == 1:  # ranks end after the same step, so they ask each other
-                stopping = world.any(stop.signal) is not None  # read once: it may come at any moment
-            ending = stopping or done == steps.stop
-            saving, logging = saving and not ending, logging or ending
-            if waits or ending:
-                checked = reporting.require_finite(losses, checked, steps.start)
-            if logging or saving:
-                metrics.flush()  # before a checkpoint, so that no step is in that alone
-            if logging:
-                times = timer.seconds()[-training.log_every:].sum(axis=1)
-                bar.write(reporting.step_line(done, training, losses[-1].item(), float(np.median(times)),
-                                              peak_megabytes(device, found), world.size), file=sys.stdout)
-            if saving:
+            last = done == steps.stop
+            log, keep, look = (last or bool(every) and done % every == 0 for every in
+                               (training.log_every, training.save_every, training.eval_every))
+            if not (log or keep or look or world.size == 1 and stop.signal):
+                continue  # the host runs ahead of the GPU
+            stop.signal = world.any(stop.signal)  # all ranks know, after the same step
+            reporting.require_finite(losses[-1], done)  # before it is saved
+            metrics.flush()  # before a checkpoint knows of these steps
+            if log or stop.signal:
+                memory = peak_megabytes(trainer.device, found)
+                bar.write(reporting.step_line(trainer, losses[-1], timer, memory), file=sys.stdout)
+            if look and not (last or stop.signal):
+                with profiling.paused(), unmeasured_memory(trainer.device, found):
+                    bar.write(evaluate(trainer, source, metrics, stop), file=sys.stdout)
+            ending = last or stop.signal or out_of_patience(trainer)
+            if training.save_checkpoint and (keep or ending):
                 save(trainer, training.save_checkpoint)
-    stop.signal = world.any(stop.signal)
-    if training.save_checkpoint:
-        save(trainer, training.save_checkpoint)
-    return [loss.item() for loss in losses], timer.seconds(), evaluations
+            if ending:
+                break
+    return [loss.item() for loss in losses], timer.seconds()
 
 
 def train(program, settings, compare_with=None):
-    """A training run from start-up lines to summary; returns its exit code."""
-    training, name = settings.training, program.result("performance_summary")
-    earlier = summary.read_summary(compare_with) if compare_with else None
-    device = choose_device(training.device)
-    world = distributed.begin(device)
+    """A training run from its start-up lines to its summary; returns its exit code."""
+    earlier = summary.read_summary(compare_with) if compare_with else None  # told now, not after the training
+    training, device = settings.training, choose_device(settings.training.device)
     process_settings(settings, device)
-    require_score(program, training)
-    source = program.open_source(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
-    program.before_training(settings, source)
+    world = distributed.begin(device)
+    source = program.data(settings.having(batch_size=training.batch_size * world.size))  # of all ranks
     trainer = program.trainer(program, settings, device, world)
-    if training.resume:
-        load_run(trainer, training.resume, source)
-    elif training.init_from:
-        load_weights(trainer, training.init_from, source)
-    trainer.trained_on.update(source.names)
-    trainer.chosen_by.update(getattr(source, "choosing", ()))
-    directory = world.from_first(partial(files.run_directory, settings, name))
-    settings = trainer.settings = settings.having(profile_dir=directory)
-    profiler, path = settings.profiler, os.path.join(directory, name)
-    metrics = Metrics(settings, world.first, trainer)
+    begin_from_files(trainer, source)
+    world.from_first(partial(settings.claimed, resumed=bool(training.resume)))
     reporting.describe_start(trainer, source)
-    with files.StopRequest(patient=world.size > 1) as stop:
+    with StopRequest(patient=world.size > 1) as stop:
         found = warm_up(trainer, source, stop)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        left = training.num_steps - trainer.step_number
-        recorded = profiler if world.first else type(profiler)()
-        with turns.turn(), Profiling(recorded, device, trainer.model.sublayers(), found, left) as profiling:
-            losses, times, evaluations = run_steps(trainer, source, profiling, found, stop, metrics)
-        with unmeasured_memory(device, found):
-            result = summary.summarise(trainer, found, losses, times, evaluations.by_step)
-            if world.first:  # before anything that can fail: evaluation, comparison, pictures
-                files.write_json(path, result)
-            if program.evaluate and world.from_first(lambda: stop.signal) is None:
-                print(evaluations.take("final", stop))
+        metrics, left = Metrics(trainer), training.num_steps - trainer.step_number
+        with Profiling(settings.profiler, device, trainer.model.sublayers(), found, left) as profiling:
+            losses, times = run_steps(trainer, source, profiling, found, metrics, stop)
+        result = summary.summarise(trainer, found, losses, times)
+        path = summary.write(trainer, result)  # before anything that can fail
+        if not stop.signal:
+            print(evaluate(trainer, source, metrics, stop, final=True))
+        summary.write(trainer, summary.completed(result, metrics.by_step, earlier))
+        analysis = write_analysis(trainer, source, found, times, profiling)
+        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], stop.signal)
         if world.first:
-            summary.complete(path, result, earlier)
-        analysis = (write_analysis(trainer, source, found, times, profiling)
-                    if profiler.enable_pytorch_profiler else None)
-        reporting.print_ending(trainer, [path, metrics.path, metrics.draw(), analysis], evaluations)
-        with trainer.averaged():
-            if world.first:
-                program.closing(trainer, source, evaluations.by_step)
+            with trainer.averaged():
+                source.finish(trainer, metrics.by_step)
     summary.print_summary(result, path, settings)
-    ended_by = world.from_first(lambda: stop.signal)  # for which the others wait: all leave together
-    return 128 + ended_by if ended_by is not None else 0
+    return 128 + stop.signal if stop.signal else 0
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -767,27 +732,16 @@ def train(program, settings, compare_with=None):
 
 
 PROGRAM = Program(
-    **vars(COMMAND_LINE), version="v2_fused", suffix="v2", model=TinyOpenFoldV2, trainer=Trainer,
-    open_source=proteins.open_source, check_batch=proteins.masked_batch, in_a_step=dict(only_loss=True),
-    defined=defined, shake=move_kinks_away, sublayers=SUBLAYERS, costs=costs,
-    blocks=lambda settings: settings.model.num_blocks, tiny=dict(num_blocks=1, num_seqs=8, seq_len=24),
-    statistics=lambda settings: statistics(settings.fusion, settings.model.num_blocks),
-    before_training=contacts.require_plots, start_lines=start_lines, evaluate=contacts.evaluate,
-    evaluation_name="contact_precision", evaluation_line=contacts.contact_line, scores=contacts.scores,
-    score=contacts.validation_score, closing=contacts.closing,
-    modes={"--contacts": prediction.contacts, "--fold": partial(fold_prediction.fold, DISTANCE_CENTRES)},
-    titles={"MSA QKV Fusion": "enable_qkv_fusion_msa", "Triangle QKV Fusion": "enable_qkv_fusion_triangle",
-            "Flash Attention": "enable_flash_attention",
-            "Triangle Gate/Proj Fusion": "enable_triangle_fusion", "Torch Compile": "enable_torch_compile"},
-    success="V2 validation successful! Fusion setup working properly.", failure="V2 validation failed")
+    **KNOWN, model=TinyOpenFoldV2, data=proteins.open_source, trainer=Trainer,
+    modes={"--contacts": prediction.contacts, "--fold": partial(fold_prediction.fold, DISTANCE_CENTRES)})
 
 
 def run(argv=None, program=PROGRAM):
     """Parse the command line and do what it asks; returns the exit code. Raises UserError."""
     turns.die_with_parent()
-    argv = with_demo(sys.argv[1:] if argv is None else argv)
-    program = named_program(argv, program)
-    arguments, settings, mode = parse(make_parser(program), program, argv)
+    argv = flags.with_demo(sys.argv[1:] if argv is None else argv)
+    program = flags.named_program(argv, program)
+    arguments, settings, mode = flags.parse(flags.make_parser(program), program, argv)
     if arguments.check_flags:
         return reporting.print_settings(program, settings, mode)
     if mode is None:
@@ -795,9 +749,9 @@ def run(argv=None, program=PROGRAM):
     torchrun.require_alone(mode)
     if mode in program.modes:
         return program.modes[mode](program, settings)
-    settings = files.in_own_directory(settings)
+    settings = settings.claimed()
     modes = {"--validate-setup": accuracy.validate_setup, "--verify-accuracy": accuracy.verify_accuracy,
-             "--compare-fusion": lambda *both: comparison.compare_fusion(*both, *compared(arguments)),
+             "--compare-fusion": lambda *both: comparison.compare_fusion(*both, *flags.compared(arguments)),
              "--retune": retune.retune}
     return modes[mode](program, settings)
 

@@ -21,16 +21,17 @@ from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import torch
 import torch.nn.functional as F
 from contest import clipped_step, measured, ours, table
 
 from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.training.files import exit_code, require_directory, write_json
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
@@ -87,7 +88,7 @@ class Peer:
 
 def disagreement(program, settings, device):
     """(of losses, of gradients relative to their largest element): the largest, in float32."""
-    batch = program.check_batch(settings, device)
+    batch = to_device(program.data(settings).check_batch(), device)
     trainer, peer = program.trainer(program, settings, device), Peer(program, settings, device, None)
     mine, theirs = trainer.forward(batch)["loss"], peer.loss(batch)
     mine.backward()
@@ -131,9 +132,9 @@ def run(argv=None):
     print(f"Against transformers in float32, loss and gradients: {different or 'not installed'}")
     now, amp = settings.having(use_amp=True, amp_dtype="bfloat16"), torch.bfloat16
     made = ours(program, now, device, amp, OURS) | peers(program, now, device, amp)
-    rows = measured(made, a.only, program.open_source(settings).batch(0), device, a.steps)
+    rows = measured(made, a.only, program.data(settings).batch(0), device, a.steps)
     print(table("bfloat16", rows))
-    require_directory(a.out)
+    a.out.mkdir(parents=True, exist_ok=True)
     write_json(a.out / "llama.json", dict(sizes, rows=rows, disagreement=different,
                                           system_info=system_info(device)))
     return int(max(different or [0.0]) > TOLERANCE)

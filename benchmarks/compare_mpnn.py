@@ -19,15 +19,16 @@ from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import torch
 from contest import clipped_step, measured, ours, table
 
 from fusion_lab.measuring.accuracy import compare_numerics
-from fusion_lab.training.files import UserError, exit_code, require_directory, write_json
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import UserError, exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.program import load_program
@@ -93,7 +94,7 @@ class Peer:
 def disagreement(path, program, settings, device):
     """Largest difference of log-probabilities in float64, of residues that are there."""
     settings = settings.having(dropout=0.0)
-    batch = program.check_batch(settings, device)
+    batch = to_device(program.data(settings).check_batch(), device)
     batch = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
     ours = program.trainer(program, settings, device).model.double()
     peer = Peer(path, program, settings, device, None, checkpointed=False)
@@ -139,8 +140,8 @@ def run(argv=None):
     failures = compare_numerics(program, small.having(dropout=0.0), device)[1]
     print(f"Against the authors' code in float64: {different if a.peer else 'no --peer'}; "
           f"3x rule: {failures or 'kept'}")
-    batch, tables = program.open_source(settings).batch(0), {}
-    require_directory(a.out)
+    batch, tables = program.data(settings).batch(0), {}
+    a.out.mkdir(parents=True, exist_ok=True)
     for name in a.precisions:
         amp = None if name == "float32" else torch.bfloat16
         now = settings if amp is None else settings.having(use_amp=True, amp_dtype="bfloat16")

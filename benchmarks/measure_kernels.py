@@ -21,9 +21,9 @@ from functools import partial
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 from fusion_lab.training.files import MISSING, UserError, exit_code, require_packages, write_json
 

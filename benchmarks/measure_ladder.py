@@ -24,9 +24,9 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import torch
 
@@ -35,7 +35,6 @@ from fusion_lab.training.files import (
     OUT_OF_MEMORY,
     UserError,
     exit_code,
-    require_directory,
     write_json,
 )
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
@@ -182,7 +181,7 @@ def main(argv=None):
     if not groups:
         parser.error(f"no rung is left by --only {arguments.only!r}")
     if arguments.out:
-        require_directory(arguments.out)
+        arguments.out.mkdir(parents=True, exist_ok=True)
         number = len(list(arguments.out.glob("ladder*.json")))
         path = arguments.out / f"ladder{number or ''}.json"
     about = dict(command=sys.argv, commits={str(root): commit(root) for root in roots.values()},

@@ -27,9 +27,9 @@ for operation in ("TRIATTN", "TRIMUL"):  # or cuEquivariance runs short sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import torch
 from torch import nn

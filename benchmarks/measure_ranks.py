@@ -9,6 +9,7 @@ that one had; "split" divides a batch of 8 among all. Long samples: steps on one
 each length in a process of its own (ladder_rung.py). Writes OUT/ranks.json and prints the gains in samples/s.
 Exit code 1 if a run failed.
 """
+import os
 import pathlib
 import re
 import subprocess
@@ -18,18 +19,17 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import torch
 from measure_ladder import ULTRA, Rung
 
 from fusion_lab.measuring.tables import aligned
-from fusion_lab.training.files import MISSING, UserError, exit_code, require_directory, write_json
+from fusion_lab.training.files import MISSING, UserError, exit_code, read_json, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number
 from fusion_lab.training.machine import choose_device, system_info
-from fusion_lab.training.reading import read_json
 
 SIZES = {  # name: (samples, flags)
     "A": (4, "--seq-len 64 --num-seqs 16"),
@@ -62,7 +62,7 @@ def trained(name, gpus, batch, flags, steps):
         done = subprocess.run(command, cwd=at, capture_output=True, text=True, check=False)
         try:
             found = read_json(f"{at}/results/performance_summary_v2.json")["performance_summary"]
-        except (OSError, ValueError):
+        except (UserError, KeyError):
             return row | dict(failed=" / ".join(done.stderr.strip().splitlines()[-3:])[-400:] or "no result")
     times = {f"{key}_ms": 1e3 * found[f"{key}_batch_time"] for key in ("median", "p20", "p80")}
     return row | times | dict(samples_per_s=gpus * batch / found["median_batch_time"],
@@ -111,7 +111,8 @@ def main(argv=None):
     asked = parser.parse_args(argv)
     if not (asked.quick or torch.cuda.is_available()):
         raise UserError("needs a GPU; --quick tries the script on a CPU", code=MISSING)
-    require_directory(asked.out)
+    if asked.out:
+        os.makedirs(asked.out, exist_ok=True)
     rows, result = [], dict(command=sys.argv, date=time.strftime("%F"),
                             system_info=system_info(choose_device("cpu" if asked.quick else "auto")))
     runs = [run for run in runs_of(asked.gpus, asked.quick) if re.search(asked.only, run[0])]

@@ -11,8 +11,9 @@ import math
 import numpy as np
 import torch
 
-from fusion_lab.training.evaluations import evaluating
+from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
+from fusion_lab.training.program import Data
 from proteins.files import LETTERS, UNKNOWN
 from proteins.synthetic import random_chains
 
@@ -60,7 +61,7 @@ def batch_of(rng, backbones, neighbors, present=None, chain=False):
     return batch | dict(E_idx=nearest(batch["X"], batch["mask"], neighbors))
 
 
-class Backbones:
+class Backbones(Data):
     """An endless supply of them, and some that training never sees."""
 
     def __init__(self, settings):
@@ -91,25 +92,35 @@ class Backbones:
                                      minlength=20) for numbers in (BESIDE, HELD_OUT))
         return LETTERS[beside.argmax()], float(asked[beside.argmax()] / asked.sum())
 
+    def check_batch(self):
+        """Backbones in two chains, the last one with padding, each with an unknown residue."""
+        length, count = self.config.seq_len, self.training.batch_size
+        found, present = self.made(range(count)), np.ones((count, length), bool)
+        for tokens, _ in found:
+            tokens[1] = UNKNOWN
+        present[-1, length - length // 4:] = False
+        return batch_of(np.random.default_rng(0), found, self.config.neighbors, present,
+                        chain=np.arange(length) >= length // 2)
 
-def masked_batch(settings, device):
-    """Backbones in two chains, the last one with padding, each with an unknown residue."""
-    length, count = settings.model.seq_len, settings.training.batch_size
-    found, present = Backbones(settings).made(range(count)), np.ones((count, length), bool)
-    for tokens, _ in found:
-        tokens[1] = UNKNOWN
-    present[-1, length - length // 4:] = False
-    batch = batch_of(np.random.default_rng(0), found, settings.model.neighbors, present,
-                     chain=np.arange(length) >= length // 2)
-    return to_device(batch, device)
-
-
-def defined(output, batch):
-    """What padding leaves defined of a model's output; the rest is 0."""
-    return dict(log_probs=output["log_probs"] * batch["mask"][:, :, None], loss=output["loss"])
-
-
-# --- Evaluation -----------------------------------------------------------------------------------------
+    def evaluate(self, trainer, stop, final=False):
+        """Each residue held out is predicted from the backbone and the native residues before it in a random
+        order."""
+        total = torch.zeros(3, dtype=torch.float64)
+        with evaluating(trainer.model):
+            for batch in self.evaluation():
+                if stop.signal:
+                    break
+                log_probs = trainer.model(**to_device(batch, trainer.device))["log_probs"].float().cpu()
+                total += recovery(log_probs, batch["targets"])
+        right, nll, count = total.tolist()
+        letter, share = self.constant()
+        found = dict(recovery=right / max(count, 1), perplexity=math.exp(min(nll / max(count, 1), 100.0)),
+                     residues=int(count), constant=letter, constant_recovery=share)
+        line = ("Held-out recovery {recovery:.3f} of {best:.3f}, perplexity {perplexity:.2f}, {residues} "
+                "residues; always {constant}: {constant_recovery:.3f}")
+        return Evaluation(line.format(best=BEST_RECOVERY, **found),
+                          {f"held-out {name}": found[name] for name in ("recovery", "perplexity")},
+                          details=found)
 
 
 def recovery(log_probs, targets):
@@ -118,28 +129,3 @@ def recovery(log_probs, targets):
     asked = targets >= 0
     nll = -log_probs[asked].gather(1, targets[asked][:, None])
     return torch.stack([(log_probs.argmax(-1) == targets)[asked].sum(), nll.sum(), asked.sum()]).double()
-
-
-def evaluate(trainer, source, stop=None, final=False):
-    """Each residue held out is predicted from the backbone and the native residues before it in a random
-    order."""
-    total = torch.zeros(3, dtype=torch.float64)
-    with evaluating(trainer.model):
-        for batch in source.evaluation():
-            if stop and stop.signal is not None:
-                break
-            log_probs = trainer.model(**to_device(batch, trainer.device))["log_probs"].float().cpu()
-            total += recovery(log_probs, batch["targets"])
-    right, nll, count = total.tolist()
-    letter, share = source.constant()
-    return dict(recovery=right / max(count, 1), perplexity=math.exp(min(nll / max(count, 1), 100.0)),
-                residues=int(count), constant=letter, constant_recovery=share)
-
-
-def scores(evaluation):
-    return {f"held-out {name}": evaluation[name] for name in ("recovery", "perplexity")}
-
-
-def evaluation_line(evaluation):
-    return ("Held-out recovery {recovery:.3f} of {best:.3f}, perplexity {perplexity:.2f}, {residues} "
-            "residues; always {constant}: {constant_recovery:.3f}".format(best=BEST_RECOVERY, **evaluation))

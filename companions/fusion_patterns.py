@@ -23,9 +23,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 import torch
 import torch.nn.functional as F
@@ -382,7 +382,7 @@ def run(argv):
     on_gpu = device.type == "cuda"
     if options.retune and not (on_gpu and HAS_TRITON):
         raise files.UserError("--retune needs a GPU and Triton", code=files.NO_GPU)
-    options.profile_dir = files.results_directory(options.profile_dir, options.profile_dir == DIRECTORY)
+    files.claim(options.profile_dir, options.profile_dir != DIRECTORY)
     path = os.path.join(options.profile_dir, "fusion_patterns.json")
     if not on_gpu:
         keep_freed_memory()

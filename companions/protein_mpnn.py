@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 from fusion_lab.kernels.limits import CHANNELS, HAS_TRITON
-from fusion_lab.training import start
+from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import CommandLine, Program
+from fusion_lab.training.program import Model, Program
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class MpnnConfig(Checked):
 class MpnnSwitches(Switches):
     """Which operations run fused."""
     enable_split_fusion: bool = option(
-        True, "W1 of [h_i; e_ij; h_j] as a sum: residues projected once, not once a neighbour", preset=True)
+        True, "W1 of [h_i; e_ij; h_j] as a sum: residues projected once, not once a neighbour", preset=True,
+        title="Split Fusion")
     enable_aggregate_fusion: bool = option(
-        True, "the last layer of a message after the sum over neighbours", preset=True)
+        True, "the last layer of a message after the sum over neighbours", preset=True,
+        title="Aggregate Fusion")
     enable_edge_fusion: bool = option(
         True, "edges projected for all decoder layers in one GEMM; the embedding of residues' offset folded "
-        "into the first GEMM of edges", preset=True)
+        "into the first GEMM of edges", preset=True, title="Edge Fusion")
     enable_message_kernel: bool = option(
         False, "Triton between the products of messages, split and aggregated; gradients of neighbours "
         "summed in one order", preset=True, rung=5)
@@ -63,15 +65,13 @@ class MpnnSwitches(Switches):
         return found
 
 
-COMMAND_LINE = CommandLine(
-    file=__file__, about=__doc__, model_config=MpnnConfig, training_config=TrainingConfig,
-    fusion_config=MpnnSwitches, axes=dict(batch_size="B", seq_len="L"),
-    headline=("enable_split_fusion", "enable_aggregate_fusion", "enable_edge_fusion"),
+KNOWN = dict(
+    file=__file__, about=__doc__, suffix="protein_mpnn", version="protein_mpnn", model_config=MpnnConfig,
+    training_config=TrainingConfig, fusion_config=MpnnSwitches, axes=dict(batch_size="B", seq_len="L"),
     demo=dict(hidden_dim=64, num_layers=2, neighbors=16, seq_len=64, batch_size=8, learning_rate=2e-3,
-              num_steps=300, log_every=20, eval_every=100),
-    study_sizes=dict(batch_size=(2, 4), seq_len=(64, 128)))
+              num_steps=300, log_every=20, eval_every=100))
 
-start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
+flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds
 
 import torch
 import torch.nn as nn
@@ -250,9 +250,10 @@ class ProteinFeatures(nn.Module):
         return self.norm_edges(F.linear(features, torch.cat([table, distances], 1), position @ linear.bias))
 
 
-class ProteinMPNN(nn.Module):
+class ProteinMPNN(nn.Module, Model):
     """DISCREPANCY: the decoder's messages leave out residues that are not there, where the authors' code
     lets padding in if a chain has fewer residues than neighbours; so padding changes nothing."""
+    SUBLAYERS = ("features", "W_e", "encoder", "decoder_edges", "decoder")
 
     def __init__(self, config, fusion):
         super().__init__()
@@ -329,24 +330,15 @@ class ProteinMPNN(nn.Module):
                 *(("encoder", layer) for layer in self.encoder_layers),
                 *(("decoder", layer) for layer in self.decoder_layers)]
 
+    def defined(self, output, batch):
+        return dict(log_probs=output["log_probs"] * batch["mask"][:, :, None], loss=output["loss"])
 
-# --------------------------------------------------------------------------------------------------------
-# What the lab must know of this model
-# --------------------------------------------------------------------------------------------------------
+    def in_words(self, dtype):
+        return dict(sizes="{num_layers}+{num_layers} layers, D {hidden_dim}, k {neighbors}".format(
+            **vars(self.config)))
 
-PROGRAM = Program(
-    **vars(COMMAND_LINE), version="protein_mpnn", suffix="protein_mpnn", model=ProteinMPNN,
-    trainer=Trainer, open_source=backbones.Backbones, check_batch=backbones.masked_batch,
-    defined=backbones.defined,
-    tiny=dict(hidden_dim=32, num_layers=1, neighbors=8, seq_len=24),
-    sublayers=("features", "W_e", "encoder", "decoder_edges", "decoder"),
-    blocks=lambda settings: settings.model.num_layers,
-    start_lines=lambda trainer: dict(sizes="{num_layers}+{num_layers} layers, D {hidden_dim}, k {neighbors}"
-                                     .format(**vars(trainer.model.config))),
-    evaluate=backbones.evaluate, evaluation_name="recovery", evaluation_line=backbones.evaluation_line,
-    scores=backbones.scores,
-    titles={"Split Fusion": "enable_split_fusion", "Aggregate Fusion": "enable_aggregate_fusion",
-            "Edge Fusion": "enable_edge_fusion", "Torch Compile": "enable_torch_compile"})
+
+PROGRAM = Program(**KNOWN, model=ProteinMPNN, data=backbones.Backbones, trainer=Trainer)
 
 if __name__ == "__main__":
     sys.exit(main(program=PROGRAM))

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fusion_lab.training.evaluations import Evaluation
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, counted
-from fusion_lab.training.reading import read_regular
+from fusion_lab.training.program import Data
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 ONE_IN = 10  # files are held out
@@ -31,17 +32,17 @@ def read_corpus(place):
     root = Path(place or sysconfig.get_paths()["stdlib"])
     try:
         if not root.is_dir():
-            whole = read_regular(root)
+            whole = root.read_bytes()
             cut = len(whole) * (ONE_IN - 1) // ONE_IN
             return {"first part": whole[:cut], "last part": whole[cut:]}
         names = {path.relative_to(root): path for path in sorted(root.rglob("*" if place else "*.py"))}
-        return {name.as_posix(): read_regular(path) for name, path in names.items()
+        return {name.as_posix(): path.read_bytes() for name, path in names.items()
                 if path.is_file() and (place or not LEFT_OUT & {*name.parts})}
     except OSError as error:
         raise UserError(f"--data {place}: {error.strerror or error}") from None
 
 
-class Bytes:
+class Bytes(Data):
     """A corpus as samples of S + 1 bytes from random places."""
 
     def __init__(self, settings):
@@ -82,42 +83,37 @@ class Bytes:
             yield self.windows(text, starts[first:first + 32])
 
 
+    def check_batch(self):
+        """A batch whose last sample asks for no more than its first half."""
+        generator = torch.Generator().manual_seed(self.training.seed)
+        ids = torch.randint(256, (self.training.batch_size, self.length + 1), generator=generator)
+        targets = ids[:, 1:].clone()
+        targets[-1, targets.shape[1] // 2:] = -100
+        return dict(ids=ids[:, :-1], targets=targets)
+
+    def evaluate(self, trainer, stop, final=False):
+        """Bits per byte of as many windows as the model was trained on, up to MOST_WINDOWS: a short run is
+        not kept waiting."""
+        trained = min(MOST_WINDOWS, max(1, trainer.step_number) * trainer.training.batch_size)
+        most = trainer.training.eval_windows or trained
+        with torch.compiler.set_stance("force_eager"):
+            seen, unseen = (bits_per_byte(trainer, self.evaluation(part, most), stop)
+                            for part in (self.seen, self.unseen))
+        if seen is None or unseen is None:  # a signal came first
+            return Evaluation("", {})
+        return Evaluation(f"Bits per byte: training {seen:.3f}, held-out {unseen:.3f}, a guess 8",
+                          {"training bits per byte": seen, "held-out bits per byte": unseen},
+                          details=dict(training=seen, held_out=unseen))
+
+
 @torch.no_grad()
-def bits_per_byte(trainer, batches, stop=None):
+def bits_per_byte(trainer, batches, stop):
     """Mean over all bytes asked for; None if a signal came first."""
     total = count = 0
     for batch in batches:
-        if stop and stop.signal is not None:
+        if stop.signal:
             break
         batch = to_device(batch, trainer.device)
         total += trainer.forward(batch)["loss"].item() * batch["targets"].numel()
         count += batch["targets"].numel()
     return total / count / math.log(2) if count else None
-
-
-def evaluate(trainer, source, stop=None, final=False):
-    """{"training", "held_out": bits per byte}, of as many windows as the model was trained on, up to
-    MOST_WINDOWS: a short run is not kept waiting."""
-    trained = min(MOST_WINDOWS, max(1, trainer.step_number) * trainer.training.batch_size)
-    most = trainer.training.eval_windows or trained
-    with torch.compiler.set_stance("force_eager"):
-        return {name: bits_per_byte(trainer, source.evaluation(text, most), stop)
-                for name, text in (("training", source.seen), ("held_out", source.unseen))}
-
-
-def scores(evaluation):
-    return {f"{name.replace('_', '-')} bits per byte": bits for name, bits in evaluation.items()}
-
-
-def evaluation_line(evaluation):
-    return "Bits per byte: training {training:.3f}, held-out {held_out:.3f}, a guess 8".format(**evaluation)
-
-
-def check_batch(settings, device):
-    """A batch whose last sample asks for no more than its first half."""
-    generator = torch.Generator().manual_seed(settings.training.seed)
-    size = (settings.training.batch_size, settings.model.seq_len + 1)
-    ids = torch.randint(256, size, generator=generator)
-    targets = ids[:, 1:].clone()
-    targets[-1, targets.shape[1] // 2:] = -100
-    return dict(ids=ids[:, :-1].to(device), targets=targets.to(device))

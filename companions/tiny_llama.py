@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from fusion_lab.training import interrupts
+from fusion_lab.training import files
 
-interrupts.quiet(__name__)
+files.quiet(__name__)
 
 from companions.kernels import ULTRA_WIDTHS
 from fusion_lab.kernels.limits import HAS_TRITON
-from fusion_lab.training import start
+from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import CommandLine, Program
+from fusion_lab.training.program import Model, Program
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,15 @@ class LlamaTraining(TrainingConfig):
 @dataclass(frozen=True)
 class LlamaSwitches(Switches):
     """Which operations run fused."""
-    enable_qkv_fusion: bool = option(True, "Q, K and V in one GEMM", preset=True)
-    enable_flash_attention: bool = option(True, "fused attention, without copies of K and V", preset=True)
-    enable_swiglu_fusion: bool = option(True, "gate and up of SwiGLU in one GEMM", preset=True)
-    enable_norm_fusion: bool = option(True, "RMSNorm in one operation", preset=True)
+    enable_qkv_fusion: bool = option(True, "Q, K and V in one GEMM", preset=True, title="QKV Fusion")
+    enable_flash_attention: bool = option(True, "fused attention, without copies of K and V", preset=True,
+                                         title="Flash Attention")
+    enable_swiglu_fusion: bool = option(True, "gate and up of SwiGLU in one GEMM", preset=True,
+                                        title="SwiGLU Fusion")
+    enable_norm_fusion: bool = option(True, "RMSNorm in one operation", preset=True, title="Norm Fusion")
     enable_loss_fusion: bool = option(
-        False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6)
+        False, "head and cross-entropy in chunks: logits of all bytes are never there at once", rung=6,
+        title="Loss Fusion")
     enable_activation_checkpointing: bool = option(
         False, "keep only the inputs of every block, recompute the rest in backward", rung=7)
     enable_pointwise_kernel: bool = option(False, "SwiGLU and rotary positions in Triton", ultra=True, rung=5)
@@ -90,15 +93,13 @@ class LlamaSwitches(Switches):
         return found
 
 
-COMMAND_LINE = CommandLine(
-    file=__file__, about=__doc__, model_config=LlamaConfig, training_config=LlamaTraining,
-    fusion_config=LlamaSwitches, headline=("enable_qkv_fusion", "enable_flash_attention",
-                                           "enable_swiglu_fusion", "enable_norm_fusion"),
+KNOWN = dict(
+    file=__file__, about=__doc__, suffix="tiny_llama_v2", version="tiny_llama_v2", model_config=LlamaConfig,
+    training_config=LlamaTraining, fusion_config=LlamaSwitches, axes=dict(batch_size="B", seq_len="S"),
     demo=dict(hidden_size=128, intermediate_size=512, num_layers=4, num_heads=4, num_kv_heads=2, seq_len=128,
-              batch_size=16, learning_rate=2e-3, num_steps=500, log_every=50, eval_every=250),
-    axes=dict(batch_size="B", seq_len="S"), study_sizes=dict(batch_size=(2, 4), seq_len=(64, 128)))
+              batch_size=16, learning_rate=2e-3, num_steps=500, log_every=50, eval_every=250))
 
-start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
+flags.judge(__name__, **KNOWN)  # before torch is imported, which takes seconds
 
 import torch
 import torch.nn as nn
@@ -245,8 +246,9 @@ class Stack(nn.Module):
         self.norm = RMSNorm(config, fusion)
 
 
-class TinyLlama(nn.Module):
+class TinyLlama(nn.Module, Model):
     """Public parameter names are those of transformers' LlamaForCausalLM."""
+    SUBLAYERS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "norm", "lm_head")
 
     def __init__(self, config, fusion):
         super().__init__()
@@ -295,38 +297,19 @@ class TinyLlama(nn.Module):
     def sublayers(self):
         if self.fusion.enable_torch_compile:
             return []
-        return [*((name, getattr(block, name)) for block in self.model.layers for name in OF_A_BLOCK),
+        return [*((name, getattr(block, name)) for block in self.model.layers for name in self.SUBLAYERS[:4]),
                 ("norm", self.model.norm), ("lm_head", self.lm_head)]
 
-
-OF_A_BLOCK = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-
-
-# --------------------------------------------------------------------------------------------------------
-# What the lab must know of this model
-# --------------------------------------------------------------------------------------------------------
-
-
-def start_lines(trainer):
-    c, weight = trainer.settings.model, trainer.model.model.embed_tokens.weight
-    kernel = causal_kernel((c.num_heads, c.num_kv_heads, c.num_kv_heads), c.seq_len,
-                           c.hidden_size // c.num_heads, weight.device, trainer.amp_dtype or weight.dtype)
-    return dict(sizes=f"{counted(c.num_layers, 'block')}, c {c.hidden_size}, heads {c.num_heads} and "
-                f"{c.num_kv_heads}",
-                remarks=dict(enable_flash_attention=kernel))
+    def in_words(self, dtype):
+        c, weight = self.config, self.model.embed_tokens.weight
+        kernel = causal_kernel((c.num_heads, c.num_kv_heads, c.num_kv_heads), c.seq_len,
+                               c.hidden_size // c.num_heads, weight.device, dtype or weight.dtype)
+        return dict(sizes=f"{counted(c.num_layers, 'block')}, c {c.hidden_size}, heads {c.num_heads} and "
+                    f"{c.num_kv_heads}", remarks=dict(enable_flash_attention=kernel))
 
 
-PROGRAM = Program(
-    **vars(COMMAND_LINE), version="tiny_llama_v2", suffix="tiny_llama_v2", model=TinyLlama,
-    trainer=Trainer, open_source=text.Bytes, check_batch=text.check_batch,
-    tiny=dict(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, seq_len=32),
-    sublayers=(*OF_A_BLOCK, "norm", "lm_head"),
-    blocks=lambda settings: settings.model.num_layers, start_lines=start_lines,
-    evaluate=text.evaluate, evaluation_name="bits_per_byte", evaluation_line=text.evaluation_line,
-    scores=text.scores, modes={"--compare-ultra": ultra_block.compare_ultra},
-    titles={"QKV Fusion": "enable_qkv_fusion", "Flash Attention": "enable_flash_attention",
-            "SwiGLU Fusion": "enable_swiglu_fusion", "Norm Fusion": "enable_norm_fusion",
-            "Loss Fusion": "enable_loss_fusion", "Torch Compile": "enable_torch_compile"})
+PROGRAM = Program(**KNOWN, model=TinyLlama, data=text.Bytes, trainer=Trainer,
+                  modes={"--compare-ultra": ultra_block.compare_ultra})
 
 if __name__ == "__main__":
     sys.exit(main(program=PROGRAM))

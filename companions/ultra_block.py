@@ -19,7 +19,8 @@ from fusion_lab.measuring.contest import Contender, cells, race
 from fusion_lab.measuring.counters import gpu_kernels
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.files import MISSING, NO_GPU, UserError, in_own_directory, set_aside, write_json
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import MISSING, NO_GPU, UserError, write_json
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
 
@@ -110,7 +111,7 @@ class Forward:
 def contest(make, program, settings, device, names=tuple(WAYS), rounds=ROUNDS):
     """Rows of make(program, settings, device) under the switches of each way, with kernels launched in a
     step."""
-    batch, entered = program.check_batch(settings, device), []
+    batch, entered = to_device(program.data(settings).check_batch(), device), []
     for name in names:
         chosen = settings.having(**WAYS[name])
         process_settings(chosen, device)
@@ -138,7 +139,7 @@ def compare_ultra(program, settings):
         raise UserError("--compare-ultra needs a GPU", code=NO_GPU)
     if not HAS_TRITON:
         raise UserError("--compare-ultra needs Triton: pip install triton", code=MISSING)
-    settings, shapes = in_own_directory(settings), []
+    settings, shapes = settings.claimed(), []
     for batch_size, length in SHAPES:
         chosen = settings.having(batch_size=batch_size, seq_len=length, use_amp=True, amp_dtype="bfloat16",
                                  enable_master_weights=True)
@@ -151,7 +152,6 @@ def compare_ultra(program, settings):
             print("\n".join([*aligned(lines), f"Verdict: {verdict(rows)}\n"]), flush=True)
             torch.cuda.empty_cache()
     path = os.path.join(settings.profiler.profile_dir, program.result("ultra_comparison"))
-    set_aside(path)
     write_json(path, dict(mode="compare_ultra", shapes=shapes, system_info=system_info(device)))
     print_result(dict(mode="compare_ultra"), path, settings)
     return 0

@@ -12,10 +12,11 @@ import math
 import numpy as np
 import torch
 
-from fusion_lab.training.feeding import own, to_device
+from fusion_lab.training.feeding import own
 from fusion_lab.training.files import UserError, printable
 from fusion_lab.training.machine import choose_device
-from proteins import files
+from fusion_lab.training.program import Data
+from proteins import contacts, files
 from proteins.coordinates import require_coordinates, sentence
 from proteins.files import GAP, MASK
 from proteins.folds import Folds, Piece
@@ -63,12 +64,43 @@ def extra_rows(settings):
     return settings.training.extra_seqs if settings.model.coevolution != "none" else 0
 
 
-class SyntheticProteins:
+class Proteins(Data):
+    """What all proteins have in common."""
+    chooses = True  # by validation families
+
+    def __init__(self, settings):
+        self.settings, self.config, self.training = settings, settings.model, settings.training
+        self.extra = extra_rows(settings)
+
+    def check_batch(self):
+        """A synthetic batch whose last sample lacks its last residues and rows."""
+        residues, rows = self.config.seq_len, self.config.num_seqs
+        batch = SyntheticProteins(self.settings.having(synthetic_world="paired", real_folds=None)).batch(0)
+        samples = len(batch["coords"])
+        batch["seq_mask"], batch["row_mask"] = torch.ones(samples, residues), torch.ones(samples, rows)
+        batch["seq_mask"][-1, residues - residues // 4:] = 0
+        batch["row_mask"][-1, rows - rows // 4:] = 0
+        batch["coord_mask"] = batch["coord_mask"] * batch["seq_mask"]
+        batch["msa_targets"][(batch["seq_mask"][:, None] * batch["row_mask"][:, :, None]) == 0] = -100
+        if self.config.orientations:  # any bins, since these proteins have no backbone
+            bins = np.random.default_rng(0).integers(0, min(BINS.values()), batch["orientations"].shape)
+            known = batch["seq_mask"][:, :, None] * batch["seq_mask"][:, None]
+            batch["orientations"] = torch.from_numpy(bins).masked_fill(known[..., None] == 0, UNKNOWN)
+        return batch
+
+    def evaluate(self, trainer, stop, final=False):
+        return contacts.evaluate(trainer, self, stop, final)
+
+    def finish(self, trainer, evaluations):
+        contacts.closing(trainer, self, evaluations)
+
+
+class SyntheticProteins(Proteins):
     """The built-in proteins: an endless supply for training, a fixed set that training never sees."""
     HELD_OUT, TRAINED_ON = range(16), range(16, 32)
 
     def __init__(self, settings):
-        self.config, self.training, self.extra = settings.model, settings.training, extra_rows(settings)
+        super().__init__(settings)
         self.names, self.held_out = [], [f"synthetic-{i}" for i in self.HELD_OUT]
 
     def describe(self):
@@ -183,11 +215,11 @@ def held_out_of(names, training):
     return set(chosen)
 
 
-class RealProteins:
+class RealProteins(Proteins):
     """Alignments with structures: random families, crops and rows in training, whole chains in evaluation."""
 
     def __init__(self, settings):
-        self.config, self.training, self.extra = settings.model, settings.training, extra_rows(settings)
+        super().__init__(settings)
         training, self.left_out = settings.training, []  # files without a partner
         if training.data:
             families = files.load_families(training.data, self.left_out)
@@ -279,25 +311,10 @@ def assembled(rng, samples, clean=False):
 
 
 def open_source(settings):
-    """The proteins that the flags ask for."""
-    if settings.training.data or settings.training.msa:
-        return RealProteins(settings)
-    natural = settings.training.synthetic_world == "natural"
-    return (NaturalProteins if natural else SyntheticProteins)(settings)
-
-
-def masked_batch(settings, device):
-    """A synthetic batch whose last sample lacks its last residues and rows, so that masks are checked too."""
-    residues, rows = settings.model.seq_len, settings.model.num_seqs
-    batch = SyntheticProteins(settings.having(synthetic_world="paired", real_folds=None)).batch(0)
-    samples = len(batch["coords"])
-    batch["seq_mask"], batch["row_mask"] = torch.ones(samples, residues), torch.ones(samples, rows)
-    batch["seq_mask"][-1, residues - residues // 4:] = 0
-    batch["row_mask"][-1, rows - rows // 4:] = 0
-    batch["coord_mask"] = batch["coord_mask"] * batch["seq_mask"]
-    batch["msa_targets"][(batch["seq_mask"][:, None] * batch["row_mask"][:, :, None]) == 0] = -100
-    if settings.model.orientations:  # any bins, since these proteins have no backbone
-        bins = np.random.default_rng(0).integers(0, min(BINS.values()), batch["orientations"].shape)
-        known = batch["seq_mask"][:, :, None] * batch["seq_mask"][:, None]
-        batch["orientations"] = torch.from_numpy(bins).masked_fill(known[..., None] == 0, UNKNOWN)
-    return to_device(batch, device)
+    """The proteins that the flags ask for. Raises UserError, also where --plot-contacts cannot be obeyed."""
+    training = settings.training
+    built_in = NaturalProteins if training.synthetic_world == "natural" else SyntheticProteins
+    source = (RealProteins if training.data or training.msa else built_in)(settings)
+    if training.plot_contacts:
+        contacts.require_plots(training.plot_contacts, source.held_out)
+    return source

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib, spared
-from fusion_lab.training.evaluations import evaluating
+from fusion_lab.training.evaluations import Evaluation, evaluating
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import UserError, counted, require_directory, set_aside
+from fusion_lab.training.files import UserError, counted, set_aside
 from proteins import maps
 from proteins.files import LETTERS
 from proteins.structure_metrics import LDDT_CUTOFFS, LDDT_RADIUS
@@ -71,16 +71,16 @@ def predicted(model, batch, device):
     return tokens, (output["contact_probability"][0], output["distances"][0], coords, coord_mask)
 
 
-def evaluate(trainer, source, stop=None, final=False):
-    """contact_precision() and distance_lddt() by protein: {"training": {name: ...}, "held_out": {name: ...}}.
-    A signal in stop ends it early. The final one writes maps of the held-out proteins into --plot-contacts,
-    if that is given."""
+def evaluate(trainer, source, stop, final=False):
+    """An Evaluation: contact_precision() and distance_lddt() by protein, {"training": {name: ...},
+    "held_out": {name: ...}}; its score is that of validation families. A signal in stop ends it early. The
+    final one writes maps of the held-out proteins into --plot-contacts, if that is given."""
     directory, results = trainer.training.plot_contacts if final else None, {}
     with evaluating(trainer.model):
         for group, proteins in source.evaluation().items():
             results[group] = {}
             for name, batch in proteins:
-                if stop and stop.signal is not None:
+                if stop.signal:
                     break
                 if batch["coord_mask"].sum() <= SEPARATION:
                     continue
@@ -92,17 +92,17 @@ def evaluate(trainer, source, stop=None, final=False):
                                             lddt=distance_lddt(distances, *known))
                 if directory and group == "held_out":
                     write_map(os.path.join(directory, name), name, source.structure(name), tokens, arrays)
-    return results
+    return Evaluation(contact_line(results), scores(results), validation_score(results), results)
 
 
 def means(proteins):
-    """{key: mean over proteins} of one group that evaluate() returned."""
+    """{key: mean over the proteins of one group}"""
     return {key: statistics.fmean(protein[key] for protein in proteins.values())
             for key in ("p_l2", "p_l", "chance", "lddt")}
 
 
 def scores(evaluation):
-    """{"held-out P(L/2)": mean over proteins, "held-out lDDT": ...} of what evaluate() returned."""
+    """{"held-out P(L/2)": mean over proteins, "held-out lDDT": ...}"""
     return {f"{group.replace('_', '-')} {title}": means(proteins)[key]
             for group, proteins in evaluation.items() if proteins
             for key, title in (("p_l2", "P(L/2)"), ("lddt", "lDDT"))}
@@ -115,7 +115,7 @@ def validation_score(evaluation):
 
 
 def contact_line(evaluation):
-    """One line for what evaluate() returned."""
+    """What an evaluation found, in a line."""
     parts = ["{} P(L/2) {p_l2:.3f} P(L) {p_l:.3f} chance {chance:.3f} lDDT {lddt:.3f} ({})".format(
         group.replace("_", "-"), counted(len(proteins), "protein"), **means(proteins))
         for group, proteins in evaluation.items() if proteins]
@@ -125,7 +125,7 @@ def contact_line(evaluation):
 def closing(trainer, source, evaluations):
     """What the final evaluation says, in a sentence; before it, after a run that was evaluated on its way,
     the map of one held-out protein as a picture beside its results."""
-    held_out = evaluations.get("final", {}).get("held_out")
+    held_out = evaluations["final"].details.get("held_out") if "final" in evaluations else None
     if not held_out:
         return
     if len(evaluations) > 1 and not trainer.training.plot_contacts and find_spec("matplotlib"):
@@ -143,17 +143,15 @@ def closing(trainer, source, evaluations):
           f"by chance {100 * mean['chance']:.0f}% would.")
 
 
-def require_plots(settings, source):
-    """Raise UserError now rather than after training if --plot-contacts could not be obeyed."""
-    directory = settings.training.plot_contacts
-    if directory:
-        require_matplotlib()
-        require_directory(directory)
-        if not source.held_out:
-            raise UserError(f"--plot-contacts {directory}: no protein is held out")
-        there = {name + suffix for name in source.held_out for suffix in SUFFIXES} & {*os.listdir(directory)}
-        if there:
-            raise UserError(f"--plot-contacts {directory}: it holds {min(there)} already; name another one")
+def require_plots(directory, names):
+    """Raise UserError now rather than after training if maps of these proteins could not be written there."""
+    require_matplotlib()
+    os.makedirs(directory, exist_ok=True)
+    if not names:
+        raise UserError(f"--plot-contacts {directory}: no protein is held out")
+    there = {name + suffix for name in names for suffix in SUFFIXES} & {*os.listdir(directory)}
+    if there:
+        raise UserError(f"--plot-contacts {directory}: it holds {min(there)} already; name another one")
 
 
 def contact_map(name, protein, tokens, arrays):

@@ -13,22 +13,21 @@ from proteins.files import TOKENS
 DISTANCE_BINS = 64
 
 
-def costs(settings):
-    """{sub-layer: Cost} of one block for a whole batch, and under "heads" what a step runs once beside the
-    blocks. Bytes are for the precision of these settings; those of the heads are small and left out."""
-    config, element = settings.model, element_bytes(settings.training)
-    b, n, s = settings.training.batch_size, config.num_seqs, config.seq_len
+def costs(config, fusion, training):
+    """{sub-layer: Cost} of all blocks for a whole batch, and under "heads" what a step runs once beside the
+    blocks. Bytes are for the precision of the training; those of the heads are small and left out."""
+    element, b, n, s = element_bytes(training), training.batch_size, config.num_seqs, config.seq_len
     cm, cz, h = config.msa_dim, config.pair_dim, config.outer_product_dim
     m, p = b * n * s, b * s * s  # positions of the MSA tensor and of the pair tensor
     msa, pair, hidden = m * cm * element, p * cz * element, m * h * element
     row_bias, pair_bias = (p * heads * element for heads in (config.msa_heads, config.pair_heads))
     outer = 2 * p * n * h * h + 2 * p * h * h * cz  # the product of all rows, then the projection
-    if settings.fusion.reassociates(b, n, s):
+    if fusion.reassociates(b, n, s):
         outer = 2 * m * h * h * cz + 2 * p * n * h * cz
     triangle = Cost(12 * p * cz * cz + 2 * p * s * cz, 9 * pair, 15 * pair)
     attention = Cost(10 * p * cz * cz + 2 * p * cz * config.pair_heads + 4 * p * s * cz,
                      11 * pair + 2 * pair_bias, 18 * pair + 3 * pair_bias)
-    return dict(
+    of_a_block = dict(
         msa_row_attention=Cost(10 * m * cm * cm + 4 * m * s * cm + 2 * p * cz * config.msa_heads,
                                11 * msa + pair + 2 * row_bias, 18 * msa + 2 * pair + 3 * row_bias),
         msa_column_attention=Cost(10 * m * cm * cm + 4 * m * n * cm, 11 * msa, 18 * msa),
@@ -37,8 +36,9 @@ def costs(settings):
                                 pair + msa + 4 * hidden, pair + 3 * msa + 6 * hidden),
         triangle_mult_outgoing=triangle, triangle_mult_incoming=triangle,
         triangle_attn_starting=attention, triangle_attn_ending=attention,
-        pair_transition=Cost(16 * p * cz * cz, 2 * pair, 3 * pair),
-        heads=Cost(2 * p * cz * DISTANCE_BINS + 2 * m * cm * TOKENS))
+        pair_transition=Cost(16 * p * cz * cz, 2 * pair, 3 * pair))
+    return {**{name: cost.times(config.num_blocks) for name, cost in of_a_block.items()},
+            "heads": Cost(2 * p * cz * DISTANCE_BINS + 2 * m * cm * TOKENS)}
 
 
 def statistics(fusion, blocks):

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fusion_lab.training.files import MISSING, UserError
-from fusion_lab.training.reading import read_regular
+from fusion_lab.training.files import MISSING, UserError, require_file
 from proteins.matching import align
 
 # --- Tokens ---------------------------------------------------------------------------------------------
@@ -65,7 +64,9 @@ class Protein:
 def _read_bytes(path):
     """Content of a file, unzipped if it is gzip whatever its name, with \\n line ends and no BOM."""
     try:
-        data = read_regular(path)
+        require_file(path)
+        with open(path, "rb") as file:
+            data = file.read()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise UserError(f"{path}: truncated or damaged gzip file; fetch it again") from None

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-from fusion_lab.training.stops import leaving
 from proteins import confidence, fold_energy, fold_pictures, folding, structure_files
 from proteins.geometry import CA
 from proteins.orientations import BINS
@@ -18,11 +17,11 @@ def fold(centres, program, settings):
     """The mode --fold: predict, fold, say what is found, write the files; returns the exit code. centres: of
     the distogram's bins, Å. Raises UserError."""
     started = time.monotonic()
-    found, result = leaving(partial(predict, program, settings, "--fold", settings.training.fold))
+    found, result = predict(program, settings, "--fold", settings.training.fold)
     predicted = time.monotonic()
     print(f"Folding {found.protein.length} residues on the CPU", flush=True)
     *line, calibrated_on = confidence.line_of(result["card"])
-    made, plddt = leaving(partial(structure, found, centres, settings.training.seed, line))
+    made, plddt = structure(found, centres, settings.training.seed, line)
     atoms = made.atoms.numpy()
     result |= dict(plddt=float(plddt.mean()), plddt_by_residue=plddt.round(2).tolist(),
                    plddt_calibrated_on=calibrated_on, entropy_bits=confidence.entropy(
@@ -30,7 +29,7 @@ def fold(centres, program, settings):
                    seconds=dict(model=predicted - started, folding=time.monotonic() - predicted))
     print_fold(result)
     if found.coords[1].any():
-        result["scores"] = leaving(partial(compared, atoms[:, CA], found.protein.backbone[:, CA]))
+        result["scores"] = compared(atoms[:, CA], found.protein.backbone[:, CA])
         print_scores(result["scores"], found)
     return finish(settings, found.stem, result, writers(found, atoms, plddt, result), partial(
         fold_pictures.write_picture, m=found.table(), atoms=atoms, plddt=plddt))

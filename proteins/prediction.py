@@ -17,7 +17,6 @@ from fusion_lab.training.machine import choose_device, free_memory, process_sett
 from fusion_lab.training.models import read_model
 from fusion_lab.training.program import ROOT
 from fusion_lab.training.reporting import print_result
-from fusion_lab.training.stops import leaving
 from proteins import files, maps
 from proteins.batches import MOST_EXTRA, assemble
 from proteins.coevolution import FEATURES, mean_field_dca
@@ -80,10 +79,10 @@ class Prediction:
 def contacts(program, settings):
     """The mode --contacts: predict, say what is found, write the files; returns the exit code. Raises
     UserError."""
-    found, result = leaving(partial(predict, program, settings, "--contacts", settings.training.contacts))
+    found, result = predict(program, settings, "--contacts", settings.training.contacts)
     print_best(found)
     if found.coords[1].any():
-        result["precision"] = leaving(partial(precisions, found))
+        result["precision"] = precisions(found)
         print_precisions(found, result["precision"])
     table = found.table()
     writers = {".npz": partial(write_arrays, found=found), ".tsv": partial(maps.write_table, m=table),
@@ -102,7 +101,7 @@ def predict(program, settings, mode, alignment):
     protein, path = read_protein(training, alignment), training.resume or MODEL
     saved = read_model(path, program)
     directory = training.output or mode
-    outputs.require_directory(directory)
+    outputs.claim(directory, resumed=True)  # beside other predictions
     batch = model_input(protein, saved.config, training.eval_seqs or ROWS, training.seed)
     rows, dtype = batch["msa_tokens"].shape[1], amp_dtype(training, device)
     print(f"{mode.capitalize()} of {printable(protein.name)}: {protein.length} residues, {rows} of "

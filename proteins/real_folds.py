@@ -4,14 +4,12 @@ The file is an NPZ as docs/learning.md describes it: atoms N, CA, C, O, CB of ma
 marked as related to families that a model may be tested on are never drawn. Letters in shapes: S residues of
 a piece, n of a chain. Lengths in Å.
 """
-import io
 import zipfile
 import zlib
 
 import numpy as np
 
 from fusion_lab.training.files import UserError, counted
-from fusion_lab.training.reading import read_regular
 from proteins.folds import Piece
 from proteins.geometry import CB, C
 
@@ -76,7 +74,7 @@ def read(path):
     """(offset (chains + 1,), xyz (residues, 5, 3) integers, index (residues,), near_families (chains,)) of a
     file. Raises UserError."""
     try:
-        with np.load(io.BytesIO(read_regular(path)), allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             found = {key: file[key] for key in KEYS if key in file}
     except OSError as error:
         raise UserError(f"--real-folds {path}: {error.strerror or 'not an NPZ file'}") from None

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from fusion_lab.training import start
+from fusion_lab.training import flags
 from fusion_lab.training.options import Checked, Switches, TrainingConfig, option
-from fusion_lab.training.program import CommandLine, Program
+from fusion_lab.training.program import Data, Model, Program
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,14 @@ class MlpConfig(Checked):
 @dataclass(frozen=True)
 class MlpSwitches(Switches):
     """Which of its operations run fused."""
-    enable_fused_relu: bool = option(True, "bias and ReLU in the epilogue of their GEMM", preset=True)
-    enable_fused_residual: bool = option(False, "the residual in the epilogue of its GEMM", preset=True,
-                                         rung=4)
+    enable_fused_relu: bool = option(True, "bias and ReLU within their GEMM", preset=True, title="Fused ReLU")
+    enable_fused_residual: bool = option(False, "the residual within its GEMM", preset=True, rung=4)
 
 
-COMMAND_LINE = CommandLine(
-    file=__file__, about=__doc__, model_config=MlpConfig, training_config=TrainingConfig,
-    fusion_config=MlpSwitches, headline=("enable_fused_relu", "enable_fused_residual"),
-    axes=dict(batch_size="B", width="W"))
+KNOWN = dict(file=__file__, about=__doc__, suffix="mlp", version="mlp", model_config=MlpConfig,
+             training_config=TrainingConfig, fusion_config=MlpSwitches, axes=dict(batch_size="B", width="W"))
 
-start.begin(COMMAND_LINE, __name__)  # before torch is imported, which takes seconds
+flags.judge(__name__, **KNOWN)
 
 import torch
 import torch.nn as nn
@@ -39,50 +36,40 @@ from fusion_lab.kernels.library.custom_gradients import LinearReLU
 from tiny_openfold_v2 import Trainer, main
 
 
-class Up(nn.Linear):
-    fused = False
+class Layer(nn.Module):
+    def __init__(self, width, fusion):
+        super().__init__()
+        self.up, self.down, self.fusion = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), fusion
 
     def forward(self, x):
-        return LinearReLU.of(x, self) if self.fused else super().forward(x).relu()
+        hidden = LinearReLU.of(x, self.up) if self.fusion.enable_fused_relu else self.up(x).relu()
+        if self.fusion.enable_fused_residual and not torch.is_autocast_enabled(x.device.type):
+            return torch.addmm(x, hidden, self.down.weight.t()) + self.down.bias
+        return x + self.down(hidden)
 
 
-class Down(nn.Linear):
-    fused = False
+class Mlp(nn.Module, Model):
+    SUBLAYERS = ("layer",)
 
-    def forward(self, x, hidden):
-        if self.fused and not torch.is_autocast_enabled(x.device.type):
-            return torch.addmm(x, hidden, self.weight.t()) + self.bias
-        return x + super().forward(hidden)
-
-
-class Mlp(nn.Module):
     def __init__(self, config, fusion):
         super().__init__()
-        self.config, self.fusion, wide = config, fusion, 4 * config.width
+        self.fusion = fusion
         self.shift = nn.Parameter(torch.zeros(config.width))  # so that the first input wants a gradient
-        self.up = nn.ModuleList(Up(config.width, wide) for _ in range(config.depth))
-        self.down = nn.ModuleList(Down(wide, config.width) for _ in range(config.depth))
-        for up, down in zip(self.up, self.down, strict=True):
-            up.fused, down.fused = fusion.enable_fused_relu, fusion.enable_fused_residual
-            if fusion.enable_torch_compile:
-                up.compile()
-                down.compile()
+        self.layers = nn.ModuleList(Layer(config.width, fusion) for _ in range(config.depth))
+        for layer in self.layers if fusion.enable_torch_compile else ():
+            layer.compile()
 
-    def forward(self, x, target, mask):
-        """x, target (B, width), mask (B,); returns dict(output=(B, width), loss=())."""
-        x = x + self.shift
-        for up, down in zip(self.up, self.down, strict=True):
-            x = down(x, up(x))
-        return dict(output=x, loss=((x - target).square().mean(-1) * mask).sum() / mask.sum())
+    def forward(self, x, target):
+        """x, target (B, width); returns dict(output=(B, width), loss=())."""
+        output = nn.Sequential(*self.layers)(x + self.shift)
+        return dict(output=output, loss=(output - target).square().mean())
 
     def sublayers(self):
-        both = [("up", self.up), ("down", self.down)]
-        return [] if self.fusion.enable_torch_compile else [(n, m) for n, ms in both for m in ms]
+        return [("layer", layer) for layer in self.layers if not self.fusion.enable_torch_compile]
 
 
-class Numbers:
-    """Random vectors and their images under a fixed random map."""
-    names, held_out = [], []
+class Numbers(Data):
+    """Random vectors and their images under a fixed map."""
 
     def __init__(self, settings):
         self.size, self.seed = (settings.training.batch_size, settings.model.width), settings.training.seed
@@ -92,24 +79,10 @@ class Numbers:
 
     def batch(self, step):
         x = torch.randn(self.size, generator=torch.Generator().manual_seed(self.seed + step))
-        return dict(x=x, target=x.flip(-1) * 0.5, mask=torch.ones(len(x)))
+        return dict(x=x, target=x.flip(-1) * 0.5)
 
 
-def masked_batch(settings, device):
-    batch = Numbers(settings).batch(0)
-    batch["mask"][-1] = 0
-    return {key: value.to(device) for key, value in batch.items()}
-
-
-def defined(output, batch):
-    return dict(output=output["output"] * batch["mask"][:, None], loss=output["loss"])
-
-
-PROGRAM = Program(
-    **vars(COMMAND_LINE), version="mlp", suffix="mlp", model=Mlp, trainer=Trainer, open_source=Numbers,
-    check_batch=masked_batch, defined=defined, sublayers=("up", "down"),
-    blocks=lambda settings: settings.model.depth, titles={"Fused ReLU": "enable_fused_relu"},
-    tiny=dict(width=8))
+PROGRAM = Program(**KNOWN, model=Mlp, data=Numbers, trainer=Trainer)
 
 if __name__ == "__main__":
     sys.exit(main(program=PROGRAM))

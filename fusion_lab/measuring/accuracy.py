@@ -9,7 +9,8 @@ import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.checkpoints import optimizer_state, unpacked
-from fusion_lab.training.files import finite, set_aside, write_json
+from fusion_lab.training.feeding import to_device
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.machine import choose_device, process_settings
 from fusion_lab.training.reporting import for_people, print_result
 
@@ -19,15 +20,15 @@ GRADIENT = "gradient of "
 ERROR_FACTOR = 3.0  # fused error against float64, at most this many times the baseline's own
 
 
-def shake(program, model):
+def shake(model):
     """Add noise to every weight: at initialisation the last layer of every residual branch is often zero,
-    which would hide any mistake behind it. What the program does against kinks comes last."""
+    which would hide any mistake behind it. What the model does against kinks comes last."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter))
-    program.shake(model)
+    model.shake()
 
 
 def results_and_gradients(trainer, batch):
@@ -38,7 +39,7 @@ def results_and_gradients(trainer, batch):
     output["loss"].backward()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad
                  for name, p in trainer.model.named_parameters()}
-    tensors = trainer.program.defined(output, batch)
+    tensors = trainer.model.defined(output, batch)
     tensors |= {f"{GRADIENT}{name}": g for name, g in unpacked(trainer.model, gradients).items()}
     return {name: tensor.detach().cpu().double() for name, tensor in tensors.items()}
 
@@ -86,10 +87,10 @@ def compare_numerics(program, settings, device, note=lambda text: None):
     masters = settings.fusion.enable_master_weights
     off = program.fusion_config.preset(False)
     plain = replace(settings, fusion=replace(off, enable_master_weights=masters))
-    batch = program.check_batch(settings, device)
+    batch = to_device(program.data(settings).check_batch(), device)
     process_settings(settings, device)
     baseline = program.trainer(program, plain, device)
-    shake(program, baseline.model)
+    shake(baseline.model)
     exact = program.trainer(program, plain.having(use_amp=False, amp_dtype=None), device)
     fused = program.trainer(program, settings, device)
     for trainer in (exact, fused):
@@ -129,7 +130,6 @@ def verify_accuracy(program, settings):
     result = dict(mode="verify_accuracy", passed=not failures, device=str(device), **finite(verdict),
                   failures=failures, rtol=RTOL, atol=ATOL, error_factor=ERROR_FACTOR)
     path = os.path.join(settings.profiler.profile_dir, program.result("accuracy"))
-    set_aside(path)
     write_json(path, result)
     print("FAIL" if failures else "PASS")
     print_result(result, path, settings)
@@ -140,14 +140,15 @@ def validate_setup(program, settings):
     """--validate-setup: numerics of the fusions and five steps of training on a small model. The last line
     is the verdict, the line before it, for programs, the result as JSON; exit code 0 or 1."""
     device = choose_device(settings.training.device)
-    small = settings.having(**program.tiny, batch_size=2)
+    sizes = {name: value for name, value in program.demo.items() if hasattr(settings.model, name)}
+    small = settings.having(**sizes, batch_size=2)
     print(f"Device: {device} | torch {torch.__version__}", flush=True)
     reasons = []
     _, failures = compare_numerics(program, small, device)
     print(f"   Fused against baseline numerics: {'FAIL' if failures else 'ok'}", flush=True)
     reasons += failures[:3]
     trainer = program.trainer(program, small.having(learning_rate=1e-3), device)
-    batch = program.check_batch(small, device)
+    batch = to_device(program.data(small).check_batch(), device)
     losses = [trainer.step(batch).item() for _ in range(5)]
     falls = losses[-1] < losses[0]
     print(f"   Five training steps: loss {losses[0]:.4f} -> {losses[-1]:.4f} {'ok' if falls else 'FAIL'}")
@@ -159,5 +160,7 @@ def validate_setup(program, settings):
     if not for_people(settings):
         print(json.dumps(dict(mode="validate_setup", passed=not reasons, reasons=reasons,
                               losses=finite(losses), device=str(device)), allow_nan=False))
-    print(program.success if not reasons else f"{program.failure}: {'; '.join(reasons)}")
+    title = program.suffix.upper()
+    print(f"{title} validation failed: {'; '.join(reasons)}" if reasons else
+          f"{title} validation successful! Fusion setup working properly.")
     return 1 if reasons else 0

@@ -39,8 +39,8 @@ def probe(trainer, batch, count_launches=True):
     model = trainer.model
     if not trainer.optimizer.state:  # the very first step makes the optimizer's state, compiles, captures
         trainer.step(batch)
-    given = batch | trainer.program.in_a_step
-    saved = saved_activations(model, model.sublayers(), lambda: trainer.forward(given)["loss"])
+    saved = saved_activations(model, model.sublayers(),
+                              lambda: trainer.forward(batch, only_loss=True)["loss"])
     found = Findings(saved, flops)
     if trainer.device.type == "cuda":
         found.peak = trainer.graph.peak if trainer.graph else None

@@ -7,7 +7,6 @@ import warnings
 import torch
 
 from fusion_lab.measuring import roctx
-from fusion_lab.training import locks
 from fusion_lab.training.files import counted, write_json
 from fusion_lab.training.machine import MEGABYTE
 
@@ -72,10 +71,10 @@ class Profiling:
                 record_shapes=True, profile_memory=config.enable_memory_profiling, acc_events=True)
 
     def write_trace(self, profiler):
-        torch.profiler.tensorboard_trace_handler(locks.present(self.config.profile_dir))(profiler)
+        torch.profiler.tensorboard_trace_handler(self.config.profile_dir)(profiler)
 
     def traces(self):
-        return set(glob.glob(os.path.join(glob.escape(locks.present(self.config.profile_dir)),
+        return set(glob.glob(os.path.join(glob.escape(self.config.profile_dir),
                                           "*.pt.trace.json")))
 
     def __enter__(self):
@@ -122,7 +121,7 @@ class Profiling:
             self.profiler.__exit__(*error)
             self.trace = next(iter(self.traces() - self.earlier), None)
             print(f"PyTorch profiler: trace of up to {counted(self.traced_steps, 'step')} in "
-                  f"{locks.present(self.config.profile_dir)}")
+                  f"{self.config.profile_dir}")
         self.hooks.__exit__(*error)
         if self.config.enable_memory_profiling and error[0] is None:
             self.write_memory_profile()

@@ -29,7 +29,7 @@ def retune(program, settings):
     settings = replace(settings, fusion=replace(fusion, enable_torch_compile=compiled,
                                                 enable_cuda_graphs=False))
     process_settings(settings, device)
-    trainer, source = program.trainer(program, settings, device), program.open_source(settings)
+    trainer, source = program.trainer(program, settings, device), program.data(settings)
     with tuner.retuning() as found:
         trainer.step(to_device(source.batch(0), device))
     if not found:

@@ -1,5 +1,6 @@
 """The summary of a training run, and its comparison with an earlier one."""
 import math
+import os
 import statistics
 import sys
 from datetime import datetime, timezone
@@ -11,15 +12,14 @@ from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.probe import peak_megabytes
 from fusion_lab.measuring.tables import aligned
 from fusion_lab.training.evaluations import own_random_numbers
-from fusion_lab.training.files import UserError, printable, write_json
+from fusion_lab.training.files import UserError, finite, printable, read_json, write_json
 from fusion_lab.training.machine import system_info
-from fusion_lab.training.reading import read_json
 from fusion_lab.training.reporting import print_result
 
 
-def summarise(trainer, found, losses, times, evaluations):
+def summarise(trainer, found, losses, times):
     """The content of performance_summary_*.json: found, a run's Findings; losses; times (steps, 4) in s for
-    data, forward, backward, optimizer; evaluations by step."""
+    data, forward, backward, optimizer."""
     settings, device, program, ranks = trainer.settings, trainer.device, trainer.program, trainer.world.size
     batch_size = settings.training.batch_size * ranks
     peak = peak_megabytes(device, found)  # before the ceiling's matrices are allocated
@@ -37,8 +37,8 @@ def summarise(trainer, found, losses, times, evaluations):
     configs = settings.as_dict()
     configs["training_params"].update(amp_dtype=dtype_name(trainer.amp_dtype), ranks=ranks)
     return dict(version=program.version, timestamp=datetime.now(timezone.utc).isoformat(), **configs,
-                performance_summary=performance, fusion_statistics=program.statistics(settings),
-                **{program.evaluation_name: evaluations}, system_info=system_info(device))
+                performance_summary=performance, fusion_statistics=trainer.model.statistics(),
+                evaluation={}, system_info=system_info(device))
 
 
 OF_STEPS = ("avg_training_speed", "avg_batch_time", "avg_data_time", "avg_forward_time", "avg_backward_time",
@@ -93,8 +93,8 @@ LARGEST = 1e15  # samples/s and MB; sums and quotients of such figures stay fini
 def read_summary(path):
     """A performance summary, of this version or an earlier one: what print_against() needs of it, checked.
     Raises UserError naming what is wrong."""
+    summary = read_json(path, "summary")
     try:
-        summary = read_json(path, nan=True)
         figures = section(summary, "performance_summary")
         found = dict(
             speed=figure(figures, "avg_training_speed"),
@@ -103,8 +103,6 @@ def read_summary(path):
             timestamp=str(summary.get("timestamp") or "unknown date"),
             **{key: section(summary, key, {})
                for key in ("config", "training_params", "fusion_config", "system_info")})
-    except OSError as error:
-        raise UserError(f"summary {path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"summary {path}: not a performance summary: {error}") from None
     return found
@@ -129,11 +127,21 @@ def figure(figures, name):
     return number
 
 
-def complete(path, result, earlier):
-    """Write a summary, with how it stands against an earlier one, as read_summary() has it, or None."""
+def write(trainer, result):
+    """Write a summary into the run's directory, of several ranks the first; returns its path."""
+    path = os.path.join(trainer.settings.profiler.profile_dir, trainer.program.result("performance_summary"))
+    if trainer.world.first:
+        write_json(path, finite(result))
+    return path
+
+
+def completed(result, evaluations, earlier):
+    """A summary with its evaluations, {step or "final": Evaluation}, and how it stands against an earlier
+    one, as read_summary() has it, or None."""
+    result["evaluation"] = {str(step): found.details for step, found in evaluations.items()}
     if earlier and result["performance_summary"]["total_samples"]:
         result["compared_with_v1"] = print_against(earlier, result)
-    write_json(path, result)
+    return result
 
 
 # What, beside the model's sizes, makes a ratio of speeds meaningless; and what else runs may differ in

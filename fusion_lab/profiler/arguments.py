@@ -27,8 +27,6 @@ def make_parser(program):
                      "ceilings measured here (default: off)")
     own.add_argument("--compare-with", metavar="DIR", default=None,
                      help="an earlier session's directory, put beside this one (default: none)")
-    own.add_argument("--force", action="store_true",
-                     help="write into a --profile-dir that is not empty (default: off)")
     sorts = parser.add_argument_group("Instead of one session").add_mutually_exclusive_group()
     sorts.add_argument("--baseline", action="store_true",
                        help="one session with nothing fused (default: off)")
@@ -41,7 +39,7 @@ def make_parser(program):
 
 
 def parse(argv, program):
-    """(arguments, Settings) for a program, of which its CommandLine is enough. Wrong use ends it here."""
+    """(arguments, Settings) for a program. Wrong use ends it here."""
     parser = make_parser(program)
     arguments, settings, mode = flags.parse(parser, program, argv)
     if mode or arguments.check_flags:

@@ -7,9 +7,8 @@ from fusion_lab.measuring.clocks import quantiles
 from fusion_lab.measuring.tables import cell, code, escaped, markdown
 from fusion_lab.measuring.trace.attribution import ANALYSIS
 from fusion_lab.profiler.plots import HISTOGRAM, SUBLAYERS, TIMELINE, write_plots
-from fusion_lab.training.files import UserError, counted, write_json, write_text
+from fusion_lab.training.files import UserError, counted, read_json, write_json, write_text
 from fusion_lab.training.machine import MEGABYTE
-from fusion_lab.training.reading import read_json
 
 REPORT = "comprehensive_profiling_report.md"
 TOP = 20
@@ -71,7 +70,7 @@ def run_lines(analysis):
 
 def sublayer_lines(analysis, picture):
     """The section on sub-layers; picture(name) are the lines that show one."""
-    cover, count = analysis.coverage, len(analysis.program.sublayers)
+    cover, count = analysis.coverage, len(analysis.program.model.SUBLAYERS)
     return ["## Time and memory by sub-layer", "",
             f"The {count} sub-layers, forward and backward, hold {100 * cover['sublayers']:.1f}% of the "
             f"time; {100 * cover['rest']:.1f}% is outside them but in a phase of the step (what surrounds "
@@ -122,11 +121,9 @@ def read_analysis(directory):
     """The analysis of an earlier session, as JSON has it. Raises UserError."""
     path = os.path.join(directory, ANALYSIS)
     try:
-        analysis = read_json(path)
+        analysis = read_json(path, f"--compare-with {directory}:")
         if analysis.get("mode") == "pytorch_profiler" and comparable(analysis):
             return analysis
-    except OSError as error:
-        raise UserError(f"--compare-with {directory}: {path}: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise UserError(f"--compare-with {directory}: {path} is not the analysis of a profiler session")

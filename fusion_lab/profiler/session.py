@@ -59,7 +59,7 @@ def run_session(program, settings, directory, steps=5, roofline=False, earlier=N
     compare with."""
     device = choose_device(settings.training.device)
     process_settings(settings, device)
-    trainer, source = program.trainer(program, settings, device), program.open_source(settings)
+    trainer, source = program.trainer(program, settings, device), program.data(settings)
     describe_start(trainer, source)
     found = warm_up(trainer, source)
     found.peak_memory_mb = peak_of_two_steps(trainer, to_device(source.batch(0), device), found)

@@ -4,53 +4,38 @@ The work behind launch_performance_study.sh: the order of things. Reading order:
 arguments (how it is asked for), run (how it is measured) and results (what is kept of it), statistics and
 summary (what it says), plots and page (how it looks).
 """
-import contextlib
 import os
 import shlex
 import shutil
-import signal
 import sys
 from dataclasses import replace
-
-from fusion_lab.study.arguments import SCRIPT, own_part, parse
-from fusion_lab.training import start, torchrun
-
-if __name__ == "__main__":  # before torch is imported, which takes seconds
-    start.begin_tool(SCRIPT, own_part(sys.argv[1:]), lambda program: parse(sys.argv[1:], program))
 
 import torch
 
 from fusion_lab.measuring.plotting import require_matplotlib, spared
 from fusion_lab.measuring.tables import aligned, cell
+from fusion_lab.study.arguments import SCRIPT, own_part, parse
 from fusion_lab.study.design import Shape
 from fusion_lab.study.page import page
 from fusion_lab.study.plots import draw
 from fusion_lab.study.results import Results, open_directory, read_config, require_same_study, write_config
 from fusion_lab.study.run import duration, run_points, seconds_left
 from fusion_lab.study.summary import as_csv, gain_of, summarise
-from fusion_lab.training.files import FAILED, OK, UserError, counted, exit_code, write_json, write_text
+from fusion_lab.training import torchrun
+from fusion_lab.training.files import (
+    FAILED,
+    OK,
+    Interrupted,
+    UserError,
+    counted,
+    exit_code,
+    interruptible,
+    write_json,
+    write_text,
+)
 from fusion_lab.training.flags import named_program
 from fusion_lab.training.machine import choose_device, cpu_name
 from fusion_lab.training.program import load_program
-
-
-class Stopped(BaseException):
-    """SIGINT or SIGTERM, which end a study at once: every finished run is on disk."""
-
-
-def raise_stopped(number, _frame):
-    raise Stopped(number)
-
-
-@contextlib.contextmanager
-def stopping_at_once():
-    """Within, SIGINT and SIGTERM raise Stopped."""
-    previous = {number: signal.signal(number, raise_stopped) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def dry_run(options, study):
@@ -144,9 +129,9 @@ def run(argv):
     """Do what a command line asks; returns the exit code. Raises UserError."""
     torchrun.require_alone(SCRIPT)
     try:
-        with stopping_at_once():
+        with interruptible():
             run_command(argv)
-    except Stopped as stopped:
+    except Interrupted as stopped:
         raise UserError("interrupted; results so far are kept, the same --study-name continues",
                         128 + stopped.args[0]) from None
     return OK

@@ -84,7 +84,7 @@ class Vocabulary:
     def __init__(self, program):
         self.program = program
         defaults, config = program.settings(), program.fusion_config
-        self.axes = tuple(Axis(name, letter, tuple(program.study_sizes.get(name, [defaults.get(name)])))
+        self.axes = tuple(Axis(name, letter, (defaults.get(name),))
                           for name, letter in program.axes.items())
         # Those that are on by default come first: names of settings in older studies are in this order.
         attributes = sorted(config.names(), key=lambda name: not getattr(defaults.fusion, name))

@@ -6,9 +6,7 @@ import time
 
 from fusion_lab.study.arguments import SCRIPT
 from fusion_lab.study.design import Point, Shape, Study, program_of
-from fusion_lab.training import locks
-from fusion_lab.training.files import UserError, results_directory, write_json
-from fusion_lab.training.reading import parse_json, read_json, read_regular
+from fusion_lab.training.files import UserError, claim, read_json, write_json
 
 # Seconds, samples/s, MB of 2**20 bytes; None where a run could not measure it, which the first one always can
 FIGURES = ("median_batch_time", "p20_batch_time", "p80_batch_time", "avg_training_speed", "peak_memory_mb",
@@ -71,13 +69,14 @@ class Results:
         """Read what is there. A last line that a kill cut short is taken off, with mend from the file too."""
         if not os.path.exists(self.path):
             return
-        content = read_regular(self.path)
+        with open(self.path, "rb") as file:
+            content = file.read()
         whole = content[:content.rfind(b"\n") + 1]
         if mend and whole != content:
             os.truncate(self.path, len(whole))
         for place, line in enumerate(whole.splitlines(), 1):
             try:
-                self.note(checked(parse_json(line), self.axes))
+                self.note(checked(json.loads(line), self.axes))
             except MALFORMED:
                 raise UserError(f"{self.path}: line {place} is not the result of a run; mend or delete it"
                                 ) from None
@@ -105,14 +104,7 @@ def open_directory(options, study, argv):
     """Make or find the study's directory, hold it for this process alone; returns its path. Raises
     UserError."""
     path = os.path.abspath(options.study_name or time.strftime("performance_study_%Y%m%d_%H%M%S"))
-    if options.study_name is None:
-        path = results_directory(path, default=True, fresh=True)
-    try:
-        locks.hold_directory(path)
-    except BlockingIOError:
-        raise UserError(f"{path}: this study is running already") from None
-    except OSError as error:
-        raise UserError(f"cannot write into {path}: {error.strerror}") from None
+    claim(path, resumed=options.study_name is not None)
     if not os.path.exists(os.path.join(path, "config.json")):
         if os.listdir(path):
             raise UserError(f"--study-name {options.study_name}: is not empty and holds no study")
@@ -131,15 +123,13 @@ def read_config(directory, vocabulary):
     """(Study, dict(command, created)) of a study of this program. Raises UserError."""
     path = os.path.join(directory, "config.json")
     try:
-        content = read_json(path)
+        content = read_json(path, "study's config")
         theirs = program_of(content["study"])
         if isinstance(theirs, str) and theirs != vocabulary.program_key:
             name = shlex.quote(theirs) if theirs.isprintable() and len(theirs) < LONGEST_PATH else "FILE"
             raise UserError(f"{path}: a study of another program; add --program {name}")
         return Study.read(content["study"], vocabulary), {
             key: str(content[key]) for key in ("command", "created")}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     except MALFORMED:
         raise UserError(f"{path}: not the config of a study") from None
 

@@ -12,8 +12,7 @@ import time
 from datetime import datetime, timezone
 
 from fusion_lab.study.results import FIGURES, MALFORMED, in_words, measured
-from fusion_lab.training.files import OUT_OF_MEMORY, UserError
-from fusion_lab.training.reading import read_json
+from fusion_lab.training.files import OUT_OF_MEMORY, UserError, read_json
 
 ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")  # CUDA's errors end with lines of advice
 START_SECONDS, COMPILE_SECONDS = 6, 60  # guesses, until a run of the setting is done
@@ -89,7 +88,7 @@ def outcome(program, folder, code, timeout):
         try:
             path = os.path.join(folder, "results", program.result("performance_summary"))
             return "ok", None, measured(read_json(path))
-        except (OSError, *MALFORMED):
+        except (UserError, *MALFORMED):
             return "failed", "ended well but left no readable summary", nothing
     if code == "timeout":
         return "timeout", f"not done after {timeout:g} s", nothing

@@ -1,15 +1,42 @@
 """The command line of a program, made of its configs' fields. Needs no torch."""
 import argparse
 import contextlib
+import os
 import re
 import sys
 from dataclasses import asdict, fields
-from functools import cache
 
-from fusion_lab.training import torchrun
+from fusion_lab.training import files, torchrun
 from fusion_lab.training.files import EXIT_CODES
 from fusion_lab.training.options import ProfilerConfig, flag
-from fusion_lab.training.program import Settings, load_program
+from fusion_lab.training.program import VERSION, Program, Settings, load_program
+
+# OpenMP's threads spin while they wait for each other; on cores that others use too, one that waits keeps the
+# one that works from running. A tenth of GNU's usual number of turns costs nothing on an idle machine and
+# spares a third on a busy one.
+TURNS = ("GOMP_SPINCOUNT", "30000")
+# torch 2.13 prints two lines each time its profiler starts; 5, the default, shows them, and hides errors too.
+PROFILER_WORDS = ("KINETO_LOG_LEVEL", "6")
+
+
+def judge(name, **known):
+    """A program's file calls this with its __name__ and what its Program is made of, before it imports torch,
+    which takes seconds: where it is run, --help, --version and wrong flags end here, and Ctrl-C is one
+    line."""
+    if name != "__main__":
+        return
+    files.quiet(name)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(*TURNS)
+    os.environ.setdefault(*PROFILER_WORDS)
+    program, argv = Program(**known), with_demo(sys.argv[1:])
+    if program_file(argv, program.name):
+        return  # the flags are another program's, which needs torch to be known
+    arguments, _, _ = parse(make_parser(program), program, argv)
+    files.require_packages(program.name, "torch", "numpy", "tqdm")
+    if not arguments.check_flags and torchrun.first():
+        print(f"{program.name}: loading PyTorch ...", flush=True,
+              file=sys.stderr if sys.stderr.isatty() else sys.stdout)
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,11 +68,11 @@ def seconds(text):
 
 
 def compared(arguments):
-    """What --compare-fusion is asked for: names of rows, whether combinations, and (rounds, seconds) after
-    which it ends, each None without limit."""
+    """What --compare-fusion is asked for: names of rows, and (rounds, seconds) after which it ends, each None
+    without limit."""
     steps = getattr(arguments, "num_steps", None)
     seconds = arguments.budget or (BUDGET if steps is None else None)
-    return arguments.variants, arguments.combinations, (steps, seconds)
+    return arguments.variants, (steps, seconds)
 
 
 def whole_numbers(text):
@@ -77,13 +104,6 @@ def converter(kind):
             allowed = {int: "a whole number", float: "a number"}[kind]
             raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}") from None
     return convert if kind in (int, float) else kind
-
-
-@cache
-def note(line):
-    """Say a line on stderr, once: a command line is parsed before torch is there and again afterwards."""
-    if torchrun.first():
-        print(line, file=sys.stderr)
 
 
 class OnOff(argparse.Action):
@@ -138,9 +158,8 @@ MODES = {"--validate-setup": "quick check of the chosen fusions on this machine:
          "--retune": "measure tile sizes of this project's Triton kernels, keep the fastest for this GPU"}
 QUESTION = "--check-flags"
 OF_TRAINING = ("enable_pytorch_profiler", "enable_memory_profiling")
-OF_COMPARISON = ("combinations", "variants", "budget")
+OF_COMPARISON = ("variants", "budget")
 BUDGET = 120.0  # s, of --compare-fusion
-VERSION = "2.0.0"
 
 
 def make_parser(program, about=None, prog=None):
@@ -186,9 +205,6 @@ def add_modes(parser, program, told):
     modes.add_argument(QUESTION, action="store_true", help=told(
         "check the other flags, print what they come to as one line of JSON, and end (default: off)"))
     compared = parser.add_argument_group("With --compare-fusion, and after training")
-    headline = [flag(name).removeprefix("--enable-") for name in program.headline]
-    compared.add_argument("--combinations", action="store_true", help=told(
-        f"all combinations of {', '.join(headline) or 'no switch'} (default: off)"))
     compared.add_argument("--variants", metavar='"NAME ..."', default=None, help=told(
         'only these rows of the table, such as "baseline all" (default: all)'))
     compared.add_argument("--budget", metavar="SECONDS", type=seconds, default=None, help=told(
@@ -278,10 +294,6 @@ def parse(parser, program, argv):
     for name in OF_COMPARISON:
         if getattr(arguments, name) and mode != "--compare-fusion":
             parser.error(f"argument {flag(name)}: needs --compare-fusion")
-    if arguments.combinations and arguments.variants:
-        parser.error("argument --variants: not with --combinations")
-    if arguments.combinations and not program.headline:
-        parser.error(f"argument --combinations: {program.name} names no switches for it")
     if mode is not None:
         needs_training(program, parser, arguments, mode)
         for name in OF_TRAINING:

@@ -5,12 +5,12 @@ import os
 import platform
 import shutil
 import subprocess
+from pathlib import Path
 
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
 from fusion_lab.training.files import NO_GPU, UserError, counted
-from fusion_lab.training.reading import read_regular
 from fusion_lab.training.torchrun import place
 
 MEGABYTE = 2 ** 20
@@ -90,9 +90,10 @@ def free_memory(device):
             line = next(line for line in file if line.startswith("MemAvailable"))
             found.append(1024 * int(line.split()[1]))
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        used, limit = (int(read_regular(f"/sys/fs/cgroup/memory.{kind}")) for kind in ("current", "max"))
-        statistics = dict(line.split() for line in read_regular("/sys/fs/cgroup/memory.stat").splitlines())
-        found.append(limit - used + int(statistics.get(b"file", 0)))  # a cache gives way
+        used, limit = (int(Path(f"/sys/fs/cgroup/memory.{kind}").read_text()) for kind in ("current", "max"))
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        statistics = dict(line.split() for line in lines)
+        found.append(limit - used + int(statistics.get("file", 0)))  # a cache gives way
     return min(found, default=None)
 
 

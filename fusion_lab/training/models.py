@@ -1,18 +1,13 @@
 """Model files: a config, weights in bfloat16 and a card that tells where they come from, for those who use a
 model rather than train it. A checkpoint serves as well."""
-import json
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 
-from fusion_lab.training import checkpoints
-from fusion_lab.training.files import UserError, printable
-from fusion_lab.training.options import spelled
-from fusion_lab.training.reading import parse_json
-from fusion_lab.training.recipe import average
-from fusion_lab.training.saved import read_saved, say_if_older, write_saved
-
-DTYPES = (torch.bfloat16, torch.float32)
+from fusion_lab.training import checkpoints, recipe
+from fusion_lab.training.files import UserError, write_atomically
+from fusion_lab.training.options import flag, spelled
 
 
 @dataclass(frozen=True)
@@ -35,30 +30,38 @@ def sizes(config):
 
 def save_model(path, program, weights, config, card):
     """Write a model file. weights: {unpacked parameter name: tensor}, such as a model's state_dict() or the
-    "model" of a checkpoint; card: what JSON can hold. Raises UserError, also for weights that are not finite
-    or not of such a model."""
-    content = dict(format=format_of(program), config=sizes(config), card=card,
-                   model={name: weight.detach().cpu().to(torch.bfloat16) for name, weight in weights.items()})
-    if found := next(faults(content, program), None):
-        raise UserError(f"model {path}: {found} cannot be saved")
-    write_saved(path, content)
+    "model" of a checkpoint; card: plain values. Raises UserError."""
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise UserError(f"model {path}: weights that are not finite are not saved")
+    weights = {name: weight.detach().cpu().to(torch.bfloat16) for name, weight in weights.items()}
+    write_atomically(path, partial(torch.save, dict(
+        format=format_of(program), config=sizes(config), card=card, model=weights)))
 
 
 def read_model(path, program):
     """The SavedModel of a model file or of a checkpoint of a program, made under any switches. UserError if
     the file cannot be read, is damaged or foreign."""
-    saved = read_saved(path, "model")
-    kind = str(saved.get("format")) if isinstance(saved, dict) else None
-    if kind not in (format_of(program), checkpoints.format_of(program)):
-        raise UserError(f"model {path}: neither a model file nor a checkpoint of {program.name}")
+    saved = checkpoints.read_saved(path, "model")
+    kind = saved.get("format") if isinstance(saved, dict) else None
     if kind == checkpoints.format_of(program):
         saved = {**saved, "card": {name: saved.get(name) for name in ("step", "trained_on", "chosen_by")},
-                 "model": saved.get("average", saved.get("model"))}
-    if fault := next(faults(saved, program), None):
-        raise UserError(f"model {path}: damaged, or of another version: {fault[:200]} cannot be used")
-    say_if_older(saved, path)
-    weights = {name: weight.float() for name, weight in saved["model"].items()}
-    return SavedModel(config_in(saved, program), weights, saved["card"])
+                 "model": saved.get("average", saved["model"])}
+    elif kind != format_of(program):
+        raise UserError(f"model {path}: neither a model file nor a checkpoint of {program.name}")
+    try:
+        resized = {f.name for f in fields(program.model_config) if f.metadata["resized"]}
+        config = program.model_config(**{n: v for n, v in saved["config"].items() if n not in resized})
+        weights = {name: weight.float() for name, weight in saved["model"].items()}
+        with torch.device("meta"):
+            expected = program.model(config, program.fusion_config.preset(False)).state_dict()
+        if {name: weight.shape for name, weight in weights.items()} != \
+                {name: weight.shape for name, weight in expected.items()}:
+            raise ValueError("weights of another model")
+        if not all(weight.isfinite().all() for weight in weights.values()):
+            raise ValueError("weights are not finite")
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"model {path}: damaged, or of another version ({str(error)[:200]})") from None
+    return SavedModel(config, weights, saved["card"])
 
 
 def load_weights(trainer, path, source):
@@ -67,11 +70,28 @@ def load_weights(trainer, path, source):
     saved = read_model(path, trainer.program)
     refuse_other_sizes(sizes(saved.config), trainer.settings.model, f"--init-from {path}")
     checkpoints.refuse_leaks(saved.card, source, f"--init-from {path}")
-    checkpoints.put(trainer, dict(saved.weights))
-    trainer.average = average(trainer.updated, trainer.training.ema_decay)
-    for name in ("trained_on", "chosen_by"):
-        setattr(trainer, name, set(saved.card.get(name) or ()))
+    checkpoints.put(trainer, saved.weights)
+    trainer.average = recipe.average(trainer.updated, trainer.training.ema_decay)
+    trainer.trained_on, trainer.chosen_by = (set(saved.card.get(name) or ()) for name in
+                                             ("trained_on", "chosen_by"))
     print(f"Begins with the weights of {path}")
+
+
+def begin_from_files(trainer, source):
+    """Take what --resume or --init-from names, and see that what the run will save can be written. Raises
+    UserError."""
+    training = trainer.training
+    for name in ("save_best", "early_stopping"):
+        if getattr(training, name) and not source.chooses:
+            raise UserError(f"{flag(name)}: {trainer.program.name} does not say which evaluation is better")
+    if training.resume:
+        checkpoints.load_run(trainer, training.resume, source)
+    elif training.init_from:
+        load_weights(trainer, training.init_from, source)
+    trainer.trained_on.update(source.names)
+    trainer.chosen_by.update(source.choosing)
+    for name in ("save_checkpoint", "save_best") if trainer.world.first else ():
+        checkpoints.require_own(getattr(training, name), name, trainer.program, training.resume)
 
 
 def refuse_other_sizes(made, config, what):
@@ -80,42 +100,3 @@ def refuse_other_sizes(made, config, what):
                  if made.get(name, value) != value]
     if different:
         raise UserError(f"{what}: made for another model; to use it, pass {' '.join(different)}")
-
-
-def config_in(saved, program):
-    """The config that a file describes. Raises TypeError and ValueError if no model has such a one."""
-    resized = {f.name for f in fields(program.model_config) if f.metadata["resized"]}
-    return program.model_config(**{name: value for name, value in saved["config"].items()
-                                   if name not in resized})
-
-
-def oversized(config, weights, program):
-    """Whether a model of this config would be far larger than the weights there are."""
-    elements = sum(weight.numel() for weight in weights.values())
-    numbers = [value for value in sizes(config).values() if isinstance(value, (int, float))]
-    return program.blocks(program.settings(**sizes(config))) > len(weights) or max(numbers) > elements
-
-
-def faults(saved, program):
-    """What of a file's content cannot be used, as it comes upon it. Nothing of the model's size is made."""
-    weights, card = saved.get("model"), saved.get("card")
-    if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) for w in weights.values()):
-        yield "model"
-        return
-    try:
-        parse_json(json.dumps(card, allow_nan=False))
-        config, why = config_in(saved, program), ""
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        config, why = None, f" ({printable(error)})"
-    if config is None or not isinstance(card, dict) or oversized(config, weights, program):
-        yield f"config or card{why}"
-        return
-    with torch.device("meta"):
-        expected = program.model(config, program.fusion_config.preset(False)).state_dict()
-    if set(weights) != set(expected):
-        yield "names of model"
-        return
-    for name, weight in weights.items():
-        if weight.dtype not in DTYPES or not checkpoints.alike(weight, expected[name].to(weight.dtype)) \
-                or not weight.isfinite().all():
-            yield f"model {name}"

@@ -10,21 +10,22 @@ from fusion_lab.kernels.limits import HAS_TRITON
 
 
 def option(default, help, low=None, choices=None, type=None, below=None, *, at_most=None, preset=False,
-           ultra=False, rung=None, alone=True, training_only=False, resized=False, metavar=None, mode=(),
-           short=None):
+           ultra=False, rung=None, alone=True, title=None, training_only=False, resized=False, metavar=None,
+           mode=(), short=None):
     """A dataclass field that is also a command-line flag.
 
     low, at_most: inclusive limits; below: an exclusive one. For switches: preset, whether
     --enable-all-fusion turns it on; ultra, whether only --enable-ultra does; rung, its place on the ladder of
     --compare-fusion, which adds one switch after the other (None: not on it); alone, whether it has a row of
-    its own there. training_only: what only training has, such as a file. resized: a checkpoint may be
-    continued with another value. metavar: what --help shows in place of its value. mode: if given, the flag
-    is a mode, and these are the fields that it takes. short: "-o", for instance.
+    its own there; title, its name in the start-up lines. training_only: what only training has, such as a
+    file. resized: a checkpoint may be continued with another value. metavar: what --help shows in place of
+    its value. mode: if given, the flag is a mode, and these are the fields that it takes. short: such as
+    "-o".
     """
     return field(default=default, metadata=dict(
         help=help, low=low, below=below, at_most=at_most, choices=choices, type=type or default.__class__,
-        preset=preset, ultra=ultra, rung=rung, alone=alone, training_only=training_only, resized=resized,
-        metavar=metavar, mode=mode, short=short))
+        preset=preset, ultra=ultra, rung=rung, alone=alone, title=title, training_only=training_only,
+        resized=resized, metavar=metavar, mode=mode, short=short))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ COMPILE_MODES = ("default", "reduce-overhead")  # in the second torch.compile ma
 class Switches(Checked):
     """Ways to run a step. These any model can have; a model's own switches are fields of a subclass. Every
     bool becomes an --enable-X/--disable-X pair, a variant of --compare-fusion and a setting of the study."""
-    enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1, alone=False)
+    enable_torch_compile: bool = option(False, "torch.compile", preset=True, rung=1, alone=False,
+                                        title="Torch Compile")
     enable_cuda_graphs: bool = option(False, "the whole training step in one CUDA graph", preset=True, rung=2)
     enable_master_weights: bool = option(False, "with --use-amp: low-precision weights and activations, "
                                                 "float32 weights cast once a step, instead of autocast",
@@ -127,10 +129,16 @@ class Switches(Checked):
             ("--torch-compile-mode is for torch.compile",
              self.torch_compile_mode != "default" and not self.enable_torch_compile)) if holds]
 
-    def beside(self, named):
-        """Flags of the switches that differ from their defaults, those in named apart."""
+    @classmethod
+    def titles(cls):
+        """{name in the start-up lines: switch}, what every program has last."""
+        titled = [f for f in fields(cls) if f.metadata["title"]]
+        return {f.metadata["title"]: f.name for f in sorted(titled, key=lambda f: f in fields(Switches))}
+
+    def beside(self):
+        """Flags of the switches without a title that differ from their defaults."""
         return [flag(f.name if getattr(self, f.name) else f.name.replace("enable", "disable", 1))
-                for f in fields(self) if isinstance(f.default, bool) and f.name not in named
+                for f in fields(self) if isinstance(f.default, bool) and not f.metadata["title"]
                 and getattr(self, f.name) != f.default]
 
 
@@ -205,4 +213,5 @@ class ProfilerConfig(Checked):
     enable_rocm_profiling: bool = option(False, "roctx/NVTX ranges and profiler start/stop round the "
                                                 "measured steps, for an outer profiler")
     profile_dir: str = option("./pytorch_profiles_v2", "where results go")
+    force: bool = option(False, "write into a --profile-dir that is not empty: what it holds is set aside")
     json: bool = option(False, "end with the result as a line of JSON on a terminal too")

@@ -1,21 +1,90 @@
-"""The seam between the lab and a model: a Program says what the lab must know of it, Settings how it is run.
+"""The seam between the lab and a model. Needs no torch.
 
-Every model's file ends in `PROGRAM = Program(...)`; the lab's tools get it from there (`--program FILE`) and
-import no model themselves. tests/second_program.py is a small one. Needs no torch.
+A Program is three configs whose fields are flags, a Model class and a Data class. Whatever the lab asks is a
+method of these two, with a default here; tests/second_program.py is a small program, which overrides four.
+Every model's file ends in `PROGRAM = Program(...)`, and the lab's tools get it from there (`--program FILE`).
 """
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
+from fusion_lab.training import files
 from fusion_lab.training.files import UserError
 from fusion_lab.training.options import Checked, ProfilerConfig, Switches, TrainingConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 DEFAULT_PROGRAM = os.path.join(ROOT, "tiny_openfold_v2.py")
 PARTS = ("model", "training", "fusion", "profiler")
+VERSION = "2.0.0"
+
+
+class Model:
+    """What the lab asks of a model beside torch.nn.Module: class Mine(nn.Module, Model). It is made by
+    Mine(config, fusion); forward takes a batch's entries by name and returns a dict of tensors with
+    "loss"."""
+    SUBLAYERS = ()  # their names, in the order in which a step runs them
+
+    def sublayers(self):
+        """(name, module) pairs to put hooks on, none where they are compiled. The input of each must require
+        a gradient, or its backward pass is counted as the rest."""
+        return []
+
+    def for_loss(self, **batch):
+        """forward() for a training step, which needs the loss alone."""
+        return self(**batch)
+
+    def defined(self, output, batch):
+        """{name: tensor} of what forward returned, 0 where a mask of the batch hides it."""
+        return dict(output)
+
+    def shake(self):
+        """Weights got noise: keep kinks, such as a ReLU's, away from 0, where rounding would decide."""
+
+    def in_words(self, dtype):
+        """For the start-up lines of training in this dtype: sizes=text, remarks={switch: text}, last=line;
+        each may be missing."""
+        return {}
+
+    def costs(self, training):
+        """{sub-layer: Cost} of a step of such a training, all blocks together."""
+        return {}
+
+    def statistics(self):
+        """Nominal counts, JSON, or None."""
+
+
+class Data:
+    """What a program trains on: Mine(settings). A subclass adds batch(step), a pure function of (seed, step)
+    that returns {name: tensor} on the CPU, and describe(), a few words."""
+    names = held_out = choosing = ()  # of real things: learned from, kept out, choosing between evaluations
+    chooses = False                   # whether its evaluations have a score to choose by
+
+    def check_batch(self):
+        """A batch in which every mask masks something."""
+        return self.batch(0)
+
+    def evaluate(self, trainer, stop, final=False):
+        """An Evaluation of the trainer's weights; None: there is nothing to evaluate. Ends early once
+        stop.signal is set."""
+
+    def finish(self, trainer, evaluations):
+        """After a run: last words and pictures, from {step or "final": Evaluation}."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one sub-layer needs at least, by formulas: FLOPs of its forward pass (backward takes twice as
+    many), and bytes moved forward and backward, None where nobody has worked them out. The FLOPs say which
+    sub-layers do equal work, and stand beside the count in the tests."""
+    flops: float
+    forward_bytes: float | None = None
+    backward_bytes: float | None = None
+
+    def times(self, count):
+        """The same of so many."""
+        return Cost(*(None if value is None else count * value for value in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -46,43 +115,34 @@ class Settings:
         """Why switches that are on change nothing here, a sentence for each."""
         return self.fusion.idle(self, on_gpu)
 
+    def claimed(self, resumed=False):
+        """The same, once files.claim() has its directory."""
+        path, force = self.profiler.profile_dir, self.profiler.force
+        files.claim(path, path != ProfilerConfig().profile_dir, force, resumed)
+        return self
+
     def as_dict(self):
         """The configs under the names that result files use."""
         return dict(config=asdict(self.model), training_params=asdict(self.training),
                     fusion_config=asdict(self.fusion), profiler_config=asdict(self.profiler))
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What one sub-layer needs at least, in one block, by formulas: FLOPs of its forward pass (backward takes
-    twice as many), and bytes moved forward and backward, None where nobody has worked them out. The FLOPs say
-    which sub-layers do equal work, and stand beside the count (bounds/flops.py) in the tests."""
-    flops: float
-    forward_bytes: float | None = None
-    backward_bytes: float | None = None
-
-
-def every_output(output, batch):
-    """The default of Program.defined: all that forward returned."""
-    return dict(output)
-
-
-def nothing(*_, **__):
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
-class CommandLine:
-    """What flags need to know of a program; all of it is there before torch is imported."""
+class Program:
+    """What flags need to know, which is there before torch is imported, and then model, data and trainer."""
     file: str                      # the model's file; a process of its own runs it by this path
     about: str                     # its docstring, the text of --help
+    suffix: str                    # of result files: "v2" makes performance_summary_v2.json
+    version: str                   # in them: "v2_fused"
     model_config: type
     training_config: type
     fusion_config: type
-    headline: tuple = ()           # switches of --combinations
+    axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # sizes that a study varies: letters
     demo: dict = field(default_factory=dict)  # what --demo sets: a first run that learns in a minute or two
-    axes: dict = field(default_factory=lambda: dict(batch_size="B"))  # fields that a study varies: letters
-    study_sizes: dict = field(default_factory=lambda: dict(batch_size=(2, 4)))  # its default for some
+    modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
+    model: type = None             # a Model
+    data: type = None              # a Data
+    trainer: type = None           # trainer(program, settings, device), as tiny_openfold_v2.Trainer
 
     @property
     def name(self):
@@ -92,48 +152,6 @@ class CommandLine:
         """The defaults, with other values of some fields."""
         plain = Settings(self.model_config(), self.training_config(), self.fusion_config())
         return plain.having(**values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program(CommandLine):
-    """What the lab must know of a model.
-
-    A module made by `model` takes a batch's entries as keyword arguments and returns a dict of tensors with
-    "loss"; it has `config`, `fusion` (what it was made from) and `sublayers()`, (name, module) pairs for
-    hooks; the input of a sub-layer must require a gradient, or its backward pass is counted as the rest. A
-    source has `batch(step)`, a pure function of (seed, step), on CPU; `describe()`; `names` and
-    `held_out`, of real things it trains on and keeps out.
-    """
-    model: Callable                # model(config, fusion) -> torch.nn.Module
-    trainer: type                  # trainer(program, settings, device, world), as tiny_openfold_v2.Trainer
-    open_source: Callable          # open_source(settings) -> source
-    check_batch: Callable          # check_batch(settings, device) -> a batch in which every mask masks
-    version: str                   # in result files: "v2_fused"
-    suffix: str                    # of their names: "v2" makes performance_summary_v2.json
-    in_a_step: dict = field(default_factory=dict)  # what a training step, which needs the loss alone, adds
-    #                                to a batch's entries
-    defined: Callable = every_output  # defined(output, batch) -> {name: tensor}, 0 where a mask hides it
-    shake: Callable = nothing      # shake(model): weights got noise; now keep kinks away from 0
-    sublayers: tuple = ()          # names, in the order in which a step runs them
-    costs: Callable = nothing      # costs(settings) -> {sub-layer: Cost}, or None
-    blocks: Callable = lambda settings: 1  # how often a step runs each sub-layer
-    evaluate: Callable | None = None  # evaluate(trainer, source, stop, final=False) -> JSON
-    evaluation_line: Callable = str  # what that returned, as a line
-    scores: Callable = dict        # what that returned -> {name: number}, for curves
-    score: Callable = nothing      # what that returned -> a number, higher is better, for --save-best and
-    #                                --early-stopping; None: it does not say
-    closing: Callable = nothing    # closing(trainer, source, evaluations): last words, printed for people
-    evaluation_name: str = "evaluation"  # its key in result files
-    # start_lines(trainer) -> the model's part of the start-up lines, or None: dict(sizes=text,
-    # remarks={switch: text behind its "Enabled"}, last=line behind the switches)
-    start_lines: Callable = nothing
-    statistics: Callable = nothing  # statistics(settings) -> nominal counts, JSON, or None
-    before_training: Callable = nothing  # before_training(settings, source): raises UserError early
-    titles: dict = field(default_factory=dict)  # {name in the start-up lines: switch}
-    modes: dict = field(default_factory=dict)  # {its own mode's flag: mode(program, settings) -> exit code}
-    tiny: dict = field(default_factory=dict)  # sizes of --validate-setup
-    success: str = "Validation successful."  # its last line; or failure and the reasons
-    failure: str = "Validation failed"
 
     def result(self, kind):
         """File name of a result: result("accuracy") -> "accuracy_v2.json"."""

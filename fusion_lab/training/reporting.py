@@ -5,29 +5,28 @@ import os
 import shlex
 import sys
 
+import numpy as np
 import torch
 
 from fusion_lab.kernels.precision import runs_in_tf32
-from fusion_lab.training import locks
 from fusion_lab.training.files import FAILED, UserError
 from fusion_lab.training.machine import cpu_name
 
 
-def require_finite(losses, checked, first_step):
-    """Raise UserError at the first loss that is not finite. Returns how many losses are checked now."""
-    for number in range(checked, len(losses)):
-        loss = losses[number].item()
-        if not math.isfinite(loss):
-            raise UserError(f"loss is {loss} at step {first_step + number + 1}: nothing was saved since; "
-                            "lower --learning-rate, or use --amp-dtype bfloat16 if it is float16", FAILED)
-    return len(losses)
+def require_finite(loss, step):
+    """Raise UserError where the loss after this step is not finite."""
+    if not math.isfinite(loss := loss.item()):
+        raise UserError(f"loss is {loss} at step {step}: nothing was saved since; lower --learning-rate, or "
+                        "use --amp-dtype bfloat16 if it is float16", FAILED)
 
 
-def step_line(done, training, loss, seconds, memory, ranks=1):
-    """Memory is of one GPU; the speed is of all."""
+def step_line(trainer, loss, timer, memory):
+    """Of the steps since the last such line. memory: MB of one GPU, or None; the speed is of all."""
+    training, done = trainer.training, trainer.step_number
+    seconds = float(np.median(timer.seconds()[-training.log_every:].sum(axis=1)))
     memory = "   n/a" if memory is None else f"{memory:6.1f}"
-    speed = training.batch_size * ranks / seconds
-    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss:.4f} | Speed: {speed:6.1f} samples/sec"
+    speed = training.batch_size * trainer.world.size / seconds
+    return (f"Step {done:3d}/{training.num_steps} | Loss: {loss.item():.4f} | Speed: {speed:6.1f} samples/sec"
             f" | Memory: {memory} MB | Time: {seconds * 1e3:5.1f}ms")
 
 
@@ -41,7 +40,7 @@ def busy_line(load, cores):
 def describe_start(trainer, source):
     """The start-up lines."""
     program, settings, device = trainer.program, trainer.settings, trainer.device
-    own = dict(dict(sizes="", remarks={}, last=None), **(program.start_lines(trainer) or {}))
+    own = dict(sizes="", remarks={}, last=None) | trainer.model.in_words(trainer.amp_dtype)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     dtype = str(trainer.amp_dtype or torch.float32).removeprefix("torch.")
     count = sum(p.numel() for p in trainer.model.parameters())
@@ -52,13 +51,13 @@ def describe_start(trainer, source):
     print(f"Model: {own['sizes']}{', ' if own['sizes'] else ''}{count:,} parameters")
     print(f"Data: {source.describe()} | {program.sample(settings)}")
     print("Fusion Optimizations:")
-    for title, switch in program.titles.items():
+    for title, switch in settings.fusion.titles().items():
         on = getattr(settings.fusion, switch)
         remark = f" ({own['remarks'][switch]})" if on and switch in own["remarks"] else ""
         print(f"   {title}: {'Enabled' if on else 'Disabled'}{remark}")
     if own["last"]:
         print(f"   {own['last']}")
-    if beside := settings.fusion.beside(program.titles.values()):
+    if beside := settings.fusion.beside():
         print(f"Besides: {' '.join(beside)}")
     idle = settings.idle(device.type == "cuda")
     if settings.training.use_tf32 and not runs_in_tf32(settings.training, device):
@@ -74,24 +73,25 @@ def describe_start(trainer, source):
     sys.stdout.flush()
 
 
-def print_ending(trainer, paths, evaluations):
-    """How far a run came, where its files are, and how to go on."""
-    done, planned, saved = trainer.step_number, trainer.training.num_steps, trainer.training.save_checkpoint
-    if words := evaluations.in_words():
-        print(words)
-    unfinished = evaluations.unfinished()
-    if done < planned and not evaluations.stopped:
+def print_ending(trainer, paths, stopped):
+    """How far a run came, where its files are, and how to go on. stopped: the signal that ended it, or
+    None."""
+    training, done = trainer.training, trainer.step_number
+    planned, saved, best = training.num_steps, training.save_checkpoint, trainer.best
+    if best["score"] is not None:
+        print(f"Best evaluation: {best['score']:.3f} after step {best['step']}"
+              + (f", saved in {training.save_best}" if training.save_best else ""))
+    if stopped:
         print(f"Interrupted at step {done} of {planned}"
               + ("" if saved else "; without --save-checkpoint FILE there is nothing to continue from"))
-    elif unfinished:
-        print("Interrupted in the last evaluation: it is incomplete or missing")
-    print(f"Written: {', '.join(locks.present(path) for path in paths if path)}")
-    if saved and done == planned and trainer.training.lr_schedule != "constant" and not unfinished:
+    elif done < planned:
+        print(f"Stopped at step {done} of {planned}: {best['since']} evaluations brought nothing better")
+    print(f"Written: {', '.join(path for path in paths if path)}")
+    if saved and done == planned and training.lr_schedule != "constant":
         print(f"Its learning rate has come down to 0; to go on: --init-from {shlex.quote(saved)}")
     elif saved:
-        steps = planned if done < planned or unfinished else 2 * planned
-        longer = f" --early-stopping {2 * trainer.training.early_stopping}" if evaluations.stopped else ""
-        print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}{longer}")
+        steps = planned if stopped and done < planned else 2 * planned
+        print(f"Continue: the same flags and --resume {shlex.quote(saved)} --num-steps {steps}")
 
 
 MOST_BYTES = 1024  # of the line of JSON that ends the output
@@ -106,9 +106,9 @@ def print_result(headline, path, settings):
     """The end of the output. For programs: one line of JSON with the headline figures, named and nested as in
     the file with all of them, and that file's path; for people on a terminal the path alone."""
     if for_people(settings):
-        print(f"Results: {locks.present(path)}", flush=True)
+        print(f"Results: {path}", flush=True)
         return
-    place = dict(summary_file=os.path.abspath(locks.present(path)))
+    place = dict(summary_file=os.path.abspath(path))
     while len(text := json.dumps(headline | place, allow_nan=False)) > MOST_BYTES:
         longest = max(headline, key=lambda key: len(json.dumps(headline[key])))
         headline = {**headline, longest: shorter(headline[longest])}  # whose least important stand last

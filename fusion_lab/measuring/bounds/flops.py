@@ -99,19 +99,19 @@ def counted(program, settings, batch, device, mode):
         with FlopCounter() as counter, sdpa_kernel(SDPBackend.MATH):
             sums = RangeSums(lambda: counter.total)
             with ranges(model.sublayers(), sums.enter, sums.leave, backward=True):
-                model(**given | program.in_a_step)["loss"].backward()
+                model.for_loss(**given)["loss"].backward()
     return counter.total, sums.sums
 
 
 def flops_by_sublayer(program, settings, batch=None):
     """{sub-layer or REST: FLOPs of one step}, forward and backward of all blocks, as these settings compute
     it eagerly: what is computed again in backward counts again. batch: by default the program's first."""
-    batch = program.open_source(settings).batch(0) if batch is None else batch
+    batch = program.data(settings).batch(0) if batch is None else batch
     try:
         total, sums = counted(program, settings, batch, torch.device("meta"), None)
     except RuntimeError:  # a model that asks what device it is on, for its autocast; four times as slow
         total, sums = counted(program, settings, batch, torch.device("cpu"), FakeTensorMode())
-    found = dict.fromkeys((*program.sublayers, REST), 0)
+    found = dict.fromkeys((*program.model.SUBLAYERS, REST), 0)
     for name, flops in sums.items():
         found[name.removesuffix(".backward")] += flops
     found[REST] = total - sum(found.values())

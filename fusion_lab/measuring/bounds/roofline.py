@@ -5,6 +5,8 @@ that stays in a cache can be faster than the bound by bytes.
 """
 import itertools
 
+import torch
+
 from fusion_lab.measuring.bounds.flops import flops_by_sublayer
 from fusion_lab.measuring.tables import cell
 from fusion_lab.training.machine import MEGABYTE
@@ -12,10 +14,16 @@ from fusion_lab.training.machine import MEGABYTE
 AT_FAULT = "a fault of the bound"  # whatever is said to be faster than its bound
 
 
-def total_bytes(cost, times):
-    """Bytes moved forward and backward, this many times; None where nobody has worked them out."""
+def costs_of(program, settings):
+    """Model.costs() of these settings."""
+    with torch.device("meta"):
+        return program.model(settings.model, settings.fusion).costs(settings.training)
+
+
+def total_bytes(cost):
+    """Bytes moved forward and backward; None where nobody has worked them out."""
     known = cost is not None and cost.forward_bytes is not None and cost.backward_bytes is not None
-    return (cost.forward_bytes + cost.backward_bytes) * times if known else None
+    return cost.forward_bytes + cost.backward_bytes if known else None
 
 
 def floor_seconds(flops, moved, ceilings):
@@ -26,14 +34,14 @@ def floor_seconds(flops, moved, ceilings):
 
 def flops_share(program, flops):
     """{sub-layer: its share of the sub-layers' FLOPs}, of flops_by_sublayer()."""
-    total = sum(flops[name] for name in program.sublayers) or 1
-    return {name: flops[name] / total for name in program.sublayers}
+    total = sum(flops[name] for name in program.model.SUBLAYERS) or 1
+    return {name: flops[name] / total for name in program.model.SUBLAYERS}
 
 
 def equal_work(program, settings):
     """[(sub-layer, sub-layer), ...]: pairs that by formulas for both FLOPs and bytes do the same work."""
-    costs = program.costs(settings) or {}
-    names = [name for name in program.sublayers if total_bytes(costs.get(name), 1) is not None]
+    costs = costs_of(program, settings)
+    names = [name for name in program.model.SUBLAYERS if total_bytes(costs.get(name)) is not None]
     return [pair for pair in itertools.combinations(names, 2) if costs[pair[0]] == costs[pair[1]]]
 
 
@@ -52,10 +60,10 @@ def roofline_table(program, settings, ceilings, measured, on_gpu=False):
     """Rows by sub-layer, forward and backward of all blocks in one step. measured: {sub-layer: dict(seconds,
     launches or None)}, on a GPU seconds of kernels. share is the time at the compute and memory ceilings over
     the measured time; note, where there is one, says what is not known."""
-    flops, costs, rows = flops_by_sublayer(program, settings), program.costs(settings) or {}, []
-    for name in program.sublayers:
+    flops, costs, rows = flops_by_sublayer(program, settings), costs_of(program, settings), []
+    for name in program.model.SUBLAYERS:
         entry = measured.get(name, dict(seconds=None, launches=None))
-        work, moved = flops[name], total_bytes(costs.get(name), program.blocks(settings))
+        work, moved = flops[name], total_bytes(costs.get(name))
         compute_s, memory_s = floor_seconds(work, moved, ceilings)
         times = dict(compute=compute_s, memory=memory_s,
                      launch=(entry["launches"] or 0) * ceilings["dispatch_s"])

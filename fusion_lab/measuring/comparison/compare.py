@@ -19,7 +19,7 @@ from fusion_lab.kernels.precision import amp_dtype
 from fusion_lab.measuring.bounds.ceilings import matmul_ceiling
 from fusion_lab.measuring.clocks import PhaseTimer
 from fusion_lab.measuring.comparison.pace import Pace
-from fusion_lab.measuring.comparison.rows import rows_of, switch_effects
+from fusion_lab.measuring.comparison.rows import rows_of
 from fusion_lab.measuring.comparison.rungs import Rungs
 from fusion_lab.measuring.comparison.table import LiveTable
 from fusion_lab.measuring.comparison.variants import (
@@ -28,25 +28,21 @@ from fusion_lab.measuring.comparison.variants import (
     BASELINE,
     TOO_LATE,
     Variant,
-    combination_variants,
     comparison_variants,
     pick,
     refuse_idle,
     usual_rows,
-    with_fusion,
 )
 from fusion_lab.measuring.comparison.worth import STEPS, add_worth, operations_by_sublayer, shares_of_a_step
 from fusion_lab.measuring.probe import counts_its_first_step, peak_of_two_steps, probe
 from fusion_lab.measuring.summary import dtype_name, launch_kind
 from fusion_lab.training.feeding import to_device
-from fusion_lab.training.files import counted, finite, require_writable, set_aside, write_json
+from fusion_lab.training.files import Interrupted, counted, finite, interruptible, write_json
 from fusion_lab.training.machine import MEGABYTE, choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
-from fusion_lab.training.stops import interruptible
 
 LONG = 0.5  # s, of a step that is timed twice by sub-layer, not five times
 OTHERS = 0.6  # of the first table's budget: for the other rows
-PATIENCE = 1.2  # s for what runs to end by itself after a signal
 MOST_BATCHES = 16  # alive on the device at once; longer comparisons repeat them
 
 
@@ -212,18 +208,21 @@ def parts(variants, last=None):
     return eager[:cut] + own, [v for v in eager[cut:] if v not in own], compiled
 
 
-def suggested_parts(program, settings, device, combinations, picked):
+def suggested_parts(program, settings, device, picked):
     """Those of the variants that the switches suggest, of which picked chooses by name."""
-    variants = (combination_variants(program, settings) if combinations
-                else comparison_variants(program, settings, device.type == "cuda"))
+    variants = comparison_variants(program, settings, device.type == "cuda")
     if picked:
-        variants = pick(variants, picked)
-    elif not combinations:
-        variants = usual_rows(variants, program, device.type == "cuda")
-    return parts(variants, None if combinations or picked else ALL)
+        return parts(pick(variants, picked))
+    return parts(usual_rows(variants, program, device.type == "cuda"), ALL)
 
 
-def compare(program, settings, variants=None, combinations=False, picked=None, table=None, pace=None):
+def nominal_counts(program, settings):
+    """Model.statistics() of the default switches."""
+    with torch.device("meta"):
+        return program.model(settings.model, program.fusion_config()).statistics()
+
+
+def compare(program, settings, variants=None, picked=None, table=None, pace=None):
     """The comparison as one dict, that of fusion_comparison_*.json. variants replace those that the switches
     suggest, of which picked chooses by name; table, a LiveTable, hears of every row as soon as it is known;
     pace says how many rounds there are (--num-steps). Trainers of this process stay in variant.trainer; on a
@@ -231,17 +230,17 @@ def compare(program, settings, variants=None, combinations=False, picked=None, t
     device = choose_device(settings.training.device)
     process_settings(settings, device)
     pace, table = pace or Pace(settings.training.num_steps), table or LiveTable()
-    source = program.open_source(settings)
+    source = program.data(settings)
     together, later, compiled = (parts(variants) if variants else
-                                 suggested_parts(program, settings, device, combinations, picked))
-    equal = bool(picked or combinations)  # who asks for a row gets it
+                                 suggested_parts(program, settings, device, picked))
+    equal = bool(picked)  # who asks for a row gets it
     dtype = amp_dtype(settings.training, device)
     ceiling, rows = matmul_ceiling(device, dtype or torch.float32), []
     result = dict(mode="compare_fusion", timestamp=datetime.now(timezone.utc).isoformat(),
                   **{k: v for k, v in settings.as_dict().items() if k in ("config", "training_params")},
                   system_info=system_info(device), launch_kind=launch_kind(device), variants=rows,
-                  nominal=program.statistics(with_fusion(settings, program.fusion_config())),
-                  matmul_ceiling_tflops=ceiling / 1e12, switch_effects=None)
+                  nominal=nominal_counts(program, settings),
+                  matmul_ceiling_tflops=ceiling / 1e12)
     result["training_params"]["amp_dtype"] = dtype_name(dtype)
     table.begin(result, [*together, *later, *compiled], ceiling)
     shares = {}
@@ -276,28 +275,19 @@ def compare(program, settings, variants=None, combinations=False, picked=None, t
             part([apart_from(together[0]), *later], pace.part(OTHERS, pace.whole(device)))
         if device.type != "cuda":
             add_compiled()
-    result["switch_effects"] = switch_effects(program, rows) if combinations else None
     table.save(result)
     return result
 
 
-def compare_fusion(program, settings, picked=None, combinations=False, limits=None):
+def compare_fusion(program, settings, picked=None, limits=None):
     """--compare-fusion: measure, print, write fusion_comparison_*.json anew with each part; exit code 0, or
     that of the signal that ended it early. limits: Pace's (rounds, seconds)."""
     device = choose_device(settings.training.device)
     path = os.path.join(settings.profiler.profile_dir, program.result("fusion_comparison"))
-    require_writable(path)
     pace = Pace(*limits or [settings.training.num_steps])
     print(f"Device: {device} | torch {torch.__version__} | {program.sample(settings)} | "
           f"steps of every variant in turn, {pace}", flush=True)
-    earlier = [path]
-
-    def save(result):
-        while earlier:  # only now that there is something to put in its place
-            set_aside(earlier.pop())
-        write_json(path, finite(result))
-
-    table = LiveTable(save)
+    table = LiveTable(lambda result: write_json(path, finite(result)))
 
     def finish(number=None):
         """What there is, in a table and in the file; exit code."""
@@ -307,6 +297,9 @@ def compare_fusion(program, settings, picked=None, combinations=False, limits=No
             path, settings)
         return 128 + number if number is not None else 0
 
-    with interruptible(finish, PATIENCE) as done:
-        compare(program, settings, None, combinations, picked, table, pace)
-    return done()
+    try:
+        with interruptible():
+            compare(program, settings, None, picked, table, pace)
+        return finish()
+    except Interrupted as stopped:
+        return finish(stopped.args[0])

@@ -1,6 +1,5 @@
 """What a comparison says of each variant: figures of its own, and against the baseline. Keys are those of
 fusion_comparison_*.json; seconds, MB (2**20 bytes), percent; None where something was not measured."""
-import math
 from dataclasses import asdict
 
 import numpy as np
@@ -86,19 +85,3 @@ def rows_of(variants, ceiling):
 def reduction(before, after):
     """Percent saved of before; None where either was not measured."""
     return 100 * (1 - after / before) if before and after is not None else None
-
-
-def switch_effects(program, rows):
-    """For each headline switch: how many times faster it makes a step, as the geometric mean over all
-    settings of the others, with the smallest and largest; and the MB of saved activations it spares."""
-    measured = {tuple(r["fusion_config"][n] for n in program.headline): r for r in rows if r["measured"]}
-    effects = {}
-    for place, name in enumerate(program.headline):
-        pairs = [(r, measured.get(key[:place] + (True,) + key[place + 1:]))
-                 for key, r in measured.items() if not key[place]]
-        gains = [off["median_batch_time"] / on["median_batch_time"] for off, on in pairs if on]
-        spared = [off["saved_activation_mb"] - on["saved_activation_mb"] for off, on in pairs if on]
-        if gains:
-            effects[name] = dict(speedup=math.exp(np.mean(np.log(gains))), smallest=min(gains),
-                                 largest=max(gains), saved_activation_mb=float(np.mean(spared)))
-    return effects

@@ -27,7 +27,7 @@ def main(file, name, text, pace):
     settings = program.settings(**{k: v for part in json.loads(text).values() for k, v in part.items()})
     device = choose_device(settings.training.device)
     process_settings(settings, device)
-    supply = supply_of(program.open_source(settings), settings, device)
+    supply = supply_of(program.data(settings), settings, device)
     variant = Variant(name, settings)
     baseline = Variant(BASELINE, with_fusion(settings, program.fusion_config.preset(False)))
     weights = program.trainer(program, baseline.settings, device).model.state_dict()

@@ -17,7 +17,6 @@ from fusion_lab.measuring.turns import Guest
 from fusion_lab.training.files import OUT_OF_MEMORY, counted
 from fusion_lab.training.machine import MEGABYTE, free_memory
 from fusion_lab.training.program import ROOT
-from fusion_lab.training.reading import parse_json
 
 SETTLE_SECONDS = 0.2  # for kernels that a process had queued before it was stopped
 LAST = 19  # nice(2): what is measured or counted meanwhile comes first
@@ -55,7 +54,7 @@ class Rung:
         self.output.seek(0)
         self.errors.seek(0)
         with contextlib.suppress(ValueError, IndexError):
-            return parse_json(self.output.read().splitlines()[-1])
+            return json.loads(self.output.read().splitlines()[-1])
         lines = self.errors.read().strip().splitlines() or [f"exit code {self.guest.process.returncode}"]
         self.variant.reason = lines[-1][:LAST_WORDS]
         return not_measured(self.variant)

@@ -5,7 +5,7 @@ import time
 
 from fusion_lab.measuring.bounds.roofline import AT_FAULT
 from fusion_lab.measuring.comparison.rows import not_measured, rows_of
-from fusion_lab.measuring.comparison.variants import ALL, UNMEASURED, short
+from fusion_lab.measuring.comparison.variants import ALL, UNMEASURED
 from fusion_lab.measuring.tables import aligned, cell
 from fusion_lab.training.files import counted
 
@@ -172,8 +172,4 @@ def print_details(result):
     noise = [r["name"] for r in rows[1:] if r["measured"] and within_noise(r)]
     if noise:
         print(f"{WITHIN_NOISE}: {', '.join(noise)}")
-    for name, effect in (result["switch_effects"] or {}).items():
-        print(f"{short(name):16s} {effect['speedup']:.3f}x over all settings of the others (from "
-              f"{effect['smallest']:.3f} to {effect['largest']:.3f}), saved activations "
-              f"{0.0 - effect['saved_activation_mb']:+.1f} MB")
     print("\n".join(headline(rows, result["nominal"], result["launch_kind"])))

@@ -1,5 +1,4 @@
 """The rows of --compare-fusion: which settings are measured, and in which order."""
-import itertools
 from dataclasses import dataclass, field, fields, replace
 
 from fusion_lab.measuring.probe import Findings
@@ -94,16 +93,6 @@ def distinct(settings, fusions):
         names.setdefault(fusion, []).append(name)
     return [Variant(next((n for n in found if n in (ALL, EVERYTHING, ULTRA)), found[0]),
                     with_fusion(settings, fusion), names=found) for fusion, found in names.items()]
-
-
-def combination_variants(program, settings):
-    """All combinations of the program's headline switches, everything else off."""
-    off = program.fusion_config.preset(False)
-    found = {}
-    for chosen in itertools.product((False, True), repeat=len(program.headline)):
-        on = dict(zip(program.headline, chosen, strict=True))
-        found["+".join(short(name) for name in on if on[name]) or BASELINE] = replace(off, **on)
-    return distinct(settings, found)
 
 
 def usual_rows(variants, program, on_gpu):

@@ -172,7 +172,7 @@ def heaviest(analysis, noise):
     if not times or noise:
         return []
     first = winners(analysis, lambda _, share: share)
-    of_all = f"of the {len(analysis.program.sublayers)} sub-layers"
+    of_all = f"of the {len(analysis.program.model.SUBLAYERS)} sub-layers"
     if len(first) == 1:
         (name, _), = first
         share = percent(times[name], [totals(sample)[name] for sample in analysis.samples])

@@ -22,7 +22,7 @@ from fusion_lab.measuring.trace.trace import (
     split_name,
 )
 from fusion_lab.training.feeding import batch_of
-from fusion_lab.training.files import finite, set_aside, write_json
+from fusion_lab.training.files import finite, write_json
 from fusion_lab.training.machine import MEGABYTE, system_info
 
 ANALYSIS = "fusion_analysis.json"
@@ -88,7 +88,7 @@ def sublayer_entries(program, trace, saved, operations, seconds):
             share=whole[name, direction] / total, launches=launches,
             allocated_mb=None if e["allocated_bytes"] is None else e["allocated_bytes"] / MEGABYTE,
             saved_activation_mb=saved.get(name, 0) / MEGABYTE if direction == "forward" else None))
-    order = {name: i for i, name in enumerate((*program.sublayers, REST))}
+    order = {name: i for i, name in enumerate((*program.model.SUBLAYERS, REST))}
     return sorted(entries, key=lambda e: (order[e.name], e.direction != "forward")), total
 
 
@@ -135,7 +135,7 @@ def analysis_of(trainer, source, found, untraced, path, steps):
     (steps, 4) seconds by phase without the profiler; path of the trace; steps that are in it, and on a CPU
     run once more to be timed by sub-layer."""
     program, settings, launch = trainer.program, trainer.settings, None
-    trace = TraceAnalysis(read_trace(path), program.sublayers)
+    trace = TraceAnalysis(read_trace(path), program.model.SUBLAYERS)
     operations = {}
     if trainer.device.type == "cpu":
         batch = batch_of(source, 0, trainer.world)
@@ -184,6 +184,5 @@ def write_analysis(trainer, source, found, times, profiling):
     untraced = times[watched:] if len(times) > watched else times
     analysis, _ = analysis_of(trainer, source, found, untraced, profiling.trace, steps)
     target = os.path.join(os.path.dirname(profiling.trace), ANALYSIS)
-    set_aside(target)
     write_json(target, finite(analysis.as_dict()))
     return target
