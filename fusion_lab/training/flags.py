@@ -2,9 +2,7 @@
 import argparse
 import contextlib
 import re
-import sys
 from dataclasses import asdict, fields
-from functools import cache
 
 from fusion_lab.training import torchrun
 from fusion_lab.training.files import EXIT_CODES
@@ -77,13 +75,6 @@ def converter(kind):
             allowed = {int: "a whole number", float: "a number"}[kind]
             raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}") from None
     return convert if kind in (int, float) else kind
-
-
-@cache
-def note(line):
-    """Say a line on stderr, once: a command line is parsed before torch is there and again afterwards."""
-    if torchrun.first():
-        print(line, file=sys.stderr)
 
 
 class OnOff(argparse.Action):
