@@ -18,15 +18,15 @@ from functools import partial
 from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 from fusion_lab.training import files
 
 files.quiet(__name__)
 
 import torch
-from contest import clipped_step, measured, ours, table
 
 from fusion_lab.measuring.accuracy import compare_numerics
+from fusion_lab.measuring.contest import clipped_step, measured, ours, table
 from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import UserError, exit_code, write_json
 from fusion_lab.training.flags import Parser, regular_expression, whole_number

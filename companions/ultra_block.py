@@ -15,11 +15,8 @@ import torch
 
 from fusion_lab.kernels.limits import HAS_TRITON
 from fusion_lab.kernels.precision import product_dtype
-from fusion_lab.measuring.contest import Contender, cells, race
-from fusion_lab.measuring.counters import gpu_kernels
-from fusion_lab.measuring.tables import aligned
+from fusion_lab.measuring.contest import measured, table
 from fusion_lab.training.cuda_graphs import GraphedStep
-from fusion_lab.training.feeding import to_device
 from fusion_lab.training.files import MISSING, NO_GPU, UserError, write_json
 from fusion_lab.training.machine import choose_device, process_settings, system_info
 from fusion_lab.training.reporting import print_result
@@ -85,8 +82,8 @@ def run(block, x, angles):
 # --------------------------------------------------------------------------------------------------------
 
 SHAPES = ((1, 128), (2, 256), (4, 512), (2, 1024))  # B, S
-ULTRA, STANDARD = "ultra-fused blocks", "eager"
-WAYS = {ULTRA: dict(enable_ultra_block=True), STANDARD: {}, "torch.compile": dict(enable_torch_compile=True),
+ULTRA, EAGER = "ultra-fused blocks", "eager"
+WAYS = {ULTRA: dict(enable_ultra_block=True), EAGER: {}, "torch.compile": dict(enable_torch_compile=True),
         "CUDA graph": dict(enable_cuda_graphs=True),
         "CUDA graph of ultra-fused blocks": dict(enable_ultra_block=True, enable_cuda_graphs=True)}
 ROUNDS = 30
@@ -109,24 +106,18 @@ class Forward:
 
 
 def contest(make, program, settings, device, names=tuple(WAYS), rounds=ROUNDS):
-    """Rows of make(program, settings, device) under the switches of each way, with kernels launched in a
-    step."""
-    batch, entered = to_device(program.data(settings).check_batch(), device), []
-    for name in names:
-        chosen = settings.having(**WAYS[name])
-        process_settings(chosen, device)
-        entered.append(Contender(name, partial(make, program, chosen, device), batch, device))
-        if device.type == "cuda":
-            entered[-1].row["kernels"] = len(gpu_kernels(partial(entered[-1].step, batch)))
-    race(entered, batch, rounds)
-    return [one.row for one in entered]
+    """Rows of make(program, settings, device) under the switches of each way."""
+    made = {name: partial(make, program, settings.having(**WAYS[name]), device) for name in names}
+    return measured(made, "", program.data(settings).check_batch(), device, rounds)
 
 
 def verdict(rows):
     """How the ultra-fused blocks stand to eager code and to what is fastest; noise is from p20 to p80."""
-    found = {row["name"]: row for row in rows}
-    ultra, best = found[ULTRA], min(rows, key=lambda row: row["median"])
-    said = f"{ULTRA} {found[STANDARD]['median'] / ultra['median']:.2f}x as fast as {STANDARD} code"
+    found = {row["name"]: row for row in rows if "median" in row}
+    if not {ULTRA, EAGER} <= found.keys():
+        return f"{ULTRA} or {EAGER} code did not run"
+    ultra, best = found[ULTRA], min(found.values(), key=lambda row: row["median"])
+    said = f"{ULTRA} {found[EAGER]['median'] / ultra['median']:.2f}x as fast as {EAGER} code"
     if ultra["p20"] <= best["p80"]:
         return f"{said}; nothing is faster beyond noise"
     return f"{said}; {best['name']} is {ultra['median'] / best['median']:.2f}x as fast as they are"
@@ -140,6 +131,7 @@ def compare_ultra(program, settings):
     if not HAS_TRITON:
         raise UserError("--compare-ultra needs Triton: pip install triton", code=MISSING)
     settings, shapes = settings.claimed(), []
+    process_settings(settings, device)
     for batch_size, length in SHAPES:
         chosen = settings.having(batch_size=batch_size, seq_len=length, use_amp=True, amp_dtype="bfloat16",
                                  enable_master_weights=True)
@@ -147,9 +139,8 @@ def compare_ultra(program, settings):
         for part, make in (("forward", Forward), ("training step", program.trainer)):
             rows = contest(make, program, chosen, device)
             shapes[-1][part] = dict(rows=rows, verdict=verdict(rows))
-            lines = [[f"B {batch_size}, S {length}, {part}", "ms (p20, p80)", "peak MB", "kernels"],
-                     *([row["name"], *cells(row), str(row["kernels"])] for row in rows)]
-            print("\n".join([*aligned(lines), f"Verdict: {verdict(rows)}\n"]), flush=True)
+            print(table(f"B {batch_size}, S {length}, {part}", rows), f"Verdict: {verdict(rows)}\n", sep="\n",
+                  flush=True)
             torch.cuda.empty_cache()
     path = os.path.join(settings.profiler.profile_dir, program.result("ultra_comparison"))
     write_json(path, dict(mode="compare_ultra", shapes=shapes, system_info=system_info(device)))

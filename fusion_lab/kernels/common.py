@@ -74,10 +74,10 @@ class Bound:
         self.kernel, self.grid, self.numbers, self.options = kernel, grid, numbers, options
         self.compiled = None
 
-    def __call__(self, *tensors, stream=None):
-        """Launch, on the current stream; stream: its number, if it is known."""
+    def __call__(self, *tensors):
+        """Launch, on the current stream."""
         if self.compiled is not None:
-            self.compiled(*tensors, *self.behind, stream=stream)
+            self.compiled(*tensors, *self.behind)
             return
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
         if compiled is not None:  # there is none in the interpreter, and where nothing is run

@@ -9,7 +9,6 @@ import contextlib
 import warnings
 
 import torch
-from triton.runtime import driver
 
 from fusion_lab.kernels import tuner
 from fusion_lab.kernels.common import alike
@@ -58,11 +57,6 @@ def as_given(x):
     """A context in which products on x's device keep their dtype: without autocast."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else HERE
-
-
-def stream_of(x):
-    """The number of the current stream of x's GPU, for Bound; None on a CPU, where Triton finds its own."""
-    return driver.active.get_current_stream(x.device.index) if x.is_cuda else None
 
 
 class Refusal(torch.autograd.Function):

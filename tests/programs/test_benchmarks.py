@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from fusion_lab.measuring import clocks
+from fusion_lab.measuring import clocks, contest
 from fusion_lab.training import files
 from tests.support import ROOT
 
@@ -60,7 +60,6 @@ def test_a_gpu_that_seems_slower_than_the_whole_call_is_refused():
 
 
 def test_contenders_warm_up_alone_and_race_in_turn(monkeypatch):
-    import contest
     steps, now = [], iter(range(1000))
 
     def made(name, seconds):

@@ -10,20 +10,11 @@ from fusion_lab.kernels.attention import operator as attention
 from fusion_lab.kernels.attention import padded_bias as padding
 from fusion_lab.kernels.attention.layout import strides
 from fusion_lab.kernels.common import check_device, check_shapes
-from fusion_lab.kernels.eager import planned, say_plain, stream_of, watched
+from fusion_lab.kernels.eager import planned, say_plain, watched
 from fusion_lab.kernels.limits import WIDEST_HEAD
 from fusion_lab.kernels.precision import HALF, product_dtype
 
 NAME = "triangle_attention"
-LAUNCHES = {  # of backward: the tensors that each kernel takes, in groups
-    "attention_gate_backward_kernel": ("gate",),
-    "attention_backward_short_kernel": ("qkv", "bias", "saved", "dq", "dkv", "sums"),
-    "attention_backward_q_kernel": ("qkv", "bias", "saved", "dq"),
-    "attention_backward_kv_kernel": ("qkv", "transposed", "saved", "dkv", "nothing"),
-    "attention_backward_kv_kernel stored": ("qkv", "transposed", "saved", "dkv", "dscores"),
-    "attention_backward_scores_kernel": ("k", "dscores", "dq", "sums"),
-    "attention_backward_bias_kernel": ("qkv", "bias", "saved", "sums"),
-    "attention_one_key_kernel": ("one_key",)}
 CAST = (torch.float32, torch.float16, torch.bfloat16)  # by autocast, which leaves float64 as it is
 
 
@@ -50,9 +41,9 @@ def checked(q, k, v, bias, mask):
 
 
 class KeptLaunches:
-    """What follows from how q and bias look, and operator.py's launchers, which keep their launches.
+    """What follows from how q and bias look, with the launches of operator.py's Launch, which keeps them.
 
-    transpose: whether backward reads the transposed bias; bound: launches by name; call: forward's.
+    transpose: whether backward reads the transposed bias; bound: other launches by name.
     """
 
     def __init__(self, q, bias, learns, *settings):
@@ -76,84 +67,32 @@ class KeptLaunches:
         return out, (*qkvg, padded, transposed if self.transpose else None, key_mask, out, lse)
 
     def launch_backward(self, gradient, qkvg, padded, transposed, key_mask, out, lse):
-        """Gradients of qkvg and the bias (B, H, L, L); dtype of the partial sums of the latter."""
+        """Gradients of qkvg and of the bias (B, H, L, L)."""
         *grads, bias_sums, _, _, _ = self.call.backward(
             qkvg, None, padded, transposed, key_mask, out, lse, gradient, None, None, self.sums, 0)
-        dbias = bias_gradient.launch(bias_sums, self.length, self.bias_dtype, False, self.bound)
-        return *grads, dbias, bias_sums.dtype
+        return *grads, bias_gradient.launch(bias_sums, self.length, self.bias_dtype, False, self.bound)
 
 
 class Plan(KeptLaunches):
-    """What follows from how a call's tensors look. repeat: backward's launches, None before its first run."""
+    """What follows from how a call's tensors look."""
     name, kept = NAME, {}
 
     def __init__(self, tensors, learns, scale):
-        q, k, v, bias, mask = tensors
+        q, k, v, bias, _ = tensors
         super().__init__(q, bias, learns, q.shape[2], 0, False,
                          float(q.shape[-1] ** -0.5 if scale is None else scale))
         # Kernels take q, k and v by the same strides, as long as channels lie side by side
         self.as_they_lie = q.stride(-1) == 1 and strides(q) == strides(k) == strides(v)
-        self.repeat = None
-        self.bias_size = (*bias.shape[:1], *bias.shape[2:3], self.padded, self.padded)
-        self.mask_size = (*q.shape[:2], self.padded)
 
     def forward(self, q, k, v, bias, mask):
-        """out, and what backward reads: q, k, v, the padded bias, its transpose, key_mask, out, lse."""
-        if self.call is None:
-            return self.first_forward(q, k, v, bias, mask)
-        if not self.as_they_lie:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        stream, bound, new = stream_of(q), self.bound, q.new_empty
-        padded, key_mask = new(self.bias_size, dtype=self.padded_dtype), None
-        transposed = new(self.bias_size, dtype=self.padded_dtype) if self.transpose else None
-        bound["padded_bias"](bias, None, padded, padded if transposed is None else transposed, stream=stream)
-        if mask is not None:
-            key_mask = new(self.mask_size, dtype=torch.float32)
-            mask = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
-            bound["key_mask"](mask, key_mask, stream=stream)
-        out, lse = new(q.shape), new(q.shape[:-1], dtype=torch.float32)
-        bound["forward"](q, k, v, q, None, padded, key_mask, out, lse, stream=stream)
-        return out, (q, k, v, padded, transposed, key_mask, out, lse)
-
-    def first_forward(self, q, k, v, bias, mask):
-        """The same by operator.py's launchers."""
+        """out, and what backward reads."""
         qkv = [q, k, v] if self.as_they_lie else [x.contiguous() for x in (q, k, v)]
-        found = self.launch_forward(qkv, bias[:, 0], None if mask is None else mask[:, :, 0, 0])
-        self.bound["forward"], = self.call.bound.values()
-        self.sums_size = (self.sums, *self.bias_size)
-        return found
+        return self.launch_forward(qkv, bias[:, 0], None if mask is None else mask[:, :, 0, 0])
 
-    def backward(self, gradient, q, k, v, padded, transposed, key_mask, out, lse):
+    def backward(self, gradient, q, k, v, *saved):
         """Gradients of q, k, v and the bias; none of the mask."""
-        if self.repeat is None:
-            return self.first_backward(gradient, q, k, v, padded, transposed, key_mask, out, lse)
-        stream = stream_of(q)
-        size, new = q.shape, q.new_empty
-        dq, dk, dv, delta = new(size), new(size), new(size), torch.empty_like(lse)
-        bias_sums = new(self.sums_size, dtype=self.sums_dtype)
-        given = dict(qkv=(q, k, v), k=(k,), bias=(padded,), transposed=(transposed,), dq=(dq,), dkv=(dk, dv),
-                     saved=(key_mask, gradient, lse, delta), sums=(bias_sums,), nothing=(None,),
-                     dscores=(new(self.dscores_size) if self.dscores_size else None,),
-                     gate=(q, None, out, gradient, dq, gradient, delta, None), one_key=(key_mask, dq, dk))
-        for launch, names in self.repeat:
-            launch(*[t for name in names for t in given[name]], stream=stream)
-        dbias = new(self.dbias_size, dtype=self.bias_dtype)
-        self.bound["bias_gradient"](bias_sums, dbias, stream=stream)
-        return dq, dk, dv, dbias, None
-
-    def first_backward(self, gradient, q, k, v, *saved):
-        """The same by operator.py's launchers; their launches are repeated later, if one of each kind."""
-        *grads, dbias, self.sums_dtype = self.launch_backward(gradient, [q, k, v], *saved)
-        dbias = dbias[:, None]
-        self.dbias_size = dbias.shape
-        kept = [(name, launch) for (name, _), launch in self.call.bound.items()
-                if launch is not self.bound["forward"]]
-        names = [name for name, _ in kept]
-        if len(set(names)) == len(names):  # all rows in one round
-            self.repeat = [(launch, LAUNCHES[name]) for name, launch in kept]
-            stored = "attention_backward_scores_kernel" in names
-            self.dscores_size = (self.call.R, *self.bias_size) if stored else None
-        return *grads, dbias, None
+        *grads, dbias = self.launch_backward(gradient, [q, k, v], *saved)
+        return *grads, dbias[:, None], None
 
 
 def plain(q, k, v, bias, mask, scale):

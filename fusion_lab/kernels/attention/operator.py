@@ -209,7 +209,7 @@ class Launch(Sizes):
         position_stride = max(q.stride(3), gate.stride(3))
         if max(self.B * self.H, self.R) >= 1 << 16 or TALLEST * position_stride >= 1 << 31:
             raise ValueError(f"attention over {tuple(q.shape)} is too large for one launch")
-        self.bound = {}
+        self.bound, self.stored = {}, None  # stored: the tuner's choice for backward, once it was asked
         self.sizes = (self.R, self.H, self.L, self.LP, self.D, scale)
         shared = (0, 0) if key_mask is None else tuple(
             key_mask.stride(i) if key_mask.shape[i] > 1 else 0 for i in (0, 1))
@@ -297,13 +297,17 @@ class Launch(Sizes):
             recompute_scores(self, given)
         else:
             def launch(config):
-                with sums.room(bias_sums, self.shares(config["STORED"])) as room:
-                    if config["STORED"]:
-                        store_dscores(self, given, room, config["STORED"])
+                self.stored = config["STORED"]
+                with sums.room(bias_sums, self.shares(self.stored)) as room:
+                    if self.stored:
+                        store_dscores(self, given, room, self.stored)
                     else:
                         recompute_scores(self, given)
                         sum_bias(self, given, room)
-            tuner.launch(*self.looked_up("attention_backward", STORED), launch)
+            if self.stored is None:
+                tuner.launch(*self.looked_up("attention_backward", STORED), launch)
+            else:
+                launch(dict(STORED=self.stored))
         if self.L == 1:
             dq.zero_(), dk.zero_()
         elif key_mask is not None and key_mask.shape[1] == self.R:

@@ -18,8 +18,7 @@ class Plan(KeptLaunches):
         return self.launch_forward([packed], bias, keys)
 
     def backward(self, gradient, packed, *saved):
-        dpacked, dbias, _ = self.launch_backward(gradient, [packed], *saved)
-        return dpacked, dbias, None
+        return *self.launch_backward(gradient, [packed], *saved), None
 
 
 def gated_attention(packed, heads, axis, bias, keys=None):

@@ -6,14 +6,13 @@ it is operator.triangle_multiplication().
 import torch
 
 from fusion_lab.kernels.common import check_device, check_shapes, shared_dtype
-from fusion_lab.kernels.eager import as_given, planned, say_plain, stream_of, watched
+from fusion_lab.kernels.eager import as_given, planned, say_plain, watched
 from fusion_lab.kernels.limits import CHANNELS
 from fusion_lab.kernels.precision import HALF, product_dtype
 from fusion_lab.kernels.reductions import sums
 from fusion_lab.kernels.triangle_multiplication import operator as trimul
 
 NAME = "triangle_multiplicative_update"
-KERNEL = "triangle_multiplication"  # what names of launches begin with
 WEIGHTS = ("norm_in_weight", "norm_in_bias", "p_in_weight", "p_in_bias", "g_in_weight", "g_in_bias",
            "norm_out_weight", "norm_out_bias", "p_out_weight", "p_out_bias", "g_out_weight", "g_out_bias")
 
@@ -65,8 +64,6 @@ class Plan:
         self.dtype, self.learns = product_dtype(x), learns
         self.call = None  # made of what the first call gives the kernels
         self.shape, self.c = x.shape if x.dim() == 4 else (1, *x.shape), x.shape[-1]
-        self.matrix = x.numel() // self.c, self.c
-        self.wide_matrix = self.matrix[0], 5 * self.c
         self.norms = (x.new_ones(self.c), x.new_zeros(self.c)) * 2  # where they are not given
         self.given = [w is not None for w in weights]
         self.as_they_lie = all([t is None or t.is_contiguous() for t in (x, *weights)]) and x.dim() == 4
@@ -81,9 +78,6 @@ class Plan:
         if mask is not None:
             mask = mask if mask.shape == self.shape[:3] else mask.expand(self.shape[:3])
             mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-        if self.call is not None and self.learns:
-            out, saved = self.again(pair, parameters, mask)
-            return out if x.dim() == 4 else out.view(x.shape), saved
         if self.call is None:
             trimul.check(pair, parameters, mask, None, None)
             self.call = trimul.Call(pair, parameters, mask, None, self.outgoing)
@@ -95,76 +89,24 @@ class Plan:
         out, *saved = self.call.forward(pair, parameters, mask, None, None, self.eps, self.learns)
         return out if x.dim() == 4 else out.view(x.shape), (pair, mask, *saved, *parameters)
 
-    def again(self, pair, parameters, mask):
-        """operator.forward() by its kept launches: out, and what backward reads."""
-        call, stream, bound, new, c = self.call, stream_of(pair), self.call.bound, pair.new_empty, self.c
-        norm_weight, norm_bias, in_weight, in_bias, *behind = parameters
-        statistics, normed, sides = call.statistics(), new(self.matrix, dtype=self.dtype), call.planes(2)
-        bound[f"{KERNEL}_front_kernel"](pair, norm_weight, norm_bias, in_weight, in_bias, mask, sides, normed,
-                                        statistics, stream=stream)
-        if f"{KERNEL}_product_kernel" in bound:
-            product = call.planes(1)
-            bound[f"{KERNEL}_product_kernel"](sides, sides[c:], product, stream=stream)
-        else:
-            product = call.multiply(sides)
-        out, normed_product = new(pair.shape, dtype=self.dtype), new(self.matrix, dtype=self.dtype)
-        bound[f"{KERNEL}_back_kernel"](product, normed, *behind, None, None, out, normed_product,
-                                       statistics[2:], stream=stream)
-        return out, (pair, mask, statistics, normed, normed_product, product, sides, *parameters)
-
-    def backward(self, gradient, pair, *saved):
+    def backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides, *parameters):
         """Gradients of x, not of the mask, and of all weights in the order of a call. Autograd casts them to
         the dtypes of what they belong to."""
         c, shape = self.c, gradient.shape
-        gradient = gradient.view(self.shape)
-        again = f"{KERNEL}_front_backward_kernel" in self.call.bound
-        dpair, dprojected, dout, sums_of_all, normed, normed_product = (
-            self.backward_again if again else self.first_backward)(gradient, pair, *saved)
+        dpair, dprojected, dout, *partial_sums = self.call.backward(
+            gradient.view(self.shape), pair, parameters, mask, None, statistics, normed, normed_product,
+            product, sides, False, *self.programs)
+        front, back = [sums.launch(each, self.sums_dtype, self.call.bound, name)
+                       for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
         with as_given(gradient):
             dp_in, dg_in, dg_out = torch.mm(dprojected.t(), normed).split_with_sizes((2 * c, 2 * c, c))
             dp_out = torch.mm(dout.t(), normed_product)  # (c, c)
-        (dnorm_weight, dnorm_bias, dp_in_bias, dg_in_bias, dcenter_weight, dcenter_bias, dp_out_bias,
-         dg_out_bias) = sums_of_all.split_with_sizes((c, c, 2 * c, 2 * c, c, c, c, c))
+        dnorm_weight, dnorm_bias, dp_in_bias, dg_in_bias = front.split_with_sizes((c, c, 2 * c, 2 * c))
+        dcenter_weight, dcenter_bias, dp_out_bias, dg_out_bias = back.split_with_sizes((c, c, c, c))
         found = (dnorm_weight, dnorm_bias, dp_in, dp_in_bias, dg_in, dg_in_bias, dcenter_weight, dcenter_bias,
                  dp_out, dp_out_bias, dg_out, dg_out_bias)
         return (dpair.view(shape), None,
                 *[d if there else None for d, there in zip(found, self.given, strict=True)])
-
-    def first_backward(self, gradient, pair, mask, statistics, normed, normed_product, product, sides,
-                       *parameters):
-        """operator.backward(), whose launches are then kept, and the sums of its partial sums (10 c,)."""
-        dpair, dprojected, dout, *partial_sums = self.call.backward(
-            gradient, pair, parameters, mask, None, statistics, normed, normed_product, product, sides, False,
-            *self.programs)
-        found = [sums.launch(each, self.sums_dtype, self.call.bound, name)
-                 for each, name in zip(partial_sums, ("front sums", "back sums"), strict=True)]
-        return dpair, dprojected, dout, torch.cat(found), normed, normed_product
-
-    def backward_again(self, gradient, pair, mask, statistics, normed, normed_product, product, sides,
-                       *parameters):
-        """The same by kept launches."""
-        call, stream, bound, new, c = self.call, stream_of(pair), self.call.bound, pair.new_empty, self.c
-        norm_weight, _, in_weight, in_bias, center_weight, _, *behind = parameters
-        dproduct, dout = call.planes(1), new(self.matrix, dtype=self.dtype)
-        dprojected, dpair = new(self.wide_matrix, dtype=self.dtype), torch.empty_like(pair)
-        front, back = call.partial_sums(self.programs[0], 6), call.partial_sums(self.programs[1], 4)
-        bound[f"{KERNEL}_back_backward_kernel"](
-            product, normed, normed_product, center_weight, *behind, None, statistics[2:], gradient, dproduct,
-            dout, dprojected, back, stream=stream)
-        if f"{KERNEL}_product_backward_kernel" in bound:
-            dsides = torch.empty_like(sides)
-            bound[f"{KERNEL}_product_backward_kernel"](sides, sides[c:], dproduct, dsides, dsides[c:],
-                                                       stream=stream)
-        else:
-            dsides = call.multiply_backward(sides, dproduct)
-        del dproduct
-        bound[f"{KERNEL}_front_backward_kernel"](
-            pair, normed, norm_weight, behind[2], in_weight, in_bias, mask, sides, dsides, statistics,
-            gradient, dprojected, dpair, front, stream=stream)
-        found = new(10 * c, dtype=self.sums_dtype)
-        bound["front sums"](front, found, stream=stream)
-        bound["back sums"](back, found[6 * c:], stream=stream)
-        return dpair, dprojected, dout, found, normed, normed_product
 
 
 def plain(pair, *given):

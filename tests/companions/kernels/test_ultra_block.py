@@ -102,7 +102,7 @@ def test_the_comparison_of_a_shape():
                                 device="cpu")
     with mock.patch.object(llama, "runs", lambda x: True):
         for make in (ultra.Forward, PROGRAM.trainer):
-            names = ultra.ULTRA, ultra.STANDARD
+            names = ultra.ULTRA, ultra.EAGER
             rows = ultra.contest(make, PROGRAM, settings, torch.device("cpu"), names, rounds=2)
             assert tuple(row["name"] for row in rows) == names
             assert all(0 < row["median"] for row in rows) and ultra.verdict(rows)
