@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import os
 import re
+import sys
 from dataclasses import asdict, fields
 
 from fusion_lab.training import files, torchrun
